@@ -1,0 +1,31 @@
+"""Collectives written as schedules, carried by MPI, torch.distributed or a simulated world."""
+
+from communicators.collectives import allgather, allreduce, barrier, broadcast
+from communicators.communicator import Communicator, Work, run, start
+from communicators.errors import CollectiveError
+from communicators.link import Link
+from communicators.schedule import SLOT_BYTES, Elapse, Round, Schedule, body, frame, framed_nbytes
+from communicators.simulated import Corrupts, Dies, SimulatedWorld
+
+__all__ = [
+    "SLOT_BYTES",
+    "CollectiveError",
+    "Communicator",
+    "Corrupts",
+    "Dies",
+    "Elapse",
+    "Link",
+    "Round",
+    "Schedule",
+    "SimulatedWorld",
+    "Work",
+    "allgather",
+    "allreduce",
+    "barrier",
+    "body",
+    "broadcast",
+    "frame",
+    "framed_nbytes",
+    "run",
+    "start",
+]

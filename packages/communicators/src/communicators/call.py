@@ -1,0 +1,126 @@
+"""One collective under way on one rank: its schedule, its facts, its number; messages get tag and stamp here.
+
+Worlds differ in how bytes travel; what a call is, and how a wrong message is told from a right one, is the same in
+all of them.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from communicators.errors import CollectiveError
+from communicators.schedule import SLOT_BYTES, Elapse, Received, Round, Schedule
+
+TAG_BITS = 29
+"""MPICH's bound on message tags."""
+
+_STAMP = struct.Struct("<IIII")  # hash of facts and call number, call number, sender, bytes
+assert _STAMP.size == SLOT_BYTES
+
+
+class Call:
+    """A schedule with its place in the sequence of calls of one communicator.
+
+    facts: what all ranks must share (algorithm, numel, dtype, k, settings), as text. The tag of a message is a hash of
+    it, the call number and how many messages went from its sender to its receiver in this call before, so that a
+    message of another call never matches. (Not the round: ranks that fold into a partner have other round numbers.)
+    prelude: rounds that are not counted and whose tags hold the call's number only (the agreement on new facts).
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule[Any],
+        *,
+        rank: int,
+        size: int,
+        facts: str,
+        number: int,
+        device: torch.device | None = None,
+        prelude: Schedule[None] | None = None,
+    ) -> None:
+        self.rank, self.size = rank, size
+        self.facts, self.number = facts, number
+        self.device = device
+        self.turn = -1
+        self.value: Any = None
+        self.counted = prelude is None
+        self._schedule = schedule
+        self._rounds: Schedule[Any] = schedule if prelude is None else prelude
+        self._sent: Counter[int] = Counter()
+        self._heard: Counter[int] = Counter()
+
+    def step(self, received: Received) -> Round | Elapse | None:
+        """Hands over what the last round received; returns what comes next, None at the end (`value` is then set)."""
+        try:
+            action = self._rounds.send(received) if self.turn >= 0 else next(self._rounds)
+        except StopIteration as stop:
+            if self._rounds is self._schedule:
+                self.value = stop.value
+                return None
+            self._rounds, self.counted, self.turn = self._schedule, True, -1
+            self._sent.clear()
+            self._heard.clear()
+            return self.step({})
+        self.turn += 1
+        if isinstance(action, Round):
+            self._check(action)
+        return action
+
+    def close(self) -> None:
+        """Ends the schedule early, so that it releases what it holds."""
+        self._rounds.close()
+        self._schedule.close()
+
+    def outgoing_tag(self, peer: int) -> int:
+        """The tag of the next message to this peer."""
+        self._sent[peer] += 1
+        return self._hash(self._sent[peer])
+
+    def incoming_tag(self, peer: int) -> int:
+        """The tag of the next message from this peer."""
+        self._heard[peer] += 1
+        return self._hash(self._heard[peer])
+
+    def stamp(self, payload: Tensor) -> None:
+        """Writes call and sender into the slot of a payload in host memory."""
+        _STAMP.pack_into(_memory(payload), 0, self._hash(0), self.number, self.rank, payload.numel())
+
+    def accept(self, source: int, payload: Tensor, capacity: int) -> None:
+        """Raises unless the payload, in host memory, fits and carries this call's stamp of that sender."""
+        if payload.numel() > capacity:
+            raise CollectiveError(
+                f"message too long: rank {source} sent {payload.numel()} bytes, rank {self.rank} has room for "
+                f"{capacity} in round {self.turn} of {self.facts}"
+            )
+        expected = (self._hash(0), self.number, source, payload.numel())
+        found = _STAMP.unpack_from(_memory(payload), 0) if payload.numel() >= SLOT_BYTES else None
+        if found != expected:
+            raise CollectiveError(
+                f"corrupted header: rank {self.rank} got {found} from rank {source}, expected {expected} "
+                f"(hash, call, sender, bytes) in round {self.turn} of {self.facts}"
+            )
+
+    def _hash(self, sequence: int) -> int:
+        facts = self.facts if self.counted else "agreement"
+        return zlib.crc32(f"{facts}|{self.number}|{sequence}".encode()) & ((1 << TAG_BITS) - 1)
+
+    def _check(self, action: Round) -> None:
+        for peer in (*action.sends, *action.recvs):
+            if not 0 <= peer < self.size or peer == self.rank:
+                raise ValueError(f"{self.facts}: rank {self.rank} of {self.size} cannot exchange with rank {peer}")
+        for peer, payload in action.sends.items():
+            if payload.dtype != torch.uint8 or payload.dim() != 1 or payload.numel() < SLOT_BYTES:
+                raise ValueError(
+                    f"{self.facts}: the payload for rank {peer} is {payload.dtype} of shape {tuple(payload.shape)}; "
+                    f"expected 1-D uint8 with a slot of {SLOT_BYTES} bytes (see frame)"
+                )
+
+
+def _memory(payload: Tensor) -> Any:
+    return payload.numpy().data

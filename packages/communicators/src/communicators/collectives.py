@@ -1,0 +1,71 @@
+"""Dense collectives as calls on tensors of any shape."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from communicators import dense
+from communicators.communicator import Communicator, run
+from communicators.schedule import Schedule
+
+RING_NBYTES = 1 << 16
+"""From this size on bandwidth counts more than rounds, and P that is no power of two takes the ring."""
+
+
+def allreduce(tensor: Tensor, comm: Communicator, *, average: bool = False, native: bool = True) -> Tensor:
+    """The sum (or mean) over ranks, out of place, on every rank the same bits.
+
+    native: by the transport's own allreduce where it has one; it may add in another order, so worlds agree within
+        rounding. With native=False our schedule adds: the same bits in every world.
+    """
+    _check(tensor)
+    if average and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise TypeError(f"the mean of {tensor.dtype} is not exact: convert to a float dtype or use average=False")
+    total = comm.native_allreduce(tensor) if native else None
+    if total is None:
+        schedule = _allreduce_schedule(_flat(tensor), comm.rank, comm.size)
+        total = run(schedule, comm, facts=_facts("allreduce", tensor), device=tensor.device)
+    total = total.view(tensor.shape)
+    return total.div_(comm.size) if average else total
+
+
+def broadcast(tensor: Tensor, comm: Communicator, *, root: int = 0) -> Tensor:
+    """The root's tensor on every rank; elsewhere `tensor` says shape and dtype."""
+    _check(tensor)
+    if not 0 <= root < comm.size:
+        raise ValueError(f"root={root} is no rank of {comm.size}; expected 0 … {comm.size - 1}")
+    schedule = dense.broadcast(_flat(tensor), comm.rank, comm.size, root)
+    result = run(schedule, comm, facts=f"{_facts('broadcast', tensor)} from {root}", device=tensor.device)
+    return result.view(tensor.shape)
+
+
+def allgather(tensor: Tensor, comm: Communicator) -> list[Tensor]:
+    """Every rank's tensor as 1-D, in rank order; numels may differ between ranks, the dtype may not."""
+    _check(tensor)
+    schedule = dense.allgather(_flat(tensor), comm.rank, comm.size)
+    return run(schedule, comm, facts=f"allgather({tensor.dtype})", device=tensor.device)
+
+
+def barrier(comm: Communicator) -> None:
+    """Returns when every rank has called it."""
+    run(dense.halving_doubling_allreduce(torch.zeros(1), comm.rank, comm.size), comm, facts="barrier")
+
+
+def _allreduce_schedule(x: Tensor, rank: int, size: int) -> Schedule[Tensor]:
+    if size & (size - 1) and x.numel() * x.dtype.itemsize >= RING_NBYTES:
+        return dense.ring_allreduce(x, rank, size)
+    return dense.halving_doubling_allreduce(x, rank, size)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).contiguous()
+
+
+def _facts(name: str, tensor: Tensor) -> str:
+    return f"{name}(numel={tensor.numel()}, {tensor.dtype})"
+
+
+def _check(tensor: Tensor) -> None:
+    if tensor.layout != torch.strided:
+        raise TypeError(f"a dense collective takes a strided tensor, got {tensor.layout}; use .to_dense() first")

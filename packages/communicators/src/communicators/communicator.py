@@ -1,0 +1,109 @@
+"""What every world offers: ranks that carry schedules, at once (`run`) or in the background (`start`)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from communicators.schedule import Schedule
+
+T = TypeVar("T")
+
+TIMEOUT_SECONDS = 300.0
+"""How long a rank waits for a late peer before the collective fails on all of them."""
+
+
+class Work(ABC, Generic[T]):
+    """A collective that was started and goes on by itself."""
+
+    @abstractmethod
+    def wait(self, timeout: float | None = None) -> T:
+        """Waits for the result, at most `timeout` seconds (TimeoutError; the collective goes on)."""
+
+    @abstractmethod
+    def is_completed(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+
+    @abstractmethod
+    def get_future(self) -> torch.futures.Future[T]:
+        """A torch future of the result. Errors surface through `wait` of this work, and of futures by `then`."""
+
+
+class Communicator(ABC):
+    """A group of ranks that makes the same calls in the same order.
+
+    rank, size: this process and how many there are.
+    device: where payloads live unless a call names another one.
+    bytes_sent, messages_sent: what this rank sent in counted rounds so far.
+    """
+
+    rank: int
+    size: int
+    device: torch.device = torch.device("cpu")
+    bytes_sent: int = 0
+    messages_sent: int = 0
+
+    @abstractmethod
+    def run(
+        self, schedule: Schedule[T], *, facts: str, timeout: float = TIMEOUT_SECONDS, device: torch.device | None = None
+    ) -> T:
+        """See `communicators.run`."""
+
+    @abstractmethod
+    def start(
+        self, schedule: Schedule[T], *, facts: str, timeout: float = TIMEOUT_SECONDS, device: torch.device | None = None
+    ) -> Work[T]:
+        """See `communicators.start`."""
+
+    @abstractmethod
+    def clock(self) -> float:
+        """Seconds, monotonic: virtual in a simulated world, real elsewhere."""
+
+    def elapse(self, seconds: float) -> None:
+        """Says that this rank computed for so long: a simulated world advances its clock; a real one has done so."""
+        del seconds
+
+    def native_allreduce(self, tensor: Tensor) -> Tensor | None:
+        """The transport's own sum over ranks, out of place; None where it has none for this tensor."""
+        del tensor
+        return None
+
+
+def name_of(schedule: Schedule[T]) -> str:
+    """The name of the schedule's function: its facts where the caller gives none."""
+    return str(getattr(schedule, "__qualname__", type(schedule).__name__))
+
+
+def run(
+    schedule: Schedule[T],
+    comm: Communicator,
+    *,
+    facts: str | None = None,
+    timeout: float = TIMEOUT_SECONDS,
+    device: torch.device | None = None,
+) -> T:
+    """Carries a schedule to its end and returns its result.
+
+    facts: what all ranks must share, as text; without it the schedule's name. A rank that calls with other facts, an
+        error on any rank, and a wait of more than `timeout` seconds raise the same `CollectiveError` on every rank.
+    device: where received payloads are put, default the communicator's.
+    """
+    return comm.run(schedule, facts=facts or name_of(schedule), timeout=timeout, device=device)
+
+
+def start(
+    schedule: Schedule[T],
+    comm: Communicator,
+    *,
+    facts: str | None = None,
+    timeout: float = TIMEOUT_SECONDS,
+    device: torch.device | None = None,
+) -> Work[T]:
+    """Like `run`, but goes on in the background while the caller computes.
+
+    All ranks start their calls in the same order; they may complete in any.
+    """
+    return comm.start(schedule, facts=facts or name_of(schedule), timeout=timeout, device=device)

@@ -1,0 +1,128 @@
+"""Dense collectives as schedules: the same bits in every world.
+
+Ring and halving-doubling allreduce, binomial broadcast, Bruck allgather (Thakur, Rabenseifner & Gropp, IJHPCA 2005;
+Bruck et al., IEEE TPDS 1997). Tensors are 1-D, contiguous, of any dtype that adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from communicators.schedule import SLOT_BYTES, Round, Schedule, body, frame, framed_nbytes, powers_of_two
+
+
+def ring_allreduce(x: Tensor, rank: int, size: int) -> Schedule[Tensor]:
+    """Sum over ranks: reduce-scatter, then allgather, 2(P − 1) rounds, 2n(P − 1)/P elements sent.
+
+    Block b is summed once, on its way round the ring from rank b, so every rank gets the same bits.
+    """
+    if size == 1:
+        return x.clone()
+    bounds = block_bounds(x.numel(), size)
+    blocks = [frame(x[low:high]) for low, high in bounds]
+    after, before = (rank + 1) % size, (rank - 1) % size
+    for turn in range(2 * (size - 1)):
+        give, take = (rank - turn) % size, (rank - turn - 1) % size
+        low, high = bounds[take]
+        received = yield Round({after: blocks[give]}, {before: framed_nbytes(high - low, x.dtype)})
+        if turn < size - 1:
+            body(received[before], x.dtype).add_(body(blocks[take], x.dtype))
+        blocks[take] = received[before]
+    return torch.cat([body(block, x.dtype) for block in blocks])
+
+
+def halving_doubling_allreduce(x: Tensor, rank: int, size: int) -> Schedule[Tensor]:
+    """Sum over ranks: recursive halving, then doubling (Rabenseifner), 2 log P rounds, 2n(P − 1)/P elements sent.
+
+    Ranks beyond the largest power of two fold into a partner first and get the result last (2 more rounds of n).
+    """
+    group = largest_power_of_two(size)
+    if rank >= group:
+        return (yield from _fold_into(rank - group, x))
+    total = x.clone()
+    folded = rank + group
+    if folded < size:
+        received = yield Round(recvs={folded: framed_nbytes(x.numel(), x.dtype)})
+        total += body(received[folded], x.dtype)
+    low, high = 0, x.numel()
+    spans = [(low, high)]
+    for distance in reversed(list(powers_of_two(below=group))):
+        peer, middle = rank ^ distance, (low + high) // 2
+        keep, give = (low, middle), (middle, high)
+        if rank & distance:
+            keep, give = give, keep
+        payload = frame(total[slice(*give)])
+        received = yield Round({peer: payload}, {peer: framed_nbytes(keep[1] - keep[0], x.dtype)})
+        low, high = keep
+        total[low:high] += body(received[peer], x.dtype)
+        spans.append(keep)
+    for distance in powers_of_two(below=group):
+        peer = rank ^ distance
+        own, whole = spans.pop(), spans[-1]
+        theirs = (own[1], whole[1]) if own[0] == whole[0] else (whole[0], own[0])
+        capacity = framed_nbytes(theirs[1] - theirs[0], x.dtype)
+        received = yield Round({peer: frame(total[slice(*own)])}, {peer: capacity})
+        total[slice(*theirs)] = body(received[peer], x.dtype)
+    if folded < size:
+        yield Round(sends={folded: frame(total)})
+    return total
+
+
+def broadcast(x: Tensor, rank: int, size: int, root: int = 0) -> Schedule[Tensor]:
+    """The root's tensor on every rank, by a binomial tree in ⌈log P⌉ rounds. x elsewhere gives size and dtype."""
+    place = (rank - root) % size
+    payload = frame(x)
+    for distance in powers_of_two(below=size):
+        if place < distance and place + distance < size:
+            yield Round(sends={(rank + distance) % size: payload})
+        elif distance <= place < 2 * distance:
+            parent = (rank - distance) % size
+            payload = (yield Round(recvs={parent: payload.numel()}))[parent]
+    return body(payload, x.dtype)
+
+
+def allgather(x: Tensor, rank: int, size: int) -> Schedule[list[Tensor]]:
+    """Every rank's tensor, in rank order; numels may differ. One Bruck gather of the sizes, one of the elements."""
+    mine = torch.tensor([x.numel() * x.dtype.itemsize]).view(torch.uint8)
+    sizes = yield from allgather_blocks(mine.to(x.device), [mine.numel()] * size, rank, size)
+    nbytes = [int(block.clone().view(torch.int64)) for block in sizes]
+    blocks = yield from allgather_blocks(x.view(torch.uint8), nbytes, rank, size)
+    return [block.clone().view(x.dtype) for block in blocks]
+
+
+def allgather_blocks(block: Tensor, nbytes: Sequence[int], rank: int, size: int) -> Schedule[list[Tensor]]:
+    """Every rank's block of bytes, in rank order, by Bruck's algorithm in ⌈log P⌉ rounds.
+
+    block: 1-D uint8 of nbytes[rank] bytes; nbytes, of all ranks, is known everywhere. Any P. Sends Σ nbytes of the
+    blocks handed on, and one slot a round. The blocks that return are views.
+    """
+    blocks = [block]  # those of ranks rank, rank + 1, …
+    for distance in powers_of_two(below=size):
+        count = min(distance, size - distance)
+        to, source = (rank - distance) % size, (rank + distance) % size
+        coming = [nbytes[(source + i) % size] for i in range(count)]
+        payload = frame(torch.cat(blocks[:count]))
+        received = yield Round({to: payload}, {source: SLOT_BYTES + sum(coming)})
+        blocks += torch.split(received[source][SLOT_BYTES:], coming)
+    return [blocks[(r - rank) % size] for r in range(size)]
+
+
+def block_bounds(numel: int, blocks: int) -> list[tuple[int, int]]:
+    """Block b is [⌊b·n/B⌋, ⌊(b + 1)·n/B⌋)."""
+    return [(b * numel // blocks, (b + 1) * numel // blocks) for b in range(blocks)]
+
+
+def largest_power_of_two(size: int) -> int:
+    """The largest power of two that is at most `size`."""
+    return 1 << (size.bit_length() - 1)
+
+
+def _fold_into(partner: int, x: Tensor) -> Schedule[Tensor]:
+    """Gives x to the partner, gets the result last."""
+    payload = frame(x)
+    yield Round(sends={partner: payload})
+    received = yield Round(recvs={partner: payload.numel()})
+    return body(received[partner], x.dtype)

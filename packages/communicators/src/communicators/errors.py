@@ -1,0 +1,37 @@
+"""What a collective says when it cannot proceed: the same reason on every rank."""
+
+from __future__ import annotations
+
+
+class CollectiveError(RuntimeError):
+    """A collective failed, on every rank with the same reason; its communicator is not usable any more."""
+
+
+def mismatch(number: int, rank: int, facts: str, other: int, other_facts: str) -> str:
+    """Two ranks entered the same call with different facts; the lower rank is named first."""
+    (rank, facts), (other, other_facts) = sorted([(rank, facts), (other, other_facts)])
+    return (
+        f"ranks disagree on call {number}: rank {rank} calls {facts}, rank {other} calls {other_facts}; "
+        "every rank must make the same calls in the same order with the same settings"
+    )
+
+
+def failed(rank: int, facts: str, error: BaseException) -> str:
+    """A schedule raised on one rank."""
+    return f"rank {rank} failed in {facts}: {describe(error)}"
+
+
+def left(rank: int, why: str, waiting: str) -> str:
+    """A rank went away while another one still waits for it."""
+    return f"rank {rank} left ({why}) while {waiting}"
+
+
+def waits(rank: int, number: int, facts: str, turn: int, peers: list[int]) -> str:
+    """Who waits for whom, as one phrase."""
+    whom = ", ".join(str(peer) for peer in sorted(peers)) or "nobody"
+    return f"rank {rank} waits for rank {whom} in call {number}, round {turn} of {facts}"
+
+
+def describe(error: BaseException) -> str:
+    """An exception in one line."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,0 +1,69 @@
+"""A collective algorithm as a schedule: what a rank sends and receives, round by round, without doing any I/O.
+
+The word is LibNBC's (Hoefler et al., SC 2007). A schedule is a generator that yields `Round`s and is sent what it
+received; its return value is the result of the collective. A communicator carries the rounds, see `run` and `start`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+SLOT_BYTES = 16
+"""Every payload starts with so many bytes for the communicator, which stamps call, round and sender there."""
+
+T = TypeVar("T")
+Received: TypeAlias = dict[int, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One round of messages of one rank; it ends when all of them are done.
+
+    sends: peer -> payload, a contiguous 1-D uint8 tensor that starts with a free slot of `SLOT_BYTES` (see `frame`)
+        and is not changed any more once it was yielded.
+    recvs: peer -> capacity in bytes, slot included; what arrives may be shorter, never longer.
+    """
+
+    sends: Mapping[int, Tensor] = field(default_factory=dict)
+    recvs: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Elapse:
+    """Computation that a schedule does between rounds, in seconds: simulated worlds charge it, real ones ignore it."""
+
+    seconds: float
+
+
+Schedule: TypeAlias = Generator[Round | Elapse, Received, T]
+
+
+def frame(tensor: Tensor) -> Tensor:
+    """A payload that holds the tensor's bytes behind a free slot: uint8, (SLOT_BYTES + tensor bytes,). Copies once."""
+    payload = torch.empty(framed_nbytes(tensor.numel(), tensor.dtype), dtype=torch.uint8, device=tensor.device)
+    payload[:SLOT_BYTES] = 0
+    body(payload, tensor.dtype).copy_(tensor.detach().reshape(-1))
+    return payload
+
+
+def body(payload: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor behind a payload's slot as a 1-D view, no copy."""
+    return payload[SLOT_BYTES:].view(dtype)
+
+
+def framed_nbytes(numel: int, dtype: torch.dtype) -> int:
+    """Bytes of a payload that frames so many elements: the capacity to receive it."""
+    return SLOT_BYTES + numel * dtype.itemsize
+
+
+def powers_of_two(*, below: int) -> Iterator[int]:
+    """1, 2, 4, … less than `below`."""
+    power = 1
+    while power < below:
+        yield power
+        power *= 2
