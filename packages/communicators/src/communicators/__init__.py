@@ -1,5 +1,6 @@
 """Collectives written as schedules, carried by MPI, torch.distributed or a simulated world."""
 
+from communicators.buckets import Bucket, buckets_of
 from communicators.collectives import allgather, allreduce, barrier, broadcast
 from communicators.communicator import Communicator, Work, run, start
 from communicators.errors import CollectiveError
@@ -9,6 +10,7 @@ from communicators.simulated import Corrupts, Dies, SimulatedWorld
 
 __all__ = [
     "SLOT_BYTES",
+    "Bucket",
     "CollectiveError",
     "Communicator",
     "Corrupts",
@@ -24,6 +26,7 @@ __all__ = [
     "barrier",
     "body",
     "broadcast",
+    "buckets_of",
     "frame",
     "framed_nbytes",
     "run",

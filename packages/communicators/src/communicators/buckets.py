@@ -1,0 +1,79 @@
+"""Many tensors as few flat ones: what a collective moves is one long vector, not a hundred short ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Consecutive spans of one flat tensor, one for each member.
+
+    members: positions in the list of tensors that the bucket was made for; shapes: theirs, in the same order.
+    """
+
+    members: tuple[int, ...]
+    shapes: tuple[torch.Size, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def numel(self) -> int:
+        """Elements of the flat tensor."""
+        return sum(shape.numel() for shape in self.shapes)
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The members' spans of a flat tensor, in their shapes, no copy."""
+        ends = list(accumulate(shape.numel() for shape in self.shapes))
+        return [
+            flat[end - shape.numel() : end].view(shape) for end, shape in zip(ends, self.shapes, strict=True)
+        ]
+
+    def gather(self, tensors: Sequence[Tensor | None], out: Tensor | None = None) -> Tensor:
+        """The members, of the full list of tensors, as one flat tensor; a missing one (None) counts as zeros."""
+        flat = torch.empty(self.numel, dtype=self.dtype, device=self.device) if out is None else out
+        for position, view in zip(self.members, self.views(flat), strict=True):
+            tensor = tensors[position]
+            if tensor is None:
+                view.zero_()
+            else:
+                view.copy_(tensor.detach())
+        return flat
+
+    def scatter(self, flat: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Copies the spans into the members, of the full list of tensors."""
+        with torch.no_grad():
+            for position, view in zip(self.members, self.views(flat), strict=True):
+                tensors[position].copy_(view)
+
+
+def buckets_of(tensors: Sequence[Tensor], nbytes: int | None = None) -> list[Bucket]:
+    """Buckets of at most `nbytes` (a larger tensor has its own), in the tensors' order, one dtype and device each.
+
+    Without `nbytes` one bucket for each dtype and device.
+    """
+    if nbytes is not None and nbytes < 1:
+        raise ValueError(f"a bucket holds at least 1 byte, got nbytes={nbytes}; None puts everything into one")
+    done: list[list[int]] = []
+    filling: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
+    for position, tensor in enumerate(tensors):
+        kind = (tensor.dtype, tensor.device)
+        size = tensor.numel() * tensor.dtype.itemsize
+        members, filled = filling.get(kind, ([], 0))
+        if members and nbytes is not None and filled + size > nbytes:
+            members, filled = [], 0
+        if not members:
+            done.append(members)
+        members.append(position)
+        filling[kind] = (members, filled + size)
+    return [_bucket(tensors, members) for members in done]
+
+
+def _bucket(tensors: Sequence[Tensor], members: list[int]) -> Bucket:
+    first = tensors[members[0]]
+    return Bucket(tuple(members), tuple(tensors[m].shape for m in members), first.dtype, first.device)
