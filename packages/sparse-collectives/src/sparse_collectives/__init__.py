@@ -1,0 +1,15 @@
+"""Sparse allreduce for PyTorch: gTop-k and its relatives, as calls and as a distributed optimizer."""
+
+from sparse_collectives.algorithms import ALGORITHMS, Algorithm
+from sparse_collectives.allreduce import sparse_allreduce, sparse_allreduce_async
+from sparse_collectives.reduction import Reduction
+from sparse_collectives.traffic import Traffic
+
+__all__ = [
+    "ALGORITHMS",
+    "Algorithm",
+    "Reduction",
+    "Traffic",
+    "sparse_allreduce",
+    "sparse_allreduce_async",
+]
