@@ -5,6 +5,7 @@ from communicators.collectives import allgather, allreduce, barrier, broadcast
 from communicators.communicator import Communicator, Work, run, start
 from communicators.errors import CollectiveError
 from communicators.link import Link
+from communicators.origin import as_communicator
 from communicators.schedule import SLOT_BYTES, Elapse, Round, Schedule, body, frame, framed_nbytes
 from communicators.simulated import Corrupts, Dies, SimulatedWorld
 
@@ -23,6 +24,7 @@ __all__ = [
     "Work",
     "allgather",
     "allreduce",
+    "as_communicator",
     "barrier",
     "body",
     "broadcast",

@@ -30,9 +30,7 @@ class Bucket:
     def views(self, flat: Tensor) -> list[Tensor]:
         """The members' spans of a flat tensor, in their shapes, no copy."""
         ends = list(accumulate(shape.numel() for shape in self.shapes))
-        return [
-            flat[end - shape.numel() : end].view(shape) for end, shape in zip(ends, self.shapes, strict=True)
-        ]
+        return [flat[end - shape.numel() : end].view(shape) for end, shape in zip(ends, self.shapes, strict=True)]
 
     def gather(self, tensors: Sequence[Tensor | None], out: Tensor | None = None) -> Tensor:
         """The members, of the full list of tensors, as one flat tensor; a missing one (None) counts as zeros."""

@@ -16,8 +16,13 @@ def mismatch(number: int, rank: int, facts: str, other: int, other_facts: str) -
     )
 
 
+def reason(rank: int, facts: str, error: BaseException) -> str:
+    """What a schedule raised on one rank: a CollectiveError speaks for all of them already."""
+    return str(error) if isinstance(error, CollectiveError) else failed(rank, facts, error)
+
+
 def failed(rank: int, facts: str, error: BaseException) -> str:
-    """A schedule raised on one rank."""
+    """One rank's own error."""
     return f"rank {rank} failed in {facts}: {describe(error)}"
 
 

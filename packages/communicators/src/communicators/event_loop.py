@@ -178,7 +178,7 @@ class EventLoop:
         try:
             action = call.step(received)
         except Exception as error:
-            self._fail(errors.failed(call.rank, call.facts, error), error)
+            self._fail(errors.reason(call.rank, call.facts, error), error)
             return
         if action is None:
             self._end(flight, None)

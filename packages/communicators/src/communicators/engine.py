@@ -1,0 +1,139 @@
+"""The one background engine of a process: drives what was started, listens on control channels, says goodbye at exit.
+
+The only process-wide object of the package. Where a transport may not be driven by another thread (MPI without
+THREAD_MULTIPLE), the same work is done inside our calls only.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import sys
+import threading
+import time
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from communicators import errors
+
+if TYPE_CHECKING:
+    from communicators.transport import TransportCommunicator, TransportFlight
+
+LISTEN_SECONDS = 0.05
+BUSY_SECONDS = 50e-6
+SPIN_SECONDS = 100e-6
+LONGEST_NAP_SECONDS = 200e-6
+
+logger = logging.getLogger(__name__)
+
+
+@cache
+def engine() -> Engine:
+    """The engine of this process, made at its first use."""
+    made = Engine()
+    atexit.register(made.close)
+    return made
+
+
+class Engine:
+    """Flights in the background, and the communicators whose letters are read."""
+
+    def __init__(self) -> None:
+        self._flights: list[TransportFlight] = []
+        self._comms: list[TransportCommunicator] = []
+        self._wake = threading.Event()
+        self._closing = False
+        self._inline = False
+        self._listened = 0.0
+        self._thread: threading.Thread | None = None
+
+    def watch(self, comm: TransportCommunicator) -> None:
+        """From now on this communicator's letters are read."""
+        self._comms.append(comm)
+        if not comm.transport.threaded:
+            if not self._inline:
+                logger.warning("this MPI was not initialised with THREAD_MULTIPLE: progress only inside our calls")
+            self._inline = True
+        elif self._thread is None and not self._inline:
+            self._thread = threading.Thread(target=self._live, name="communicators-engine", daemon=True)
+            self._thread.start()
+
+    def add(self, flight: TransportFlight) -> None:
+        """Drives a flight in the background."""
+        self._flights.append(flight)
+        self._wake.set()
+
+    def drive(self, flight: TransportFlight) -> None:
+        """Polls a flight to its end in the calling thread.
+
+        Busy at first, then with naps in proportion to the wait: ranks beyond the cores would otherwise spin in the
+        way of the one that they wait for.
+        """
+        begin = time.perf_counter()
+        while not flight.poll():
+            waited = time.perf_counter() - begin
+            if waited > SPIN_SECONDS:
+                time.sleep(min(waited / 8, LONGEST_NAP_SECONDS))
+                self._look_around([flight])
+
+    def wait(self, flight: TransportFlight, timeout: float | None) -> bool:
+        """Waits for a flight that was added; False when it is not over in time."""
+        if not self._inline:
+            return flight.finished.wait(timeout)
+        end = None if timeout is None else time.monotonic() + timeout
+        self._poll_all()
+        while not flight.finished.is_set() and (end is None or time.monotonic() < end):
+            time.sleep(BUSY_SECONDS)
+            self._poll_all()
+        return flight.finished.is_set()
+
+    def future(self, flight: TransportFlight) -> torch.futures.Future[Any]:
+        """A future of the flight's result. Without a thread nothing would complete it later, so it is waited for."""
+        if self._inline:
+            self.wait(flight, None)
+        done: torch.futures.Future[None] = torch.futures.Future()
+        flight.when_finished(lambda: done.set_result(None))
+        return done.then(lambda _: flight.result())  # an error raised here surfaces as itself; set_exception's does not
+
+    def close(self) -> None:
+        """At exit: tells all peers, and reads their letters until they have left too."""
+        self._closing = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join()
+        raised = getattr(sys, "last_value", None)
+        for comm in self._comms:
+            comm.leave("it exited" if raised is None else errors.describe(raised))
+
+    def _live(self) -> None:
+        while not self._closing:
+            if self._flights:
+                self._poll_all()
+                time.sleep(BUSY_SECONDS)
+            else:
+                self._look_around([])
+                self._wake.wait(LISTEN_SECONDS)
+                self._wake.clear()
+
+    def _poll_all(self) -> None:
+        flights = list(self._flights)
+        for flight in flights:
+            if flight.poll():
+                self._flights.remove(flight)
+        self._look_around(flights)
+
+    def _look_around(self, flights: list[TransportFlight]) -> None:
+        """At most every LISTEN_SECONDS, a hundredth of the shortest watch: reads letters, looks at the clock."""
+        now = time.monotonic()
+        for flight in flights:
+            flight.watch()
+        if now - self._listened < LISTEN_SECONDS or not (self._inline or self._on_thread()):
+            return
+        self._listened = now
+        for comm in self._comms:
+            comm.listen()
+
+    def _on_thread(self) -> bool:
+        return threading.current_thread() is self._thread

@@ -1,0 +1,180 @@
+"""MPI by mpi4py: point-to-point with buffers, on communicators of our own.
+
+Data and letters travel on two duplicates of the user's communicator, so that nothing of ours can match a message of
+his. CUDA payloads are staged through pinned host memory.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from communicators.call import Call
+from communicators.control import LETTER_BYTES
+from communicators.schedule import Received, Round
+from communicators.transport import Pending, Transport, TransportCommunicator
+
+DUP_SECONDS = 60.0
+
+
+def from_mpi(comm: MPI.Comm) -> TransportCommunicator:
+    """Our communicator for an mpi4py one; made once and kept as its attribute. Collective at its first use."""
+    cached = comm.Get_attr(_keyval())
+    if isinstance(cached, TransportCommunicator):
+        return cached
+    made = TransportCommunicator(MPITransport(comm))
+    comm.Set_attr(_keyval(), made)
+    return made
+
+
+class MPITransport(Transport):
+    """Two duplicates of an MPI communicator: one for payloads, one for letters."""
+
+    def __init__(self, comm: MPI.Comm) -> None:
+        self.rank, self.size = comm.Get_rank(), comm.Get_size()
+        self.device = torch.device("cpu")
+        self.threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        self._data, self._letters = _duplicate(comm), _duplicate(comm)
+        self._written: list[tuple[MPI.Request, bytes]] = []
+        self._abandoned: list[object] = []
+
+    def post(self, call: Call, action: Round, device: torch.device) -> Pending:
+        """See `Transport.post`."""
+        buffers = {peer: _host_empty(capacity, device) for peer, capacity in action.recvs.items()}
+        requests = [
+            self._data.Irecv(_bytes_of(buffer), peer, call.incoming_tag(peer)) for peer, buffer in buffers.items()
+        ]
+        payloads = [_host(payload) for payload in action.sends.values()]
+        for peer, payload in zip(action.sends, payloads, strict=True):
+            call.stamp(payload)
+            requests.append(self._data.Isend(_bytes_of(payload), peer, call.outgoing_tag(peer)))
+        return _PendingRound(self, call, requests, buffers, payloads, list(action.sends), device)
+
+    def write(self, peer: int, letter: bytes) -> None:
+        """See `Transport.write`."""
+        self._written = [(request, kept) for request, kept in self._written if not request.Test()]
+        self._written.append((self._letters.Isend([letter, MPI.BYTE], peer), letter))
+
+    def read(self) -> list[bytes]:
+        """See `Transport.read`."""
+        letters = []
+        status = MPI.Status()
+        while self._letters.Iprobe(status=status):
+            buffer = bytearray(LETTER_BYTES)
+            self._letters.Recv([buffer, MPI.BYTE], status.Get_source(), status=status)
+            letters.append(bytes(buffer[: status.Get_count(MPI.BYTE)]))
+        return letters
+
+    def can_sum(self, tensor: Tensor) -> bool:
+        """See `Transport.can_sum`: CPU tensors of the dtypes that MPI knows."""
+        return tensor.device.type == "cpu" and tensor.dtype in _SUMMED
+
+    def post_sum(self, tensor: Tensor) -> Pending:
+        """See `Transport.post_sum`. Non-blocking, so that a rank that never comes is noticed."""
+        return _PendingSum(self, self._data.Iallreduce(MPI.IN_PLACE, tensor.numpy(), MPI.SUM), tensor)
+
+    def closing(self) -> bool:
+        """See `Transport.closing`."""
+        return not MPI.Is_finalized()
+
+    def abandon(self, *what: object) -> None:
+        """Keeps buffers alive that MPI may still touch."""
+        self._abandoned.append(what)
+
+
+class _PendingRound(Pending):
+    """Receives first, in the order of the buffers, then sends."""
+
+    def __init__(
+        self,
+        transport: MPITransport,
+        call: Call,
+        requests: list[MPI.Request],
+        buffers: dict[int, Tensor],
+        payloads: list[Tensor],
+        targets: list[int],
+        device: torch.device,
+    ) -> None:
+        self._transport, self._call, self._requests = transport, call, requests
+        self._buffers, self._payloads, self._targets, self._device = buffers, payloads, targets, device
+        self._statuses = [MPI.Status() for _ in requests]
+
+    def done(self) -> bool:
+        return bool(MPI.Request.Testall(self._requests, self._statuses))
+
+    def received(self) -> Received:
+        received = {}
+        for (peer, buffer), status in zip(self._buffers.items(), self._statuses, strict=False):
+            payload = buffer[: status.Get_count(MPI.BYTE)]
+            self._call.accept(peer, payload, buffer.numel())
+            received[peer] = payload.to(self._device)
+        return received
+
+    def missing(self) -> list[int]:
+        peers = [*self._buffers, *self._targets]
+        return sorted({peer for peer, r in zip(peers, self._requests, strict=True) if r and not r.Get_status()})
+
+    def cancel(self) -> None:
+        for request in self._requests[: len(self._buffers)]:
+            if request:
+                request.Cancel()
+        self._transport.abandon(self._requests, self._buffers, self._payloads)
+
+
+class _PendingSum(Pending):
+    def __init__(self, transport: MPITransport, request: MPI.Request, tensor: Tensor) -> None:
+        self._transport, self._request, self._tensor = transport, request, tensor
+
+    def done(self) -> bool:
+        return bool(self._request.Test())
+
+    def received(self) -> Received:
+        return {}
+
+    def missing(self) -> list[int]:
+        return [peer for peer in range(self._transport.size) if peer != self._transport.rank]
+
+    def cancel(self) -> None:
+        self._transport.abandon(self._request, self._tensor)
+
+
+_SUMMED = {torch.float32, torch.float64, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8}
+
+
+@cache
+def _keyval() -> int:
+    return MPI.Comm.Create_keyval()
+
+
+def _duplicate(comm: MPI.Comm) -> MPI.Comm:
+    """A duplicate, or an error where the others do not come for one."""
+    duplicate, request = comm.Idup()
+    end = time.monotonic() + DUP_SECONDS
+    while not request.Test():
+        if time.monotonic() > end:
+            raise RuntimeError(
+                f"rank {comm.Get_rank()} waited {DUP_SECONDS:g} s for the other {comm.Get_size() - 1} ranks to make "
+                "a communicator; every rank of it must call as_communicator"
+            )
+        time.sleep(1e-3)
+    return duplicate
+
+
+def _bytes_of(buffer: Tensor) -> list[Any]:
+    return [buffer.numpy(), MPI.BYTE]
+
+
+def _host(payload: Tensor) -> Tensor:
+    return payload if payload.device.type == "cpu" else _host_empty(payload.numel(), payload.device).copy_(payload)
+
+
+def _host_empty(nbytes: int, device: torch.device) -> Tensor:
+    if device.type == "cpu":
+        return torch.from_numpy(np.empty(nbytes, dtype=np.uint8))
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)

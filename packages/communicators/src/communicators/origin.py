@@ -1,0 +1,61 @@
+"""From what the user has to a communicator."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import Any
+
+import torch
+
+from communicators.alone import Alone
+from communicators.communicator import Communicator
+
+logger = logging.getLogger(__name__)
+
+_LAUNCHERS = {"PMI_SIZE": "mpiexec", "OMPI_COMM_WORLD_SIZE": "mpiexec", "WORLD_SIZE": "torchrun"}
+
+
+def as_communicator(comm: Any = None) -> Communicator:
+    """A communicator for an mpi4py Comm, a Communicator (returned as it is), or None.
+
+    None: COMM_WORLD if mpi4py.MPI is imported, else one rank. All ranks of an MPI communicator call this together at
+    its first use, because it is duplicated once.
+
+    Raises TypeError for anything else, RuntimeError for None under a launcher of several ranks without mpi4py.
+    """
+    if isinstance(comm, Communicator):
+        return comm
+    mpi = sys.modules.get("mpi4py.MPI")
+    if comm is None:
+        return _world(mpi) if mpi is not None else _one_rank()
+    if mpi is not None and isinstance(comm, mpi.Comm):
+        return _from_mpi(comm, mpi)
+    raise TypeError(f"expected an mpi4py communicator, a Communicator or None, got {type(comm).__name__}")
+
+
+def _world(mpi: Any) -> Communicator:
+    return _from_mpi(mpi.COMM_WORLD, mpi)
+
+
+def _from_mpi(comm: Any, mpi: Any) -> Communicator:
+    if comm == mpi.COMM_NULL or comm.Is_inter():
+        raise ValueError("expected an intracommunicator, got COMM_NULL or an intercommunicator")
+    if comm.Get_size() == 1:
+        return Alone()
+    from communicators.mpi import from_mpi
+
+    return from_mpi(comm)
+
+
+def _one_rank() -> Communicator:
+    for variable, launcher in _LAUNCHERS.items():
+        size = os.environ.get(variable, "1")
+        if size.isdigit() and int(size) > 1:
+            raise RuntimeError(
+                f"{launcher} started {size} ranks ({variable}), but none of them can reach the others: "
+                "`from mpi4py import MPI` before as_communicator(None), or pass a communicator"
+            )
+    logger.info("mpi4py.MPI is not imported: one rank, nothing is exchanged")
+    return Alone(torch.device("cpu"))

@@ -1,0 +1,327 @@
+"""What a new world must provide, and the communicator that is built on it.
+
+A transport carries the messages of one round, and short letters beside them. Numbering calls, agreeing on facts,
+watching the clock, failing alike on all ranks and going on in the background is the same for every transport.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from communicators import errors
+from communicators.agreement import agreement
+from communicators.call import Call
+from communicators.communicator import TIMEOUT_SECONDS, Communicator, Work
+from communicators.control import Control, Letters
+from communicators.engine import Engine, engine
+from communicators.errors import CollectiveError
+from communicators.schedule import Elapse, Received, Round, Schedule
+
+T = TypeVar("T")
+
+REPORT_SECONDS = 2.0
+"""After so long a rank tells those it waits for what it waits for."""
+LEAVE_GRACE_SECONDS = 0.5
+"""A message of a peer that has left may still be under way for so long."""
+VERDICT_SECONDS = 5.0
+"""Where no verdict comes for so long, a rank raises its own reason."""
+
+
+class Pending(ABC):
+    """Messages under way."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether all are sent and received; does not block."""
+
+    @abstractmethod
+    def received(self) -> Received:
+        """What came, by peer, once `done`; checks each against the call."""
+
+    @abstractmethod
+    def missing(self) -> list[int]:
+        """The peers that this rank still waits for."""
+
+    @abstractmethod
+    def cancel(self) -> None:
+        """Gives up; buffers that are still in use stay alive."""
+
+
+class Transport(ABC):
+    """Carries rounds and letters between ranks.
+
+    threaded: whether another thread may drive it while the caller computes.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    threaded: bool
+
+    @abstractmethod
+    def post(self, call: Call, action: Round, device: torch.device) -> Pending:
+        """Posts all sends and receives of a round; received payloads are put on `device`."""
+
+    @abstractmethod
+    def write(self, peer: int, letter: bytes) -> None:
+        """Sends a letter (at most control.LETTER_BYTES); does not block."""
+
+    @abstractmethod
+    def read(self) -> list[bytes]:
+        """The letters that have come; does not block."""
+
+    def can_sum(self, tensor: Tensor) -> bool:
+        """Whether the transport has an allreduce of its own for this dtype and device."""
+        del tensor
+        return False
+
+    def post_sum(self, tensor: Tensor) -> Pending:
+        """The transport's own allreduce, in place on a contiguous tensor."""
+        raise NotImplementedError(f"{type(self).__name__} has no allreduce of its own")
+
+    def closing(self) -> bool:
+        """Whether letters can still be exchanged at exit."""
+        return True
+
+
+@dataclass(frozen=True)
+class NativeSum:
+    """In place of a round: the transport's own sum, posted under the call's number and facts like any other."""
+
+    pending: Pending
+
+
+class TransportCommunicator(Communicator):
+    """A communicator over a transport."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.rank, self.size, self.device = transport.rank, transport.size, transport.device
+        self.transport = transport
+        self.bytes_sent = self.messages_sent = 0
+        self.control = Control(self.rank, self.size)
+        self._calls = 0
+        self._facts: set[str] = set()
+        self.lock = threading.RLock()  # the engine's thread listens while the caller's thread calls
+        self._engine: Engine = engine()
+        self._engine.watch(self)
+
+    def run(
+        self, schedule: Schedule[T], *, facts: str, timeout: float = TIMEOUT_SECONDS, device: torch.device | None = None
+    ) -> T:
+        """See `communicators.run`. Progresses in the calling thread."""
+        flight = self._launch(schedule, facts, timeout, device)
+        self._engine.drive(flight)
+        return cast(T, flight.result())
+
+    def start(
+        self, schedule: Schedule[T], *, facts: str, timeout: float = TIMEOUT_SECONDS, device: torch.device | None = None
+    ) -> Work[T]:
+        """See `communicators.start`. Progresses in the background engine's thread."""
+        flight = self._launch(schedule, facts, timeout, device)
+        self._engine.add(flight)
+        return TransportWork(flight, self._engine)
+
+    def clock(self) -> float:
+        """Seconds, monotonic."""
+        return time.perf_counter()
+
+    def native_allreduce(self, tensor: Tensor) -> Tensor | None:
+        """See `Communicator.native_allreduce`; counted as the 2(P − 1)/P of its bytes that the best algorithms send."""
+        if not self.transport.can_sum(tensor):
+            return None
+        total = tensor.detach().clone(memory_format=torch.contiguous_format)
+        facts = f"native allreduce(numel={tensor.numel()}, {tensor.dtype})"
+        self.run(self._native_sum(total), facts=facts, device=tensor.device)
+        self.bytes_sent += 2 * total.numel() * total.dtype.itemsize * (self.size - 1) // self.size
+        self.messages_sent += 1
+        return total
+
+    def listen(self) -> None:
+        """Reads the letters that have come and writes what follows from them."""
+        with self.lock:
+            for letter in self.transport.read():
+                self._write(self.control.receive(letter))
+
+    def complain(self, reason: str) -> None:
+        """Tells the arbiter why a collective cannot proceed."""
+        with self.lock:
+            self._write(self.control.complain(reason))
+
+    def report(self, call: Call, peers: list[int]) -> None:
+        """Tells the peers what this rank waits for."""
+        with self.lock:
+            self._write(self.control.waits(call.number, call.facts, peers))
+
+    def leave(self, why: str) -> None:
+        """Says goodbye, then goes on reading letters until all have said so: the arbiter may still be needed."""
+        with self.lock:
+            self._write(self.control.leaves(why))
+        while len(self.control.gone) < self.size - 1 and self.transport.closing():
+            self.listen()
+            time.sleep(0.005)
+
+    def _launch(
+        self, schedule: Schedule[Any], facts: str, timeout: float, device: torch.device | None
+    ) -> TransportFlight:
+        if self.control.verdict is not None:
+            schedule.close()
+            raise CollectiveError(self.control.verdict)
+        with self.lock:
+            number, new = self._calls, facts not in self._facts
+            self._calls += 1
+            self._facts.add(facts)
+            prelude = agreement(facts, number, self.rank, self.size) if new else None
+            call = Call(schedule, rank=self.rank, size=self.size, facts=facts, number=number, prelude=prelude)
+            self._write(self.control.called(number, facts))
+        return TransportFlight(self, call, timeout, device if device is not None else self.device)
+
+    def _native_sum(self, total: Tensor) -> Generator[Any, Received, None]:
+        yield NativeSum(self.transport.post_sum(total))
+
+    def _write(self, letters: Letters) -> None:
+        for peer, letter in letters:
+            self.transport.write(peer, letter)
+
+
+class TransportFlight:
+    """A call under way over a transport: polled to its end, by the caller or by the engine."""
+
+    def __init__(self, comm: TransportCommunicator, call: Call, timeout: float, device: torch.device) -> None:
+        self.comm, self.call = comm, call
+        self.finished = threading.Event()
+        self.error: CollectiveError | None = None
+        self._timeout, self._device = timeout, device
+        self._pending: Pending | None = None
+        self._cause: BaseException | None = None
+        self._reason: str | None = None
+        self._reported = False
+        self._callbacks: list[Callable[[], None]] = []
+        self._since = self._progressed = time.monotonic()
+
+    def poll(self) -> bool:
+        """Goes on as far as it can without blocking; True at the end."""
+        try:
+            if self._reason is None and self.comm.control.verdict is None and self._advance():
+                self._finish()
+                return True
+        except Exception as error:
+            self._complain(errors.reason(self.comm.rank, self.call.facts, error), error)
+        return self._failed()
+
+    def watch(self) -> None:
+        """Looks at the clock; called every few milliseconds while a poll finds nothing."""
+        waited = time.monotonic() - self._progressed
+        if self._reason is not None or self._pending is None or waited < LEAVE_GRACE_SECONDS:
+            return
+        missing, gone = self._pending.missing(), self.comm.control.gone
+        waiting = errors.waits(self.comm.rank, self.call.number, self.call.facts, self.call.turn, missing)
+        if lost := sorted(set(missing) & set(gone)):
+            self._complain(errors.left(lost[0], gone[lost[0]], waiting))
+        elif time.monotonic() - self._since > self._timeout:
+            self._complain(f"timed out after {self._timeout:g} s: {waiting}")
+        elif waited > REPORT_SECONDS and not self._reported:
+            self._reported = True
+            self.comm.report(self.call, missing)
+
+    def missing(self) -> list[int]:
+        """The peers that it waits for."""
+        pending = self._pending
+        return pending.missing() if pending is not None else []
+
+    def when_finished(self, callback: Callable[[], None]) -> None:
+        """Calls back at the end, or at once if that has been."""
+        with self.comm.lock:
+            if not self.finished.is_set():
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def result(self) -> Any:
+        """The schedule's result, or its error."""
+        if self.error is not None:
+            raise CollectiveError(str(self.error)) from self._cause
+        return self.call.value
+
+    def _advance(self) -> bool:
+        received: Received = {}
+        while True:
+            if self._pending is not None:
+                if not self._pending.done():
+                    return False
+                received, self._pending = self._pending.received(), None
+            action = self.call.step(received)
+            received = {}
+            if action is None:
+                return True
+            if not isinstance(action, Elapse):
+                self._post(action)
+
+    def _post(self, action: Round | NativeSum) -> None:
+        if isinstance(action, NativeSum):
+            self._pending = action.pending
+        else:
+            self._pending = self.comm.transport.post(self.call, action, self._device)
+            if self.call.counted:
+                self.comm.bytes_sent += sum(payload.numel() for payload in action.sends.values())
+                self.comm.messages_sent += len(action.sends)
+        self._progressed, self._reported = time.monotonic(), False
+
+    def _complain(self, reason: str, cause: BaseException | None = None) -> None:
+        self._reason, self._cause = reason, cause
+        self._progressed = time.monotonic()
+        self.comm.complain(reason)
+
+    def _failed(self) -> bool:
+        """Ends with the verdict once there is one; a rank that complained waits for it."""
+        control = self.comm.control
+        if control.verdict is None and self._reason is not None:
+            if time.monotonic() - self._progressed < VERDICT_SECONDS:
+                return False
+            control.verdict = self._reason
+        if control.verdict is None:
+            return False
+        self.error = CollectiveError(control.verdict)
+        if self._pending is not None:
+            self._pending.cancel()
+        self.call.close()
+        self._finish()
+        return True
+
+    def _finish(self) -> None:
+        with self.comm.lock:
+            self.finished.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+
+class TransportWork(Work[T]):
+    """A started call; the engine drives it."""
+
+    def __init__(self, flight: TransportFlight, engine: Engine) -> None:
+        self._flight, self._engine = flight, engine
+
+    def wait(self, timeout: float | None = None) -> T:
+        """See `Work.wait`."""
+        if not self._engine.wait(self._flight, timeout):
+            call = self._flight.call
+            peers = self._flight.missing()
+            waiting = errors.waits(call.rank, call.number, call.facts, call.turn, peers)
+            raise TimeoutError(f"not completed within {timeout} s: {waiting}")
+        return cast(T, self._flight.result())
+
+    def is_completed(self) -> bool:
+        """See `Work.is_completed`."""
+        return self._engine.wait(self._flight, 0.0)
+
+    def get_future(self) -> torch.futures.Future[T]:
+        """See `Work.get_future`."""
+        return self._engine.future(self._flight)
