@@ -49,7 +49,7 @@ def check(size, seed=0, **options):
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(
     size=st.sampled_from([1, 2, 4, 8]),  # so that total / P is exact
     seed=st.integers(0, 99),

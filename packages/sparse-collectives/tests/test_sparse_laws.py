@@ -32,7 +32,7 @@ def check_laws(name, vectors, k):
 
 @every_algorithm
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_laws(name, dtype, data):
     dense = data.draw(testing.inputs(numels=st.integers(1, 60), dtype=dtype))
@@ -57,7 +57,7 @@ def test_tiny_vectors_have_more_ranks_than_elements(name, n, size):
 
 
 @every_algorithm
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_ranks_agree_on_any_floats_in_any_order_of_delivery(name, data):
     size, n = data.draw(testing.world_sizes(8)), data.draw(st.integers(1, 20))
