@@ -32,7 +32,7 @@ def check_laws(name, vectors, k):
 
 @every_algorithm
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_laws(name, dtype, data):
     dense = data.draw(testing.inputs(numels=st.integers(1, 60), dtype=dtype))
@@ -42,7 +42,7 @@ def test_laws(name, dtype, data):
 
 
 @every_algorithm
-@pytest.mark.parametrize("size", [14, 31, 32, 33, 64])
+@pytest.mark.parametrize("size", [14, 33, 64])
 def test_laws_with_many_ranks(name, size):
     generator = torch.Generator().manual_seed(size)
     dense = [torch.randint(-99, 100, (257,), generator=generator).float() for _ in range(size)]

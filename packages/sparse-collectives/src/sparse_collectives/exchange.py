@@ -184,7 +184,8 @@ def _flat(bucket: Bucket) -> Tensor:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    return bool(torch.isfinite(tensor).all())
+    """Whether all elements are: so they are if their sum is, which takes one pass; else it may have overflowed."""
+    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
 def _first_nonfinite(tensor: Tensor) -> int:
