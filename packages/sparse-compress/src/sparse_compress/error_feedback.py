@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from sparse_compress.accumulator import Accumulator
-from sparse_compress.compressors import Compressor
+from sparse_compress.compressors import Compressor, FusedCompressor
 from sparse_compress.dense import flatten
 from sparse_compress.feedback_state import read_state, write_state
 from sparse_compress.vector import SparseVector
@@ -58,7 +58,10 @@ class ErrorFeedback:
         flatten(gradient, f"gradient of {name!r}")
         before = self._before(name, gradient)
         after = self._working_copy(name, before) if self.tentative else before
-        before.advance(gradient.detach(), self.momentum, out=after)
+        gradient = gradient.detach().resolve_neg()
+        if select is None and isinstance(self.compressor, FusedCompressor):
+            return self.compressor.step(before, gradient, self.momentum, after)
+        before.advance(gradient, self.momentum, out=after)
         accumulated = after.residual.view(-1)
         sent = (select or self.compressor)(accumulated)
         if (sent.numel, sent.dtype, sent.device) != (len(accumulated), accumulated.dtype, accumulated.device):

@@ -38,7 +38,12 @@ def topk(x: Tensor, k: int) -> SparseVector:
         positions = torch.from_numpy(largest_positions(bits_of(flat), k))
     else:
         positions = largest_on_device(flat, k)
-    selected = SparseVector._allocate(k, len(flat), WIRE_DTYPES[flat.dtype], flat.device)
+    return gather(flat, positions)
+
+
+def gather(flat: Tensor, positions: Tensor) -> SparseVector:
+    """The elements of a 1-D tensor at ``positions`` (int64, increasing)."""
+    selected = SparseVector._allocate(len(positions), len(flat), WIRE_DTYPES[flat.dtype], flat.device)
     selected.indices.copy_(positions)
     selected.values.copy_(flat.index_select(0, positions))
     return selected
