@@ -5,6 +5,7 @@ from torch import Tensor
 
 from sparse_compress.accumulator import Accumulator
 from sparse_compress.chunks import CHUNK
+from sparse_compress.gpu.available import kernels_take
 from sparse_compress.magnitude import bits_of
 from sparse_compress.threshold import sample_stride
 from sparse_compress.topk import gather, topk
@@ -15,8 +16,11 @@ from sparse_compress.vector import SparseVector
 def step_topk(before: Accumulator, gradient: Tensor, momentum: float, k: int, out: Accumulator) -> SparseVector:
     """Advance ``before`` by ``gradient`` into ``out`` (which may be ``before``), take the k largest out of it.
 
-    The same bits as advance, topk and clear one after another, which it is for small or strided tensors.
+    The same bits as advance, topk and clear one after another, which it is for small or strided tensors, and on
+    GPUs without Triton.
     """
+    if k and kernels_take(gradient):
+        return _step_in_triton(before, gradient, momentum, k, out)
     if gradient.is_cpu and gradient.is_contiguous() and 0 < k < gradient.numel() > CHUNK:
         sent = _sweep(before, gradient, momentum, k, out)
     else:
@@ -24,6 +28,13 @@ def step_topk(before: Accumulator, gradient: Tensor, momentum: float, k: int, ou
         sent = topk(out.residual, k)
     out.clear(sent)
     return sent
+
+
+def _step_in_triton(before: Accumulator, gradient: Tensor, momentum: float, k: int, out: Accumulator) -> SparseVector:
+    from sparse_compress.gpu import select  # not before a GPU tensor comes: Triton is optional
+
+    with torch.cuda.device(gradient.device):
+        return select.step_topk(before, gradient, momentum, k, out)
 
 
 def _sweep(before: Accumulator, gradient: Tensor, momentum: float, k: int, out: Accumulator) -> SparseVector:
