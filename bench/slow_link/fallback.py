@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
 
 from bench.slow_link.launcher import Launcher
 from bench.slow_link.link import SlowLink
+from bench.slow_link.loopback import free_port
 from bench.slow_link.missing import missing
 
 THROTTLE = "SLOW_LINK_THROTTLE"
@@ -43,10 +43,7 @@ class ThrottledLink(Launcher):
 
     def store(self) -> Mapping[str, str]:
         """See `Launcher.store`."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        return {**self.mpi_environment(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        return {**self.mpi_environment(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
 
 def open_link(*, ranks: int, mbit_per_second: float, milliseconds: float) -> SlowLink | ThrottledLink:

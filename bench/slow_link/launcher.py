@@ -12,8 +12,6 @@ from pathlib import Path
 from bench.slow_link.ranks import run_together
 
 MOST_RANKS = 64
-MTU_BYTES, HEADER_BYTES = 1500, 52
-"""IPv4 packets of so many bytes, 52 of them headers (20 IP, 32 TCP with time stamps)."""
 
 
 class Launcher(ABC):

@@ -15,6 +15,7 @@ from typing import Self
 from bench.slow_link import namespaces, switch, tun
 from bench.slow_link.interruption import as_exceptions, held_back
 from bench.slow_link.launcher import Launcher
+from bench.slow_link.loopback import mpi_over_tcp
 from bench.slow_link.missing import Unavailable, missing
 
 _numbers = itertools.count(1)
@@ -60,13 +61,8 @@ class SlowLink(Launcher):
         return ["ip", "netns", "exec", namespaces.name_of(self._number, rank)]
 
     def mpi_environment(self) -> Mapping[str, str]:
-        """See `Launcher.mpi_environment`. Without NOLOCAL, MPICH would find one host and use its memory."""
-        return {
-            "MPIR_CVAR_NOLOCAL": "1",
-            "MPIR_CVAR_CH4_NETMOD": "ofi",
-            "FI_PROVIDER": "tcp",
-            "FI_TCP_IFACE": namespaces.DEVICE,
-        }
+        """See `Launcher.mpi_environment`."""
+        return mpi_over_tcp(namespaces.DEVICE)
 
     def store(self) -> Mapping[str, str]:
         """See `Launcher.store`. Any port is free: the namespace is new."""

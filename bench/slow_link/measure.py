@@ -9,8 +9,9 @@ import json
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -19,8 +20,12 @@ from communicators import SLOT_BYTES, Communicator, Round, Schedule, allreduce, 
 from bench.slow_link.throttled import Throttled, behind_link
 
 PING_BYTES = (SLOT_BYTES, 1 << 16, 1 << 20)
+SHORT_BYTES = 1 << 16
 SUM_BYTES = 4 << 20
 OURS = "communicators"
+
+Measured: TypeAlias = tuple[str, str, int, list[float]]
+"""(who, what, bytes, seconds of every repeat)."""
 
 
 class Transport(ABC):
@@ -81,21 +86,32 @@ class GlooTransport(Transport):
         dist.barrier()
 
 
-def measurements(transport: Transport, comm: Communicator, repeats: int) -> Iterator[tuple[str, str, int, list[float]]]:
-    """(who, what, bytes, seconds of every repeat): ping-pongs one way, of the pairs 2i and 2i + 1 at once."""
+def measurements(transport: Transport, comm: Communicator, repeats: int) -> Iterator[Measured]:
+    """Ping-pongs of all pairs 2i and 2i + 1 at once, then allreduces; of the transport itself, then of ours over it."""
+    yield from ping_pongs(transport, comm, repeats, PING_BYTES)
     x = torch.ones(SUM_BYTES // 4)
     if not isinstance(comm, Throttled):  # what does not pass through `comm` is not slowed
-        for nbytes in PING_BYTES:
-            yield (
-                transport.name,
-                "ping-pong",
-                nbytes,
-                _times(repeats, transport, partial(_ping_pong, transport, comm, nbytes), 2),
-            )
-        yield transport.name, "allreduce", SUM_BYTES, _times(repeats, transport, partial(transport.allreduce, x))
-    for nbytes in PING_BYTES:
-        yield OURS, "ping-pong", nbytes, _times(repeats, transport, partial(_our_ping_pong, comm, nbytes), 2)
-    yield OURS, "allreduce", SUM_BYTES, _times(repeats, transport, partial(allreduce, x, comm, native=False))
+        yield (
+            transport.name,
+            "allreduce",
+            SUM_BYTES,
+            _times(repeats, partial(transport.allreduce, x), transport.barrier),
+        )
+    ours = partial(allreduce, x, comm, native=False)
+    yield OURS, "allreduce", SUM_BYTES, _times(repeats, ours, transport.barrier)
+
+
+def ping_pongs(
+    transport: Transport, comm: Communicator, repeats: int, sizes: Sequence[int] = (SLOT_BYTES,)
+) -> Iterator[Measured]:
+    """Seconds one way; short ones, which are soon done, more often. Nobody serves before the last ball is back."""
+    games = [(OURS, partial(_our_ping_pong, comm))]
+    if not isinstance(comm, Throttled):
+        games.insert(0, (transport.name, partial(_ping_pong, transport, comm)))
+    for who, once in games:
+        for nbytes in sizes:
+            often = repeats if nbytes > SHORT_BYTES else 4 * repeats
+            yield who, "ping-pong", nbytes, [seconds / 2 for seconds in _times(often, partial(once, nbytes))]
 
 
 def _ping_pong(transport: Transport, comm: Communicator, nbytes: int) -> None:
@@ -118,26 +134,27 @@ def _rally(rank: int, nbytes: int) -> Schedule[None]:
         yield Round({peer: ball}) if rank % 2 == serving else Round(recvs={peer: nbytes})
 
 
-def _times(repeats: int, transport: Transport, once: Callable[[], object], messages: int = 1) -> list[float]:
-    """Seconds of every repeat on this rank, after one that warms up, divided by `messages`; all begin together."""
+def _times(repeats: int, once: Callable[[], object], before: Callable[[], None] = lambda: None) -> list[float]:
+    """Seconds of every repeat on this rank, after one that warms up."""
     seconds = []
     for _ in range(repeats + 1):
-        transport.barrier()
+        before()
         begin = time.perf_counter()
         once()
-        seconds.append((time.perf_counter() - begin) / messages)
+        seconds.append(time.perf_counter() - begin)
     return seconds[1:]
 
 
-def main(kind: str, repeats: int) -> None:
+def main(kind: str, repeats: int, *, software: bool) -> None:
     """Collective. Rank 0 prints a line of JSON for each measurement."""
     transport = MPITransport() if kind == "mpi" else GlooTransport()
     comm = behind_link()
-    for who, what, nbytes, seconds in measurements(transport, comm, repeats):
+    found = (ping_pongs if software else measurements)(transport, comm, repeats)
+    for who, what, nbytes, seconds in found:
         if comm.rank == 0:
-            print(json.dumps({"who": who, "what": what, "nbytes": nbytes, "seconds": seconds}), flush=True)
+            print(json.dumps((f"{who}, {kind}" if who == OURS else who, what, nbytes, seconds)), flush=True)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), software=sys.argv[3:] == ["software"])

@@ -74,9 +74,13 @@ def sweep() -> list[str]:
 
 
 def remove(name: str) -> None:
-    """Ends the processes of a namespace and deletes it."""
-    end_processes(name)
-    call("ip", "netns", "delete", name)
+    """Ends the processes of a namespace and deletes it, unless another sweep has done so meanwhile."""
+    try:
+        end_processes(name)
+        call("ip", "netns", "delete", name)
+    except RuntimeError:
+        if name in _all():
+            raise
 
 
 def end_processes(name: str) -> None:
