@@ -20,7 +20,7 @@ from communicators import SLOT_BYTES, Communicator, Round, Schedule, allreduce, 
 from bench.slow_link.throttled import Throttled, behind_link
 
 PING_BYTES = (SLOT_BYTES, 1 << 16, 1 << 20)
-SHORT_BYTES = 1 << 16
+SHORT_BYTES = 1 << 10
 SUM_BYTES = 4 << 20
 OURS = "communicators"
 
@@ -110,7 +110,7 @@ def ping_pongs(
         games.insert(0, (transport.name, partial(_ping_pong, transport, comm)))
     for who, once in games:
         for nbytes in sizes:
-            often = repeats if nbytes > SHORT_BYTES else 4 * repeats
+            often = repeats if nbytes > SHORT_BYTES else 20 * repeats
             yield who, "ping-pong", nbytes, [seconds / 2 for seconds in _times(often, partial(once, nbytes))]
 
 
