@@ -334,10 +334,12 @@ def test_withheld_spans_stay_as_they_are(seed, n, mode, data):
 @given(seeds, modes)
 def test_an_adopted_residual_is_gone_on_with(seed, mode):
     one, other = ErrorFeedback(TopK(0.3), **mode), ErrorFeedback(TopK(0.3), **mode)
-    one.compress("w", integers((20,), seed))
-    one.commit()
-    state = one.state_dict()
-    other.adopt("v", state["residuals"]["w"], state["velocities"].get("w"))
+    for feedback, name in ((one, "w"), (other, "u")):
+        feedback.compress(name, integers((20,), seed))
+        feedback.commit()
+    other.adopt("v", *other.forget("u").values())
+    with pytest.raises(KeyError):
+        other.residual("u")
     for step in range(3):
         sent = [feedback.compress(name, integers((20,), seed + step)) for feedback, name in ((one, "w"), (other, "v"))]
         assert torch.equal(sent[0].to_dense(), sent[1].to_dense())

@@ -89,6 +89,17 @@ class ErrorFeedback:
         part = {"residuals": {name: residual}, "velocities": {} if velocity is None else {name: velocity}}
         self._committed.update(read_state(part, momentum=self.momentum > 0, known={}))
 
+    def forget(self, name: str) -> dict[str, Tensor]:
+        """Let go of a name; its ``"residuals"`` tensor and, with momentum, its ``"velocities"`` one.
+
+        Raises KeyError for an unknown name, RuntimeError while a tentative step of it is open.
+        """
+        if name in self._open:
+            raise RuntimeError(f"{name!r} in mid-step: commit() or rollback() the tentative step first")
+        self._spare.pop(name, None)
+        state = write_state({name: self._committed.pop(name)})
+        return {part: tensors[name] for part, tensors in state.items() if tensors}
+
     def restore(self, name: str, dropped: SparseVector) -> None:
         """Add what a collective dropped to the residual of ``name``; KeyError for an unknown one."""
         accumulator = self._find(name)
