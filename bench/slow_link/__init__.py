@@ -10,10 +10,10 @@ and root; `open_link` falls back to a throttled transport where those are missin
     python -m bench.slow_link --ranks 2 --mbit 100 --ms 1 --gloo -- python script.py
     python -m bench.slow_link check
 
-What limits it: a packet costs the switch some 50 µs of a core, which it shares with the ranks (at 100 Mbit/s about a
-seventh of one core), and a short message takes 0.05 ms more than it should. Study 1 Gbit/s and 0.1 ms at a tenth:
-100 Mbit/s, 1 ms, and compute slowed ten times. Frames have no Ethernet header, no packet is lost, and a process that
-does not run because others do is late on the link, too: run alone, and take low quantiles.
+What limits it: the switch shares the cores with the ranks (at 100 Mbit/s, over a whole self-check, it took a seventh
+of a core at P = 2 and a fifth at P = 4), and a short TCP message arrives 0.05 ms late. Study 1 Gbit/s and 0.1 ms at a
+tenth: 100 Mbit/s, 1 ms, and compute slowed ten times. Frames have no Ethernet header, no packet is lost, and a
+process that does not run because others do is late on the link, too: run alone, and take low quantiles.
 
 Nothing imported here needs torch, so that the tool itself starts at once; `throttled` is for the ranks, and does.
 """
