@@ -1,0 +1,158 @@
+"""The laws of a collective, for tests: hypothesis strategies and `check_laws`.
+
+A collective of your own is checked in five lines:
+
+    @given(inputs=testing.inputs())
+    def test_laws(inputs):
+        testing.check_laws(my_allreduce, inputs)
+
+where my_allreduce(comm, tensor) returns the sum over ranks. A sparse collective says besides how to see its inputs
+and results as dense tensors, and what a rank put back. Needs hypothesis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from communicators.communicator import Communicator
+from communicators.link import Link
+from communicators.simulated import SimulatedWorld
+
+X = TypeVar("X")
+R = TypeVar("R")
+
+WORLD_SIZES = (1, 2, 3, 5, 8, 4, 6, 7, 13, 16)
+"""Powers of two and not; the smallest first, so that hypothesis shrinks to them."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one rank sends: bytes, slots included, and messages."""
+
+    nbytes: int
+    messages: int
+
+
+def world_sizes(most: int = 16) -> st.SearchStrategy[int]:
+    """Numbers of ranks."""
+    return st.sampled_from([size for size in WORLD_SIZES if size <= most])
+
+
+@st.composite
+def inputs(
+    draw: st.DrawFn,
+    *,
+    sizes: st.SearchStrategy[int] | None = None,
+    numels: st.SearchStrategy[int] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> list[Tensor]:
+    """One 1-D tensor per rank, all of one length, of small integers: their sums are exact in any order.
+
+    Among them zeros, constants, ties, and single spikes.
+    """
+    size = draw(sizes if sizes is not None else world_sizes())
+    numel = draw(numels if numels is not None else st.integers(0, 60))
+    return [draw(_vector(numel)).to(dtype) for _ in range(size)]
+
+
+def worlds(size: int) -> Iterator[SimulatedWorld]:
+    """Worlds that differ in order of delivery, speed of links and of ranks: results must not."""
+    yield SimulatedWorld(size)
+    yield SimulatedWorld(size, seed=1, jitter=1e-3)
+    yield SimulatedWorld(size, Link(1e-3, 0.0), seed=2, slowdown=[1.0 + rank for rank in range(size)])
+
+
+def _itself(x: Any) -> Tensor:
+    assert isinstance(x, Tensor)
+    return x
+
+
+def check_laws(
+    collective: Callable[[Communicator, X], R],
+    inputs: Sequence[X],
+    *,
+    dense: Callable[[X], Tensor] = _itself,
+    total: Callable[[R], Tensor] = _itself,
+    dropped: Callable[[R], Tensor] | None = None,
+    traffic: Callable[[int, int], Traffic] | None = None,
+    comm: Communicator | None = None,
+) -> list[R]:
+    """Asserts conservation, agreement, bytes, and that worlds agree; returns the results in rank order.
+
+    collective(comm, x): called on every rank with that rank's input.
+    dense(x): the input as a dense tensor of exactly summable values (integers).
+    total(result), dropped(result): the sum that it returns, and what this rank must put back in its residual.
+    traffic(rank, size): what the algorithm's expression says that a rank sends.
+    comm: a communicator of a real world of len(inputs) ranks; this process then runs the collective there too, with
+        its rank's input, and must get the same bits as in the simulated world.
+    """
+    size = len(inputs)
+    results = None
+    for world in worlds(size):
+        again = world.run(lambda c: collective(c, inputs[c.rank]))
+        if results is None:
+            results = again
+        for rank in range(size):
+            _same_bits(total(again[rank]), total(results[0]), f"agreement: rank {rank} against rank 0 of {size}")
+            if dropped is not None:
+                _same_bits(dropped(again[rank]), dropped(results[rank]), f"worlds: what rank {rank} dropped")
+            if traffic is not None:
+                sent = Traffic(world.bytes_sent[rank], world.messages_sent[rank])
+                assert sent == traffic(rank, size), f"bytes: rank {rank} of {size}: {sent} != {traffic(rank, size)}"
+    assert results is not None
+    _check_conservation(results, [dense(x) for x in inputs], total, dropped)
+    if comm is not None:
+        _check_real_world(comm, collective, inputs, results, total, dropped, traffic)
+    return results
+
+
+def _check_conservation(
+    results: list[R], inputs: list[Tensor], total: Callable[[R], Tensor], dropped: Callable[[R], Tensor] | None
+) -> None:
+    given = torch.stack([x.double() for x in inputs]).sum(0)
+    kept = total(results[0]).double()
+    for result in results:
+        if dropped is not None:
+            kept = kept + dropped(result).double()
+    assert torch.equal(given, kept), f"conservation: inputs sum to {given}, total + dropped to {kept}"
+
+
+def _check_real_world(
+    comm: Communicator,
+    collective: Callable[[Communicator, X], R],
+    inputs: Sequence[X],
+    results: list[R],
+    total: Callable[[R], Tensor],
+    dropped: Callable[[R], Tensor] | None,
+    traffic: Callable[[int, int], Traffic] | None,
+) -> None:
+    assert comm.size == len(inputs), f"{len(inputs)} inputs for {comm.size} ranks"
+    before = Traffic(comm.bytes_sent, comm.messages_sent)
+    real, simulated = collective(comm, inputs[comm.rank]), results[comm.rank]
+    _same_bits(total(real), total(simulated), f"worlds: total on rank {comm.rank}")
+    if dropped is not None:
+        _same_bits(dropped(real), dropped(simulated), f"worlds: dropped on rank {comm.rank}")
+    if traffic is not None:
+        sent = Traffic(comm.bytes_sent - before.nbytes, comm.messages_sent - before.messages)
+        assert sent == traffic(comm.rank, comm.size), f"bytes: {sent} != {traffic(comm.rank, comm.size)}"
+
+
+def _same_bits(a: Tensor, b: Tensor, what: str) -> None:
+    """Equal as bytes: NaN equals itself here, and 0 is not −0."""
+    same = a.dtype == b.dtype and a.shape == b.shape
+    same = same and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    assert same, f"{what}: {a} is not bit for bit {b}"
+
+
+def _vector(numel: int) -> st.SearchStrategy[Tensor]:
+    integers = st.lists(st.integers(-9, 9), min_size=numel, max_size=numel)
+    ties = st.lists(st.sampled_from([-1, 1]), min_size=numel, max_size=numel)
+    constant = st.integers(-3, 3).map(lambda value: [value] * numel)
+    spike = st.integers(0, max(numel - 1, 0)).map(lambda at: [50 * (i == at) for i in range(numel)])
+    return st.one_of(integers, ties, constant, spike).map(lambda values: torch.tensor(values, dtype=torch.float64))

@@ -1,0 +1,50 @@
+"""What error feedback keeps of one tensor, and one step of its recursion."""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from sparse_compress.vector import SparseVector
+from sparse_compress.wire import WIRE_DTYPES
+
+
+@dataclass(frozen=True, eq=False)
+class Accumulator:
+    """``residual``: what was not sent yet; ``velocity``: the momentum that feeds it, None without momentum.
+
+    Both contiguous, of the gradient's shape and device, float32 (float64 for float64 gradients).
+    """
+
+    residual: Tensor
+    velocity: Tensor | None
+
+    @classmethod
+    def zeros(cls, gradient: Tensor, *, momentum: bool) -> Self:
+        """What has accumulated before the first gradient: nothing."""
+        dtype = WIRE_DTYPES[gradient.dtype]
+        residual = torch.zeros(gradient.shape, dtype=dtype, device=gradient.device)
+        return cls(residual, torch.zeros_like(residual) if momentum else None)
+
+    def clone(self) -> Self:
+        """A copy in memory of its own."""
+        return type(self)(self.residual.clone(), None if self.velocity is None else self.velocity.clone())
+
+    def advance(self, gradient: Tensor, momentum: float, out: "Accumulator") -> None:
+        """u ← momentum·u + g; v ← v + u, or without momentum v ← v + g, written to ``out``, which may be self."""
+        if self.velocity is None or out.velocity is None:
+            torch.add(self.residual, gradient, out=out.residual)
+            return
+        torch.mul(self.velocity, momentum, out=out.velocity).add_(gradient)
+        torch.add(self.residual, out.velocity, out=out.residual)
+
+    def clear(self, sent: SparseVector) -> None:
+        """Set residual and velocity to zero where entries were sent (DGC's factor masking)."""
+        for tensor in (self.residual, self.velocity):
+            if tensor is not None:
+                tensor.view(-1)[sent.indices] = 0
+
+    def restore(self, dropped: SparseVector) -> None:
+        """v ← v + dropped."""
+        self.residual.view(-1).index_add_(0, dropped.indices, dropped.values)

@@ -1,0 +1,57 @@
+"""Sweeps over magnitudes that stay in cache: no temporary is larger than a chunk."""
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparse_compress.magnitude import Bits, Keys, magnitude_mask
+
+CHUNK = 1 << 16  # elements: keys and flags of one chunk fit a core's L2 cache
+
+Positions = NDArray[np.intp]
+
+
+def key_chunks(bits: Bits) -> Iterator[tuple[int, Keys]]:
+    """(start, keys) of one chunk after the other; the keys are valid until the next is asked for."""
+    scratch = np.empty(min(CHUNK, len(bits)), bits.dtype)
+    mask = magnitude_mask(bits)
+    for start in range(0, len(bits), CHUNK):
+        part = bits[start : start + CHUNK]
+        yield start, np.bitwise_and(part, mask, out=scratch[: len(part)])
+
+
+def at_least(bits: Bits, threshold: int, limit: int) -> tuple[Positions, Keys] | None:
+    """Positions and keys of all elements whose key reaches ``threshold``; None when they are more than ``limit``."""
+    bound = bits.dtype.type(threshold)
+    flags = np.empty(min(CHUNK, len(bits)), bool)
+    positions, found, total = [], [], 0
+    for start, keys in key_chunks(bits):
+        hits = np.flatnonzero(np.greater_equal(keys, bound, out=flags[: len(keys)]))
+        total += len(hits)
+        if total > limit:
+            return None
+        found.append(keys[hits])
+        hits += start
+        positions.append(hits)
+    return np.concatenate(positions), np.concatenate(found)
+
+
+def count_above(bits: Bits, threshold: int) -> int:
+    """How many elements have a key strictly greater than ``threshold``."""
+    bound = bits.dtype.type(threshold)
+    return sum(int(np.count_nonzero(keys > bound)) for _, keys in key_chunks(bits))
+
+
+def above_and_ties(bits: Bits, threshold: int, ties: int) -> Positions:
+    """Positions of all keys strictly greater than ``threshold`` and of the first ``ties`` equal to it, increasing."""
+    bound = bits.dtype.type(threshold)
+    positions = []
+    for start, keys in key_chunks(bits):
+        flags = keys > bound
+        if ties:
+            equal = np.flatnonzero(keys == bound)[:ties]
+            flags[equal] = True
+            ties -= len(equal)
+        positions.append(np.flatnonzero(flags) + start)
+    return np.concatenate(positions)

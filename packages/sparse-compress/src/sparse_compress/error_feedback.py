@@ -1,0 +1,150 @@
+"""Error feedback: what is not sent now is added to what is sent later."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from sparse_compress.accumulator import Accumulator
+from sparse_compress.compressors import Compressor
+from sparse_compress.dense import flatten
+from sparse_compress.feedback_state import read_state, write_state
+from sparse_compress.vector import SparseVector
+from sparse_compress.wire import WIRE_DTYPES
+
+
+class ErrorFeedback:
+    """The residuals of named tensors, and the compression that they correct.
+
+    For every gradient g of a name, with residual v (Seide et al., Interspeech 2014; Stich et al., NeurIPS 2018):
+
+        v ← v + g;  send s = C(v);  v ← v − s
+
+    and with ``momentum`` m > 0 Deep Gradient Compression's correction with factor masking (Lin et al., ICLR 2018):
+
+        u ← m·u + g;  v ← v + u;  send s = C(v);  u, v ← 0 where sent
+
+    What a collective drops comes back by ``restore``, so that nothing is lost: sent + residual = accumulated.
+
+    Memory: 4 bytes a parameter, 8 with momentum (float64 gradients: twice that), whatever the gradient's dtype.
+    ``tentative=True`` doubles it: every step then works on a copy until ``commit`` or ``rollback``, which
+    brings the state before the step back bit for bit (subtracting a gradient again would not be exact).
+
+    ``momentum``: 0 ≤ momentum < 1, else ValueError.
+    """
+
+    def __init__(self, compressor: Compressor, *, momentum: float = 0.0, tentative: bool = False) -> None:
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum is {momentum}, expected 0 ≤ momentum < 1")
+        self.compressor = compressor
+        self.momentum = momentum
+        self.tentative = tentative
+        self._committed: dict[str, Accumulator] = {}
+        self._open: dict[str, Accumulator] = {}  # tentative: names of the step that is under way
+        self._spare: dict[str, Accumulator] = {}  # tentative: memory for the next step
+
+    def compress(
+        self, name: str, gradient: Tensor, *, select: Callable[[Tensor], SparseVector] | None = None
+    ) -> SparseVector:
+        """Add ``gradient`` to the residual of ``name``, and take out of it what is to be sent.
+
+        ``gradient`` is left as it is. ``select`` takes the compressor's place where an algorithm prescribes
+        its own selection: it gets the accumulated tensor, 1-D, and returns entries of it with their values.
+
+        Raises TypeError for a gradient that is not dense and floating, ValueError when its shape, device or
+        accumulation dtype differ from earlier ones of that name, or when the selection does not fit. Whatever
+        the selection raises, the gradient is in the residual by then (tentative: until ``rollback``).
+        """
+        flatten(gradient, f"gradient of {name!r}")
+        before = self._before(name, gradient)
+        after = self._working_copy(name, before) if self.tentative else before
+        before.advance(gradient.detach(), self.momentum, out=after)
+        accumulated = after.residual.view(-1)
+        sent = (select or self.compressor)(accumulated)
+        if (sent.numel, sent.dtype, sent.device) != (len(accumulated), accumulated.dtype, accumulated.device):
+            raise ValueError(
+                f"the selection for {name!r} is {sent}, expected numel={len(accumulated)}, "
+                f"dtype={accumulated.dtype}, device={accumulated.device}"
+            )
+        after.clear(sent)
+        return sent
+
+    def restore(self, name: str, dropped: SparseVector) -> None:
+        """Add what a collective dropped to the residual of ``name``; KeyError for an unknown one."""
+        accumulator = self._find(name)
+        residual = accumulator.residual
+        if (dropped.numel, dropped.dtype, dropped.device) != (residual.numel(), residual.dtype, residual.device):
+            raise ValueError(
+                f"{dropped} cannot go back to {name!r}: expected numel={residual.numel()}, "
+                f"dtype={residual.dtype}, device={residual.device}"
+            )
+        accumulator.restore(dropped)
+
+    def residual(self, name: str) -> Tensor:
+        """The residual of ``name`` in the gradient's shape: the live tensor; KeyError for an unknown name."""
+        return self._find(name).residual
+
+    def commit(self) -> None:
+        """End a tentative step: what it did to the residuals stays. Nothing to do in other modes."""
+        for name, after in self._open.items():
+            self._spare[name] = self._committed[name]
+            self._committed[name] = after
+        self._open.clear()
+
+    def rollback(self) -> None:
+        """End a tentative step: residuals and velocities are again what they were before it, bit for bit.
+
+        Raises RuntimeError without ``tentative=True``, because then there is nothing to return to.
+        """
+        if not self.tentative:
+            raise RuntimeError("rollback needs ErrorFeedback(..., tentative=True)")
+        self._spare.update(self._open)
+        self._open.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Residuals and velocities by name, as references (clone or save them before the next step).
+
+        Loadable by ``torch.load(weights_only=True)``. Raises RuntimeError while a tentative step is open.
+        """
+        self._refuse_open_step("state_dict")
+        return write_state(self._committed)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace all residuals and velocities by copies of those in ``state``, or change nothing and raise.
+
+        Names that are known keep their device; others stay on the device they were loaded to.
+        Raises ValueError for a malformed state, one that fits another ``momentum``, or other shapes or
+        dtypes than those known; RuntimeError while a tentative step is open.
+        """
+        self._refuse_open_step("load_state_dict")
+        self._committed = read_state(state, momentum=self.momentum > 0, known=self._committed)
+        self._spare = {}
+
+    def _before(self, name: str, gradient: Tensor) -> Accumulator:
+        known = self._open.get(name) or self._committed.get(name)
+        if known is None:
+            known = self._committed[name] = Accumulator.zeros(gradient, momentum=self.momentum > 0)
+        residual, dtype = known.residual, WIRE_DTYPES[gradient.dtype]
+        if (residual.shape, residual.dtype, residual.device) != (gradient.shape, dtype, gradient.device):
+            raise ValueError(
+                f"gradient of {name!r}: {tuple(gradient.shape)}, accumulated in {dtype} on {gradient.device}, but its "
+                f"residual is {tuple(residual.shape)}, {residual.dtype} on {residual.device}: use another name "
+                "for another tensor, and load states to the device of the gradients"
+            )
+        return known
+
+    def _working_copy(self, name: str, before: Accumulator) -> Accumulator:
+        """Where a tentative step writes: ``before`` itself once the step has begun."""
+        if name not in self._open:
+            self._open[name] = self._spare.pop(name) if name in self._spare else before.clone()
+        return self._open[name]
+
+    def _find(self, name: str) -> Accumulator:
+        known = self._open.get(name) or self._committed.get(name)
+        if known is None:
+            raise KeyError(f"no residual of {name!r}; known: {list(self._committed)}")
+        return known
+
+    def _refuse_open_step(self, what: str) -> None:
+        if self._open:
+            raise RuntimeError(f"{what} in mid-step: commit() or rollback() the tentative step first")

@@ -1,0 +1,44 @@
+"""Exact top-k by magnitude."""
+
+import operator
+
+import torch
+from torch import Tensor
+
+from sparse_compress.dense import flatten
+from sparse_compress.magnitude import bits_of, largest_on_device
+from sparse_compress.topk_cpu import largest_positions
+from sparse_compress.vector import SparseVector
+from sparse_compress.wire import WIRE_DTYPES
+
+
+def topk(x: Tensor, k: int) -> SparseVector:
+    """The k elements of ``x`` that are largest in magnitude, as a sparse vector over ``x`` flattened.
+
+        >>> topk(torch.tensor([0.0, 3.0, -5.0, 3.0]), 2).to_dense()
+        tensor([ 0.,  3., -5.,  0.])
+
+    ``x``: any shape, dense, float16, bfloat16, float32 or float64; k ≥ 0. The result has exactly min(k, n)
+    entries, explicit zeros included, so its size on the wire is known beforehand. Ties go to the lowest index.
+    The order is that of the bits without the sign: finite < inf < NaN, so non-finite elements come first.
+
+    On a CPU one sweep over x as a rule and no temporary of its size; on other devices a stable sort.
+    Raises TypeError for other dtypes and layouts, ValueError for k < 0 or more than 2³¹ − 1 elements.
+    """
+    k = operator.index(k)
+    if k < 0:
+        raise ValueError(f"k is {k}, expected the number of entries to select, 0 or more")
+    flat = flatten(x)
+    k = min(k, len(flat))
+    if k == len(flat):
+        positions = torch.arange(k, device=flat.device)
+    elif k == 0:
+        positions = torch.empty(0, dtype=torch.int64, device=flat.device)
+    elif flat.is_cpu:
+        positions = torch.from_numpy(largest_positions(bits_of(flat), k))
+    else:
+        positions = largest_on_device(flat, k)
+    selected = SparseVector._allocate(k, len(flat), WIRE_DTYPES[flat.dtype], flat.device)
+    selected.indices.copy_(positions)
+    selected.values.copy_(flat.index_select(0, positions))
+    return selected

@@ -1,0 +1,34 @@
+"""Exact top-k on a CPU: sampled threshold, one filtering sweep, refinement among the few that are left."""
+
+import numpy as np
+
+from sparse_compress.chunks import CHUNK, Positions, above_and_ties, at_least, count_above
+from sparse_compress.magnitude import Bits, largest, magnitude_mask
+from sparse_compress.radix import kth_largest
+from sparse_compress.threshold import sampled_threshold
+
+
+def largest_positions(bits: Bits, k: int) -> Positions:
+    """Positions, increasing, of the k largest magnitudes (0 < k ≤ n), ties to the lowest position.
+
+    Usually a single sweep over the n elements. Ties with the threshold cost a second and a third one; what
+    misleads the sample otherwise costs at most two more than the sweeps of radix select. Temporaries are
+    O(k) plus n/64 positions, or a chunk.
+    """
+    n = len(bits)
+    if n <= CHUNK:
+        return np.flatnonzero(largest(bits & magnitude_mask(bits), k))
+    limit = 3 * k + n // 64
+    threshold = sampled_threshold(bits, k)
+    candidates = at_least(bits, threshold, limit)
+    if candidates is None:
+        above = count_above(bits, threshold)
+        if above < k:  # the k-th largest ties with the threshold, as in constant or mostly zero tensors
+            return above_and_ties(bits, threshold, k - above)
+        if above <= limit:
+            candidates = at_least(bits, threshold + 1, limit)
+    if candidates is None or len(candidates[0]) < k:
+        kth, above = kth_largest(bits, k)
+        return above_and_ties(bits, kth, k - above)
+    positions, keys = candidates
+    return positions[np.flatnonzero(largest(keys, k))]

@@ -1,0 +1,166 @@
+"""A sparse vector that always lives in its own wire form."""
+
+import operator
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from sparse_compress.wire import (
+    HEADER_BYTES,
+    MAX_NUMEL,
+    WIRE_DTYPES,
+    Header,
+    entry_nbytes,
+    read_header,
+    wire_nbytes,
+    write_header,
+)
+
+
+class SparseVector:
+    """``numel`` elements, all zero but for ``values`` at ``indices``.
+
+        >>> SparseVector(torch.tensor([1, 4], dtype=torch.int32), torch.tensor([2.0, -3.0]), 6).to_dense()
+        tensor([ 0.,  2.,  0.,  0., -3.,  0.])
+
+    ``indices``: int32, (k,), strictly increasing. ``values``: float32 or float64, (k,); explicit zeros are
+    entries like any other. Both are views into one uint8 buffer that has room for the header (``wire``), so
+    ``pack`` and ``unpack`` copy nothing. Treat a vector as immutable once it is packed.
+
+    The constructor checks and copies what it is given; float16 and bfloat16 values become float32. It raises
+    TypeError for wrong types and dtypes and ValueError for wrong shapes, orders and ranges.
+    """
+
+    __slots__ = ("_buffer", "indices", "numel", "values")
+
+    indices: Tensor
+    values: Tensor
+    numel: int
+    _buffer: Tensor
+
+    def __init__(self, indices: Tensor, values: Tensor, numel: int) -> None:
+        numel = operator.index(numel)
+        _check(indices, values, numel)
+        header = Header(numel, len(indices), WIRE_DTYPES[values.dtype])
+        self._bind(_new_buffer(header, values.device), header)
+        self.indices.copy_(indices)
+        self.values.copy_(values.detach())
+
+    def _bind(self, buffer: Tensor, header: Header) -> None:
+        indices_at = HEADER_BYTES + header.entries * header.dtype.itemsize
+        self._buffer = buffer
+        self.values = buffer[HEADER_BYTES:indices_at].view(header.dtype)
+        self.indices = buffer[indices_at:].view(torch.int32)
+        self.numel = header.numel
+
+    @classmethod
+    def _view(cls, buffer: Tensor, header: Header) -> Self:
+        """A vector over the bytes of ``buffer``, which is trusted to hold what the header says."""
+        self = cls.__new__(cls)
+        self._bind(buffer, header)
+        return self
+
+    @classmethod
+    def _allocate(cls, entries: int, numel: int, dtype: torch.dtype, device: torch.device) -> Self:
+        """A vector in a new buffer; its indices and values are for the caller to fill."""
+        header = Header(numel, entries, dtype)
+        return cls._view(_new_buffer(header, device), header)
+
+    def _take(self, positions: Tensor) -> Self:
+        """The entries at ``positions`` (int64, increasing), in a buffer of their own."""
+        taken = self._allocate(len(positions), self.numel, self.dtype, self.device)
+        torch.index_select(self.indices, 0, positions, out=taken.indices)
+        torch.index_select(self.values, 0, positions, out=taken.values)
+        return taken
+
+    @classmethod
+    def empty(cls, numel: int, dtype: torch.dtype = torch.float32, *, device: torch.device | str | None = None) -> Self:
+        """A vector without entries, of the value dtype in which gradients of ``dtype`` travel."""
+        if dtype not in WIRE_DTYPES:
+            raise TypeError(f"dtype {dtype} given, expected one of {list(WIRE_DTYPES)}")
+        values = torch.empty(0, dtype=dtype, device=device)
+        return cls(torch.empty(0, dtype=torch.int32, device=device), values, numel)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """float32 or float64."""
+        return self.values.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._buffer.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the wire, header included."""
+        return self._buffer.numel()
+
+    def __len__(self) -> int:
+        return self.indices.numel()
+
+    def __repr__(self) -> str:
+        return f"SparseVector(entries={len(self)}, numel={self.numel}, dtype={self.dtype}, device={self.device})"
+
+    def to_dense(self) -> Tensor:
+        """The whole vector, shape (numel,)."""
+        dense = torch.zeros(self.numel, dtype=self.dtype, device=self.device)
+        return dense.index_copy_(0, self.indices.long(), self.values)
+
+    def pack(self) -> Tensor:
+        """The wire form, 1-D uint8: this vector's own memory, not a copy."""
+        return self._buffer
+
+    @classmethod
+    def unpack(cls, buffer: Tensor, *, like: "SparseVector | None" = None) -> Self:
+        """The vector that ``pack`` put into ``buffer``, as views of it; only a misaligned slice is copied.
+
+        With ``like``, which tells numel and dtype, nothing is read back from a GPU: the entries follow from
+        the length of the buffer. On a CPU the header is read, and compared, in either case.
+        Raises TypeError for a buffer that is no 1-D contiguous uint8 tensor, ValueError for a corrupted
+        or unexpected header.
+        """
+        if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
+            raise TypeError(f"expected a contiguous 1-D uint8 tensor, got {buffer.dtype}, {tuple(buffer.shape)}")
+        if buffer.numel() < HEADER_BYTES:
+            raise ValueError(f"{buffer.numel()} bytes given, but the header alone has {HEADER_BYTES}")
+        if buffer.data_ptr() % 8 or buffer.storage_offset() % 8:
+            buffer = buffer.clone()
+        if like is not None and not buffer.is_cpu:
+            entries, rest = divmod(buffer.numel() - HEADER_BYTES, entry_nbytes(like.dtype))
+            if rest:
+                raise ValueError(f"{buffer.numel()} bytes are no whole number of {like.dtype} entries")
+            return cls._view(buffer, Header(like.numel, entries, like.dtype))
+        header = read_header(buffer)
+        if like is not None and (header.numel, header.dtype) != (like.numel, like.dtype):
+            raise ValueError(
+                f"the message holds {header.numel} elements of {header.dtype}, expected {like.numel} of {like.dtype}"
+            )
+        return cls._view(buffer, header)
+
+
+def _new_buffer(header: Header, device: torch.device) -> Tensor:
+    buffer = torch.empty(wire_nbytes(header.entries, header.dtype), dtype=torch.uint8, device=device)
+    write_header(buffer, header)
+    return buffer
+
+
+def _check(indices: Tensor, values: Tensor, numel: int) -> None:
+    if indices.dtype != torch.int32:
+        raise TypeError(f"indices are {indices.dtype}, expected torch.int32: use indices.to(torch.int32)")
+    if values.dtype not in WIRE_DTYPES:
+        raise TypeError(f"values are {values.dtype}, expected one of {list(WIRE_DTYPES)}")
+    if indices.dim() != 1 or indices.shape != values.shape:
+        raise ValueError(
+            f"indices {tuple(indices.shape)} and values {tuple(values.shape)} given, expected 1-D and equally long"
+        )
+    if indices.device != values.device:
+        raise ValueError(f"indices on {indices.device} but values on {values.device}: move one of them")
+    if not 0 <= numel <= MAX_NUMEL:
+        raise ValueError(f"numel is {numel}, expected 0 … {MAX_NUMEL} (int32 indices): split the vector")
+    if not len(indices):
+        return
+    if not bool((indices[1:] > indices[:-1]).all()):
+        raise ValueError("indices are not strictly increasing: sort them, and add up the values of equal ones")
+    if indices[0] < 0 or indices[-1] >= numel:
+        raise ValueError(f"indices run from {int(indices[0])} to {int(indices[-1])}, expected 0 … {numel - 1}")

@@ -1,0 +1,80 @@
+"""The wire form of a sparse vector: a header of 32 bytes, then the values, then the int32 indices.
+
+    byte 0        16      24      28           32           32 + 4k (float64: 8k)
+    ├─ slot ──────┼─ numel ┼─ entries ┼─ dtype code ┼─ values … ┼─ indices … ┤
+
+The slot belongs to the transport, which stamps call and round there. Values come before the indices so
+that float64 stays aligned to 8 bytes. All integers are in the byte order of the machine.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+SLOT_BYTES = 16
+HEADER_BYTES = 32
+INDEX_BYTES = 4
+MAX_NUMEL = 2**31 - 1  # what an int32 index, and an int32 count of entries, can express
+
+WIRE_DTYPES = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float32: torch.float32,
+    torch.float64: torch.float64,
+}
+_CODES = {torch.float32: 1, torch.float64: 2}
+_DTYPES = {code: dtype for dtype, code in _CODES.items()}
+
+
+class Header(NamedTuple):
+    """What a vector's own half of the header says; ``numel`` and ``entries`` count elements."""
+
+    numel: int
+    entries: int
+    dtype: torch.dtype
+
+
+def entry_nbytes(dtype: torch.dtype) -> int:
+    """Bytes of one entry on the wire: 8 for gradients of up to 32 bits, 12 for float64."""
+    return WIRE_DTYPES[dtype].itemsize + INDEX_BYTES
+
+
+def wire_nbytes(entries: int, dtype: torch.dtype = torch.float32) -> int:
+    """Bytes of a packed vector of so many entries, header included: the capacity a receive needs.
+
+    ``dtype`` is the gradient's; float16 and bfloat16 travel as float32.
+    """
+    return HEADER_BYTES + entries * entry_nbytes(dtype)
+
+
+def write_header(buffer: Tensor, header: Header) -> None:
+    """Fill the first 32 bytes of a uint8 ``buffer``, with an empty slot; no host synchronisation on a GPU."""
+    words = buffer[:HEADER_BYTES].view(torch.int64)
+    sizes = header.entries | _CODES[header.dtype] << 32
+    if buffer.is_cpu:
+        words.numpy()[:] = (0, 0, header.numel, sizes)
+        return
+    words[:2] = 0
+    words[2] = header.numel
+    words[3] = sizes
+
+
+def read_header(buffer: Tensor) -> Header:
+    """Read back and check the header of a uint8 ``buffer`` of at least 32 bytes; on a GPU this waits for the device.
+
+    Raises ValueError where it contradicts itself or the length of the buffer.
+    """
+    numel, word = buffer[SLOT_BYTES:HEADER_BYTES].view(torch.int64).tolist()
+    entries, code = word & 0xFFFFFFFF, word >> 32
+    if code not in _DTYPES:
+        raise ValueError(f"corrupted header: dtype code {code}, expected one of {_DTYPES}")
+    if not 0 <= entries <= numel <= MAX_NUMEL:
+        raise ValueError(f"corrupted header: {entries} entries of {numel} elements (at most {MAX_NUMEL})")
+    expected = wire_nbytes(entries, _DTYPES[code])
+    if buffer.numel() != expected:
+        raise ValueError(
+            f"corrupted header or cut message: {buffer.numel()} bytes given, "
+            f"but {entries} {_DTYPES[code]} entries take {expected}"
+        )
+    return Header(numel, entries, _DTYPES[code])

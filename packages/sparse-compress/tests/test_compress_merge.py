@@ -1,0 +1,195 @@
+"""Addition and merging against dense arithmetic, and the law kept + cut = a + b."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sparse_compress import SparseVector, add, merge, pad, share, topk
+from sparse_compress.magnitude import largest_on_device
+from sparse_compress.union import _union_cpu, _union_on_device
+
+DTYPES = st.sampled_from([torch.float32, torch.float64])
+seeds = st.integers(0, 2**32 - 1)
+
+
+def vector(entries, numel, dtype=torch.float32):
+    """From {index: value}."""
+    indices = torch.tensor(sorted(entries), dtype=torch.int32)
+    return SparseVector(indices, torch.tensor([entries[i] for i in sorted(entries)], dtype=dtype), numel)
+
+
+def entries_of(sparse):
+    assert torch.equal(sparse.indices, torch.unique(sparse.indices)), "indices are not sorted and unique"
+    return dict(zip(sparse.indices.tolist(), sparse.values.tolist(), strict=True))
+
+
+@st.composite
+def integer_pairs(draw):
+    """Two vectors of small integers: their sums are exact, and full of ties, zeros and cancellations."""
+    numel, dtype = draw(st.integers(0, 40)), draw(DTYPES)
+    index, value = st.integers(0, max(numel - 1, 0)), st.integers(-4, 4).map(float)
+    a, b = (draw(st.dictionaries(index, value, max_size=numel)) for _ in range(2))
+    return vector(a, numel, dtype), vector(b, numel, dtype)
+
+
+@settings(deadline=None, max_examples=500)
+@given(integer_pairs(), st.integers(0, 45))
+def test_merge(pair, k):
+    a, b = pair
+    kept, cut = merge(a, b, k)
+    total = {i: entries_of(a).get(i, 0) + entries_of(b).get(i, 0) for i in {*entries_of(a), *entries_of(b)}}
+    best = sorted(total, key=lambda i: (-abs(total[i]), i))[:k]
+    expected = {i: total[i] for i in best}
+    for i in range(a.numel):  # explicit zeros at the lowest unused indices
+        if len(expected) < min(k, a.numel):
+            expected.setdefault(i, 0)
+    assert entries_of(kept) == expected
+    assert entries_of(cut) == {i: total[i] for i in total if i not in best}
+    assert torch.equal(kept.to_dense() + cut.to_dense(), a.to_dense() + b.to_dense())
+    assert kept.dtype == cut.dtype == a.dtype
+    assert kept.numel == cut.numel == a.numel
+
+
+@settings(deadline=None, max_examples=100)
+@given(seed=seeds, n=st.integers(1, 400), data=st.data())
+def test_merge_commutes_bit_for_bit(seed, n, data):
+    x = torch.randn(2, n, generator=torch.Generator().manual_seed(seed))
+    x[x.abs() < 0.3] *= 0  # zeros of both signs
+    k = data.draw(st.integers(0, n))
+    a, b = topk(x[0], data.draw(st.integers(0, n))), topk(x[1], data.draw(st.integers(0, n)))
+    for one, other in zip(merge(a, b, k), merge(b, a, k), strict=True):
+        assert torch.equal(one.pack(), other.pack())
+
+
+@settings(deadline=None, max_examples=15)
+@given(seed=seeds, n=st.integers(1, 20_000), data=st.data())
+def test_merge_of_nasty_vectors(nasty, seed, n, data):
+    """kept is what top-k makes of the dense sum, kept and cut share no index, and both hold the sum's values."""
+    rng = np.random.default_rng(seed)
+    k = data.draw(st.integers(1, n))
+    a, b = topk(torch.from_numpy(nasty(rng, n)), k), topk(torch.from_numpy(nasty(rng, n)), k)
+    kept, cut = merge(a, b, k)
+    total = add(a, b)
+    assert len(kept) == k
+    assert len(kept) + len(cut) == len(total)
+    merged = add(kept, cut)
+    assert torch.equal(merged.indices, total.indices)
+    assert torch.equal(merged.values.view(torch.int32), total.values.view(torch.int32))
+    winners = total.indices[largest_on_device(total.values, k)]
+    assert torch.equal(kept.indices, winners)
+    assert torch.equal(total.to_dense().nan_to_num(1), (a.to_dense() + b.to_dense()).nan_to_num(1))
+
+
+@settings(deadline=None, max_examples=200)
+@given(integer_pairs())
+def test_union_on_other_devices_is_the_same(pair):
+    a, b = pair
+    if len(a) and len(b):
+        assert torch.equal(_union_on_device(a, b).pack(), _union_cpu(a, b).pack())
+
+
+def test_entries_survive_cancellation():
+    total = add(vector({1: 2.0, 3: 1.0}, 5), vector({1: -2.0, 4: 1.0}, 5))
+    assert entries_of(total) == {1: 0.0, 3: 1.0, 4: 1.0}
+
+
+def test_an_operand_without_entries_changes_no_bit():
+    a = vector({0: -0.0, 2: 3.0}, 4)
+    for total in (add(a, SparseVector.empty(4)), add(SparseVector.empty(4), a)):
+        assert torch.equal(total.pack(), a.pack())
+    kept, cut = merge(a, SparseVector.empty(4), 1)
+    assert (entries_of(kept), entries_of(cut)) == ({2: 3.0}, {0: 0.0})
+    assert cut.values.signbit().item()
+
+
+def test_non_finite_sums_are_kept():
+    a, b = vector({0: torch.inf, 1: 5.0, 2: 9.0}, 3), vector({0: -torch.inf, 1: torch.inf}, 3)
+    kept, cut = merge(a, b, 2)
+    assert kept.indices.tolist() == [0, 1]
+    assert kept.values.isnan().tolist() == [True, False]
+    assert entries_of(cut) == {2: 9.0}
+
+
+def test_published_counterexample():
+    """Two shared non-zeros with sum [5, 7] and k = 3: a published merge gives [0, 7]."""
+    kept, cut = merge(vector({0: 2.0, 1: 3.0}, 4), vector({0: 3.0, 1: 4.0}, 4), 3)
+    assert entries_of(kept) == {0: 5.0, 1: 7.0, 2: 0.0}
+    assert len(cut) == 0
+
+
+@settings(deadline=None, max_examples=300)
+@given(integer_pairs(), st.data())
+def test_pad(pair, data):
+    a = pair[0]
+    count = data.draw(st.integers(len(a), a.numel))
+    padded = pad(a, count)
+    unused = [i for i in range(a.numel) if i not in entries_of(a)]
+    assert entries_of(padded) == entries_of(a) | dict.fromkeys(unused[: count - len(a)], 0.0)
+
+
+def test_pad_of_a_vector_that_is_full_is_itself():
+    a = vector({0: -0.0, 2: 3.0}, 4)
+    assert pad(a, 2) is a
+    assert padded_bits(pad(a, 4)) == [True, False, False, False]
+
+
+def padded_bits(sparse):
+    return sparse.values.signbit().tolist()
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_pad_bounds(count):
+    with pytest.raises(ValueError, match=f"count is {count}, expected 2"):
+        pad(vector({0: 1.0, 2: 3.0}, 4), count)
+
+
+@settings(deadline=None, max_examples=200)
+@given(integer_pairs(), st.integers(1, 9))
+def test_shares_make_up_the_whole(pair, of):
+    whole = pair[0]
+    shares = [share(whole, member, of) for member in range(of)]
+    for member, part in enumerate(shares):
+        assert torch.equal(part.indices, whole.indices[member::of])
+    total = SparseVector.empty(whole.numel, whole.dtype)
+    for part in shares:
+        total = add(total, part)
+    assert torch.equal(total.pack(), whole.pack())
+
+
+@pytest.mark.parametrize(("member", "of"), [(2, 2), (-1, 2), (0, 0)])
+def test_share_bounds(member, of):
+    with pytest.raises(ValueError, match=f"member {member} of {of}"):
+        share(vector({0: 1.0}, 4), member, of)
+
+
+@pytest.mark.parametrize(
+    ("other", "what"),
+    [
+        (SparseVector.empty(5), "numel"),
+        (SparseVector.empty(4, torch.float64), "dtype"),
+        (SparseVector._allocate(1, 4, torch.float32, torch.device("meta")), "device"),
+    ],
+)
+def test_unlike_operands(other, what):
+    for operation in (add, lambda a, b: merge(a, b, 1)):
+        with pytest.raises(ValueError, match=f"unlike {what}"):
+            operation(vector({0: 1.0}, 4), other)
+
+
+def test_merge_bounds():
+    a = vector({0: 1.0}, 4)
+    with pytest.raises(ValueError, match="k is -1"):
+        merge(a, a, -1)
+    assert len(merge(a, a, 9)[0]) == 4
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_merges_to_the_same_bits():
+    x = torch.randn(2, 100_000, generator=torch.Generator().manual_seed(0))
+    for k in (1, 1000, 60_000):
+        on_cpu = merge(topk(x[0], 1000), topk(x[1], 1000), k)
+        on_gpu = merge(topk(x[0].cuda(), 1000), topk(x[1].cuda(), 1000), k)
+        for one, other in zip(on_gpu, on_cpu, strict=True):
+            assert torch.equal(one.pack().cpu(), other.pack())

@@ -1,0 +1,155 @@
+"""Top-k against a stable sort on the magnitudes' bits: indices and values are the same bits."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sparse_compress import SparseVector, topk
+from sparse_compress.chunks import CHUNK
+from sparse_compress.magnitude import bits_of, largest_on_device
+from sparse_compress.radix import kth_largest
+from sparse_compress.topk_cpu import largest_positions
+
+INT_DTYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+WIRE_DTYPES = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float32}
+seeds = st.integers(0, 2**32 - 1)
+
+
+def keys_of(x):
+    bits = x.reshape(-1).view(INT_DTYPES[x.element_size()]).numpy().astype(np.int64)
+    return bits & (1 << 8 * x.element_size() - 1) - 1
+
+
+def reference(x, k):
+    """Indices of the k largest magnitudes, ascending."""
+    return np.sort(np.argsort(-keys_of(x), kind="stable")[:k])
+
+
+def assert_selects(sparse, x, k):
+    indices = reference(x, k)
+    expected = x.reshape(-1)[torch.from_numpy(indices)].to(WIRE_DTYPES.get(x.dtype, x.dtype))
+    assert sparse.numel == x.numel()
+    np.testing.assert_array_equal(sparse.indices.numpy(), indices)
+    assert sparse.indices.dtype == torch.int32
+    assert sparse.values.dtype == expected.dtype
+    np.testing.assert_array_equal(keys_of(sparse.values), keys_of(expected))
+    assert torch.equal(sparse.values.signbit(), expected.signbit())
+
+
+@settings(deadline=None, max_examples=150)
+@given(seed=seeds, n=st.integers(1, 2000), data=st.data())
+def test_small(nasty, seed, n, data):
+    x = torch.from_numpy(nasty(np.random.default_rng(seed), n))
+    k = data.draw(st.integers(0, n + 3))
+    assert_selects(topk(x, k), x, k)
+
+
+@settings(deadline=None, max_examples=8)
+@given(seed=seeds, n=st.integers(CHUNK + 1, 300_000), data=st.data())
+def test_large(nasty, seed, n, data):
+    x = torch.from_numpy(nasty(np.random.default_rng(seed), n))
+    k = data.draw(st.sampled_from([1, 2, n // 1000, n // 100, n // 10, n // 2, n - 1, n]) | st.integers(1, n))
+    assert_selects(topk(x, k), x, k)
+
+
+@settings(deadline=None, max_examples=500)
+@given(st.lists(st.floats(width=32) | st.sampled_from([0.0, -0.0, 1.0, -1.0]), max_size=40), st.integers(0, 45))
+def test_any_floats(elements, k):
+    x = torch.tensor(elements, dtype=torch.float32)
+    assert_selects(topk(x, k), x, k)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@settings(deadline=None, max_examples=4)
+@given(seed=seeds, n=st.integers(1, 300) | st.integers(CHUNK + 1, 100_000))
+def test_other_dtypes(nasty, dtype, seed, n):
+    x = torch.from_numpy(nasty(np.random.default_rng(seed), n)).to(dtype)
+    for k in (1, n // 100 + 1, n // 2 + 1):
+        assert_selects(topk(x, k), x, k)
+
+
+@settings(deadline=None, max_examples=15)
+@given(seed=seeds, n=st.integers(1, 3000) | st.integers(CHUNK + 1, 150_000), data=st.data())
+def test_every_path_alone_is_exact(nasty, seed, n, data):
+    """Radix select, the chunked CPU path and the path of other devices, each called by itself."""
+    x = torch.from_numpy(nasty(np.random.default_rng(seed), n))
+    k = data.draw(st.integers(1, n))
+    keys, expected = keys_of(x), reference(x, k)
+    kth = int(keys[expected].min())
+    assert kth_largest(bits_of(x), k) == (kth, int((keys > kth).sum()))
+    np.testing.assert_array_equal(largest_positions(bits_of(x), k), expected)
+    np.testing.assert_array_equal(largest_on_device(x, k).numpy(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_radix_select_of_other_widths(dtype):
+    x = torch.randn(70_001, generator=torch.Generator().manual_seed(0)).to(dtype)
+    keys = np.sort(keys_of(x))[::-1]
+    for k in (1, 700, 70_001):
+        assert kth_largest(bits_of(x), k) == (keys[k - 1], (keys > keys[k - 1]).sum())
+
+
+def test_views_are_flattened_row_by_row():
+    x = torch.randn(400, 300, generator=torch.Generator().manual_seed(0))
+    for view in (x.T, x[::2, ::3], x[:, 5], x.expand(2, 400, 300), x.flatten()[::7], x[3, 3], x.permute(1, 0)[None]):
+        assert_selects(topk(view, 50), view.contiguous(), 50)
+
+
+def test_negated_view():
+    x = torch.view_as_complex(torch.tensor([[1.0, 2.0], [3.0, -4.0]])).conj().imag
+    assert x.is_neg()
+    assert topk(x, 1).to_dense().tolist() == [0, 4]
+
+
+def test_a_parameter_loses_its_graph_and_stays_as_it_is():
+    x = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
+    sparse = topk(x, 1)
+    assert not sparse.values.requires_grad
+    sparse.values.zero_()
+    assert x.tolist() == [1, -2]
+
+
+def test_empty_and_short():
+    assert len(topk(torch.empty(0), 5)) == 0
+    assert len(topk(torch.ones(5), 0)) == 0
+    assert topk(torch.zeros(2, 2), 9).indices.tolist() == [0, 1, 2, 3]
+    assert topk(torch.tensor(3.0), 1).to_dense().tolist() == [3]
+
+
+def test_non_finite_come_first():
+    x = torch.tensor([1e38, torch.inf, -torch.nan, 2e38, -torch.inf])
+    assert topk(x, 1).indices.tolist() == [2]
+    assert topk(x, 3).indices.tolist() == [1, 2, 4]
+
+
+def test_nothing_is_read_back_from_a_device():
+    """Meta tensors have no data: reading any would raise."""
+    sparse = topk(torch.empty(1000, device="meta", dtype=torch.bfloat16), 10)
+    assert (len(sparse), sparse.dtype, sparse.device.type) == (10, torch.float32, "meta")
+
+
+@pytest.mark.parametrize(
+    ("x", "k", "error", "message"),
+    [
+        (torch.ones(3), -1, ValueError, "k is -1"),
+        (torch.ones(3), 1.5, TypeError, "float"),
+        (torch.ones(3, dtype=torch.int32), 1, TypeError, "int32"),
+        (torch.ones(3, dtype=torch.complex64), 1, TypeError, "complex64"),
+        (torch.ones(3).to_sparse(), 1, TypeError, "to_dense"),
+        (torch.empty(1).expand(2**31), 1, ValueError, "2147483647"),
+    ],
+)
+def test_bad_input(x, k, error, message):
+    with pytest.raises(error, match=message):
+        topk(x, k)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_selects_the_same_bits(nasty):
+    for n, k in ((1, 1), (1025, 100), (300_000, 3000)):
+        x = torch.from_numpy(nasty(np.random.default_rng(n), n))
+        on_gpu, on_cpu = topk(x.cuda(), k), topk(x, k)
+        assert torch.equal(on_gpu.pack().cpu(), on_cpu.pack())
+        assert torch.equal(SparseVector.unpack(on_gpu.pack(), like=on_gpu).indices.cpu(), on_cpu.indices)
