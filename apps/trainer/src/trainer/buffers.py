@@ -1,6 +1,6 @@
 """Buffers such as batch normalisation's running statistics, which differ between ranks."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -21,13 +21,13 @@ def averaged_buffers(model: nn.Module, comm: Communicator) -> Iterator[None]:
         return
     own = [buffer.clone() for buffer in buffers]
     mean = allreduce(torch.cat([buffer.double().flatten() for buffer in buffers]), comm, average=True)
-    _fill(buffers, list(mean.split([buffer.numel() for buffer in buffers])))
+    _fill(buffers, torch.split(mean, [buffer.numel() for buffer in buffers]))
     try:
         yield
     finally:
         _fill(buffers, own)
 
 
-def _fill(buffers: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+def _fill(buffers: list[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
     for buffer, value in zip(buffers, values, strict=True):
         buffer.copy_(value.view_as(buffer))

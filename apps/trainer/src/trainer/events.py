@@ -12,11 +12,11 @@ class Events:
         from torch.utils.tensorboard import SummaryWriter
 
         # What a killed run wrote after the checkpoint that is resumed is purged.
-        self._writer = SummaryWriter(folder, purge_step=first_step)  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(folder, purge_step=first_step)
 
     def write(self, row: Row) -> None:
         """Add one epoch."""
         for name, value in row.items():
             if isinstance(value, int | float) and name not in ("epoch", "steps"):
-                self._writer.add_scalar(name, value, row["steps"])  # type: ignore[no-untyped-call]
-        self._writer.flush()  # type: ignore[no-untyped-call]
+                self._writer.add_scalar(name, value, row["steps"])
+        self._writer.flush()

@@ -18,14 +18,17 @@ def start_workers(module: str, argv: Sequence[str], workers: int) -> int:
     SIGINT and SIGTERM are handed on, so that stopping this process stops the workers.
     """
     command = [find_mpiexec(), "-n", str(workers), sys.executable, "-m", module, *argv]
-    process = subprocess.Popen(command, env=worker_environment(), stdin=subprocess.DEVNULL)
+    process: subprocess.Popen[bytes] | None = None
 
     def forward(number: int, frame: FrameType | None) -> None:
         del frame
+        if process is None:
+            sys.exit(128 + number)
         process.send_signal(number)
 
     before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
+        process = subprocess.Popen(command, env=worker_environment(), stdin=subprocess.DEVNULL)
         code = process.wait()
     finally:
         for number, handler in before.items():

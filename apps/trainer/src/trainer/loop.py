@@ -112,7 +112,7 @@ def end_epoch(training: Training) -> Row:
     totals.seconds += training.clock() - began
     loss, samples = allreduce(torch.tensor([totals.loss, totals.samples], dtype=torch.float64), comm).tolist()
     bytes_sent = allgather(torch.tensor([totals.bytes_sent]), comm)
-    row = {
+    row: Row = {
         "epoch": training.replica.position.epoch + 1,
         "steps": training.steps,
         "train_loss": loss / samples,
@@ -124,8 +124,12 @@ def end_epoch(training: Training) -> Row:
         "algorithm": training.options.algorithm,
         "world_size": comm.size,
     }
-    # JSON has no word for a loss that is infinite or not a number.
-    return {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()}
+    return {name: _written(value) for name, value in row.items()}
+
+
+def _written(value: float | str | None) -> float | str | None:
+    """JSON has no word for a loss that is infinite or not a number: null."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def save_if_due(training: Training) -> None:

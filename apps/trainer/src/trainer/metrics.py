@@ -6,7 +6,7 @@ from pathlib import Path
 
 from trainer.errors import RunError
 
-Row = dict[str, int | float | str]
+Row = dict[str, int | float | str | None]
 """epoch, steps, train_loss, the task's test metrics, seconds, compute_seconds, communication_seconds, bytes_sent
 (by the busiest rank, in training steps), algorithm, world_size."""
 

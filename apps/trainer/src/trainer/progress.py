@@ -47,11 +47,10 @@ class TrainingProgress:
 
     def epoch(self, row: Row) -> None:
         """The line of a finished epoch."""
-        tests = "  ".join(f"{name} {row[name]:.4g}" for name in row if name.startswith("test_") or name in _OTHERS)
-        self.note(
-            f"{self._title}  epoch {row['epoch']:>3}/{self._epochs}  train_loss {row['train_loss']:.4g}  {tests}  "
-            f"{row['seconds']:.2f} s"
-        )
+        figures = "  ".join(f"{name} {value:.4g}" for name, value in row.items() if _shown(name, value))
+        self.note(f"{self._title}  epoch {row['epoch']:>3}/{self._epochs}  {figures}")
 
 
-_OTHERS = {"wer", "perplexity"}
+def _shown(name: str, value: float | str | None) -> bool:
+    """Losses, the task's own metrics and the time; not what is the same every epoch."""
+    return isinstance(value, float) and name not in ("compute_seconds", "communication_seconds")

@@ -40,7 +40,9 @@ def run(app: App, options: Options, comm: Communicator, *, local_rank: int = 0) 
     )
     with progress:
         first_step = _begin(folder, replica, options, comm, device, progress)
-        events = Events(folder.path / "events", first_step=first_step) if options.tensorboard and not comm.rank else None
+        events = (
+            Events(folder.path / "events", first_step=first_step) if options.tensorboard and not comm.rank else None
+        )
         train(
             Training(
                 task=task,

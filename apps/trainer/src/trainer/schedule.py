@@ -46,6 +46,4 @@ def rate_schedule(
     from torch.optim.lr_scheduler import LambdaLR
 
     total, warmup = epochs * steps_per_epoch, round(warmup_epochs * steps_per_epoch)
-    return LambdaLR(
-        optimizer, lambda step: factor(step, total_steps=total, warmup_steps=warmup, shape=SHAPES[shape])
-    )
+    return LambdaLR(optimizer, lambda step: factor(step, total_steps=total, warmup_steps=warmup, shape=SHAPES[shape]))

@@ -26,9 +26,9 @@ def batches(samples: int, *, rank: int, size: int, batch_size: int, seed: int, e
     return order[wrapped].tensor_split(steps_per_epoch(samples, size=size, batch_size=batch_size))
 
 
-def test_batches(samples: int, *, rank: int, size: int, batch_size: int) -> Sequence[Tensor]:
+def evaluation_batches(samples: int, *, rank: int, size: int, batch_size: int) -> Sequence[Tensor]:
     """This rank's test samples, in batches: over all ranks each sample once. At least one batch, maybe empty."""
-    return torch.arange(samples)[rank::size].split(batch_size)
+    return torch.split(torch.arange(samples)[rank::size], batch_size)
 
 
 def _ceil(dividend: int, divisor: int) -> int:

@@ -8,9 +8,20 @@ from torch import Generator, Tensor, nn
 class Task(Protocol):
     """A model with its data. Samples are named by their index; the loop decides who takes which."""
 
-    model: nn.Module
-    train_size: int  # samples
-    test_size: int  # samples
+    @property
+    def model(self) -> nn.Module:
+        """What is trained, already on its device."""
+        ...
+
+    @property
+    def train_size(self) -> int:
+        """Training samples."""
+        ...
+
+    @property
+    def test_size(self) -> int:
+        """Test samples."""
+        ...
 
     def loss(self, indices: Tensor, generator: Generator) -> Tensor:
         """Mean loss (a scalar) of the model over these training samples; augmentation draws from `generator`."""
