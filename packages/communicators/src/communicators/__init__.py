@@ -5,6 +5,7 @@ from communicators.collectives import allgather, allreduce, barrier, broadcast
 from communicators.communicator import Communicator, Work, run, start
 from communicators.errors import CollectiveError
 from communicators.link import Link
+from communicators.measure import measure_link
 from communicators.origin import as_communicator
 from communicators.schedule import SLOT_BYTES, Elapse, Round, Schedule, body, frame, framed_nbytes
 from communicators.simulated import Corrupts, Dies, SimulatedWorld
@@ -31,6 +32,7 @@ __all__ = [
     "buckets_of",
     "frame",
     "framed_nbytes",
+    "measure_link",
     "run",
     "start",
 ]

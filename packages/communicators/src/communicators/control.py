@@ -87,10 +87,9 @@ class Control:
 
 
 def _letter(**content: object) -> bytes:
-    text = json.dumps(content)
+    letter = json.dumps(content).encode()
+    if len(letter) <= LETTER_BYTES:
+        return letter
     longest = max(content, key=lambda key: len(str(content[key])))
-    excess = len(text) - LETTER_BYTES
-    if excess > 0:  # escapes can make a character six bytes: cut generously
-        content[longest] = str(content[longest])[: max(0, len(str(content[longest])) - excess - 8)] + "…"
-        return _letter(**content)
-    return text.encode()
+    text = str(content[longest])
+    return _letter(**{**content, longest: text[: len(text) // 2] + "…"})

@@ -1,0 +1,47 @@
+"""Measuring α and β of a link by ping-pong."""
+
+from __future__ import annotations
+
+import statistics
+
+import torch
+
+from communicators.collectives import allgather
+from communicators.communicator import Communicator, run
+from communicators.link import Link
+from communicators.schedule import SLOT_BYTES, Round, Schedule
+
+
+def measure_link(comm: Communicator, *, nbytes: int = 1 << 20, repeats: int = 7) -> Link:
+    """α (seconds per message) and β (seconds per byte) of the slowest pair, the same on every rank.
+
+    Neighbours 2i and 2i + 1 play ping-pong, all pairs at once, with the smallest message and with one of `nbytes`;
+    medians of `repeats`. Collective. One rank alone has a link that costs nothing.
+    """
+    if nbytes < 2 * SLOT_BYTES or repeats < 1:
+        raise ValueError(f"expected nbytes >= {2 * SLOT_BYTES} and repeats >= 1, got {nbytes} and {repeats}")
+    if comm.size == 1:
+        return Link(0.0, 0.0)
+    small, large = (_one_way_seconds(comm, size, repeats) for size in (SLOT_BYTES, nbytes))
+    beta = max(0.0, (large - small) / (nbytes - SLOT_BYTES))
+    alpha = max(0.0, small - beta * SLOT_BYTES)
+    measured = torch.stack(allgather(torch.tensor([alpha, beta], dtype=torch.float64), comm))
+    return Link(*measured.max(dim=0).values.tolist())
+
+
+def _one_way_seconds(comm: Communicator, nbytes: int, repeats: int) -> float:
+    """Half a ping-pong, median; 0 for the last of an odd number of ranks, which has nobody to play with."""
+    seconds = []
+    for _ in range(repeats + 1):  # the first one warms up
+        begin = comm.clock()
+        run(_ping_pong(comm.rank, comm.size, nbytes), comm, facts=f"ping-pong({nbytes})")
+        seconds.append((comm.clock() - begin) / 2)
+    return 0.0 if comm.rank ^ 1 >= comm.size else statistics.median(seconds[1:])
+
+
+def _ping_pong(rank: int, size: int, nbytes: int) -> Schedule[None]:
+    peer = rank ^ 1
+    if peer >= size:
+        return
+    turns = [Round(sends={peer: torch.empty(nbytes, dtype=torch.uint8)}), Round(recvs={peer: nbytes})]
+    yield from turns if rank < peer else reversed(turns)

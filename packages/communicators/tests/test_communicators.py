@@ -1,0 +1,61 @@
+"""Where communicators come from, the world of one rank, and the measured link."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from communicators import Link, Round, SimulatedWorld, allreduce, as_communicator, barrier, measure_link, run, start
+from communicators.alone import Alone
+from communicators.dense import ring_allreduce
+
+
+def test_one_rank_alone():
+    comm = Alone()
+    x = torch.arange(3.0)
+    assert torch.equal(allreduce(x, comm), x)
+    assert torch.equal(allreduce(x, comm, native=False), x)
+    assert allreduce(x, comm).data_ptr() != x.data_ptr()
+    barrier(comm)
+    work = start(ring_allreduce(x, 0, 1), comm)
+    assert work.is_completed()
+    assert torch.equal(work.get_future().then(lambda future: future.wait() + 1).wait(), x + 1)
+    with pytest.raises(ValueError, match="cannot exchange with rank 1"):
+        run((_ for _ in [Round(recvs={1: 16})]), comm)
+
+
+def test_a_communicator_is_itself():
+    comm = Alone()
+    assert as_communicator(comm) is comm
+
+
+def test_something_else_is_refused():
+    with pytest.raises(TypeError, match="expected an mpi4py communicator, a Communicator or None, got str"):
+        as_communicator("world")
+
+
+@pytest.mark.parametrize("variable", ["PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE"])
+def test_several_ranks_without_a_way_between_them(variable):
+    """In a process of its own: this one may have imported mpi4py."""
+    code = "from communicators import as_communicator\nprint(as_communicator().size)"
+    launched = subprocess.run([sys.executable, "-c", code], env={variable: "4"}, capture_output=True, text=True)
+    assert launched.returncode == 1
+    assert "mpi4py" in launched.stderr
+    alone = subprocess.run([sys.executable, "-c", code], env={variable: "1"}, capture_output=True, text=True)
+    assert alone.stdout == "1\n"
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_measured_link_is_the_link(size):
+    link = Link(alpha=2e-3, beta=5e-8)
+    for measured in SimulatedWorld(size, link).run(measure_link):
+        assert measured.alpha == pytest.approx(link.alpha)
+        assert measured.beta == pytest.approx(link.beta)
+    assert SimulatedWorld(1, link).run(measure_link) == [Link(0.0, 0.0)]
+
+
+def test_measure_link_checks_its_arguments():
+    with pytest.raises(ValueError, match="expected nbytes >= 32"):
+        measure_link(Alone(), nbytes=8)

@@ -1,0 +1,136 @@
+"""Agreement on facts, and how ranks come to one reason: pure parts, without any transport."""
+
+from __future__ import annotations
+
+import pytest
+from communicators import CollectiveError, SimulatedWorld, run, testing
+from communicators.agreement import FACTS_BYTES, agreement
+from communicators.control import LETTER_BYTES, Control
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+class Post:
+    """Carries letters between controls, in any order that `choose` picks among the pairs of ranks."""
+
+    def __init__(self, size, choose):
+        self.controls = [Control(rank, size) for rank in range(size)]
+        self.choose, self.queues = choose, {}
+
+    def send(self, source, letters):
+        for target, letter in letters:
+            assert len(letter) <= LETTER_BYTES
+            self.queues.setdefault((source, target), []).append(letter)
+
+    def deliver_all(self):
+        while self.queues:
+            pairs = sorted(self.queues)
+            pair = pairs[self.choose(len(pairs))]
+            target = pair[1]
+            letter = self.queues[pair].pop(0)
+            if not self.queues[pair]:
+                del self.queues[pair]
+            self.send(target, self.controls[target].receive(letter))
+
+
+def post(data, size):
+    return Post(size, lambda n: data.draw(st.integers(0, n - 1)))
+
+
+@given(data=st.data(), size=st.integers(2, 8))
+def test_several_complaints_one_verdict(data, size):
+    office = post(data, size)
+    for rank in data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=size, unique=True)):
+        office.send(rank, office.controls[rank].complain(f"reason of rank {rank}"))
+    office.deliver_all()
+    verdicts = {control.verdict for control in office.controls}
+    assert len(verdicts) == 1
+    assert None not in verdicts
+
+
+@given(data=st.data(), size=st.integers(2, 6))
+def test_a_wait_with_other_facts_becomes_a_verdict(data, size):
+    """Whether the other rank made its call before the letter came, or makes it after."""
+    office = post(data, size)
+    waiting, other = data.draw(st.lists(st.integers(0, size - 1), min_size=2, max_size=2, unique=True))
+    late = data.draw(st.booleans())
+    controls = office.controls
+    office.send(waiting, controls[waiting].called(4, "gtopk(k=3)"))
+    if not late:
+        office.send(other, controls[other].called(4, "gtopk(k=5)"))
+    office.send(waiting, controls[waiting].waits(4, "gtopk(k=3)", [other]))
+    office.deliver_all()
+    assert (controls[0].verdict is None) == late
+    if late:
+        office.send(other, controls[other].called(4, "gtopk(k=5)"))
+        office.deliver_all()
+    verdict = controls[0].verdict
+    assert {control.verdict for control in controls} == {verdict}
+    for rank, k in ((waiting, 3), (other, 5)):
+        assert f"rank {rank} calls gtopk(k={k})" in verdict
+
+
+@given(data=st.data(), mine=st.integers(0, 9), theirs=st.integers(0, 9))
+def test_a_late_or_early_peer_is_no_reason(data, mine, theirs):
+    office = post(data, 2)
+    for rank, most in ((0, mine), (1, theirs)):
+        for number in range(most + 1):
+            office.send(rank, office.controls[rank].called(number, f"call {number}"))
+    office.send(0, office.controls[0].waits(mine, f"call {mine}", [1]))
+    office.deliver_all()
+    assert [control.verdict for control in office.controls] == [None, None]
+
+
+def test_who_leaves_is_known_to_all():
+    office = Post(3, lambda n: 0)
+    office.send(2, office.controls[2].leaves("ValueError: boom"))
+    office.deliver_all()
+    assert [control.gone for control in office.controls] == [{2: "ValueError: boom"}, {2: "ValueError: boom"}, {}]
+
+
+def test_a_long_reason_fits_its_letter():
+    control = Control(1, 2)
+    [(target, letter)] = control.complain("é" * 9000)
+    assert target == 0
+    assert len(letter) <= LETTER_BYTES
+    arbiter = Control(0, 2)
+    arbiter.receive(letter)
+    assert arbiter.verdict.startswith("ééé")
+
+
+@given(size=testing.world_sizes(), data=st.data())
+def test_agreement_names_the_lowest_ranks_that_differ(size, data):
+    facts = [data.draw(st.sampled_from(["a", "b", "c" * 300, "c" * 299])) for _ in range(size)]
+
+    def attempt(comm):
+        try:
+            run(agreement(facts[comm.rank], 0, comm.rank, comm.size), comm, facts="agreement")
+        except CollectiveError as error:
+            return str(error)
+        return None
+
+    got = SimulatedWorld(size).run(attempt)
+    assert len(set(got)) == 1
+    assert (got[0] is None) == (len(set(facts)) == 1)
+    if got[0] is not None:
+        other = next(rank for rank in range(size) if facts[rank] != facts[0])
+        assert "rank 0 calls" in got[0]
+        assert f"rank {other} calls {facts[other][:100]}" in got[0]
+
+
+def test_agreement_has_one_size_whatever_the_facts():
+    sent = []
+    for facts in ("a", "long" * 1000):
+        world = SimulatedWorld(5)
+        world.run(lambda comm, facts=facts: run(agreement(facts, 0, comm.rank, 5), comm, facts="agreement"))
+        sent.append(world.bytes_sent)
+    assert sent[0] == sent[1] == [3 * (16 + 2 * (FACTS_BYTES + 4))] * 5
+
+
+@pytest.mark.parametrize("text", ["x" * 244, "x" * 245, "ü" * 200])
+def test_long_facts_still_differ(text):
+    def attempt(comm):
+        run(agreement(text + str(comm.rank), 0, comm.rank, 2), comm, facts="agreement")
+
+    with pytest.raises(CollectiveError, match="ranks disagree"):
+        SimulatedWorld(2).run(attempt)
