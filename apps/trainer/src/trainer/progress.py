@@ -39,7 +39,7 @@ class TrainingProgress:
 
     def note(self, text: str) -> None:
         """One line of its own."""
-        self._console.print(text, highlight=False)
+        self._console.print(text, highlight=False, soft_wrap=True)
 
     def step(self, steps: int, loss: float) -> None:
         """So many steps since the beginning, the last with this training loss."""
