@@ -46,3 +46,9 @@ NASTY: dict[str, Inputs] = {
 def nasty(request: pytest.FixtureRequest) -> Inputs:
     """(generator, n) -> float32 array of n elements."""
     return NASTY[request.param]
+
+
+@pytest.fixture(scope="session")
+def all_nasty() -> dict[str, Inputs]:
+    """All of them by name."""
+    return NASTY

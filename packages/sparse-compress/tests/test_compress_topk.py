@@ -1,11 +1,14 @@
 """Top-k against a stable sort on the magnitudes' bits: indices and values are the same bits."""
 
+import tracemalloc
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_compress import SparseVector, topk
+from sparse_compress import SparseVector, topk, topk_cpu
 from sparse_compress.chunks import CHUNK
 from sparse_compress.magnitude import bits_of, largest_on_device
 from sparse_compress.radix import kth_largest
@@ -88,6 +91,32 @@ def test_radix_select_of_other_widths(dtype):
     keys = np.sort(keys_of(x))[::-1]
     for k in (1, 700, 70_001):
         assert kth_largest(bits_of(x), k) == (keys[k - 1], (keys > keys[k - 1]).sum())
+
+
+@pytest.mark.parametrize("name", ["normal", "heavy tails", "constant", "zeros", "mostly zero", "large off stride"])
+def test_radix_select_is_only_for_misled_samples(all_nasty, name, monkeypatch):
+    class RadixSelectError(Exception):
+        """Radix select was needed."""
+
+    def refuse(bits, k):
+        raise RadixSelectError
+
+    monkeypatch.setattr(topk_cpu, "kth_largest", refuse)
+    x = torch.from_numpy(all_nasty[name](np.random.default_rng(0), 300_000))
+    for density in (0.03, 0.01, 0.001):
+        with pytest.raises(RadixSelectError) if name == "large off stride" else nullcontext():
+            topk(x, round(density * len(x)))
+
+
+def test_no_temporary_of_the_inputs_size(nasty):
+    """At most a byte an element at n = 2·10⁶, where keys would take four."""
+    n = 2_000_000
+    x = torch.from_numpy(nasty(np.random.default_rng(0), n))
+    tracemalloc.start()
+    topk(x, n // 1000)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < n
 
 
 def test_views_are_flattened_row_by_row():

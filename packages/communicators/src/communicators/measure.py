@@ -43,5 +43,7 @@ def _ping_pong(rank: int, size: int, nbytes: int) -> Schedule[None]:
     peer = rank ^ 1
     if peer >= size:
         return
-    turns = [Round(sends={peer: torch.empty(nbytes, dtype=torch.uint8)}), Round(recvs={peer: nbytes})]
-    yield from turns if rank < peer else reversed(turns)
+    ping, pong = Round(sends={peer: torch.empty(nbytes, dtype=torch.uint8)}), Round(recvs={peer: nbytes})
+    first, second = (ping, pong) if rank < peer else (pong, ping)
+    yield first
+    yield second

@@ -1,0 +1,19 @@
+"""Sparse allreduce for PyTorch: gTop-k and its relatives, as calls and as a distributed optimizer."""
+
+from sparse_collectives.algorithms import ALGORITHMS, Algorithm
+from sparse_collectives.allreduce import sparse_allreduce, sparse_allreduce_async
+from sparse_collectives.checkpoint import reshard_residuals
+from sparse_collectives.optimizer import DistributedOptimizer
+from sparse_collectives.reduction import Reduction
+from sparse_collectives.traffic import Traffic
+
+__all__ = [
+    "ALGORITHMS",
+    "Algorithm",
+    "DistributedOptimizer",
+    "Reduction",
+    "Traffic",
+    "reshard_residuals",
+    "sparse_allreduce",
+    "sparse_allreduce_async",
+]

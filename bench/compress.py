@@ -1,0 +1,162 @@
+"""Selection, error feedback and merging on a CPU, next to what one would write in plain torch.
+
+    python -m bench.compress [--full] [--output DIR]
+
+Both sides of a row take turns within one run, on one thread; times are medians of CPU milliseconds, page
+faults included. ``sweeps`` is our time in units of one read of the input (its sum).
+"""
+
+import argparse
+import csv
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from sparse_compress import ErrorFeedback, SparseVector, TopK, merge, topk
+from torch import Tensor
+
+Call = Callable[[], object]
+
+
+class Row(NamedTuple):
+    """One line of the table; times in CPU milliseconds."""
+
+    what: str
+    n: int
+    k: int
+    ours_ms: float
+    torch_ms: float
+    speedup: float
+    sweeps: float
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table, line by line as it is measured; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m bench.compress", description=__doc__.partition("\n")[0])
+    parser.add_argument("--full", action="store_true", help="more rounds, n = 10⁸ and misleading inputs: minutes")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="write DIR/compress.csv too")
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    print(
+        f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}, NumPy {np.__version__}"
+    )
+    print(f"{'':30}{'n':>12}{'k':>11}{'ours':>10}{'torch':>10}{'faster':>9}{'sweeps':>8}")
+    rows = []
+    for row in measure(full=options.full):
+        rows.append(row)
+        print(
+            f"{row.what:30}{row.n:12,}{row.k:11,}{row.ours_ms:7.2f} ms{row.torch_ms:7.1f} ms"
+            f"{row.speedup:8.1f}×{row.sweeps:8.1f}",
+            flush=True,
+        )
+    if options.output:
+        write_csv(options.output / "compress.csv", rows)
+    return 0
+
+
+def measure(*, full: bool) -> Iterator[Row]:
+    """Every row of the table."""
+    rounds = 15 if full else 5
+    for n in (10**6, 25_600_000, *([10**8] if full else [])):
+        x = torch.randn(n, generator=torch.Generator().manual_seed(0))
+        for density in (0.01, 0.001):
+            k = TopK(density).entries(n)
+            yield compare("top-k", x, k, rounds, partial(topk, x, k), partial(torch_topk, x, k))
+            yield compare("error feedback step", x, k, rounds, feedback_step(x, density), torch_feedback_step(x, k))
+    if full:
+        for name, x in misleading(10**7):
+            k = len(x) // 100
+            yield compare(f"top-k, {name}", x, k, 5, partial(topk, x, k), partial(torch_topk, x, k))
+    yield merge_row(25_000_000, 250_000, rounds)
+
+
+def compare(what: str, x: Tensor, k: int, rounds: int, ours: Call, plain: Call) -> Row:
+    """Time both calls and one read of x in turns."""
+    ours_ms, torch_ms, read_ms = interleaved(rounds, ours, plain, x.sum)
+    return Row(what, len(x), k, ours_ms, torch_ms, torch_ms / ours_ms, ours_ms / read_ms)
+
+
+def interleaved(rounds: int, *calls: Call) -> list[float]:
+    """Median CPU milliseconds of each call, the calls taking turns; a first round warms up."""
+    times: list[list[float]] = [[] for _ in calls]
+    for _ in range(rounds + 1):
+        for call, spent in zip(calls, times, strict=True):
+            start = time.process_time()
+            call()
+            spent.append(1e3 * (time.process_time() - start))
+    return [statistics.median(spent[1:]) for spent in times]
+
+
+def torch_topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The usual way: indices and values, ties anyhow."""
+    indices = torch.topk(x.abs(), k, sorted=False).indices
+    return indices, x[indices]
+
+
+def feedback_step(gradient: Tensor, density: float) -> Call:
+    """A whole step of ours."""
+    feedback = ErrorFeedback(TopK(density))
+    return lambda: feedback.compress("x", gradient)
+
+
+def torch_feedback_step(gradient: Tensor, k: int) -> Call:
+    """A whole step as one would write it: add, abs, top-k, gather, scatter."""
+    residual = torch.zeros_like(gradient)
+
+    def step() -> Tensor:
+        nonlocal residual
+        residual = residual + gradient
+        indices, values = torch_topk(residual, k)
+        residual[indices] = 0
+        return values
+
+    return step
+
+
+def misleading(n: int) -> Iterator[tuple[str, Tensor]]:
+    """Inputs that a sampled threshold alone does not settle."""
+    generator = torch.Generator().manual_seed(0)
+    yield "constant", torch.ones(n)
+    yield "zeros", torch.zeros(n)
+    yield "7 values", torch.randint(-3, 4, (n,), generator=generator).float()
+    yield "few non-zeros", torch.where(torch.rand(n, generator=generator) < 0.005, 1.0, 0.0)
+    steep = torch.rand(n, generator=generator)
+    steep[:: n // 32768 | 1] = 0  # exactly what is sampled
+    yield "sample misled", steep
+
+
+def merge_row(n: int, k: int, rounds: int) -> Row:
+    """Two vectors of k entries, a third of them shared, merged and cut to k; sweeps are over both vectors."""
+    x = torch.randn(3, n, generator=torch.Generator().manual_seed(0))
+    a, b = topk(x[0] + x[1], k), topk(x[0] + x[2], k)
+    entries = torch.cat([a.values, b.values])
+    return compare("merge", entries, k, 4 * rounds, partial(merge, a, b, k), partial(torch_merge, a, b, k))._replace(
+        n=n
+    )
+
+
+def torch_merge(a: SparseVector, b: SparseVector, k: int) -> tuple[Tensor, Tensor]:
+    """The usual way: unique indices, scatter-add, top-k."""
+    indices, where = torch.unique(torch.cat([a.indices, b.indices]), return_inverse=True)
+    values = torch.zeros(len(indices)).index_add_(0, where, torch.cat([a.values, b.values]))
+    kept, kept_values = torch_topk(values, k)
+    return indices[kept], kept_values
+
+
+def write_csv(path: Path, rows: Sequence[Row]) -> None:
+    """One line a row, with a header."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(Row._fields)
+        writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

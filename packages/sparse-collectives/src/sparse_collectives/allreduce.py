@@ -1,0 +1,101 @@
+"""`sparse_allreduce`: one call for every algorithm."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from communicators import Communicator, Work, as_communicator, run, start
+from communicators.communicator import TIMEOUT_SECONDS
+from communicators.schedule import Schedule
+from sparse_compress import SparseVector, add, merge
+
+from sparse_collectives.algorithms import State, algorithm_named
+from sparse_collectives.reduction import Reduction
+
+
+def sparse_allreduce(
+    sparse: SparseVector,
+    comm: Any,
+    *,
+    k: int,
+    algorithm: str = "gtopk",
+    state: State | None = None,
+    timeout: float = TIMEOUT_SECONDS,
+) -> Reduction:
+    """The sum of sparse vectors over the ranks of `comm`.
+
+        reduction = sparse_allreduce(topk(gradient, k), comm, k=k)
+        mean = reduction.total.to_dense() / comm.size
+        residual += reduction.dropped.to_dense()
+
+    sparse: this rank's vector, float32 or float64. Fewer than k entries are filled up with explicit zeros at the lowest
+        unused indices; of more, the k largest are sent, and the others are in `dropped`.
+    comm: whatever `communicators.as_communicator` takes: an mpi4py or torch group, or a simulated world's communicator.
+    k: the most entries that a rank may contribute. numel, dtype, k and algorithm must be the same on every rank.
+    algorithm: a name in `ALGORITHMS`.
+    state: what the algorithm keeps between calls, from its `initial_state()`; changed in place.
+    timeout: seconds to wait for late ranks.
+
+    With one rank the total is the input, filled up or cut.
+    Raises TypeError or ValueError for arguments that are wrong by themselves, CollectiveError, the same on every rank,
+    where ranks disagree or one of them fails.
+    """
+    comm = as_communicator(comm)
+    schedule, facts = _prepare(sparse, comm, k, algorithm, state)
+    return run(schedule, comm, facts=facts, timeout=timeout, device=sparse.device)
+
+
+def sparse_allreduce_async(
+    sparse: SparseVector,
+    comm: Any,
+    *,
+    k: int,
+    algorithm: str = "gtopk",
+    state: State | None = None,
+    timeout: float = TIMEOUT_SECONDS,
+) -> Work[Reduction]:
+    """Like `sparse_allreduce`, in the background: `wait()` gives the Reduction.
+
+    All ranks start their calls in the same order; several may be in flight, and complete in any order. The input is
+    copied, so it may be changed, or sent again, at once.
+    """
+    comm = as_communicator(comm)
+    _check(sparse)
+    # Every call stamps its own number into the payload it sends: calls in flight must not share one.
+    own = SparseVector.unpack(sparse.pack().clone(), like=sparse)
+    schedule, facts = _prepare(own, comm, k, algorithm, state)
+    return start(schedule, comm, facts=facts, timeout=timeout, device=sparse.device)
+
+
+def _prepare(
+    sparse: SparseVector, comm: Communicator, k: int, algorithm: str, state: State | None
+) -> tuple[Schedule[Reduction], str]:
+    """The schedule for a vector of any number of entries, and the facts that ranks must share."""
+    _check(sparse)
+    entry, k = algorithm_named(algorithm), operator.index(k)
+    if k < 1:
+        raise ValueError(f"k is {k}, expected the most entries that a rank may contribute, 1 or more")
+    options: dict[str, Any] = {}
+    if entry.initial_state is not None:
+        options["state"] = entry.initial_state() if state is None else state
+    elif state is not None:
+        raise ValueError(f"{algorithm} keeps no state between calls: leave state out")
+    kept, cut = merge(sparse, SparseVector.empty(sparse.numel, sparse.dtype, device=sparse.device), k)
+    schedule = _returning(cut, entry.schedule(kept, comm.rank, comm.size, k, **options))
+    return schedule, f"{algorithm}(numel={sparse.numel}, {sparse.dtype}, k={k})"
+
+
+def _returning(cut: SparseVector, schedule: Schedule[Reduction]) -> Schedule[Reduction]:
+    """The schedule's result, with what was cut before it among the dropped."""
+    reduction = yield from schedule
+    return Reduction(reduction.total, add(reduction.dropped, cut))
+
+
+def _check(sparse: SparseVector) -> None:
+    if not isinstance(sparse, SparseVector):
+        raise TypeError(
+            f"sparse is {type(sparse).__name__}, expected a SparseVector: make one of a tensor with topk(tensor, k)"
+        )
+    if not sparse.numel:
+        raise ValueError("sparse has numel=0, so there is nothing to sum: leave the call out on every rank")

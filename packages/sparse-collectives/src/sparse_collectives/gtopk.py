@@ -1,0 +1,75 @@
+"""gTop-k: the k largest entries of the sum, by pairwise merges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from communicators.dense import largest_power_of_two
+from communicators.schedule import Elapse, Round, Schedule, powers_of_two
+from sparse_compress import SparseVector, add, merge, share, wire_nbytes
+
+from sparse_collectives.reduction import Reduction
+from sparse_collectives.traffic import Traffic
+
+
+def gtopk(
+    sparse: SparseVector, rank: int, size: int, k: int, *, cost: Callable[[int], float] | None = None
+) -> Schedule[Reduction]:
+    """Sum over ranks, cut to the k largest at every merge (Shi et al., ICDCS 2019, algorithm 3).
+
+    Ranks r ≥ Q, the largest power of two, fold into r − Q first and get the result last. Then log Q rounds of a
+    hypercube: after round i the 2^(i + 1) ranks that agree in the higher bits hold the same vector.
+
+        total, cut ← merge(total, received, k)      k largest of the sum; ties to the lowest index
+        dropped ← dropped + my share of cut         entry i of the cut is kept by member i mod 2^(i + 1)
+
+    Differs from the paper: hypercube instead of tree and broadcast, half the rounds and bytes; any P; and what a merge
+    cuts goes back to exactly one residual. (The paper clears the residual at every index of the final result; so an
+    entry that is cut on the way is lost when the same index of another rank survives.)
+
+    sparse: min(k, n) entries; cost: seconds to merge so many entries, which a simulated world charges.
+    """
+    group = largest_power_of_two(size)
+    if rank >= group:
+        return (yield from _fold_into(rank - group, sparse))
+    total, dropped = sparse, SparseVector.empty(sparse.numel, sparse.dtype, device=sparse.device)
+    folded = rank + group
+    if folded < size:
+        received = yield Round(recvs={folded: sparse.nbytes})
+        total, dropped = merge(total, SparseVector.unpack(received[folded], like=sparse), k)
+        if cost is not None:
+            yield Elapse(cost(2 * len(sparse)))
+    for distance in powers_of_two(below=group):
+        peer = rank ^ distance
+        received = yield Round({peer: total.pack()}, {peer: sparse.nbytes})
+        theirs = SparseVector.unpack(received[peer], like=sparse)
+        # Lower ranks first: NaN payloads do not commute.
+        total, cut = merge(total, theirs, k) if rank < peer else merge(theirs, total, k)
+        dropped = add(dropped, share(cut, member=rank % (2 * distance), of=2 * distance))
+        if cost is not None:
+            yield Elapse(cost(2 * len(sparse)))
+    if folded < size:
+        yield Round(sends={folded: total.pack()})
+    return Reduction(total, dropped)
+
+
+def _fold_into(partner: int, sparse: SparseVector) -> Schedule[Reduction]:
+    """Gives the vector to the partner, which keeps what is cut of it; gets the result last."""
+    yield Round(sends={partner: sparse.pack()})
+    received = yield Round(recvs={partner: sparse.nbytes})
+    nothing = SparseVector.empty(sparse.numel, sparse.dtype, device=sparse.device)
+    return Reduction(SparseVector.unpack(received[partner], like=sparse), nothing)
+
+
+def gtopk_sent(rank: int, size: int, k: int, numel: int, dtype: torch.dtype) -> Traffic:
+    """One packed vector a message: 8k bytes (float64: 12k) and its header.
+
+    log P messages where P is a power of two. Else, with Q the largest below: 1 for ranks r ≥ Q; log Q for the others,
+    one more for those that have a folded partner.
+    """
+    group = largest_power_of_two(size)
+    levels = group.bit_length() - 1
+    has_partner = rank + group < size
+    messages, rounds = (1, 2) if rank >= group else (levels + has_partner, levels + 2 * has_partner)
+    return Traffic(messages * wire_nbytes(min(k, numel), dtype), messages, rounds)

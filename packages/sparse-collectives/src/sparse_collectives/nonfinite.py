@@ -1,0 +1,47 @@
+"""Which rank and parameter a NaN or inf came from, said alike on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from communicators import Bucket, CollectiveError, Communicator, allgather
+
+from sparse_collectives.exchange import Mean
+
+
+def nonfinite_error(
+    means: Sequence[Mean], buckets: Sequence[Bucket], names: Sequence[str], comm: Communicator
+) -> CollectiveError:
+    """The error that all ranks raise after they have all seen a mean that is not finite.
+
+    One gather of 8 bytes a rank; the lowest rank with a culprit is named, with its first parameter.
+    names: of the tensors that the buckets are made of.
+    """
+    own = torch.tensor([_culprit(means, buckets)], device=comm.device)
+    culprits = [int(position) for position in allgather(own, comm)]
+    for rank, position in enumerate(culprits):
+        if position >= 0:
+            return CollectiveError(
+                f"rank {rank}: the gradient of {names[position]!r} is not finite (NaN or inf), so no rank took the "
+                "step; look for its cause there, or skip such steps with nonfinite='skip' (as under a GradScaler)"
+            )
+    return CollectiveError(
+        "the sum of the gradients over the ranks is not finite although every rank's was: it overflowed, so no rank "
+        "took the step; clip the gradients or lower the loss scale, or skip such steps with nonfinite='skip'"
+    )
+
+
+def _culprit(means: Sequence[Mean], buckets: Sequence[Bucket]) -> int:
+    """Position among the tensors of the first one of which this rank gave something not finite, -1 if none."""
+    found = [_member(bucket, mean.suspect) for mean, bucket in zip(means, buckets, strict=True) if mean.suspect >= 0]
+    return min(found, default=-1)
+
+
+def _member(bucket: Bucket, element: int) -> int:
+    """Which tensor an element of the flat bucket belongs to."""
+    for member, shape in zip(bucket.members, bucket.shapes, strict=True):
+        if element < shape.numel():
+            return member
+        element -= shape.numel()
+    raise IndexError(f"element {element} is beyond the bucket")

@@ -1,0 +1,255 @@
+"""`DistributedOptimizer`: any torch optimizer, fed with the mean gradient over all ranks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from communicators import Communicator, as_communicator, buckets_of
+from sparse_compress import Compressor, TopK
+from torch import Tensor
+from torch.optim import Optimizer
+
+from sparse_collectives.algorithms import algorithm_named
+from sparse_collectives.checkpoint import KEY, PARTS, check_place, join, split
+from sparse_collectives.exchange import DenseExchange, Exchange, Mean, SparseExchange
+from sparse_collectives.initial import broadcast_parameters
+from sparse_collectives.nonfinite import nonfinite_error
+from sparse_collectives.parameters import name_parameters
+
+
+class DistributedOptimizer(Optimizer):
+    """Wraps an optimizer so that each step is taken with the mean of all ranks' gradients.
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = DistributedOptimizer(optimizer, model.named_parameters(), momentum=0.9)
+        loss.backward()
+        optimizer.step()
+
+    At construction all ranks get rank 0's parameters (not its buffers). Then, on every rank:
+
+        acc ← residual + gradient;  s ← compressor(acc);  residual ← acc − s                  (`ErrorFeedback`)
+        total, dropped ← sparse_allreduce(s);  residual ← residual + dropped
+        p.grad ← total / P;  optimizer.step()
+
+    optimizer: built over the live parameters; this object shares its param_groups, state and defaults, so
+        learning-rate schedulers take either.
+    named_parameters: of the whole model. Frozen ones (requires_grad False, now) are left out of the exchange.
+    comm: see `communicators.as_communicator`.
+    compressor: what is sent of a gradient, default TopK(0.01).
+    algorithm: a name in `ALGORITHMS`. "dense" sums whole gradients, without compressor and residuals.
+    momentum: of DGC's correction, before the selection (see `ErrorFeedback`). The wrapped optimizer's own comes after
+        the exchange and learns badly at small densities: give it here and leave that at 0.
+    bucket_bytes: selection and exchange in buckets of so many bytes; default: over the whole model at once.
+    nonfinite: "raise": a NaN or inf in any rank's gradient is a CollectiveError, on every rank, that names rank and
+        parameter. "skip": every rank skips the step, counts it in `skipped`, and keeps residuals and momenta as they
+        were, bit for bit, for twice their memory; p.grad then holds the non-finite mean on every rank.
+
+    A parameter without a gradient counts as zeros, and gets its part of the mean like the others: all ranks update
+    the same parameters, even those that only some of them used.
+
+    With torch's GradScaler take nonfinite="skip" and the usual lines; where `synchronize()` is called by hand,
+    `scaler.unscale_(optimizer)` comes before it. The wrapped optimizer may need its closure only once (LBFGS: more).
+    """
+
+    _step_supports_amp_scaling = True  # so that GradScaler calls step() on every rank, or none of them would meet
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        named_parameters: Iterable[tuple[str, Tensor]],
+        *,
+        comm: Any = None,
+        compressor: Compressor | None = None,
+        algorithm: str = "gtopk",
+        momentum: float = 0.0,
+        bucket_bytes: int | None = None,
+        nonfinite: str = "raise",
+    ) -> None:
+        _check(optimizer, algorithm, momentum, nonfinite)
+        named = name_parameters(optimizer, named_parameters)
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.optimizer = optimizer
+        self._share()
+        optimizer.register_load_state_dict_post_hook(lambda _: self._share())
+        self.comm: Communicator = as_communicator(comm)
+        self.skipped = 0
+        self._algorithm, self._nonfinite = algorithm, nonfinite
+        trained = {name: p for name, p in named.items() if p.requires_grad and p.numel()}
+        self._names, self._trained = list(trained), list(trained.values())
+        self._buckets = {self._names[b.members[0]]: b for b in buckets_of(self._trained, bucket_bytes)}
+        self._synchronized = self._skips = self._accumulates = False
+        self._exchange = self._make_exchange(compressor if compressor is not None else TopK(0.01), momentum)
+        broadcast_parameters(named, self.comm, settings=f"{algorithm}, {momentum=}, {bucket_bytes=}, {nonfinite=}")
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Synchronizes, unless `synchronize` was called since the last step, and takes the wrapped optimizer's step.
+
+        closure: computes the loss and its gradients; it is called once, before the exchange.
+        """
+        self._refuse_no_sync("step()")
+        loss = None
+        if closure is not None:
+            if self._synchronized:
+                raise RuntimeError("a closure computes new gradients after synchronize(): use one or the other")
+            with torch.enable_grad():
+                loss = closure()
+        self._unscale()
+        if not self._synchronized:
+            self.synchronize()
+        if self._skips:
+            self.skipped += 1
+        else:
+            self.optimizer.step()
+        self._synchronized = self._skips = False
+        return loss
+
+    def synchronize(self) -> None:
+        """Puts the mean over ranks into every p.grad, so that it can be clipped before `step`; for every rank to call.
+
+        Raises CollectiveError, the same on every rank: for a gradient that is not finite (see `nonfinite`), and where
+        an exchange fails.
+        """
+        self._refuse_no_sync("synchronize()")
+        if self._synchronized and not self._skips:
+            raise RuntimeError("synchronize() was called twice for one step(): the mean would be exchanged again")
+        gradients = self._gradients()
+        try:
+            for position in range(len(self._buckets)):
+                self._exchange.start(position, gradients)
+            means = self._exchange.finish()
+            self._skips = not all(mean.finite for mean in means)
+            if self._skips and self._nonfinite == "raise":
+                raise nonfinite_error(means, list(self._buckets.values()), self._names, self.comm)
+        except Exception:
+            self._exchange.rollback()
+            raise
+        if self._skips:
+            self._exchange.rollback()
+        else:
+            self._exchange.commit()
+        self._put(means)
+        self._synchronized = True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """See torch.optim.Optimizer.zero_grad; also forgets that `synchronize` was called."""
+        self._synchronized = self._skips = False
+        super().zero_grad(set_to_none)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients only accumulate inside: nothing is exchanged, and `step` and `synchronize` are errors."""
+        outer, self._accumulates = self._accumulates, True
+        try:
+            yield
+        finally:
+            self._accumulates = outer
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's state and, as "distributed", this rank's residuals and momenta by parameter.
+
+        Another one on every rank: each saves its own. References; loadable by torch.load(weights_only=True).
+        """
+        exchanged = self._exchange.state_dict()
+        own = {
+            "rank": self.comm.rank,
+            "world_size": self.comm.size,
+            "algorithm": self._algorithm,
+            "algorithm_state": exchanged["algorithm"],
+            "skipped": self.skipped,
+            **{part: split(exchanged[part], self._buckets, self._names) for part in PARTS},
+        }
+        return {**self.optimizer.state_dict(), KEY: own}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes on where this rank's `state_dict` was taken, with the same bits.
+
+        Raises ValueError, before anything is changed, for the state of another rank or another world size (see
+        `reshard_residuals`), and where parameters do not fit.
+        """
+        own = check_place(state_dict, self.comm.rank, self.comm.size)
+        exchanged: dict[str, Any] = {part: join(own[part], self._buckets, self._names, part) for part in PARTS}
+        exchanged["algorithm"] = own["algorithm_state"] if own["algorithm"] == self._algorithm else {}
+        self._exchange.load_state_dict(exchanged)
+        self.optimizer.load_state_dict({key: value for key, value in state_dict.items() if key != KEY})
+        self.skipped = own["skipped"]
+        self._synchronized = self._skips = False
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only while the optimizer is made: later every rank would have to agree on new buckets."""
+        if "_exchange" in self.__dict__:
+            raise RuntimeError(
+                "parameters cannot be added to a DistributedOptimizer: add the group to the wrapped optimizer, "
+                "and make a new DistributedOptimizer of it"
+            )
+        super().add_param_group(param_group)
+
+    def _share(self) -> None:
+        """The wrapped optimizer's own objects, which it replaces when it loads a state."""
+        self.state = self.optimizer.state
+        self.param_groups = self.optimizer.param_groups
+        self.defaults = self.optimizer.defaults
+
+    def _make_exchange(self, compressor: Compressor, momentum: float) -> Exchange:
+        if not algorithm_named(self._algorithm).compresses:
+            return DenseExchange(list(self._buckets.values()), self.comm)
+        return SparseExchange(
+            self._buckets,
+            self.comm,
+            compressor=compressor,
+            algorithm=self._algorithm,
+            momentum=momentum,
+            tentative=self._nonfinite == "skip",
+        )
+
+    def _gradients(self) -> list[Tensor | None]:
+        gradients = [p.grad for p in self._trained]
+        for name, gradient in zip(self._names, gradients, strict=True):
+            if gradient is not None and gradient.layout != torch.strided:
+                raise TypeError(
+                    f"the gradient of {name!r} has layout {gradient.layout}, expected a dense one: "
+                    "for an embedding use sparse=False"
+                )
+        return gradients
+
+    def _put(self, means: list[Mean]) -> None:
+        """The means into p.grad, which is made where there is none."""
+        for p in self._trained:
+            if p.grad is None:
+                p.grad = torch.empty_like(p)
+        gradients = [p.grad for p in self._trained if p.grad is not None]
+        for mean, bucket in zip(means, self._buckets.values(), strict=True):
+            bucket.scatter(mean.mean, gradients)
+
+    def _unscale(self) -> None:
+        """Divides by the scale that a GradScaler hands over, unless the user had it unscale the gradients."""
+        scale: Tensor | None = getattr(self, "grad_scale", None)
+        if scale is None:
+            return
+        if self._synchronized:
+            raise RuntimeError("synchronize() met scaled gradients: call scaler.unscale_(optimizer) before it")
+        for p in self._trained:
+            if p.grad is not None:
+                p.grad.div_(scale.to(p.grad.device))
+
+    def _refuse_no_sync(self, what: str) -> None:
+        if self._accumulates:
+            raise RuntimeError(f"{what} inside no_sync(): leave it before the last backward of the step")
+
+
+def _check(optimizer: Optimizer, algorithm: str, momentum: float, nonfinite: str) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer is {type(optimizer).__name__}, expected a torch.optim.Optimizer")
+    if nonfinite not in ("raise", "skip"):
+        raise ValueError(f"nonfinite is {nonfinite!r}, expected 'raise' or 'skip'")
+    if momentum and not algorithm_named(algorithm).compresses:
+        raise ValueError(f"{algorithm} selects nothing, so momentum={momentum} belongs into the wrapped optimizer")
+    if momentum and any(group.get("momentum", 0) for group in optimizer.param_groups):
+        warnings.warn(
+            "momentum is on twice: before the selection (momentum=) and in the wrapped optimizer; "
+            "leave the wrapped one's at 0",
+            stacklevel=3,
+        )

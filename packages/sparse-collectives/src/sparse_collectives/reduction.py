@@ -1,0 +1,19 @@
+"""What a sparse allreduce returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sparse_compress import SparseVector
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """total: the agreed sum, the same bits on every rank.
+
+    dropped: what this rank must add to its residual, in units of the sum; another vector on every rank. Over all
+    ranks, inputs = total + what was dropped, so nothing is lost.
+    """
+
+    total: SparseVector
+    dropped: SparseVector
