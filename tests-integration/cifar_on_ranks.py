@@ -20,25 +20,13 @@ from trainer.command import main
 
 WORLD = MPI.COMM_WORLD
 RANK = WORLD.rank
-TRAIN = [
-    "--dnn",
-    "resnet20",
-    "--dataset",
-    "digits",
-    "--compression",
-    "--compressor",
-    "gtopk",
-    "--density",
-    "0.01",
-    "--max-epochs",
-    "2",
-]
-SHORT = ["--algorithm", "gtopk", "--batch-size", "128", "--max-epochs", "1", "--checkpoint-every", "1"]
+TRAIN = "--dnn resnet20 --dataset digits --compression --compressor gtopk --density 0.01 --max-epochs 2"
+SHORT = "--algorithm gtopk --batch-size 128 --max-epochs 1 --checkpoint-every 1"
 
 
 def killed(folder):
     """A run to its end; then the same, killed by SIGKILL in mid-epoch while a rank writes its second checkpoint."""
-    assert main(APP, [*TRAIN, "--output", f"{folder}/straight"]) == 0
+    assert main(APP, [*TRAIN.split(), "--output", f"{folder}/straight"]) == 0
     from trainer import checkpoint
 
     write = checkpoint._write
@@ -51,7 +39,7 @@ def killed(folder):
         return written
 
     checkpoint._write = torn
-    main(APP, [*TRAIN, "--output", f"{folder}/broken", "--checkpoint-every", "7"])
+    main(APP, [*TRAIN.split(), "--output", f"{folder}/broken", "--checkpoint-every", "7"])
 
 
 def refused(folder):
@@ -71,17 +59,17 @@ def refused(folder):
         "no data": attempt(["--dataset", "cifar10", "--data-dir", str(folder)]),
         "truncated data": attempt(["--dataset", "cifar10", "--data-dir", str(folder / "short")]),
         "other flags on rank 3": attempt([*out, "--lr", "0.2" if RANK == 3 else "0.1"]),
-        "trains": attempt([*SHORT, *out]),
-        "exists": attempt([*SHORT, *out]),
-        "no data on rank 1": attempt([*SHORT, *out, "--overwrite"], app=without_data_on(1)),
+        "trains": attempt([*SHORT.split(), *out]),
+        "exists": attempt([*SHORT.split(), *out]),
+        "no data on rank 1": attempt([*SHORT.split(), *out, "--overwrite"], app=without_data_on(1)),
     }
     if RANK == 0:
         newest = sorted((folder / "run" / "checkpoints").iterdir())[-1] / "rank3.pt"
         newest.write_bytes(newest.read_bytes()[:-100])
     WORLD.Barrier()
     report |= {
-        "damaged checkpoint": attempt([*SHORT, *out, "--resume"]),
-        "previous checkpoint": attempt([*SHORT, *out, "--resume", "previous"]),
+        "damaged checkpoint": attempt([*SHORT.split(), *out, "--resume"]),
+        "previous checkpoint": attempt([*SHORT.split(), *out, "--resume", "previous"]),
         "nan, dense": attempt(["--lr", "1e30", "--output", str(folder / "nan-dense")]),
         "nan, sparse": attempt(["--algorithm", "gtopk", "--lr", "1e30", "--output", str(folder / "nan-sparse")]),
         # The last one: a communicator whose ranks disagreed is of no more use.
