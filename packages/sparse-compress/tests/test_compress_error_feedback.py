@@ -306,3 +306,45 @@ def test_cuda_steps_are_the_same_bits():
         on_cpu.restore("w", topk(sent.to_dense(), 5))
         on_gpu.restore("w", topk(sent_on_gpu.to_dense(), 5))
         assert torch.equal(on_gpu.residual("w").cpu(), on_cpu.residual("w"))
+
+
+@settings(max_examples=100)
+@given(seeds, st.integers(1, 40), modes, st.data())
+def test_withheld_spans_stay_as_they_are(seed, n, mode, data):
+    low = data.draw(st.integers(0, n - 1))
+    span = slice(low, data.draw(st.integers(low, n)))
+    feedback = ErrorFeedback(TopK(0.3), **mode)
+    feedback.compress("w", integers((n,), seed))
+    feedback.commit()
+    before = state_bits(feedback)
+    gradient = integers((n,), seed + 1)
+    gradient[span] = 0
+    sent = feedback.compress("w", gradient, withhold=[span])
+    assert not sent.to_dense()[span].any()
+    feedback.commit()
+    for (part, _), tensor in state_bits(feedback).items():
+        assert torch.equal(tensor[span], before[part, "w"][span])
+    if not mode["momentum"]:
+        rest = torch.ones(n, dtype=torch.bool)
+        rest[span] = False
+        total = feedback.residual("w") + sent.to_dense()
+        assert torch.equal(total[rest], (before["residuals", "w"] + gradient)[rest])
+
+
+@given(seeds, modes)
+def test_an_adopted_residual_is_gone_on_with(seed, mode):
+    one, other = ErrorFeedback(TopK(0.3), **mode), ErrorFeedback(TopK(0.3), **mode)
+    for feedback, name in ((one, "w"), (other, "u")):
+        feedback.compress(name, integers((20,), seed))
+        feedback.commit()
+    other.adopt("v", *other.forget("u").values())
+    with pytest.raises(KeyError):
+        other.residual("u")
+    for step in range(3):
+        sent = [feedback.compress(name, integers((20,), seed + step)) for feedback, name in ((one, "w"), (other, "v"))]
+        assert torch.equal(sent[0].to_dense(), sent[1].to_dense())
+        assert torch.equal(one.residual("w"), other.residual("v"))
+        one.commit()
+        other.commit()
+    with pytest.raises(ValueError, match="has a residual already"):
+        other.adopt("v", torch.zeros(20))

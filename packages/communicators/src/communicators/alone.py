@@ -18,9 +18,8 @@ T = TypeVar("T")
 class Alone(Communicator):
     """Rank 0 of 1."""
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(self) -> None:
         self.rank, self.size = 0, 1
-        self.device = device if device is not None else torch.device("cpu")
 
     def run(
         self, schedule: Schedule[T], *, facts: str, timeout: float = TIMEOUT_SECONDS, device: torch.device | None = None

@@ -91,6 +91,11 @@ class Call:
         """Writes call and sender into the slot of a payload in host memory."""
         _STAMP.pack_into(_memory(payload), 0, self._hash(0), self.number, self.rank, payload.numel())
 
+    def stamped_nbytes(self, buffer: Tensor) -> int:
+        """How long the payload in a buffer says that it is, for transports that do not say."""
+        nbytes: int = _STAMP.unpack_from(_memory(buffer), 0)[3]
+        return min(nbytes, buffer.numel())
+
     def accept(self, source: int, payload: Tensor, capacity: int) -> None:
         """Raises unless the payload, in host memory, fits and carries this call's stamp of that sender."""
         if payload.numel() > capacity:

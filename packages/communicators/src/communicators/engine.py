@@ -103,6 +103,8 @@ class Engine:
         self._wake.set()
         if self._thread is not None:
             self._thread.join()
+        for flight in self._flights:
+            flight.abandon()
         raised = getattr(sys, "last_value", None)
         for comm in self._comms:
             comm.leave("it exited" if raised is None else errors.describe(raised))

@@ -10,7 +10,6 @@ import time
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 from mpi4py import MPI
 from torch import Tensor
@@ -18,6 +17,7 @@ from torch import Tensor
 from communicators.call import Call
 from communicators.control import LETTER_BYTES
 from communicators.schedule import Received, Round
+from communicators.staging import host_empty, to_host
 from communicators.transport import Pending, Transport, TransportCommunicator
 
 DUP_SECONDS = 60.0
@@ -46,11 +46,11 @@ class MPITransport(Transport):
 
     def post(self, call: Call, action: Round, device: torch.device) -> Pending:
         """See `Transport.post`."""
-        buffers = {peer: _host_empty(capacity, device) for peer, capacity in action.recvs.items()}
+        buffers = {peer: host_empty(capacity, device) for peer, capacity in action.recvs.items()}
         requests = [
             self._data.Irecv(_bytes_of(buffer), peer, call.incoming_tag(peer)) for peer, buffer in buffers.items()
         ]
-        payloads = [_host(payload) for payload in action.sends.values()]
+        payloads = [to_host(payload) for payload in action.sends.values()]
         for peer, payload in zip(action.sends, payloads, strict=True):
             call.stamp(payload)
             requests.append(self._data.Isend(_bytes_of(payload), peer, call.outgoing_tag(peer)))
@@ -168,13 +168,3 @@ def _duplicate(comm: MPI.Comm) -> MPI.Comm:
 
 def _bytes_of(buffer: Tensor) -> list[Any]:
     return [buffer.numpy(), MPI.BYTE]
-
-
-def _host(payload: Tensor) -> Tensor:
-    return payload if payload.device.type == "cpu" else _host_empty(payload.numel(), payload.device).copy_(payload)
-
-
-def _host_empty(nbytes: int, device: torch.device) -> Tensor:
-    if device.type == "cpu":
-        return torch.from_numpy(np.empty(nbytes, dtype=np.uint8))
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)

@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any
 
-import torch
+import torch.distributed as dist
 
 from communicators.alone import Alone
 from communicators.communicator import Communicator
@@ -18,25 +18,39 @@ _LAUNCHERS = {"PMI_SIZE": "mpiexec", "OMPI_COMM_WORLD_SIZE": "mpiexec", "WORLD_S
 
 
 def as_communicator(comm: Any = None) -> Communicator:
-    """A communicator for an mpi4py Comm, a Communicator (returned as it is), or None.
+    """A communicator for an mpi4py Comm, a torch ProcessGroup, a Communicator (returned as it is), or None.
 
-    None: COMM_WORLD if mpi4py.MPI is imported, else one rank. All ranks of an MPI communicator call this together at
-    its first use, because it is duplicated once.
+    None: the default process group if it is initialised, else COMM_WORLD if mpi4py.MPI is imported, else one rank.
+    All ranks of a group call this together at its first use, because it is duplicated once.
 
-    Raises TypeError for anything else, RuntimeError for None under a launcher of several ranks without mpi4py.
+    Raises TypeError for anything else, RuntimeError for None under a launcher of several ranks with neither.
     """
     if isinstance(comm, Communicator):
         return comm
+    if comm is None and dist.is_available() and dist.is_initialized():
+        comm = dist.group.WORLD
+    if dist.is_available() and isinstance(comm, dist.ProcessGroup):
+        return _from_process_group(comm)
     mpi = sys.modules.get("mpi4py.MPI")
     if comm is None:
         return _world(mpi) if mpi is not None else _one_rank()
     if mpi is not None and isinstance(comm, mpi.Comm):
         return _from_mpi(comm, mpi)
-    raise TypeError(f"expected an mpi4py communicator, a Communicator or None, got {type(comm).__name__}")
+    raise TypeError(
+        f"expected an mpi4py communicator, a torch process group, a Communicator or None, got {type(comm).__name__}"
+    )
 
 
 def _world(mpi: Any) -> Communicator:
     return _from_mpi(mpi.COMM_WORLD, mpi)
+
+
+def _from_process_group(group: dist.ProcessGroup) -> Communicator:
+    if group.size() == 1:
+        return Alone()
+    from communicators.process_group import from_process_group
+
+    return from_process_group(group)
 
 
 def _from_mpi(comm: Any, mpi: Any) -> Communicator:
@@ -55,7 +69,8 @@ def _one_rank() -> Communicator:
         if size.isdigit() and int(size) > 1:
             raise RuntimeError(
                 f"{launcher} started {size} ranks ({variable}), but none of them can reach the others: "
-                "`from mpi4py import MPI` before as_communicator(None), or pass a communicator"
+                "`from mpi4py import MPI` (mpiexec) or `torch.distributed.init_process_group(...)` (torchrun) before "
+                "as_communicator(None), or pass a communicator"
             )
-    logger.info("mpi4py.MPI is not imported: one rank, nothing is exchanged")
-    return Alone(torch.device("cpu"))
+    logger.info("no process group is initialised and mpi4py.MPI is not imported: one rank, nothing is exchanged")
+    return Alone()

@@ -35,12 +35,20 @@ VERDICT_SECONDS = 5.0
 """Where no verdict comes for so long, a rank raises its own reason."""
 
 
+class PeerLost(Exception):  # noqa: N818 - news, not yet an error: a letter may say why it left
+    """The connection to a peer is gone."""
+
+    def __init__(self, peer: int, error: BaseException) -> None:
+        super().__init__(peer, error)
+        self.peer, self.error = peer, error
+
+
 class Pending(ABC):
     """Messages under way."""
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether all are sent and received; does not block."""
+        """Whether all are sent and received; does not block. Raises PeerLost."""
 
     @abstractmethod
     def received(self) -> Received:
@@ -90,6 +98,9 @@ class Transport(ABC):
     def closing(self) -> bool:
         """Whether letters can still be exchanged at exit."""
         return True
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to do
+        """Releases what would keep the process from ending."""
 
 
 @dataclass(frozen=True)
@@ -167,6 +178,7 @@ class TransportCommunicator(Communicator):
         while len(self.control.gone) < self.size - 1 and self.transport.closing():
             self.listen()
             time.sleep(0.005)
+        self.transport.close()
 
     def _launch(
         self, schedule: Schedule[Any], facts: str, timeout: float, device: torch.device | None
@@ -202,6 +214,7 @@ class TransportFlight:
         self._pending: Pending | None = None
         self._cause: BaseException | None = None
         self._reason: str | None = None
+        self._lost: PeerLost | None = None
         self._reported = False
         self._callbacks: list[Callable[[], None]] = []
         self._since = self._progressed = time.monotonic()
@@ -212,6 +225,8 @@ class TransportFlight:
             if self._reason is None and self.comm.control.verdict is None and self._advance():
                 self._finish()
                 return True
+        except PeerLost as lost:
+            self._lost = self._lost or lost  # `watch` complains, unless a letter has said why
         except Exception as error:
             self._complain(errors.reason(self.comm.rank, self.call.facts, error), error)
         return self._failed()
@@ -225,6 +240,9 @@ class TransportFlight:
         waiting = errors.waits(self.comm.rank, self.call.number, self.call.facts, self.call.turn, missing)
         if lost := sorted(set(missing) & set(gone)):
             self._complain(errors.left(lost[0], gone[lost[0]], waiting))
+        elif self._lost is not None:
+            reason = f"rank {self._lost.peer} is gone ({errors.describe(self._lost.error)}) while {waiting}"
+            self._complain(reason, self._lost.error)
         elif time.monotonic() - self._since > self._timeout:
             self._complain(f"timed out after {self._timeout:g} s: {waiting}")
         elif waited > REPORT_SECONDS and not self._reported:
@@ -243,6 +261,11 @@ class TransportFlight:
                 self._callbacks.append(callback)
                 return
         callback()
+
+    def abandon(self) -> None:
+        """At exit: nobody will ask for it any more."""
+        if self._pending is not None:
+            self._pending.cancel()
 
     def result(self) -> Any:
         """The schedule's result, or its error."""

@@ -3,6 +3,7 @@
 from sparse_collectives.algorithms import ALGORITHMS, Algorithm
 from sparse_collectives.allreduce import sparse_allreduce, sparse_allreduce_async
 from sparse_collectives.checkpoint import reshard_residuals
+from sparse_collectives.ddp_hook import SparseHookState, sparse_hook
 from sparse_collectives.optimizer import DistributedOptimizer
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.traffic import Traffic
@@ -12,8 +13,10 @@ __all__ = [
     "Algorithm",
     "DistributedOptimizer",
     "Reduction",
+    "SparseHookState",
     "Traffic",
     "reshard_residuals",
     "sparse_allreduce",
     "sparse_allreduce_async",
+    "sparse_hook",
 ]

@@ -42,7 +42,7 @@ def sparse_allreduce(
     where ranks disagree or one of them fails.
     """
     comm = as_communicator(comm)
-    schedule, facts = _prepare(sparse, comm, k, algorithm, state)
+    schedule, facts = prepare(sparse, comm, k, algorithm, state)
     return run(schedule, comm, facts=facts, timeout=timeout, device=sparse.device)
 
 
@@ -64,11 +64,11 @@ def sparse_allreduce_async(
     _check(sparse)
     # Every call stamps its own number into the payload it sends: calls in flight must not share one.
     own = SparseVector.unpack(sparse.pack().clone(), like=sparse)
-    schedule, facts = _prepare(own, comm, k, algorithm, state)
+    schedule, facts = prepare(own, comm, k, algorithm, state)
     return start(schedule, comm, facts=facts, timeout=timeout, device=sparse.device)
 
 
-def _prepare(
+def prepare(
     sparse: SparseVector, comm: Communicator, k: int, algorithm: str, state: State | None
 ) -> tuple[Schedule[Reduction], str]:
     """The schedule for a vector of any number of entries, and the facts that ranks must share."""

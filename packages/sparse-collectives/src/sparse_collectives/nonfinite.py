@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from communicators import Bucket, CollectiveError, Communicator, allgather
+from communicators import Bucket, CollectiveError, Communicator, Schedule, allgather
+from communicators.dense import allgather_blocks
+from sparse_compress import SparseVector
 
 from sparse_collectives.exchange import Mean
+from sparse_collectives.reduction import Reduction
 
 
 def nonfinite_error(
@@ -19,16 +22,36 @@ def nonfinite_error(
     names: of the tensors that the buckets are made of.
     """
     own = torch.tensor([_culprit(means, buckets)], device=comm.device)
-    culprits = [int(position) for position in allgather(own, comm)]
+    return _error([int(position) for position in allgather(own, comm)], names, "with nonfinite='skip'")
+
+
+def finite(
+    schedule: Schedule[Reduction], sent: SparseVector, bucket: Bucket, names: Sequence[str], rank: int, size: int
+) -> Schedule[Reduction]:
+    """The schedule's result, or, in the same call, the error that all ranks raise where its total is not finite.
+
+    sent: what this rank gave of the flat bucket.
+    """
+    reduction = yield from schedule
+    if bool(torch.isfinite(reduction.total.values).all()):
+        return reduction
+    suspect = (~torch.isfinite(sent.values)).nonzero()
+    culprit = _member(bucket, int(sent.indices[suspect[0]])) if len(suspect) else -1
+    own = torch.tensor([culprit]).view(torch.uint8)
+    blocks = yield from allgather_blocks(own, [own.numel()] * size, rank, size)
+    raise _error([int(block.clone().view(torch.int64)) for block in blocks], names, "by giving a grad_scaler")
+
+
+def _error(culprits: Sequence[int], names: Sequence[str], how_to_skip: str) -> CollectiveError:
     for rank, position in enumerate(culprits):
         if position >= 0:
             return CollectiveError(
                 f"rank {rank}: the gradient of {names[position]!r} is not finite (NaN or inf), so no rank took the "
-                "step; look for its cause there, or skip such steps with nonfinite='skip' (as under a GradScaler)"
+                f"step; look for its cause there, or skip such steps {how_to_skip}"
             )
     return CollectiveError(
         "the sum of the gradients over the ranks is not finite although every rank's was: it overflowed, so no rank "
-        "took the step; clip the gradients or lower the loss scale, or skip such steps with nonfinite='skip'"
+        f"took the step; clip the gradients or lower the loss scale, or skip such steps {how_to_skip}"
     )
 
 

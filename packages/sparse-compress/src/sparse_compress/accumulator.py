@@ -1,5 +1,6 @@
 """What error feedback keeps of one tensor, and one step of its recursion."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -31,6 +32,16 @@ class Accumulator:
         """A copy in memory of its own."""
         return type(self)(self.residual.clone(), None if self.velocity is None else self.velocity.clone())
 
+    def copies(self, spans: Sequence[slice]) -> list[list[Tensor]]:
+        """Copies of spans of the flat tensors."""
+        return [[tensor[span].clone() for span in spans] for tensor in self._flat()]
+
+    def fill(self, spans: Sequence[slice], values: float | list[list[Tensor]]) -> None:
+        """Set spans of the flat tensors, to one number or to ``copies`` of them."""
+        for i, tensor in enumerate(self._flat()):
+            for j, span in enumerate(spans):
+                tensor[span] = values[i][j] if isinstance(values, list) else values
+
     def advance(self, gradient: Tensor, momentum: float, out: "Accumulator") -> None:
         """u ← momentum·u + g; v ← v + u, or without momentum v ← v + g, written to ``out``, which may be self."""
         if self.velocity is None or out.velocity is None:
@@ -41,10 +52,12 @@ class Accumulator:
 
     def clear(self, sent: SparseVector) -> None:
         """Set residual and velocity to zero where entries were sent (DGC's factor masking)."""
-        for tensor in (self.residual, self.velocity):
-            if tensor is not None:
-                tensor.view(-1)[sent.indices] = 0
+        for tensor in self._flat():
+            tensor[sent.indices] = 0
 
     def restore(self, dropped: SparseVector) -> None:
         """v ← v + dropped."""
         self.residual.view(-1).index_add_(0, dropped.indices, dropped.values)
+
+    def _flat(self) -> list[Tensor]:
+        return [tensor.view(-1) for tensor in (self.residual, self.velocity) if tensor is not None]

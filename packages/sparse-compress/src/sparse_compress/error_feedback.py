@@ -1,6 +1,6 @@
 """Error feedback: what is not sent now is added to what is sent later."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -44,12 +44,19 @@ class ErrorFeedback:
         self._spare: dict[str, Accumulator] = {}  # tentative: memory for the next step
 
     def compress(
-        self, name: str, gradient: Tensor, *, select: Callable[[Tensor], SparseVector] | None = None
+        self,
+        name: str,
+        gradient: Tensor,
+        *,
+        select: Callable[[Tensor], SparseVector] | None = None,
+        withhold: Sequence[slice] = (),
     ) -> SparseVector:
         """Add ``gradient`` to the residual of ``name``, and take out of it what is to be sent.
 
         ``gradient`` is left as it is. ``select`` takes the compressor's place where an algorithm prescribes
         its own selection: it gets the accumulated tensor, 1-D, and returns entries of it with their values.
+        ``withhold`` names spans of the flat tensor that take no part: they count as zeros in the selection, and
+        their residual and velocity stay as they are (the gradient must be zero there, or is lost).
 
         Raises TypeError for a gradient that is not dense and floating, ValueError when its shape, device or
         accumulation dtype differ from earlier ones of that name, or when the selection does not fit. Whatever
@@ -58,7 +65,9 @@ class ErrorFeedback:
         flatten(gradient, f"gradient of {name!r}")
         before = self._before(name, gradient)
         after = self._working_copy(name, before) if self.tentative else before
+        held = before.copies(withhold)
         before.advance(gradient.detach(), self.momentum, out=after)
+        after.fill(withhold, 0.0)
         accumulated = after.residual.view(-1)
         sent = (select or self.compressor)(accumulated)
         if (sent.numel, sent.dtype, sent.device) != (len(accumulated), accumulated.dtype, accumulated.device):
@@ -67,7 +76,29 @@ class ErrorFeedback:
                 f"dtype={accumulated.dtype}, device={accumulated.device}"
             )
         after.clear(sent)
+        after.fill(withhold, held)
         return sent
+
+    def adopt(self, name: str, residual: Tensor, velocity: Tensor | None = None) -> None:
+        """Let a name that is not known yet start with this residual (and velocity), as copies.
+
+        For tensors whose residual was kept under other names, such as buckets that were cut anew.
+        """
+        if name in self._committed:
+            raise ValueError(f"{name!r} has a residual already; adopt is for new names")
+        part = {"residuals": {name: residual}, "velocities": {} if velocity is None else {name: velocity}}
+        self._committed.update(read_state(part, momentum=self.momentum > 0, known={}))
+
+    def forget(self, name: str) -> dict[str, Tensor]:
+        """Let go of a name; its ``"residuals"`` tensor and, with momentum, its ``"velocities"`` one.
+
+        Raises KeyError for an unknown name, RuntimeError while a tentative step of it is open.
+        """
+        if name in self._open:
+            raise RuntimeError(f"{name!r} in mid-step: commit() or rollback() the tentative step first")
+        self._spare.pop(name, None)
+        state = write_state({name: self._committed.pop(name)})
+        return {part: tensors[name] for part, tensors in state.items() if tensors}
 
     def restore(self, name: str, dropped: SparseVector) -> None:
         """Add what a collective dropped to the residual of ``name``; KeyError for an unknown one."""

@@ -1,6 +1,6 @@
-"""Runs under mpiexec: all cases for one number of ranks inside one launch; rank 0 writes what came of each.
+"""Runs on real ranks: all cases for one number of ranks inside one launch; rank 0 writes what came of each.
 
-usage: mpiexec -n P python on_mpi_ranks.py REPORT.json
+usage, on every rank: python on_ranks.py mpi|gloo REPORT.json
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import time
 import traceback
 
 import torch
+import torch.distributed as dist
 from communicators import (
     CollectiveError,
     Round,
@@ -26,27 +27,64 @@ from communicators import (
     testing,
 )
 from communicators import dense as schedules
-from mpi4py import MPI
-
-WORLD = MPI.COMM_WORLD
 
 
-def integers(seed, numel):
+class MPIWorld:
+    """What the cases need of mpi4py itself."""
+
+    def __init__(self):
+        from mpi4py import MPI
+
+        self.comm = MPI.COMM_WORLD
+        self.rank, self.size = self.comm.rank, self.comm.size
+
+    def fresh(self):
+        return self.comm.Dup()
+
+    def barrier(self):
+        self.comm.Barrier()
+
+    def gather(self, outcome):
+        return self.comm.gather(outcome)
+
+
+class GlooWorld:
+    """What the cases need of torch.distributed itself."""
+
+    def __init__(self):
+        dist.init_process_group("gloo")
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+
+    def fresh(self):
+        return dist.new_group()
+
+    def barrier(self):
+        dist.barrier()
+
+    def gather(self, outcome):
+        outcomes = [None] * self.size
+        dist.all_gather_object(outcomes, outcome)
+        return outcomes
+
+
+def integers(comm, seed, numel):
     """The same inputs on every rank, one for each."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(-9, 10, (numel,), generator=generator).float() for _ in range(WORLD.size)]
+    return [torch.randint(-9, 10, (numel,), generator=generator).float() for _ in range(comm.size)]
 
 
 def dense_laws(comm):
     for schedule in (schedules.ring_allreduce, schedules.halving_doubling_allreduce):
         for numel in (0, 1, 7, 1000):
             testing.check_laws(
-                lambda c, x, schedule=schedule: run(schedule(x, c.rank, c.size), c), integers(numel, numel), comm=comm
+                lambda c, x, schedule=schedule: run(schedule(x, c.rank, c.size), c),
+                integers(comm, numel, numel),
+                comm=comm,
             )
 
 
 def dense_calls(comm):
-    x = integers(5, 33)
+    x = integers(comm, 5, 33)
     assert torch.equal(allreduce(x[comm.rank], comm), sum(x))
     assert torch.equal(allreduce(x[comm.rank].to(torch.bfloat16), comm).float(), sum(x))
     torch.testing.assert_close(allreduce(x[comm.rank], comm, average=True), sum(x) / comm.size)
@@ -57,7 +95,7 @@ def dense_calls(comm):
 
 
 def background(comm):
-    x = integers(6, 100)
+    x = integers(comm, 6, 100)
     works = [start(schedules.ring_allreduce(x[comm.rank] + i, comm.rank, comm.size), comm) for i in range(5)]
     for i, work in reversed(list(enumerate(works))):
         assert torch.equal(work.wait(timeout=20), sum(x) + i * comm.size)
@@ -66,11 +104,10 @@ def background(comm):
     assert torch.equal(future.then(lambda done: done.wait() * 2).wait(), sum(x) * 2)
 
 
-def background_leaves_mpi_alone(comm):
-    """A started exchange that cannot end yet holds up neither MPI calls of the user nor later calls of ours."""
+def background_leaves_others_alone(comm):
+    """A started exchange that cannot end yet holds up neither the user's own calls nor later calls of ours."""
     held = [start(late(comm), comm, facts="late")] if comm.rank else []
-    WORLD.Barrier()
-    assert WORLD.allreduce(1) == comm.size
+    world.barrier()
     held = held or [start(late(comm), comm, facts="late")]
     assert torch.equal(allreduce(torch.ones(3), comm), torch.full((3,), float(comm.size)))
     assert held[0].wait(timeout=20) == (comm.rank - 1) % comm.size
@@ -136,25 +173,26 @@ def reason(fn):
     return None
 
 
-LAWS = [dense_laws, dense_calls, background, background_leaves_mpi_alone]
+LAWS = [dense_laws, dense_calls, background, background_leaves_others_alone]
 FAILURES = [other_sizes, other_order, late_rank, error_in_schedule, error_in_background]
 
 
 def main(report):
     outcomes = {}
-    for case in [*LAWS, *(FAILURES if WORLD.size > 1 else [])]:
-        comm = as_communicator(WORLD.Dup())  # a failed one is of no use to the next case
+    for case in [*LAWS, *(FAILURES if world.size > 1 else [])]:
+        comm = as_communicator(world.fresh())  # a failed one is of no use to the next case
         begin = time.monotonic()
         try:
             outcome = {"reason": case(comm)}
         except BaseException:
             outcome = {"error": traceback.format_exc()}
         outcome["seconds"] = time.monotonic() - begin
-        outcomes[case.__name__] = WORLD.gather(outcome)
-    if WORLD.rank == 0:
+        outcomes[case.__name__] = world.gather(outcome)
+    if world.rank == 0:
         with open(report, "w") as file:
             json.dump(outcomes, file)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    world = {"mpi": MPIWorld, "gloo": GlooWorld}[sys.argv[1]]()
+    main(sys.argv[2])

@@ -1,0 +1,135 @@
+"""torch.distributed by point-to-point, on a gloo group of our own with the user's ranks.
+
+Letters travel through the group's Store, by a client of our own, because a blocking call holds up every other use of
+its client. CUDA payloads are staged through pinned host memory, whatever the user's backend is.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from communicators.call import Call
+from communicators.schedule import Received, Round
+from communicators.staging import host_empty, to_host
+from communicators.transport import PeerLost, Pending, Transport, TransportCommunicator
+from communicators.waiters import Wait, Waiters
+
+STORE_SECONDS = 5.0
+GOODBYE_SECONDS = 2.0
+"""The Store may live in a process that has ended, so nobody waits longer than this for a goodbye."""
+
+_made: weakref.WeakKeyDictionary[Any, TransportCommunicator] = weakref.WeakKeyDictionary()
+
+
+def from_process_group(group: dist.ProcessGroup) -> TransportCommunicator:
+    """Our communicator for a process group; made once for each. Collective over its ranks at the first use."""
+    if group not in _made:
+        _made[group] = TransportCommunicator(ProcessGroupTransport(group))
+    return _made[group]
+
+
+class ProcessGroupTransport(Transport):
+    """A gloo group for payloads, a Store for letters."""
+
+    threaded = True
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank, self.size = group.rank(), group.size()
+        self.device = torch.device("cpu")
+        ranks = dist.get_process_group_ranks(group)
+        self._data = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        self._letters = _Mailbox(self._data.get_group_store().clone(), self.rank)
+        self._waiters = Waiters()
+        self._leaving: float | None = None
+
+    def post(self, call: Call, action: Round, device: torch.device) -> Pending:
+        """See `Transport.post`."""
+        buffers = {peer: host_empty(capacity, device) for peer, capacity in action.recvs.items()}
+        waits = [
+            (peer, self._waiters.wait_for(self._data.recv([buffer], peer, call.incoming_tag(peer))))
+            for peer, buffer in buffers.items()
+        ]
+        for peer, payload in action.sends.items():
+            host = to_host(payload)
+            call.stamp(host)
+            waits.append((peer, self._waiters.wait_for(self._data.send([host], peer, call.outgoing_tag(peer)))))
+        return _PendingRound(call, waits, buffers, device)
+
+    def write(self, peer: int, letter: bytes) -> None:
+        """See `Transport.write`."""
+        self._letters.write(peer, letter)
+
+    def read(self) -> list[bytes]:
+        """See `Transport.read`."""
+        return self._letters.read()
+
+    def closing(self) -> bool:
+        """See `Transport.closing`."""
+        self._leaving = self._leaving or time.monotonic()
+        return self._letters.alive and time.monotonic() - self._leaving < GOODBYE_SECONDS
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        self._waiters.close(timeout=1.0)
+
+
+class _Mailbox:
+    """Letters as numbered keys of a Store; one that cannot be reached any more has none."""
+
+    def __init__(self, store: Store, rank: int) -> None:
+        store.set_timeout(timedelta(seconds=STORE_SECONDS))
+        self._store, self._rank = PrefixStore("letters", store), rank
+        self._next = 1
+        self.alive = True
+
+    def write(self, peer: int, letter: bytes) -> None:
+        try:
+            number = self._store.add(f"{peer}/written", 1)
+            self._store.set(f"{peer}/{number}", letter.decode())
+        except RuntimeError:
+            self.alive = False
+
+    def read(self) -> list[bytes]:
+        letters = []
+        try:
+            while self.alive and self._store.check([f"{self._rank}/{self._next}"]):
+                letters.append(self._store.get(f"{self._rank}/{self._next}"))
+                self._next += 1
+        except RuntimeError:
+            self.alive = False
+        return letters
+
+
+class _PendingRound(Pending):
+    def __init__(
+        self, call: Call, waits: list[tuple[int, Wait]], buffers: dict[int, torch.Tensor], device: torch.device
+    ) -> None:
+        self._call, self._waits, self._buffers, self._device = call, waits, buffers, device
+
+    def done(self) -> bool:
+        for peer, wait in self._waits:
+            if wait.error is not None:
+                raise PeerLost(peer, wait.error)
+        return all(wait.done for _, wait in self._waits)
+
+    def received(self) -> Received:
+        received = {}
+        for peer, buffer in self._buffers.items():
+            payload = buffer[: self._call.stamped_nbytes(buffer)]  # gloo does not say how much has come
+            self._call.accept(peer, payload, buffer.numel())
+            received[peer] = payload.to(self._device)
+        return received
+
+    def missing(self) -> list[int]:
+        return sorted({peer for peer, wait in self._waits if not wait.done or wait.error is not None})
+
+    def cancel(self) -> None:
+        for _, wait in self._waits:
+            wait.give_up()

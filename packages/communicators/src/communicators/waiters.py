@@ -1,0 +1,78 @@
+"""Threads that block in a work's wait(), because gloo's `is_completed()` turns true in there only."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from datetime import timedelta
+from typing import Protocol
+
+WAIT = timedelta(days=1)  # the engine watches the clock; a wait that times out closes the connection for good
+GIVE_UP = timedelta(milliseconds=1)
+
+
+class Waitable(Protocol):
+    """A work of torch.distributed."""
+
+    def wait(self, timeout: timedelta) -> bool:
+        """Blocks until the message is sent or received."""
+
+
+class Wait:
+    """One message under way: `done`, with an `error` if it failed."""
+
+    def __init__(self, work: Waitable) -> None:
+        self.work = work
+        self.done = False
+        self.error: BaseException | None = None
+
+    def block(self) -> None:
+        """Called in a waiter thread."""
+        try:
+            self.work.wait(WAIT)
+        except Exception as error:
+            self.error = error
+        self.done = True
+
+    def give_up(self) -> None:
+        """Ends a wait that goes on in another thread, by closing its connection."""
+        if not self.done:
+            try:
+                self.work.wait(GIVE_UP)
+            except Exception as error:
+                self.error = error
+
+
+class Waiters:
+    """As many threads as there are messages under way at a time; idle ones are used again."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Wait | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._busy = 0
+
+    def wait_for(self, work: Waitable) -> Wait:
+        """Starts to wait."""
+        wait = Wait(work)
+        with self._lock:
+            self._busy += 1
+            if self._busy > len(self._threads):
+                thread = threading.Thread(target=self._live, name="communicators-waiter", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+        self._queue.put(wait)
+        return wait
+
+    def close(self, timeout: float) -> None:
+        """Ends the idle threads. One that were still inside a wait when the interpreter ends would abort it."""
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join(timeout)
+
+    def _live(self) -> None:
+        while (wait := self._queue.get()) is not None:
+            wait.block()
+            with self._lock:
+                self._busy -= 1

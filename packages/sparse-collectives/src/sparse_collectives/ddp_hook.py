@@ -1,0 +1,211 @@
+"""A communication hook for DistributedDataParallel: sparse allreduce in two lines of a training script.
+
+state = SparseHookState(density=0.01, algorithm="gtopk", momentum=0.9)
+ddp.register_comm_hook(state, sparse_hook)
+"""
+
+# No `from __future__ import annotations`: DDP looks at the hook's annotations as objects.
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from communicators import Bucket, Work, as_communicator, start
+from sparse_compress import Compressor, ErrorFeedback, TopK, topk
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket  # torch.distributed has it, but not for type checkers
+
+from sparse_collectives.algorithms import State, algorithm_named
+from sparse_collectives.allreduce import prepare
+from sparse_collectives.checkpoint import KEY, PARTS, check_place, split
+from sparse_collectives.nonfinite import finite
+from sparse_collectives.reduction import Reduction
+
+
+class SparseHookState:
+    """What `sparse_hook` keeps between steps: residuals and momenta by parameter, and the algorithm's own state.
+
+    process_group: that of the DDP module, default the default group. Every rank makes the state at the same point.
+    density: the share of each bucket's elements that a rank sends; `compressor` in its place for another selection.
+    algorithm: a name in `ALGORITHMS`.
+    momentum: DGC's correction before the selection; then give the optimizer none (see the README).
+    grad_scaler: the GradScaler of mixed-precision training. Residuals are then kept unscaled, and a step that it
+        skips leaves them as they were, bit for bit, for twice their memory. Without one, a gradient that is not finite
+        is an error on every rank that names rank and parameter.
+    named_parameters: of the module, so that errors and checkpoints name parameters; without them they are numbered in
+        the order in which DDP first brings them.
+
+    DDP may cut its buckets anew (it does after the first step): residuals follow their parameters. A parameter whose
+    gradient is all zeros on this rank (unused) is left out of the selection, and its residual waits, because DDP
+    throws the result away where it is unused on all ranks.
+    """
+
+    def __init__(
+        self,
+        process_group: Any = None,
+        *,
+        density: float = 0.01,
+        algorithm: str = "gtopk",
+        momentum: float = 0.0,
+        grad_scaler: torch.amp.GradScaler | None = None,
+        compressor: Compressor | None = None,
+        named_parameters: Iterable[tuple[str, Tensor]] = (),
+    ) -> None:
+        self.comm = as_communicator(process_group)
+        self.algorithm, self.entry = algorithm, algorithm_named(algorithm)
+        if momentum and not self.entry.compresses:
+            raise ValueError(f"{algorithm} selects nothing, so momentum={momentum} belongs into the optimizer")
+        self.compressor = compressor if compressor is not None else TopK(density)
+        self.grad_scaler = grad_scaler
+        self._feedback = ErrorFeedback(self.compressor, momentum=momentum, tentative=grad_scaler is not None)
+        named = list(named_parameters)
+        self._names = [name for name, _ in named]
+        self._positions = {id(p): position for position, (_, p) in enumerate(named)}
+        self._buckets: dict[str, Bucket] = {}  # by the name of their first member
+        self._pool: dict[str, dict[str, Tensor]] = {part: {} for part in PARTS}  # of no bucket yet, by parameter
+        self._states: dict[str, State] = {}
+        self._states_before: dict[str, State] = {}
+        self._finite = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's residuals and momenta by parameter, in the form of `DistributedOptimizer.state_dict()`.
+
+        Another one on every rank. Loadable by torch.load(weights_only=True) and torch.distributed.checkpoint.
+        """
+        self._settle()
+        own: dict[str, Any] = {
+            "rank": self.comm.rank,
+            "world_size": self.comm.size,
+            "algorithm": self.algorithm,
+            "algorithm_state": self._states,
+        }
+        return {KEY: {**own, **self._by_parameter()}}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes on where this rank's `state_dict` was taken. Raises ValueError for one of another rank or world size.
+
+        With another world size: `reshard_residuals` first.
+        """
+        own = check_place(state_dict, self.comm.rank, self.comm.size)
+        pool = {part: {name: tensor.clone() for name, tensor in own[part].items()} for part in PARTS}
+        if pool["residuals"] and bool(pool["velocities"]) != (self._feedback.momentum > 0):
+            raise ValueError("the state was saved with another momentum setting: with momentum there are velocities")
+        self._pool, self._buckets, self._finite = pool, {}, True
+        self._feedback = ErrorFeedback(
+            self.compressor, momentum=self._feedback.momentum, tentative=self.grad_scaler is not None
+        )
+        self._states = dict(own["algorithm_state"]) if own["algorithm"] == self.algorithm else {}
+
+    def exchange(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """Starts the exchange of one bucket; the future holds the mean in the bucket's own buffer."""
+        if bucket.index() == 0:
+            self._settle()
+        flat = bucket.buffer()
+        _refuse_sparse(flat)
+        key = self._bucket_key(bucket.parameters(), flat)
+        scale = 1.0 if self.grad_scaler is None else float(self.grad_scaler.get_scale())
+        gradient = flat.to(torch.promote_types(flat.dtype, torch.float32))
+        work = self._launch(key, gradient / scale if scale != 1.0 else gradient)
+
+        def put_back(future: torch.futures.Future[Reduction]) -> Tensor:
+            reduction = future.wait()
+            if self.entry.compresses:
+                self._feedback.restore(key, reduction.dropped)
+            values = reduction.total.values
+            self._finite = self._finite and bool(torch.isfinite(values).all())
+            flat.zero_()
+            flat[reduction.total.indices] = (values / self.comm.size * scale).to(flat.dtype)
+            return flat
+
+        return work.get_future().then(put_back)
+
+    def _launch(self, key: str, gradient: Tensor) -> Work[Reduction]:
+        """Selects from what has accumulated and starts the sum."""
+        bucket, k = self._buckets[key], self.compressor.entries(gradient.numel())
+        if not self.entry.compresses:
+            sent, k = topk(gradient, gradient.numel()), gradient.numel()
+        else:
+            state, select = self._states.get(key), self.entry.select
+            prescribed = None if select is None else (lambda acc: select(acc, self.comm.rank, self.comm.size, k, state))
+            unused = unused_spans(bucket, gradient)
+            sent = self._feedback.compress(key, gradient, select=prescribed, withhold=unused)
+        schedule, facts = prepare(sent, self.comm, k, self.algorithm, self._states.get(key))
+        if self.grad_scaler is None:
+            schedule = finite(schedule, sent, bucket, self._names, self.comm.rank, self.comm.size)
+        return start(schedule, self.comm, facts=f"{facts} in a DDP hook", device=gradient.device)
+
+    def _settle(self) -> None:
+        """Ends the last step: with a GradScaler it stands only if every bucket was finite, alike on every rank."""
+        if self._finite or self.grad_scaler is None:
+            self._feedback.commit()
+        else:
+            self._feedback.rollback()
+            self._states = self._states_before
+        self._finite, self._states_before = True, copy.deepcopy(self._states)
+
+    def _bucket_key(self, parameters: list[Tensor], flat: Tensor) -> str:
+        """The name of the bucket; if its parameters were cut otherwise before, their residuals move here."""
+        members = tuple(self._position(p) for p in parameters)
+        bucket = Bucket(members, tuple(p.shape for p in parameters), flat.dtype, flat.device)
+        key = self._names[members[0]]
+        if self._buckets.get(key) != bucket:
+            self._move_to(key, bucket)
+        return key
+
+    def _position(self, parameter: Tensor) -> int:
+        if id(parameter) not in self._positions:
+            self._positions[id(parameter)] = len(self._names)
+            self._names.append(f"parameter {len(self._names)}")
+        return self._positions[id(parameter)]
+
+    def _move_to(self, key: str, bucket: Bucket) -> None:
+        for old_key, old in list(self._buckets.items()):
+            if set(old.members) & set(bucket.members):
+                for part, flat in (self._feedback.forget(old_key) if self.entry.compresses else {}).items():
+                    self._pool[part].update(split({old_key: flat}, self._buckets, self._names))
+                del self._buckets[old_key]
+                self._states.pop(old_key, None)
+        self._buckets[key] = bucket
+        if self.entry.initial_state is not None:
+            self._states.setdefault(key, self.entry.initial_state())
+        residual, velocity = (self._out_of_pool(bucket, part) for part in PARTS)
+        if residual is not None:
+            self._feedback.adopt(key, residual, velocity)
+
+    def _out_of_pool(self, bucket: Bucket, part: str) -> Tensor | None:
+        """The members' residuals or velocities as one flat tensor, zeros where there is none; None without any."""
+        found: list[Tensor | None] = [None] * len(self._names)
+        for member, shape in zip(bucket.members, bucket.shapes, strict=True):
+            tensor = found[member] = self._pool[part].pop(self._names[member], None)
+            if tensor is not None and tensor.shape != shape:
+                raise ValueError(f"{part} of {self._names[member]!r}: {tuple(tensor.shape)}, expected {tuple(shape)}")
+        if all(tensor is None for tensor in found):
+            return None
+        dtype = torch.promote_types(bucket.dtype, torch.float32)
+        return bucket.gather(found, out=torch.empty(bucket.numel, dtype=dtype, device=bucket.device))
+
+    def _by_parameter(self) -> dict[str, dict[str, Tensor]]:
+        kept = self._feedback.state_dict()
+        return {part: {**self._pool[part], **split(kept[part], self._buckets, self._names)} for part in PARTS}
+
+
+def sparse_hook(state: SparseHookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """The hook: `ddp.register_comm_hook(state, sparse_hook)`. Backward goes on while buckets are exchanged."""
+    return state.exchange(bucket)
+
+
+def unused_spans(bucket: Bucket, flat: Tensor) -> list[slice]:
+    """Where members lie whose gradient is all zeros. Most are seen not to be at their first elements."""
+    spans, begin = [], 0
+    for shape in bucket.shapes:
+        span = slice(begin, begin + shape.numel())
+        if not flat[span][:64].any() and not flat[span].any():
+            spans.append(span)
+        begin = span.stop
+    return spans
+
+
+def _refuse_sparse(flat: Tensor) -> None:
+    if flat.layout != torch.strided:
+        raise TypeError(f"a gradient has layout {flat.layout}, expected a dense one: for an embedding use sparse=False")

@@ -1,0 +1,99 @@
+"""The call itself: arguments, padding, cutting, the background, and algorithms with a state or a selection."""
+
+import pytest
+import torch
+from communicators import SimulatedWorld, as_communicator
+from sparse_collectives import ALGORITHMS, Algorithm, Reduction, sparse_allreduce, sparse_allreduce_async
+from sparse_collectives.gtopk import gtopk, gtopk_sent
+from sparse_compress import SparseVector, topk
+
+alone = as_communicator(None)
+
+
+def test_one_rank_gets_its_input_back():
+    sparse = topk(torch.tensor([0.0, -3.0, 2.0, 0.5]), 2)
+    for name in ALGORITHMS:
+        reduction = sparse_allreduce(sparse, alone, k=2, algorithm=name)
+        assert isinstance(reduction, Reduction)
+        assert torch.equal(reduction.total.to_dense(), sparse.to_dense())
+        assert not len(reduction.dropped)
+
+
+def test_fewer_entries_are_filled_up_with_zeros_at_the_lowest_unused_indices():
+    sparse = topk(torch.tensor([0.0, 0.0, 9.0, 0.0, 0.0]), 1)
+    total = sparse_allreduce(sparse, alone, k=3).total
+    assert total.indices.tolist() == [0, 1, 2]
+    assert total.values.tolist() == [0, 0, 9]
+
+
+def test_more_entries_are_cut_to_the_largest_and_the_cut_is_dropped():
+    sparse = topk(torch.tensor([1.0, -5.0, 2.0, 4.0]), 4)
+    reduction = sparse_allreduce(sparse, alone, k=2)
+    assert reduction.total.to_dense().tolist() == [0, -5, 0, 4]
+    assert reduction.dropped.to_dense().tolist() == [1, 0, 2, 0]
+
+
+def test_k_beyond_the_vector_means_all_of_it():
+    assert len(sparse_allreduce(topk(torch.ones(3), 2), alone, k=10).total) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        ({"algorithm": "gtop"}, ValueError, "unknown algorithm 'gtop'; known: dense, topk-allgather, gtopk"),
+        ({"k": 0}, ValueError, "k is 0, expected the most entries"),
+        ({"k": -1}, ValueError, "k is -1"),
+        ({"k": 1.5}, TypeError, "integer"),
+        ({"state": {}}, ValueError, "gtopk keeps no state"),
+        ({"sparse": torch.ones(3)}, TypeError, r"sparse is Tensor, expected a SparseVector: .*topk\(tensor, k\)"),
+        ({"sparse": SparseVector.empty(0)}, ValueError, "nothing to sum"),
+        ({"comm": "world"}, TypeError, "communicator"),
+    ],
+)
+@pytest.mark.parametrize("call", [sparse_allreduce, sparse_allreduce_async])
+def test_wrong_arguments_are_told_before_anything_is_sent(call, arguments, error, says):
+    arguments = {"sparse": topk(torch.ones(3), 1), "comm": alone, "k": 1, **arguments}
+    with pytest.raises(error, match=says):
+        call(**arguments)
+
+
+def test_calls_in_flight_complete_in_any_order_even_of_one_input():
+    values = torch.arange(24.0).view(3, 8)
+
+    def body(comm):
+        sparse = topk(values[comm.rank], 8)
+        works = [sparse_allreduce_async(sparse, comm, k=8, algorithm=name) for name in [*ALGORITHMS, *ALGORITHMS]]
+        sparse.values.zero_()  # the calls have copies
+        return [work.wait().total.to_dense() for work in reversed(works)]
+
+    for totals in SimulatedWorld(3, jitter=1e-3).run(body):
+        assert all(torch.equal(total, values.sum(0)) for total in totals)
+
+
+def test_a_future_gives_the_reduction():
+    sparse = topk(torch.ones(3), 3)
+
+    def body(comm):
+        return (
+            sparse_allreduce_async(sparse, comm, k=3).get_future().then(lambda f: f.value().total.values.sum()).wait()
+        )
+
+    assert SimulatedWorld(2).run(body) == [6, 6]
+
+
+def test_an_algorithm_with_state_gets_it_and_changes_it_in_place(monkeypatch):
+    def counting(sparse, rank, size, k, *, state, cost=None):
+        reduction = yield from gtopk(sparse, rank, size, k, cost=cost)
+        state["calls"] = state.get("calls", 0) + 1
+        return reduction
+
+    monkeypatch.setitem(ALGORITHMS, "counting", Algorithm(counting, gtopk_sent, initial_state=dict))
+
+    def body(comm):
+        state = {}
+        for _ in range(3):
+            sparse_allreduce(topk(torch.ones(4), 2), comm, k=2, algorithm="counting", state=state)
+        sparse_allreduce(topk(torch.ones(4), 2), comm, k=2, algorithm="counting")
+        return state
+
+    assert SimulatedWorld(2).run(body) == [{"calls": 3}, {"calls": 3}]

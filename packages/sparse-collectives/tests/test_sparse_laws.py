@@ -1,0 +1,109 @@
+"""Conservation, agreement, worlds and bytes, for every algorithm in ALGORITHMS."""
+
+import communicators
+import pytest
+import sparse_compress
+import torch
+from communicators import Round, SimulatedWorld, run, testing
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sparse_collectives import ALGORITHMS, sparse_allreduce
+from sparse_compress import SparseVector, topk
+
+every_algorithm = pytest.mark.parametrize("name", ALGORITHMS)
+
+
+def check_laws(name, vectors, k):
+    """The laws on vectors of any number of entries; returns the results in rank order."""
+
+    def traffic(rank, size):
+        sent = ALGORITHMS[name].sent(rank, size, k, vectors[0].numel, vectors[0].dtype)
+        return testing.Traffic(sent.nbytes, sent.messages)
+
+    return testing.check_laws(
+        lambda comm, sparse: sparse_allreduce(sparse, comm, k=k, algorithm=name),
+        vectors,
+        dense=SparseVector.to_dense,
+        total=lambda reduction: reduction.total.to_dense(),
+        dropped=lambda reduction: reduction.dropped.to_dense(),
+        traffic=traffic,
+    )
+
+
+@every_algorithm
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@settings(max_examples=30)
+@given(data=st.data())
+def test_laws(name, dtype, data):
+    dense = data.draw(testing.inputs(numels=st.integers(1, 60), dtype=dtype))
+    k = data.draw(st.integers(1, len(dense[0]) + 3), label="k")
+    entries = [data.draw(st.integers(0, len(dense[0])), label="entries") for _ in dense]  # fewer or more than k
+    check_laws(name, [topk(x, count) for x, count in zip(dense, entries, strict=True)], k)
+
+
+@every_algorithm
+@pytest.mark.parametrize("size", [14, 31, 32, 33, 64])
+def test_laws_with_many_ranks(name, size):
+    generator = torch.Generator().manual_seed(size)
+    dense = [torch.randint(-99, 100, (257,), generator=generator).float() for _ in range(size)]
+    check_laws(name, [topk(x, 7) for x in dense], 7)
+
+
+@every_algorithm
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+def test_tiny_vectors_have_more_ranks_than_elements(name, n, size):
+    check_laws(name, [topk(torch.arange(rank, rank + n).float(), n) for rank in range(size)], 1)
+
+
+@every_algorithm
+@settings(max_examples=20)
+@given(data=st.data())
+def test_ranks_agree_on_any_floats_in_any_order_of_delivery(name, data):
+    size, n = data.draw(testing.world_sizes(8)), data.draw(st.integers(1, 20))
+    row = st.lists(st.floats(width=32), min_size=n, max_size=n)  # NaN, infinities, denormals, −0 and ties among them
+    dense = [torch.tensor(data.draw(row)) for _ in range(size)]
+    world = SimulatedWorld(size, draw=lambda: data.draw(st.floats(0, 0.99)))
+    results = world.run(lambda comm: sparse_allreduce(topk(dense[comm.rank], 3), comm, k=3, algorithm=name))
+    for result in results:
+        assert torch.equal(result.total.pack()[16:], results[0].total.pack()[16:])
+
+
+@every_algorithm
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 8, 14, 33])
+def test_rounds(name, size):
+    def counted(schedule, rounds):
+        received = {}
+        while True:
+            try:
+                action = schedule.send(received) if rounds else next(schedule)
+            except StopIteration as stop:
+                return stop.value
+            rounds.append(isinstance(action, Round))
+            received = yield action
+
+    entry, counts = ALGORITHMS[name], [[] for _ in range(size)]
+
+    def body(comm):
+        schedule = entry.schedule(topk(torch.ones(50), 4), comm.rank, size, 4)
+        return run(counted(schedule, counts[comm.rank]), comm, facts="counted")
+
+    SimulatedWorld(size).run(body)
+    assert [sum(rounds) for rounds in counts] == [
+        entry.sent(rank, size, 4, 50, torch.float32).rounds for rank in range(size)
+    ]
+
+
+@every_algorithm
+def test_the_cost_of_merging_is_charged_where_it_is_given(name):
+    def elapsed(cost):
+        world = SimulatedWorld(4)
+        world.run(lambda c: run(ALGORITHMS[name].schedule(topk(torch.ones(50), 4), c.rank, 4, 4, cost=cost), c))
+        return world.elapsed
+
+    merges = {"dense": 0, "topk-allgather": 2, "gtopk": 2}  # of 8 entries each: one of 16 counts twice
+    assert elapsed(lambda entries: entries / 8) == pytest.approx(elapsed(None) + merges[name])
+
+
+def test_both_packages_leave_the_same_slot():
+    assert communicators.SLOT_BYTES == sparse_compress.SLOT_BYTES

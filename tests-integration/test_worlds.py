@@ -1,0 +1,104 @@
+"""Real ranks, by MPI and by gloo: laws, background work, and the same reason on all ranks within seconds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+LAWS = ["dense_laws", "dense_calls", "background", "background_leaves_others_alone"]
+FAILURES = {
+    "other_sizes": "ranks disagree on call 0: rank 0 calls {sum}(numel=5, torch.float32), rank {last} calls "
+    "{sum}(numel=6, torch.float32)",
+    "other_order": "ranks disagree on call 2",
+    "late_rank": "timed out after 1 s: rank",
+    "error_in_schedule": "rank {last} failed in broken: ZeroDivisionError: by hand",
+    "error_in_background": "rank {last} failed in broken: ZeroDivisionError: by hand",
+}
+
+SUM = {"mpi": "native allreduce", "gloo": "allreduce"}
+WORLDS = [pytest.param(("mpi", size), marks=pytest.mark.mpi, id=f"mpi-{size}") for size in (1, 2, 3, 4)] + [
+    pytest.param(("gloo", size), id=f"gloo-{size}") for size in (1, 2, 3, 4)
+]
+
+
+@pytest.fixture(scope="module", params=WORLDS)
+def outcomes(request, mpiexec, processes, tmp_path_factory):
+    """All cases of one world and size, run in one launch: (world, size, {case: [outcome of each rank]})."""
+    world, size = request.param
+    report = tmp_path_factory.mktemp("ranks") / "report.json"
+    command = (HERE / "on_ranks.py", world, report)
+    for launch in [mpiexec(size, *command)] if world == "mpi" else processes(size, *command):
+        assert launch.returncode == 0, launch.stderr
+    return world, size, json.loads(report.read_text())
+
+
+@pytest.mark.parametrize("case", LAWS)
+def test_laws(outcomes, case):
+    _, _, cases = outcomes
+    errors = [outcome["error"] for outcome in cases[case] if "error" in outcome]
+    assert not errors, errors[0]
+
+
+@pytest.mark.parametrize("case", FAILURES)
+def test_the_same_reason_on_all_ranks_within_seconds(outcomes, case):
+    world, size, cases = outcomes
+    if size == 1:
+        assert case not in cases  # nobody to disagree with
+        return
+    errors = [outcome["error"] for outcome in cases[case] if "error" in outcome]
+    assert not errors, errors[0]
+    reasons = {outcome["reason"] for outcome in cases[case]}
+    assert len(reasons) == 1, reasons
+    assert reasons.pop().startswith(FAILURES[case].format(last=size - 1, sum=SUM[world]))
+    assert max(outcome["seconds"] for outcome in cases[case]) < 30
+
+
+@pytest.mark.mpi
+def test_a_rank_that_raises_in_user_code_frees_the_others(mpiexec, tmp_path):
+    script = tmp_path / "raises.py"
+    script.write_text(
+        "from mpi4py import MPI\n"
+        "import torch\n"
+        "from communicators import allreduce, as_communicator\n"
+        "comm = as_communicator(None)\n"
+        "allreduce(torch.ones(3), comm)\n"
+        "if comm.rank == 1:\n"
+        "    raise ValueError('mine')\n"
+        "allreduce(torch.ones(3), comm)\n"
+    )
+    launch = mpiexec(3, script, timeout=60)
+    assert launch.returncode != 0
+    assert launch.stderr.count("ValueError: mine\n") == 1
+    assert launch.stderr.count("CollectiveError: rank 1 left (ValueError: mine) while rank") == 2
+
+
+RAISES_OR_DIES = """
+import os, signal, sys
+import torch, torch.distributed as dist
+from communicators import allreduce, as_communicator
+dist.init_process_group("gloo")
+comm = as_communicator(None)
+allreduce(torch.ones(3), comm)
+if comm.rank == 1:
+    if sys.argv[1] == "raise":
+        raise ValueError("mine")
+    os.kill(os.getpid(), signal.SIGKILL)
+allreduce(torch.ones(3), comm)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "returncode", "said"),
+    [("raise", 1, "CollectiveError: rank 1 left (ValueError: mine) while rank"), ("die", -9, "rank 1 is gone (")],
+)
+def test_gloo_a_rank_that_raises_or_dies_frees_the_others(processes, tmp_path, how, returncode, said):
+    script = tmp_path / "raises.py"
+    script.write_text(RAISES_OR_DIES)
+    done = processes(3, script, how, timeout=60)
+    assert [launch.returncode for launch in done] == [1, returncode, 1], done
+    for launch in (done[0], done[2]):
+        assert said in launch.stderr
+    assert len({launch.stderr.split("CollectiveError: ")[-1] for launch in (done[0], done[2])}) == 1
