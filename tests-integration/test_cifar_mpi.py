@@ -105,11 +105,26 @@ def test_a_fault_on_one_rank_ends_the_job_with_its_traceback(mpiexec, tmp_path):
     assert launch.stderr.count("ZeroDivisionError: ours") == 1
 
 
-def test_the_demo_starts_its_own_workers_and_shows_a_table_and_a_plot(tmp_path):
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("demo")
     command = [sys.executable, "-m", "cifar.demo", "--nworkers", "2", "--max-epochs", "1", "--output", "shown"]
     environment = {**os.environ, "MPIEXEC_TIMEOUT": "100"}
-    demo = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-    assert demo.returncode == 0, demo.stderr
+    return folder, subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_the_demo_starts_its_own_workers_and_shows_a_table_and_a_plot(demo):
+    folder, launch = demo
+    assert launch.returncode == 0, launch.stderr
     for expected in ("dense  epoch   1/1", "gtopk  epoch   1/1", "predicted", "shown/demo.png"):
-        assert expected in demo.stdout
-    assert (tmp_path / "shown" / "demo.png").read_bytes().startswith(b"\x89PNG")
+        assert expected in launch.stdout
+    assert (folder / "shown" / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_started_as_torchrun_does_it_trains_the_same_bits(demo, processes, tmp_path):
+    folder, _ = demo
+    flags = f"--algorithm gtopk --max-epochs 1 --output {tmp_path / 'run'}"
+    for rank, launch in enumerate(processes(2, "-m", "cifar", *flags.split())):
+        assert launch.returncode == 0, launch.stderr
+        assert bool(launch.stdout) == (rank == 0)
+    assert without_seconds(tmp_path / "run") == without_seconds(folder / "shown" / "gtopk")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import torch
 from communicators import Communicator, Link
 from rich.console import Console
 from trainer.flags import parse
@@ -23,14 +24,14 @@ GIGABIT = Link(alpha=50e-6, beta=8e-9)
 CURVES = {"train_loss": "training loss", "test_accuracy": "test accuracy"}
 
 
-def compare(comm: Communicator, *, epochs: int, seed: int, output: Path, local_rank: int) -> None:
+def compare(comm: Communicator, *, epochs: int, seed: int, output: Path, device: torch.device) -> None:
     """Train with each algorithm, show a table and plot; rank 0 writes to `output`."""
     for algorithm in ALGORITHMS:
         argv = f"--algorithm {algorithm} --density {DENSITY} --max-epochs {epochs} --seed {seed} --overwrite".split()
         options = parse([*argv, f"--output={output / algorithm}"], APP, world_size=comm.size)
-        run(APP, options, comm, local_rank=local_rank)
+        run(APP, options, comm, device=device)
     numel = json.loads(RunFolder(output / "dense").config.read_text())["parameters"]
-    selection = selection_seconds(comm, numel=numel, density=DENSITY)
+    selection = selection_seconds(comm, device, numel=numel, density=DENSITY)
     if comm.rank == 0:
         runs = {algorithm: read_metrics(RunFolder(output / algorithm).metrics.path) for algorithm in ALGORITHMS}
         summaries = {algorithm: summarise(rows) for algorithm, rows in runs.items()}

@@ -13,7 +13,7 @@ from trainer.command import WRONG_USAGE
 from trainer.errors import RunError
 from trainer.launch import start_workers
 from trainer.placement import Placement, placement
-from trainer.world import connect
+from trainer.world import joined
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,25 +32,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _flags(argv: Sequence[str]) -> Namespace:
     parser = ArgumentParser(prog="python -m cifar.demo", description=__doc__)
     parser.add_argument("--nworkers", type=quantities.count, default=4, help="default: 4")
-    parser.add_argument("--max-epochs", type=quantities.count, default=16, help="default: 16")
+    parser.add_argument("--max-epochs", type=quantities.count, default=14, help="default: 14")
     parser.add_argument("--seed", type=quantities.count_or_zero, default=0, help="default: 0")
     parser.add_argument("--output", type=Path, default=Path("runs/demo"), metavar="DIR", help="default: runs/demo")
     return parser.parse_args(argv)
 
 
 def _work(given: Namespace, place: Placement) -> int:
-    from trainer.ending import exit_code  # brings torch
+    from trainer.device import own_device  # brings torch
+    from trainer.ending import exit_code
 
     from cifar.comparison import compare
 
     def work() -> None:
-        compare(
-            connect(place),
-            epochs=given.max_epochs,
-            seed=given.seed,
-            output=given.output,
-            local_rank=place.local_rank,
-        )
+        device = own_device(place.local_rank)
+        with joined(place) as comm:
+            compare(comm, epochs=given.max_epochs, seed=given.seed, output=given.output, device=device)
 
     return exit_code(work, place, program="cifar.demo")
 

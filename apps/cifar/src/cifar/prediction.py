@@ -1,12 +1,12 @@
 """What a step's exchange would take on another network: the same schedules in a simulated world."""
 
 import statistics
-import time
 
 import torch
 from communicators import Communicator, Link, SimulatedWorld, allreduce, barrier
 from sparse_collectives import sparse_allreduce
 from sparse_compress import ErrorFeedback, TopK
+from trainer.clock import clock_of
 
 REPEATS = 15
 
@@ -31,14 +31,14 @@ def exchange_seconds(algorithm: str, *, numel: int, density: float, size: int, l
     return max(SimulatedWorld(size, link=link).run(second_exchange))
 
 
-def selection_seconds(comm: Communicator, *, numel: int, density: float) -> float:
+def selection_seconds(comm: Communicator, device: torch.device, *, numel: int, density: float) -> float:
     """Measured seconds (the median) that a rank takes to select what it sends, while all others do the same."""
-    feedback = ErrorFeedback(TopK(density), momentum=0.9)
-    gradient = torch.randn(numel, generator=torch.Generator().manual_seed(comm.rank))
+    feedback, clock = ErrorFeedback(TopK(density), momentum=0.9), clock_of(device)
+    gradient = torch.randn(numel, device=device)
     times = []
     for _ in range(REPEATS):
         barrier(comm)
-        began = time.perf_counter()
+        began = clock()
         feedback.compress("gradient", gradient)
-        times.append(time.perf_counter() - began)
+        times.append(clock() - began)
     return statistics.median(times)

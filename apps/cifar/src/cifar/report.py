@@ -41,9 +41,9 @@ def summarise(rows: Sequence[Row]) -> Summary:
 def show(summaries: Mapping[str, Summary], predicted: Mapping[str, float], *, ranks: int, console: Console) -> None:
     """Print the table and its reading. predicted: seconds of a whole step at 1 Gbit/s, by run."""
     table = Table(title=f"ResNet-20 on handwritten digits, {ranks} ranks")
-    for heading in ("", "test accuracy", "bytes per step, rank", "step here", "exchange here", "step at 1 Gbit/s"):
-        table.add_column(heading, justify="right" if heading else "left")
-    table.add_row("", "measured", "measured", "measured", "measured", "predicted", style="dim", end_section=True)
+    for heading in ("", "accuracy", "bytes/step", "step", "of it exchange", "at 1 Gbit/s"):
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    table.add_row("", "test", "each rank", "measured", "measured", "predicted", style="dim", end_section=True)
     for name, summary in summaries.items():
         table.add_row(
             name,

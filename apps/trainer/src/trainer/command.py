@@ -10,7 +10,7 @@ from trainer.errors import RunError
 from trainer.flags import parse
 from trainer.launch import start_workers
 from trainer.placement import Placement, placement
-from trainer.world import connect, first_complaint
+from trainer.world import first_complaint, joined
 
 if TYPE_CHECKING:
     from trainer.options import Options
@@ -35,10 +35,16 @@ def main(app: App, argv: Sequence[str] | None = None) -> int:
 
 def train(app: App, options: "Options", place: Placement) -> int:
     """One rank's run, to its exit code."""
-    from trainer.ending import exit_code  # brings torch
+    from trainer.device import own_device
+    from trainer.ending import exit_code
     from trainer.run import run
 
-    return exit_code(lambda: run(app, options, connect(place), local_rank=place.local_rank), place, program=app.module)
+    def work() -> None:
+        device = own_device(place.local_rank)
+        with joined(place) as comm:
+            run(app, options, comm, device=device)
+
+    return exit_code(work, place, program=app.module)
 
 
 def _checked(app: App, argv: Sequence[str], place: Placement) -> "Options":

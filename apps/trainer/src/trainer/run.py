@@ -10,7 +10,6 @@ from trainer.agreement import require_same, together
 from trainer.app import App
 from trainer.buffers import averaged_buffers
 from trainer.clock import clock_of
-from trainer.device import own_device
 from trainer.events import Events
 from trainer.loop import Training, train
 from trainer.options import Options
@@ -24,11 +23,15 @@ from trainer.sharding import steps_per_epoch
 from trainer.synchronisation import SYNCHRONISATIONS
 from trainer.task import Task
 
+CPU = torch.device("cpu")
 
-def run(app: App, options: Options, comm: Communicator, *, local_rank: int = 0) -> None:
-    """Train as `options` say, on every rank of `comm`. Results are in `options.output`."""
+
+def run(app: App, options: Options, comm: Communicator, *, device: torch.device = CPU) -> None:
+    """Train as `options` say, on every rank of `comm`. Results are in `options.output`.
+
+    device: this rank's (see `trainer.device.own_device`).
+    """
     require_same(options.settings(), comm)
-    device = own_device(local_rank)
     torch.manual_seed(options.seed)  # the model starts alike on all ranks
     with together(comm):
         task = app.build(options, device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import RunError
@@ -15,22 +17,27 @@ def first_complaint(complaint: str, place: Placement) -> str:
     """The complaint of the lowest rank that has one, or "".
 
     Under MPI all ranks ask each other, before torch is imported: a rank that left alone would keep the others
-    waiting in MPI's own start for ever.
+    waiting in MPI's own start for ever. torchrun ends the others by itself.
     """
-    if place.launcher == "torchrun":
-        return "torchrun's process groups carry no messages here yet: start the workers with mpiexec or --nworkers"
     if not place.uses_mpi:
         return complaint
     return next((text for text in _mpi_world(place).allgather(complaint) if text), "")
 
 
-def connect(place: Placement) -> Communicator:
-    """This rank's communicator: MPI's under an MPI launcher, else one of one rank."""
+@contextmanager
+def joined(place: Placement) -> Iterator[Communicator]:
+    """This rank's communicator: MPI's under an MPI launcher, torch.distributed's under torchrun, else of one rank."""
     from communicators import as_communicator
+    from torch import distributed
 
     if place.uses_mpi:
-        return as_communicator(_mpi_world(place))
-    return as_communicator(None)
+        yield as_communicator(_mpi_world(place))
+    elif place.launcher == "torchrun":
+        distributed.init_process_group("gloo")  # our messages are staged through the host's memory
+        yield as_communicator(None)
+        distributed.destroy_process_group()
+    else:
+        yield as_communicator(None)
 
 
 def _mpi_world(place: Placement) -> Any:
