@@ -16,7 +16,7 @@ from trainer.run_folder import RunFolder
 
 from cifar.__main__ import APP
 from cifar.prediction import exchange_seconds, selection_seconds
-from cifar.report import Summary, show, summarise
+from cifar.report import Prediction, Summary, show, summarise
 
 ALGORITHMS = ("dense", "gtopk")
 DENSITY = 0.01
@@ -35,19 +35,21 @@ def compare(comm: Communicator, *, epochs: int, seed: int, output: Path, device:
     if comm.rank == 0:
         runs = {algorithm: read_metrics(RunFolder(output / algorithm).metrics.path) for algorithm in ALGORITHMS}
         summaries = {algorithm: summarise(rows) for algorithm, rows in runs.items()}
-        predicted = _predicted_steps(summaries, selection=selection, numel=numel, size=comm.size)
+        predictions = _predictions(summaries, selection=selection, numel=numel, size=comm.size)
         console = Console()
-        show(summaries, predicted, ranks=comm.size, console=console)
+        show(summaries, predictions, ranks=comm.size, console=console)
         plot_runs(runs, output / "demo.png", curves=CURVES)
         console.print(f"Plot: {output / 'demo.png'}", soft_wrap=True)
 
 
-def _predicted_steps(summaries: dict[str, Summary], *, selection: float, numel: int, size: int) -> dict[str, float]:
-    """Seconds of a step at 1 Gbit/s: the compute of both runs' steps, which is the same work, and the exchange."""
+def _predictions(summaries: dict[str, Summary], *, selection: float, numel: int, size: int) -> dict[str, Prediction]:
+    """Steps at 1 Gbit/s. The compute is the mean of both runs', which do the same work."""
     compute = sum(summary.compute for summary in summaries.values()) / len(summaries)
     return {
-        algorithm: compute
-        + (0.0 if algorithm == "dense" else selection)
-        + exchange_seconds(algorithm, numel=numel, density=DENSITY, size=size, link=GIGABIT)
+        algorithm: Prediction(
+            compute=compute,
+            selection=0.0 if algorithm == "dense" else selection,
+            exchange=exchange_seconds(algorithm, numel=numel, density=DENSITY, size=size, link=GIGABIT),
+        )
         for algorithm in summaries
     }
