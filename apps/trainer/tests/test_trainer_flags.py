@@ -62,6 +62,14 @@ def test_a_wrong_flag_is_named_with_what_was_expected(app: App, flags: str, says
     assert "\n" not in str(refusal.value)
 
 
+def test_tensorboard_is_asked_for_only_where_it_is(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.flags.find_spec", lambda name: None)
+    with pytest.raises(RunError, match="pip install tensorboard"):
+        parse(["--tensorboard"], app, world_size=None)
+    monkeypatch.setattr("trainer.flags.find_spec", lambda name: name)
+    assert parse(["--tensorboard"], app, world_size=None).tensorboard
+
+
 def test_every_sparse_algorithm_can_be_trained_with() -> None:
     assert set(ALGORITHMS) <= set(SYNCHRONISATIONS)
 

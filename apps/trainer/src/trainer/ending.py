@@ -20,6 +20,8 @@ def exit_code(work: Callable[[], None], place: Placement, *, program: str) -> in
         return 1
     except RunError as error:
         complain(program, error)
+    except KeyboardInterrupt:  # reaches every rank
+        return 130
     except Exception:
         traceback.print_exc()
     else:

@@ -2,6 +2,7 @@
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
@@ -65,6 +66,8 @@ def _nworkers(asked: int | None, world_size: int | None) -> int:
 def _check_output(given: Namespace) -> None:
     if given.resume and given.overwrite:
         raise RunError("--resume goes on with a run and --overwrite deletes it: give one of them")
+    if given.tensorboard and find_spec("tensorboard") is None:
+        raise RunError("--tensorboard needs the tensorboard package: pip install tensorboard")
 
 
 def _parser(app: App) -> ArgumentParser:

@@ -32,7 +32,7 @@ class Training:
     folder: RunFolder
     progress: TrainingProgress
     clock: Clock
-    events: Events | None  # TensorBoard, rank 0
+    events: Events | None = None  # TensorBoard, rank 0
 
     @property
     def steps_per_epoch(self) -> int:

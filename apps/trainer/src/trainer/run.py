@@ -1,7 +1,8 @@
 """One rank's whole run: from checked options to the trained model."""
 
 import platform
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import torch
 from communicators import Communicator
@@ -35,38 +36,36 @@ def run(app: App, options: Options, comm: Communicator, *, device: torch.device 
     torch.manual_seed(options.seed)  # the model starts alike on all ranks
     with together(comm):
         task = app.build(options, device)
-    replica = _replica(task, options, comm)
-    folder = RunFolder(options.output)
+    training = _training(task, options, comm, device)
+    with training.progress:
+        first_step = _begin(training, device)
+        if options.tensorboard and comm.rank == 0:
+            training = replace(training, events=Events(options.output / "events", first_step=first_step))
+        train(training)
+        _export(training)
+        training.progress.note(f"{options.algorithm}: metrics and model in {options.output}")
+
+
+def _training(task: Task, options: Options, comm: Communicator, device: torch.device) -> Training:
     steps = steps_per_epoch(task.train_size, size=comm.size, batch_size=options.batch_size)
-    progress = TrainingProgress(
-        options.algorithm, epochs=options.max_epochs, steps_per_epoch=steps, quiet=comm.rank != 0
+    return Training(
+        task=task,
+        replica=_replica(task, options, comm, steps),
+        comm=comm,
+        options=options,
+        folder=RunFolder(options.output),
+        progress=TrainingProgress(
+            options.algorithm, epochs=options.max_epochs, steps_per_epoch=steps, quiet=comm.rank != 0
+        ),
+        clock=clock_of(device),
     )
-    with progress:
-        first_step = _begin(folder, replica, options, comm, device, progress)
-        events = (
-            Events(folder.path / "events", first_step=first_step) if options.tensorboard and not comm.rank else None
-        )
-        train(
-            Training(
-                task=task,
-                replica=replica,
-                comm=comm,
-                options=options,
-                folder=folder,
-                progress=progress,
-                clock=clock_of(device),
-                events=events,
-            )
-        )
-        _export(task, folder, comm)
-        progress.note(f"{options.algorithm}: metrics and model in {folder.path}")
 
 
-def _replica(task: Task, options: Options, comm: Communicator) -> Replica:
+def _replica(task: Task, options: Options, comm: Communicator, steps: int) -> Replica:
     optimizer = SYNCHRONISATIONS[options.algorithm](options, task.model, comm)
     schedule = rate_schedule(
         optimizer,
-        steps_per_epoch=steps_per_epoch(task.train_size, size=comm.size, batch_size=options.batch_size),
+        steps_per_epoch=steps,
         epochs=options.max_epochs,
         warmup_epochs=options.warmup_epochs,
         shape=options.lr_schedule,
@@ -76,40 +75,34 @@ def _replica(task: Task, options: Options, comm: Communicator) -> Replica:
     return Replica(model=task.model, optimizer=optimizer, schedule=schedule, generator=generator)
 
 
-def _begin(
-    folder: RunFolder,
-    replica: Replica,
-    options: Options,
-    comm: Communicator,
-    device: torch.device,
-    progress: TrainingProgress,
-) -> int:
+def _begin(training: Training, device: torch.device) -> int:
     """A new folder, or an old one to go on with; returns the first step."""
+    options, folder, comm = training.options, training.folder, training.comm
     if options.resume is None:
         with together(comm):
             if comm.rank == 0:
-                folder.begin(_config(replica, options, comm, device), overwrite=options.overwrite)
+                folder.begin(_config(training, device), overwrite=options.overwrite)
         return 0
-    step = resume(replica, folder, options.resume, options.settings(), comm)
+    step = resume(training.replica, folder, options.resume, options.settings(), comm)
     if step is None:
-        progress.note(f"{folder.path} holds no checkpoint yet: starting from the beginning")
-    else:
-        progress.note(f"resumed {folder.path} at step {step}")
-    return step or 0
+        training.progress.note(f"{folder.path} holds no checkpoint yet: starting from the beginning")
+        return 0
+    training.progress.note(f"resumed {folder.path} at step {step}")
+    return step
 
 
-def _config(replica: Replica, options: Options, comm: Communicator, device: torch.device) -> dict[str, object]:
-    given = {name: str(value) if hasattr(value, "parts") else value for name, value in asdict(options).items()}
+def _config(training: Training, device: torch.device) -> dict[str, object]:
+    given = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(training.options).items()}
     return given | {
-        "world_size": comm.size,
-        "parameters": sum(parameter.numel() for parameter in replica.model.parameters()),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
+        "world_size": training.comm.size,
+        "parameters": sum(parameter.numel() for parameter in training.task.model.parameters()),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
 
 
-def _export(task: Task, folder: RunFolder, comm: Communicator) -> None:
-    with averaged_buffers(task.model, comm), together(comm):
-        if comm.rank == 0:
-            torch.save(task.model.state_dict(), folder.model)
+def _export(training: Training) -> None:
+    with averaged_buffers(training.task.model, training.comm), together(training.comm):
+        if training.comm.rank == 0:
+            torch.save(training.task.model.state_dict(), training.folder.model)
