@@ -1,6 +1,6 @@
-"""Sparse collectives under real mpiexec: the laws of the simulated world, its bits, and one reason on all ranks.
+"""Sparse collectives on real ranks, by MPI and by gloo: the laws, the simulated world's bits, one reason on all ranks.
 
-Started by mpiexec as a program, it runs all cases on its ranks, and rank 0 writes what came of each.
+Started as a program on every rank (`mpi|gloo REPORT.json`) it runs all cases; rank 0 writes what came of each.
 """
 
 from __future__ import annotations
@@ -16,7 +16,17 @@ from sparse_collectives import ALGORITHMS, DistributedOptimizer, sparse_allreduc
 from sparse_compress import SparseVector, TopK, topk
 from torch import nn
 
-pytestmark = pytest.mark.mpi
+WORLDS = [pytest.param(("mpi", size), marks=pytest.mark.mpi, id=f"mpi-{size}") for size in (1, 2, 3, 4)] + [
+    pytest.param(("gloo", size), id=f"gloo-{size}") for size in (2, 3)
+]
+
+
+SHAPES = [  # elements, entries given, k, dtype
+    (1, 1, 1, torch.float32),
+    (7, 7, 2, torch.float64),
+    (1000, 10, 20, torch.float32),
+    (4096, 4096, 4096, torch.float32),
+]
 
 
 def vectors(size, numel, entries, dtype=torch.float32):
@@ -27,22 +37,21 @@ def vectors(size, numel, entries, dtype=torch.float32):
 
 def laws(comm):
     for name, entry in ALGORITHMS.items():
-        for numel, entries, k in ((1, 1, 1), (7, 7, 2), (1000, 10, 20), (1000, 20, 20), (4096, 4096, 4096)):
-            for dtype in (torch.float32, torch.float64):
+        for numel, entries, k, dtype in SHAPES:
 
-                def traffic(rank, size, entry=entry, k=k, numel=numel, dtype=dtype):
-                    sent = entry.sent(rank, size, k, numel, dtype)
-                    return testing.Traffic(sent.nbytes, sent.messages)
+            def traffic(rank, size, entry=entry, k=k, numel=numel, dtype=dtype):
+                sent = entry.sent(rank, size, k, numel, dtype)
+                return testing.Traffic(sent.nbytes, sent.messages)
 
-                testing.check_laws(
-                    lambda c, sparse, name=name, k=k: sparse_allreduce(sparse, c, k=k, algorithm=name),
-                    vectors(comm.size, numel, entries, dtype),
-                    dense=SparseVector.to_dense,
-                    total=lambda reduction: reduction.total.to_dense(),
-                    dropped=lambda reduction: reduction.dropped.to_dense(),
-                    traffic=traffic,
-                    comm=comm,
-                )
+            testing.check_laws(
+                lambda c, sparse, name=name, k=k: sparse_allreduce(sparse, c, k=k, algorithm=name),
+                vectors(comm.size, numel, entries, dtype),
+                dense=SparseVector.to_dense,
+                total=lambda reduction: reduction.total.to_dense(),
+                dropped=lambda reduction: reduction.dropped.to_dense(),
+                traffic=traffic,
+                comm=comm,
+            )
 
 
 def floats_have_the_bits_of_the_simulated_world(comm):
@@ -103,12 +112,16 @@ FAILURES = {
 }
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3, 4])
-def outcomes(request, mpiexec, tmp_path_factory):
+@pytest.fixture(scope="module", params=WORLDS)
+def outcomes(request, mpiexec, processes, tmp_path_factory):
+    """All cases of one world and size, run in one launch: (size, {case: [outcome of each rank]})."""
+    world, size = request.param
     report = tmp_path_factory.mktemp("sparse") / "report.json"
-    launch = mpiexec(request.param, __file__, report)
-    assert launch.returncode == 0, launch.stderr
-    return request.param, json.loads(report.read_text())
+    for launch in (
+        [mpiexec(size, __file__, world, report)] if world == "mpi" else processes(size, __file__, world, report)
+    ):
+        assert launch.returncode == 0, launch.stderr
+    return size, json.loads(report.read_text())
 
 
 @pytest.mark.parametrize("case", [case.__name__ for case in LAWS])
@@ -128,23 +141,42 @@ def test_the_same_reason_on_all_ranks(outcomes, case):
     assert reasons.pop().startswith(FAILURES[case].format(last=size - 1))
 
 
-def main(report):
+def mpi_world():
+    """(a new communicator, gather to rank 0, rank)."""
     from mpi4py import MPI
 
+    return MPI.COMM_WORLD.Dup, MPI.COMM_WORLD.gather, MPI.COMM_WORLD.rank
+
+
+def gloo_world():
+    """(a new group, gather to all, rank)."""
+    import torch.distributed as dist
+
+    def gather(outcome):
+        outcomes = [None] * dist.get_world_size()
+        dist.all_gather_object(outcomes, outcome)
+        return outcomes
+
+    dist.init_process_group("gloo")
+    return dist.new_group, gather, dist.get_rank()
+
+
+def main(world, report):
+    fresh, gather, rank = {"mpi": mpi_world, "gloo": gloo_world}[world]()
     outcomes = {}
     for case in [*LAWS, *FAILURES]:
         outcome = {}
         try:
-            case(as_communicator(MPI.COMM_WORLD.Dup()))  # a failed one is of no use to the next case
+            case(as_communicator(fresh()))  # a failed one is of no use to the next case
         except CollectiveError as error:
             outcome["reason"] = str(error)
         except BaseException:
             outcome["error"] = traceback.format_exc()
-        outcomes[case.__name__] = MPI.COMM_WORLD.gather(outcome)
-    if MPI.COMM_WORLD.rank == 0:
+        outcomes[case.__name__] = gather(outcome)
+    if rank == 0:
         with open(report, "w") as file:
             json.dump(outcomes, file)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

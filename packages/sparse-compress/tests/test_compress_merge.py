@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_compress import SparseVector, add, merge, pad, share, topk
 from sparse_compress.magnitude import largest_on_device
+from sparse_compress.merge import _merge_on_device
 from sparse_compress.union import _union_cpu, _union_on_device
 
 DTYPES = st.sampled_from([torch.float32, torch.float64])
@@ -81,12 +82,25 @@ def test_merge_of_nasty_vectors(nasty, seed, n, data):
     assert torch.equal(total.to_dense().nan_to_num(1), (a.to_dense() + b.to_dense()).nan_to_num(1))
 
 
-@settings(deadline=None, max_examples=200)
-@given(integer_pairs())
-def test_union_on_other_devices_is_the_same(pair):
+@settings(deadline=None, max_examples=300)
+@given(integer_pairs(), st.integers(0, 45))
+def test_other_devices_give_the_same_padded_to_sizes_known_beforehand(pair, k):
     a, b = pair
+    k, size = min(k, a.numel), min(len(a) + len(b), a.numel)
     if len(a) and len(b):
-        assert torch.equal(_union_on_device(a, b).pack(), _union_cpu(a, b).pack())
+        assert torch.equal(_union_on_device(a, b).pack(), pad(_union_cpu(a, b), size).pack())
+        if k < len(a) + len(b):
+            kept, cut = _merge_on_device(a, b, k)
+            expected, expected_cut = merge(a, b, k)
+            assert torch.equal(kept.pack(), expected.pack())
+            assert torch.equal(cut.pack(), pad(expected_cut, size - k).pack())
+
+
+def test_merging_reads_nothing_back_from_a_device():
+    """Meta tensors have no data: reading any would raise."""
+    a, b = (SparseVector._allocate(entries, 100, torch.float32, torch.device("meta")) for entries in (7, 5))
+    assert [len(part) for k in (0, 5, 12, 30) for part in merge(a, b, k)] == [0, 12, 5, 7, 12, 0, 30, 0]
+    assert [len(add(a, b)), len(pad(a, 9)), len(share(a, 1, 2))] == [12, 9, 3]
 
 
 def test_entries_survive_cancellation():
@@ -188,8 +202,10 @@ def test_merge_bounds():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_merges_to_the_same_bits():
     x = torch.randn(2, 100_000, generator=torch.Generator().manual_seed(0))
+    a, b = topk(x[0], 1000), topk(x[1], 1000)
+    on_gpu = [SparseVector.unpack(one.pack().cuda()) for one in (a, b)]
     for k in (1, 1000, 60_000):
-        on_cpu = merge(topk(x[0], 1000), topk(x[1], 1000), k)
-        on_gpu = merge(topk(x[0].cuda(), 1000), topk(x[1].cuda(), 1000), k)
-        for one, other in zip(on_gpu, on_cpu, strict=True):
-            assert torch.equal(one.pack().cpu(), other.pack())
+        kept, cut = merge(a, b, k)
+        gpu_kept, gpu_cut = merge(*on_gpu, k)
+        assert torch.equal(gpu_kept.pack().cpu(), kept.pack())
+        assert torch.equal(gpu_cut.pack().cpu(), pad(cut, len(gpu_cut)).pack())

@@ -25,13 +25,13 @@ Gradients = Sequence[Tensor | None]
 
 @dataclass(frozen=True)
 class Mean:
-    """mean: 1-D, the bucket's, the same bits on every rank, and valid until its bucket is started again.
+    """flat: a bucket's, 1-D, the same bits on every rank, and valid until that bucket is started again.
 
     finite: whether all of it is. suspect: where not, the first element (in the bucket) of what this rank gave that is
     not finite, -1 if all of it was.
     """
 
-    mean: Tensor
+    flat: Tensor
     finite: bool
     suspect: int = -1
 
@@ -184,7 +184,8 @@ def _flat(bucket: Bucket) -> Tensor:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    return bool(torch.isfinite(tensor).all())
+    """Whether all elements are: so they are if their sum is, which takes one pass; else it may have overflowed."""
+    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
 def _first_nonfinite(tensor: Tensor) -> int:

@@ -45,8 +45,9 @@ class DistributedOptimizer(Optimizer):
         the exchange and learns badly at small densities: give it here and leave that at 0.
     bucket_bytes: selection and exchange in buckets of so many bytes; default: over the whole model at once.
     nonfinite: "raise": a NaN or inf in any rank's gradient is a CollectiveError, on every rank, that names rank and
-        parameter. "skip": every rank skips the step, counts it in `skipped`, and keeps residuals and momenta as they
-        were, bit for bit, for twice their memory; p.grad then holds the non-finite mean on every rank.
+        parameter; no parameter changes, but what residuals took in that step is lost. "skip": every rank skips the
+        step, counts it in `skipped`, and keeps residuals and momenta as they were, bit for bit, for twice their
+        memory; p.grad then holds the non-finite mean on every rank.
 
     A parameter without a gradient counts as zeros, and gets its part of the mean like the others: all ranks update
     the same parameters, even those that only some of them used.
@@ -55,7 +56,7 @@ class DistributedOptimizer(Optimizer):
     `scaler.unscale_(optimizer)` comes before it. The wrapped optimizer may need its closure only once (LBFGS: more).
     """
 
-    _step_supports_amp_scaling = True  # so that GradScaler calls step() on every rank, or none of them would meet
+    _step_supports_amp_scaling = True  # so that GradScaler calls step() on every rank, also where it found inf
 
     def __init__(
         self,
@@ -222,7 +223,7 @@ class DistributedOptimizer(Optimizer):
                 p.grad = torch.empty_like(p)
         gradients = [p.grad for p in self._trained if p.grad is not None]
         for mean, bucket in zip(means, self._buckets.values(), strict=True):
-            bucket.scatter(mean.mean, gradients)
+            bucket.scatter(mean.flat, gradients)
 
     def _unscale(self) -> None:
         """Divides by the scale that a GradScaler hands over, unless the user had it unscale the gradients."""

@@ -1,12 +1,13 @@
 """What error feedback keeps of one tensor, and one step of its recursion."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
 
 import torch
 from torch import Tensor
 
+from sparse_compress.chunks import CHUNK
 from sparse_compress.vector import SparseVector
 from sparse_compress.wire import WIRE_DTYPES
 
@@ -28,6 +29,15 @@ class Accumulator:
         residual = torch.zeros(gradient.shape, dtype=dtype, device=gradient.device)
         return cls(residual, torch.zeros_like(residual) if momentum else None)
 
+    def like(self) -> Self:
+        """Uninitialised memory of the same kind."""
+        velocity = None if self.velocity is None else torch.empty_like(self.velocity)
+        return type(self)(torch.empty_like(self.residual), velocity)
+
+    def parts(self) -> list[Tensor]:
+        """The residual, and the velocity where there is one."""
+        return [self.residual] if self.velocity is None else [self.residual, self.velocity]
+
     def clone(self) -> Self:
         """A copy in memory of its own."""
         return type(self)(self.residual.clone(), None if self.velocity is None else self.velocity.clone())
@@ -44,6 +54,31 @@ class Accumulator:
 
     def advance(self, gradient: Tensor, momentum: float, out: "Accumulator") -> None:
         """u ← momentum·u + g; v ← v + u, or without momentum v ← v + g, written to ``out``, which may be self."""
+        for _ in self.advance_by_chunks(gradient, momentum, out):
+            pass
+
+    def advance_by_chunks(self, gradient: Tensor, momentum: float, out: "Accumulator") -> Iterator[None]:
+        """``advance``, stopping after each chunk of a contiguous CPU gradient: no n-sized copy in another dtype."""
+        if not gradient.is_cpu or not gradient.is_contiguous():
+            self._advance(gradient, momentum, out)
+            yield
+            return
+        parts = zip(self._chunks(), torch.split(gradient.view(-1), CHUNK), out._chunks(), strict=True)
+        for before, part, after in parts:
+            before._advance(part, momentum, after)
+            yield
+
+    def strided(self, stride: int) -> "Accumulator":
+        """Every ``stride``-th element, as views."""
+        velocity = None if self.velocity is None else self.velocity.view(-1)[::stride]
+        return Accumulator(self.residual.view(-1)[::stride], velocity)
+
+    def _chunks(self) -> Iterator["Accumulator"]:
+        residuals = torch.split(self.residual.view(-1), CHUNK)
+        velocities = [None] * len(residuals) if self.velocity is None else torch.split(self.velocity.view(-1), CHUNK)
+        return map(Accumulator, residuals, velocities)
+
+    def _advance(self, gradient: Tensor, momentum: float, out: "Accumulator") -> None:
         if self.velocity is None or out.velocity is None:
             torch.add(self.residual, gradient, out=out.residual)
             return
@@ -60,4 +95,4 @@ class Accumulator:
         self.residual.view(-1).index_add_(0, dropped.indices, dropped.values)
 
     def _flat(self) -> list[Tensor]:
-        return [tensor.view(-1) for tensor in (self.residual, self.velocity) if tensor is not None]
+        return [part.view(-1) for part in self.parts()]

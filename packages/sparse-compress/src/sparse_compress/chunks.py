@@ -1,6 +1,6 @@
 """Sweeps over magnitudes that stay in cache: no temporary is larger than a chunk."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,24 +12,35 @@ CHUNK = 1 << 16  # elements: keys and flags of one chunk fit a core's L2 cache
 Positions = NDArray[np.intp]
 
 
-def key_chunks(bits: Bits) -> Iterator[tuple[int, Keys]]:
-    """(start, keys) of one chunk after the other; the keys are valid until the next is asked for."""
+def key_chunks(bits: Bits, written: Iterable[None] | None = None) -> Iterator[tuple[int, Keys]]:
+    """(start, keys) of one chunk after the other; the keys are valid until the next is asked for.
+
+    ``written`` is advanced once before each chunk is read: it writes that chunk, which is still in cache then.
+    """
     scratch = np.empty(min(CHUNK, len(bits)), bits.dtype)
     mask = magnitude_mask(bits)
-    for start in range(0, len(bits), CHUNK):
+    starts = range(0, len(bits), CHUNK)
+    for start, _ in zip(starts, starts if written is None else written, strict=True):
         part = bits[start : start + CHUNK]
         yield start, np.bitwise_and(part, mask, out=scratch[: len(part)])
 
 
-def at_least(bits: Bits, threshold: int, limit: int) -> tuple[Positions, Keys] | None:
-    """Positions and keys of all elements whose key reaches ``threshold``; None when they are more than ``limit``."""
+def at_least(
+    bits: Bits, threshold: int, limit: int, written: Iterator[None] | None = None
+) -> tuple[Positions, Keys] | None:
+    """Positions and keys of all elements whose key reaches ``threshold``; None when they are more than ``limit``.
+
+    ``written`` (see ``key_chunks``) is used up in either case.
+    """
     bound = bits.dtype.type(threshold)
     flags = np.empty(min(CHUNK, len(bits)), bool)
     positions, found, total = [], [], 0
-    for start, keys in key_chunks(bits):
+    for start, keys in key_chunks(bits, written):
         hits = np.flatnonzero(np.greater_equal(keys, bound, out=flags[: len(keys)]))
         total += len(hits)
         if total > limit:
+            for _ in written or ():
+                pass
             return None
         found.append(keys[hits])
         hits += start

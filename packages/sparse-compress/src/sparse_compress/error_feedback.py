@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from sparse_compress.accumulator import Accumulator
-from sparse_compress.compressors import Compressor
+from sparse_compress.compressors import Compressor, FusedCompressor
 from sparse_compress.dense import flatten
 from sparse_compress.feedback_state import read_state, write_state
 from sparse_compress.vector import SparseVector
@@ -65,8 +65,11 @@ class ErrorFeedback:
         flatten(gradient, f"gradient of {name!r}")
         before = self._before(name, gradient)
         after = self._working_copy(name, before) if self.tentative else before
+        gradient = gradient.detach().resolve_neg()
+        if select is None and not withhold and isinstance(self.compressor, FusedCompressor):
+            return self.compressor.step(before, gradient, self.momentum, after)
         held = before.copies(withhold)
-        before.advance(gradient.detach(), self.momentum, out=after)
+        before.advance(gradient, self.momentum, out=after)
         after.fill(withhold, 0.0)
         accumulated = after.residual.view(-1)
         sent = (select or self.compressor)(accumulated)

@@ -45,12 +45,16 @@ def largest(keys: Keys, k: int) -> Mask:
     return selected
 
 
+def magnitude_keys(x: Tensor) -> Tensor:
+    """The keys of all elements, int16, int32 or int64; any device."""
+    int_dtype = TYPE_OF_BITS[x.dtype]
+    return x.view(int_dtype) & torch.iinfo(int_dtype).max
+
+
 def largest_on_device(x: Tensor, k: int) -> Tensor:
     """Positions (int64, increasing) of the k largest magnitudes of a 1-D tensor, ties to the lowest position.
 
     Plain torch, any device, deterministic, no host synchronisation; takes temporaries of x's size.
     """
-    int_dtype = TYPE_OF_BITS[x.dtype]
-    keys = x.view(int_dtype) & torch.iinfo(int_dtype).max
-    order = torch.sort(keys, descending=True, stable=True).indices
+    order = torch.sort(magnitude_keys(x), descending=True, stable=True).indices
     return torch.sort(order[:k]).values

@@ -4,11 +4,11 @@ import operator
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from sparse_compress.magnitude import bits_of, largest, largest_on_device, magnitude_mask
+from sparse_compress.compact import compact
+from sparse_compress.magnitude import bits_of, largest, magnitude_keys, magnitude_mask
 from sparse_compress.pad import pad
-from sparse_compress.union import union
+from sparse_compress.union import paired, union
 from sparse_compress.vector import SparseVector
 
 
@@ -16,31 +16,32 @@ def merge(a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, Spars
     """The k largest entries of a + b, and what was cut: kept + cut = a + b, exactly.
 
     ``kept`` has exactly min(k, numel) entries: ties go to the lowest index, and where the union of a and b
-    is smaller, explicit zeros at the lowest unused indices fill it. ``cut`` has the rest of the union.
+    is smaller, explicit zeros at the lowest unused indices fill it. ``cut`` has the rest of the union; on a GPU,
+    where the size of the union is not read back, it has min(len(a) + len(b), numel) − k entries (0 if negative),
+    explicit zeros included.
 
     Values are added as a + b. Finite operands commute bit for bit; NaN payloads do not, so all ranks name the
-    group of lower ranks first. No scratch grows with numel. On a GPU the size of the union is read back.
+    group of lower ranks first. No scratch grows with numel.
     Raises ValueError for k < 0, and where numel, dtype or device of a and b differ.
     """
     k = operator.index(k)
     if k < 0:
         raise ValueError(f"k is {k}, expected the number of entries to keep, 0 or more")
-    total = add(a, b)
-    k = min(k, total.numel)
-    if len(total) <= k:
-        return pad(total, k), SparseVector.empty(total.numel, total.dtype, device=total.device)
-    kept, rest = _split(total.values, k)
-    return total._take(kept), total._take(rest)
+    _check_alike(a, b)
+    k = min(k, a.numel)
+    if len(a) + len(b) <= k:
+        return pad(union(a, b), k), SparseVector.empty(a.numel, a.dtype, device=a.device)
+    return _merge_cpu(a, b, k) if a.device.type == "cpu" else _merge_on_device(a, b, k)
 
 
 def add(a: SparseVector, b: SparseVector) -> SparseVector:
     """a + b with an entry wherever one of them has one, even if the values cancel.
 
+    On a GPU it always has min(len(a) + len(b), numel) entries, explicit zeros included.
+
     Raises ValueError where numel, dtype or device of a and b differ.
     """
-    for what in ("numel", "dtype", "device"):
-        if getattr(a, what) != getattr(b, what):
-            raise ValueError(f"cannot add vectors of unlike {what}: {getattr(a, what)} and {getattr(b, what)}")
+    _check_alike(a, b)
     return union(a, b)
 
 
@@ -56,13 +57,27 @@ def share(cut: SparseVector, member: int, of: int) -> SparseVector:
     return cut._take(torch.arange(len(cut), device=cut.device)[member::of])
 
 
-def _split(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Positions of the k largest of more than k values, and of the others, both increasing."""
-    if values.is_cpu:
-        bits = bits_of(values)
-        selected = largest(bits & magnitude_mask(bits), k)
-        return torch.from_numpy(np.flatnonzero(selected)), torch.from_numpy(np.flatnonzero(~selected))
-    kept = largest_on_device(values, k)
-    others = torch.ones(len(values), dtype=torch.bool, device=values.device)
-    others[kept] = False
-    return kept, others.nonzero().view(-1)
+def _check_alike(a: SparseVector, b: SparseVector) -> None:
+    for what in ("numel", "dtype", "device"):
+        if getattr(a, what) != getattr(b, what):
+            raise ValueError(f"cannot add vectors of unlike {what}: {getattr(a, what)} and {getattr(b, what)}")
+
+
+def _merge_cpu(a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
+    total = union(a, b)
+    if len(total) <= k:
+        return pad(total, k), SparseVector.empty(a.numel, a.dtype)
+    bits = bits_of(total.values)
+    selected = largest(bits & magnitude_mask(bits), k)
+    kept, rest = (torch.from_numpy(np.flatnonzero(mask)) for mask in (selected, ~selected))
+    return total._take(kept), total._take(rest)
+
+
+def _merge_on_device(a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
+    """For k < len(a) + len(b). Plain torch; nothing is read back."""
+    indices, values, counts = paired(a, b)
+    keys = magnitude_keys(values).masked_fill(~counts, -1)
+    best = torch.sort(keys, descending=True, stable=True).indices[:k]
+    kept = torch.zeros_like(counts).index_fill_(0, best, True) & counts
+    spare = min(len(indices), a.numel) - k
+    return compact(indices, values, kept, k, a.numel), compact(indices, values, counts & ~kept, spare, a.numel)

@@ -4,7 +4,7 @@ import operator
 
 import torch
 
-from sparse_compress.union import union
+from sparse_compress.compact import compact
 from sparse_compress.vector import SparseVector
 
 
@@ -18,11 +18,5 @@ def pad(vector: SparseVector, count: int) -> SparseVector:
         raise ValueError(f"count is {count}, expected {len(vector)} (entries) … {vector.numel} (numel)")
     if count == len(vector):
         return vector
-    zeros = SparseVector._allocate(count - len(vector), vector.numel, vector.dtype, vector.device)
-    zeros.values.zero_()
-    # Of the first `count` indices at most len(vector) are used, so enough unused ones lie among them.
-    used = torch.zeros(count + 1, dtype=torch.bool, device=vector.device)
-    used[vector.indices.clamp(max=count).long()] = True
-    unused_first = torch.sort(used[:count], stable=True).indices
-    zeros.indices.copy_(unused_first[: len(zeros)])
-    return union(vector, zeros)
+    everything = torch.ones(len(vector), dtype=torch.bool, device=vector.device)
+    return compact(vector.indices, vector.values, everything, count, vector.numel)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from sparse_compress.dense import flatten
+from sparse_compress.gpu.available import kernels_take
 from sparse_compress.magnitude import bits_of, largest_on_device
 from sparse_compress.topk_cpu import largest_positions
 from sparse_compress.vector import SparseVector
@@ -22,7 +23,8 @@ def topk(x: Tensor, k: int) -> SparseVector:
     entries, explicit zeros included, so its size on the wire is known beforehand. Ties go to the lowest index.
     The order is that of the bits without the sign: finite < inf < NaN, so non-finite elements come first.
 
-    On a CPU one sweep over x as a rule and no temporary of its size; on other devices a stable sort.
+    On a CPU one sweep over x as a rule and no temporary of its size; on a GPU radix select in Triton (``gpu``), and
+    without Triton, or for float64, a stable sort with temporaries of x's size. Neither waits for the device.
     Raises TypeError for other dtypes and layouts, ValueError for k < 0 or more than 2³¹ − 1 elements.
     """
     k = operator.index(k)
@@ -34,11 +36,25 @@ def topk(x: Tensor, k: int) -> SparseVector:
         positions = torch.arange(k, device=flat.device)
     elif k == 0:
         positions = torch.empty(0, dtype=torch.int64, device=flat.device)
+    elif kernels_take(flat):
+        return _topk_in_triton(flat, k)
     elif flat.is_cpu:
         positions = torch.from_numpy(largest_positions(bits_of(flat), k))
     else:
         positions = largest_on_device(flat, k)
-    selected = SparseVector._allocate(k, len(flat), WIRE_DTYPES[flat.dtype], flat.device)
+    return gather(flat, positions)
+
+
+def _topk_in_triton(flat: Tensor, k: int) -> SparseVector:
+    from sparse_compress.gpu import select  # not before a GPU tensor comes: Triton is optional
+
+    with torch.cuda.device(flat.device):
+        return select.topk(flat, k)
+
+
+def gather(flat: Tensor, positions: Tensor) -> SparseVector:
+    """The elements of a 1-D tensor at ``positions`` (int64, increasing)."""
+    selected = SparseVector._allocate(len(positions), len(flat), WIRE_DTYPES[flat.dtype], flat.device)
     selected.indices.copy_(positions)
     selected.values.copy_(flat.index_select(0, positions))
     return selected

@@ -1,26 +1,35 @@
 """Exact top-k on a CPU: sampled threshold, one filtering sweep, refinement among the few that are left."""
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from sparse_compress.chunks import CHUNK, Positions, above_and_ties, at_least, count_above
 from sparse_compress.magnitude import Bits, largest, magnitude_mask
 from sparse_compress.radix import kth_largest
-from sparse_compress.threshold import sampled_threshold
+from sparse_compress.threshold import sample_stride, sampled_threshold
 
 
-def largest_positions(bits: Bits, k: int) -> Positions:
+def largest_positions(
+    bits: Bits, k: int, *, sample: Bits | None = None, written: Iterator[None] | None = None
+) -> Positions:
     """Positions, increasing, of the k largest magnitudes (0 < k ≤ n), ties to the lowest position.
 
     Usually a single sweep over the n elements. Ties with the threshold cost a second and a third one; what
     misleads the sample otherwise costs at most two more than the sweeps of radix select. Temporaries are
     O(k) plus n/64 positions, or a chunk.
+
+    The first sweep can write what it reads: ``written`` is advanced once for each chunk of it, and ``sample``
+    then holds the bits that will stand at every ``sample_stride(n)``-th position.
     """
     n = len(bits)
     if n <= CHUNK:
+        for _ in written or ():
+            pass
         return np.flatnonzero(largest(bits & magnitude_mask(bits), k))
     limit = 3 * k + n // 64
-    threshold = sampled_threshold(bits, k)
-    candidates = at_least(bits, threshold, limit)
+    threshold = sampled_threshold(bits[:: sample_stride(n)] if sample is None else sample, k, n)
+    candidates = at_least(bits, threshold, limit, written)
     if candidates is None:
         above = count_above(bits, threshold)
         if above < k:  # the k-th largest ties with the threshold, as in constant or mostly zero tensors

@@ -2,12 +2,18 @@
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from sparse_compress.compact import compact
 from sparse_compress.vector import SparseVector
 
 
 def union(a: SparseVector, b: SparseVector) -> SparseVector:
-    """a + b for vectors of the same numel, dtype and device; where both have an index, a's value + b's."""
+    """a + b for vectors of the same numel, dtype and device; where both have an index, a's value + b's.
+
+    On a CPU exactly the union of their entries; elsewhere min(len(a) + len(b), numel) of them, explicit zeros
+    included, so that nothing needs to be read back.
+    """
     if not len(a) or not len(b):
         return a if len(a) else b
     return _union_cpu(a, b) if a.device.type == "cpu" else _union_on_device(a, b)
@@ -30,15 +36,28 @@ def _union_cpu(a: SparseVector, b: SparseVector) -> SparseVector:
     return total
 
 
+def paired(a: SparseVector, b: SparseVector) -> tuple[Tensor, Tensor, Tensor]:
+    """Indices and values of a + b, (len(a) + len(b),), and which of them count.
+
+    Where both vectors have an index it stands twice, the sum at the first place, and the second does not count.
+    Plain torch on any device; nothing is read back.
+    """
+    places = torch.cat(
+        [
+            torch.arange(len(a), device=a.device) + torch.searchsorted(b.indices, a.indices),
+            torch.arange(len(b), device=b.device) + torch.searchsorted(a.indices, b.indices, right=True),
+        ]
+    )
+    indices, values = (
+        torch.empty_like(both).index_copy_(0, places, both)
+        for both in (torch.cat([a.indices, b.indices]), torch.cat([a.values, b.values]))
+    )
+    counts = torch.ones_like(indices, dtype=torch.bool)
+    torch.ne(indices[1:], indices[:-1], out=counts[1:])
+    first = ~counts.roll(-1)
+    return indices, torch.where(first, values + values.roll(-1), values), counts
+
+
 def _union_on_device(a: SparseVector, b: SparseVector) -> SparseVector:
-    indices, order = torch.sort(torch.cat([a.indices, b.indices]), stable=True)
-    values = torch.cat([a.values, b.values])[order]
-    second = torch.zeros_like(indices, dtype=torch.bool)
-    torch.eq(indices[1:], indices[:-1], out=second[1:])
-    paired = second.roll(-1)
-    values = torch.where(paired, values + values.roll(-1), values)
-    positions = (~second).nonzero().view(-1)  # reads the size of the union back
-    total = SparseVector._allocate(len(positions), a.numel, a.dtype, a.device)
-    torch.index_select(indices, 0, positions, out=total.indices)
-    torch.index_select(values, 0, positions, out=total.values)
-    return total
+    indices, values, counts = paired(a, b)
+    return compact(indices, values, counts, min(len(indices), a.numel), a.numel)

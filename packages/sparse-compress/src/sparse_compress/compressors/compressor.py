@@ -4,6 +4,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from sparse_compress.accumulator import Accumulator
 from sparse_compress.vector import SparseVector
 
 
@@ -19,3 +20,11 @@ class Compressor(Protocol):
 
         It bounds the capacity of every receive.
         """
+
+
+@runtime_checkable
+class FusedCompressor(Compressor, Protocol):
+    """A compressor that selects while error feedback accumulates, in fewer sweeps over memory than two steps take."""
+
+    def step(self, before: Accumulator, gradient: Tensor, momentum: float, out: Accumulator) -> SparseVector:
+        """The same bits as ``before.advance(gradient, momentum, out)``, a call on ``out.residual``, ``out.clear``."""

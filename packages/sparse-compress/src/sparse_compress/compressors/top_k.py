@@ -2,6 +2,8 @@
 
 from torch import Tensor
 
+from sparse_compress.accumulator import Accumulator
+from sparse_compress.fused import step_topk
 from sparse_compress.topk import topk
 from sparse_compress.vector import SparseVector
 
@@ -19,6 +21,10 @@ class TopK:
 
     def __call__(self, tensor: Tensor) -> SparseVector:
         return topk(tensor, self.entries(tensor.numel()))
+
+    def step(self, before: Accumulator, gradient: Tensor, momentum: float, out: Accumulator) -> SparseVector:
+        """Accumulate, select and clear in one sweep (see ``FusedCompressor``)."""
+        return step_topk(before, gradient, momentum, self.entries(gradient.numel()), out)
 
     def entries(self, numel: int) -> int:
         """k: exactly as many entries are sent; 0 only for an empty tensor."""

@@ -1,0 +1,47 @@
+"""One step of error feedback with exact top-k: accumulate, select and clear in one sweep."""
+
+import torch
+from torch import Tensor
+
+from sparse_compress.accumulator import Accumulator
+from sparse_compress.chunks import CHUNK
+from sparse_compress.gpu.available import kernels_take
+from sparse_compress.magnitude import bits_of
+from sparse_compress.threshold import sample_stride
+from sparse_compress.topk import gather, topk
+from sparse_compress.topk_cpu import largest_positions
+from sparse_compress.vector import SparseVector
+
+
+def step_topk(before: Accumulator, gradient: Tensor, momentum: float, k: int, out: Accumulator) -> SparseVector:
+    """Advance ``before`` by ``gradient`` into ``out`` (which may be ``before``), take the k largest out of it.
+
+    The same bits as advance, topk and clear one after another, which it is for small or strided tensors, and on
+    GPUs without Triton.
+    """
+    if k and kernels_take(gradient):
+        return _step_in_triton(before, gradient, momentum, k, out)
+    if gradient.is_cpu and gradient.is_contiguous() and 0 < k < gradient.numel() > CHUNK:
+        sent = _sweep(before, gradient, momentum, k, out)
+    else:
+        before.advance(gradient, momentum, out)
+        sent = topk(out.residual, k)
+    out.clear(sent)
+    return sent
+
+
+def _step_in_triton(before: Accumulator, gradient: Tensor, momentum: float, k: int, out: Accumulator) -> SparseVector:
+    from sparse_compress.gpu import select  # not before a GPU tensor comes: Triton is optional
+
+    with torch.cuda.device(gradient.device):
+        return select.step_topk(before, gradient, momentum, k, out)
+
+
+def _sweep(before: Accumulator, gradient: Tensor, momentum: float, k: int, out: Accumulator) -> SparseVector:
+    stride = sample_stride(gradient.numel())
+    seen, sample = before.strided(stride), out.strided(stride).like()
+    seen.advance(gradient.view(-1)[::stride], momentum, sample)
+    residual = out.residual.view(-1)
+    written = before.advance_by_chunks(gradient, momentum, out)
+    positions = largest_positions(bits_of(residual), k, sample=bits_of(sample.residual), written=written)
+    return gather(residual, torch.from_numpy(positions))

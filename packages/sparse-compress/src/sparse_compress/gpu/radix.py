@@ -1,0 +1,53 @@
+# mypy: ignore-errors
+# (Triton's language is not typed.)
+"""Radix select: the k-th largest key, digit by digit from the top, a launch of each kernel for every digit.
+
+``state`` is int32, (2,): the digits that are known, at their places in the key, and the rank (from 1) of the key
+that is looked for among those that agree with them.
+"""
+
+import triton
+import triton.language as tl
+
+from sparse_compress.gpu.lines import block_lines, magnitude_key, reaching_lines
+
+BINS = tl.constexpr(256)  # digits of up to 8 bits: Triton's histogram works bit by bit, and a bin per thread and warp
+
+
+@triton.jit
+def count_digits(
+    x, maxima, bound, state, counts, n,
+    SHIFT: tl.constexpr, WIDTH: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
+):  # fmt: skip
+    """Add to ``counts`` how often each digit (bits SHIFT … SHIFT + WIDTH − 1) occurs under the known ones.
+
+    With LINES only those that reach ``bound`` are read. Digit 0 is not counted: nobody asks how many have it, which
+    is why whatever does not belong may be taken for a 0. Integer atomics: any order gives the same counts.
+    """
+    known = tl.load(state)
+    lines, at = block_lines(BLOCK)
+    wanted = at < n
+    if LINES:
+        wanted = wanted & reaching_lines(maxima, lines, tl.maximum(tl.load(bound), known), n)[:, None]
+    if tl.max(wanted.to(tl.int32)) > 0:
+        keys = tl.reshape(magnitude_key(tl.load(x + at, mask=wanted, other=0)), [BLOCK])
+        agrees = keys >> (SHIFT + WIDTH) == known >> (SHIFT + WIDTH)
+        digits = tl.where(agrees, (keys >> SHIFT) & ((1 << WIDTH) - 1), 0)
+        found = tl.histogram(digits, BINS)
+        bins = tl.arange(0, BINS)
+        tl.atomic_add(counts + bins, found, mask=(found > 0) & (bins > 0), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["k"])
+def pick_digit(counts, state, k, SHIFT: tl.constexpr, FIRST: tl.constexpr):  # noqa: N803
+    """Settle the next digit from ``counts``, and clear them; one program. For the FIRST the rank is ``k``."""
+    bins = tl.arange(0, BINS)
+    found = tl.load(counts + bins)
+    tl.store(counts + bins, tl.zeros_like(found))
+    rank = k
+    if not FIRST:
+        rank = tl.load(state + 1)
+    reach = tl.cumsum(found, 0, reverse=True) >= rank  # true up to the digit that the key of this rank has
+    digit = tl.sum((reach & (bins > 0)).to(tl.int32))
+    tl.store(state, tl.load(state) | digit << SHIFT)
+    tl.store(state + 1, rank - tl.sum(tl.where(bins > digit, found, 0)))

@@ -1,0 +1,93 @@
+"""The fused step of error feedback against its plain composition: the same bits, and no n-sized temporary."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sparse_compress import ErrorFeedback, TopK
+from sparse_compress.chunks import CHUNK
+
+GRADIENT_DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+class Unfused:
+    """TopK without its fused step."""
+
+    def __init__(self, density):
+        self.plain = TopK(density)
+
+    def __call__(self, tensor):
+        return self.plain(tensor)
+
+    def entries(self, numel):
+        return self.plain.entries(numel)
+
+
+def bits(tensor):
+    return tensor.view(torch.int64 if tensor.dtype == torch.float64 else torch.int32)
+
+
+def assert_steps_agree(gradients, density, **mode):
+    """Sent, residuals and velocities are the same bits; NaN by its bits too."""
+    fused, plain = ErrorFeedback(TopK(density), **mode), ErrorFeedback(Unfused(density), **mode)
+    for gradient in gradients:
+        sent, expected = fused.compress("w", gradient), plain.compress("w", gradient)
+        assert torch.equal(sent.pack(), expected.pack())
+        for one, other in zip(fused._find("w").parts(), plain._find("w").parts(), strict=True):
+            assert torch.equal(bits(one), bits(other))
+        fused.commit()
+        plain.commit()
+
+
+@pytest.mark.parametrize("dtype", GRADIENT_DTYPES)
+@settings(deadline=None, max_examples=4)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    n=st.integers(1, 300) | st.integers(CHUNK + 1, 150_000),
+    momentum=st.sampled_from([0.0, 0.7]),
+    tentative=st.booleans(),
+)
+def test_fused_is_plain(nasty, dtype, seed, n, momentum, tentative):
+    rng = np.random.default_rng(seed)
+    gradients = [torch.from_numpy(nasty(rng, n)).to(dtype) for _ in range(2)]
+    assert_steps_agree(gradients, 0.01, momentum=momentum, tentative=tentative)
+
+
+def test_gradients_that_are_views():
+    x = torch.randn(600, 400, generator=torch.Generator().manual_seed(0))
+    for view in (x.T, x[::2], x[:, 7:], x[1:, :3].T, x.view(-1)[1:]):
+        assert_steps_agree([view, view.bfloat16()], 0.01, momentum=0.5)
+
+
+def test_the_sum_is_complete_when_the_sample_misleads(all_nasty):
+    """The first sweep gives its selection up half-way, but not its writing."""
+    x = torch.ones(5 * CHUNK)
+    feedback = ErrorFeedback(TopK(0.001))
+    sent = feedback.compress("w", x)
+    assert torch.equal(sent.to_dense() + feedback.residual("w"), x)
+
+
+def peak_rss_growth(dtype):
+    """MiB by which the peak of a process grows in one more step over 64 MiB of residual, in a process of its own."""
+    code = (
+        "import resource, torch\n"
+        "from sparse_compress import ErrorFeedback, TopK\n"
+        "torch.set_num_threads(1)\n"
+        f"feedback, gradient = ErrorFeedback(TopK(0.001)), torch.randn(1 << 24).to(torch.{dtype})\n"
+        "feedback.compress('w', gradient[: 1 << 20])\n"  # libraries and buffers
+        "feedback.load_state_dict({'residuals': {}, 'velocities': {}})\n"
+        "residual = feedback._before('x', gradient).residual.fill_(1)\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "feedback.compress('x', gradient)\n"
+        "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)\n"
+    )
+    return float(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_temporary_of_the_gradients_size(dtype):
+    assert peak_rss_growth(dtype) < 12

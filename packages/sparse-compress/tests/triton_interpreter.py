@@ -1,0 +1,66 @@
+"""Every kernel in Triton's interpreter, against the CPU path: a failure raises.
+
+    python triton_interpreter.py     started by test_compress_triton.py, with TRITON_INTERPRET=1
+
+Uninitialised memory is filled with NaN and the largest integers, so that what a kernel forgets to write shows.
+"""
+
+import os
+import sys
+
+import numpy as np
+import torch
+from sparse_compress import fused, topk
+from sparse_compress.accumulator import Accumulator
+from sparse_compress.gpu import select
+
+from conftest import NASTY
+
+SIZES = {1: 32, 127: 64, 1025: 128, 70001: 8192}  # n: block, so that at most 16 programs run one after another
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_topk(x, k, block):
+    before = x.clone()
+    found = [select.topk(x, k, block=block).pack() for _ in range(2 if len(x) == 127 else 1)]
+    for packed in found:
+        assert torch.equal(packed, topk(x, k).pack()), (len(x), k, x.dtype)
+    assert torch.equal(x.view(torch.uint8), before.view(torch.uint8))
+
+
+def check_step(gradient, k, block, momentum, tentative):
+    """Two steps, so that residuals and velocities are not zero; sent, kept and left alone are the same bits."""
+    kinds = {"momentum": momentum > 0}
+    ours, plain = (Accumulator.zeros(gradient, **kinds) for _ in range(2))
+    for step in (gradient, gradient.flip(0) * 0.75):
+        out, plain_out = (part.like() if tentative else part for part in (ours, plain))
+        old = ours.clone()
+        sent = select.step_topk(ours, step, momentum, k, out, block=block)
+        expected = fused.step_topk(plain, step, momentum, k, plain_out)
+        assert torch.equal(sent.pack(), expected.pack()), (len(gradient), k, gradient.dtype, momentum)
+        for one, other in zip(out.parts(), plain_out.parts(), strict=True):
+            assert torch.equal(one.view(torch.int32), other.view(torch.int32))
+        if tentative:
+            assert all(torch.equal(one, other) for one, other in zip(old.parts(), ours.parts(), strict=True))
+        ours, plain = out, plain_out
+
+
+def main():
+    assert os.environ["TRITON_INTERPRET"] == "1"
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    rng = np.random.default_rng(0)
+    for (n, block), dtype in zip(SIZES.items(), (*FLOATS, torch.float32), strict=True):
+        x = torch.from_numpy(NASTY["normal"](rng, n)).to(dtype)
+        check_topk(x, max(1, n // 100), block)
+        check_step(x, max(1, n // 100), block, momentum=0.9 if n > 127 else 0.0, tentative=n == 127)
+    for number, name in enumerate(NASTY):
+        x = torch.from_numpy(NASTY[name](rng, 1025)).to(FLOATS[number % 3])
+        check_topk(x, (1, 600)[number % 2], block=512)
+    check_topk(torch.ones(500)[3:].view(-1), 497, block=128)  # all of them, off the usual alignment
+    check_step(torch.zeros(127), 5, block=64, momentum=0.5, tentative=True)
+    print("same bits", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

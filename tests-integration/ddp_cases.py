@@ -1,0 +1,275 @@
+"""DDP's features with the sparse hook, run on real ranks: rank 0 writes what came of each.
+
+Gradients are integers, so that conservation is exact: over a whole run, the sum of all gradients is what was applied
+plus what is still in the residuals.
+
+usage, on every rank: python ddp_cases.py REPORT.json
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import tempfile
+import traceback
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from sparse_collectives import ALGORITHMS, SparseHookState, reshard_residuals, sparse_hook
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+STEPS = 6
+SHAPES = {"a": (5, 3), "b": (7,), "c": (40,), "d": (1,), "e": (4, 4)}
+
+
+class Linear(nn.Module):
+    """Σ ⟨p, g⟩ over the parameters that are used: the gradient of p is g, exactly."""
+
+    def __init__(self):
+        super().__init__()
+        for name, shape in SHAPES.items():
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+
+    def forward(self, gradients):
+        return sum((getattr(self, name) * g).sum() for name, g in gradients.items())
+
+
+def gradients_of(step, rank, unused=()):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    drawn = {name: torch.randint(-9, 10, shape, generator=generator).float() for name, shape in SHAPES.items()}
+    return {name: g for name, g in drawn.items() if name not in unused}
+
+
+class Run:
+    """A model under DDP with the hook; counts what goes in and what comes out."""
+
+    def __init__(self, *, algorithm="gtopk", momentum=0.0, grad_scaler=None, named=True, **ddp):
+        self.module = Linear()
+        self.ddp = DistributedDataParallel(self.module, bucket_cap_mb=1e-4, **ddp)  # several small buckets
+        names = self.module.named_parameters() if named else ()
+        self.state = SparseHookState(
+            density=0.1, algorithm=algorithm, momentum=momentum, grad_scaler=grad_scaler, named_parameters=names
+        )
+        self.ddp.register_comm_hook(self.state, sparse_hook)
+        self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=1.0)
+        self.given = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+        self.applied = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+
+    def step(self, step, unused=(), backwards=1):
+        self.optimizer.zero_grad()
+        for micro in range(backwards):
+            gradients = gradients_of(10 * step + micro, dist.get_rank(), unused)
+            for name, g in gradients.items():
+                self.given[name] += g
+            if micro < backwards - 1:
+                with self.ddp.no_sync():
+                    self.ddp(gradients).backward()
+            else:
+                self.ddp(gradients).backward()
+        for name, p in self.module.named_parameters():
+            if p.grad is not None:
+                self.applied[name] += torch.round(p.grad * dist.get_world_size())
+        self.optimizer.step()
+
+    def residuals(self):
+        parts = self.state.state_dict()["distributed"]["residuals"]
+        return {name: parts.get(name, torch.zeros(shape)) for name, shape in SHAPES.items()}
+
+    def check_conservation(self):
+        """Σ over ranks and steps of the gradients = Σ over steps of what was applied + Σ over ranks of residuals."""
+        for name in SHAPES:
+            given, kept = self.given[name].clone(), self.residuals()[name].clone()
+            dist.all_reduce(given)
+            dist.all_reduce(kept)
+            assert torch.equal(given, self.applied[name] + kept), (name, given, self.applied[name], kept)
+
+    def bits(self):
+        return [p.detach().clone() for p in self.module.parameters()] + [r.clone() for r in self.residuals().values()]
+
+
+def all_steps(run, steps=range(STEPS), **options):
+    for step in steps:
+        run.step(step, **options)
+    run.check_conservation()
+    return run
+
+
+def plain():
+    for algorithm in ALGORITHMS:
+        all_steps(Run(algorithm=algorithm))
+
+
+def gradient_as_bucket_view():
+    all_steps(Run(gradient_as_bucket_view=True))
+
+
+def static_graph():
+    all_steps(Run(static_graph=True))
+
+
+def accumulation_in_no_sync():
+    all_steps(Run(), backwards=3)
+
+
+def locally_and_globally_unused():
+    """b is used by rank 0 alone, c by nobody at odd steps: what waits in their residuals must not be lost."""
+    run = Run(find_unused_parameters=True)
+    for step in range(STEPS):
+        unused = ({"b"} if dist.get_rank() else set()) | ({"c"} if step % 2 else set())
+        run.step(step, unused=unused)
+    run.check_conservation()
+
+
+def never_used():
+    run = all_steps(Run(find_unused_parameters=True), unused=("d",))
+    assert run.module.d.grad is None
+
+
+def unused_in_accumulation():
+    all_steps(Run(find_unused_parameters=True), unused=("a",), backwards=2)
+
+
+def without_names():
+    run = Run(named=False)
+    for step in range(3):
+        run.step(step)
+    residuals = run.state.state_dict()["distributed"]["residuals"]
+    assert sorted(residuals) == [f"parameter {i}" for i in range(len(SHAPES))]
+
+
+def mixed_precision():
+    """An overflow on one rank: no rank steps, residuals stay bit for bit, also of buckets that went before."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
+    run = Run(grad_scaler=scaler)
+    for step in range(STEPS):
+        run.optimizer.zero_grad()
+        gradients = gradients_of(step, dist.get_rank())
+        overflow = step in (0, 3)
+        if overflow and dist.get_rank() == 1:
+            gradients["a"] = torch.full((5, 3), float("inf"))
+        before = run.bits()
+        scaler.scale(run.ddp(gradients)).backward()
+        scaler.unscale_(run.optimizer)
+        if not overflow:
+            for name, p in run.module.named_parameters():
+                run.given[name] += gradients[name]
+                run.applied[name] += torch.round(p.grad * dist.get_world_size())
+        scaler.step(run.optimizer)
+        scaler.update()
+        if overflow:
+            assert all(torch.equal(one, other) for one, other in zip(before, run.bits(), strict=True))
+    assert scaler.get_scale() == 2.0**8
+    run.check_conservation()
+
+
+def saved(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def resume_is_exact():
+    """Save, start anew, load: the same bits as never having stopped (buckets stay as they are with this flag)."""
+    for momentum in (0.0, 0.5):
+        options = {"momentum": momentum, "find_unused_parameters": True}
+        whole, first, second = Run(**options), Run(**options), Run(**options)
+        for step in range(STEPS):
+            whole.step(step)
+        for step in range(3):
+            first.step(step)
+        second.module.load_state_dict(saved(first.module.state_dict()))
+        second.state.load_state_dict(saved(first.state.state_dict()))
+        for step in range(3, STEPS):
+            second.step(step)
+        for one, other in zip(whole.bits(), second.bits(), strict=True):
+            assert torch.equal(one, other)
+
+
+def resume_into_other_buckets():
+    """DDP cuts a new module's buckets otherwise in its first step: nothing is lost on the way."""
+    first, second = Run(), Run()
+    for step in range(3):
+        first.step(step)
+    second.state.load_state_dict(saved(first.state.state_dict()))
+    second.given, second.applied = first.given, first.applied
+    all_steps(second, range(3, STEPS))
+
+
+def distributed_checkpoint():
+    run = all_steps(Run())
+    own = {f"rank{dist.get_rank()}": run.state.state_dict()["distributed"]["residuals"]}
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    dcp.save(own, checkpoint_id=folder[0])
+    loaded = {key: {name: torch.zeros_like(t) for name, t in tensors.items()} for key, tensors in own.items()}
+    dcp.load(loaded, checkpoint_id=folder[0])
+    for key, tensors in own.items():
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, loaded[key][name])
+
+
+def other_world_size():
+    """Residuals of P ranks carried over to 1 rank: what is still to be applied, a mean, stays the same."""
+    run = all_steps(Run())
+    states = [None] * dist.get_world_size()
+    dist.all_gather_object(states, run.state.state_dict())
+    [one] = reshard_residuals(states, 1)
+    for name in SHAPES:
+        mean = sum(state["distributed"]["residuals"][name] for state in states) / len(states)
+        torch.testing.assert_close(one["distributed"]["residuals"][name], mean)
+    with pytest.raises(ValueError, match="reshard_residuals"):
+        Run().state.load_state_dict(one)
+
+
+def nan_without_scaler():
+    run = Run()
+    gradients = gradients_of(0, dist.get_rank())
+    if dist.get_rank() == 1:
+        gradients["c"][3] = float("nan")
+    with pytest.raises(RuntimeError, match="rank 1: the gradient of 'c' is not finite"):
+        run.ddp(gradients).backward()
+
+
+CASES = [
+    plain,
+    gradient_as_bucket_view,
+    static_graph,
+    accumulation_in_no_sync,
+    locally_and_globally_unused,
+    never_used,
+    unused_in_accumulation,
+    without_names,
+    mixed_precision,
+    resume_is_exact,
+    resume_into_other_buckets,
+    distributed_checkpoint,
+    other_world_size,
+    nan_without_scaler,  # last: afterwards the group's communicator is of no use
+]
+
+
+def main(report):
+    dist.init_process_group("gloo")
+    outcomes = {}
+    for case in CASES:
+        try:
+            case()
+            outcome = None
+        except BaseException:
+            outcome = traceback.format_exc()
+        gathered = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, outcome)
+        outcomes[case.__name__] = gathered
+    if dist.get_rank() == 0:
+        with open(report, "w") as file:
+            json.dump(outcomes, file)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
