@@ -75,7 +75,7 @@ class Engine:
         while not flight.poll():
             waited = time.perf_counter() - begin
             if waited > SPIN_SECONDS:
-                time.sleep(min(waited / 8, LONGEST_NAP_SECONDS))
+                flight.comm.transport.nap(min(waited / 8, LONGEST_NAP_SECONDS))
                 self._look_around([flight])
 
     def wait(self, flight: TransportFlight, timeout: float | None) -> bool:

@@ -62,6 +62,11 @@ class ProcessGroupTransport(Transport):
             waits.append((peer, self._waiters.wait_for(self._data.send([host], peer, call.outgoing_tag(peer)))))
         return _PendingRound(call, waits, buffers, device)
 
+    def nap(self, seconds: float) -> None:
+        """See `Transport.nap`: until a waiter has something."""
+        self._waiters.news.wait(seconds)
+        self._waiters.news.clear()
+
     def write(self, peer: int, letter: bytes) -> None:
         """See `Transport.write`."""
         self._letters.write(peer, letter)

@@ -86,6 +86,10 @@ class Transport(ABC):
     def read(self) -> list[bytes]:
         """The letters that have come; does not block."""
 
+    def nap(self, seconds: float) -> None:
+        """Waits so long for messages to come, or less where the transport notices that they have."""
+        time.sleep(seconds)
+
     def can_sum(self, tensor: Tensor) -> bool:
         """Whether the transport has an allreduce of its own for this dtype and device."""
         del tensor

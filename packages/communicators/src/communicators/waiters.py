@@ -21,9 +21,10 @@ class Waitable(Protocol):
 class Wait:
     """One message under way: `done`, with an `error` if it failed."""
 
-    def __init__(self, work: Waitable) -> None:
+    def __init__(self, work: Waitable, news: threading.Event) -> None:
         self.work = work
         self.done = False
+        self._news = news
         self.error: BaseException | None = None
 
     def block(self) -> None:
@@ -33,6 +34,7 @@ class Wait:
         except Exception as error:
             self.error = error
         self.done = True
+        self._news.set()
 
     def give_up(self) -> None:
         """Ends a wait that goes on in another thread, by closing its connection."""
@@ -44,9 +46,13 @@ class Wait:
 
 
 class Waiters:
-    """As many threads as there are messages under way at a time; idle ones are used again."""
+    """As many threads as there are messages under way at a time; idle ones are used again.
+
+    news: set whenever one of them is done.
+    """
 
     def __init__(self) -> None:
+        self.news = threading.Event()
         self._queue: queue.SimpleQueue[Wait | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
@@ -54,7 +60,7 @@ class Waiters:
 
     def wait_for(self, work: Waitable) -> Wait:
         """Starts to wait."""
-        wait = Wait(work)
+        wait = Wait(work, self.news)
         with self._lock:
             self._busy += 1
             if self._busy > len(self._threads):

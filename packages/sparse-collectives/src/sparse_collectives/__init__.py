@@ -2,6 +2,7 @@
 
 from sparse_collectives.algorithms import ALGORITHMS, Algorithm
 from sparse_collectives.allreduce import sparse_allreduce, sparse_allreduce_async
+from sparse_collectives.arrays import DenseReduction
 from sparse_collectives.checkpoint import reshard_residuals
 from sparse_collectives.ddp_hook import SparseHookState, sparse_hook
 from sparse_collectives.optimizer import DistributedOptimizer
@@ -11,6 +12,7 @@ from sparse_collectives.traffic import Traffic
 __all__ = [
     "ALGORITHMS",
     "Algorithm",
+    "DenseReduction",
     "DistributedOptimizer",
     "Reduction",
     "SparseHookState",

@@ -3,26 +3,54 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import Any, overload
 
+import numpy as np
+import torch
 from communicators import Communicator, Work, as_communicator, run, start
 from communicators.communicator import TIMEOUT_SECONDS
 from communicators.schedule import Schedule
 from sparse_compress import SparseVector, add, merge
+from torch import Tensor
 
 from sparse_collectives.algorithms import State, algorithm_named
+from sparse_collectives.arrays import Array, DenseReduction, densify, select
 from sparse_collectives.reduction import Reduction
 
 
+@overload
 def sparse_allreduce(
     sparse: SparseVector,
+    comm: Any,
+    *,
+    k: int,
+    algorithm: str = ...,
+    state: State | None = ...,
+    timeout: float = ...,
+) -> Reduction: ...
+
+
+@overload
+def sparse_allreduce(
+    sparse: Array,
+    comm: Any,
+    *,
+    k: int,
+    algorithm: str = ...,
+    state: State | None = ...,
+    timeout: float = ...,
+) -> DenseReduction[Array]: ...
+
+
+def sparse_allreduce(
+    sparse: Any,
     comm: Any,
     *,
     k: int,
     algorithm: str = "gtopk",
     state: State | None = None,
     timeout: float = TIMEOUT_SECONDS,
-) -> Reduction:
+) -> Reduction | DenseReduction[Any]:
     """The sum of sparse vectors over the ranks of `comm`.
 
         reduction = sparse_allreduce(topk(gradient, k), comm, k=k)
@@ -30,7 +58,8 @@ def sparse_allreduce(
         residual += reduction.dropped.to_dense()
 
     sparse: this rank's vector, float32 or float64. Fewer than k entries are filled up with explicit zeros at the lowest
-        unused indices; of more, the k largest are sent, and the others are in `dropped`.
+        unused indices; of more, the k largest are sent, and the others are in `dropped`. Or a dense NumPy array or
+        tensor of floats: its k largest entries are sent, and total and dropped are dense, of its kind and shape.
     comm: whatever `communicators.as_communicator` takes: an mpi4py or torch group, or a simulated world's communicator.
     k: the most entries that a rank may contribute. numel, dtype, k and algorithm must be the same on every rank.
     algorithm: a name in `ALGORITHMS`.
@@ -42,6 +71,10 @@ def sparse_allreduce(
     where ranks disagree or one of them fails.
     """
     comm = as_communicator(comm)
+    if isinstance(sparse, np.ndarray) or (isinstance(sparse, Tensor) and sparse.layout == torch.strided):
+        sent = select(sparse, k)
+        schedule, facts = prepare(sent, comm, k, algorithm, state)
+        return densify(run(schedule, comm, facts=facts, timeout=timeout, device=sent.device), sparse, sent)
     schedule, facts = prepare(sparse, comm, k, algorithm, state)
     return run(schedule, comm, facts=facts, timeout=timeout, device=sparse.device)
 

@@ -1,0 +1,206 @@
+"""How much of an exchange backward hides, on two real ranks behind a slow link; and what Python costs a round.
+
+    python -m bench overlap [--mbit RATE] [--ms DELAY] [--repeats N] [--full] [--output DIR]
+
+compute: forward and backward alone. select: compression alone. exchange: the whole synchronize() after backward.
+overlapped: forward, backward and synchronize() with overlap=True. Of the wire's part, exchange − select, the share
+1 − (overlapped − compute − select) / (exchange − select) is hidden. Medians of interleaved repeats on rank 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from communicators import Communicator, as_communicator, barrier, run
+from communicators.call import Call
+from communicators.dense import ring_allreduce
+from communicators.schedule import Received, Round
+from communicators.transport import Pending, Transport, TransportCommunicator
+from sparse_collectives import DistributedOptimizer
+from sparse_compress import ErrorFeedback, TopK
+from torch import nn
+
+from bench.slow_link import open_link
+
+MIB = 1 << 20
+COLUMNS = ("algorithm", "bucket_MiB", "compute_ms", "select_ms", "exchange_ms", "overlapped_ms", "hidden")
+
+
+def main(argv: Sequence[str] = ()) -> int:
+    """Starts the ranks, prints the table; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m bench overlap", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--mbit", type=float, default=100.0, help="link rate, default 100")
+    parser.add_argument("--ms", type=float, default=1.0, help="one-way delay, default 1")
+    parser.add_argument("--repeats", type=int, default=9, help="default 9")
+    parser.add_argument("--full", action="store_true", help="more bucket sizes")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="write DIR/overlap.csv too")
+    options = parser.parse_args(argv)
+    print(f"Python costs {python_microseconds_a_round():.0f} µs a round (schedule, tags, stamps, polling; no network)")
+    sizes = [1, 2, 4, 8, 16, 32] if options.full else [1, 4, 16]
+    command = [sys.executable, "-m", "bench.overlap", "ranks", str(options.repeats), *map(str, sizes)]
+    with open_link(ranks=2, mbit_per_second=options.mbit, milliseconds=options.ms) as link:
+        print(link.describe())
+        done = link.mpiexec(command, timeout=1200)
+    if done.returncode:
+        print(done.stderr, file=sys.stderr)
+        return done.returncode
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    _print(rows)
+    if options.output:
+        _write(options.output / "overlap.csv", rows)
+    return 0
+
+
+def on_rank(repeats: int, bucket_mib: Sequence[float]) -> None:
+    """One rank's part, under mpiexec."""
+    from mpi4py import MPI
+
+    comm = as_communicator(MPI.COMM_WORLD)
+    for algorithm in ("gtopk", "topk-allgather"):
+        for size in bucket_mib:
+            row = _measure(comm, algorithm, int(size * MIB), repeats)
+            if comm.rank == 0:
+                print(json.dumps({"algorithm": algorithm, "bucket_MiB": size, **row}), flush=True)
+
+
+def _measure(comm: Communicator, algorithm: str, bucket_bytes: int, repeats: int) -> dict[str, float]:
+    torch.manual_seed(comm.rank)
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8)))  # 8.4 million parameters
+    batch, density = torch.randn(256, 1024), 0.01
+    optimizers = {
+        overlap: DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=1e-3),
+            model.named_parameters(),
+            comm=comm,
+            algorithm=algorithm,
+            compressor=TopK(density),
+            bucket_bytes=bucket_bytes,
+            overlap=overlap,
+        )
+        for overlap in (False, True)
+    }
+    feedback = ErrorFeedback(TopK(density))
+
+    def backward() -> None:
+        model.zero_grad(set_to_none=True)
+        model(batch).square().mean().backward()
+
+    def compute() -> None:
+        with optimizers[True].no_sync():
+            backward()
+
+    def select() -> None:
+        for name, p in model.named_parameters():
+            assert p.grad is not None
+            feedback.compress(name, p.grad)
+
+    def exchange() -> None:
+        optimizers[False].step()
+
+    def overlapped() -> None:
+        backward()
+        optimizers[True].step()
+
+    parts = {"compute_ms": compute, "select_ms": select, "exchange_ms": exchange, "overlapped_ms": overlapped}
+    times: dict[str, list[float]] = {name: [] for name in parts}
+    for _ in range(repeats + 1):
+        for name, part in parts.items():
+            barrier(comm)
+            begin = time.perf_counter()
+            part()
+            times[name].append(1e3 * (time.perf_counter() - begin))
+    medians = {name: statistics.median(taken[1:]) for name, taken in times.items()}
+    wire = medians["exchange_ms"] - medians["select_ms"]
+    shown = medians["overlapped_ms"] - medians["compute_ms"] - medians["select_ms"]
+    return {**medians, "hidden": 1 - shown / wire}
+
+
+class _Echo(Pending):
+    """Every receive is there at once: zeros with the right stamp."""
+
+    def __init__(self, call: Call, action: Round) -> None:
+        self._call, self._action = call, action
+
+    def done(self) -> bool:
+        return True
+
+    def received(self) -> Received:
+        got = {}
+        for peer, capacity in self._action.recvs.items():
+            payload = torch.zeros(capacity, dtype=torch.uint8)
+            Call(iter(()), rank=peer, size=2, facts=self._call.facts, number=self._call.number).stamp(payload)  # type: ignore[arg-type]
+            self._call.accept(peer, payload, capacity)
+            got[peer] = payload
+        return got
+
+    def missing(self) -> list[int]:
+        return []
+
+    def cancel(self) -> None:
+        pass
+
+
+class _NoNetwork(Transport):
+    """Rank 0 of 65, whose peers answer at once: what is left is our own time."""
+
+    rank, size, device, threaded = 0, 65, torch.device("cpu"), True
+
+    def post(self, call: Call, action: Round, device: torch.device) -> Pending:
+        for peer, payload in action.sends.items():
+            call.stamp(payload)
+            call.outgoing_tag(peer)
+        for peer in action.recvs:
+            call.incoming_tag(peer)
+        return _Echo(call, action)
+
+    def write(self, peer: int, letter: bytes) -> None:
+        pass
+
+    def read(self) -> list[bytes]:
+        return []
+
+    def closing(self) -> bool:
+        return False
+
+
+def python_microseconds_a_round(repeats: int = 50) -> float:
+    """A ring over 65 ranks has 128 rounds of next to no bytes; median time of one."""
+    comm = TransportCommunicator(_NoNetwork())
+    comm._facts.add("ring")  # agreed, as it is in every call but the first
+    taken = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        run(ring_allreduce(torch.zeros(65), 0, 65), comm, facts="ring")
+        taken.append(time.perf_counter() - begin)
+    return 1e6 * statistics.median(taken) / 128
+
+
+def _print(rows: Sequence[dict[str, float]]) -> None:
+    print("  ".join(f"{name:>14}" for name in COLUMNS))
+    for row in rows:
+        cells = [f"{row[c]:.1f}" if c.endswith("ms") else f"{row[c]:.0%}" if c == "hidden" else row[c] for c in COLUMNS]
+        print("  ".join(f"{cell:>14}" for cell in cells))
+
+
+def _write(path: Path, rows: Sequence[dict[str, float]]) -> None:
+    os.makedirs(path.parent, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["ranks"]:
+        on_rank(int(sys.argv[2]), [float(size) for size in sys.argv[3:]])
+    else:
+        raise SystemExit(main(sys.argv[1:]))
