@@ -1,5 +1,6 @@
 """Exact top-k, other compressors, sparse vectors and error feedback for gradient compression."""
 
+from sparse_compress.codecs import DenseCodec, WireCodec, index_entropy
 from sparse_compress.compressors import (
     ByParts,
     Compressor,
@@ -29,6 +30,7 @@ __all__ = [
     "ByParts",
     "Compressor",
     "DGCTopK",
+    "DenseCodec",
     "ErrorFeedback",
     "FusedCompressor",
     "GaussianK",
@@ -38,9 +40,11 @@ __all__ = [
     "Threshold",
     "ThresholdReuse",
     "TopK",
+    "WireCodec",
     "add",
     "clip_locally",
     "concatenate",
+    "index_entropy",
     "merge",
     "pad",
     "share",
