@@ -44,10 +44,10 @@ def flat(model):
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"nonfinite": "skip"}, {"bucket_bytes": 16}])
-def test_resumed_runs_end_in_the_same_bits(name, options):
-    if name == "dense" and "momentum" in options:
-        pytest.skip("dense has no momentum of its own")
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("options", [{}, {"nonfinite": "skip"}, {"bucket_bytes": 16}])
+def test_resumed_runs_end_in_the_same_bits(name, momentum, options):
+    options = {**options, "momentum": momentum if ALGORITHMS[name].compresses else 0.0}
 
     def whole(comm):
         model, optimizer = make(comm, name=name, **options)

@@ -32,7 +32,7 @@ def check_laws(name, vectors, k):
 
 @every_algorithm
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_laws(name, dtype, data):
     dense = data.draw(testing.inputs(numels=st.integers(1, 60), dtype=dtype))
@@ -42,7 +42,7 @@ def test_laws(name, dtype, data):
 
 
 @every_algorithm
-@pytest.mark.parametrize("size", [14, 31, 32, 33, 64])
+@pytest.mark.parametrize("size", [14, 33, 64])
 def test_laws_with_many_ranks(name, size):
     generator = torch.Generator().manual_seed(size)
     dense = [torch.randint(-99, 100, (257,), generator=generator).float() for _ in range(size)]
@@ -63,10 +63,19 @@ def test_ranks_agree_on_any_floats_in_any_order_of_delivery(name, data):
     size, n = data.draw(testing.world_sizes(8)), data.draw(st.integers(1, 20))
     row = st.lists(st.floats(width=32), min_size=n, max_size=n)  # NaN, infinities, denormals, −0 and ties among them
     dense = [torch.tensor(data.draw(row)) for _ in range(size)]
-    world = SimulatedWorld(size, draw=lambda: data.draw(st.floats(0, 0.99)))
+    world = SimulatedWorld(size, seed=data.draw(st.integers(0, 9)), jitter=1e-3)
     results = world.run(lambda comm: sparse_allreduce(topk(dense[comm.rank], 3), comm, k=3, algorithm=name))
     for result in results:
         assert torch.equal(result.total.pack()[16:], results[0].total.pack()[16:])
+
+
+@every_algorithm
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_ranks_agree_on_nan_payloads_which_do_not_commute(name, size):
+    dense = [torch.tensor([0x7FC00001 + rank, 0], dtype=torch.int32).view(torch.float32) for rank in range(size)]
+    world = SimulatedWorld(size)
+    results = world.run(lambda comm: sparse_allreduce(topk(dense[comm.rank], 1), comm, k=1, algorithm=name))
+    assert len({result.total.values.view(torch.int32)[0].item() for result in results}) == 1
 
 
 @every_algorithm

@@ -1,0 +1,1 @@
+"""Image classification with every synchronisation algorithm: `python -m cifar --help`."""

@@ -1,7 +1,7 @@
 """Collectives written as schedules, carried by MPI, torch.distributed or a simulated world."""
 
 from communicators.buckets import Bucket, buckets_of
-from communicators.collectives import allgather, allreduce, barrier, broadcast
+from communicators.collectives import allgather, allreduce, allreduce_async, barrier, broadcast
 from communicators.communicator import Communicator, Work, run, start
 from communicators.errors import CollectiveError
 from communicators.link import Link
@@ -25,6 +25,7 @@ __all__ = [
     "Work",
     "allgather",
     "allreduce",
+    "allreduce_async",
     "as_communicator",
     "barrier",
     "body",

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from communicators import dense
-from communicators.communicator import Communicator, run
+from communicators.communicator import Communicator, Work, run, start
 from communicators.schedule import Schedule
 
 RING_NBYTES = 1 << 16
@@ -28,6 +28,13 @@ def allreduce(tensor: Tensor, comm: Communicator, *, average: bool = False, nati
         total = run(schedule, comm, facts=_facts("allreduce", tensor), device=tensor.device)
     total = total.view(tensor.shape)
     return total.div_(comm.size) if average else total
+
+
+def allreduce_async(tensor: Tensor, comm: Communicator) -> Work[Tensor]:
+    """The sum over ranks in the background, by our schedule; `wait()` gives it, 1-D. The input is copied."""
+    _check(tensor)
+    schedule = _allreduce_schedule(_flat(tensor), comm.rank, comm.size)
+    return start(schedule, comm, facts=_facts("allreduce", tensor), device=tensor.device)
 
 
 def broadcast(tensor: Tensor, comm: Communicator, *, root: int = 0) -> Tensor:

@@ -89,12 +89,12 @@ def check_laws(
     dense(x): the input as a dense tensor of exactly summable values (integers).
     total(result), dropped(result): the sum that it returns, and what this rank must put back in its residual.
     traffic(rank, size): what the algorithm's expression says that a rank sends.
-    comm: a communicator of a real world of len(inputs) ranks; this process then runs the collective there too, with
-        its rank's input, and must get the same bits as in the simulated world.
+    comm: a communicator of a real world of len(inputs) ranks; this process then runs the collective in one simulated
+        world and there, with its rank's input, and must get the same bits.
     """
     size = len(inputs)
     results = None
-    for world in worlds(size):
+    for world in worlds(size) if comm is None else [SimulatedWorld(size)]:
         again = world.run(lambda c: collective(c, inputs[c.rank]))
         if results is None:
             results = again

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from communicators import Bucket, Communicator, Work, allreduce
+from communicators import Bucket, Communicator, Work, allreduce, allreduce_async
 from sparse_compress import Compressor, ErrorFeedback, SparseVector
 from torch import Tensor
 
@@ -25,13 +25,13 @@ Gradients = Sequence[Tensor | None]
 
 @dataclass(frozen=True)
 class Mean:
-    """mean: 1-D, the bucket's, the same bits on every rank, and valid until its bucket is started again.
+    """flat: a bucket's, 1-D, the same bits on every rank, and valid until that bucket is started again.
 
     finite: whether all of it is. suspect: where not, the first element (in the bucket) of what this rank gave that is
     not finite, -1 if all of it was.
     """
 
-    mean: Tensor
+    flat: Tensor
     finite: bool
     suspect: int = -1
 
@@ -59,20 +59,28 @@ class Exchange(Protocol):
 
 
 class DenseExchange:
-    """Sums whole gradients; keeps nothing between steps. Half-precision gradients are summed in float32."""
+    """Sums whole gradients; keeps nothing between steps. Half-precision gradients are summed in float32.
 
-    def __init__(self, buckets: Sequence[Bucket], comm: Communicator) -> None:
-        self._comm = comm
+    background: each sum goes on by itself from its start, by our schedule; else all are done in `finish`, by the
+    transport's own allreduce where it has one.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], comm: Communicator, *, background: bool = False) -> None:
+        self._comm, self._background = comm, background
+        self._works: dict[int, Work[Tensor]] = {}
         self._buckets = buckets
         self._flats = [_flat(bucket) for bucket in buckets]
 
     def start(self, position: int, gradients: Gradients) -> None:
         """See `Exchange.start`."""
-        self._buckets[position].gather(gradients, out=self._flats[position])
+        flat = self._buckets[position].gather(gradients, out=self._flats[position])
+        if self._background:
+            self._works[position] = allreduce_async(flat, self._comm)
 
     def finish(self) -> list[Mean]:
         """See `Exchange.finish`."""
-        return [self._mean(flat) for flat in self._flats]
+        works, self._works = self._works, {}
+        return [self._mean(flat, works.get(position)) for position, flat in enumerate(self._flats)]
 
     def commit(self) -> None:
         """Nothing to do."""
@@ -92,8 +100,9 @@ class DenseExchange:
                 "drop them with reshard_residuals(states, size, drop=True)"
             )
 
-    def _mean(self, flat: Tensor) -> Mean:
-        mean = allreduce(flat, self._comm, average=True)
+    def _mean(self, flat: Tensor, work: Work[Tensor] | None) -> Mean:
+        total = allreduce(flat, self._comm) if work is None else work.wait()
+        mean = total.div_(self._comm.size)
         finite = _is_finite(mean)
         return Mean(mean, finite, -1 if finite else _first_nonfinite(flat))
 
@@ -184,7 +193,8 @@ def _flat(bucket: Bucket) -> Tensor:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    return bool(torch.isfinite(tensor).all())
+    """Whether all elements are: so they are if their sum is, which takes one pass; else it may have overflowed."""
+    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
 def _first_nonfinite(tensor: Tensor) -> int:

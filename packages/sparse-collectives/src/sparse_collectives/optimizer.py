@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from sparse_collectives.algorithms import algorithm_named
+from sparse_collectives.backward_order import BUCKET_BYTES, BackwardOrder
 from sparse_collectives.checkpoint import KEY, PARTS, check_place, join, split
 from sparse_collectives.exchange import DenseExchange, Exchange, Mean, SparseExchange
 from sparse_collectives.initial import broadcast_parameters
@@ -43,10 +44,14 @@ class DistributedOptimizer(Optimizer):
     algorithm: a name in `ALGORITHMS`. "dense" sums whole gradients, without compressor and residuals.
     momentum: of DGC's correction, before the selection (see `ErrorFeedback`). The wrapped optimizer's own comes after
         the exchange and learns badly at small densities: give it here and leave that at 0.
-    bucket_bytes: selection and exchange in buckets of so many bytes; default: over the whole model at once.
+    bucket_bytes: selection and exchange in buckets of so many bytes; default: over the whole model at once, with
+        `overlap` BUCKET_BYTES.
+    overlap: each bucket's selection and exchange start during backward, as soon as its gradients are ready, those of
+        the last layers first. All but the last backward of a step then belong into `no_sync()`.
     nonfinite: "raise": a NaN or inf in any rank's gradient is a CollectiveError, on every rank, that names rank and
-        parameter. "skip": every rank skips the step, counts it in `skipped`, and keeps residuals and momenta as they
-        were, bit for bit, for twice their memory; p.grad then holds the non-finite mean on every rank.
+        parameter; no parameter changes, but what residuals took in that step is lost. "skip": every rank skips the
+        step, counts it in `skipped`, and keeps residuals and momenta as they were, bit for bit, for twice their
+        memory; p.grad then holds the non-finite mean on every rank.
 
     A parameter without a gradient counts as zeros, and gets its part of the mean like the others: all ranks update
     the same parameters, even those that only some of them used.
@@ -55,7 +60,7 @@ class DistributedOptimizer(Optimizer):
     `scaler.unscale_(optimizer)` comes before it. The wrapped optimizer may need its closure only once (LBFGS: more).
     """
 
-    _step_supports_amp_scaling = True  # so that GradScaler calls step() on every rank, or none of them would meet
+    _step_supports_amp_scaling = True  # so that GradScaler calls step() on every rank, also where it found inf
 
     def __init__(
         self,
@@ -67,6 +72,7 @@ class DistributedOptimizer(Optimizer):
         algorithm: str = "gtopk",
         momentum: float = 0.0,
         bucket_bytes: int | None = None,
+        overlap: bool = False,
         nonfinite: str = "raise",
     ) -> None:
         _check(optimizer, algorithm, momentum, nonfinite)
@@ -79,10 +85,13 @@ class DistributedOptimizer(Optimizer):
         self.skipped = 0
         self._algorithm, self._nonfinite = algorithm, nonfinite
         trained = {name: p for name, p in named.items() if p.requires_grad and p.numel()}
+        if overlap:  # gradients come in about the reverse order of the parameters
+            trained, bucket_bytes = dict(reversed(trained.items())), bucket_bytes or BUCKET_BYTES
         self._names, self._trained = list(trained), list(trained.values())
         self._buckets = {self._names[b.members[0]]: b for b in buckets_of(self._trained, bucket_bytes)}
         self._synchronized = self._skips = self._accumulates = False
-        self._exchange = self._make_exchange(compressor if compressor is not None else TopK(0.01), momentum)
+        self._exchange = self._make_exchange(compressor if compressor is not None else TopK(0.01), momentum, overlap)
+        self._overlap = BackwardOrder(self._trained, list(self._buckets.values()), self._start) if overlap else None
         broadcast_parameters(named, self.comm, settings=f"{algorithm}, {momentum=}, {bucket_bytes=}, {nonfinite=}")
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -116,10 +125,8 @@ class DistributedOptimizer(Optimizer):
         self._refuse_no_sync("synchronize()")
         if self._synchronized and not self._skips:
             raise RuntimeError("synchronize() was called twice for one step(): the mean would be exchanged again")
-        gradients = self._gradients()
         try:
-            for position in range(len(self._buckets)):
-                self._exchange.start(position, gradients)
+            self._start_all()
             means = self._exchange.finish()
             self._skips = not all(mean.finite for mean in means)
             if self._skips and self._nonfinite == "raise":
@@ -136,17 +143,20 @@ class DistributedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """See torch.optim.Optimizer.zero_grad; also forgets that `synchronize` was called."""
+        if self._overlap is not None and self._overlap.under_way:
+            raise RuntimeError("zero_grad() while gradients are under way: call step() or synchronize() first")
         self._synchronized = self._skips = False
         super().zero_grad(set_to_none)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Gradients only accumulate inside: nothing is exchanged, and `step` and `synchronize` are errors."""
-        outer, self._accumulates = self._accumulates, True
+        outer = self._accumulates
+        self._accumulate(True)
         try:
             yield
         finally:
-            self._accumulates = outer
+            self._accumulate(outer)
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state and, as "distributed", this rank's residuals and momenta by parameter.
@@ -193,9 +203,9 @@ class DistributedOptimizer(Optimizer):
         self.param_groups = self.optimizer.param_groups
         self.defaults = self.optimizer.defaults
 
-    def _make_exchange(self, compressor: Compressor, momentum: float) -> Exchange:
+    def _make_exchange(self, compressor: Compressor, momentum: float, overlap: bool) -> Exchange:
         if not algorithm_named(self._algorithm).compresses:
-            return DenseExchange(list(self._buckets.values()), self.comm)
+            return DenseExchange(list(self._buckets.values()), self.comm, background=overlap)
         return SparseExchange(
             self._buckets,
             self.comm,
@@ -204,6 +214,23 @@ class DistributedOptimizer(Optimizer):
             momentum=momentum,
             tentative=self._nonfinite == "skip",
         )
+
+    def _accumulate(self, only: bool) -> None:
+        self._accumulates = only
+        if self._overlap is not None:
+            self._overlap.paused = only
+
+    def _start(self, position: int) -> None:
+        self._exchange.start(position, self._gradients())
+
+    def _start_all(self) -> None:
+        """Starts the exchange of all buckets that backward has not started."""
+        if self._overlap is not None:
+            self._overlap.start_rest()
+            self._overlap.reset()
+            return
+        for position in range(len(self._buckets)):
+            self._start(position)
 
     def _gradients(self) -> list[Tensor | None]:
         gradients = [p.grad for p in self._trained]
@@ -222,13 +249,18 @@ class DistributedOptimizer(Optimizer):
                 p.grad = torch.empty_like(p)
         gradients = [p.grad for p in self._trained if p.grad is not None]
         for mean, bucket in zip(means, self._buckets.values(), strict=True):
-            bucket.scatter(mean.mean, gradients)
+            bucket.scatter(mean.flat, gradients)
 
     def _unscale(self) -> None:
         """Divides by the scale that a GradScaler hands over, unless the user had it unscale the gradients."""
         scale: Tensor | None = getattr(self, "grad_scale", None)
         if scale is None:
             return
+        if self._overlap is not None:
+            raise RuntimeError(
+                "overlap=True sends gradients before a GradScaler hands over its scale: use overlap=False, or "
+                "DistributedDataParallel with sparse_hook and its grad_scaler"
+            )
         if self._synchronized:
             raise RuntimeError("synchronize() met scaled gradients: call scaler.unscale_(optimizer) before it")
         for p in self._trained:

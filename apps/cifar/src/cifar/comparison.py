@@ -1,0 +1,55 @@
+"""The same training with dense and with sparse gradients, side by side."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from communicators import Communicator, Link
+from rich.console import Console
+from trainer.flags import parse
+from trainer.metrics import read_metrics
+from trainer.plot import plot_runs
+from trainer.run import run
+from trainer.run_folder import RunFolder
+
+from cifar.__main__ import APP
+from cifar.prediction import exchange_seconds, selection_seconds
+from cifar.report import Prediction, Summary, show, summarise
+
+ALGORITHMS = ("dense", "gtopk")
+DENSITY = 0.01
+GIGABIT = Link(alpha=50e-6, beta=8e-9)
+CURVES = {"train_loss": "training loss", "test_accuracy": "test accuracy"}
+
+
+def compare(comm: Communicator, *, epochs: int, seed: int, output: Path, device: torch.device) -> None:
+    """Train with each algorithm, show a table and plot; rank 0 writes to `output`."""
+    for algorithm in ALGORITHMS:
+        argv = f"--algorithm {algorithm} --density {DENSITY} --max-epochs {epochs} --seed {seed} --overwrite".split()
+        options = parse([*argv, f"--output={output / algorithm}"], APP, world_size=comm.size)
+        run(APP, options, comm, device=device)
+    numel = json.loads(RunFolder(output / "dense").config.read_text())["parameters"]
+    selection = selection_seconds(comm, device, numel=numel, density=DENSITY)
+    if comm.rank == 0:
+        runs = {algorithm: read_metrics(RunFolder(output / algorithm).metrics.path) for algorithm in ALGORITHMS}
+        summaries = {algorithm: summarise(rows) for algorithm, rows in runs.items()}
+        predictions = _predictions(summaries, selection=selection, numel=numel, size=comm.size)
+        console = Console()
+        show(summaries, predictions, ranks=comm.size, console=console)
+        plot_runs(runs, output / "demo.png", curves=CURVES)
+        console.print(f"Plot: {output / 'demo.png'}", soft_wrap=True)
+
+
+def _predictions(summaries: dict[str, Summary], *, selection: float, numel: int, size: int) -> dict[str, Prediction]:
+    """Steps at 1 Gbit/s. The compute is the mean of both runs', which do the same work."""
+    compute = sum(summary.compute for summary in summaries.values()) / len(summaries)
+    return {
+        algorithm: Prediction(
+            compute=compute,
+            selection=0.0 if algorithm == "dense" else selection,
+            exchange=exchange_seconds(algorithm, numel=numel, density=DENSITY, size=size, link=GIGABIT),
+        )
+        for algorithm in summaries
+    }

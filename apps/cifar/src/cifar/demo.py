@@ -1,0 +1,56 @@
+"""`python -m cifar.demo`: 4 MPI workers train ResNet-20 on real digits, with dense and with sparse gradients."""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer import quantities
+from trainer.command import WRONG_USAGE
+from trainer.errors import RunError
+from trainer.launch import start_workers
+from trainer.placement import Placement, placement
+from trainer.world import joined
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Start the workers and be done, or be one of them; returns the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    given, place = _flags(argv), placement(os.environ)
+    if place.launcher is None and given.nworkers > 1:
+        try:
+            return start_workers("cifar.demo", argv, given.nworkers)
+        except RunError as error:
+            print(f"cifar.demo: error: {error}", file=sys.stderr)
+            return WRONG_USAGE
+    return _work(given, place)
+
+
+def _flags(argv: Sequence[str]) -> Namespace:
+    parser = ArgumentParser(prog="python -m cifar.demo", description=__doc__)
+    parser.add_argument("--nworkers", type=quantities.count, default=4, help="default: 4")
+    parser.add_argument("--max-epochs", type=quantities.count, default=14, help="default: 14")
+    parser.add_argument("--seed", type=quantities.count_or_zero, default=0, help="default: 0")
+    parser.add_argument("--output", type=Path, default=Path("runs/demo"), metavar="DIR", help="default: runs/demo")
+    return parser.parse_args(argv)
+
+
+def _work(given: Namespace, place: Placement) -> int:
+    from trainer.device import own_device  # brings torch
+    from trainer.ending import exit_code
+
+    from cifar.comparison import compare
+
+    def work() -> None:
+        device = own_device(place.local_rank)
+        with joined(place) as comm:
+            compare(comm, epochs=given.max_epochs, seed=given.seed, output=given.output, device=device)
+
+    return exit_code(work, place, program="cifar.demo")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""`python -m cifar` on one rank: it trains, resumes, and says in one line what is wrong."""
+
+from pathlib import Path
+
+import pytest
+from cifar import cifar10
+from cifar.__main__ import APP
+from trainer.command import main
+from trainer.metrics import read_metrics
+from trainer.placement import LAUNCHERS
+
+
+@pytest.fixture(autouse=True)
+def started_by_hand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for variables in LAUNCHERS.values():
+        for variable in variables:
+            monkeypatch.delenv(variable, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def refusal(flags: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """Exit code and message of a run that is refused; the message is one line."""
+    capsys.readouterr()
+    code = main(APP, flags.split())
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("cifar: error: ")
+    return code, lines[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--dnn resnet21", "invalid choice: 'resnet21' (choose from 'resnet20')"),
+        ("--dataset mnist", "'digits', 'cifar10'"),
+        ("--density 0", "expected 0 < density <= 1"),
+        ("--density 1.01", "given '1.01'"),
+        ("--lr fast", "given 'fast'"),
+    ],
+)
+def test_wrong_flags(flags: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, message = refusal(flags, capsys)
+    assert code == 2
+    assert says in message
+
+
+def test_missing_and_truncated_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, message = refusal("--dataset cifar10 --data-dir nowhere", capsys)
+    assert code == 1
+    assert "nowhere/cifar-10-batches-bin/data_batch_1.bin is missing" in message
+    assert "https://www.cs.toronto.edu/~kriz/cifar.html" in message
+    for name in cifar10.TRAIN_FILES | cifar10.TEST_FILES:
+        file = tmp_path / "short" / cifar10.FOLDER / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(bytes(3073))
+    code, message = refusal("--dataset cifar10 --data-dir short", capsys)
+    assert code == 1
+    assert "data_batch_1.bin has 3,073 bytes, expected 30,730,000" in message
+
+
+@pytest.mark.parametrize("algorithm", ["dense", "gtopk"])
+def test_a_gradient_that_is_not_a_number(algorithm: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, message = refusal(f"--algorithm {algorithm} --lr 1e30 --max-epochs 1", capsys)
+    assert code == 1
+    assert "rank 0: the gradient of 'conv.weight' is not finite" in message
+
+
+def test_train_then_a_damaged_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--algorithm gtopk --max-epochs 1 --batch-size 256 --checkpoint-every 3 --output run"
+    assert main(APP, flags.split()) == 0
+    assert "test_accuracy" in capsys.readouterr().out
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [row["steps"] for row in rows] == [6]
+    assert refusal(flags, capsys)[1].endswith("or another folder with --output")
+    damaged = tmp_path / "run" / "checkpoints" / "00000006" / "rank0.pt"
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    code, message = refusal(f"{flags} --resume", capsys)
+    assert code == 1
+    assert "00000006/rank0.pt is damaged" in message
+    assert "--resume previous" in message
+    assert main(APP, [*flags.split(), "--resume", "previous"]) == 0
+    again = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert again[0]["test_loss"] == rows[0]["test_loss"]

@@ -1,0 +1,71 @@
+"""The demo's figures: from metrics to table, and the prediction."""
+
+import pytest
+import torch
+from cifar.comparison import GIGABIT
+from cifar.prediction import exchange_seconds, selection_seconds
+from cifar.report import Prediction, Summary, show, summarise
+from communicators import as_communicator
+from rich.console import Console
+from trainer.metrics import Row
+
+NUMEL, DENSITY = 10_000, 0.01
+
+
+def test_figures_are_per_step() -> None:
+    rows: list[Row] = [
+        {
+            "steps": 10 * epoch,
+            "test_accuracy": 0.9,
+            "bytes_sent": 500,
+            "compute_seconds": 2.0,
+            "communication_seconds": 1.0,
+        }
+        for epoch in (1, 2)
+    ]
+    summary = summarise(rows)
+    assert summary == Summary(accuracy=0.9, nbytes=50, compute=0.2, communication=0.1)
+    assert summary.step == pytest.approx(0.3)
+
+
+def test_the_table_shows_measured_and_predicted_apart() -> None:
+    summaries = {
+        "dense": Summary(accuracy=0.99, nbytes=1_000_000, compute=0.01, communication=0.001),
+        "gtopk": Summary(accuracy=0.98, nbytes=10_000, compute=0.01, communication=0.003),
+    }
+    predictions = {
+        "dense": Prediction(compute=0.01, selection=0, exchange=0.02),
+        "gtopk": Prediction(compute=0.01, selection=0.004, exchange=0.001),
+    }
+    console = Console(width=200)
+    with console.capture() as shown:
+        show(summaries, predictions, ranks=4, console=console)
+    text = shown.get()
+    for expected in (
+        "99.0%",
+        "10,000",
+        "13.0 ms",
+        "15.0 ms",
+        "3.0 times as long",
+        "100 times fewer",
+        "2.00 times as fast",
+    ):
+        assert expected in text
+    assert text.index("measured") < text.index("predicted")
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_predictions_follow_the_link_model(size: int) -> None:
+    def seconds(algorithm: str) -> float:
+        return exchange_seconds(algorithm, numel=NUMEL, density=DENSITY, size=size, link=GIGABIT)
+
+    rounds = size.bit_length() - 1
+    dense = 2 * rounds * GIGABIT.alpha + GIGABIT.beta * 4 * 2 * NUMEL * (size - 1) / size
+    gtopk = rounds * (GIGABIT.alpha + GIGABIT.beta * 8 * NUMEL * DENSITY)
+    # Headers are the rest.
+    assert seconds("dense") == pytest.approx(dense, rel=0.01)
+    assert seconds("gtopk") == pytest.approx(gtopk, rel=0.01)
+
+
+def test_selection_is_measured() -> None:
+    assert selection_seconds(as_communicator(None), torch.device("cpu"), numel=NUMEL, density=DENSITY) > 0

@@ -1,0 +1,60 @@
+"""`python -m APP`: check the command line, start workers where no launcher has, run."""
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from trainer.app import App
+from trainer.errors import RunError
+from trainer.flags import parse
+from trainer.launch import start_workers
+from trainer.placement import Placement, placement
+from trainer.world import first_complaint, joined
+
+if TYPE_CHECKING:
+    from trainer.options import Options
+
+WRONG_USAGE = 2
+
+
+def main(app: App, argv: Sequence[str] | None = None) -> int:
+    """Run the app and return the process's exit code: 0, 1 for a run that failed, 2 for a wrong command line."""
+    argv = sys.argv[1:] if argv is None else argv
+    place = placement(os.environ)
+    try:
+        options = _checked(app, argv, place)
+        if place.launcher is None and options.nworkers > 1:
+            return start_workers(app.module, argv, options.nworkers)
+    except RunError as error:
+        if place.rank == 0:
+            print(f"{app.module}: error: {error}", file=sys.stderr, flush=True)
+        return WRONG_USAGE
+    return train(app, options, place)
+
+
+def train(app: App, options: "Options", place: Placement) -> int:
+    """One rank's run, to its exit code."""
+    from trainer.device import own_device
+    from trainer.ending import exit_code
+    from trainer.run import run
+
+    def work() -> None:
+        device = own_device(place.local_rank)
+        with joined(place) as comm:
+            run(app, options, comm, device=device)
+
+    return exit_code(work, place, program=app.module)
+
+
+def _checked(app: App, argv: Sequence[str], place: Placement) -> "Options":
+    """The options, or RunError with the same message on every rank if they are wrong on any."""
+    complaint, options = "", None
+    try:
+        options = parse(argv, app, world_size=place.size if place.launcher else None)
+    except RunError as error:
+        complaint = str(error)
+    complaint = first_complaint(complaint, place)
+    if options is None or complaint:
+        raise RunError(complaint)
+    return options

@@ -1,0 +1,44 @@
+"""How a run ends: one message for what a user can mend, a traceback for what is our fault, never a hang."""
+
+import sys
+import traceback
+from collections.abc import Callable
+
+from communicators import CollectiveError
+
+from trainer.errors import AgreedError, RunError
+from trainer.placement import Placement
+
+
+def exit_code(work: Callable[[], None], place: Placement, *, program: str) -> int:
+    """Do the work and return 0, or say why it failed and return 1; a rank that fails alone ends the whole job."""
+    try:
+        work()
+    except (AgreedError, CollectiveError) as error:  # all ranks have the same message
+        if place.rank == 0:
+            complain(program, error)
+        return 1
+    except RunError as error:
+        complain(program, error)
+    except KeyboardInterrupt:  # reaches every rank
+        return 130
+    except Exception:
+        traceback.print_exc()
+    else:
+        return 0
+    _abort(place)
+    return 1
+
+
+def complain(program: str, error: Exception | str) -> None:
+    """The message on standard error."""
+    print(f"{program}: error: {error}", file=sys.stderr, flush=True)
+
+
+def _abort(place: Placement) -> None:
+    """End the other ranks too, which would otherwise wait for this one; torchrun does so by itself."""
+    if place.uses_mpi and place.size > 1:
+        from mpi4py import MPI
+
+        sys.stderr.flush()
+        MPI.COMM_WORLD.Abort(1)

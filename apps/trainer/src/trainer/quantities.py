@@ -1,0 +1,43 @@
+"""The types of flag values: each turns a text into a number or says what would have been right."""
+
+import math
+from argparse import ArgumentTypeError
+from collections.abc import Callable
+
+
+def number(expected: str, accepts: Callable[[float], bool]) -> Callable[[str], float]:
+    """A parser of finite real numbers for which `accepts` holds; `expected` describes them."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and accepts(value)):
+            raise ArgumentTypeError(f"given {text!r}, expected {expected}")
+        return value
+
+    return parse
+
+
+def whole(expected: str, *, least: int) -> Callable[[str], int]:
+    """A parser of integers from `least` on; `expected` describes them."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least:
+            raise ArgumentTypeError(f"given {text!r}, expected {expected}")
+        return value
+
+    return parse
+
+
+density = number("0 < density <= 1, for example 0.01 to send one entry in a hundred", lambda value: 0 < value <= 1)
+momentum = number("0 <= momentum < 1", lambda value: 0 <= value < 1)
+positive = number("a number above 0", lambda value: value > 0)
+non_negative = number("a number from 0 on", lambda value: value >= 0)
+count = whole("a whole number from 1 on", least=1)
+count_or_zero = whole("a whole number from 0 on", least=0)

@@ -1,0 +1,108 @@
+"""One rank's whole run: from checked options to the trained model."""
+
+import platform
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+from communicators import Communicator
+
+from trainer.agreement import require_same, together
+from trainer.app import App
+from trainer.buffers import averaged_buffers
+from trainer.clock import clock_of
+from trainer.events import Events
+from trainer.loop import Training, train
+from trainer.options import Options
+from trainer.progress import TrainingProgress
+from trainer.replica import Replica
+from trainer.resume import resume
+from trainer.run_folder import RunFolder
+from trainer.schedule import rate_schedule
+from trainer.seeds import AUGMENT, DROPOUT, derived_seed
+from trainer.sharding import steps_per_epoch
+from trainer.synchronisation import SYNCHRONISATIONS
+from trainer.task import Task
+
+CPU = torch.device("cpu")
+
+
+def run(app: App, options: Options, comm: Communicator, *, device: torch.device = CPU) -> None:
+    """Train as `options` say, on every rank of `comm`. Results are in `options.output`.
+
+    device: this rank's (see `trainer.device.own_device`).
+    """
+    require_same(options.settings(), comm)
+    torch.manual_seed(options.seed)  # the model starts alike on all ranks
+    with together(comm):
+        task = app.build(options, device)
+    training = _training(task, options, comm, device)
+    with training.progress:
+        first_step = _begin(training, device)
+        if options.tensorboard and comm.rank == 0:
+            training = replace(training, events=Events(options.output / "events", first_step=first_step))
+        train(training)
+        _export(training)
+        training.progress.note(f"{options.algorithm}: metrics and model in {options.output}")
+
+
+def _training(task: Task, options: Options, comm: Communicator, device: torch.device) -> Training:
+    steps = steps_per_epoch(task.train_size, size=comm.size, batch_size=options.batch_size)
+    return Training(
+        task=task,
+        replica=_replica(task, options, comm, steps),
+        comm=comm,
+        options=options,
+        folder=RunFolder(options.output),
+        progress=TrainingProgress(
+            options.algorithm, epochs=options.max_epochs, steps_per_epoch=steps, quiet=comm.rank != 0
+        ),
+        clock=clock_of(device),
+    )
+
+
+def _replica(task: Task, options: Options, comm: Communicator, steps: int) -> Replica:
+    optimizer = SYNCHRONISATIONS[options.algorithm](options, task.model, comm)
+    schedule = rate_schedule(
+        optimizer,
+        steps_per_epoch=steps,
+        epochs=options.max_epochs,
+        warmup_epochs=options.warmup_epochs,
+        shape=options.lr_schedule,
+    )
+    torch.manual_seed(derived_seed(options.seed, DROPOUT, comm.rank))
+    generator = torch.Generator().manual_seed(derived_seed(options.seed, AUGMENT, comm.rank))
+    return Replica(model=task.model, optimizer=optimizer, schedule=schedule, generator=generator)
+
+
+def _begin(training: Training, device: torch.device) -> int:
+    """A new folder, or an old one to go on with; returns the first step."""
+    options, folder, comm = training.options, training.folder, training.comm
+    if options.resume is None:
+        with together(comm):
+            if comm.rank == 0:
+                folder.begin(_config(training, device), overwrite=options.overwrite)
+        return 0
+    step = resume(training.replica, folder, options.resume, options.settings(), comm)
+    if step is None:
+        training.progress.note(f"{folder.path} holds no checkpoint yet: starting from the beginning")
+        return 0
+    training.progress.note(f"resumed {folder.path} at step {step}")
+    return step
+
+
+def _config(training: Training, device: torch.device) -> dict[str, object]:
+    given = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(training.options).items()}
+    return given | {
+        "world_size": training.comm.size,
+        "parameters": sum(parameter.numel() for parameter in training.task.model.parameters()),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _export(training: Training) -> None:
+    with averaged_buffers(training.task.model, training.comm), together(training.comm):
+        if training.comm.rank == 0:
+            torch.save(training.task.model.state_dict(), training.folder.model)

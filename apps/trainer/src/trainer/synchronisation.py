@@ -1,0 +1,52 @@
+"""How ranks share what they learn, by name: an optimizer for each `--algorithm`.
+
+Momentum has one place. Dense: in SGD, after the exchange. Sparse: in the error feedback, before selection (the
+momentum correction of DGC, Lin et al. 2018, with factor masking), because momentum applied to what survives a
+selection amplifies the few entries that were sent and learns badly at small densities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from communicators import Communicator
+    from sparse_collectives import DistributedOptimizer
+    from torch import nn
+
+    from trainer.options import Options
+
+
+def dense(options: Options, model: nn.Module, comm: Communicator) -> DistributedOptimizer:
+    """Synchronous SGD: the mean of all gradients."""
+    from sparse_collectives import DistributedOptimizer
+    from torch.optim import SGD
+
+    inner = SGD(model.parameters(), lr=options.lr, momentum=options.momentum, weight_decay=options.weight_decay)
+    return DistributedOptimizer(inner, model.named_parameters(), comm=comm, algorithm="dense")
+
+
+def sparse(options: Options, model: nn.Module, comm: Communicator) -> DistributedOptimizer:
+    """Synchronous SGD on the k largest entries, the rest fed back into the next step.
+
+    Weight decay stays out of the exchange and is therefore not amplified by the momentum, which in dense SGD makes
+    it 1/(1 − m) times as strong: that factor is put back here.
+    """
+    from sparse_collectives import DistributedOptimizer
+    from sparse_compress import TopK
+    from torch.optim import SGD
+
+    inner = SGD(model.parameters(), lr=options.lr, weight_decay=options.weight_decay / (1 - options.momentum))
+    return DistributedOptimizer(
+        inner,
+        model.named_parameters(),
+        comm=comm,
+        compressor=TopK(options.density),
+        algorithm=options.algorithm,
+        momentum=options.momentum,
+    )
+
+
+Synchronisation = Callable[["Options", "nn.Module", "Communicator"], "DistributedOptimizer"]
+SYNCHRONISATIONS: dict[str, Synchronisation] = {"dense": dense, "topk-allgather": sparse, "gtopk": sparse}

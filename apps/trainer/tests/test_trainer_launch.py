@@ -1,0 +1,49 @@
+"""Starting one's own workers: command, exit code, signals. A script stands in for mpiexec."""
+
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from trainer import launch
+from trainer.errors import RunError
+
+
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> None:
+    script = tmp_path / "mpiexec"
+    script.write_text(f"#!{sys.executable}\nimport os, signal, sys\n{program}\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+
+
+def test_the_launcher_beside_python_gets_the_command_and_its_exit_code_is_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    stand_in(tmp_path, monkeypatch, "print(sys.argv[1:], os.environ['OMP_NUM_THREADS']); sys.exit(7)")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert launch.start_workers("points", ["--lr", "0.1"], 3) == 7
+    expected = ["-n", "3", str(tmp_path / "python"), "-m", "points", "--lr", "0.1"]
+    assert capfd.readouterr().out == f"{expected} 1\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_reach_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
+    program = f"""
+signal.signal({int(number)}, lambda *_: sys.exit(9))
+os.kill(os.getppid(), {int(number)})
+while True: signal.pause()
+"""
+    stand_in(tmp_path, monkeypatch, program)
+    assert launch.start_workers("points", [], 2) == 9
+
+
+def test_death_by_a_signal_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(tmp_path, monkeypatch, "os.kill(os.getpid(), signal.SIGKILL)")
+    assert launch.start_workers("points", [], 2) == 137
+
+
+def test_without_a_launcher_it_says_how_to_get_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RunError, match="pip install mpich"):
+        launch.find_mpiexec()

@@ -1,0 +1,30 @@
+"""Which launcher started this process, and as what."""
+
+import pytest
+from trainer.placement import Placement, placement
+
+MPICH = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1"}
+SLURM = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, Placement()),
+        (MPICH, Placement(launcher="mpiexec", rank=2, size=4, local_rank=1)),
+        (
+            {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+            Placement(launcher="mpirun", rank=1, size=2, local_rank=0),
+        ),
+        (
+            {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3"},
+            Placement(launcher="torchrun", rank=3, size=4, local_rank=3),
+        ),
+        (SLURM, Placement(launcher="srun", rank=5, size=8, local_rank=1)),
+        (SLURM | MPICH, Placement(launcher="mpiexec", rank=2, size=4, local_rank=1)),
+        (SLURM | {"PMI_RANK": "5", "PMI_SIZE": "8"}, Placement(launcher="mpiexec", rank=5, size=8, local_rank=1)),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, Placement()),  # a batch script, not a worker
+    ],
+)
+def test_placement(environment: dict[str, str], expected: Placement) -> None:
+    assert placement(environment) == expected

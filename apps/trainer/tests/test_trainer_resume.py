@@ -1,0 +1,183 @@
+"""Law 7: stopped anywhere and resumed, a run ends in the bits of the one that was never stopped."""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from communicators import CollectiveError, SimulatedWorld
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from trainer.app import App
+from trainer.errors import AgreedError
+from trainer.metrics import read_metrics
+from trainer.options import Options
+from trainer.run import run
+from trainer.run_folder import RunFolder
+
+SECONDS = {"seconds", "compute_seconds", "communication_seconds"}
+
+
+class Killed(BaseException):
+    """Stands for kill −9 of the whole job."""
+
+
+def train(app: App, options: Options, ranks: int) -> None:
+    SimulatedWorld(ranks).run(lambda comm: run(app, options, comm))
+
+
+def killed_after(operations: int, app: App, options: Options, ranks: int) -> bool:
+    """Train, but die at this operation on the disk, in mid-write; whether the run lived so long."""
+    left = operations
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            path = Path(f"/proc/self/fd/{descriptor}").resolve()
+            if left == -1 and path.is_file():  # torn, but for what had reached the disk before
+                size = path.stat().st_size
+                os.truncate(path, size - 5 if path.name == "metrics.jsonl" else size // 2)
+            raise Killed
+        real(descriptor)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(os, "fsync", fsync)
+        with contextlib.suppress(Killed, CollectiveError):  # the other ranks notice, in their last moment
+            train(app, options, ranks)
+    return left < 0
+
+
+def result(options: Options) -> tuple[list[dict[str, Any]], dict[str, Any], list[dict[str, Any]]]:
+    """Metrics but for the times, the model, and all that the ranks hold at the end."""
+    folder = RunFolder(options.output)
+    rows = [{k: v for k, v in row.items() if k not in SECONDS} for row in read_metrics(folder.metrics.path)]
+    last = folder.checkpoints.complete()[-1]
+    states = [torch.load(file, weights_only=True) for file in sorted(last.glob("rank*.pt"))]
+    for state in states:
+        state["totals"] = {k: v for k, v in state["totals"].items() if k not in SECONDS}
+    return rows, torch.load(folder.model, weights_only=True), states
+
+
+def assert_same_bits(found: Any, expected: Any, place: str = "") -> None:
+    if isinstance(expected, torch.Tensor):
+        assert found.dtype == expected.dtype, place
+        assert found.numpy().tobytes() == expected.numpy().tobytes(), place
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys(), place
+        for key, value in expected.items():
+            assert_same_bits(found[key], value, f"{place}/{key}")
+    elif isinstance(expected, list | tuple):
+        assert len(found) == len(expected), place
+        for number, value in enumerate(expected):
+            assert_same_bits(found[number], value, f"{place}/{number}")
+    else:
+        assert found == expected, place
+
+
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    algorithm=st.sampled_from(["dense", "gtopk", "topk-allgather"]),
+    ranks=st.sampled_from([1, 2, 3]),
+    every=st.sampled_from([None, 1, 2, 3]),
+    operations=st.integers(0, 25),
+)
+def test_killed_anywhere_and_resumed(
+    app: App,
+    options: Callable[..., Options],
+    tmp_path: Path,
+    algorithm: str,
+    ranks: int,
+    every: int | None,
+    operations: int,
+) -> None:
+    shutil.rmtree(tmp_path / "straight", ignore_errors=True)
+    shutil.rmtree(tmp_path / "broken", ignore_errors=True)
+    straight = options(algorithm=algorithm, output=tmp_path / "straight", momentum=0.9, lr_schedule="cosine")
+    train(app, straight, ranks)
+    broken = replace(straight, output=tmp_path / "broken", checkpoint_every=every)
+    if killed_after(operations, app, broken, ranks):
+        begun = broken.output.joinpath("config.json").exists()
+        train(app, replace(broken, resume="latest" if begun else None), ranks)
+    assert_same_bits(result(broken), result(straight))
+
+
+def test_the_model_itself_may_draw_random_numbers(app: App, options: Callable[..., Options], tmp_path: Path) -> None:
+    straight = options(dnn="dropout", output=tmp_path / "straight")
+    train(app, straight, 1)
+    broken = replace(straight, output=tmp_path / "broken", checkpoint_every=1)
+    assert killed_after(20, app, broken, 1)
+    torch.manual_seed(99)  # a new process would not begin with the old one's generator either
+    train(app, replace(broken, resume="latest"), 1)
+    assert_same_bits(result(broken), result(straight))
+
+
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_taken_when_asked(
+    app: App, options: Callable[..., Options]
+) -> None:
+    straight = options(algorithm="gtopk")
+    train(app, straight, 3)
+    expected = result(straight)
+    damaged = RunFolder(straight.output).checkpoints.complete()[-1] / "rank1.pt"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    with pytest.raises(AgreedError, match=r"rank1\.pt is damaged.*--resume previous.*on rank 1 of 3"):
+        train(app, replace(straight, resume="latest"), 3)
+    train(app, replace(straight, resume="previous"), 3)
+    assert_same_bits(result(straight), expected)
+    train(app, replace(straight, resume="latest"), 3)  # nothing is left to do
+    assert_same_bits(result(straight), expected)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changed", "says"),
+    [
+        (2, {}, "has 3 ranks, now there are 2: start it with --nworkers 3"),
+        (3, {"lr": 0.2}, "--lr 0.05 then, 0.2 now"),
+        (3, {"max_epochs": 3}, "--max-epochs 2 then, 3 now"),
+    ],
+)
+def test_another_run_cannot_be_resumed(
+    app: App, options: Callable[..., Options], ranks: int, changed: dict[str, Any], says: str
+) -> None:
+    train(app, options(), 3)
+    with pytest.raises(AgreedError, match=says):
+        train(app, replace(options(resume="latest"), **changed), ranks)
+
+
+def test_a_finished_run_is_neither_overwritten_nor_invented(app: App, options: Callable[..., Options]) -> None:
+    with pytest.raises(AgreedError, match="holds no run to resume"):
+        train(app, options(resume="latest"), 2)
+    train(app, options(), 2)
+    bystander = options().output / "notes.txt"
+    bystander.write_text("mine")
+    with pytest.raises(AgreedError, match="already holds a run"):
+        train(app, options(), 2)
+    train(app, options(overwrite=True, max_epochs=1), 2)
+    assert len(read_metrics(options().output / "metrics.jsonl")) == 1
+    assert bystander.exists()
+
+
+def test_a_longer_run_at_a_constant_rate_goes_on_where_it_ended(
+    app: App, options: Callable[..., Options], tmp_path: Path
+) -> None:
+    long = options(lr_schedule="constant", max_epochs=3, output=tmp_path / "long")
+    train(app, long, 2)
+    short = replace(long, max_epochs=1, output=tmp_path / "short")
+    train(app, short, 2)
+    train(app, replace(short, max_epochs=3, resume="latest"), 2)
+    assert_same_bits(result(short), result(long))
+
+
+def test_metrics_have_the_published_keys(app: App, options: Callable[..., Options]) -> None:
+    train(app, options(algorithm="gtopk"), 2)
+    rows = read_metrics(options().output / "metrics.jsonl")
+    assert [(row["epoch"], row["steps"], row["world_size"]) for row in rows] == [(1, 3, 2), (2, 6, 2)]
+    keys = {"epoch", "steps", "train_loss", "test_loss", "test_accuracy", "bytes_sent", "algorithm", "world_size"}
+    assert set(rows[0]) == keys | SECONDS
+    assert rows[0]["bytes_sent"] == rows[1]["bytes_sent"] > 0

@@ -1,0 +1,110 @@
+"""The self-check: is a link as slow as it says, and no slower?
+
+Times are compared with α + β·bytes: α the delay one way, β = 8 / (bit/s) seconds per payload byte. IP and TCP headers
+are not in β; they add 52 bytes to 1,448, or 3.6 %, to what long messages take.
+
+    ping-pong, one way   α + β·n
+    allreduce            2·⌈log₂ P⌉·α + 2(P − 1)/P·n·β     (halving-doubling; a ring differs by a few α only)
+
+`software` is what as many messages cost where no link is: the shortest ping-pong over loopback TCP, at its least. A
+real network would have it added too, so judged is the time less software. All ranks share this machine's cores with
+each other and whatever else runs, which makes some repeats late and none early: so their lowest tenth is judged.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import sys
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from bench.slow_link.fallback import open_link
+from bench.slow_link.launcher import Launcher
+from bench.slow_link.loopback import Loopback
+
+TOLERANCE = 0.15
+SECONDS_PER_LAUNCH = 120.0
+COLUMNS = ("model ms", "least", "tenth", "median", "software", "tenth/model", "less software")
+HEADER = f"{'P':>2} {'by':22}{'what':10}{'bytes':>10} {''.join(f'{name:>{len(name) + 3}}' for name in COLUMNS)}"
+
+
+class Found(NamedTuple):
+    """A measurement. seconds: of every repeat."""
+
+    who: str
+    what: str
+    nbytes: int
+    seconds: list[float]
+
+
+class Row(NamedTuple):
+    """A measurement and what it is compared with, in seconds."""
+
+    ranks: int
+    found: Found
+    model: float
+    software: float
+
+    @property
+    def tenth(self) -> float:
+        """What a tenth of the repeats stay below."""
+        return statistics.quantiles(self.found.seconds, n=10, method="inclusive")[0]
+
+    @property
+    def ratio(self) -> float:
+        """Measured, less software, to modelled."""
+        return (self.tenth - self.software) / self.model
+
+
+def check(*, mbit_per_second: float, milliseconds: float, ranks: tuple[int, ...], repeats: int) -> bool:
+    """Measures and prints a table; whether all of it is within the tolerance."""
+    good = True
+    for size in ranks:
+        with open_link(ranks=size, mbit_per_second=mbit_per_second, milliseconds=milliseconds) as link:
+            print(HEADER)
+            for row in rows(link, repeats):
+                print(_line(row), flush=True)
+                good &= abs(row.ratio - 1) <= TOLERANCE
+    print(f"{'' if good else 'not '}all within {TOLERANCE:.0%}")
+    return good
+
+
+def rows(link: Launcher, repeats: int) -> Iterator[Row]:
+    """Everything that is measured on one link: over MPI, then over gloo."""
+    for kind in ("mpi", "gloo"):
+        nowhere = _measured(Loopback(ranks=link.ranks), kind, str(repeats), "software")
+        software = {found.who: min(found.seconds) for found in nowhere}
+        for found in _measured(link, kind, str(repeats)):
+            messages, nbytes = cost(found.what, found.nbytes, link.ranks)
+            model = messages * link.alpha + nbytes * link.beta
+            yield Row(link.ranks, found, model, messages * software[found.who])
+
+
+def cost(what: str, nbytes: int, ranks: int) -> tuple[int, float]:
+    """Messages, one after another, and bytes that the model charges; see the top of this page."""
+    if what == "ping-pong":
+        return 1, nbytes
+    return 2 * math.ceil(math.log2(ranks)), 2 * (ranks - 1) / ranks * nbytes
+
+
+def _measured(link: Launcher, kind: str, *arguments: str) -> list[Found]:
+    """What rank 0 found."""
+    command = [sys.executable, "-m", "bench.slow_link.measure", kind, *arguments]
+    launch = link.mpiexec if kind == "mpi" else link.processes
+    done = launch(command, timeout=SECONDS_PER_LAUNCH)
+    every = done if isinstance(done, list) else [done]
+    for one in every:
+        if one.returncode:
+            raise RuntimeError(f"a rank over {kind} failed with status {one.returncode}:\n{one.stdout}{one.stderr}")
+    return [Found(*json.loads(line)) for line in every[0].stdout.splitlines()]
+
+
+def _line(row: Row) -> str:
+    found = row.found
+    times = (row.model, min(found.seconds), row.tenth, statistics.median(found.seconds), row.software)
+    numbers = [*(f"{seconds * 1e3:.2f}" for seconds in times), f"{row.tenth / row.model:.2f}", f"{row.ratio:.2f}"]
+    cells = "".join(f"{number:>{len(name) + 3}}" for name, number in zip(COLUMNS, numbers, strict=True))
+    mark = "" if abs(row.ratio - 1) <= TOLERANCE else "  !"
+    return f"{row.ranks:2} {found.who:22}{found.what:10}{found.nbytes:10,} {cells}{mark}"

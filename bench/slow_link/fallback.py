@@ -1,0 +1,57 @@
+"""Where no link can be emulated: ranks of one machine whose communicator waits as long as the link would take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Self
+
+from bench.slow_link.launcher import Launcher
+from bench.slow_link.link import SlowLink
+from bench.slow_link.loopback import free_port
+from bench.slow_link.missing import missing
+
+THROTTLE = "SLOW_LINK_THROTTLE"
+"""Tells the ranks α and β, in seconds and seconds per byte; `throttled.behind_link` reads it."""
+
+
+class ThrottledLink(Launcher):
+    """Looks like a `SlowLink` to who starts ranks; slow is only what goes through `throttled.behind_link`."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def describe(self) -> str:
+        """See `Launcher.describe`."""
+        return (
+            f"NOT an emulated link, a throttled transport: each round of a communicator from `behind_link` takes "
+            f"{self.alpha * 1e3:g} ms + {self.beta * 1e9:g} ns a byte, and everything else runs at full speed"
+        )
+
+    def prefix(self, rank: int) -> list[str]:
+        """See `Launcher.prefix`."""
+        return []
+
+    def mpi_environment(self) -> Mapping[str, str]:
+        """See `Launcher.mpi_environment`."""
+        return {THROTTLE: f"{self.alpha!r},{self.beta!r}"}
+
+    def store(self) -> Mapping[str, str]:
+        """See `Launcher.store`."""
+        return {**self.mpi_environment(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+
+
+def open_link(*, ranks: int, mbit_per_second: float, milliseconds: float) -> SlowLink | ThrottledLink:
+    """A `SlowLink` where one can be made, else a `ThrottledLink`; prints which, and what is missing."""
+    lacking = missing()
+    kind = ThrottledLink if lacking else SlowLink
+    link = kind(ranks=ranks, mbit_per_second=mbit_per_second, milliseconds=milliseconds)
+    for clause in lacking:
+        print(f"missing: {clause}")
+    print(link.describe(), flush=True)
+    return link

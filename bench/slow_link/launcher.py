@@ -1,0 +1,89 @@
+"""Starting ranks on a link: by mpiexec, or as processes that find each other through a Store."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from bench.slow_link.ranks import run_together
+
+MOST_RANKS = 64
+
+
+class Launcher(ABC):
+    """Ranks that are `milliseconds` apart, each behind a full duplex port of `mbit_per_second`.
+
+    ranks: how many. alpha: seconds per message. beta: seconds per byte, headers left out.
+    """
+
+    def __init__(self, *, ranks: int, mbit_per_second: float, milliseconds: float) -> None:
+        if not 1 <= ranks <= MOST_RANKS:
+            raise ValueError(f"expected 1 … {MOST_RANKS} ranks, got {ranks}")
+        if mbit_per_second <= 0 or milliseconds < 0:
+            raise ValueError(f"expected Mbit/s > 0 and ms >= 0, got {mbit_per_second} and {milliseconds}")
+        self.ranks = ranks
+        self.alpha, self.beta = milliseconds * 1e-3, 8e-6 / mbit_per_second
+
+    @abstractmethod
+    def describe(self) -> str:
+        """What this is, for whoever reads its numbers."""
+
+    @abstractmethod
+    def prefix(self, rank: int) -> list[str]:
+        """Words that start a rank's command where it belongs."""
+
+    @abstractmethod
+    def mpi_environment(self) -> Mapping[str, str]:
+        """What MPI needs to use the link and nothing else."""
+
+    @abstractmethod
+    def store(self) -> Mapping[str, str]:
+        """Where env:// finds rank 0, and what gloo needs to use the link."""
+
+    def watch(self) -> None:  # noqa: B027 - there may be nothing to watch
+        """Raises if the link has broken; called while ranks run."""
+
+    def end_ranks(self) -> None:  # noqa: B027 - there may be nothing beyond what was started here
+        """Ends what ranks have left behind on the link."""
+
+    def mpiexec(
+        self, command: Sequence[str], *, timeout: float, capture: bool = True
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs the command as MPI ranks, by one mpiexec; raises `subprocess.TimeoutExpired` after `timeout` seconds."""
+        words = [str(_mpiexec())]
+        for rank in range(self.ranks):
+            words += [*([":"] if rank else []), "-n", "1", *self.prefix(rank), *command]
+        [done] = self._run([words], [self.mpi_environment()], timeout, capture)
+        return done
+
+    def processes(
+        self, command: Sequence[str], *, timeout: float, capture: bool = True
+    ) -> list[subprocess.CompletedProcess[str]]:
+        """Runs the command as a process a rank, in rank order, for `dist.init_process_group("gloo")` without more.
+
+        Raises `subprocess.TimeoutExpired` after `timeout` seconds; once a rank has failed, the others have ten more.
+        """
+        store = {**self.store(), "WORLD_SIZE": str(self.ranks)}
+        commands = [[*self.prefix(rank), *command] for rank in range(self.ranks)]
+        return self._run(commands, [{**store, "RANK": str(rank)} for rank in range(self.ranks)], timeout, capture)
+
+    def _run(
+        self, commands: list[list[str]], environments: Sequence[Mapping[str, str]], timeout: float, capture: bool
+    ) -> list[subprocess.CompletedProcess[str]]:
+        try:
+            return run_together(commands, environments, timeout=timeout, capture=capture, watch=self.watch)
+        finally:
+            self.end_ranks()
+
+
+def _mpiexec() -> Path:
+    """The launcher beside this Python, else the one on the PATH."""
+    beside = Path(sys.executable).parent / "mpiexec"
+    found = beside if beside.exists() else shutil.which("mpiexec")
+    if found is None:
+        raise FileNotFoundError("no mpiexec beside this Python or on the PATH: `pip install mpich`")
+    return Path(found)

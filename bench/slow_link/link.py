@@ -1,0 +1,110 @@
+"""The emulated link: namespaces around the ranks and a switch between them."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from bench.slow_link import namespaces, switch, tun
+from bench.slow_link.interruption import as_exceptions, held_back
+from bench.slow_link.launcher import Launcher
+from bench.slow_link.loopback import mpi_over_tcp
+from bench.slow_link.missing import Unavailable, missing
+
+_numbers = itertools.count(1)
+
+
+class SlowLink(Launcher):
+    """A context manager: entering builds the link (`Unavailable` where that cannot be), leaving removes every trace.
+
+    A signal that would end this process leaves it by an exception meanwhile, so that leaving happens.
+    """
+
+    def __init__(self, *, ranks: int, mbit_per_second: float, milliseconds: float) -> None:
+        super().__init__(ranks=ranks, mbit_per_second=mbit_per_second, milliseconds=milliseconds)
+        self._number = next(_numbers)
+        self._switch: subprocess.Popen[bytes] | None = None
+        self._exits = ExitStack()
+
+    def __enter__(self) -> Self:
+        if lacking := missing():
+            raise Unavailable(f"no emulated link here: {'; '.join(lacking)}")
+        namespaces.sweep()
+        with ExitStack() as exits:
+            exits.enter_context(as_exceptions())
+            exits.callback(self._down)
+            self._up()
+            self._exits = exits.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._exits.close()
+
+    def describe(self) -> str:
+        """See `Launcher.describe`."""
+        return (
+            f"emulated: {self.ranks} network namespaces joined by a switch, full duplex ports of "
+            f"{8e-6 / self.beta:g} Mbit/s (IP packets of 1,500 bytes), {self.alpha * 1e3:g} ms one way"
+        )
+
+    def prefix(self, rank: int) -> list[str]:
+        """See `Launcher.prefix`."""
+        return ["ip", "netns", "exec", namespaces.name_of(self._number, rank)]
+
+    def mpi_environment(self) -> Mapping[str, str]:
+        """See `Launcher.mpi_environment`."""
+        return mpi_over_tcp(namespaces.DEVICE)
+
+    def store(self) -> Mapping[str, str]:
+        """See `Launcher.store`. Any port is free: the namespace is new."""
+        address = namespaces.address_of(0)
+        return {"MASTER_ADDR": address, "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": namespaces.DEVICE}
+
+    def watch(self) -> None:
+        """See `Launcher.watch`."""
+        if self._switch is None or self._switch.poll() is not None:
+            raise RuntimeError("the switch between the ranks is not running")
+
+    def end_ranks(self) -> None:
+        """See `Launcher.end_ranks`."""
+        for name in namespaces.ours(self._number):
+            namespaces.end_processes(name)
+
+    def _up(self) -> None:
+        devices: list[int] = []
+        try:
+            for rank in range(self.ranks):
+                device, name = tun.open_tun()
+                devices.append(device)
+                namespace = namespaces.name_of(self._number, rank)
+                namespaces.create(namespace, name, rank=rank, bits_per_second=8 / self.beta)
+            self._switch = self._started_switch(devices)
+        finally:
+            for device in devices:  # the switch has its own, so that the devices end with it
+                os.close(device)
+
+    def _started_switch(self, devices: list[int]) -> subprocess.Popen[bytes]:
+        words = [sys.executable, "-I", "-S", str(Path(switch.__file__)), str(1 / self.beta), str(self.alpha)]
+        return subprocess.Popen(
+            [*words, *map(str, devices)], stdin=subprocess.PIPE, pass_fds=devices, start_new_session=True
+        )
+
+    def _down(self) -> None:
+        with held_back():
+            if self._switch is not None:
+                assert self._switch.stdin is not None
+                self._switch.stdin.close()
+                self._switch.kill()  # it ends by itself, unless it is stuck; nothing is lost either way
+                self._switch.wait()
+                self._switch = None
+            for name in namespaces.ours(self._number):
+                namespaces.remove(name)

@@ -1,0 +1,43 @@
+"""What this machine lacks for an emulated link."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+
+from bench.slow_link import namespaces, tun
+
+
+class Unavailable(RuntimeError):  # noqa: N818 - a fact about the machine
+    """An emulated link cannot be made here; says everything that is missing."""
+
+
+def missing() -> list[str]:
+    """What is missing, one clause each; empty where a link can be made. Tries each thing by doing it once."""
+    if sys.platform != "linux":
+        return [f"network namespaces need Linux, this is {sys.platform}"]
+    tools = [tool for tool in ("ip", "tc", "sysctl") if shutil.which(tool) is None]
+    lacking = [f"no `{tool}` on the PATH (packages iproute2, procps)" for tool in tools]
+    if os.geteuid() != 0:
+        lacking.append("network namespaces need root")
+    if lacking:
+        return lacking
+    return _trial()
+
+
+def _trial() -> list[str]:
+    """What fails of a namespace with everything in it, made and removed again."""
+    try:
+        device, name = tun.open_tun()
+    except OSError as error:
+        return [f"no TUN device can be made by {tun.PATH}: {error.strerror}"]
+    try:
+        namespaces.create(namespaces.name_of(0, 0), name, rank=0, bits_per_second=1e6)
+    except RuntimeError as error:
+        return [str(error)]
+    finally:
+        os.close(device)
+        for left in namespaces.ours(0):
+            namespaces.remove(left)
+    return []

@@ -1,0 +1,120 @@
+"""Network namespaces, one for each rank: made, joined to a device, swept.
+
+A name says whose it is (slowlink-OWNER-NUMBER-RANK, OWNER a process), so that what a killed run has left is found by
+name alone, and nothing else is touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import time
+
+DEVICE = "e0"
+"""The rank's only device besides loopback."""
+
+SEGMENT_BYTES = 9000
+BURST_BYTES = 10_000
+"""What `tbf` lets through at once: a little more than one segment. The switch spaces it out."""
+
+_NAME = re.compile(r"slowlink-(\d+)-(\d+)-(\d+)")
+_END_SECONDS = 5.0
+_SETTINGS = (
+    "net.ipv4.tcp_slow_start_after_idle=0",
+    "net.ipv4.tcp_no_metrics_save=1",
+    "net.ipv4.tcp_wmem=4096 16384 4194304",
+    "net.ipv4.tcp_rmem=4096 131072 4194304",
+    "net.ipv6.conf.all.disable_ipv6=1",
+)
+
+
+def name_of(number: int, rank: int) -> str:
+    """The namespace of a rank of this process's link `number`."""
+    return f"slowlink-{os.getpid()}-{number}-{rank}"
+
+
+def address_of(rank: int) -> str:
+    """IPv4 address of a rank, in its namespace."""
+    return f"10.77.0.{rank + 1}"
+
+
+def create(name: str, tun: str, *, rank: int, bits_per_second: float) -> None:
+    """A namespace that holds the TUN device `tun` as `DEVICE`, up, at the rank's address and at this rate.
+
+    The rate is set here as well as in the switch, because packets that wait here wait where TCP sees them; reno with a
+    large first window needs no warming up and, unlike bbr, does not probe for what is given.
+    """
+    call("ip", "netns", "add", name)
+    call("ip", "link", "set", tun, "netns", name, "name", DEVICE)
+    call("ip", "netns", "exec", name, "sysctl", "-qw", *_SETTINGS)
+    inside = ("ip", "-n", name)
+    call(*inside, "link", "set", "lo", "up")
+    call(*inside, "link", "set", DEVICE, "mtu", "1500", "gso_max_size", str(SEGMENT_BYTES))
+    call(*inside, "address", "add", f"{address_of(rank)}/24", "dev", DEVICE)
+    call(*inside, "link", "set", DEVICE, "up")
+    call(*inside, "route", "change", "10.77.0.0/24", "dev", DEVICE, "congctl", "reno", "initcwnd", "100")
+    shape = ("tbf", "rate", f"{bits_per_second:.0f}bit", "burst", str(BURST_BYTES), "limit", "64mb")
+    call("tc", "-n", name, "qdisc", "add", "dev", DEVICE, "root", *shape)
+
+
+def ours(number: int) -> list[str]:
+    """Namespaces that exist of this process's link `number`."""
+    return [name for name, (owner, link) in _all().items() if (owner, link) == (os.getpid(), number)]
+
+
+def sweep() -> list[str]:
+    """Removes what killed runs have left, with the processes in it, and returns the names."""
+    left = [name for name, (owner, _) in _all().items() if not _alive(owner)]
+    for name in left:
+        remove(name)
+    return left
+
+
+def remove(name: str) -> None:
+    """Ends the processes of a namespace and deletes it, unless another sweep has done so meanwhile."""
+    try:
+        end_processes(name)
+        call("ip", "netns", "delete", name)
+    except RuntimeError:
+        if name in _all():
+            raise
+
+
+def end_processes(name: str) -> None:
+    """SIGKILL for every process in a namespace; returns when they are gone."""
+    end = time.monotonic() + _END_SECONDS
+    while pids := call("ip", "netns", "pids", name).split():
+        if time.monotonic() > end:
+            raise RuntimeError(f"processes {', '.join(pids)} in namespace {name} survive SIGKILL")
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def call(*command: str) -> str:
+    """What a command printed; RuntimeError with what it complained about if it failed."""
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"`{' '.join(command)}` failed: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout
+
+
+def _all() -> dict[str, tuple[int, int]]:
+    """Name -> (owner, number) of every namespace of ours, whoever made it."""
+    names = [line.split()[0] for line in call("ip", "netns", "list").splitlines() if line.strip()]
+    matches = {name: _NAME.fullmatch(name) for name in names}
+    return {name: (int(match[1]), int(match[2])) for name, match in matches.items() if match}
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,126 @@
+"""The switch between the ranks: a star of TUN devices, with the rate and the delay of the emulated links.
+
+    python switch.py BYTES_PER_SECOND SECONDS FD...
+
+A process of its own that needs the standard library only. FD are open TUN devices in rank order, FD i being the one
+of address x.x.0.i + 1. It ends when its standard input closes: at the latest with the process that started it.
+
+A packet of L bytes that comes in at time t has left its sender when all packets before it have, plus L/rate; its last
+bit arrives `SECONDS` later, and not before L/rate have passed since the packet before it arrived there:
+
+    left    = max(t, left of the sender's packet before) + L / rate
+    arrival = max(left + delay, arrival of the receiver's packet before + L / rate)
+
+So nothing is ever faster than the link, and a late wake-up of this process delays packets without changing the rate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import heapq
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Sequence
+
+VNET_BYTES = 10
+"""struct virtio_net_hdr, before each packet: checksum and segmentation left to the receiver."""
+
+MOST_BYTES = VNET_BYTES + 65536
+READS = 8
+"""From one port before the others, and what is due, get their turn."""
+
+SPIN_SECONDS = 100e-6
+"""Before a packet that travels alone is due, the clock is looked at for so long: timers are late by as much."""
+
+REALTIME_PRIORITY = 10
+
+
+class Switch:
+    """Packets on their way. ports: file descriptors of TUN devices."""
+
+    def __init__(self, ports: Sequence[int], *, bytes_per_second: float, seconds: float) -> None:
+        self._ports = list(ports)
+        self._seconds_per_byte, self._delay = 1 / bytes_per_second, seconds
+        self._left = [0.0] * len(ports)
+        self._arrived = [0.0] * len(ports)
+        self._travelling: list[tuple[float, int, int, bytes]] = []  # arrival, order, port, packet
+        self._taken = 0
+
+    def serve(self, until: int) -> None:
+        """Carries packets until the file descriptor `until` becomes readable, or is closed at its other end."""
+        rank_of = {port: rank for rank, port in enumerate(self._ports)}
+        watched = [*self._ports, until]
+        while True:
+            ready, _, _ = select.select(watched, [], [], self._deliver())  # its time-out counts microseconds
+            if until in ready:
+                return
+            for port in ready:
+                self._drain(rank_of[port], port)
+
+    def take(self, source: int, packet: bytes, now: float) -> None:
+        """A packet came in from rank `source` at `now`; those for nobody here are lost."""
+        target = receiver(packet)
+        if not 0 <= target < len(self._ports):
+            return
+        duration = wire_bytes(packet) * self._seconds_per_byte
+        left = self._left[source] = max(now, self._left[source]) + duration
+        arrival = self._arrived[target] = max(left + self._delay, self._arrived[target] + duration)
+        self._taken += 1
+        heapq.heappush(self._travelling, (arrival, self._taken, self._ports[target], packet))
+
+    def _drain(self, source: int, port: int) -> None:
+        for _ in range(READS):
+            try:
+                packet = os.read(port, MOST_BYTES)
+            except BlockingIOError:
+                return
+            self.take(source, packet, time.monotonic())
+
+    def _deliver(self) -> float | None:
+        """Hands over what has arrived; seconds until the next packet does."""
+        travelling = self._travelling
+        while travelling:
+            wait = travelling[0][0] - time.monotonic()
+            spin = SPIN_SECONDS if len(travelling) == 1 else 0.0
+            if wait > spin:
+                return wait - spin
+            if wait > 0:
+                continue
+            _, _, port, packet = heapq.heappop(travelling)
+            with contextlib.suppress(OSError):  # a full or closed device loses a packet, as a real one would
+                os.write(port, packet)
+        return None
+
+
+def receiver(packet: bytes) -> int:
+    """Rank that an IPv4 packet is for, by the last byte of its destination; -1 for other protocols."""
+    return packet[VNET_BYTES + 19] - 1 if packet[VNET_BYTES] >> 4 == 4 else -1
+
+
+def wire_bytes(packet: bytes) -> int:
+    """Bytes of IP on the wire: a segment that the kernel has left whole would travel as many, each with its headers."""
+    nbytes, segment = len(packet) - VNET_BYTES, int.from_bytes(packet[4:6], sys.byteorder)
+    if segment == 0:
+        return nbytes
+    headers = 20 + 4 * (packet[VNET_BYTES + 32] >> 4)
+    segments = -(-(nbytes - headers) // segment)
+    return nbytes + (segments - 1) * headers
+
+
+def main(argv: Sequence[str]) -> None:
+    """Serves as the process's whole life."""
+    rate, seconds, *ports = argv
+    for interruption in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(interruption, signal.SIG_IGN)  # the starter gets it too, and ends us in its own time
+    with contextlib.suppress(OSError):  # ranks that busy-wait would hold it up for whole time slices
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(REALTIME_PRIORITY))
+    gc.disable()
+    Switch([int(port) for port in ports], bytes_per_second=float(rate), seconds=float(seconds)).serve(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

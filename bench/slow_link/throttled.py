@@ -1,0 +1,90 @@
+"""The throttled transport, on the ranks' side: a communicator whose rounds take α + β·bytes."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any, TypeVar
+
+import torch
+from communicators import Communicator, Link, Round, Schedule, Work, as_communicator
+from communicators.communicator import TIMEOUT_SECONDS
+
+from bench.slow_link.fallback import THROTTLE
+
+T = TypeVar("T")
+
+
+def behind_link(comm: Any = None) -> Communicator:
+    """A communicator as from `as_communicator`, throttled if this rank was started on a `ThrottledLink`.
+
+    On an emulated link, and without any, it is the same as `as_communicator`.
+    """
+    plain = as_communicator(comm)
+    setting = os.environ.get(THROTTLE)
+    return plain if setting is None else Throttled(plain, Link(*map(float, setting.split(","))))
+
+
+class Throttled(Communicator):
+    """Carries schedules over another communicator, each round no faster than a link would.
+
+    A round takes α + β·b, b being the larger of what this rank sends and receives in it (full duplex). In the
+    background a round that waits holds up other rounds of its rank, as on one port. `native_allreduce` has no rounds
+    to hold back, so there is none.
+    """
+
+    def __init__(self, comm: Communicator, link: Link) -> None:
+        self.rank, self.size, self.device = comm.rank, comm.size, comm.device
+        self._comm, self._link = comm, link
+
+    def run(
+        self, schedule: Schedule[T], *, facts: str, timeout: float = TIMEOUT_SECONDS, device: torch.device | None = None
+    ) -> T:
+        """See `communicators.run`."""
+        return self._comm.run(slowed(schedule, self._link), facts=facts, timeout=timeout, device=device)
+
+    def start(
+        self, schedule: Schedule[T], *, facts: str, timeout: float = TIMEOUT_SECONDS, device: torch.device | None = None
+    ) -> Work[T]:
+        """See `communicators.start`."""
+        return self._comm.start(slowed(schedule, self._link), facts=facts, timeout=timeout, device=device)
+
+    def clock(self) -> float:
+        """See `Communicator.clock`."""
+        return self._comm.clock()
+
+    @property
+    def bytes_sent(self) -> int:  # type: ignore[override]
+        """See `Communicator`."""
+        return self._comm.bytes_sent
+
+    @property
+    def messages_sent(self) -> int:  # type: ignore[override]
+        """See `Communicator`."""
+        return self._comm.messages_sent
+
+
+def slowed(schedule: Schedule[T], link: Link) -> Schedule[T]:
+    """The same schedule, waiting after each round until the link would have carried it."""
+    try:
+        action = next(schedule)
+        while True:
+            begin = time.monotonic()
+            received = yield action
+            if isinstance(action, Round) and (action.sends or action.recvs):
+                _sleep_until(begin + _seconds(action, received, link))
+            action = schedule.send(received)
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
+    finally:
+        schedule.close()
+
+
+def _seconds(action: Round, received: dict[int, torch.Tensor], link: Link) -> float:
+    sent = sum(payload.numel() for payload in action.sends.values())
+    return link.seconds(max(sent, sum(payload.numel() for payload in received.values())))
+
+
+def _sleep_until(end: float) -> None:
+    time.sleep(max(0.0, end - time.monotonic()))

@@ -1,0 +1,62 @@
+"""DistributedDataParallel on scikit-learn's handwritten digits, with the gradients exchanged sparsely.
+
+    torchrun --nproc-per-node 2 examples/ddp_digits.py
+
+The script is PyTorch's DDP tutorial; the two lines that make it sparse are marked.
+"""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from sklearn.datasets import load_digits
+from sparse_collectives import SparseHookState, sparse_hook
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+EPOCHS, BATCH, RATE, MOMENTUM = 20, 16, 0.2, 0.9
+
+
+def digits() -> tuple[TensorDataset, TensorDataset]:
+    """1,437 images to train on, 360 to test with; 8×8 pixels in [0, 1]."""
+    bunch = load_digits()
+    images, labels = torch.tensor(bunch.data, dtype=torch.float32) / 16, torch.tensor(bunch.target)
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    train, test = order[:1437], order[1437:]
+    return TensorDataset(images[train], labels[train]), TensorDataset(images[test], labels[test])
+
+
+def train(algorithm: str, seed: int = 0) -> float:
+    """Trains on the ranks of the default group; returns the test accuracy."""
+    torch.manual_seed(seed)
+    train_set, test_set = digits()
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
+    ddp = DistributedDataParallel(model)
+    before, after = (0.0, MOMENTUM) if algorithm in ("none", "dense") else (MOMENTUM, 0.0)  # the selection
+    if algorithm != "none":
+        state = SparseHookState(density=0.01, algorithm=algorithm, momentum=before)  # line 1
+        ddp.register_comm_hook(state, sparse_hook)  # line 2
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=RATE, momentum=after)
+    sampler = DistributedSampler(train_set, seed=seed, drop_last=True)
+    loader = DataLoader(train_set, batch_size=BATCH, sampler=sampler, drop_last=True)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS * len(loader))
+    for epoch in range(EPOCHS):
+        sampler.set_epoch(epoch)
+        for images, labels in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(ddp(images), labels).backward()
+            optimizer.step()
+            schedule.step()
+    images, labels = test_set.tensors
+    with torch.no_grad():
+        return float((model(images).argmax(dim=1) == labels).float().mean())
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    accuracy = train(sys.argv[1] if len(sys.argv) > 1 else "gtopk")
+    if dist.get_rank() == 0:
+        print(f"test accuracy {accuracy:.1%} on {dist.get_world_size()} ranks")
+    dist.destroy_process_group()

@@ -1,0 +1,62 @@
+"""Exchanges that start while backward goes on: each bucket's as soon as its gradients are ready."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from communicators import Bucket
+from torch import Tensor
+
+BUCKET_BYTES = 4 << 20
+"""Gradients of so many bytes are selected from and sent together; `bench/overlap` has the measurement."""
+
+
+class BackwardOrder:
+    """Watches a model's gradients; calls `start(position)` for buckets 0, 1, … in this order, on every rank alike.
+
+    Bucket 0 holds the parameters whose gradients come first, those of the last layers. A bucket that is ready early
+    waits for its turn, because all ranks must start their exchanges in one order.
+
+    paused: gradients only accumulate.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], buckets: Sequence[Bucket], start: Callable[[int], None]) -> None:
+        self.paused = False
+        self._start = start
+        self._members = [bucket.members for bucket in buckets]
+        self._bucket_of = {member: position for position, members in enumerate(self._members) for member in members}
+        self.reset()
+        for member, parameter in enumerate(parameters):
+            parameter.register_post_accumulate_grad_hook(partial(self._ready, member))  # type: ignore[no-untyped-call]
+
+    def reset(self) -> None:
+        """A new step begins."""
+        self._lacking = [set(members) for members in self._members]
+        self._started = 0
+
+    @property
+    def under_way(self) -> bool:
+        """Whether something of this step has been started."""
+        return self._started > 0
+
+    def start_rest(self) -> None:
+        """Starts the buckets that wait for gradients which will not come: of parameters that were not used."""
+        for position in range(self._started, len(self._members)):
+            self._start(position)
+        self._started = len(self._members)
+
+    def _ready(self, member: int, parameter: Tensor) -> None:
+        del parameter
+        if self.paused:
+            return
+        lacking = self._lacking[self._bucket_of[member]]
+        if member not in lacking:
+            raise RuntimeError(
+                "a second backward() before step(), but the first one's gradients are under way already: "
+                "accumulate inside no_sync(), all but the last backward of a step"
+            )
+        lacking.remove(member)
+        while self._started < len(self._lacking) and not self._lacking[self._started]:
+            self._start(self._started)
+            self._started += 1

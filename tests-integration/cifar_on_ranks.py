@@ -1,0 +1,122 @@
+"""Runs of the cifar app under mpiexec, several inside one launch; rank 0 writes what came of each.
+
+usage: mpiexec -n 4 python cifar_on_ranks.py killed|refused|fault FOLDER
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from cifar.__main__ import APP
+from mpi4py import MPI
+from trainer.command import main
+
+WORLD = MPI.COMM_WORLD
+RANK = WORLD.rank
+TRAIN = "--dnn resnet20 --dataset digits --compression --compressor gtopk --density 0.01 --max-epochs 2"
+SHORT = "--algorithm gtopk --batch-size 128 --max-epochs 1 --checkpoint-every 1"
+
+
+def killed(folder):
+    """A run to its end; then the same, killed by SIGKILL in mid-epoch while a rank writes its second checkpoint."""
+    assert main(APP, [*TRAIN.split(), "--output", f"{folder}/straight"]) == 0
+    from trainer import checkpoint
+
+    write = checkpoint._write
+
+    def torn(path, state):
+        written = write(path, state)
+        if path.parent.name == "00000014" and RANK == 2:
+            os.truncate(path, path.stat().st_size // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return written
+
+    checkpoint._write = torn
+    main(APP, [*TRAIN.split(), "--output", f"{folder}/broken", "--checkpoint-every", "7"])
+
+
+def refused(folder):
+    """Everything that a user can get wrong; each case is (flags of this rank, app)."""
+    short = folder / "short" / "cifar-10-batches-bin"
+    if RANK == 0:
+        short.mkdir(parents=True)
+        for name in [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]:
+            (short / f"{name}.bin").write_bytes(bytes(3073 * 10))
+    WORLD.Barrier()
+    out = ["--output", str(folder / "run")]
+    report = {
+        "unknown model": attempt(["--dnn", "vgg"]),
+        "density above 1": attempt(["--density", "1.5"]),
+        "density 0 on rank 2": attempt(["--density", "0"] if RANK == 2 else []),
+        "other world size": attempt(["--nworkers", "3"]),
+        "no data": attempt(["--dataset", "cifar10", "--data-dir", str(folder)]),
+        "truncated data": attempt(["--dataset", "cifar10", "--data-dir", str(folder / "short")]),
+        "other flags on rank 3": attempt([*out, "--lr", "0.2" if RANK == 3 else "0.1"]),
+        "trains": attempt([*SHORT.split(), *out]),
+        "exists": attempt([*SHORT.split(), *out]),
+        "no data on rank 1": attempt([*SHORT.split(), *out, "--overwrite"], app=without_data_on(1)),
+    }
+    if RANK == 0:
+        newest = sorted((folder / "run" / "checkpoints").iterdir())[-1] / "rank3.pt"
+        newest.write_bytes(newest.read_bytes()[:-100])
+    WORLD.Barrier()
+    report |= {
+        "damaged checkpoint": attempt([*SHORT.split(), *out, "--resume"]),
+        "previous checkpoint": attempt([*SHORT.split(), *out, "--resume", "previous"]),
+        "nan, dense": attempt(["--lr", "1e30", "--output", str(folder / "nan-dense")]),
+        "nan, sparse": attempt(["--algorithm", "gtopk", "--lr", "1e30", "--output", str(folder / "nan-sparse")]),
+        # The last one: a communicator whose ranks disagreed is of no more use.
+        "other model on rank 1": attempt(["--output", str(folder / "other")], app=narrow_on(1)),
+    }
+    if RANK == 0:
+        (folder / "report.json").write_text(json.dumps(report))
+
+
+def attempt(flags, app=APP):
+    """Exit code and standard error of every rank."""
+    with contextlib.redirect_stderr(io.StringIO()) as error, contextlib.redirect_stdout(io.StringIO()):
+        code = main(app, flags)
+    return WORLD.allgather((code, error.getvalue()))
+
+
+def without_data_on(rank):
+    from trainer.errors import RunError
+
+    def build(options, device):
+        if rank == RANK:
+            raise RunError("the disk of this machine is empty")
+        return APP.build(options, device)
+
+    return replace(APP, build=build)
+
+
+def narrow_on(rank):
+    def build(options, device):
+        task = APP.build(options, device)
+        if rank == RANK:
+            task.model.classify.weight.data = task.model.classify.weight.data[:, 1:]
+        return task
+
+    return replace(APP, build=build)
+
+
+def fault(folder):
+    """A fault in the program on one rank only."""
+
+    def build(options, device):
+        if RANK == 1:
+            raise ZeroDivisionError("ours")
+        return APP.build(options, device)
+
+    main(replace(APP, build=build), ["--output", str(folder / "fault")])
+
+
+if __name__ == "__main__":
+    {"killed": killed, "refused": refused, "fault": fault}[sys.argv[1]](Path(sys.argv[2]))

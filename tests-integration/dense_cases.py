@@ -1,0 +1,135 @@
+"""Dense collectives, background work and failures on real ranks; run by on_ranks.py."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import torch
+import torch.distributed as dist
+from communicators import (
+    Round,
+    allgather,
+    allreduce,
+    barrier,
+    body,
+    broadcast,
+    frame,
+    run,
+    start,
+    testing,
+)
+from communicators import dense as schedules
+
+
+def integers(comm, seed, numel):
+    """The same inputs on every rank, one for each."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(-9, 10, (numel,), generator=generator).float() for _ in range(comm.size)]
+
+
+def dense_laws(comm):
+    for schedule in (schedules.ring_allreduce, schedules.halving_doubling_allreduce):
+        for numel in (0, 1, 7, 1000):
+            testing.check_laws(
+                lambda c, x, schedule=schedule: run(schedule(x, c.rank, c.size), c),
+                integers(comm, numel, numel),
+                comm=comm,
+            )
+
+
+def dense_calls(comm):
+    x = integers(comm, 5, 33)
+    assert torch.equal(allreduce(x[comm.rank], comm), sum(x))
+    assert torch.equal(allreduce(x[comm.rank].to(torch.bfloat16), comm).float(), sum(x))
+    torch.testing.assert_close(allreduce(x[comm.rank], comm, average=True), sum(x) / comm.size)
+    assert torch.equal(broadcast(x[comm.rank], comm, root=comm.size - 1), x[-1])
+    parts = allgather(torch.full((comm.rank,), 2.0), comm)
+    assert [part.tolist() for part in parts] == [[2.0] * rank for rank in range(comm.size)]
+    barrier(comm)
+
+
+def background(comm):
+    x = integers(comm, 6, 100)
+    works = [start(schedules.ring_allreduce(x[comm.rank] + i, comm.rank, comm.size), comm) for i in range(5)]
+    for i, work in reversed(list(enumerate(works))):
+        assert torch.equal(work.wait(timeout=20), sum(x) + i * comm.size)
+        assert work.is_completed()
+    future = start(schedules.ring_allreduce(x[comm.rank], comm.rank, comm.size), comm).get_future()
+    assert torch.equal(future.then(lambda done: done.wait() * 2).wait(), sum(x) * 2)
+
+
+def background_leaves_others_alone(comm):
+    """A started exchange that cannot end yet holds up neither the user's own calls nor later calls of ours."""
+    held = [start(late(comm), comm, facts="late")] if comm.rank else []
+    if dist.is_initialized():
+        dist.barrier()
+    else:
+        from mpi4py import MPI
+
+        MPI.COMM_WORLD.Barrier()
+    held = held or [start(late(comm), comm, facts="late")]
+    assert torch.equal(allreduce(torch.ones(3), comm), torch.full((3,), float(comm.size)))
+    assert held[0].wait(timeout=20) == (comm.rank - 1) % comm.size
+
+
+def late(comm):
+    to, source = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    if comm.size == 1:
+        return source
+    received = yield Round({to: frame(torch.tensor([comm.rank]))}, {source: 64})
+    return int(body(received[source], torch.int64))
+
+
+def other_sizes(comm):
+    allreduce(torch.ones(5 + (comm.rank == comm.size - 1)), comm)
+
+
+def other_order(comm):
+    """Two agreed calls, in another order on the last rank: a message of one must not match the other."""
+    a, b = torch.ones(10), torch.ones(500)
+    for x in (a, b):
+        allreduce(x, comm, native=False)
+    pair = (b, a) if comm.rank == comm.size - 1 else (a, b)
+    for x in pair:
+        allreduce(x, comm, native=False)
+
+
+def late_rank(comm):
+    if comm.rank == comm.size - 1:
+        time.sleep(2.5)
+    run(schedules.ring_allreduce(torch.ones(9), comm.rank, comm.size), comm, timeout=1.0)
+
+
+def error_in_schedule(comm):
+    def schedule():
+        yield Round()
+        if comm.rank == comm.size - 1:
+            raise ZeroDivisionError("by hand")
+        yield Round(recvs={comm.size - 1: 64})
+
+    run(schedule(), comm, facts="broken")
+
+
+def error_in_background(comm):
+    def schedule():
+        yield Round()
+        if comm.rank == comm.size - 1:
+            raise ZeroDivisionError("by hand")
+        yield Round(recvs={comm.size - 1: 64})
+
+    work = start(schedule(), comm, facts="broken")
+    with contextlib.suppress(RuntimeError):  # torch wraps what a callback raises; the work raises it as it is
+        work.get_future().wait()
+    work.wait()
+
+
+LAWS = [dense_laws, dense_calls, background, background_leaves_others_alone]
+FAILURES = {
+    other_sizes: "ranks disagree on call 0: rank 0 calls {sum}(numel=5, torch.float32), rank {last} calls "
+    "{sum}(numel=6, torch.float32)",
+    other_order: "ranks disagree on call 2",
+    late_rank: "timed out after 1 s: rank",
+    error_in_schedule: "rank {last} failed in broken: ZeroDivisionError: by hand",
+    error_in_background: "rank {last} failed in broken: ZeroDivisionError: by hand",
+}

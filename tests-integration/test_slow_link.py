@@ -1,0 +1,226 @@
+"""The emulated slow link: never faster than it says, and nothing is left of it, however it ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from communicators import Link, SimulatedWorld, allreduce
+
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT))  # benchmarks are run from the root, not installed
+
+from bench.slow_link import SlowLink, ThrottledLink, Unavailable, missing, open_link, sweep  # noqa: E402
+from bench.slow_link import fallback as slow_fallback  # noqa: E402
+from bench.slow_link import link as slow_link_module  # noqa: E402
+from bench.slow_link.switch import VNET_BYTES, Switch, receiver, wire_bytes  # noqa: E402
+from bench.slow_link.throttled import Throttled, behind_link  # noqa: E402
+
+LACKING = missing()
+emulated = pytest.mark.skipif(bool(LACKING), reason=f"no emulated link here: {'; '.join(LACKING)}")
+
+PLAY = """
+def play(rank, send, receive, nbytes):
+    # the least of some ping-pongs one way, in seconds, by the clock of who serves
+    import time
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        for serving in (0, 1):
+            send(nbytes) if rank == serving else receive(nbytes)
+        times.append((time.perf_counter() - begin) / 2)
+    if rank == 0:
+        print(nbytes, min(times[1:]))
+"""
+OVER_SOCKETS = f"""{PLAY}
+import os, socket, time
+rank, address = int(os.environ["RANK"]), (os.environ["MASTER_ADDR"], 5000)
+if rank == 0:
+    server = socket.create_server(address)
+    peer, _ = server.accept()
+while rank:
+    try:
+        peer = socket.create_connection(address)
+        break
+    except ConnectionRefusedError:
+        time.sleep(0.01)
+for nbytes in (16, 1 << 17):
+    play(rank, lambda n: peer.sendall(bytes(n)), lambda n: peer.recv(n, socket.MSG_WAITALL), nbytes)
+"""
+OVER_MPI = f"""{PLAY}
+from mpi4py import MPI
+comm = MPI.COMM_WORLD
+peer = 1 - comm.rank
+for nbytes in (16, 1 << 17):
+    play(comm.rank, lambda n: comm.Send(bytes(n), peer), lambda n: comm.Recv(bytearray(n), peer), nbytes)
+"""
+
+
+def traces(pid=None):
+    """Namespaces, devices and switches of a process (this one) that exist."""
+    pid = os.getpid() if pid is None else pid
+    namespaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    found = [line for line in namespaces.splitlines() if line.startswith(f"slowlink-{pid}-")]
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    for child in children.read_text().split() if children.exists() else []:
+        command = Path(f"/proc/{child}/cmdline").read_text()
+        found += [command] if "switch.py" in command else []
+    return found
+
+
+def link(ranks=2):
+    return SlowLink(ranks=ranks, mbit_per_second=100, milliseconds=1.0)
+
+
+def alive(pid):
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def inside(net, rank):
+    """Numbers of the processes in a rank's namespace."""
+    words = ["ip", "netns", "pids", net.prefix(rank)[-1]]
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
+
+
+def at_least_modelled(output, net):
+    found = [line.split() for line in output.splitlines()]
+    assert [int(nbytes) for nbytes, _ in found] == [16, 1 << 17]
+    for nbytes, seconds in found:
+        assert float(seconds) >= net.alpha + net.beta * int(nbytes)
+
+
+@emulated
+def test_nothing_is_left():
+    with link(ranks=3):
+        assert len(traces()) == 4  # three namespaces and a switch
+    assert traces() == []
+
+
+@emulated
+def test_nothing_is_left_after_an_exception_inside():
+    strays = []
+
+    def fail():
+        with link() as net:
+            strays.append(subprocess.Popen([*net.prefix(0), "sleep", "60"]))
+            while not inside(net, 0):
+                time.sleep(0.01)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    [stray] = strays
+    assert stray.wait(timeout=5) == -signal.SIGKILL
+    assert traces() == []
+
+
+@emulated
+def test_nothing_is_left_when_it_cannot_be_made(monkeypatch):
+    def broken(*args, **kwargs):
+        raise RuntimeError("by hand")
+
+    monkeypatch.setattr(SlowLink, "_started_switch", broken)
+    with pytest.raises(RuntimeError, match="by hand"), link():
+        pass
+    assert traces() == []
+
+
+@emulated
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, -2), (signal.SIGKILL, -9)])
+def test_nothing_is_left_of_an_ended_run(number, status):
+    """SIGKILL leaves something: it is what `sweep` is for."""
+    words = [sys.executable, "-m", "bench.slow_link", "--gloo", "--", "sh", "-c", "echo $$; exec sleep 60"]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as run:
+        run.stdout.readline()  # what the link is
+        ranks = [int(run.stdout.readline()) for _ in range(2)]
+        assert all(map(alive, ranks))
+        run.send_signal(number)
+        assert run.wait(timeout=20) == status
+    left = traces(run.pid)
+    if number == signal.SIGKILL:
+        assert len(left) == 2
+        assert {name.split()[0] for name in left} <= set(sweep())
+    assert traces(run.pid) == []
+    assert not any(map(alive, ranks))
+
+
+@emulated
+def test_timeout_ends_the_ranks():
+    with link() as net:
+        with pytest.raises(subprocess.TimeoutExpired) as raised:
+            net.processes(["sh", "-c", "echo here; exec sleep 60"], timeout=0.5)
+        assert "here" in raised.value.output
+        assert inside(net, 0) == inside(net, 1) == []
+
+
+@emulated
+def test_ping_pong_takes_the_modelled_time():
+    with link() as net:
+        first, second = net.processes([sys.executable, "-c", OVER_SOCKETS], timeout=30)
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    at_least_modelled(first.stdout, net)
+
+
+@emulated
+@pytest.mark.mpi
+def test_ping_pong_by_mpi_takes_the_modelled_time():
+    with link() as net:
+        done = net.mpiexec([sys.executable, "-c", OVER_MPI], timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    at_least_modelled(done.stdout, net)
+
+
+def packet(nbytes, to, *, segment=0):
+    """An IPv4 TCP packet of `nbytes` for rank `to`, to be cut into segments of so many bytes."""
+    data = bytearray(VNET_BYTES + nbytes)
+    data[4:6] = segment.to_bytes(2, sys.byteorder)
+    data[VNET_BYTES], data[VNET_BYTES + 19], data[VNET_BYTES + 32] = 0x45, to + 1, 8 << 4
+    return bytes(data)
+
+
+def test_switch_serialises_senders_and_receivers():
+    switch = Switch([10, 11, 12], bytes_per_second=1000.0, seconds=1.0)
+    for source, target, now in [(0, 2, 0.0), (0, 2, 0.0), (1, 2, 0.0), (0, 1, 0.0), (2, 9, 0.0)]:
+        switch.take(source, packet(100, target), now)
+    arrivals = {order: (port, arrival) for arrival, order, port, _ in switch._travelling}
+    # 0 -> 2 leave at 0.1 and 0.2; 1 -> 2 leaves at 0.1 and waits for 2's port; 0 -> 1 is 0's third
+    expected = {1: (12, 1.1), 2: (12, 1.2), 3: (12, 1.3), 4: (11, 1.3)}
+    assert arrivals == {order: (port, pytest.approx(arrival)) for order, (port, arrival) in expected.items()}
+
+
+def test_switch_charges_headers_of_every_segment():
+    assert wire_bytes(packet(1500, 0)) == 1500
+    assert wire_bytes(packet(52 + 3 * 1448, 0, segment=1448)) == 3 * 1500
+    assert wire_bytes(packet(52 + 2 * 1448 + 1, 0, segment=1448)) == 2 * 1500 + 53
+    assert receiver(packet(60, 5)) == 5
+    assert receiver(bytes([0] * VNET_BYTES + [0x60] * 40)) == -1
+
+
+def test_throttled_rounds_take_the_modelled_time():
+    slow = Link(alpha=5e-3, beta=1e-6)
+    x = [torch.arange(1000.0), torch.ones(1000)]
+    begin = time.monotonic()
+    totals = SimulatedWorld(2).run(lambda comm: allreduce(x[comm.rank], Throttled(comm, slow)))
+    assert all(torch.equal(total, x[0] + x[1]) for total in totals)
+    assert time.monotonic() - begin >= slow.seconds(4000, messages=2)
+
+
+def test_throttled_link_says_so(monkeypatch, capsys):
+    for module in (slow_fallback, slow_link_module):
+        monkeypatch.setattr(module, "missing", lambda: ["network namespaces need root"])
+    with open_link(ranks=1, mbit_per_second=100, milliseconds=1.0) as net:
+        assert isinstance(net, ThrottledLink)
+        [done] = net.processes([sys.executable, "-c", "import os; print(os.environ['SLOW_LINK_THROTTLE'])"], timeout=30)
+    assert done.stdout.strip() == "0.001,8e-08"
+    said = capsys.readouterr().out
+    assert "missing: network namespaces need root" in said
+    assert "NOT an emulated link" in said
+    with pytest.raises(Unavailable, match="need root"), link():
+        pass
+    monkeypatch.setenv("SLOW_LINK_THROTTLE", done.stdout)
+    assert isinstance(behind_link(), Throttled)
