@@ -1,13 +1,17 @@
-"""Selection, error feedback and merging on a CPU, next to what one would write in plain torch.
+"""Selection, error feedback and merging, next to what one would write in plain torch.
 
     python -m bench.compress [--full] [--output DIR]
 
-Both sides of a row take turns within one run, on one thread; times are medians of CPU milliseconds, page
-faults included. ``sweeps`` is our time in units of one read of the input (its sum).
+All sides of a row take turns within one run, on one thread; times are medians of CPU milliseconds, page
+faults included. ``sweeps`` is our time in units of one read of the input (its sum); worst inputs are also held
+against radix select alone. Where there is a GPU its rows follow (``compress_gpu``).
+DIR gets compress.csv and compress.json, from which ``bench.compress_report`` makes the package README's tables.
 """
 
 import argparse
 import csv
+import json
+import os
 import platform
 import statistics
 import time
@@ -19,7 +23,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from sparse_compress import ErrorFeedback, SparseVector, TopK, merge, topk
+from sparse_compress.chunks import above_and_ties
+from sparse_compress.magnitude import bits_of
+from sparse_compress.radix import kth_largest
 from torch import Tensor
+
+from bench import compress_gpu
 
 Call = Callable[[], object]
 
@@ -34,18 +43,18 @@ class Row(NamedTuple):
     torch_ms: float
     speedup: float
     sweeps: float
+    radix_ms: float | None = None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table, line by line as it is measured; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.compress", description=__doc__.partition("\n")[0])
     parser.add_argument("--full", action="store_true", help="more rounds, n = 10⁸ and misleading inputs: minutes")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="write DIR/compress.csv too")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="write DIR/compress.csv and DIR/compress.json too")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
-    print(
-        f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}, NumPy {np.__version__}"
-    )
+    facts = machine()
+    print(", ".join(f"{name} {value}" for name, value in facts.items()))
     print(f"{'':30}{'n':>12}{'k':>11}{'ours':>10}{'torch':>10}{'faster':>9}{'sweeps':>8}")
     rows = []
     for row in measure(full=options.full):
@@ -55,9 +64,25 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{row.speedup:8.1f}×{row.sweeps:8.1f}",
             flush=True,
         )
+    gpu = list(compress_gpu.report(full=options.full)) if torch.cuda.is_available() else []
     if options.output:
         write_csv(options.output / "compress.csv", rows)
+        results = {"machine": facts, "rows": [row._asdict() for row in rows], "gpu": [row._asdict() for row in gpu]}
+        (options.output / "compress.json").write_text(json.dumps(results, indent=1) + "\n")
     return 0
+
+
+def machine() -> dict[str, str]:
+    """What the numbers were measured on, and how busy it was."""
+    return {
+        "machine": platform.machine(),
+        "cores": str(os.cpu_count()),
+        "Python": platform.python_version(),
+        "torch": torch.__version__,
+        "NumPy": np.__version__,
+        "load": f"{os.getloadavg()[0]:.1f}",
+        "GPU": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+    }
 
 
 def measure(*, full: bool) -> Iterator[Row]:
@@ -69,17 +94,28 @@ def measure(*, full: bool) -> Iterator[Row]:
             k = TopK(density).entries(n)
             yield compare("top-k", x, k, rounds, partial(topk, x, k), partial(torch_topk, x, k))
             yield compare("error feedback step", x, k, rounds, feedback_step(x, density), torch_feedback_step(x, k))
+            if full and n == 25_600_000:
+                half = x.bfloat16()
+                ours, plain = feedback_step(half, density), torch_feedback_step(half, k)
+                yield compare("error feedback step, bf16", x, k, rounds, ours, plain)
     if full:
         for name, x in misleading(10**7):
             k = len(x) // 100
-            yield compare(f"top-k, {name}", x, k, 5, partial(topk, x, k), partial(torch_topk, x, k))
+            calls = partial(topk, x, k), partial(torch_topk, x, k), partial(radix_topk, x, k)
+            yield compare(f"top-k, {name}", x, k, 5, *calls)
     yield merge_row(25_000_000, 250_000, rounds)
 
 
-def compare(what: str, x: Tensor, k: int, rounds: int, ours: Call, plain: Call) -> Row:
-    """Time both calls and one read of x in turns."""
-    ours_ms, torch_ms, read_ms = interleaved(rounds, ours, plain, x.sum)
-    return Row(what, len(x), k, ours_ms, torch_ms, torch_ms / ours_ms, ours_ms / read_ms)
+def compare(what: str, x: Tensor, k: int, rounds: int, ours: Call, plain: Call, *radix: Call) -> Row:
+    """Time the calls and one read of x in turns."""
+    ours_ms, torch_ms, read_ms, *radix_ms = interleaved(rounds, ours, plain, x.sum, *radix)
+    return Row(what, len(x), k, ours_ms, torch_ms, torch_ms / ours_ms, ours_ms / read_ms, *radix_ms)
+
+
+def radix_topk(x: Tensor, k: int) -> object:
+    """Our bounded path alone: the exact k-th largest digit by digit, then one sweep."""
+    kth, above = kth_largest(bits_of(x), k)
+    return above_and_ties(bits_of(x), kth, k - above)
 
 
 def interleaved(rounds: int, *calls: Call) -> list[float]:
@@ -107,7 +143,7 @@ def feedback_step(gradient: Tensor, density: float) -> Call:
 
 def torch_feedback_step(gradient: Tensor, k: int) -> Call:
     """A whole step as one would write it: add, abs, top-k, gather, scatter."""
-    residual = torch.zeros_like(gradient)
+    residual = torch.zeros_like(gradient, dtype=torch.float32)
 
     def step() -> Tensor:
         nonlocal residual

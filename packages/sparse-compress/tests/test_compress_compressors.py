@@ -1,48 +1,284 @@
-"""Every compressor: entries within the bound it states, values as they are, and its options checked."""
+"""The laws of every compressor, on a literal table, and what is special to each."""
 
+import io
+from itertools import count
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_compress import Compressor, TopK, topk
+from sparse_compress import (
+    ByParts,
+    Compressor,
+    DGCTopK,
+    ErrorFeedback,
+    GaussianK,
+    RandomK,
+    StatefulCompressor,
+    Threshold,
+    ThresholdReuse,
+    TopK,
+    clip_locally,
+    concatenate,
+    topk,
+    warm_up,
+)
 
-COMPRESSORS = [TopK(0.001), TopK(), TopK(0.3), TopK(1)]  # a new compressor gets the laws by being named here
+# A new compressor gets the laws by a line here: how to make it for n elements.
+COMPRESSORS = {
+    "TopK 0.1 %": lambda n: TopK(0.001),
+    "TopK 30 %": lambda n: TopK(0.3),
+    "TopK 100 %": lambda n: TopK(1),
+    "RandomK": lambda n: RandomK(0.2, seed=3),
+    "RandomK unbiased": lambda n: RandomK(0.2, unbiased=True),
+    "Threshold": lambda n: Threshold(1.5, 0.3),
+    "Threshold out of reach": lambda n: Threshold(1e30),
+    "ThresholdReuse": lambda n: ThresholdReuse(0.1, every=3),
+    "DGCTopK": lambda n: DGCTopK(0.05, sample=0.3),
+    "GaussianK": lambda n: GaussianK(0.1),
+    "ByParts": lambda n: ByParts(TopK(0.1), [n // 3, (n // 2, 1), n - n // 3 - n // 2]),
+}
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+    ),
+]
+seeds = st.integers(0, 2**32 - 1)
+sizes = st.integers(0, 400)
+
+every_compressor = pytest.mark.parametrize("make", COMPRESSORS.values(), ids=COMPRESSORS)
+every_device = pytest.mark.parametrize("device", DEVICES)
 
 
-@pytest.mark.parametrize("compressor", COMPRESSORS, ids=repr)
-@settings(deadline=None, max_examples=60)
-@given(seed=st.integers(0, 2**32 - 1), n=st.integers(0, 400))
-def test_laws(compressor, seed, n):
-    x = torch.randn(n, generator=torch.Generator().manual_seed(seed))
+def bits(sparse):
+    return sparse.pack().cpu()
+
+
+@every_device
+@every_compressor
+@settings(deadline=None, max_examples=40)
+@given(seed=seeds, n=sizes, zero=st.booleans())
+def test_what_is_sent(make, device, seed, n, zero):
+    """Elements of the tensor, no more than stated, and not none unless all are zero."""
+    compressor = make(n)
+    x = torch.randn(n, generator=torch.Generator().manual_seed(seed)).to(device) * (not zero)
+    before = x.clone()
     sparse = compressor(x)
     assert isinstance(compressor, Compressor)
+    assert repr(compressor)
+    assert torch.equal(x, before)
     assert len(sparse) <= compressor.entries(n) <= n
-    assert bool(len(sparse)) == bool(n)
-    assert torch.equal(sparse.values, x[sparse.indices.long()])
+    assert len(sparse) or not x.any()
+    assert torch.equal(sparse.indices, torch.unique(sparse.indices))
+    if not getattr(compressor, "unbiased", False):
+        assert torch.equal(sparse.values, x[sparse.indices.long()])
+
+
+@every_compressor
+@settings(deadline=None, max_examples=4)
+@given(seed=seeds, n=st.integers(1, 2000))
+def test_nasty_tensors(make, nasty, seed, n):
+    compressor, x = make(n), torch.from_numpy(nasty(np.random.default_rng(seed), n))
+    sparse = compressor(x)
+    assert len(sparse) <= compressor.entries(n)
+    assert len(sparse) or not x.any()
+    if getattr(compressor, "finds_nonfinite", False):
+        assert bool(sparse.values.isfinite().all()) == bool(x.isfinite().all())
+
+
+@every_device
+@every_compressor
+@settings(deadline=None, max_examples=25)
+@given(seed=seeds, n=sizes, tentative=st.booleans())
+def test_sent_and_residual_are_what_was_accumulated(make, device, seed, n, tentative):
+    compressor = make(n)
+    if getattr(compressor, "unbiased", False):
+        with pytest.raises(ValueError, match="unbiased=False"):
+            ErrorFeedback(compressor)
+        return
+    feedback = ErrorFeedback(compressor, tentative=tentative)
+    total = sent = torch.zeros(n, device=device)
+    for step in range(5):
+        gradient = torch.randint(-9, 10, (n,), generator=torch.Generator().manual_seed(seed + step)).float().to(device)
+        total = total + gradient
+        sent = sent + feedback.compress("w", gradient).to_dense()
+        assert torch.equal(sent + feedback.residual("w"), total)
+        feedback.commit()
+
+
+@every_compressor
+@settings(deadline=None, max_examples=25)
+@given(seed=seeds, n=sizes, outcomes=st.lists(st.booleans(), min_size=6, max_size=6))
+def test_resumed_or_rolled_back_is_as_if_nothing_had_happened(make, seed, n, outcomes):
+    """Two names in turns; steps that are rolled back leave no trace; a saved state goes on with the same bits."""
+    if getattr(make(n), "unbiased", False):
+        return
+    plain, tentative = ErrorFeedback(make(n)), ErrorFeedback(make(n), tentative=True)
+    x = torch.randn(6, n, generator=torch.Generator().manual_seed(seed))
+    for gradient, good in zip(x, outcomes, strict=True):
+        for name in ("a", "b"):
+            one = tentative.compress(name, gradient)
+            if good:
+                assert torch.equal(bits(plain.compress(name, gradient)), bits(one))
+        tentative.commit() if good else tentative.rollback()
+        file = io.BytesIO()
+        torch.save(tentative.state_dict(), file)
+        file.seek(0)
+        tentative = ErrorFeedback(make(n), tentative=True)
+        tentative.load_state_dict(torch.load(file, weights_only=True))
+
+
+@every_compressor
+def test_names_know_nothing_of_each_other(make):
+    if not isinstance(make(90), StatefulCompressor):
+        return
+    together, alone = make(90), make(90)
+    x = torch.randn(5, 90, generator=torch.Generator().manual_seed(0))
+    for gradient in x:
+        together(10 * gradient, name="other")
+        assert torch.equal(bits(together(gradient, name="w")), bits(alone(gradient, name="w")))
+
+
+@every_compressor
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+def test_suspects(make, value):
+    """Whatever is not finite is found, sent or not, and forgotten with the step."""
+    n = 300
+    if getattr(make(n), "unbiased", False):
+        return
+    for where in (0, 7, 299):
+        feedback = ErrorFeedback(make(n), tentative=True)
+        for name in ("good", "bad", "also good"):
+            gradient = torch.randn(n, generator=torch.Generator().manual_seed(where))
+            if name == "bad":
+                gradient[where] = value
+            feedback.compress(name, gradient)
+        assert feedback.suspects() == ["bad"]
+        feedback.compress("bad", torch.ones(n))  # again in the same step
+        assert "bad" in feedback.suspects()
+        feedback.rollback()
+        assert feedback.suspects() == []
+        feedback.compress("bad", torch.ones(n))
+        assert feedback.suspects() == []
+
+
+def test_a_prescribed_selection_does_not_hide_what_is_not_finite():
+    feedback = ErrorFeedback(TopK(0.1))
+    feedback.compress(
+        "w", torch.tensor([torch.nan, 1.0]), select=lambda x: topk(x[1:], 0)._allocate(0, 2, x.dtype, x.device)
+    )
+    assert feedback.suspects() == ["w"]
+
+
+@pytest.mark.parametrize("stateful", [RandomK(), ThresholdReuse()])
+def test_states_of_another_compressor(stateful):
+    with pytest.raises(ValueError, match="another compressor"):
+        ErrorFeedback(stateful).load_state_dict({"residuals": {}, "velocities": {}})
+    with pytest.raises(ValueError, match="another compressor"):
+        ErrorFeedback(TopK()).load_state_dict(ErrorFeedback(stateful).state_dict())
+
+
+@pytest.mark.parametrize("unbiased", [RandomK(0.1, unbiased=True), RandomK(0.3, unbiased=True, seed=5)], ids=repr)
+@pytest.mark.parametrize("n", [10, 37])
+def test_unbiased(unbiased, n):
+    """The mean of 4,000 is within 6 standard errors, for every element."""
+    x = torch.arange(1.0, n + 1)
+    sent = torch.stack([unbiased(x).to_dense() for _ in range(4000)]).double()
+    assert ((sent.mean(0) - x).abs() <= 6 * sent.std(0) / 4000**0.5 + 1e-9).all()
+
+
+def test_random_k_is_a_matter_of_seed_name_and_call():
+    x = torch.randn(1000)
+    one, other = RandomK(0.05, seed=1), RandomK(0.05, seed=1)
+    other(x, name="b")
+    for call in range(3):
+        sparse = one(x, name="a")
+        assert torch.equal(sparse.indices, other(-x, name="a").indices)
+        assert torch.equal(sparse.indices.long(), one.indices(1000, name="a", call=call))
+    chosen = {tuple(RandomK(0.05, seed=seed).indices(1000, name=name, call=call).tolist())
+              for seed in (0, 1) for name in "ab" for call in (0, 1)}  # fmt: skip
+    assert len(chosen) == 8
+
+
+@pytest.mark.parametrize("compressor", [TopK(0.01), RandomK(0.01), DGCTopK(0.01), GaussianK(0.01)], ids=repr)
+@pytest.mark.parametrize(("numel", "entries"), [(0, 0), (1, 1), (149, 1), (151, 2), (10**6, 10**4)])
+def test_entries(compressor, numel, entries):
+    assert compressor.entries(numel) == entries
+    assert TopK(1.0).entries(2**31 - 1) == 2**31 - 1
+
+
+@pytest.mark.parametrize(("compressor", "share"), [(DGCTopK(0.01), 0.6), (GaussianK(0.01), 0.6)])
+@pytest.mark.parametrize("name", ["normal", "heavy tails"])
+def test_estimated_thresholds_find_most_of_the_entries(all_nasty, compressor, share, name):
+    x = torch.from_numpy(all_nasty[name](np.random.default_rng(0), 200_000))
+    assert share * 2000 <= len(compressor(x)) <= 2000
+
+
+def test_threshold():
+    x = torch.tensor([1.0, -2.0, 0.5, 3.0, -2.5])
+    assert Threshold(2.0, 1.0)(x).indices.tolist() == [1, 3, 4]
+    assert Threshold(2.0, 0.4)(x).indices.tolist() == [3, 4]
+    assert Threshold(9.0, 1.0)(x).indices.tolist() == [3]
+    assert len(Threshold(1e-9, 1.0)(torch.zeros(5))) == 0
+    assert Threshold(2.0 + 1e-12, 1.0)(x).indices.tolist() == [3, 4]  # no float32 lies between: 2.0 is below
+
+
+def test_threshold_reuse():
+    reuse = ThresholdReuse(0.4, every=2)
+    assert reuse(torch.tensor([1.0, -2.0, 0.5, 3.0, 0.0])).indices.tolist() == [1, 3]
+    assert reuse(torch.tensor([1.0, -1.0, 0.5, 3.0, 1.9])).indices.tolist() == [3]
+    assert reuse(torch.tensor([1.0, -1.0, 0.5, 3.0, 1.9])).indices.tolist() == [3, 4]
+
+
+def test_by_parts_is_layer_wise_and_top_k_is_not():
+    x = torch.tensor([9.0, 8.0, 7.0, 0.1, 0.2, 0.3])
+    assert TopK(1 / 3)(x).indices.tolist() == [0, 1]
+    assert ByParts(TopK(1 / 3), [3, (3, 1)])(x).indices.tolist() == [0, 5]
+    with pytest.raises(ValueError, match="6 elements, but its parts 5"):
+        ByParts(TopK(), [5])(x)
+    with pytest.raises(TypeError, match="keeps state"):
+        ByParts(RandomK(), [6])
+
+
+def test_concatenate():
+    parts = torch.randn(3, 20)
+    whole = concatenate([topk(part, 4) for part in parts])
+    assert torch.equal(whole.to_dense(), torch.cat([topk(part, 4).to_dense() for part in parts]))
+
+
+def test_warm_up():
+    assert [warm_up(epoch, 0.001) for epoch in range(6)] == [0.25, 0.0625, 0.015625, 0.004, 0.001, 0.001]
+    assert [warm_up(epoch, 0.05) for epoch in (0, 1, 2, 9)] == [0.25, 0.0625, 0.05, 0.05]
+    assert [warm_up(epoch, 0.01, [0.5]) for epoch in (0, 1)] == [0.5, 0.01]
+    feedback = ErrorFeedback(TopK(0.01))
+    for epoch, entries in zip(count(), (250, 62, 16, 4, 1), strict=False):
+        if epoch == 5:
+            break
+        feedback.compressor.density = warm_up(epoch, 0.001)
+        assert len(feedback.compress("w", torch.randn(1000))) == entries
+
+
+def test_clip_locally():
+    gradients = [torch.full((2, 2), 3.0), torch.tensor([8.0])]
+    assert clip_locally(gradients, max_norm=10.0, ranks=4) == 10
+    assert torch.stack([gradient.norm() for gradient in gradients]).norm().item() == pytest.approx(5)
+    assert gradients[1].item() == pytest.approx(4)
+    assert clip_locally(gradients, max_norm=10.0, ranks=4) == pytest.approx(5)
+    assert gradients[1].item() == pytest.approx(4)
 
 
 @pytest.mark.parametrize(
-    ("density", "numel", "entries"),
+    ("make", "message"),
     [
-        (0.01, 0, 0),
-        (0.01, 1, 1),
-        (0.01, 149, 1),
-        (0.01, 151, 2),
-        (0.001, 10**6, 1000),
-        (1, 7, 7),
-        (1.0, 2**31 - 1, 2**31 - 1),
+        *((lambda density=density: TopK(density), "0 < density ≤ 1") for density in (0, -0.1, 1.001, float("nan"))),
+        (lambda: Threshold(0.0), "threshold > 0"),
+        (lambda: ThresholdReuse(every=0), "1 or more"),
+        (lambda: DGCTopK(sample=0), "0 < sample ≤ 1"),
     ],
 )
-def test_top_k_entries(density, numel, entries):
-    assert TopK(density).entries(numel) == entries
-
-
-def test_top_k_is_exact():
-    x = torch.randn(30, 40)
-    assert torch.equal(TopK(0.05)(x).pack(), topk(x, 60).pack())
-
-
-@pytest.mark.parametrize("density", [0, -0.1, 1.001, float("nan")])
-def test_top_k_density(density):
-    with pytest.raises(ValueError, match="0 < density ≤ 1"):
-        TopK(density)
+def test_bad_options(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -1,6 +1,21 @@
-"""Exact top-k, sparse vectors and error feedback for gradient compression."""
+"""Exact top-k, other compressors, sparse vectors and error feedback for gradient compression."""
 
-from sparse_compress.compressors import Compressor, TopK
+from sparse_compress.codecs import DenseCodec, WireCodec, index_entropy
+from sparse_compress.compressors import (
+    ByParts,
+    Compressor,
+    DGCTopK,
+    FusedCompressor,
+    GaussianK,
+    RandomK,
+    StatefulCompressor,
+    Threshold,
+    ThresholdReuse,
+    TopK,
+    clip_locally,
+    concatenate,
+    warm_up,
+)
 from sparse_compress.error_feedback import ErrorFeedback
 from sparse_compress.merge import add, merge, share
 from sparse_compress.pad import pad
@@ -12,14 +27,28 @@ __all__ = [
     "HEADER_BYTES",
     "MAX_NUMEL",
     "SLOT_BYTES",
+    "ByParts",
     "Compressor",
+    "DGCTopK",
+    "DenseCodec",
     "ErrorFeedback",
+    "FusedCompressor",
+    "GaussianK",
+    "RandomK",
     "SparseVector",
+    "StatefulCompressor",
+    "Threshold",
+    "ThresholdReuse",
     "TopK",
+    "WireCodec",
     "add",
+    "clip_locally",
+    "concatenate",
+    "index_entropy",
     "merge",
     "pad",
     "share",
     "topk",
+    "warm_up",
     "wire_nbytes",
 ]

@@ -3,12 +3,14 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sparse_compress.accumulator import Accumulator
-from sparse_compress.compressors import Compressor, FusedCompressor
+from sparse_compress.compressors import Compressor, FusedCompressor, StatefulCompressor
 from sparse_compress.dense import flatten
 from sparse_compress.feedback_state import read_state, write_state
+from sparse_compress.nonfinite import all_finite
 from sparse_compress.vector import SparseVector
 from sparse_compress.wire import WIRE_DTYPES
 
@@ -30,18 +32,22 @@ class ErrorFeedback:
     ``tentative=True`` doubles it: every step then works on a copy until ``commit`` or ``rollback``, which
     brings the state before the step back bit for bit (subtracting a gradient again would not be exact).
 
-    ``momentum``: 0 ≤ momentum < 1, else ValueError.
+    ``momentum``: 0 ≤ momentum < 1, and a compressor that is not ``unbiased``, else ValueError.
     """
 
     def __init__(self, compressor: Compressor, *, momentum: float = 0.0, tentative: bool = False) -> None:
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum is {momentum}, expected 0 ≤ momentum < 1")
+        if getattr(compressor, "unbiased", False):
+            raise ValueError(f"{compressor} scales what it sends, so the rest is no residual: use unbiased=False")
         self.compressor = compressor
         self.momentum = momentum
         self.tentative = tentative
         self._committed: dict[str, Accumulator] = {}
         self._open: dict[str, Accumulator] = {}  # tentative: names of the step that is under way
         self._spare: dict[str, Accumulator] = {}  # tentative: memory for the next step
+        self._compressor_before: dict[str, Any] = {}  # tentative: a stateful compressor's state before the step
+        self._finite: dict[str, Tensor] = {}  # of the step: whether what was accumulated is finite, bool, 0-D
 
     def compress(
         self,
@@ -67,20 +73,38 @@ class ErrorFeedback:
         after = self._working_copy(name, before) if self.tentative else before
         gradient = gradient.detach().resolve_neg()
         if select is None and not withhold and isinstance(self.compressor, FusedCompressor):
-            return self.compressor.step(before, gradient, self.momentum, after)
+            sent = self.compressor.step(before, gradient, self.momentum, after)
+            self._note_finite(name, sent.values)
+            return sent
         held = before.copies(withhold)
         before.advance(gradient, self.momentum, out=after)
         after.fill(withhold, 0.0)
         accumulated = after.residual.view(-1)
-        sent = (select or self.compressor)(accumulated)
+        sent = self._select(name, accumulated, select)
         if (sent.numel, sent.dtype, sent.device) != (len(accumulated), accumulated.dtype, accumulated.device):
             raise ValueError(
                 f"the selection for {name!r} is {sent}, expected numel={len(accumulated)}, "
                 f"dtype={accumulated.dtype}, device={accumulated.device}"
             )
+        by_magnitude = select is None and getattr(self.compressor, "finds_nonfinite", False)
+        self._note_finite(name, sent.values if by_magnitude else accumulated)
         after.clear(sent)
         after.fill(withhold, held)
         return sent
+
+    def suspects(self) -> list[str]:
+        """Names whose accumulated tensor had a NaN or inf when it was compressed last; reads devices back, once each.
+
+        Where the compressor takes the largest magnitudes first it was enough to look at what was sent. What to do
+        about it is for all ranks alike: raise an error, or skip the step by ``rollback`` (``tentative=True``).
+        """
+        by_device: dict[torch.device, list[str]] = {}
+        for name, finite in self._finite.items():
+            by_device.setdefault(finite.device, []).append(name)
+        flags: dict[str, bool] = {}
+        for names in by_device.values():
+            flags.update(zip(names, torch.stack([self._finite[name] for name in names]).tolist(), strict=True))
+        return [name for name in self._finite if not flags[name]]
 
     def adopt(self, name: str, residual: Tensor, velocity: Tensor | None = None) -> None:
         """Let a name that is not known yet start with this residual (and velocity), as copies.
@@ -119,11 +143,12 @@ class ErrorFeedback:
         return self._find(name).residual
 
     def commit(self) -> None:
-        """End a tentative step: what it did to the residuals stays. Nothing to do in other modes."""
+        """End a step: what a tentative one did to the residuals stays, and ``suspects`` are forgotten."""
         for name, after in self._open.items():
             self._spare[name] = self._committed[name]
             self._committed[name] = after
         self._open.clear()
+        self._finite.clear()
 
     def rollback(self) -> None:
         """End a tentative step: residuals and velocities are again what they were before it, bit for bit.
@@ -133,15 +158,22 @@ class ErrorFeedback:
         if not self.tentative:
             raise RuntimeError("rollback needs ErrorFeedback(..., tentative=True)")
         self._spare.update(self._open)
+        if self._open and isinstance(self.compressor, StatefulCompressor):
+            self.compressor.load_state_dict(self._compressor_before)
         self._open.clear()
+        self._finite.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Residuals and velocities by name, as references (clone or save them before the next step).
 
-        Loadable by ``torch.load(weights_only=True)``. Raises RuntimeError while a tentative step is open.
+        And under ``"compressor"`` the state of a compressor that has one. Loadable by
+        ``torch.load(weights_only=True)``. Raises RuntimeError while a tentative step is open.
         """
         self._refuse_open_step("state_dict")
-        return write_state(self._committed)
+        state = write_state(self._committed)
+        if isinstance(self.compressor, StatefulCompressor):
+            state["compressor"] = self.compressor.state_dict()
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace all residuals and velocities by copies of those in ``state``, or change nothing and raise.
@@ -151,8 +183,15 @@ class ErrorFeedback:
         dtypes than those known; RuntimeError while a tentative step is open.
         """
         self._refuse_open_step("load_state_dict")
-        self._committed = read_state(state, momentum=self.momentum > 0, known=self._committed)
-        self._spare = {}
+        stateful = isinstance(self.compressor, StatefulCompressor)
+        if isinstance(state, Mapping) and ("compressor" in state) != stateful:
+            raise ValueError(f"the state was saved with another compressor than {self.compressor}, or is incomplete")
+        tensors = {part: state[part] for part in state if part != "compressor"} if stateful else state
+        committed = read_state(tensors, momentum=self.momentum > 0, known=self._committed)
+        if isinstance(self.compressor, StatefulCompressor):
+            self.compressor.load_state_dict(state["compressor"])
+        self._committed = committed
+        self._spare, self._finite = {}, {}
 
     def _before(self, name: str, gradient: Tensor) -> Accumulator:
         known = self._open.get(name) or self._committed.get(name)
@@ -167,8 +206,22 @@ class ErrorFeedback:
             )
         return known
 
+    def _select(self, name: str, accumulated: Tensor, select: Callable[[Tensor], SparseVector] | None) -> SparseVector:
+        if select is not None:
+            return select(accumulated)
+        if isinstance(self.compressor, StatefulCompressor):
+            return self.compressor(accumulated, name=name)
+        return self.compressor(accumulated)
+
+    def _note_finite(self, name: str, values: Tensor) -> None:
+        finite = all_finite(values)
+        again = self.tentative and name in self._finite  # more than once in one step
+        self._finite[name] = self._finite[name] & finite if again else finite
+
     def _working_copy(self, name: str, before: Accumulator) -> Accumulator:
         """Where a tentative step writes: ``before`` itself once the step has begun."""
+        if not self._open and isinstance(self.compressor, StatefulCompressor):
+            self._compressor_before = self.compressor.state_dict()
         if name not in self._open:
             self._open[name] = self._spare.pop(name) if name in self._spare else before.clone()
         return self._open[name]

@@ -1,6 +1,7 @@
 """What a compressor is."""
 
-from typing import Protocol, runtime_checkable
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -10,16 +11,40 @@ from sparse_compress.vector import SparseVector
 
 @runtime_checkable
 class Compressor(Protocol):
-    """Chooses the entries of a tensor to send; a new one is one file in this folder."""
+    """Chooses the entries of a tensor to send; a new one is one file in this folder.
+
+    One that always takes the largest magnitudes first says so by an attribute ``finds_nonfinite = True``: NaN and
+    inf are then looked for in what it sends. One that returns other values than the tensor's has ``unbiased = True``.
+    """
 
     def __call__(self, tensor: Tensor) -> SparseVector:
-        """Chosen entries of ``tensor`` flattened, with their values; at most ``entries(tensor.numel())``."""
+        """Chosen entries of ``tensor`` flattened, with their values; at most ``entries(tensor.numel())``.
+
+        Not empty, unless the tensor is or all of it is zero.
+        """
 
     def entries(self, numel: int) -> int:
         """k: the most entries that a tensor of ``numel`` elements gives, alike on every rank.
 
         It bounds the capacity of every receive.
         """
+
+
+@runtime_checkable
+class StatefulCompressor(Protocol):
+    """A compressor that keeps something for each name between calls; error feedback saves it and rolls it back."""
+
+    def __call__(self, tensor: Tensor, *, name: str = "") -> SparseVector:
+        """As ``Compressor``; tensors of different names know nothing of each other."""
+
+    def entries(self, numel: int) -> int:
+        """As ``Compressor``."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers, in memory of their own."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state`` was saved."""
 
 
 @runtime_checkable

@@ -3,21 +3,22 @@
 from torch import Tensor
 
 from sparse_compress.accumulator import Accumulator
+from sparse_compress.compressors.density import Density
 from sparse_compress.fused import step_topk
 from sparse_compress.topk import topk
 from sparse_compress.vector import SparseVector
 
 
-class TopK:
+class TopK(Density):
     """The k = max(1, round(density · n)) largest of n elements by magnitude, exactly (see ``topk``).
 
-    ``density``: 0 < density ≤ 1, else ValueError. Stateless and deterministic.
+    ``density``: 0 < density ≤ 1, else ValueError. Stateless and deterministic; always k entries.
     """
 
+    finds_nonfinite = True
+
     def __init__(self, density: float = 0.01) -> None:
-        if not 0 < density <= 1:
-            raise ValueError(f"density is {density}, expected the fraction of elements to send, 0 < density ≤ 1")
-        self.density = density
+        super().__init__(density)
 
     def __call__(self, tensor: Tensor) -> SparseVector:
         return topk(tensor, self.entries(tensor.numel()))
@@ -25,10 +26,3 @@ class TopK:
     def step(self, before: Accumulator, gradient: Tensor, momentum: float, out: Accumulator) -> SparseVector:
         """Accumulate, select and clear in one sweep (see ``FusedCompressor``)."""
         return step_topk(before, gradient, momentum, self.entries(gradient.numel()), out)
-
-    def entries(self, numel: int) -> int:
-        """k: exactly as many entries are sent; 0 only for an empty tensor."""
-        return min(numel, max(1, round(self.density * numel)))
-
-    def __repr__(self) -> str:
-        return f"TopK(density={self.density})"

@@ -1,0 +1,48 @@
+"""Dense tensors in fewer bytes: what to try before anything sparse."""
+
+import torch
+from torch import Tensor
+
+from sparse_compress.codecs.rounding import VALUES, leftover
+from sparse_compress.dense import flatten
+
+
+class DenseCodec:
+    """A wire form of dense float32 tensors: bf16 (half the bytes, the usual first choice), fp16, int8 or fp32.
+
+        rounded, error = codec.split(gradient)   # rounded + error = gradient, exactly
+        message = codec.encode(rounded)          # decode(message) is rounded, bit for bit
+
+    Sizes follow from the number of elements; there is no header.
+    ValueError for other names of values, TypeError for tensors that are not float32.
+    """
+
+    def __init__(self, values: str = "bf16") -> None:
+        if values not in VALUES:
+            raise ValueError(f"values={values!r} given, expected one of {list(VALUES)}")
+        self.values = values
+
+    def nbytes(self, numel: int) -> int:
+        """Bytes of a message."""
+        return VALUES[self.values].nbytes(numel)
+
+    def split(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        """What ``encode`` keeps, and the rest (0 for NaN and inf), both 1-D float32."""
+        rounded = self.decode(self.encode(tensor), tensor.numel())
+        return rounded, leftover(flatten(tensor), rounded)
+
+    def encode(self, tensor: Tensor) -> Tensor:
+        """The message, uint8, (nbytes,)."""
+        flat = flatten(tensor)
+        if flat.dtype != torch.float32:
+            raise TypeError(f"tensor is {flat.dtype}, expected torch.float32")
+        return VALUES[self.values].pack(flat)
+
+    def decode(self, message: Tensor, numel: int) -> Tensor:
+        """The tensor, float32, (numel,), which may share the message's memory; ValueError for another length."""
+        if message.numel() != self.nbytes(numel):
+            raise ValueError(f"{message.numel()} bytes given, but {numel} elements take {self.nbytes(numel)}")
+        return VALUES[self.values].unpack(message, numel)
+
+    def __repr__(self) -> str:
+        return f"DenseCodec(values={self.values!r})"

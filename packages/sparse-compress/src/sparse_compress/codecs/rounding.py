@@ -1,0 +1,109 @@
+"""Values in fewer bits: how each kind rounds, packs and unpacks.
+
+A rounding is idempotent, and what it leaves over, x − rounded, is exact in float32, so that rounded + error = x.
+For that, a value too large for the kind is cut to a multiple of its own unit in the last place.
+"""
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+SCALE_BYTES = 8  # of int8: the scale, and room that keeps what follows aligned
+
+
+class Values(Protocol):
+    """One kind of value on the wire."""
+
+    def nbytes(self, count: int) -> int:
+        """Bytes of so many values."""
+
+    def pack(self, x: Tensor) -> Tensor:
+        """``x``, float32, (k,), as uint8, (nbytes(k),); rounded to nearest, ties to even. inf and NaN stay so."""
+
+    def unpack(self, data: Tensor, count: int) -> Tensor:
+        """float32, (count,)."""
+
+
+class Float32(NamedTuple):
+    """As they are: 4 bytes."""
+
+    def nbytes(self, count: int) -> int:
+        return 4 * count
+
+    def pack(self, x: Tensor) -> Tensor:
+        return x.contiguous().view(torch.uint8)
+
+    def unpack(self, data: Tensor, count: int) -> Tensor:
+        return data[: 4 * count].view(torch.float32)
+
+
+class Float16(NamedTuple):
+    """float16 or bfloat16: 2 bytes. What would overflow is clamped (float16: 65,504)."""
+
+    dtype: torch.dtype
+
+    def nbytes(self, count: int) -> int:
+        return 2 * count
+
+    def pack(self, x: Tensor) -> Tensor:
+        most = torch.finfo(self.dtype).max
+        rounded = x.to(self.dtype).masked_fill_(x.isnan(), torch.nan)  # conversions differ in what they make of NaN
+        overflowed = rounded.isinf() & x.isfinite()
+        unit = last_place(x)
+        clamped = torch.copysign((most / unit).floor() * unit, x)
+        return torch.where(overflowed, clamped.to(self.dtype), rounded).view(torch.uint8)
+
+    def unpack(self, data: Tensor, count: int) -> Tensor:
+        return data[: 2 * count].view(self.dtype).float()
+
+
+class Int8(NamedTuple):
+    """Multiples −127 … 127 of one power of two per message, the least that holds the largest value: 1 byte.
+
+    −128 stands for what is not finite, and becomes NaN.
+    """
+
+    def nbytes(self, count: int) -> int:
+        return SCALE_BYTES + count
+
+    def pack(self, x: Tensor) -> Tensor:
+        finite = x.isfinite()
+        x = torch.where(finite, x, 0)
+        largest = x.abs().amax() if len(x) else x.new_zeros(())
+        # largest = m · 2^e with ½ ≤ m < 1: in units of 2^(e − 7) it is below 128, and rounds to 127 at most or is cut.
+        exponent = (torch.frexp(largest).exponent - 7).clamp(-126, 126).masked_fill(largest == 0, -126)
+        steps = (x * power_of_two(-exponent)).round().clamp_(-127, 127)
+        steps = torch.where(finite, steps, -128).to(torch.int8)
+        head = torch.stack([exponent, torch.zeros_like(exponent)]).int().view(torch.uint8)
+        return torch.cat([head, steps.view(torch.uint8)])
+
+    def unpack(self, data: Tensor, count: int) -> Tensor:
+        exponent = data[:4].view(torch.int32)
+        steps = data[SCALE_BYTES : SCALE_BYTES + count].view(torch.int8)
+        return (steps.float() * power_of_two(exponent)).masked_fill(steps == -128, torch.nan)
+
+
+VALUES: dict[str, Values] = {
+    "fp32": Float32(),
+    "bf16": Float16(torch.bfloat16),
+    "fp16": Float16(torch.float16),
+    "int8": Int8(),
+}
+
+
+def power_of_two(exponent: Tensor) -> Tensor:
+    """2^exponent for −126 … 127, made of its bits, so that it is exact on every device."""
+    return ((exponent.int() + 127) << 23).view(torch.float32)
+
+
+def last_place(x: Tensor) -> Tensor:
+    """The unit in the last place of each finite float32: 2^−23 of the power of two at or below |x|."""
+    exponent = (x.view(torch.int32) >> 23 & 0xFF) - 127 - 23
+    return power_of_two(exponent.clamp(-126, 127))
+
+
+def leftover(x: Tensor, rounded: Tensor) -> Tensor:
+    """x − rounded, 0 where either is not finite."""
+    error = x - rounded
+    return error.masked_fill_(~error.isfinite(), 0)

@@ -1,0 +1,117 @@
+"""Sparse vectors in fewer bytes."""
+
+from math import lgamma, log
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparse_compress.codecs import elias_fano
+from sparse_compress.codecs.rounding import VALUES, leftover
+from sparse_compress.vector import SparseVector
+from sparse_compress.wire import HEADER_BYTES, SLOT_BYTES, Header, write_header
+
+
+class WireCodec:
+    """A wire form of sparse vectors: ``values`` fp32, bf16, fp16 or int8, ``indices`` raw (int32) or packed.
+
+        codec = WireCodec(values="bf16", indices="packed")
+        rounded, error = codec.split(vector)     # rounded + error = vector, exactly
+        message = codec.encode(rounded)          # loses nothing more: decode(message) is rounded, bit for bit
+        feedback.restore(name, error)            # one residual keeps it
+
+    Who sends ``rounded`` also computes with it, so that both sides hold the same bits.
+
+    Sizes follow from numel and the number of entries, packed indices' too (``elias_fano``), so a receiver needs no
+    round of sizes: ``nbytes``. The first 32 bytes are a header as in ``wire``, the transport's slot first.
+    float32 vectors only: TypeError else. ValueError for other names of values and indices. Nothing is read back
+    from a GPU.
+    """
+
+    def __init__(self, values: str = "bf16", indices: str = "packed") -> None:
+        if values not in VALUES or indices not in ("raw", "packed"):
+            raise ValueError(
+                f"values={values!r}, indices={indices!r} given, expected values of {list(VALUES)} "
+                "and indices 'raw' or 'packed'"
+            )
+        self.values, self.indices = values, indices
+
+    def nbytes(self, entries: int, numel: int) -> int:
+        """Bytes of a message, header included, a multiple of 4."""
+        return HEADER_BYTES + self._sizes(entries, numel).total
+
+    def split(self, vector: SparseVector) -> tuple[SparseVector, SparseVector]:
+        """What ``encode`` keeps of a vector, and the rest, entry by entry. The rest of NaN and inf is 0."""
+        rounded = self.decode(self.encode(vector), vector.numel, len(vector))
+        error = SparseVector._allocate(len(vector), vector.numel, torch.float32, vector.device)
+        error.indices.copy_(vector.indices)
+        error.values.copy_(leftover(vector.values, rounded.values))
+        return rounded, error
+
+    def encode(self, vector: SparseVector) -> Tensor:
+        """The message, uint8, (nbytes,)."""
+        if vector.dtype != torch.float32:
+            raise TypeError(f"{vector} given, expected float32 values: float64 travels by pack()")
+        sizes = self._sizes(len(vector), vector.numel)
+        message = torch.zeros(HEADER_BYTES + sizes.total, dtype=torch.uint8, device=vector.device)
+        write_header(message, Header(vector.numel, len(vector), torch.float32))
+        body = message[HEADER_BYTES:]
+        body[: sizes.values] = VALUES[self.values].pack(vector.values)
+        packed = elias_fano.pack(vector.indices, vector.numel) if self.indices == "packed" else _raw(vector.indices)
+        body[sizes.indices_at : sizes.indices_at + len(packed)] = packed
+        return message
+
+    def decode(self, message: Tensor, numel: int, entries: int) -> SparseVector:
+        """The vector of a message that holds so many entries, in memory of its own.
+
+        Raises ValueError where the length, or on a CPU the header, says something else.
+        """
+        sizes = self._sizes(entries, numel)
+        if message.numel() != HEADER_BYTES + sizes.total:
+            raise ValueError(
+                f"{message.numel()} bytes given, but {entries} entries of {numel} take {HEADER_BYTES + sizes.total}"
+            )
+        if message.data_ptr() % 4 or message.storage_offset() % 4:
+            message = message.clone()
+        if message.is_cpu:
+            _check_header(message, numel, entries)
+        body = message[HEADER_BYTES:]
+        vector = SparseVector._allocate(entries, numel, torch.float32, message.device)
+        vector.values.copy_(VALUES[self.values].unpack(body, entries))
+        data = body[sizes.indices_at :]
+        raw = self.indices == "raw"
+        vector.indices.copy_(data[: 4 * entries].view(torch.int32) if raw else elias_fano.unpack(data, numel, entries))
+        return vector
+
+    def _sizes(self, entries: int, numel: int) -> "_Sizes":
+        values = VALUES[self.values].nbytes(entries)
+        indices_at = values + -values % 4
+        indices = elias_fano.nbytes(numel, entries) if self.indices == "packed" else 4 * entries
+        return _Sizes(values, indices_at, indices_at + indices + -indices % 4)
+
+    def __repr__(self) -> str:
+        return f"WireCodec(values={self.values!r}, indices={self.indices!r})"
+
+
+class _Sizes(NamedTuple):
+    """Bytes after the header: of the values, where the indices start, of both with padding to 4."""
+
+    values: int
+    indices_at: int
+    total: int
+
+
+def index_entropy(entries: int, numel: int) -> float:
+    """log₂ of the number of ways to choose the indices, in bytes an entry: no code is shorter for all of them."""
+    nats = lgamma(numel + 1) - lgamma(entries + 1) - lgamma(numel - entries + 1)
+    return nats / log(2) / 8 / entries
+
+
+def _check_header(message: Tensor, numel: int, entries: int) -> None:
+    low, high, count = message[SLOT_BYTES : SLOT_BYTES + 12].view(torch.int32).tolist()
+    if (low, high, count) != (numel, 0, entries):
+        raise ValueError(f"the message holds {count} entries of {low} elements, expected {entries} of {numel}")
+
+
+def _raw(indices: Tensor) -> Tensor:
+    return indices.contiguous().view(torch.uint8)

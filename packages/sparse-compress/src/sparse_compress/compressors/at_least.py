@@ -1,0 +1,58 @@
+"""Selection by a given threshold, cut to a bound: what the threshold compressors share."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparse_compress.chunks import at_least, count_above
+from sparse_compress.dense import flatten
+from sparse_compress.magnitude import bits_of, largest, magnitude_keys
+from sparse_compress.topk import gather, topk
+from sparse_compress.vector import SparseVector
+
+
+def select_at_least(x: Tensor, threshold: float, k: int) -> SparseVector:
+    """The elements of ``x`` whose magnitude reaches ``threshold``, the k largest of them where they are more.
+
+    NaN and inf reach any threshold. A tensor with a non-zero element never gives an empty vector: the largest
+    goes where none reaches; an all-zero one gives none where ``threshold`` > 0. On a GPU the number is read back.
+    """
+    flat = flatten(x)
+    if not len(flat) or not k:
+        return topk(flat, 0)
+    selected = _at_least_cpu(flat, threshold, k) if flat.is_cpu else _at_least_on_device(flat, threshold, k)
+    if selected is None:
+        return topk(flat, k)
+    if len(selected):
+        return selected
+    only = topk(flat, 1)
+    return only if bool(only.values.any()) else topk(flat, 0)
+
+
+def count_at_least(x: Tensor, threshold: float) -> int:
+    """How many elements of ``x`` have a magnitude of at least ``threshold`` > 0; read back from a GPU."""
+    flat = flatten(x)
+    key = threshold_key(threshold, flat.dtype)
+    return count_above(bits_of(flat), key - 1) if flat.is_cpu else int((magnitude_keys(flat) >= key).sum())
+
+
+def threshold_key(threshold: float, dtype: torch.dtype) -> int:
+    """The key of the least magnitude of ``dtype`` that is not below ``threshold``."""
+    rounded = torch.tensor(threshold, dtype=dtype)
+    return int(magnitude_keys(rounded)) + (float(rounded) < threshold)
+
+
+def _at_least_cpu(flat: Tensor, threshold: float, k: int) -> SparseVector | None:
+    """None where more than a few times k reach, so that selecting all and cutting would not pay."""
+    found = at_least(bits_of(flat), threshold_key(threshold, flat.dtype), 3 * k + len(flat) // 64)
+    if found is None:
+        return None
+    positions, keys = found
+    if len(positions) > k:
+        positions = positions[np.flatnonzero(largest(keys, k))]
+    return gather(flat, torch.from_numpy(positions))
+
+
+def _at_least_on_device(flat: Tensor, threshold: float, k: int) -> SparseVector | None:
+    positions = (magnitude_keys(flat) >= threshold_key(threshold, flat.dtype)).nonzero().view(-1)
+    return gather(flat, positions) if len(positions) <= k else None

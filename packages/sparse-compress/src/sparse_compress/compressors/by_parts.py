@@ -1,0 +1,55 @@
+"""Layer by layer, or several tensors as one: how much of a model one selection spans."""
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from sparse_compress.compressors.compressor import Compressor
+from sparse_compress.dense import flatten
+from sparse_compress.vector import SparseVector
+
+
+class ByParts:
+    """A compressor for every part of a flat tensor by itself, such as the layers in a bucket or in a model.
+
+    ``shapes`` or element counts of the parts, in order; they make up the whole tensor, else ValueError. Every part
+    that is not empty (or all zero, with thresholds) sends at least one entry. To select over a bucket or over the
+    whole model instead, give its flat tensor to the compressor itself.
+    ``compressor`` is stateless: one threshold or one count for all parts would be none of theirs (TypeError).
+    """
+
+    def __init__(self, compressor: Compressor, shapes: Sequence[int | Sequence[int]]) -> None:
+        if hasattr(compressor, "state_dict"):
+            raise TypeError(f"{compressor} keeps state, expected a stateless compressor for the parts")
+        self.compressor = compressor
+        self.numels = [shape if isinstance(shape, int) else prod(shape) for shape in shapes]
+        self.finds_nonfinite = getattr(compressor, "finds_nonfinite", False)
+
+    def __call__(self, tensor: Tensor) -> SparseVector:
+        self._check(tensor.numel())
+        return concatenate([self.compressor(part) for part in torch.split(flatten(tensor), self.numels)])
+
+    def entries(self, numel: int) -> int:
+        """The sum of the parts' bounds."""
+        self._check(numel)
+        return sum(self.compressor.entries(part) for part in self.numels)
+
+    def _check(self, numel: int) -> None:
+        if numel != sum(self.numels):
+            raise ValueError(f"the tensor has {numel} elements, but its parts {sum(self.numels)}: {self.numels}")
+
+    def __repr__(self) -> str:
+        return f"ByParts({self.compressor}, {self.numels})"
+
+
+def concatenate(vectors: Sequence[SparseVector]) -> SparseVector:
+    """The vectors of consecutive parts as one vector of the whole; at least one, of one dtype and device."""
+    numels = [vector.numel for vector in vectors]
+    entries = sum(map(len, vectors))
+    whole = SparseVector._allocate(entries, sum(numels), vectors[0].dtype, vectors[0].device)
+    torch.cat([vector.values for vector in vectors], out=whole.values)
+    starts = [sum(numels[:number]) for number in range(len(numels))]
+    torch.cat([vector.indices + start for vector, start in zip(vectors, starts, strict=True)], out=whole.indices)
+    return whole

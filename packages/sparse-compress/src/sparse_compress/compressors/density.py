@@ -1,0 +1,32 @@
+"""What compressors with a density share: k, the most entries of a tensor."""
+
+from collections.abc import Sequence
+
+
+class Density:
+    """k = max(1, round(density · n)), 0 only for an empty tensor. ``density``: 0 < density ≤ 1, else ValueError."""
+
+    density: float
+
+    def __init__(self, density: float) -> None:
+        if not 0 < density <= 1:
+            raise ValueError(f"density is {density}, expected the fraction of elements to send, 0 < density ≤ 1")
+        self.density = density
+
+    def entries(self, numel: int) -> int:
+        """k: the most entries that are sent of ``numel`` elements, alike on every rank."""
+        return min(numel, max(1, round(self.density * numel)))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(density={self.density})"
+
+
+def warm_up(epoch: int, density: float, stages: Sequence[float] = (0.25, 0.0625, 0.015625, 0.004)) -> float:
+    """The density of an epoch (from 0): one of the ``stages`` for each of the first, then ``density``.
+
+    Deep Gradient Compression's exponential warm-up (Lin et al., ICLR 2018, section 3.3): 25 %, 6.25 %, 1.5625 %,
+    0.4 %, 0.1 %. Never below ``density``. Set it on every rank at the same step:
+
+        compressor.density = warm_up(epoch, density=0.001)
+    """
+    return max(density, stages[epoch]) if epoch < len(stages) else density

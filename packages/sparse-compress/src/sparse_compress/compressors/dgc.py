@@ -1,0 +1,63 @@
+"""Deep Gradient Compression's top-k by sampling (Lin et al., ICLR 2018)."""
+
+from collections.abc import Iterable
+from math import ceil
+
+import torch
+from torch import Tensor
+
+from sparse_compress.compressors.at_least import select_at_least
+from sparse_compress.compressors.density import Density
+from sparse_compress.dense import flatten
+from sparse_compress.topk import topk
+from sparse_compress.vector import SparseVector
+
+
+class DGCTopK(Density):
+    """About k of the largest: a threshold from a sample, then what reaches it, cut exactly to k (section 5).
+
+    Of n elements every 1/``sample``-th is looked at, but at least enough for 8 of the k; the threshold is the
+    sample's own top-k threshold. Where more than k elements reach it, the k largest of them are sent: the paper's
+    hierarchical selection. Where fewer do, fewer are sent, at least one of a tensor that is not all zero.
+
+    The rest of DGC: momentum correction and factor masking are ``ErrorFeedback(momentum=…)``, clipping is
+    ``clip_locally``, the schedule of densities ``warm_up``.
+
+    Differs from the paper: the sample is strided instead of random, so that the choice is deterministic.
+    For exactly k, ``TopK`` is as fast. ``sample``: 0 < sample ≤ 1, else ValueError. Stateless.
+    """
+
+    finds_nonfinite = True
+
+    def __init__(self, density: float = 0.001, *, sample: float = 0.01) -> None:
+        super().__init__(density)
+        if not 0 < sample <= 1:
+            raise ValueError(f"sample is {sample}, expected the fraction of elements to look at, 0 < sample ≤ 1")
+        self.sample = sample
+
+    def __call__(self, tensor: Tensor) -> SparseVector:
+        flat = flatten(tensor)
+        k = self.entries(len(flat))
+        if not k:
+            return topk(flat, 0)
+        size = min(len(flat), max(ceil(self.sample * len(flat)), ceil(8 / self.density)))
+        seen = flat[:: len(flat) // size].contiguous()
+        threshold = topk(seen, self.entries(len(seen))).values.abs().amin()
+        return select_at_least(flat, float(threshold), k)
+
+    def __repr__(self) -> str:
+        return f"DGCTopK(density={self.density}, sample={self.sample})"
+
+
+def clip_locally(gradients: Iterable[Tensor], max_norm: float, ranks: int) -> Tensor:
+    """Scale the gradients in place so that their norm together is at most ``max_norm`` / √ranks.
+
+    Before they are accumulated, on every rank by itself (section 3.2): the norm of a sum of ``ranks`` independent
+    gradients grows as √ranks, so the sum is clipped to about ``max_norm``. Returns the norm before, 0-D.
+    """
+    gradients = list(gradients)
+    norm = torch.nn.utils.get_total_norm(gradients)
+    scale = (max_norm * ranks**-0.5 / (norm + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(scale.to(gradient.device))
+    return norm

@@ -1,0 +1,54 @@
+"""Gaussian-k: a threshold from mean and deviation (Shi et al., 2019)."""
+
+from statistics import NormalDist
+
+import torch
+from torch import Tensor
+
+from sparse_compress.compressors.at_least import count_at_least, select_at_least
+from sparse_compress.compressors.density import Density
+from sparse_compress.dense import flatten
+from sparse_compress.topk import topk
+from sparse_compress.vector import SparseVector
+
+CORRECTIONS = 4  # sweeps that may count and correct
+
+
+class GaussianK(Density):
+    """About k of the largest, as if the elements were normal ("Understanding Top-k Sparsification", algorithm 1).
+
+        t = Φ⁻¹(1 − ρ/2) of N(μ, σ), μ and σ those of x; up to four times: count |x| ≥ t;
+        fewer than ⅔k: t ← t/2; more than 4/3·k: t ← 3/2·t
+
+    Then the elements that reach t, cut exactly to k where they are more, at least one unless all are zero.
+    Differs from the paper: |μ| for μ, so that the threshold is positive; the exact cut; where mean or deviation
+    overflow or are not finite, exact top-k. Stateless and deterministic. On a GPU every count is read back.
+    """
+
+    finds_nonfinite = True
+
+    def __init__(self, density: float = 0.001) -> None:
+        super().__init__(density)
+
+    def __call__(self, tensor: Tensor) -> SparseVector:
+        flat = flatten(tensor)
+        k = self.entries(len(flat))
+        if k == len(flat):
+            return topk(flat, k)
+        threshold = self._threshold(flat)
+        if not 0 < threshold < float("inf"):
+            return topk(flat, k)
+        for _ in range(CORRECTIONS):
+            count = count_at_least(flat, threshold)
+            if 3 * count < 2 * k:
+                threshold *= 0.5
+            elif 3 * count > 4 * k:
+                threshold *= 1.5
+            else:
+                break
+        return select_at_least(flat, threshold, k)
+
+    def _threshold(self, flat: Tensor) -> float:
+        variance, mean = torch.var_mean(flat if flat.dtype == torch.float64 else flat.float(), correction=0)
+        quantile = NormalDist().inv_cdf(1 - self.density / 2) if self.density < 1 else 0.0
+        return abs(float(mean)) + quantile * float(variance.sqrt())

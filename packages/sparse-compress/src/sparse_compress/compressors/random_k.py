@@ -1,0 +1,69 @@
+"""Random-k with a shared seed."""
+
+from collections.abc import Mapping
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from sparse_compress.compressors.density import Density
+from sparse_compress.dense import flatten
+from sparse_compress.topk import gather
+from sparse_compress.vector import SparseVector
+
+
+class RandomK(Density):
+    """k random elements, whatever their values: element j of the result comes from [⌊jn/k⌋, ⌊(j+1)n/k⌋).
+
+    The choice depends on seed, name and how often that name was compressed, on nothing else: ranks that share
+    them choose alike on any device, so indices need not travel (``indices`` tells them; the values can go through
+    a dense allreduce).
+
+    With ``unbiased`` every value is divided by its chance to be chosen, which makes E[C(x)] = x (Stich et al.,
+    NeurIPS 2018, have the biased form, for error feedback). Error feedback refuses the unbiased one.
+
+    Differs from the usual choice among all subsets of size k: one element of each stratum of about n/k. Each
+    element is as likely, so mean and E‖x − C(x)‖² are the same; indices are distinct and sorted for nothing.
+    State: the number of calls by name.
+    """
+
+    finds_nonfinite = False
+
+    def __init__(self, density: float = 0.01, *, seed: int = 0, unbiased: bool = False) -> None:
+        super().__init__(density)
+        self.seed, self.unbiased = seed, unbiased
+        self._calls: dict[str, int] = {}
+
+    def __call__(self, tensor: Tensor, *, name: str = "") -> SparseVector:
+        flat = flatten(tensor)
+        call = self._calls.get(name, 0)
+        indices = self.indices(len(flat), name=name, call=call)
+        self._calls[name] = call + 1
+        sparse = gather(flat, indices.to(flat.device))
+        if self.unbiased and len(sparse):
+            sparse.values.mul_(_strata(len(flat), len(sparse)).diff().to(sparse.values))
+        return sparse
+
+    def indices(self, numel: int, *, name: str = "", call: int = 0) -> Tensor:
+        """What a call chooses, int64, (k,), on the CPU; calls of a name are numbered from 0."""
+        generator = torch.Generator().manual_seed(crc32(f"{self.seed} {call} {name}".encode()))
+        bounds = _strata(numel, self.entries(numel))
+        chosen = torch.rand(len(bounds) - 1, dtype=torch.float64, generator=generator) * bounds.diff()
+        return bounds[:-1] + chosen.long()
+
+    def state_dict(self) -> dict[str, Any]:
+        """``{"calls": {name: number}}``."""
+        return {"calls": dict(self._calls)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state`` was saved."""
+        self._calls = {name: int(calls) for name, calls in state["calls"].items()}
+
+    def __repr__(self) -> str:
+        return f"RandomK(density={self.density}, seed={self.seed}, unbiased={self.unbiased})"
+
+
+def _strata(numel: int, k: int) -> Tensor:
+    """The k + 1 bounds ⌊j·numel/k⌋, int64."""
+    return torch.arange(k + 1) * numel // max(k, 1)

@@ -1,0 +1,30 @@
+"""A fixed threshold."""
+
+from torch import Tensor
+
+from sparse_compress.compressors.at_least import select_at_least
+from sparse_compress.compressors.density import Density
+from sparse_compress.vector import SparseVector
+
+
+class Threshold(Density):
+    """All elements with |x| ≥ threshold (Strom, Interspeech 2015), the k largest of them where they are more.
+
+    Differs from the paper: values are sent as they are, not as ± threshold; the bound k = max(1, round(density · n))
+    makes the size on the wire one that all ranks know; where no element reaches, the largest is sent.
+    ``threshold`` > 0, else ValueError. Stateless and deterministic.
+    """
+
+    finds_nonfinite = True
+
+    def __init__(self, threshold: float, density: float = 0.01) -> None:
+        super().__init__(density)
+        if not threshold > 0:
+            raise ValueError(f"threshold is {threshold}, expected a magnitude, threshold > 0")
+        self.threshold = threshold
+
+    def __call__(self, tensor: Tensor) -> SparseVector:
+        return select_at_least(tensor, self.threshold, self.entries(tensor.numel()))
+
+    def __repr__(self) -> str:
+        return f"Threshold(threshold={self.threshold}, density={self.density})"
