@@ -13,6 +13,7 @@ from sparse_compress import SparseVector
 from sparse_collectives.dense import dense, dense_sent
 from sparse_collectives.gtopk import gtopk, gtopk_sent
 from sparse_collectives.reduction import Reduction
+from sparse_collectives.spardl import check_spardl, spardl, spardl_select, spardl_sent, spardl_state
 from sparse_collectives.state import State
 from sparse_collectives.topk_allgather import topk_allgather, topk_allgather_sent
 from sparse_collectives.traffic import Traffic
@@ -53,6 +54,14 @@ ALGORITHMS: dict[str, Algorithm] = {
     "dense": Algorithm(dense, dense_sent, compresses=False),
     "topk-allgather": Algorithm(topk_allgather, topk_allgather_sent),
     "gtopk": Algorithm(gtopk, gtopk_sent),
+    "spardl": Algorithm(
+        spardl,
+        spardl_sent,
+        select=spardl_select,
+        initial_state=spardl_state,
+        options={"teams": 1, "sag": "auto"},
+        check=check_spardl,
+    ),
 }
 
 
