@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any, overload
 
 import numpy as np
@@ -13,9 +14,10 @@ from communicators.schedule import Schedule
 from sparse_compress import SparseVector, add, merge
 from torch import Tensor
 
-from sparse_collectives.algorithms import State, algorithm_named
+from sparse_collectives.algorithms import algorithm_named
 from sparse_collectives.arrays import Array, DenseReduction, densify, select
 from sparse_collectives.reduction import Reduction
+from sparse_collectives.state import State
 
 
 @overload
@@ -25,6 +27,7 @@ def sparse_allreduce(
     *,
     k: int,
     algorithm: str = ...,
+    options: Mapping[str, Any] | None = ...,
     state: State | None = ...,
     timeout: float = ...,
 ) -> Reduction: ...
@@ -37,6 +40,7 @@ def sparse_allreduce(
     *,
     k: int,
     algorithm: str = ...,
+    options: Mapping[str, Any] | None = ...,
     state: State | None = ...,
     timeout: float = ...,
 ) -> DenseReduction[Array]: ...
@@ -48,6 +52,7 @@ def sparse_allreduce(
     *,
     k: int,
     algorithm: str = "gtopk",
+    options: Mapping[str, Any] | None = None,
     state: State | None = None,
     timeout: float = TIMEOUT_SECONDS,
 ) -> Reduction | DenseReduction[Any]:
@@ -63,6 +68,7 @@ def sparse_allreduce(
     comm: whatever `communicators.as_communicator` takes: an mpi4py or torch group, or a simulated world's communicator.
     k: the most entries that a rank may contribute. numel, dtype, k and algorithm must be the same on every rank.
     algorithm: a name in `ALGORITHMS`.
+    options: the algorithm's own settings, such as {"teams": 2} for "spardl"; the same on every rank.
     state: what the algorithm keeps between calls, from its `initial_state()`; changed in place.
     timeout: seconds to wait for late ranks.
 
@@ -73,9 +79,9 @@ def sparse_allreduce(
     comm = as_communicator(comm)
     if isinstance(sparse, np.ndarray) or (isinstance(sparse, Tensor) and sparse.layout == torch.strided):
         sent = select(sparse, k)
-        schedule, facts = prepare(sent, comm, k, algorithm, state)
+        schedule, facts = prepare(sent, comm, k, algorithm, options, state)
         return densify(run(schedule, comm, facts=facts, timeout=timeout, device=sent.device), sparse, sent)
-    schedule, facts = prepare(sparse, comm, k, algorithm, state)
+    schedule, facts = prepare(sparse, comm, k, algorithm, options, state)
     return run(schedule, comm, facts=facts, timeout=timeout, device=sparse.device)
 
 
@@ -85,6 +91,7 @@ def sparse_allreduce_async(
     *,
     k: int,
     algorithm: str = "gtopk",
+    options: Mapping[str, Any] | None = None,
     state: State | None = None,
     timeout: float = TIMEOUT_SECONDS,
 ) -> Work[Reduction]:
@@ -97,26 +104,32 @@ def sparse_allreduce_async(
     _check(sparse)
     # Every call stamps its own number into the payload it sends: calls in flight must not share one.
     own = SparseVector.unpack(sparse.pack().clone(), like=sparse)
-    schedule, facts = prepare(own, comm, k, algorithm, state)
+    schedule, facts = prepare(own, comm, k, algorithm, options, state)
     return start(schedule, comm, facts=facts, timeout=timeout, device=sparse.device)
 
 
 def prepare(
-    sparse: SparseVector, comm: Communicator, k: int, algorithm: str, state: State | None
+    sparse: SparseVector,
+    comm: Communicator,
+    k: int,
+    algorithm: str,
+    options: Mapping[str, Any] | None,
+    state: State | None,
 ) -> tuple[Schedule[Reduction], str]:
     """The schedule for a vector of any number of entries, and the facts that ranks must share."""
     _check(sparse)
-    entry, k = algorithm_named(algorithm), operator.index(k)
+    entry, k = algorithm_named(algorithm, options, size=comm.size), operator.index(k)
     if k < 1:
         raise ValueError(f"k is {k}, expected the most entries that a rank may contribute, 1 or more")
-    options: dict[str, Any] = {}
+    kept_between: dict[str, Any] = {}
     if entry.initial_state is not None:
-        options["state"] = entry.initial_state() if state is None else state
+        kept_between["state"] = entry.initial_state() if state is None else state
     elif state is not None:
         raise ValueError(f"{algorithm} keeps no state between calls: leave state out")
     kept, cut = merge(sparse, SparseVector.empty(sparse.numel, sparse.dtype, device=sparse.device), k)
-    schedule = _returning(cut, entry.schedule(kept, comm.rank, comm.size, k, **options))
-    return schedule, f"{algorithm}(numel={sparse.numel}, {sparse.dtype}, k={k})"
+    schedule = _returning(cut, entry.schedule(kept, comm.rank, comm.size, k, **kept_between))
+    settings = ", ".join([f"numel={sparse.numel}", f"{sparse.dtype}", f"k={k}", *entry.settings])
+    return schedule, f"{algorithm}({settings})"
 
 
 def _returning(cut: SparseVector, schedule: Schedule[Reduction]) -> Schedule[Reduction]:

@@ -16,11 +16,12 @@ from sparse_compress import Compressor, ErrorFeedback, StatefulCompressor, TopK,
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket  # torch.distributed has it, but not for type checkers
 
-from sparse_collectives.algorithms import State, algorithm_named
+from sparse_collectives.algorithms import algorithm_named
 from sparse_collectives.allreduce import prepare
 from sparse_collectives.checkpoint import KEY, PARTS, check_place, split
 from sparse_collectives.nonfinite import finite
 from sparse_collectives.reduction import Reduction
+from sparse_collectives.state import State
 from sparse_collectives.suspects import marked
 
 
@@ -29,7 +30,7 @@ class SparseHookState:
 
     process_group: that of the DDP module, default the default group. Every rank makes the state at the same point.
     density: the share of each bucket's elements that a rank sends; `compressor` in its place for another selection.
-    algorithm: a name in `ALGORITHMS`.
+    algorithm: a name in `ALGORITHMS`; options: its own settings, such as {"teams": 2} for "spardl".
     momentum: DGC's correction before the selection; then give the optimizer none (see the README).
     grad_scaler: the GradScaler of mixed-precision training. Residuals are then kept unscaled, and a step that it
         skips leaves them as they were, bit for bit, for twice their memory. Without one, a gradient that is not finite
@@ -48,13 +49,14 @@ class SparseHookState:
         *,
         density: float = 0.01,
         algorithm: str = "gtopk",
+        options: Mapping[str, Any] | None = None,
         momentum: float = 0.0,
         grad_scaler: torch.amp.GradScaler | None = None,
         compressor: Compressor | None = None,
         named_parameters: Iterable[tuple[str, Tensor]] = (),
     ) -> None:
         self.comm = as_communicator(process_group)
-        self.algorithm, self.entry = algorithm, algorithm_named(algorithm)
+        self.algorithm, self.entry = algorithm, algorithm_named(algorithm, options, size=self.comm.size)
         if momentum and not self.entry.compresses:
             raise ValueError(f"{algorithm} selects nothing, so momentum={momentum} belongs into the optimizer")
         self.compressor = compressor if compressor is not None else TopK(density)
@@ -138,7 +140,7 @@ class SparseHookState:
             unused = unused_spans(bucket, gradient)
             chosen = self._feedback.compress(key, gradient, select=prescribed, withhold=unused)
             sent = marked(chosen, self._feedback, key)
-        schedule, facts = prepare(sent, self.comm, k, self.algorithm, self._states.get(key))
+        schedule, facts = prepare(sent, self.comm, k, self.algorithm, self.entry.options, self._states.get(key))
         if self.grad_scaler is None:
             residual = self._feedback.residual(key) if self.entry.compresses else gradient.new_empty(0)
             schedule = finite(schedule, sent, residual, bucket, self._names, self.comm.rank, self.comm.size)
