@@ -11,9 +11,9 @@ from communicators.schedule import Schedule
 from sparse_compress import SparseVector
 
 from sparse_collectives.dense import dense, dense_sent
-from sparse_collectives.gtopk import gtopk, gtopk_sent
+from sparse_collectives.gtopk import gtopk, gtopk_merged, gtopk_sent
 from sparse_collectives.reduction import Reduction
-from sparse_collectives.topk_allgather import topk_allgather, topk_allgather_sent
+from sparse_collectives.topk_allgather import topk_allgather, topk_allgather_merged, topk_allgather_sent
 from sparse_collectives.traffic import Traffic
 
 State: TypeAlias = dict[str, Any]
@@ -27,6 +27,7 @@ class Algorithm:
     schedule: (sparse, rank, size, k, *, cost=None) -> Schedule[Reduction], with sparse of exactly min(k, n) entries;
         one that has `initial_state` takes `state=` too.
     sent: (rank, size, k, numel, dtype) -> Traffic, the exact expression.
+    merged: (rank, size, k, numel) -> entries that the rank merges, as `schedule` tells its `cost`.
     select: where the algorithm prescribes what is sent, (acc, rank, size, k, state) -> SparseVector; acc is 1-D.
     initial_state: the state before the first call, where there is one.
     compresses: whether a gradient is selected from before it is sent, and so leaves a residual.
@@ -37,12 +38,13 @@ class Algorithm:
     select: Callable[[torch.Tensor, int, int, int, State | None], SparseVector] | None = None
     initial_state: Callable[[], State] | None = None
     compresses: bool = True
+    merged: Callable[[int, int, int, int], int] | None = None
 
 
 ALGORITHMS: dict[str, Algorithm] = {
     "dense": Algorithm(dense, dense_sent, compresses=False),
-    "topk-allgather": Algorithm(topk_allgather, topk_allgather_sent),
-    "gtopk": Algorithm(gtopk, gtopk_sent),
+    "topk-allgather": Algorithm(topk_allgather, topk_allgather_sent, merged=topk_allgather_merged),
+    "gtopk": Algorithm(gtopk, gtopk_sent, merged=gtopk_merged),
 }
 
 
