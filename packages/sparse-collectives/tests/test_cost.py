@@ -5,7 +5,7 @@ import torch
 from communicators import Link, SimulatedWorld, run
 from sparse_collectives import ALGORITHMS
 from sparse_collectives.cost import Handling, Prediction, predict, predict_all, step_seconds
-from sparse_compress import topk
+from sparse_compress import topk, wire_nbytes
 
 MERGE = 20e-9
 
@@ -28,16 +28,20 @@ def simulated_seconds(name, size, numel, k, link):
 LATENCY, BANDWIDTH = Link(1e-3, 1e-10), Link(1e-6, 1e-7)
 
 
+CASES = [*((size, link) for size in (2, 3, 6, 14) for link in (LATENCY, BANDWIDTH)), (33, LATENCY), (64, BANDWIDTH)]
+
+
 @pytest.mark.parametrize("name", ALGORITHMS)
-@pytest.mark.parametrize(
-    ("size", "link"),
-    [*((size, link) for size in (2, 3, 4, 6, 14, 33) for link in (LATENCY, BANDWIDTH)), (64, BANDWIDTH)],
-)
+@pytest.mark.parametrize(("size", "link"), CASES)
 def test_model_and_simulated_world_agree(name, size, link):
-    numel, k = 5_000, 50
+    numel, k = 2_000, 20
     simulated = simulated_seconds(name, size, numel, k, link)
     predicted = predict(name, size=size, numel=numel, k=k, link=link, handling=Handling(merge=MERGE))
-    assert predicted.exchange == pytest.approx(simulated, rel=0.05)
+    if name == "gtopk" and size & (size - 1):  # whether a message finds its port free depends on the order of events
+        message = link.seconds(wire_nbytes(k))
+        assert predicted.exchange - 1.02 * message <= simulated <= predicted.exchange + 1.02 * message
+    else:
+        assert predicted.exchange == pytest.approx(simulated, rel=0.02)
 
 
 @pytest.mark.parametrize("name", [name for name, entry in ALGORITHMS.items() if entry.merged is not None])
