@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sparse_collectives.algorithms import State, algorithm_named
 from sparse_collectives.arrays import Array, DenseReduction, densify, select
+from sparse_collectives.auto import AUTO, remembered
 from sparse_collectives.reduction import Reduction
 
 
@@ -62,7 +63,8 @@ def sparse_allreduce(
         tensor of floats: its k largest entries are sent, and total and dropped are dense, of its kind and shape.
     comm: whatever `communicators.as_communicator` takes: an mpi4py or torch group, or a simulated world's communicator.
     k: the most entries that a rank may contribute. numel, dtype, k and algorithm must be the same on every rank.
-    algorithm: a name in `ALGORITHMS`.
+    algorithm: a name in `ALGORITHMS`, or "auto": what is predicted to be fastest on these ranks, measured in the first
+        call with these numel, k and dtype; it remembers that in `state`, {} at first.
     state: what the algorithm keeps between calls, from its `initial_state()`; changed in place.
     timeout: seconds to wait for late ranks.
 
@@ -106,9 +108,12 @@ def prepare(
 ) -> tuple[Schedule[Reduction], str]:
     """The schedule for a vector of any number of entries, and the facts that ranks must share."""
     _check(sparse)
-    entry, k = algorithm_named(algorithm), operator.index(k)
+    k = operator.index(k)
     if k < 1:
         raise ValueError(f"k is {k}, expected the most entries that a rank may contribute, 1 or more")
+    if algorithm == AUTO:
+        algorithm, state = remembered(state, sparse, comm, k)
+    entry = algorithm_named(algorithm)
     options: dict[str, Any] = {}
     if entry.initial_state is not None:
         options["state"] = entry.initial_state() if state is None else state
