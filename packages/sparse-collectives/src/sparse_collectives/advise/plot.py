@@ -44,6 +44,8 @@ def _label(p: Prediction) -> str:
 
 
 def _draw(axis: Any, xs: tuple[float, ...], situations: list[Situation], label: str) -> None:
+    from matplotlib.ticker import LogLocator
+
     lines = [speedups(situation) for situation in situations]
     for name in sorted(lines[0]):
         axis.plot(xs, [line[name] for line in lines], label=name)
@@ -52,7 +54,8 @@ def _draw(axis: Any, xs: tuple[float, ...], situations: list[Situation], label: 
     axis.set_yscale("log")
     for ticks in (axis.xaxis, axis.yaxis):
         ticks.set_major_formatter("{x:g}")
-    axis.yaxis.set_minor_formatter("{x:.2g}")
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.yaxis.set_minor_formatter("")
     axis.set_xlabel(label)
     axis.grid(alpha=0.3)
 
