@@ -2,9 +2,11 @@
 
     python -m bench overlap [--mbit RATE] [--ms DELAY] [--repeats N] [--full] [--output DIR]
 
-compute: forward and backward alone. select: compression alone. exchange: the whole synchronize() after backward.
-overlapped: forward, backward and synchronize() with overlap=True. Of the wire's part, exchange − select, the share
-1 − (overlapped − compute − select) / (exchange − select) is hidden. Medians of interleaved repeats on rank 0.
+compute: forward and backward alone. exchange: the same buckets' sparse vectors, ready, exchanged alone. step:
+synchronize() and the optimizer's step after backward, without what it waits. overlapped:
+forward, backward and step with overlap=True. waits: how long of it this rank is idle for the exchange. hidden:
+1 − waits / exchange. contention: what overlapped takes beyond what stays visible of its parts, because selecting,
+merging and polling compete with backward for cores. Medians of interleaved repeats on rank 0, ms.
 """
 
 from __future__ import annotations
@@ -16,39 +18,40 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from communicators import Communicator, as_communicator, barrier, run
+from communicators import Communicator, as_communicator, barrier, buckets_of, run
 from communicators.call import Call
 from communicators.dense import ring_allreduce
 from communicators.schedule import Received, Round
-from communicators.transport import Pending, Transport, TransportCommunicator
-from sparse_collectives import DistributedOptimizer
-from sparse_compress import ErrorFeedback, TopK
+from communicators.transport import Pending, Transport, TransportCommunicator, TransportWork
+from sparse_collectives import DistributedOptimizer, sparse_allreduce_async
+from sparse_compress import TopK, topk
 from torch import nn
 
 from bench.slow_link import open_link
 
 MIB = 1 << 20
-COLUMNS = ("algorithm", "bucket_MiB", "compute_ms", "select_ms", "exchange_ms", "overlapped_ms", "hidden")
+COLUMNS = ("algorithm", "bucket_MiB", "compute", "exchange", "step", "overlapped", "waits", "contention", "hidden")
 
 
 def main(argv: Sequence[str] = ()) -> int:
     """Starts the ranks, prints the table; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench overlap", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--mbit", type=float, default=100.0, help="link rate, default 100")
+    parser.add_argument("--mbit", type=float, default=25.0, help="link rate, default 25")
     parser.add_argument("--ms", type=float, default=1.0, help="one-way delay, default 1")
     parser.add_argument("--repeats", type=int, default=9, help="default 9")
     parser.add_argument("--full", action="store_true", help="more bucket sizes")
     parser.add_argument("--output", type=Path, metavar="DIR", help="write DIR/overlap.csv too")
     options = parser.parse_args(argv)
+    print("P = 2, 9.4 million parameters, density 0.01, MPI")
     print(f"Python costs {python_microseconds_a_round():.0f} µs a round (schedule, tags, stamps, polling; no network)")
     sizes = [1, 2, 4, 8, 16, 32] if options.full else [1, 4, 16]
     command = [sys.executable, "-m", "bench.overlap", "ranks", str(options.repeats), *map(str, sizes)]
     with open_link(ranks=2, mbit_per_second=options.mbit, milliseconds=options.ms) as link:
-        print(link.describe())
         done = link.mpiexec(command, timeout=1200)
     if done.returncode:
         print(done.stderr, file=sys.stderr)
@@ -74,21 +77,20 @@ def on_rank(repeats: int, bucket_mib: Sequence[float]) -> None:
 
 def _measure(comm: Communicator, algorithm: str, bucket_bytes: int, repeats: int) -> dict[str, float]:
     torch.manual_seed(comm.rank)
-    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8)))  # 8.4 million parameters
-    batch, density = torch.randn(256, 1024), 0.01
+    model = nn.Sequential(*(nn.Linear(768, 768) for _ in range(16)))  # 9.4 million parameters
+    batch = torch.randn(512, 768)
     optimizers = {
         overlap: DistributedOptimizer(
             torch.optim.SGD(model.parameters(), lr=1e-3),
             model.named_parameters(),
             comm=comm,
             algorithm=algorithm,
-            compressor=TopK(density),
+            compressor=TopK(0.01),
             bucket_bytes=bucket_bytes,
             overlap=overlap,
         )
         for overlap in (False, True)
     }
-    feedback = ErrorFeedback(TopK(density))
 
     def backward() -> None:
         model.zero_grad(set_to_none=True)
@@ -98,30 +100,59 @@ def _measure(comm: Communicator, algorithm: str, bucket_bytes: int, repeats: int
         with optimizers[True].no_sync():
             backward()
 
-    def select() -> None:
-        for name, p in model.named_parameters():
-            assert p.grad is not None
-            feedback.compress(name, p.grad)
-
-    def exchange() -> None:
-        optimizers[False].step()
-
     def overlapped() -> None:
         backward()
         optimizers[True].step()
 
-    parts = {"compute_ms": compute, "select_ms": select, "exchange_ms": exchange, "overlapped_ms": overlapped}
-    times: dict[str, list[float]] = {name: [] for name in parts}
-    for _ in range(repeats + 1):
-        for name, part in parts.items():
-            barrier(comm)
-            begin = time.perf_counter()
-            part()
-            times[name].append(1e3 * (time.perf_counter() - begin))
+    buckets = buckets_of(list(model.parameters()), bucket_bytes)
+    ready = [topk(torch.randn(bucket.numel), TopK(0.01).entries(bucket.numel)) for bucket in buckets]
+
+    def exchange() -> None:
+        works = [sparse_allreduce_async(v, comm, k=len(v), algorithm=algorithm) for v in ready]
+        for work in works:
+            work.wait()
+
+    parts = {
+        "compute": compute,
+        "exchange": exchange,
+        "step": lambda: optimizers[False].step(),
+        "overlapped": overlapped,
+    }
+    times: dict[str, list[float]] = {name: [] for name in (*parts, "waits")}
+    step_waits = 0.0
+    with _waits() as waited:
+        for _ in range(repeats + 1):
+            for name, part in parts.items():
+                barrier(comm)
+                waited.clear()
+                begin = time.perf_counter()
+                part()
+                times[name].append(1e3 * (time.perf_counter() - begin))
+                step_waits = step_waits if name != "step" else 1e3 * sum(waited)
+            times["waits"].append(1e3 * sum(waited))
+            times["step"][-1] -= step_waits  # what is left is work: selection, merges' results, the update
     medians = {name: statistics.median(taken[1:]) for name, taken in times.items()}
-    wire = medians["exchange_ms"] - medians["select_ms"]
-    shown = medians["overlapped_ms"] - medians["compute_ms"] - medians["select_ms"]
-    return {**medians, "hidden": 1 - shown / wire}
+    contention = medians["overlapped"] - medians["compute"] - medians["step"] - medians["waits"]
+    return {**medians, "contention": contention, "hidden": 1 - medians["waits"] / medians["exchange"]}
+
+
+@contextmanager
+def _waits() -> Iterator[list[float]]:
+    """Seconds that each Work.wait() takes meanwhile."""
+    taken: list[float] = []
+    wait = TransportWork.wait
+
+    def timed(work: TransportWork[object], timeout: float | None = None) -> object:
+        begin = time.perf_counter()
+        result = wait(work, timeout)
+        taken.append(time.perf_counter() - begin)
+        return result
+
+    TransportWork.wait = timed  # type: ignore[method-assign, assignment]
+    try:
+        yield taken
+    finally:
+        TransportWork.wait = wait  # type: ignore[method-assign]
 
 
 class _Echo(Pending):
@@ -185,10 +216,10 @@ def python_microseconds_a_round(repeats: int = 50) -> float:
 
 
 def _print(rows: Sequence[dict[str, float]]) -> None:
-    print("  ".join(f"{name:>14}" for name in COLUMNS))
+    print("  ".join(f"{name:>15}" for name in COLUMNS))
     for row in rows:
-        cells = [f"{row[c]:.1f}" if c.endswith("ms") else f"{row[c]:.0%}" if c == "hidden" else row[c] for c in COLUMNS]
-        print("  ".join(f"{cell:>14}" for cell in cells))
+        cells = [row[c] if c in COLUMNS[:2] else f"{row[c]:.0%}" if c == "hidden" else f"{row[c]:.1f}" for c in COLUMNS]
+        print("  ".join(f"{cell:>15}" for cell in cells))
 
 
 def _write(path: Path, rows: Sequence[dict[str, float]]) -> None:

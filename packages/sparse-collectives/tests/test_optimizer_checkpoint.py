@@ -6,18 +6,18 @@ import pytest
 import torch
 from communicators import SimulatedWorld
 from sparse_collectives import ALGORITHMS, DistributedOptimizer, reshard_residuals
-from sparse_compress import TopK
+from sparse_compress import RandomK, TopK
 from torch import nn
 
 
-def make(comm, *, name="gtopk", inner=torch.optim.Adam, **options):
+def make(comm, *, name="gtopk", inner=torch.optim.Adam, compressor=TopK, **options):
     model = nn.ParameterDict({key: nn.Parameter(torch.zeros(shape)) for key, shape in {"a": (2, 3), "b": (4,)}.items()})
     optimizer = DistributedOptimizer(
         inner(model.parameters(), lr=0.5),
         model.named_parameters(),
         comm=comm,
         algorithm=name,
-        compressor=TopK(0.3),
+        compressor=compressor(0.3),
         **options,
     )
     return model, optimizer
@@ -45,7 +45,7 @@ def flat(model):
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("options", [{}, {"nonfinite": "skip"}, {"bucket_bytes": 16}])
+@pytest.mark.parametrize("options", [{}, {"nonfinite": "skip"}, {"bucket_bytes": 16}, {"compressor": RandomK}])
 def test_resumed_runs_end_in_the_same_bits(name, momentum, options):
     options = {**options, "momentum": momentum if ALGORITHMS[name].compresses else 0.0}
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from communicators import CollectiveError, SimulatedWorld
 from sparse_collectives import ALGORITHMS, DistributedOptimizer
-from sparse_compress import TopK
+from sparse_compress import RandomK, TopK
 from torch import nn
 
 NAN, INF = float("nan"), float("inf")
@@ -129,3 +129,22 @@ def test_scaled_gradients_in_synchronize_are_told():
     optimizer.synchronize()
     with pytest.raises(RuntimeError, match=r"scaler\.unscale_"):
         scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_was_not_selected_is_noticed_too(seed):
+    """Random-k sends one element of twelve: the NaN is hardly ever among them."""
+
+    def body(comm):
+        model = nn.ParameterDict({key: nn.Parameter(torch.zeros(4)) for key in "abc"})
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = DistributedOptimizer(
+            inner, model.named_parameters(), comm=comm, compressor=RandomK(0.08, seed=seed)
+        )
+        fill(model, 0, comm.rank)
+        if comm.rank == 1:
+            model["b"].grad[2] = NAN
+        with pytest.raises(CollectiveError, match="rank 1: the gradient of 'b' is not finite"):
+            optimizer.step()
+
+    SimulatedWorld(3).run(body)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_compress import ErrorFeedback, TopK
+from sparse_compress import ErrorFeedback, TopK, topk_cpu
 from sparse_compress.chunks import CHUNK
 
 GRADIENT_DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -63,12 +63,26 @@ def test_gradients_that_are_views():
         assert_steps_agree([view, view.bfloat16()], 0.01, momentum=0.5)
 
 
-def test_the_sum_is_complete_when_the_sample_misleads(all_nasty):
+def test_the_sum_is_complete_when_the_sample_misleads():
     """The first sweep gives its selection up half-way, but not its writing."""
     x = torch.ones(5 * CHUNK)
     feedback = ErrorFeedback(TopK(0.001))
     sent = feedback.compress("w", x)
     assert torch.equal(sent.to_dense() + feedback.residual("w"), x)
+
+
+def test_the_sample_is_of_the_sum(monkeypatch):
+    """So one sweep is enough, which neither residual nor gradient alone would tell."""
+
+    def refuse(*arguments):
+        raise AssertionError("a second sweep was needed")
+
+    monkeypatch.setattr(topk_cpu, "kth_largest", refuse)
+    monkeypatch.setattr(topk_cpu, "count_above", refuse)
+    for momentum in (0.0, 0.9):
+        feedback = ErrorFeedback(TopK(0.01), momentum=momentum)
+        for step in range(3):
+            feedback.compress("w", torch.randn(300_000, generator=torch.Generator().manual_seed(step)) * 10**step)
 
 
 def peak_rss_growth(dtype):

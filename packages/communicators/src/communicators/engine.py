@@ -25,6 +25,7 @@ LISTEN_SECONDS = 0.05
 BUSY_SECONDS = 50e-6
 SPIN_SECONDS = 100e-6
 LONGEST_NAP_SECONDS = 200e-6
+IDLE_SECONDS = 1e-3
 
 logger = logging.getLogger(__name__)
 
@@ -113,11 +114,16 @@ class Engine:
         while not self._closing:
             if self._flights:
                 self._poll_all()
-                time.sleep(BUSY_SECONDS)
+                time.sleep(self._nap())
             else:
                 self._look_around([])
                 self._wake.wait(LISTEN_SECONDS)
                 self._wake.clear()
+
+    def _nap(self) -> float:
+        """In proportion to how long nothing has come: each look takes time from the threads that compute."""
+        last = max((flight.progressed for flight in list(self._flights)), default=0.0)
+        return min(max((time.monotonic() - last) / 8, BUSY_SECONDS), IDLE_SECONDS)
 
     def _poll_all(self) -> None:
         flights = list(self._flights)

@@ -208,7 +208,10 @@ class TransportCommunicator(Communicator):
 
 
 class TransportFlight:
-    """A call under way over a transport: polled to its end, by the caller or by the engine."""
+    """A call under way over a transport: polled to its end, by the caller or by the engine.
+
+    progressed: when its current round was posted, by time.monotonic().
+    """
 
     def __init__(self, comm: TransportCommunicator, call: Call, timeout: float, device: torch.device) -> None:
         self.comm, self.call = comm, call
@@ -221,7 +224,7 @@ class TransportFlight:
         self._lost: PeerLost | None = None
         self._reported = False
         self._callbacks: list[Callable[[], None]] = []
-        self._since = self._progressed = time.monotonic()
+        self._since = self.progressed = time.monotonic()
 
     def poll(self) -> bool:
         """Goes on as far as it can without blocking; True at the end."""
@@ -237,7 +240,7 @@ class TransportFlight:
 
     def watch(self) -> None:
         """Looks at the clock; called every few milliseconds while a poll finds nothing."""
-        waited = time.monotonic() - self._progressed
+        waited = time.monotonic() - self.progressed
         if self._reason is not None or self._pending is None or waited < LEAVE_GRACE_SECONDS:
             return
         missing, gone = self._pending.missing(), self.comm.control.gone
@@ -299,18 +302,18 @@ class TransportFlight:
             if self.call.counted:
                 self.comm.bytes_sent += sum(payload.numel() for payload in action.sends.values())
                 self.comm.messages_sent += len(action.sends)
-        self._progressed, self._reported = time.monotonic(), False
+        self.progressed, self._reported = time.monotonic(), False
 
     def _complain(self, reason: str, cause: BaseException | None = None) -> None:
         self._reason, self._cause = reason, cause
-        self._progressed = time.monotonic()
+        self.progressed = time.monotonic()
         self.comm.complain(reason)
 
     def _failed(self) -> bool:
         """Ends with the verdict once there is one; a rank that complained waits for it."""
         control = self.comm.control
         if control.verdict is None and self._reason is not None:
-            if time.monotonic() - self._progressed < VERDICT_SECONDS:
+            if time.monotonic() - self.progressed < VERDICT_SECONDS:
                 return False
             control.verdict = self._reason
         if control.verdict is None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from communicators import Bucket, Work, as_communicator, start
-from sparse_compress import Compressor, ErrorFeedback, TopK, topk
+from sparse_compress import Compressor, ErrorFeedback, StatefulCompressor, TopK, topk
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket  # torch.distributed has it, but not for type checkers
 
@@ -22,6 +22,7 @@ from sparse_collectives.auto import AUTO, Choice, choose_for_training
 from sparse_collectives.checkpoint import KEY, PARTS, check_place, split
 from sparse_collectives.nonfinite import finite
 from sparse_collectives.reduction import Reduction
+from sparse_collectives.suspects import marked
 
 
 class SparseHookState:
@@ -86,6 +87,8 @@ class SparseHookState:
             "algorithm": self.algorithm,
             "algorithm_state": self._states,
         }
+        if isinstance(self.compressor, StatefulCompressor):
+            own["compressor"] = self.compressor.state_dict()
         return {KEY: {**own, **self._by_parameter()}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -97,6 +100,10 @@ class SparseHookState:
         pool = {part: {name: tensor.clone() for name, tensor in own[part].items()} for part in PARTS}
         if pool["residuals"] and bool(pool["velocities"]) != (self._feedback.momentum > 0):
             raise ValueError("the state was saved with another momentum setting: with momentum there are velocities")
+        if ("compressor" in own) != isinstance(self.compressor, StatefulCompressor):
+            raise ValueError(f"the state was saved with another compressor than {self.compressor}")
+        if isinstance(self.compressor, StatefulCompressor):
+            self.compressor.load_state_dict(own["compressor"])
         self._pool, self._buckets, self._finite = pool, {}, True
         self._feedback = ErrorFeedback(
             self.compressor, momentum=self._feedback.momentum, tentative=self.grad_scaler is not None
@@ -135,10 +142,12 @@ class SparseHookState:
             state, select = self._states.get(key), self.entry.select
             prescribed = None if select is None else (lambda acc: select(acc, self.comm.rank, self.comm.size, k, state))
             unused = unused_spans(bucket, gradient)
-            sent = self._feedback.compress(key, gradient, select=prescribed, withhold=unused)
+            chosen = self._feedback.compress(key, gradient, select=prescribed, withhold=unused)
+            sent = marked(chosen, self._feedback, key)
         schedule, facts = prepare(sent, self.comm, k, self.algorithm, self._states.get(key))
         if self.grad_scaler is None:
-            schedule = finite(schedule, sent, bucket, self._names, self.comm.rank, self.comm.size)
+            residual = self._feedback.residual(key) if self.entry.compresses else gradient.new_empty(0)
+            schedule = finite(schedule, sent, residual, bucket, self._names, self.comm.rank, self.comm.size)
         return start(schedule, self.comm, facts=f"{facts} in a DDP hook", device=gradient.device)
 
     def _settle(self) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from sparse_collectives.algorithms import State, algorithm_named
 from sparse_collectives.allreduce import sparse_allreduce_async
 from sparse_collectives.reduction import Reduction
+from sparse_collectives.suspects import first_nonfinite, marked, suspect_element
 
 Gradients = Sequence[Tensor | None]
 
@@ -104,7 +105,7 @@ class DenseExchange:
         total = allreduce(flat, self._comm) if work is None else work.wait()
         mean = total.div_(self._comm.size)
         finite = _is_finite(mean)
-        return Mean(mean, finite, -1 if finite else _first_nonfinite(flat))
+        return Mean(mean, finite, -1 if finite else first_nonfinite(flat))
 
 
 class SparseExchange:
@@ -145,7 +146,7 @@ class SparseExchange:
             self._before[name] = copy.deepcopy(state)
         select, rank, size = self._entry.select, self._comm.rank, self._comm.size
         prescribed = None if select is None else (lambda acc: select(acc, rank, size, k, state))
-        sent = self._feedback.compress(name, flat, select=prescribed)
+        sent = marked(self._feedback.compress(name, flat, select=prescribed), self._feedback, name)
         work = sparse_allreduce_async(sent, self._comm, k=k, algorithm=self._algorithm, state=state)
         self._flights[position] = (sent, work)
 
@@ -173,7 +174,7 @@ class SparseExchange:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Exchange.load_state_dict`."""
-        self._feedback.load_state_dict({key: state[key] for key in ("residuals", "velocities")})
+        self._feedback.load_state_dict({part: state[part] for part in state if part != "algorithm"})
         self._states.update(copy.deepcopy(dict(state["algorithm"])))
 
     def _mean(self, position: int, sent: SparseVector, work: Work[Reduction]) -> Mean:
@@ -182,8 +183,8 @@ class SparseExchange:
         total, mean = reduction.total, self._flats[position]
         mean.zero_()[total.indices] = total.values / self._comm.size
         finite = _is_finite(total.values)
-        suspect = -1 if finite else _first_nonfinite(sent.values)
-        return Mean(mean, finite, suspect if suspect < 0 else int(sent.indices[suspect]))
+        suspect = -1 if finite else suspect_element(sent, self._feedback.residual(self._names[position]))
+        return Mean(mean, finite, suspect)
 
 
 def _flat(bucket: Bucket) -> Tensor:
@@ -195,9 +196,3 @@ def _flat(bucket: Bucket) -> Tensor:
 def _is_finite(tensor: Tensor) -> bool:
     """Whether all elements are: so they are if their sum is, which takes one pass; else it may have overflowed."""
     return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
-
-
-def _first_nonfinite(tensor: Tensor) -> int:
-    """Its position in a 1-D tensor, -1 if there is none."""
-    positions = (~torch.isfinite(tensor)).nonzero()
-    return int(positions[0]) if len(positions) else -1

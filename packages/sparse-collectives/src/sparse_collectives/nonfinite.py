@@ -11,6 +11,7 @@ from sparse_compress import SparseVector
 
 from sparse_collectives.exchange import Mean
 from sparse_collectives.reduction import Reduction
+from sparse_collectives.suspects import suspect_element
 
 
 def nonfinite_error(
@@ -26,17 +27,23 @@ def nonfinite_error(
 
 
 def finite(
-    schedule: Schedule[Reduction], sent: SparseVector, bucket: Bucket, names: Sequence[str], rank: int, size: int
+    schedule: Schedule[Reduction],
+    sent: SparseVector,
+    residual: torch.Tensor,
+    bucket: Bucket,
+    names: Sequence[str],
+    rank: int,
+    size: int,
 ) -> Schedule[Reduction]:
     """The schedule's result, or, in the same call, the error that all ranks raise where its total is not finite.
 
-    sent: what this rank gave of the flat bucket.
+    sent, residual: what this rank gave of the flat bucket, and what it kept.
     """
     reduction = yield from schedule
     if bool(torch.isfinite(reduction.total.values).all()):
         return reduction
-    suspect = (~torch.isfinite(sent.values)).nonzero()
-    culprit = _member(bucket, int(sent.indices[suspect[0]])) if len(suspect) else -1
+    suspect = suspect_element(sent, residual)
+    culprit = -1 if suspect < 0 else _member(bucket, suspect)
     own = torch.tensor([culprit]).view(torch.uint8)
     blocks = yield from allgather_blocks(own, [own.numel()] * size, rank, size)
     raise _error([int(block.clone().view(torch.int64)) for block in blocks], names, "by giving a grad_scaler")

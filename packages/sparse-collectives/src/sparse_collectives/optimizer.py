@@ -179,6 +179,7 @@ class DistributedOptimizer(Optimizer):
             "algorithm_state": exchanged["algorithm"],
             "skipped": self.skipped,
             **{part: split(exchanged[part], self._buckets, self._names) for part in PARTS},
+            **({"compressor": exchanged["compressor"]} if "compressor" in exchanged else {}),
         }
         return {**self.optimizer.state_dict(), KEY: own}
 
@@ -191,6 +192,8 @@ class DistributedOptimizer(Optimizer):
         own = check_place(state_dict, self.comm.rank, self.comm.size)
         exchanged: dict[str, Any] = {part: join(own[part], self._buckets, self._names, part) for part in PARTS}
         exchanged["algorithm"] = own["algorithm_state"] if own["algorithm"] == self._algorithm else {}
+        if "compressor" in own:
+            exchanged["compressor"] = own["compressor"]
         self._exchange.load_state_dict(exchanged)
         self.optimizer.load_state_dict({key: value for key, value in state_dict.items() if key != KEY})
         self.skipped = own["skipped"]

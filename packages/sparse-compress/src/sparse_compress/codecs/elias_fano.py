@@ -2,7 +2,7 @@
 
 Elias–Fano (Elias, 1974; Fano, 1971): of every index the l = ⌊log₂(n/k)⌋ low bits are stored as they are; the rest,
 the bucket index >> l, is stored as the differences between neighbours in unary: bit (index >> l) + j is set for the
-j-th index. That is k·l + k + (n − 1 >> l) + 1 bits, at most 0.6 bits an entry above the entropy bound when n ≫ k,
+j-th index. That is k·l + k + (n − 1 >> l) bits, at most 0.6 bits an entry above the entropy bound when n ≫ k,
 and, unlike deltas of a fitted width, the same number for all indices: no round of sizes has to go first.
 """
 
@@ -43,7 +43,7 @@ def unpack(data: Tensor, numel: int, count: int) -> Tensor:
 def _bits(numel: int, count: int) -> tuple[int, int]:
     """(low bits of an index, bits of all high parts together)."""
     low = (numel // max(count, 1)).bit_length() - 1 if 0 < count <= numel else 0
-    return low, (count + (numel - 1 >> low) + 1 if count else 0)
+    return low, (count + (numel - 1 >> low) if count else 0)
 
 
 def _to_bytes(bits: Tensor) -> Tensor:
