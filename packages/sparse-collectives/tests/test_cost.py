@@ -4,6 +4,7 @@ import pytest
 import torch
 from communicators import Link, SimulatedWorld, run
 from sparse_collectives import ALGORITHMS
+from sparse_collectives.algorithms import algorithm_named
 from sparse_collectives.cost import Handling, Prediction, predict, predict_all, step_seconds
 from sparse_compress import topk, wire_nbytes
 
@@ -34,14 +35,14 @@ CASES = [*((size, link) for size in (2, 3, 6, 14) for link in (LATENCY, BANDWIDT
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize(("size", "link"), CASES)
 def test_model_and_simulated_world_agree(name, size, link):
-    numel, k = 2_000, 20
+    numel, k = 4_200, 84
     simulated = simulated_seconds(name, size, numel, k, link)
     predicted = predict(name, size=size, numel=numel, k=k, link=link, handling=Handling(merge=MERGE))
     if name == "gtopk" and size & (size - 1):  # whether a message finds its port free depends on the order of events
         message = link.seconds(wire_nbytes(k))
         assert predicted.exchange - 1.02 * message <= simulated <= predicted.exchange + 1.02 * message
     else:
-        assert predicted.exchange == pytest.approx(simulated, rel=0.02)
+        assert predicted.exchange == pytest.approx(simulated, rel=0.05)
 
 
 @pytest.mark.parametrize("name", [name for name, entry in ALGORITHMS.items() if entry.merged is not None])
@@ -59,6 +60,21 @@ def test_merged_entries_are_those_that_the_schedule_names(name, size):
     SimulatedWorld(size).run(body)
     if size > 1:
         assert counted == [entry.merged(rank, size, 4, 50) for rank in range(size)]
+
+
+@pytest.mark.parametrize("options", [{"teams": 2}, {"teams": 4}, {"teams": 3}, {"teams": 2, "sag": "b-sag"}])
+def test_spardl_in_teams_counts_the_merges_between_them_too(options):
+    def body(comm):
+        def cost(count):
+            counted[comm.rank] += count
+            return 0.0
+
+        entry = algorithm_named("spardl", options, size=12)
+        run(entry.schedule(topk(torch.ones(96), 24), comm.rank, 12, 24, cost=cost), comm, facts="counted")
+        return entry.merged(comm.rank, 12, 24, 96)
+
+    counted = [0] * 12
+    assert SimulatedWorld(12).run(body) == counted
 
 
 def test_one_rank_exchanges_nothing():

@@ -1,5 +1,7 @@
 """Every algorithm against a plain NumPy version of what it returns."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -36,13 +38,52 @@ def dense_reference(inputs, k):
     return np.sum([cut(x, k) for x in inputs], axis=0)
 
 
-REFERENCES = {"gtopk": gtopk_reference, "topk-allgather": topk_allgather_reference, "dense": dense_reference}
+def spardl_blocks(n, k, blocks, step=0):
+    """(low, high, budget) of every block that has elements."""
+    edges = [b * n // blocks for b in range(blocks + 1)]
+    filled = [(low, high) for low, high in pairwise(edges) if high > low]
+    k, turn = min(k, n), 0 if min(k, n) >= len(filled) else step
+    budgets = np.diff([(b + turn) * k // len(filled) for b in range(len(filled) + 1)])
+    return [(low, high, min(budget, high - low)) for (low, high), budget in zip(filled, budgets, strict=True)]
 
 
-def reduce(inputs, k, name):
+def hops(partials, budget):
+    """partials[j], of the rank j hops before a block's owner, are added up in ever shorter hops, with cuts."""
+    partials = [cut(x, budget) for x in partials]
+    while len(partials) > 1:
+        distance = 1 << ((len(partials) - 1).bit_length() - 1)
+        for j in range(distance, len(partials)):
+            partials[j - distance] = cut(partials[j - distance] + partials[j], budget)
+        del partials[distance:]
+    return partials[0]
+
+
+def spardl_reference(inputs, k, teams=1, sag="r-sag", step=0):
+    """Each block is summed in each team, then over teams: pairwise, or all at once and cut."""
+    selected, total = [cut(x, k) for x in inputs], np.zeros_like(inputs[0])
+    ranks, n = len(inputs) // teams, len(total)
+    owners = [b for b in range(ranks) if (b + 1) * n // ranks > b * n // ranks]
+    for owner, (low, high, budget) in zip(owners, spardl_blocks(n, k, ranks, step), strict=True):
+        parts = [x[low:high] for x in selected]
+        sums = [
+            hops([parts[team * ranks + (owner - j) % ranks] for j in range(ranks)], budget) for team in range(teams)
+        ]
+        total[low:high] = gtopk_reference(sums, budget) if sag == "r-sag" else cut(sum(sums[1:], sums[0]), budget)
+    return total
+
+
+REFERENCES = {
+    "dense": dense_reference,
+    "topk-allgather": topk_allgather_reference,
+    "gtopk": gtopk_reference,
+    "spardl": spardl_reference,
+}
+
+
+def reduce(inputs, k, name, **options):
     tensors = [torch.from_numpy(x) for x in inputs]
     world = SimulatedWorld(len(inputs))
-    results = world.run(lambda c: sparse_allreduce(topk(tensors[c.rank], k), c, k=k, algorithm=name))
+    results = world.run(lambda c: sparse_allreduce(topk(tensors[c.rank], k), c, k=k, algorithm=name, options=options))
     return [result.total.to_dense().numpy() for result in results]
 
 
@@ -59,7 +100,7 @@ def test_integers_with_ties(name, size, n, k):
         np.testing.assert_array_equal(total, REFERENCES[name](inputs, k))
 
 
-@pytest.mark.parametrize("name", ["gtopk", "topk-allgather"])
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "dense"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("size", [2, 3, 5, 8])
 def test_floats_bit_for_bit(name, dtype, size):
@@ -67,3 +108,13 @@ def test_floats_bit_for_bit(name, dtype, size):
     inputs[:, ::7] *= np.finfo(dtype).tiny  # denormals
     for total in reduce(inputs, 50, name):
         np.testing.assert_array_equal(total, REFERENCES[name](inputs, 50))
+
+
+@pytest.mark.parametrize(
+    ("size", "teams", "sag"), [(4, 2, "r-sag"), (12, 4, "r-sag"), (6, 3, "b-sag"), (14, 7, "b-sag")]
+)
+def test_spardl_in_teams(size, teams, sag):
+    inputs = np.random.default_rng(size).integers(-4, 5, (size, 33)).astype(np.float32)
+    for k in (1, 2, 7, 33):
+        for total in reduce(inputs, k, "spardl", teams=teams, sag=sag):
+            np.testing.assert_array_equal(total, spardl_reference(inputs, k, teams, sag))

@@ -45,6 +45,7 @@ def test_k_beyond_the_vector_means_all_of_it():
         ({"k": -1}, ValueError, "k is -1"),
         ({"k": 1.5}, TypeError, "integer"),
         ({"state": {}}, ValueError, "gtopk keeps no state"),
+        ({"options": {"teams": 2}}, ValueError, "gtopk has no option teams; it takes: none"),
         ({"sparse": [1.0]}, TypeError, r"sparse is list, expected a SparseVector: .*topk\(tensor, k\)"),
         ({"sparse": SparseVector.empty(0)}, ValueError, "nothing to sum"),
         ({"comm": "world"}, TypeError, "communicator"),

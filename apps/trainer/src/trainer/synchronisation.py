@@ -49,4 +49,5 @@ def sparse(options: Options, model: nn.Module, comm: Communicator) -> Distribute
 
 
 Synchronisation = Callable[["Options", "nn.Module", "Communicator"], "DistributedOptimizer"]
-SYNCHRONISATIONS: dict[str, Synchronisation] = {"dense": dense, "topk-allgather": sparse, "gtopk": sparse}
+SPARSE = ("topk-allgather", "gtopk", "spardl")
+SYNCHRONISATIONS: dict[str, Synchronisation] = {"dense": dense, **dict.fromkeys(SPARSE, sparse)}

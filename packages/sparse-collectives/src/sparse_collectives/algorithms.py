@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
-import torch
 from communicators.schedule import Schedule
 from sparse_compress import SparseVector
 
 from sparse_collectives.dense import dense, dense_sent
 from sparse_collectives.gtopk import gtopk, gtopk_merged, gtopk_sent
 from sparse_collectives.reduction import Reduction
+from sparse_collectives.spardl import check_spardl, spardl, spardl_merged, spardl_select, spardl_sent, spardl_state
+from sparse_collectives.state import State
 from sparse_collectives.topk_allgather import topk_allgather, topk_allgather_merged, topk_allgather_sent
 from sparse_collectives.traffic import Traffic
-
-State: TypeAlias = dict[str, Any]
-"""What an algorithm keeps between calls: plain values and tensors, changed in place and only on success."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,30 +25,67 @@ class Algorithm:
 
     schedule: (sparse, rank, size, k, *, cost=None) -> Schedule[Reduction], with sparse of exactly min(k, n) entries;
         one that has `initial_state` takes `state=` too.
-    sent: (rank, size, k, numel, dtype) -> Traffic, the exact expression.
+    sent: (rank, size, k, numel, dtype) -> Traffic of a call without a state: the exact expression, or, where `exact` is
+        False because it depends on what the ranks hold, the most that it can be.
     merged: (rank, size, k, numel) -> entries that the rank merges, as `schedule` tells its `cost`.
-    select: where the algorithm prescribes what is sent, (acc, rank, size, k, state) -> SparseVector; acc is 1-D.
+    select: where the algorithm prescribes what is sent, (acc, rank, size, k, state) -> SparseVector; acc is 1-D. It
+        only reads the state.
     initial_state: the state before the first call, where there is one.
     compresses: whether a gradient is selected from before it is sent, and so leaves a residual.
+    options: its own settings, with their defaults; schedule, sent and select take them as keywords.
+    check: (size, **options), raises ValueError for settings that do not fit.
     """
 
     schedule: Callable[..., Schedule[Reduction]]
-    sent: Callable[[int, int, int, int, torch.dtype], Traffic]
-    select: Callable[[torch.Tensor, int, int, int, State | None], SparseVector] | None = None
+    sent: Callable[..., Traffic]
+    select: Callable[..., SparseVector] | None = None
     initial_state: Callable[[], State] | None = None
     compresses: bool = True
-    merged: Callable[[int, int, int, int], int] | None = None
+    merged: Callable[..., int] | None = None
+    exact: bool = True
+    options: Mapping[str, Any] = field(default_factory=dict)
+    check: Callable[..., None] | None = None
+
+    @property
+    def settings(self) -> list[str]:
+        """The options as text, which all ranks must share."""
+        return [f"{key}={value}" for key, value in self.options.items()]
 
 
 ALGORITHMS: dict[str, Algorithm] = {
     "dense": Algorithm(dense, dense_sent, compresses=False),
     "topk-allgather": Algorithm(topk_allgather, topk_allgather_sent, merged=topk_allgather_merged),
     "gtopk": Algorithm(gtopk, gtopk_sent, merged=gtopk_merged),
+    "spardl": Algorithm(
+        spardl,
+        spardl_sent,
+        merged=spardl_merged,
+        select=spardl_select,
+        initial_state=spardl_state,
+        options={"teams": 1, "sag": "auto"},
+        check=check_spardl,
+    ),
 }
 
 
-def algorithm_named(name: str) -> Algorithm:
-    """The algorithm of that name; ValueError that lists the known ones."""
+def algorithm_named(name: str, options: Mapping[str, Any] | None = None, *, size: int) -> Algorithm:
+    """The algorithm of that name for `size` ranks, with its options set.
+
+    Raises ValueError that lists the known names or options, and for values that do not fit.
+    """
     if name not in ALGORITHMS:
         raise ValueError(f"unknown algorithm {name!r}; known: {', '.join(ALGORITHMS)}")
-    return ALGORITHMS[name]
+    entry, given = ALGORITHMS[name], dict(options or {})
+    if unknown := sorted(set(given) - set(entry.options)):
+        raise ValueError(f"{name} has no option {', '.join(unknown)}; it takes: {', '.join(entry.options) or 'none'}")
+    settings = {**entry.options, **given}
+    if entry.check is not None:
+        entry.check(size, **settings)
+    return replace(
+        entry,
+        schedule=partial(entry.schedule, **settings),
+        sent=partial(entry.sent, **settings),
+        merged=None if entry.merged is None else partial(entry.merged, **settings),
+        select=None if entry.select is None else partial(entry.select, **settings),
+        options=settings,
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any, overload
 
 import numpy as np
@@ -13,10 +14,11 @@ from communicators.schedule import Schedule
 from sparse_compress import SparseVector, add, merge
 from torch import Tensor
 
-from sparse_collectives.algorithms import State, algorithm_named
+from sparse_collectives.algorithms import algorithm_named
 from sparse_collectives.arrays import Array, DenseReduction, densify, select
 from sparse_collectives.auto import AUTO, remembered
 from sparse_collectives.reduction import Reduction
+from sparse_collectives.state import State
 
 
 @overload
@@ -26,6 +28,7 @@ def sparse_allreduce(
     *,
     k: int,
     algorithm: str = ...,
+    options: Mapping[str, Any] | None = ...,
     state: State | None = ...,
     timeout: float = ...,
 ) -> Reduction: ...
@@ -38,6 +41,7 @@ def sparse_allreduce(
     *,
     k: int,
     algorithm: str = ...,
+    options: Mapping[str, Any] | None = ...,
     state: State | None = ...,
     timeout: float = ...,
 ) -> DenseReduction[Array]: ...
@@ -49,6 +53,7 @@ def sparse_allreduce(
     *,
     k: int,
     algorithm: str = "gtopk",
+    options: Mapping[str, Any] | None = None,
     state: State | None = None,
     timeout: float = TIMEOUT_SECONDS,
 ) -> Reduction | DenseReduction[Any]:
@@ -65,6 +70,7 @@ def sparse_allreduce(
     k: the most entries that a rank may contribute. numel, dtype, k and algorithm must be the same on every rank.
     algorithm: a name in `ALGORITHMS`, or "auto": what is predicted to be fastest on these ranks, measured in the first
         call with these numel, k and dtype; it remembers that in `state`, {} at first.
+    options: the algorithm's own settings, such as {"teams": 2} for "spardl"; the same on every rank.
     state: what the algorithm keeps between calls, from its `initial_state()`; changed in place.
     timeout: seconds to wait for late ranks.
 
@@ -75,9 +81,9 @@ def sparse_allreduce(
     comm = as_communicator(comm)
     if isinstance(sparse, np.ndarray) or (isinstance(sparse, Tensor) and sparse.layout == torch.strided):
         sent = select(sparse, k)
-        schedule, facts = prepare(sent, comm, k, algorithm, state)
+        schedule, facts = prepare(sent, comm, k, algorithm, options, state)
         return densify(run(schedule, comm, facts=facts, timeout=timeout, device=sent.device), sparse, sent)
-    schedule, facts = prepare(sparse, comm, k, algorithm, state)
+    schedule, facts = prepare(sparse, comm, k, algorithm, options, state)
     return run(schedule, comm, facts=facts, timeout=timeout, device=sparse.device)
 
 
@@ -87,6 +93,7 @@ def sparse_allreduce_async(
     *,
     k: int,
     algorithm: str = "gtopk",
+    options: Mapping[str, Any] | None = None,
     state: State | None = None,
     timeout: float = TIMEOUT_SECONDS,
 ) -> Work[Reduction]:
@@ -99,12 +106,17 @@ def sparse_allreduce_async(
     _check(sparse)
     # Every call stamps its own number into the payload it sends: calls in flight must not share one.
     own = SparseVector.unpack(sparse.pack().clone(), like=sparse)
-    schedule, facts = prepare(own, comm, k, algorithm, state)
+    schedule, facts = prepare(own, comm, k, algorithm, options, state)
     return start(schedule, comm, facts=facts, timeout=timeout, device=sparse.device)
 
 
 def prepare(
-    sparse: SparseVector, comm: Communicator, k: int, algorithm: str, state: State | None
+    sparse: SparseVector,
+    comm: Communicator,
+    k: int,
+    algorithm: str,
+    options: Mapping[str, Any] | None,
+    state: State | None,
 ) -> tuple[Schedule[Reduction], str]:
     """The schedule for a vector of any number of entries, and the facts that ranks must share."""
     _check(sparse)
@@ -113,15 +125,16 @@ def prepare(
         raise ValueError(f"k is {k}, expected the most entries that a rank may contribute, 1 or more")
     if algorithm == AUTO:
         algorithm, state = remembered(state, sparse, comm, k)
-    entry = algorithm_named(algorithm)
-    options: dict[str, Any] = {}
+    entry = algorithm_named(algorithm, options, size=comm.size)
+    kept_between: dict[str, Any] = {}
     if entry.initial_state is not None:
-        options["state"] = entry.initial_state() if state is None else state
+        kept_between["state"] = entry.initial_state() if state is None else state
     elif state is not None:
         raise ValueError(f"{algorithm} keeps no state between calls: leave state out")
     kept, cut = merge(sparse, SparseVector.empty(sparse.numel, sparse.dtype, device=sparse.device), k)
-    schedule = _returning(cut, entry.schedule(kept, comm.rank, comm.size, k, **options))
-    return schedule, f"{algorithm}(numel={sparse.numel}, {sparse.dtype}, k={k})"
+    schedule = _returning(cut, entry.schedule(kept, comm.rank, comm.size, k, **kept_between))
+    settings = ", ".join([f"numel={sparse.numel}", f"{sparse.dtype}", f"k={k}", *entry.settings])
+    return schedule, f"{algorithm}({settings})"
 
 
 def _returning(cut: SparseVector, schedule: Schedule[Reduction]) -> Schedule[Reduction]:

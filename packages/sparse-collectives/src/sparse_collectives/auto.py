@@ -11,9 +11,10 @@ from communicators import Communicator
 from sparse_compress import Compressor, SparseVector
 from torch import Tensor
 
-from sparse_collectives.algorithms import ALGORITHMS, State
+from sparse_collectives.algorithms import ALGORITHMS
 from sparse_collectives.calibration import measure_handling, measure_traffic, slowest
 from sparse_collectives.cost import Handling, Prediction, fastest_first, predict
+from sparse_collectives.state import State
 from sparse_collectives.table import amount, milliseconds, table
 
 logger = logging.getLogger(__name__)

@@ -9,16 +9,16 @@ the tests hold against what a simulated world counts. Pure functions; seconds an
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from communicators import Link
 from sparse_compress import TopK
 from sparse_compress.wire import entry_nbytes
 
-from sparse_collectives.algorithms import ALGORITHMS, Algorithm
+from sparse_collectives.algorithms import ALGORITHMS, Algorithm, algorithm_named
 from sparse_collectives.traffic import Traffic
 
 DDP_BUCKET_BYTES = 25 << 20
@@ -86,13 +86,15 @@ def predict(
     link: Link,
     handling: Handling = NO_WORK,
     dtype: torch.dtype = torch.float32,
+    options: Mapping[str, Any] | None = None,
 ) -> Prediction:
     """One algorithm's exchange of k of n elements a rank, over P ranks; for an algorithm whose bytes depend on the data
     the most that it can be.
 
-    dtype: in which values travel; bfloat16 halves the bytes of a dense sum only.
+    dtype: in which values travel; bfloat16 halves the bytes of a dense sum only. options: the algorithm's
+        own settings.
     """
-    entry = ALGORITHMS[algorithm]
+    entry = algorithm_named(algorithm, options, size=size)
     sent = [entry.sent(rank, size, k, numel, dtype) for rank in range(size)]
     merged = [_merged(entry, rank, size, k, numel, traffic) for rank, traffic in enumerate(sent)]
     collided = _collisions(sent)

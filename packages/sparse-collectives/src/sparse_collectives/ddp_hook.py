@@ -16,12 +16,13 @@ from sparse_compress import Compressor, ErrorFeedback, StatefulCompressor, TopK,
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket  # torch.distributed has it, but not for type checkers
 
-from sparse_collectives.algorithms import State, algorithm_named
+from sparse_collectives.algorithms import algorithm_named
 from sparse_collectives.allreduce import prepare
 from sparse_collectives.auto import AUTO, Choice, choose_for_training
 from sparse_collectives.checkpoint import KEY, PARTS, check_place, split
 from sparse_collectives.nonfinite import finite
 from sparse_collectives.reduction import Reduction
+from sparse_collectives.state import State
 from sparse_collectives.suspects import marked
 
 
@@ -32,6 +33,7 @@ class SparseHookState:
     density: the share of each bucket's elements that a rank sends; `compressor` in its place for another selection.
     algorithm: a name in `ALGORITHMS`, or "auto": measures the ranks now, and takes what is predicted to be fastest for
         the module's `named_parameters`, which it needs; `choice` then says what and why.
+    options: the algorithm's own settings, such as {"teams": 2} for "spardl".
     momentum: DGC's correction before the selection; then give the optimizer none (see the README).
     grad_scaler: the GradScaler of mixed-precision training. Residuals are then kept unscaled, and a step that it
         skips leaves them as they were, bit for bit, for twice their memory. Without one, a gradient that is not finite
@@ -50,6 +52,7 @@ class SparseHookState:
         *,
         density: float = 0.01,
         algorithm: str = "gtopk",
+        options: Mapping[str, Any] | None = None,
         momentum: float = 0.0,
         grad_scaler: torch.amp.GradScaler | None = None,
         compressor: Compressor | None = None,
@@ -62,7 +65,7 @@ class SparseHookState:
         if algorithm == AUTO:
             self.choice = choose_for_training([p for _, p in named], self.comm, self.compressor, momentum=momentum)
             algorithm = self.choice.algorithm
-        self.algorithm, self.entry = algorithm, algorithm_named(algorithm)
+        self.algorithm, self.entry = algorithm, algorithm_named(algorithm, options, size=self.comm.size)
         if momentum and not self.entry.compresses:
             raise ValueError(f"{algorithm} selects nothing, so momentum={momentum} belongs into the optimizer")
         self.grad_scaler = grad_scaler
@@ -144,7 +147,7 @@ class SparseHookState:
             unused = unused_spans(bucket, gradient)
             chosen = self._feedback.compress(key, gradient, select=prescribed, withhold=unused)
             sent = marked(chosen, self._feedback, key)
-        schedule, facts = prepare(sent, self.comm, k, self.algorithm, self._states.get(key))
+        schedule, facts = prepare(sent, self.comm, k, self.algorithm, self.entry.options, self._states.get(key))
         if self.grad_scaler is None:
             residual = self._feedback.residual(key) if self.entry.compresses else gradient.new_empty(0)
             schedule = finite(schedule, sent, residual, bucket, self._names, self.comm.rank, self.comm.size)

@@ -16,9 +16,10 @@ from communicators import Bucket, Communicator, Work, allreduce, allreduce_async
 from sparse_compress import Compressor, ErrorFeedback, SparseVector
 from torch import Tensor
 
-from sparse_collectives.algorithms import State, algorithm_named
+from sparse_collectives.algorithms import algorithm_named
 from sparse_collectives.allreduce import sparse_allreduce_async
 from sparse_collectives.reduction import Reduction
+from sparse_collectives.state import State
 from sparse_collectives.suspects import first_nonfinite, marked, suspect_element
 
 Gradients = Sequence[Tensor | None]
@@ -122,11 +123,12 @@ class SparseExchange:
         *,
         compressor: Compressor,
         algorithm: str,
+        options: Mapping[str, Any],
         momentum: float,
         tentative: bool,
     ) -> None:
         self._comm, self._compressor, self._algorithm = comm, compressor, algorithm
-        self._entry = algorithm_named(algorithm)
+        self._entry = algorithm_named(algorithm, options, size=comm.size)
         self._names = list(buckets)
         self._buckets = list(buckets.values())
         self._flats = [_flat(bucket) for bucket in self._buckets]
@@ -147,7 +149,8 @@ class SparseExchange:
         select, rank, size = self._entry.select, self._comm.rank, self._comm.size
         prescribed = None if select is None else (lambda acc: select(acc, rank, size, k, state))
         sent = marked(self._feedback.compress(name, flat, select=prescribed), self._feedback, name)
-        work = sparse_allreduce_async(sent, self._comm, k=k, algorithm=self._algorithm, state=state)
+        options = self._entry.options
+        work = sparse_allreduce_async(sent, self._comm, k=k, algorithm=self._algorithm, options=options, state=state)
         self._flights[position] = (sent, work)
 
     def finish(self) -> list[Mean]:

@@ -13,7 +13,7 @@ from sparse_compress import Compressor, TopK
 from torch import Tensor
 from torch.optim import Optimizer
 
-from sparse_collectives.algorithms import algorithm_named
+from sparse_collectives.algorithms import Algorithm, algorithm_named
 from sparse_collectives.auto import AUTO, Choice, choose_for_training
 from sparse_collectives.backward_order import BUCKET_BYTES, BackwardOrder
 from sparse_collectives.checkpoint import KEY, PARTS, check_place, join, split
@@ -44,6 +44,7 @@ class DistributedOptimizer(Optimizer):
     compressor: what is sent of a gradient, default TopK(0.01).
     algorithm: a name in `ALGORITHMS`. "dense" sums whole gradients, without compressor and residuals. "auto" measures
         the ranks now and takes what is predicted to be fastest; `choice` then says what and why.
+    options: the algorithm's own settings, such as {"teams": 2} for "spardl".
     momentum: of DGC's correction, before the selection (see `ErrorFeedback`). The wrapped optimizer's own comes after
         the exchange and learns badly at small densities: give it here and leave that at 0.
     bucket_bytes: selection and exchange in buckets of so many bytes; default: over the whole model at once, with
@@ -72,26 +73,29 @@ class DistributedOptimizer(Optimizer):
         comm: Any = None,
         compressor: Compressor | None = None,
         algorithm: str = "gtopk",
+        options: Mapping[str, Any] | None = None,
         momentum: float = 0.0,
         bucket_bytes: int | None = None,
         overlap: bool = False,
         nonfinite: str = "raise",
     ) -> None:
+        comm = as_communicator(comm)
         self.choice: Choice | None = None
         if algorithm == AUTO:
-            named_parameters, comm = list(named_parameters), as_communicator(comm)
+            named_parameters = list(named_parameters)
             trainable = [p for _, p in named_parameters if p.requires_grad]
             self.choice = choose_for_training(trainable, comm, compressor or TopK(0.01), momentum=momentum)
             algorithm = self.choice.algorithm
-        _check(optimizer, algorithm, momentum, nonfinite)
+        entry = algorithm_named(algorithm, options, size=comm.size)
+        _check(optimizer, algorithm, entry, momentum, nonfinite)
         named = name_parameters(optimizer, named_parameters)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.optimizer = optimizer
         self._share()
         optimizer.register_load_state_dict_post_hook(lambda _: self._share())
-        self.comm: Communicator = as_communicator(comm)
+        self.comm: Communicator = comm
         self.skipped = 0
-        self._algorithm, self._nonfinite = algorithm, nonfinite
+        self._algorithm, self._entry, self._nonfinite = algorithm, entry, nonfinite
         trained = {name: p for name, p in named.items() if p.requires_grad and p.numel()}
         if overlap:  # gradients come in about the reverse order of the parameters
             trained, bucket_bytes = dict(reversed(trained.items())), bucket_bytes or BUCKET_BYTES
@@ -100,7 +104,8 @@ class DistributedOptimizer(Optimizer):
         self._synchronized = self._skips = self._accumulates = False
         self._exchange = self._make_exchange(compressor if compressor is not None else TopK(0.01), momentum, overlap)
         self._overlap = BackwardOrder(self._trained, list(self._buckets.values()), self._start) if overlap else None
-        broadcast_parameters(named, self.comm, settings=f"{algorithm}, {momentum=}, {bucket_bytes=}, {nonfinite=}")
+        settings = f"{algorithm}, {momentum=}, {bucket_bytes=}, {nonfinite=}"
+        broadcast_parameters(named, self.comm, settings=", ".join([settings, *entry.settings]))
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Synchronizes, unless `synchronize` was called since the last step, and takes the wrapped optimizer's step.
@@ -215,13 +220,14 @@ class DistributedOptimizer(Optimizer):
         self.defaults = self.optimizer.defaults
 
     def _make_exchange(self, compressor: Compressor, momentum: float, overlap: bool) -> Exchange:
-        if not algorithm_named(self._algorithm).compresses:
+        if not self._entry.compresses:
             return DenseExchange(list(self._buckets.values()), self.comm, background=overlap)
         return SparseExchange(
             self._buckets,
             self.comm,
             compressor=compressor,
             algorithm=self._algorithm,
+            options=self._entry.options,
             momentum=momentum,
             tentative=self._nonfinite == "skip",
         )
@@ -283,12 +289,12 @@ class DistributedOptimizer(Optimizer):
             raise RuntimeError(f"{what} inside no_sync(): leave it before the last backward of the step")
 
 
-def _check(optimizer: Optimizer, algorithm: str, momentum: float, nonfinite: str) -> None:
+def _check(optimizer: Optimizer, algorithm: str, entry: Algorithm, momentum: float, nonfinite: str) -> None:
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer is {type(optimizer).__name__}, expected a torch.optim.Optimizer")
     if nonfinite not in ("raise", "skip"):
         raise ValueError(f"nonfinite is {nonfinite!r}, expected 'raise' or 'skip'")
-    if momentum and not algorithm_named(algorithm).compresses:
+    if momentum and not entry.compresses:
         raise ValueError(f"{algorithm} selects nothing, so momentum={momentum} belongs into the wrapped optimizer")
     if momentum and any(group.get("momentum", 0) for group in optimizer.param_groups):
         warnings.warn(

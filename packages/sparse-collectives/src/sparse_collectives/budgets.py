@@ -1,0 +1,83 @@
+"""Blocks of the index range, each with a budget of entries, and the cut to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import torch
+from communicators.dense import block_bounds
+from sparse_compress import SparseVector, add
+from sparse_compress.compact import compact
+from sparse_compress.magnitude import bits_of, largest, magnitude_keys, magnitude_mask
+from torch import Tensor
+
+from sparse_collectives.entries import Bounds, assemble
+
+
+def block_budgets(k: int, numel: int, blocks: int, step: int) -> list[int]:
+    """Entries that each block may have: ⌊(b + 1 + o)k/T⌋ − ⌊(b + o)k/T⌋, at most its length; at most k in all.
+
+    T: blocks that have elements, numbered b. o: 0 where k ≥ T, else the step number, so that every block gets its turn.
+    """
+    k, budgets = min(k, numel), [0] * blocks
+    filled = [(b, high - low) for b, (low, high) in enumerate(block_bounds(numel, blocks)) if high > low]
+    o = 0 if k >= len(filled) else step
+    for j, (b, length) in enumerate(filled):
+        budgets[b] = min((j + 1 + o) * k // len(filled) - (j + o) * k // len(filled), length)
+    return budgets
+
+
+def cut_to_budgets(sparse: SparseVector, bounds: Bounds, budgets: Sequence[int]) -> tuple[SparseVector, SparseVector]:
+    """The largest entries in each block, as many as its budget, and what was cut: kept + cut = sparse, exactly.
+
+    Ties go to the lowest index; a block with fewer entries is filled up with explicit zeros. All entries lie in some
+    block, and no budget exceeds its block. On a GPU nothing is read back.
+    """
+    if sparse.device.type != "cpu":
+        return _cut_on_device(add(sparse, _zeros(sparse, bounds, budgets)), bounds, budgets)
+    edges = _edges(sparse, bounds)
+    if any(last - first < budget for (first, last), budget in zip(pairwise(edges), budgets, strict=True)):
+        sparse = add(sparse, _zeros(sparse, bounds, budgets))
+        edges = _edges(sparse, bounds)
+    bits, selected = bits_of(sparse.values), np.empty(len(sparse), bool)
+    keys = bits & magnitude_mask(bits)
+    for (first, last), budget in zip(pairwise(edges), budgets, strict=True):
+        selected[first:last] = budget == last - first or largest(keys[first:last], budget)
+    if selected.all():
+        return sparse, SparseVector.empty(sparse.numel, sparse.dtype)
+    kept, cut = (torch.from_numpy(np.flatnonzero(mask)) for mask in (selected, ~selected))
+    return _pick(sparse, kept), _pick(sparse, cut)
+
+
+def _edges(sparse: SparseVector, bounds: Bounds) -> list[int]:
+    """Where each block's entries begin, and where the last one's end."""
+    lows = np.array([low for low, _ in bounds], np.int32)
+    return [*np.searchsorted(sparse.indices.numpy(), lows).tolist(), len(sparse)]
+
+
+def _zeros(like: SparseVector, bounds: Bounds, budgets: Sequence[int]) -> SparseVector:
+    """Explicit zeros at the first indices of each block, as many as its budget."""
+    indices = [torch.arange(low, low + budget) for (low, _), budget in zip(bounds, budgets, strict=True)]
+    at = torch.cat(indices).to(like.device, torch.int32)
+    return assemble(at, torch.zeros(len(at), dtype=like.dtype, device=like.device), like.numel)
+
+
+def _pick(sparse: SparseVector, positions: Tensor) -> SparseVector:
+    return assemble(sparse.indices[positions], sparse.values[positions], sparse.numel)
+
+
+def _cut_on_device(sparse: SparseVector, bounds: Bounds, budgets: Sequence[int]) -> tuple[SparseVector, SparseVector]:
+    """Every block has its budget of entries at least. Plain torch: by magnitude, then by block, both stable."""
+    highs, allowed = torch.tensor([[high for _, high in bounds], list(budgets)], device=sparse.device)
+    by_size = torch.sort(magnitude_keys(sparse.values), descending=True, stable=True).indices
+    block, order = torch.sort(torch.searchsorted(highs, sparse.indices[by_size].long(), right=True), stable=True)
+    place = torch.arange(len(sparse), device=sparse.device) - torch.searchsorted(block, block)
+    selected = torch.empty_like(block, dtype=torch.bool)
+    selected[by_size[order]] = place < allowed[block]
+    kept, rest = sum(budgets), len(sparse) - sum(budgets)
+    return (
+        compact(sparse.indices, sparse.values, selected, kept, sparse.numel),
+        compact(sparse.indices, sparse.values, ~selected, rest, sparse.numel),
+    )

@@ -1,0 +1,69 @@
+"""Runs of a sparse vector's entries, and the bytes that they travel as.
+
+On the wire they are a body: the values, then the int32 indices, without a header; the receiver knows numel and dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from sparse_compress import HEADER_BYTES, SparseVector, wire_nbytes
+from sparse_compress.wire import Header, entry_nbytes, write_header
+from torch import Tensor
+
+Bounds = Sequence[tuple[int, int]]
+"""[low, high) of every block of the index range, in order and without gaps."""
+
+
+def assemble(indices: Tensor, values: Tensor, numel: int) -> SparseVector:
+    """SparseVector(indices, values, numel), trusted, so that nothing is read back from a GPU."""
+    body = torch.cat([values.contiguous().view(torch.uint8), indices.contiguous().view(torch.uint8)])
+    return from_body(body, SparseVector.empty(numel, values.dtype, device=values.device))
+
+
+def take(sparse: SparseVector, runs: Sequence[slice]) -> SparseVector:
+    """The entries at these positions, in this order."""
+    values, indices = (torch.cat([part[run] for run in runs]) for part in (sparse.values, sparse.indices))
+    return assemble(indices, values, sparse.numel)
+
+
+def split(sparse: SparseVector, bounds: Bounds) -> list[SparseVector]:
+    """The entries in each block. How many they are is read back from the device."""
+    edges = torch.tensor([low for low, _ in bounds] + [bounds[-1][1]], dtype=torch.int32, device=sparse.device)
+    places = torch.searchsorted(sparse.indices, edges).tolist()
+    return [take(sparse, [slice(*run)]) for run in pairwise(places)]
+
+
+def body_of(sparse: SparseVector) -> Tensor:
+    """The bytes of the entries, uint8: a view of the packed form."""
+    return sparse.pack()[HEADER_BYTES:]
+
+
+def body_nbytes(entries: int, dtype: torch.dtype) -> int:
+    """Bytes of a body: 8 an entry, float64 12."""
+    return entries * entry_nbytes(dtype)
+
+
+def from_body(body: Tensor, like: SparseVector) -> SparseVector:
+    """The vector with these entries, of the numel and dtype of `like`. Copies, so that it is aligned and packed."""
+    entries = body.numel() // entry_nbytes(like.dtype)
+    buffer = torch.empty(wire_nbytes(entries, like.dtype), dtype=torch.uint8, device=body.device)
+    write_header(buffer, Header(like.numel, entries, like.dtype))
+    buffer[HEADER_BYTES:] = body
+    return SparseVector.unpack(buffer, like=like)
+
+
+def join(vectors: Sequence[SparseVector]) -> SparseVector:
+    """The entries of all of them; each has higher indices than the one before."""
+    indices = torch.cat([vector.indices for vector in vectors])
+    return assemble(indices, torch.cat([vector.values for vector in vectors]), vectors[0].numel)
+
+
+def join_bodies(bodies: Sequence[Tensor], like: SparseVector) -> SparseVector:
+    """`join` of the vectors with these bodies."""
+    ends = [body.numel() // entry_nbytes(like.dtype) * like.dtype.itemsize for body in bodies]
+    values = [body[:end] for body, end in zip(bodies, ends, strict=True)]
+    indices = [body[end:] for body, end in zip(bodies, ends, strict=True)]
+    return from_body(torch.cat(values + indices), like)

@@ -1,0 +1,162 @@
+"""SparDL: every block is summed at its owner, cut to its budget on the way, and gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from communicators.dense import allgather_blocks, block_bounds
+from communicators.schedule import SLOT_BYTES, Elapse, Round, Schedule, frame, powers_of_two
+from sparse_compress import SparseVector, topk
+
+from sparse_collectives.among import among
+from sparse_collectives.budgets import block_budgets
+from sparse_collectives.entries import assemble, body_nbytes, body_of, join_bodies
+from sparse_collectives.gtopk import gtopk_merged
+from sparse_collectives.reduction import Reduction
+from sparse_collectives.spardl_blocks import Blocks
+from sparse_collectives.spardl_teams import SAG, combine_sent, combine_teams, is_recursive
+from sparse_collectives.state import State
+from sparse_collectives.traffic import Traffic
+
+
+def spardl(
+    sparse: SparseVector,
+    rank: int,
+    size: int,
+    k: int,
+    *,
+    teams: int = 1,
+    sag: str = "auto",
+    state: State | None = None,
+    cost: Callable[[int], float] | None = None,
+) -> Schedule[Reduction]:
+    """At most k entries of the sum, chosen block by block (Zhao et al., ICDE 2024).
+
+    d teams of T = P/d ranks; T blocks of the index range, each with a budget of about k/T entries.
+
+        Spar-Reduce-Scatter in each team      after ⌈log T⌉ rounds, rank r of the team has its sum of block r
+        Spar-All-Gather                       the d sums of one block become one (d > 1, see `spardl_teams`)
+        all-gather in each team               Bruck, ⌈log T⌉ rounds
+
+    Whatever is cut to a budget stays with the rank that cuts it (global residual collection).
+    Differs from the paper: budgets are exact in integers and turn with the step where k < T, so that no block starves.
+
+    sparse: min(k, n) entries, cut to the budgets first; those of `spardl_select` need no cut.
+    teams: d, divides P. sag: "r-sag" (d a power of two), "b-sag", or "auto": the first where it can be.
+    state: see `spardl_state`. cost: seconds to merge so many entries, which a simulated world charges.
+    """
+    state = spardl_state() if state is None else state
+    team, position = divmod(rank, size // teams)
+    mates = range(team * (size // teams), (team + 1) * (size // teams))
+    blocks = Blocks(sparse, len(mates), k, state["step"])
+    yield from among(mates, spar_reduce_scatter(blocks, position, len(mates), cost))
+    entries = None
+    if teams > 1:
+        others = range(position, size, len(mates))
+        settings = [k, size, teams]
+        before = state["entries"] if state["of"] == settings else None
+        entries = yield from among(others, combine_teams(blocks, position, team, teams, sag, before, cost))
+    sizes = [blocks.nbytes([b]) for b in range(len(mates))]
+    bodies = yield from among(mates, allgather_blocks(body_of(blocks.kept), sizes, position, len(mates)))
+    state.update(step=state["step"] + 1, entries=entries, of=[k, size, teams])
+    return Reduction(join_bodies(bodies, like=sparse), blocks.dropped)
+
+
+def spar_reduce_scatter(
+    blocks: Blocks, rank: int, size: int, cost: Callable[[int], float] | None = None
+) -> Schedule[None]:
+    """Afterwards rank r holds the sum of block r over all ranks, cut to its budget after every addition; any P.
+
+    A rank holds partial sums of the blocks rank + j, j < m (m = P at first). With distance D it gives those from D on
+    to rank + D, which holds them at j − D, and has D left: every block goes round by ever shorter hops to its owner.
+    """
+    held = size
+    for distance in reversed(list(powers_of_two(below=size))):
+        to, source = (rank + distance) % size, (rank - distance) % size
+        gives = [(rank + j) % size for j in range(distance, held)]
+        takes = [(rank + j) % size for j in range(held - distance)]
+        received = yield Round({to: frame(blocks.give(gives))}, {source: SLOT_BYTES + blocks.nbytes(takes)})
+        blocks.add(received[source][SLOT_BYTES:])
+        if cost is not None:
+            yield Elapse(cost(2 * sum(blocks.budgets[b] for b in takes)))
+        held = distance
+
+
+def spardl_state() -> State:
+    """step: calls so far, which turn the budgets where k < T. entries: B-SAG's h. of: the k, P and d that h is for."""
+    return {"step": 0, "entries": None, "of": None}
+
+
+def spardl_select(
+    acc: torch.Tensor, rank: int, size: int, k: int, state: State | None, *, teams: int = 1, sag: str = "auto"
+) -> SparseVector:
+    """The largest entries of every block, as many as its budget; and a NaN or inf of a block that has none."""
+    del rank, sag
+    bounds = block_bounds(acc.numel(), size // teams)
+    budgets = block_budgets(k, acc.numel(), len(bounds), state["step"] if state else 0)
+    chosen = [topk(acc[low:high], budget) for (low, high), budget in zip(bounds, budgets, strict=True)]
+    for b, (low, high) in enumerate(bounds):
+        largest = topk(acc[low:high], int(not budgets[b]))  # inf and NaN are the largest
+        if len(largest) and not bool(torch.isfinite(largest.values).all()):
+            chosen[b] = largest
+    indices = torch.cat([block.indices + low for block, (low, _) in zip(chosen, bounds, strict=True)])
+    return assemble(indices, torch.cat([block.values for block in chosen]), acc.numel())
+
+
+def spardl_sent(
+    rank: int,
+    size: int,
+    k: int,
+    numel: int,
+    dtype: torch.dtype,
+    *,
+    teams: int = 1,
+    sag: str = "auto",
+    state: State | None = None,
+) -> Traffic:
+    """Every block but the own once, the own as `combine_sent` says, and Bruck's share; one slot a message.
+
+    state: as it is before the call. Where T divides k: 2k(T − 1)/T entries of 8 bytes (float64: 12) for d = 1.
+    """
+    state = spardl_state() if state is None else state
+    ranks = size // teams
+    team, position = divmod(rank, ranks)
+    low, high = block_bounds(numel, ranks)[position]
+    budgets = block_budgets(k, numel, ranks, state["step"])
+    onwards = budgets[position:] + budgets[:position]
+    handed_on = [sum(onwards[: min(distance, ranks - distance)]) for distance in powers_of_two(below=ranks)]
+    nbytes = body_nbytes(sum(onwards[1:]) + sum(handed_on), dtype) + 2 * len(handed_on) * SLOT_BYTES
+    if teams == 1:
+        return Traffic(nbytes, 2 * len(handed_on), 2 * len(handed_on))
+    before = state["entries"] if state["of"] == [k, size, teams] else None
+    between = combine_sent(team, teams, sag, budgets[position], high - low, dtype, before)
+    messages, rounds = (2 * len(handed_on) + more for more in between[1:])
+    return Traffic(nbytes + between.nbytes, messages, rounds)
+
+
+def spardl_merged(rank: int, size: int, k: int, numel: int, *, teams: int = 1, sag: str = "auto") -> int:
+    """Entries that the additions of this rank take in, before any state: two blocks each, and those between teams."""
+    ranks = size // teams
+    team, position = divmod(rank, ranks)
+    budgets = block_budgets(k, numel, ranks, 0)
+    onwards, held, merged = budgets[position:] + budgets[:position], ranks, 0
+    for distance in reversed(list(powers_of_two(below=ranks))):
+        merged += 2 * sum(onwards[: held - distance])
+        held = distance
+    if teams == 1:
+        return merged
+    if is_recursive(teams, sag):
+        return merged + gtopk_merged(team, teams, onwards[0], numel)
+    return merged + teams * onwards[0]
+
+
+def check_spardl(size: int, *, teams: int, sag: str) -> None:
+    """Raises ValueError for teams that do not divide P, and for an unknown or impossible sag."""
+    if teams < 1 or size % teams:
+        divisors = ", ".join(str(d) for d in range(1, size + 1) if not size % d)
+        raise ValueError(f"teams is {teams}, expected a divisor of the {size} ranks: {divisors}")
+    if sag not in SAG:
+        raise ValueError(f"sag is {sag!r}, expected one of {', '.join(SAG)}")
+    if sag == "r-sag" and teams & (teams - 1):
+        raise ValueError(f"sag='r-sag' needs a power of two of teams, not {teams}: take sag='b-sag'")

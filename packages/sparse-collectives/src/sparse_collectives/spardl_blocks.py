@@ -1,0 +1,54 @@
+"""SparDL's blocks on one rank: those that it still holds, and what it has cut of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from communicators.dense import block_bounds
+from sparse_compress import SparseVector, add
+from torch import Tensor
+
+from sparse_collectives.budgets import block_budgets, cut_to_budgets
+from sparse_collectives.entries import body_nbytes, body_of, from_body, take
+
+
+class Blocks:
+    """Partial sums of some blocks, each cut to its budget; what is cut stays here (global residual collection, GRES).
+
+    held: the blocks, increasing; all of them at first. kept: their entries, exactly budgets[b] of each block b.
+    dropped: all that was cut.
+    A NaN or inf in a block without a budget is said in another one, so that the total shows it.
+    """
+
+    def __init__(self, sparse: SparseVector, blocks: int, k: int, step: int) -> None:
+        self.bounds = block_bounds(sparse.numel, blocks)
+        self.budgets = block_budgets(k, sparse.numel, blocks, step)
+        self.held = list(range(blocks))
+        self.kept, self.dropped = cut_to_budgets(sparse, self.bounds, self.budgets)
+        if 0 in self.budgets:
+            finite = torch.isfinite(self.dropped.values).all()
+            self.kept.values[0] = torch.where(finite, self.kept.values[0], torch.nan)
+
+    def give(self, members: Sequence[int]) -> Tensor:
+        """The bytes of these blocks, which are then not held any more."""
+        ends = [0]
+        for b in self.held:
+            ends.append(ends[-1] + self.budgets[b])
+        runs = {b: slice(*run) for b, run in zip(self.held, pairwise(ends), strict=True)}
+        given = take(self.kept, [runs[b] for b in self.held if b in members])
+        self.held = [b for b in self.held if b not in members]
+        self.kept = take(self.kept, [runs[b] for b in self.held])
+        return body_of(given)
+
+    def add(self, body: Tensor) -> None:
+        """Adds what another rank gives of the blocks that are held, and cuts the sums to the budgets."""
+        total = add(self.kept, from_body(body, like=self.kept))
+        bounds, budgets = zip(*((self.bounds[b], self.budgets[b]) for b in self.held), strict=True)
+        self.kept, cut = cut_to_budgets(total, bounds, budgets)
+        self.dropped = add(self.dropped, cut)
+
+    def nbytes(self, members: Sequence[int]) -> int:
+        """Bytes of these blocks."""
+        return body_nbytes(sum(self.budgets[b] for b in members), self.kept.dtype)
