@@ -3,6 +3,7 @@
 from sparse_collectives.algorithms import ALGORITHMS, Algorithm
 from sparse_collectives.allreduce import sparse_allreduce, sparse_allreduce_async
 from sparse_collectives.arrays import DenseReduction
+from sparse_collectives.auto import Choice, choose
 from sparse_collectives.checkpoint import reshard_residuals
 from sparse_collectives.ddp_hook import SparseHookState, sparse_hook
 from sparse_collectives.optimizer import DistributedOptimizer
@@ -12,11 +13,13 @@ from sparse_collectives.traffic import Traffic
 __all__ = [
     "ALGORITHMS",
     "Algorithm",
+    "Choice",
     "DenseReduction",
     "DistributedOptimizer",
     "Reduction",
     "SparseHookState",
     "Traffic",
+    "choose",
     "reshard_residuals",
     "sparse_allreduce",
     "sparse_allreduce_async",

@@ -11,11 +11,11 @@ from communicators.schedule import Schedule
 from sparse_compress import SparseVector
 
 from sparse_collectives.dense import dense, dense_sent
-from sparse_collectives.gtopk import gtopk, gtopk_sent
+from sparse_collectives.gtopk import gtopk, gtopk_merged, gtopk_sent
 from sparse_collectives.reduction import Reduction
-from sparse_collectives.spardl import check_spardl, spardl, spardl_select, spardl_sent, spardl_state
+from sparse_collectives.spardl import check_spardl, spardl, spardl_merged, spardl_select, spardl_sent, spardl_state
 from sparse_collectives.state import State
-from sparse_collectives.topk_allgather import topk_allgather, topk_allgather_sent
+from sparse_collectives.topk_allgather import topk_allgather, topk_allgather_merged, topk_allgather_sent
 from sparse_collectives.topk_dsa import topk_dsa, topk_dsa_sent
 from sparse_collectives.traffic import Traffic
 
@@ -28,6 +28,7 @@ class Algorithm:
         one that has `initial_state` takes `state=` too.
     sent: (rank, size, k, numel, dtype) -> Traffic of a call without a state: the exact expression, or, where `exact` is
         False because it depends on what the ranks hold, the most that it can be.
+    merged: (rank, size, k, numel) -> entries that the rank merges, as `schedule` tells its `cost`.
     select: where the algorithm prescribes what is sent, (acc, rank, size, k, state) -> SparseVector; acc is 1-D. It
         only reads the state.
     initial_state: the state before the first call, where there is one.
@@ -41,6 +42,7 @@ class Algorithm:
     select: Callable[..., SparseVector] | None = None
     initial_state: Callable[[], State] | None = None
     compresses: bool = True
+    merged: Callable[..., int] | None = None
     exact: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
     check: Callable[..., None] | None = None
@@ -53,12 +55,13 @@ class Algorithm:
 
 ALGORITHMS: dict[str, Algorithm] = {
     "dense": Algorithm(dense, dense_sent, compresses=False),
-    "topk-allgather": Algorithm(topk_allgather, topk_allgather_sent),
+    "topk-allgather": Algorithm(topk_allgather, topk_allgather_sent, merged=topk_allgather_merged),
     "topk-dsa": Algorithm(topk_dsa, topk_dsa_sent, exact=False),
-    "gtopk": Algorithm(gtopk, gtopk_sent),
+    "gtopk": Algorithm(gtopk, gtopk_sent, merged=gtopk_merged),
     "spardl": Algorithm(
         spardl,
         spardl_sent,
+        merged=spardl_merged,
         select=spardl_select,
         initial_state=spardl_state,
         options={"teams": 1, "sag": "auto"},
@@ -84,6 +87,7 @@ def algorithm_named(name: str, options: Mapping[str, Any] | None = None, *, size
         entry,
         schedule=partial(entry.schedule, **settings),
         sent=partial(entry.sent, **settings),
+        merged=None if entry.merged is None else partial(entry.merged, **settings),
         select=None if entry.select is None else partial(entry.select, **settings),
         options=settings,
     )

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sparse_collectives.algorithms import algorithm_named
 from sparse_collectives.arrays import Array, DenseReduction, densify, select
+from sparse_collectives.auto import AUTO, remembered
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.state import State
 
@@ -67,7 +68,8 @@ def sparse_allreduce(
         tensor of floats: its k largest entries are sent, and total and dropped are dense, of its kind and shape.
     comm: whatever `communicators.as_communicator` takes: an mpi4py or torch group, or a simulated world's communicator.
     k: the most entries that a rank may contribute. numel, dtype, k and algorithm must be the same on every rank.
-    algorithm: a name in `ALGORITHMS`.
+    algorithm: a name in `ALGORITHMS`, or "auto": what is predicted to be fastest on these ranks, measured in the first
+        call with these numel, k and dtype; it remembers that in `state`, {} at first.
     options: the algorithm's own settings, such as {"teams": 2} for "spardl"; the same on every rank.
     state: what the algorithm keeps between calls, from its `initial_state()`; changed in place.
     timeout: seconds to wait for late ranks.
@@ -118,9 +120,12 @@ def prepare(
 ) -> tuple[Schedule[Reduction], str]:
     """The schedule for a vector of any number of entries, and the facts that ranks must share."""
     _check(sparse)
-    entry, k = algorithm_named(algorithm, options, size=comm.size), operator.index(k)
+    k = operator.index(k)
     if k < 1:
         raise ValueError(f"k is {k}, expected the most entries that a rank may contribute, 1 or more")
+    if algorithm == AUTO:
+        algorithm, state = remembered(state, sparse, comm, k)
+    entry = algorithm_named(algorithm, options, size=comm.size)
     kept_between: dict[str, Any] = {}
     if entry.initial_state is not None:
         kept_between["state"] = entry.initial_state() if state is None else state

@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import GradBucket  # torch.distributed has it, b
 
 from sparse_collectives.algorithms import algorithm_named
 from sparse_collectives.allreduce import prepare
+from sparse_collectives.auto import AUTO, Choice, choose_for_training
 from sparse_collectives.checkpoint import KEY, PARTS, check_place, split
 from sparse_collectives.nonfinite import finite
 from sparse_collectives.reduction import Reduction
@@ -30,7 +31,9 @@ class SparseHookState:
 
     process_group: that of the DDP module, default the default group. Every rank makes the state at the same point.
     density: the share of each bucket's elements that a rank sends; `compressor` in its place for another selection.
-    algorithm: a name in `ALGORITHMS`; options: its own settings, such as {"teams": 2} for "spardl".
+    algorithm: a name in `ALGORITHMS`, or "auto": measures the ranks now, and takes what is predicted to be fastest for
+        the module's `named_parameters`, which it needs; `choice` then says what and why.
+    options: the algorithm's own settings, such as {"teams": 2} for "spardl".
     momentum: DGC's correction before the selection; then give the optimizer none (see the README).
     grad_scaler: the GradScaler of mixed-precision training. Residuals are then kept unscaled, and a step that it
         skips leaves them as they were, bit for bit, for twice their memory. Without one, a gradient that is not finite
@@ -56,13 +59,17 @@ class SparseHookState:
         named_parameters: Iterable[tuple[str, Tensor]] = (),
     ) -> None:
         self.comm = as_communicator(process_group)
+        self.compressor = compressor if compressor is not None else TopK(density)
+        self.choice: Choice | None = None
+        named = list(named_parameters)
+        if algorithm == AUTO:
+            self.choice = choose_for_training([p for _, p in named], self.comm, self.compressor, momentum=momentum)
+            algorithm = self.choice.algorithm
         self.algorithm, self.entry = algorithm, algorithm_named(algorithm, options, size=self.comm.size)
         if momentum and not self.entry.compresses:
             raise ValueError(f"{algorithm} selects nothing, so momentum={momentum} belongs into the optimizer")
-        self.compressor = compressor if compressor is not None else TopK(density)
         self.grad_scaler = grad_scaler
         self._feedback = ErrorFeedback(self.compressor, momentum=momentum, tentative=grad_scaler is not None)
-        named = list(named_parameters)
         self._names = [name for name, _ in named]
         self._positions = {id(p): position for position, (_, p) in enumerate(named)}
         self._buckets: dict[str, Bucket] = {}  # by the name of their first member

@@ -73,3 +73,10 @@ def gtopk_sent(rank: int, size: int, k: int, numel: int, dtype: torch.dtype) -> 
     has_partner = rank + group < size
     messages, rounds = (1, 2) if rank >= group else (levels + has_partner, levels + 2 * has_partner)
     return Traffic(messages * wire_nbytes(min(k, numel), dtype), messages, rounds)
+
+
+def gtopk_merged(rank: int, size: int, k: int, numel: int) -> int:
+    """Entries that the merges of this rank take in: two vectors each."""
+    group = largest_power_of_two(size)
+    levels = group.bit_length() - 1
+    return 0 if rank >= group else 2 * min(k, numel) * (levels + (rank + group < size))

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from sparse_collectives.algorithms import Algorithm, algorithm_named
+from sparse_collectives.auto import AUTO, Choice, choose_for_training
 from sparse_collectives.backward_order import BUCKET_BYTES, BackwardOrder
 from sparse_collectives.checkpoint import KEY, PARTS, check_place, join, split
 from sparse_collectives.exchange import DenseExchange, Exchange, Mean, SparseExchange
@@ -41,7 +42,8 @@ class DistributedOptimizer(Optimizer):
     named_parameters: of the whole model. Frozen ones (requires_grad False, now) are left out of the exchange.
     comm: see `communicators.as_communicator`.
     compressor: what is sent of a gradient, default TopK(0.01).
-    algorithm: a name in `ALGORITHMS`. "dense" sums whole gradients, without compressor and residuals.
+    algorithm: a name in `ALGORITHMS`. "dense" sums whole gradients, without compressor and residuals. "auto" measures
+        the ranks now and takes what is predicted to be fastest; `choice` then says what and why.
     options: the algorithm's own settings, such as {"teams": 2} for "spardl".
     momentum: of DGC's correction, before the selection (see `ErrorFeedback`). The wrapped optimizer's own comes after
         the exchange and learns badly at small densities: give it here and leave that at 0.
@@ -78,6 +80,12 @@ class DistributedOptimizer(Optimizer):
         nonfinite: str = "raise",
     ) -> None:
         comm = as_communicator(comm)
+        self.choice: Choice | None = None
+        if algorithm == AUTO:
+            named_parameters = list(named_parameters)
+            trainable = [p for _, p in named_parameters if p.requires_grad]
+            self.choice = choose_for_training(trainable, comm, compressor or TopK(0.01), momentum=momentum)
+            algorithm = self.choice.algorithm
         entry = algorithm_named(algorithm, options, size=comm.size)
         _check(optimizer, algorithm, entry, momentum, nonfinite)
         named = name_parameters(optimizer, named_parameters)

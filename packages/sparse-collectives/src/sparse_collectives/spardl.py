@@ -12,9 +12,10 @@ from sparse_compress import SparseVector, topk
 from sparse_collectives.among import among
 from sparse_collectives.budgets import block_budgets
 from sparse_collectives.entries import assemble, body_nbytes, body_of, join_bodies
+from sparse_collectives.gtopk import gtopk_merged
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.spardl_blocks import Blocks
-from sparse_collectives.spardl_teams import SAG, combine_sent, combine_teams
+from sparse_collectives.spardl_teams import SAG, combine_sent, combine_teams, is_recursive
 from sparse_collectives.state import State
 from sparse_collectives.traffic import Traffic
 
@@ -132,6 +133,22 @@ def spardl_sent(
     between = combine_sent(team, teams, sag, budgets[position], high - low, dtype, before)
     messages, rounds = (2 * len(handed_on) + more for more in between[1:])
     return Traffic(nbytes + between.nbytes, messages, rounds)
+
+
+def spardl_merged(rank: int, size: int, k: int, numel: int, *, teams: int = 1, sag: str = "auto") -> int:
+    """Entries that the additions of this rank take in, before any state: two blocks each, and those between teams."""
+    ranks = size // teams
+    team, position = divmod(rank, ranks)
+    budgets = block_budgets(k, numel, ranks, 0)
+    onwards, held, merged = budgets[position:] + budgets[:position], ranks, 0
+    for distance in reversed(list(powers_of_two(below=ranks))):
+        merged += 2 * sum(onwards[: held - distance])
+        held = distance
+    if teams == 1:
+        return merged
+    if is_recursive(teams, sag):
+        return merged + gtopk_merged(team, teams, onwards[0], numel)
+    return merged + teams * onwards[0]
 
 
 def check_spardl(size: int, *, teams: int, sag: str) -> None:

@@ -36,3 +36,9 @@ def topk_allgather_sent(rank: int, size: int, k: int, numel: int, dtype: torch.d
     del rank
     rounds = (size - 1).bit_length()
     return Traffic((size - 1) * wire_nbytes(min(k, numel), dtype) + rounds * SLOT_BYTES, rounds, rounds)
+
+
+def topk_allgather_merged(rank: int, size: int, k: int, numel: int) -> int:
+    """Entries that are summed: those of all ranks."""
+    del rank
+    return size * min(k, numel)

@@ -1,0 +1,153 @@
+"""Is the advice right? Predicted and measured training steps on real ranks behind an emulated slow link.
+
+    python -m bench predictions [--mbit RATE] [--ms DELAY] [--repeats N] [--full] [--output DIR]
+
+Predicted: from α, β, selecting, merging and computing as measured by the same functions that `advise` uses, on the same
+ranks. Measured: forward, backward and the step of a DistributedOptimizer without overlap, every algorithm and density
+taking turns; medians over repeats of the slowest rank. The first choice is good if its measured step is within 10 %
+of the best measured one; a prediction if it is within 20 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from sparse_collectives import ALGORITHMS
+from sparse_collectives.calibration import measure_handling, measure_traffic
+from sparse_collectives.cost import Handling, predict, step_seconds
+from sparse_collectives.table import table
+from sparse_compress import TopK
+
+from bench.slow_link import open_link
+from bench.slow_link.throttled import behind_link
+
+COLUMNS = ("algorithm", "P", "density", "compute_ms", "predicted_ms", "measured_ms", "ratio")
+FIRST_CHOICE, STEP = 0.10, 0.20
+DENSITIES = (0.01, 0.001)
+WIDTH = 1024
+
+Case: TypeAlias = tuple[str, float]
+
+
+def main(argv: Sequence[str] = ()) -> int:
+    """Starts the ranks, prints the tables; the exit status is 1 where a first choice is not good."""
+    parser = argparse.ArgumentParser(prog="python -m bench predictions", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--mbit", type=float, default=100.0, help="link rate, default 100")
+    parser.add_argument("--ms", type=float, default=1.0, help="one-way delay, default 1")
+    parser.add_argument("--repeats", type=int, default=5, help="default 5")
+    parser.add_argument("--full", action="store_true", help="8 layers instead of 2: 8.4 million parameters")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="write DIR/predictions.csv too")
+    options = parser.parse_args(argv)
+    rows: list[dict[str, Any]] = []
+    for size in (2, 4):
+        command = [
+            sys.executable,
+            "-m",
+            "bench.predictions",
+            "ranks",
+            str(options.repeats),
+            "8" if options.full else "2",
+        ]
+        with open_link(ranks=size, mbit_per_second=options.mbit, milliseconds=options.ms) as link:
+            print(link.describe())
+            done = link.mpiexec(command, timeout=1200)
+        if done.returncode:
+            print(done.stderr, file=sys.stderr)
+            return done.returncode
+        rows += [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    print(table(COLUMNS, [[_cell(row[name]) for name in COLUMNS] for row in rows]))
+    if options.output:
+        _write(options.output / "predictions.csv", rows)
+    good = [_judged([row for row in rows if row["P"] == size]) for size in (2, 4)]
+    return 0 if all(good) else 1
+
+
+def on_rank(repeats: int, layers: int) -> None:
+    """One rank's part, under mpiexec; rank 0 prints a line of JSON for each row."""
+    import mpi4py.MPI  # noqa: F401 - what behind_link looks for
+
+    torch.set_num_threads(1)
+    comm = behind_link()
+    cases = [(name, d) for name, entry in ALGORITHMS.items() for d in (DENSITIES if entry.compresses else (1.0,))]
+    steps = {("alone", 1.0): _training(Alone(), "dense", 1.0, layers)}
+    steps |= {case: _training(comm, *case, layers) for case in cases}
+    measured = _interleaved(steps, comm, repeats)
+    compute, numel = measured.pop(("alone", 1.0)), layers * (WIDTH + 1) * WIDTH
+    link, device = measure_traffic(comm), torch.device("cpu")
+    handling = {d: measure_handling(comm, numel=numel, density=d, device=device) for d in DENSITIES}
+    for (name, density), seconds in measured.items():
+        k, own = TopK(density).entries(numel), handling.get(density, Handling())
+        predicted = predict(name, size=comm.size, numel=numel, k=k, link=link, handling=own)
+        step = step_seconds(predicted, compute=compute)
+        row = {"algorithm": name, "P": comm.size, "density": density, "compute_ms": 1e3 * compute}
+        row |= {"predicted_ms": 1e3 * step, "measured_ms": 1e3 * seconds, "ratio": step / seconds}
+        if comm.rank == 0:
+            print(json.dumps(row), flush=True)
+
+
+def _training(comm: Communicator, algorithm: str, density: float, layers: int) -> Callable[[], None]:
+    """A function that takes one step."""
+    torch.manual_seed(comm.rank)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
+    batch, sgd = torch.randn(64, WIDTH), torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer = DistributedOptimizer(
+        sgd, model.named_parameters(), comm=comm, algorithm=algorithm, compressor=TopK(density)
+    )
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def _interleaved(steps: dict[Case, Callable[[], None]], comm: Communicator, repeats: int) -> dict[Case, float]:
+    """Median seconds of every step on the slowest rank; a first round warms up."""
+    taken: dict[Case, list[float]] = {case: [] for case in steps}
+    for _ in range(repeats + 1):
+        for case, step in steps.items():
+            barrier(comm)
+            begin = time.perf_counter()
+            step()
+            taken[case].append(time.perf_counter() - begin)
+    medians = slowest([statistics.median(times[1:]) for times in taken.values()], comm)
+    return dict(zip(steps, medians, strict=True))
+
+
+def _judged(rows: Sequence[dict[str, Any]]) -> bool:
+    """Says how good the first choice and the predictions are; whether the first choice is."""
+    first = min(rows, key=lambda row: row["predicted_ms"])
+    best = min(rows, key=lambda row: row["measured_ms"])
+    behind = first["measured_ms"] / best["measured_ms"] - 1
+    within = sum(abs(row["ratio"] - 1) <= STEP for row in rows)
+    print(
+        f"P = {first['P']}: first choice {first['algorithm']} at density {first['density']:g}, {behind:.0%} behind the "
+        f"best measured, {best['algorithm']} at {best['density']:g}; {within} of {len(rows)} predictions within {STEP:.0%}"
+    )
+    return bool(behind <= FIRST_CHOICE)
+
+
+def _cell(value: Any) -> str:
+    return f"{value:,.2f}" if isinstance(value, float) and value >= 0.1 else str(value)
+
+
+def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["ranks"]:
+        on_rank(int(sys.argv[2]), int(sys.argv[3]))
+    else:
+        raise SystemExit(main(sys.argv[1:]))

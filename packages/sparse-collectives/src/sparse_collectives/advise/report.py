@@ -1,0 +1,108 @@
+"""The advice as text and as JSON."""
+
+from __future__ import annotations
+
+import json
+
+from communicators import Link
+
+from sparse_collectives.advise.recommendation import dense_step, recommend
+from sparse_collectives.advise.situation import Situation
+from sparse_collectives.cost import WIRES
+from sparse_collectives.table import amount, milliseconds, table
+
+HEADER = (
+    "algorithm",
+    "density",
+    "wire",
+    "sent",
+    "rounds",
+    "select ms",
+    "network ms",
+    "merge ms",
+    "step ms",
+    "speed-up",
+)
+
+
+def as_text(situation: Situation) -> str:
+    """What is known, the table, the recommendation."""
+    steps = situation.predictions()
+    dense = dense_step(steps)
+    rows = [
+        (
+            p.algorithm,
+            f"{p.density:.2g}",
+            WIRES[p.wire],
+            amount(p.nbytes),
+            str(p.rounds),
+            *map(milliseconds, (p.compression, p.latency + p.transfer, p.merging, step)),
+            f"{dense / step:.2f}×",
+        )
+        for p, step in steps
+    ]
+    return f"{_premises(situation)}\n\n{table(HEADER, rows)}\n\n{recommend(situation).text}"
+
+
+def as_json(situation: Situation) -> str:
+    """The same as one object; seconds and bytes throughout."""
+    steps = situation.predictions()
+    dense = dense_step(steps)
+    recommendation = recommend(situation)._asdict()
+    return json.dumps(
+        {
+            "parameters": situation.numel,
+            "ranks": situation.ranks,
+            "device": situation.device,
+            "compute_seconds": situation.compute,
+            "overlapped_seconds": situation.hidden,
+            "link": {"name": situation.link_name, **vars(situation.link)},
+            "pairs": None if situation.pairs is None else vars(situation.pairs),
+            "handling": [{"density": density, **costs._asdict()} for density, costs in situation.handling.items()],
+            "predictions": [
+                {
+                    "algorithm": p.algorithm,
+                    "density": p.density,
+                    "wire": WIRES[p.wire],
+                    "nbytes": p.nbytes,
+                    "rounds": p.rounds,
+                    "compression_seconds": p.compression,
+                    "network_seconds": p.latency + p.transfer,
+                    "merging_seconds": p.merging,
+                    "step_seconds": step,
+                    "speedup": dense / step,
+                }
+                for p, step in steps
+            ],
+            "recommendation": recommendation,
+        },
+        indent=1,
+    )
+
+
+def _premises(situation: Situation) -> str:
+    compute, hidden = milliseconds(situation.compute), milliseconds(situation.hidden)
+    overlap = f"buckets travel during the {hidden} ms of backward" if situation.hidden else "no overlap"
+    lines = [
+        f"{situation.numel:,} parameters, {compute} ms a step without communication, {overlap}",
+        f"{situation.ranks} ranks, {_network(situation)}",
+    ]
+    for density, own in situation.handling.items():
+        select, merge = 1e9 * own.compress, 1e9 * own.merge
+        lines.append(
+            f"measured on this {situation.device}, at density {density:g}: "
+            f"selecting {select:.3g} ns an element, merging {merge:.3g} ns an entry"
+        )
+    return "\n".join(lines)
+
+
+def _network(situation: Situation) -> str:
+    link = _shown(situation.link)
+    if situation.pairs is None:
+        return f"assumed to be joined by {situation.link_name}: {link}"
+    return f"measured: {link} while all send and receive; in pairs, one way at a time: {_shown(situation.pairs)}"
+
+
+def _shown(link: Link) -> str:
+    rate = f"{8e-9 / link.beta:.3g} Gbit/s" if link.beta else "no limit of bandwidth"
+    return f"{1e6 * link.alpha:,.0f} µs a message, {rate}"

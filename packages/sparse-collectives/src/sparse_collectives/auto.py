@@ -1,0 +1,136 @@
+"""algorithm="auto": measure the ranks once, predict every algorithm, take the fastest, the same one on all ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from communicators import Communicator
+from sparse_compress import Compressor, SparseVector
+from torch import Tensor
+
+from sparse_collectives.algorithms import ALGORITHMS
+from sparse_collectives.calibration import measure_handling, measure_traffic, slowest
+from sparse_collectives.cost import Handling, Prediction, fastest_first, predict
+from sparse_collectives.state import State
+from sparse_collectives.table import amount, milliseconds, table
+
+logger = logging.getLogger(__name__)
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """algorithm: what is taken. predictions: of all that could have been, fastest first. reason: one sentence.
+
+    Alike on every rank. `print(choice)` shows the table.
+    """
+
+    algorithm: str
+    predictions: tuple[Prediction, ...]
+    reason: str
+
+    def __str__(self) -> str:
+        header = ("algorithm", "sent", "rounds", "compression", "network", "merging", "ms")
+        rows = [
+            (
+                p.algorithm,
+                amount(p.nbytes),
+                str(p.rounds),
+                *map(milliseconds, (p.compression, p.latency + p.transfer, p.merging, p.seconds)),
+            )
+            for p in self.predictions
+        ]
+        return f"{table(header, rows)}\n{self.reason}"
+
+
+def choose(
+    comm: Communicator,
+    *,
+    numel: int,
+    k: int,
+    device: torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
+    selected: bool = False,
+    dense: bool = True,
+    handling: Handling | None = None,
+) -> Choice:
+    """Measures the link, selecting and merging, and predicts one exchange of k of n elements by every algorithm.
+
+    Collective. Every rank computes with the slowest rank's measurements, so that all come to the same choice.
+    selected: the entries are selected already, so that selecting is no part of the comparison.
+    dense: whether whole gradients may be sent.
+    handling: this rank's own costs, if they were measured already.
+    """
+    if handling is None:
+        density = min(1.0, k / numel)
+        handling = measure_handling(comm, numel=numel, density=density, device=device or comm.device)
+    agreed = Handling(*slowest(list(handling), comm))
+    agreed = agreed._replace(compress=0.0) if selected else agreed
+    link = measure_traffic(comm)
+    found = fastest_first(
+        [
+            predict(name, size=comm.size, numel=numel, k=min(k, numel), link=link, handling=agreed, dtype=dtype)
+            for name in ALGORITHMS
+        ]
+    )
+    allowed = [p for p in found if dense or ALGORITHMS[p.algorithm].compresses]
+    return Choice(allowed[0].algorithm, tuple(found), _reason(allowed[0], found))
+
+
+def choose_for_training(
+    parameters: Iterable[Tensor], comm: Communicator, compressor: Compressor, *, momentum: float
+) -> Choice:
+    """The choice for a model's gradients, logged on rank 0.
+
+    With momentum before the selection there must be one: then only the sparse algorithms are chosen among.
+    Raises ValueError without parameters.
+    """
+    sizes = [(p.numel(), p.device) for p in parameters if p.numel()]
+    if not sizes:
+        raise ValueError('algorithm="auto" chooses by the size of the model: give named_parameters')
+    numel = sum(count for count, _ in sizes)
+    choice = choose(comm, numel=numel, k=compressor.entries(numel), device=sizes[0][1], dense=not momentum)
+    if comm.rank == 0:
+        unexpected = not ALGORITHMS[choice.predictions[0].algorithm].compresses
+        logger.log(logging.WARNING if unexpected and comm.size > 1 else logging.INFO, "algorithm auto\n%s", choice)
+    return choice
+
+
+def remembered(state: State | None, sparse: SparseVector, comm: Communicator, k: int) -> tuple[str, State | None]:
+    """The algorithm for such calls and its own state, out of "auto"'s, where the first of them puts it.
+
+    Plain values, so that it can be saved. Raises ValueError without a state: every call would measure again.
+    """
+    if state is None:
+        raise ValueError('algorithm="auto" measures once and remembers: give a state, {} at first, to all such calls')
+    key = f"numel={sparse.numel}, {sparse.dtype}, k={k}, {comm.size} ranks"
+    if key not in state:
+        choice = choose(comm, numel=sparse.numel, k=k, device=sparse.device, dtype=sparse.dtype, selected=True)
+        initial = ALGORITHMS[choice.algorithm].initial_state
+        state[key] = {
+            "algorithm": choice.algorithm,
+            "state": None if initial is None else initial(),
+            "table": str(choice),
+        }
+    return state[key]["algorithm"], state[key]["state"]
+
+
+def _reason(taken: Prediction, found: list[Prediction]) -> str:
+    others = [p for p in found if p.algorithm != taken.algorithm]
+    if not others:
+        return f"{taken.algorithm} is the only one."
+    if not taken.seconds and not others[0].seconds:
+        return f"{taken.algorithm}: one rank exchanges nothing."
+    if others[0].seconds < taken.seconds:
+        return (
+            f"{others[0].algorithm} is faster ({milliseconds(others[0].seconds)} ms) than {taken.algorithm} "
+            f"({milliseconds(taken.seconds)} ms), which is taken because momentum before the selection needs one: "
+            f"leave compression off, and give momentum to the optimizer."
+        )
+    if not ALGORITHMS[taken.algorithm].compresses:
+        return f"{taken.algorithm} is the fastest: compression costs more than it saves here, leave it off."
+    return f"{taken.algorithm} is the fastest, {others[0].algorithm} comes next."

@@ -1,0 +1,95 @@
+"""Measuring what the cost model needs, on the ranks and the device that will train.
+
+Times are by the communicator's clock, so in a simulated world the link costs what it charges, and work nothing.
+Collective; every rank returns the slowest one's.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+import torch
+from communicators import SLOT_BYTES, Communicator, Link, Round, Schedule, allgather, barrier, run
+from communicators.schedule import powers_of_two
+from sparse_compress import ErrorFeedback, SparseVector, TopK, merge
+
+from sparse_collectives.cost import Handling
+
+MOST_ELEMENTS = 1 << 22
+"""Selecting is measured on at most so many elements: beyond any cache, and the cost of an element is the same."""
+LONG_BYTES = 1 << 20
+SHORT_ROUNDS = 16
+REPEATS = 5
+
+
+def measure_traffic(comm: Communicator, *, nbytes: int = LONG_BYTES, repeats: int = REPEATS) -> Link:
+    """α and β while all ranks send and receive at once, as they do in a collective.
+
+    Each repeat is ⌈log P⌉ rounds in which rank r sends to r + 1, r + 2, r + 4, … (mod P). Where it is slower than
+    `measure_link`, whose pairs play ping-pong, ranks share what carries them: a switch, a card, the cores.
+    """
+    if comm.size == 1:
+        return Link(0.0, 0.0)
+    small, large = (_round_seconds(comm, size, repeats) for size in (SLOT_BYTES, nbytes))
+    beta = max(0.0, (large - small) / (nbytes - SLOT_BYTES))
+    alpha, beta = slowest([max(0.0, small - beta * SLOT_BYTES), beta], comm)
+    return Link(alpha, beta)
+
+
+def measure_handling(
+    comm: Communicator, *, numel: int, density: float, device: torch.device, repeats: int = REPEATS
+) -> Handling:
+    """Seconds per element to accumulate, select and put back, and per entry to merge, while all ranks do it at once."""
+    compressor = TopK(density)
+    gradient = torch.randn(min(numel, MOST_ELEMENTS), device=device)
+    k = compressor.entries(gradient.numel())
+    feedback, mean = ErrorFeedback(compressor), torch.zeros_like(gradient)
+    sent = feedback.compress("gradient", gradient)
+    other = compressor(torch.randn_like(gradient))
+
+    def handle() -> None:
+        sparse = feedback.compress("gradient", gradient)
+        feedback.restore("gradient", SparseVector.empty(sparse.numel, sparse.dtype, device=device))
+        mean.zero_()[sparse.indices] = sparse.values / comm.size
+
+    compress = seconds_of(handle, comm, device, repeats) / gradient.numel()
+    merging = seconds_of(lambda: merge(sent, other, k), comm, device, repeats) / (2 * k)
+    return Handling(*slowest([compress, merging], comm))
+
+
+def slowest(values: list[float], comm: Communicator) -> list[float]:
+    """The largest of each value over all ranks, so that all ranks compute with the same."""
+    gathered = allgather(torch.tensor(values, dtype=torch.float64, device=comm.device), comm)
+    largest: list[float] = torch.stack(gathered).max(dim=0).values.tolist()
+    return largest
+
+
+def seconds_of(call: Callable[[], object], comm: Communicator, device: torch.device, repeats: int) -> float:
+    """Median seconds of a call that all ranks make at once; a first one warms up."""
+    times = []
+    for _ in range(repeats + 1):
+        barrier(comm)
+        begin = comm.clock()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(comm.clock() - begin)
+    return statistics.median(times[1:])
+
+
+def _round_seconds(comm: Communicator, nbytes: int, repeats: int) -> float:
+    """Median seconds of a round. Short ones come in a row, so that it does not matter who leaves the barrier last."""
+    distances = list(powers_of_two(below=comm.size)) * (1 if nbytes > SLOT_BYTES else SHORT_ROUNDS)
+    payload = torch.zeros(nbytes, dtype=torch.uint8)
+
+    def shift() -> None:
+        run(_shifts(payload, distances, comm.rank, comm.size), comm, facts=f"shifts({nbytes})")
+
+    return seconds_of(shift, comm, comm.device, repeats) / len(distances)
+
+
+def _shifts(payload: torch.Tensor, distances: list[int], rank: int, size: int) -> Schedule[None]:
+    for distance in distances:
+        to, source = (rank + distance) % size, (rank - distance) % size
+        yield Round({to: payload}, {source: payload.numel()})

@@ -1,0 +1,181 @@
+"""What an exchange will take, from what was measured: α, β, and the seconds of selecting and merging.
+
+    exchange = compression + Σ over rounds (α + β·bytes) + merging          of the busiest rank
+
+Bytes, messages and rounds are the algorithms' own expressions (`Algorithm.sent`, `Algorithm.merged`), the same that
+the tests hold against what a simulated world counts. Pure functions; seconds and bytes throughout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from communicators import Link
+from sparse_compress import TopK
+from sparse_compress.wire import entry_nbytes
+
+from sparse_collectives.algorithms import ALGORITHMS, Algorithm, algorithm_named
+from sparse_collectives.traffic import Traffic
+
+DDP_BUCKET_BYTES = 25 << 20
+"""DistributedDataParallel's default `bucket_cap_mb`."""
+
+BACKWARD_SHARE = 2 / 3
+"""Of forward and backward together: backward multiplies twice where forward does once."""
+
+
+WIRES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float64: "fp64"}
+
+
+class Handling(NamedTuple):
+    """What a rank's own work costs: compress seconds per element of the gradient (accumulate, select, put back), merge
+    seconds per entry. It depends on k/n, so there is one for each density."""
+
+    compress: float = 0.0
+    merge: float = 0.0
+
+
+NO_WORK = Handling()
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """One exchange of one gradient, as the busiest rank sees it.
+
+    numel: n elements. density: k/n, 1 where whole gradients are sent. wire: the dtype in which they travel. nbytes:
+    that a rank sends. compression, latency (the α of all rounds), transfer (β·bytes), merging: seconds.
+    """
+
+    algorithm: str
+    numel: int
+    density: float
+    wire: torch.dtype
+    nbytes: int
+    rounds: int
+    compression: float
+    latency: float
+    transfer: float
+    merging: float
+
+    @property
+    def exchange(self) -> float:
+        """Seconds after the selection: network and merging."""
+        return self.latency + self.transfer + self.merging
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the whole exchange."""
+        return self.compression + self.exchange
+
+    @property
+    def name(self) -> str:
+        """The algorithm, with the wire's dtype where that is not the usual one."""
+        return self.algorithm if self.wire is torch.float32 else f"{self.algorithm} in {WIRES[self.wire]}"
+
+
+def predict(
+    algorithm: str,
+    *,
+    size: int,
+    numel: int,
+    k: int,
+    link: Link,
+    handling: Handling = NO_WORK,
+    dtype: torch.dtype = torch.float32,
+    options: Mapping[str, Any] | None = None,
+) -> Prediction:
+    """One algorithm's exchange of k of n elements a rank, over P ranks; for an algorithm whose bytes depend on the data
+    the most that it can be.
+
+    dtype: in which values travel; bfloat16 halves the bytes of a dense sum only. options: the algorithm's
+        own settings.
+    """
+    entry = algorithm_named(algorithm, options, size=size)
+    sent = [entry.sent(rank, size, k, numel, dtype) for rank in range(size)]
+    merged = [_merged(entry, rank, size, k, numel, traffic) for rank, traffic in enumerate(sent)]
+    collided = _collisions(sent)
+    costs = [
+        (*_network(traffic, link, collided), handling.merge * count)
+        for traffic, count in zip(sent, merged, strict=True)
+    ]
+    latency, transfer, merging = max(costs, key=sum)
+    return Prediction(
+        algorithm,
+        numel,
+        k / numel if entry.compresses else 1.0,
+        dtype,
+        max(traffic.nbytes for traffic in sent),
+        max(traffic.rounds for traffic in sent),
+        handling.compress * numel if entry.compresses else 0.0,
+        latency,
+        transfer,
+        merging,
+    )
+
+
+def predict_all(*, size: int, numel: int, link: Link, handling: dict[float, Handling]) -> list[Prediction]:
+    """Every algorithm at every density of `handling`, and the dense sum in float32 and bfloat16; fastest first."""
+    found = []
+    for name, entry in ALGORITHMS.items():
+        if entry.compresses:
+            for density, costs in handling.items():
+                k = TopK(density).entries(numel)
+                found.append(predict(name, size=size, numel=numel, k=k, link=link, handling=costs))
+        else:
+            for wire in (torch.float32, torch.bfloat16):
+                found.append(predict(name, size=size, numel=numel, k=numel, link=link, dtype=wire))
+    return fastest_first(found)
+
+
+def fastest_first(predictions: Sequence[Prediction]) -> list[Prediction]:
+    """By seconds; among equals the one that sends more of the gradient, then by name: the same order everywhere."""
+    return sorted(predictions, key=lambda p: (p.seconds, -p.density, p.name))
+
+
+def step_seconds(
+    prediction: Prediction, *, compute: float, backward: float = 0.0, bucket_bytes: int = DDP_BUCKET_BYTES
+) -> float:
+    """One training step: forward and backward (`compute` seconds), compression, and what is not hidden of the exchange.
+
+    backward: seconds of `compute` during which buckets travel already; 0 where the exchange comes after it. Buckets
+    cost their α each; the last one, whose gradients come when backward ends, is never hidden (Li et al., VLDB 2020).
+    """
+    if not backward:
+        return compute + prediction.seconds
+    buckets = max(1, math.ceil(4 * prediction.numel / bucket_bytes))
+    exchange = buckets * prediction.latency + prediction.transfer + prediction.merging
+    return compute + prediction.compression + max(exchange / buckets, exchange - backward)
+
+
+def _network(traffic: Traffic, link: Link, collisions: int) -> tuple[float, float]:
+    """Seconds of latency and of transfer of one rank.
+
+    Links are full duplex, so a round takes what its longer direction takes. Where a rank sends in fewer messages than
+    it has rounds, it receives in the others, and messages as long as its own.
+    """
+    if not traffic.messages:
+        return 0.0, 0.0
+    turns = max(traffic.messages, traffic.rounds) + collisions
+    return turns * link.alpha, link.beta * traffic.nbytes * turns / traffic.messages
+
+
+def _collisions(sent: Sequence[Traffic]) -> int:
+    """Messages that wait for others which came early: 1 where some ranks take part in more rounds than others.
+
+    So it is in gtopk where P is no power of two: ranks with a folded partner begin later, and what the others have
+    sent by then is in the way. In simulated worlds it is 0 or 1, mostly 1, as events fall.
+    """
+    return int(len({traffic.rounds for traffic in sent}) > 1)
+
+
+def _merged(entry: Algorithm, rank: int, size: int, k: int, numel: int, sent: Traffic) -> int:
+    """Entries that a rank merges; of an algorithm that does not say: as many as it sends, and its own."""
+    if not entry.compresses or size == 1:
+        return 0
+    if entry.merged is not None:
+        return entry.merged(rank, size, k, numel)
+    return k + sent.nbytes // entry_nbytes(torch.float32)

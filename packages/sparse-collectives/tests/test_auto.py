@@ -1,0 +1,122 @@
+"""algorithm="auto": the same choice everywhere, dense where dense is faster, remembered where the caller says."""
+
+import logging
+
+import pytest
+import torch
+from communicators import Link, SimulatedWorld, as_communicator
+from sparse_collectives import ALGORITHMS, DistributedOptimizer, SparseHookState, choose, sparse_allreduce
+from sparse_collectives.cost import Handling
+from sparse_compress import TopK, topk
+
+SLOW, FAST = Link(1e-4, 1e-6), Link(1e-4, 1e-12)
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_ranks_agree_although_each_measured_something_else(size):
+    def body(comm):
+        own = Handling(compress=1e-9 * (comm.rank + 1), merge=1e-8 * (size - comm.rank))
+        return choose(comm, numel=10**5, k=1000, handling=own)
+
+    choices = SimulatedWorld(size, link=SLOW).run(body)
+    assert all(choice == choices[0] for choice in choices)
+    [best] = [p for p in choices[0].predictions if p.algorithm == choices[0].algorithm]
+    assert best.compression == pytest.approx(1e-9 * size * 10**5)  # the slowest rank's
+    assert set(ALGORITHMS) == {p.algorithm for p in choices[0].predictions}
+
+
+def test_dense_when_dense_is_faster_said_plainly():
+    def body(comm):
+        return choose(comm, numel=10**6, k=1000, handling=Handling(compress=1e-8, merge=1e-8))
+
+    choice = SimulatedWorld(4, link=FAST).run(body)[0]
+    assert choice.algorithm == "dense"
+    assert "leave it off" in str(choice)
+    assert choice.predictions[0].algorithm == "dense"
+
+
+def test_sparse_over_a_slow_link_with_a_table():
+    choice = SimulatedWorld(4, link=SLOW).run(lambda comm: choose(comm, numel=10**5, k=100))[0]
+    assert ALGORITHMS[choice.algorithm].compresses
+    header, *rows, reason = str(choice).splitlines()
+    assert header.split() == ["algorithm", "sent", "rounds", "compression", "network", "merging", "ms"]
+    assert [row.split()[0] for row in rows] == [p.algorithm for p in choice.predictions]
+    assert reason.startswith(f"{choice.algorithm} is the fastest")
+
+
+def test_one_rank_needs_no_compression():
+    assert choose(as_communicator(None), numel=1000, k=10, handling=Handling(1e-9, 1e-9)).algorithm == "dense"
+
+
+def test_sparse_allreduce_measures_once_and_remembers_in_its_state():
+    gradients = torch.randint(-9, 10, (4, 500)).float()
+
+    def body(comm):
+        state, sent = {}, []
+        for _ in range(3):
+            before = comm.bytes_sent
+            reduction = sparse_allreduce(topk(gradients[comm.rank], 5), comm, k=5, algorithm="auto", state=state)
+            sent.append(comm.bytes_sent - before)
+        return reduction, state, sent
+
+    results = SimulatedWorld(4, link=SLOW).run(body)
+    [remembered] = results[0][1].values()
+    expected = ALGORITHMS[remembered["algorithm"]].sent(0, 4, 5, 500, torch.float32).nbytes
+    given = sum(topk(gradient, 5).to_dense() for gradient in gradients)
+    dropped = sum(reduction.dropped.to_dense() for reduction, _, _ in results)
+    assert torch.equal(results[0][0].total.to_dense() + dropped, given)
+    for reduction, state, sent in results:
+        assert torch.equal(reduction.total.to_dense(), results[0][0].total.to_dense())
+        assert state == results[0][1]
+        assert sent[0] > 2**20
+        assert sent[1:] == [expected, expected]
+
+
+def test_without_a_state_the_call_says_what_to_do():
+    with pytest.raises(ValueError, match="give a state"):
+        sparse_allreduce(topk(torch.ones(9), 2), None, k=2, algorithm="auto")
+
+
+def linear():
+    return torch.nn.Linear(100, 50)
+
+
+@pytest.mark.parametrize("link", [SLOW, FAST], ids=["slow", "fast"])
+def test_optimizer_by_name(link):
+    def body(comm):
+        model = linear()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = DistributedOptimizer(sgd, model.named_parameters(), comm=comm, algorithm="auto")
+        model(torch.randn(8, 100)).sum().backward()
+        optimizer.step()
+        return optimizer.choice, optimizer.state_dict()["distributed"]["algorithm"], model.weight.detach().clone()
+
+    results = SimulatedWorld(2, link=link).run(body)
+    choice, name, weight = results[0]
+    assert (choice.algorithm, choice) == (name, results[1][0])
+    assert torch.equal(weight, results[1][2])
+    assert choice.predictions[0].numel == 5050
+
+
+def test_momentum_before_the_selection_needs_one(caplog):
+    fastest_is_dense = Link(1e-2, 0.0)
+
+    def body(comm):
+        model = linear()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        named = model.named_parameters()
+        return DistributedOptimizer(sgd, named, comm=comm, algorithm="auto", compressor=TopK(0.5), momentum=0.9).choice
+
+    with caplog.at_level(logging.WARNING, logger="sparse_collectives"):
+        choice = SimulatedWorld(3, link=fastest_is_dense).run(body)[0]
+    assert ALGORITHMS[choice.algorithm].compresses
+    if not ALGORITHMS[choice.predictions[0].algorithm].compresses:
+        assert "momentum" in choice.reason
+        assert "leave compression off" in caplog.text
+
+
+def test_hook_needs_the_parameters_to_choose():
+    with pytest.raises(ValueError, match="named_parameters"):
+        SparseHookState(algorithm="auto")
+    state = SparseHookState(algorithm="auto", named_parameters=linear().named_parameters())
+    assert state.algorithm == state.choice.algorithm == "dense"
