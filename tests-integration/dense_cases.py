@@ -11,6 +11,7 @@ from communicators import (
     Round,
     allgather,
     allreduce,
+    as_communicator,
     barrier,
     body,
     broadcast,
@@ -85,14 +86,18 @@ def other_sizes(comm):
     allreduce(torch.ones(5 + (comm.rank == comm.size - 1)), comm)
 
 
-def other_order(comm):
+def other_order(comm, native=False):
     """Two agreed calls, in another order on the last rank: a message of one must not match the other."""
-    a, b = torch.ones(10), torch.ones(500)
+    a, b = torch.ones(10), torch.ones(500, dtype=torch.int32)
     for x in (a, b):
-        allreduce(x, comm, native=False)
+        allreduce(x, comm, native=native)
     pair = (b, a) if comm.rank == comm.size - 1 else (a, b)
     for x in pair:
-        allreduce(x, comm, native=False)
+        allreduce(x, comm, native=native)
+
+
+def other_order_of_native_sums(comm):
+    other_order(comm, native=True)
 
 
 def late_rank(comm):
@@ -124,11 +129,26 @@ def error_in_background(comm):
     work.wait()
 
 
-LAWS = [dense_laws, dense_calls, background, background_leaves_others_alone]
+def a_subset_first(comm):
+    """Ranks that are in other groups than the rest still find each other."""
+    if dist.is_initialized():
+        subset = dist.new_group(list(range(1, comm.size)))
+        everybody = dist.new_group()
+    else:
+        from mpi4py import MPI
+
+        subset, everybody = MPI.COMM_WORLD.Split(color=int(comm.rank > 0)), MPI.COMM_WORLD.Dup()
+    if comm.rank > 0:
+        assert allreduce(torch.ones(1), as_communicator(subset)).item() == comm.size - 1
+    assert allreduce(torch.ones(1), as_communicator(everybody)).item() == comm.size
+
+
+LAWS = [dense_laws, dense_calls, background, background_leaves_others_alone, a_subset_first]
 FAILURES = {
     other_sizes: "ranks disagree on call 0: rank 0 calls {sum}(numel=5, torch.float32), rank {last} calls "
     "{sum}(numel=6, torch.float32)",
     other_order: "ranks disagree on call 2",
+    other_order_of_native_sums: "ranks disagree on call 2",
     late_rank: "timed out after 1 s: rank",
     error_in_schedule: "rank {last} failed in broken: ZeroDivisionError: by hand",
     error_in_background: "rank {last} failed in broken: ZeroDivisionError: by hand",

@@ -33,6 +33,14 @@ def test_more_entries_are_cut_to_the_largest_and_the_cut_is_dropped():
     assert reduction.dropped.to_dense().tolist() == [1, 0, 2, 0]
 
 
+@pytest.mark.parametrize("call", [sparse_allreduce, lambda *a, **o: sparse_allreduce_async(*a, **o).wait()])
+def test_ranks_of_one_process_may_give_the_same_vector(call):
+    sparse = topk(torch.arange(8.0), 3)
+    for name in ALGORITHMS:
+        totals = SimulatedWorld(4).run(lambda comm, name=name: call(sparse, comm, k=3, algorithm=name).total)
+        assert all(torch.equal(total.to_dense(), 4 * sparse.to_dense()) for total in totals)
+
+
 def test_k_beyond_the_vector_means_all_of_it():
     assert len(sparse_allreduce(topk(torch.ones(3), 2), alone, k=10).total) == 3
 

@@ -37,12 +37,14 @@ class Communicator(ABC):
 
     rank, size: this process and how many there are.
     device: where payloads live unless a call names another one.
+    timeout: seconds that a call waits for a late rank unless it says otherwise; may be set, alike on all ranks.
     bytes_sent, messages_sent: what this rank sent in counted rounds so far.
     """
 
     rank: int
     size: int
     device: torch.device = torch.device("cpu")
+    timeout: float = TIMEOUT_SECONDS
     bytes_sent: int = 0
     messages_sent: int = 0
 
@@ -82,15 +84,17 @@ def run(
     comm: Communicator,
     *,
     facts: str | None = None,
-    timeout: float = TIMEOUT_SECONDS,
+    timeout: float | None = None,
     device: torch.device | None = None,
 ) -> T:
     """Carries a schedule to its end and returns its result.
 
     facts: what all ranks must share, as text; without it the schedule's name. A rank that calls with other facts, an
-        error on any rank, and a wait of more than `timeout` seconds raise the same `CollectiveError` on every rank.
+        error on any rank, and a round that waits more than `timeout` seconds (default `comm.timeout`) raise the same
+        `CollectiveError` on every rank.
     device: where received payloads are put, default the communicator's.
     """
+    timeout = comm.timeout if timeout is None else timeout
     return comm.run(schedule, facts=facts or name_of(schedule), timeout=timeout, device=device)
 
 
@@ -99,11 +103,12 @@ def start(
     comm: Communicator,
     *,
     facts: str | None = None,
-    timeout: float = TIMEOUT_SECONDS,
+    timeout: float | None = None,
     device: torch.device | None = None,
 ) -> Work[T]:
     """Like `run`, but goes on in the background while the caller computes.
 
     All ranks start their calls in the same order; they may complete in any.
     """
+    timeout = comm.timeout if timeout is None else timeout
     return comm.start(schedule, facts=facts or name_of(schedule), timeout=timeout, device=device)

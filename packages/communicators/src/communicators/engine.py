@@ -11,6 +11,7 @@ import logging
 import sys
 import threading
 import time
+from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -73,11 +74,15 @@ class Engine:
         way of the one that they wait for.
         """
         begin = time.perf_counter()
-        while not flight.poll():
-            waited = time.perf_counter() - begin
-            if waited > SPIN_SECONDS:
-                flight.comm.transport.nap(min(waited / 8, LONGEST_NAP_SECONDS))
-                self._look_around([flight])
+        try:
+            while not flight.poll():
+                waited = time.perf_counter() - begin
+                if waited > SPIN_SECONDS:
+                    flight.comm.transport.nap(min(waited / 8, LONGEST_NAP_SECONDS))
+                    self._look_around([flight])
+        except BaseException as error:
+            flight.interrupted(error)
+            raise
 
     def wait(self, flight: TransportFlight, timeout: float | None) -> bool:
         """Waits for a flight that was added; False when it is not over in time."""
@@ -136,12 +141,20 @@ class Engine:
         """At most every LISTEN_SECONDS, a hundredth of the shortest watch: reads letters, looks at the clock."""
         now = time.monotonic()
         for flight in flights:
-            flight.watch()
+            _guarded(flight.comm, flight.watch)
         if now - self._listened < LISTEN_SECONDS or not (self._inline or self._on_thread()):
             return
         self._listened = now
         for comm in self._comms:
-            comm.listen()
+            _guarded(comm, comm.listen)
 
     def _on_thread(self) -> bool:
         return threading.current_thread() is self._thread
+
+
+def _guarded(comm: TransportCommunicator, look: Callable[[], None]) -> None:
+    """An error of the transport itself becomes the reason of its communicator; the others' engine goes on."""
+    try:
+        look()
+    except Exception as error:
+        comm.control.verdict = comm.control.verdict or f"rank {comm.rank}'s transport failed: {errors.describe(error)}"

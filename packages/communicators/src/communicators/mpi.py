@@ -15,12 +15,13 @@ from mpi4py import MPI
 from torch import Tensor
 
 from communicators.call import Call
+from communicators.communicator import TIMEOUT_SECONDS
 from communicators.control import LETTER_BYTES
 from communicators.schedule import Received, Round
 from communicators.staging import host_empty, to_host
 from communicators.transport import Pending, Transport, TransportCommunicator
 
-DUP_SECONDS = 60.0
+DUP_SECONDS = TIMEOUT_SECONDS
 
 
 def from_mpi(comm: MPI.Comm) -> TransportCommunicator:

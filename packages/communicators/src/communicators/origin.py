@@ -14,7 +14,12 @@ from communicators.communicator import Communicator
 
 logger = logging.getLogger(__name__)
 
-_LAUNCHERS = {"PMI_SIZE": "mpiexec", "OMPI_COMM_WORLD_SIZE": "mpiexec", "WORLD_SIZE": "torchrun"}
+_LAUNCHERS = {
+    "PMI_SIZE": "mpiexec",
+    "OMPI_COMM_WORLD_SIZE": "mpiexec",
+    "SLURM_STEP_NUM_TASKS": "srun",
+    "WORLD_SIZE": "torchrun",
+}
 
 
 def as_communicator(comm: Any = None) -> Communicator:
@@ -69,8 +74,8 @@ def _one_rank() -> Communicator:
         if size.isdigit() and int(size) > 1:
             raise RuntimeError(
                 f"{launcher} started {size} ranks ({variable}), but none of them can reach the others: "
-                "`from mpi4py import MPI` (mpiexec) or `torch.distributed.init_process_group(...)` (torchrun) before "
-                "as_communicator(None), or pass a communicator"
+                "`from mpi4py import MPI` (mpiexec, srun) or `torch.distributed.init_process_group(...)` (torchrun) "
+                "before as_communicator(None), or pass a communicator"
             )
     logger.info("no process group is initialised and mpi4py.MPI is not imported: one rank, nothing is exchanged")
     return Alone()

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from communicators.call import Call
 from communicators.schedule import Received, Round
 from communicators.staging import host_empty, to_host
 from communicators.transport import PeerLost, Pending, Transport, TransportCommunicator
-from communicators.waiters import Wait, Waiters
+from communicators.waiters import WAIT, Wait, Waiters
 
 STORE_SECONDS = 5.0
 GOODBYE_SECONDS = 2.0
@@ -43,9 +43,10 @@ class ProcessGroupTransport(Transport):
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.size = group.rank(), group.size()
         self.device = torch.device("cpu")
-        ranks = dist.get_process_group_ranks(group)
-        self._data = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-        self._letters = _Mailbox(self._data.get_group_store().clone(), self.rank)
+        # Not dist.new_group: its names count a rank's groups, so ranks that are in other groups would never meet.
+        store: Any = group.get_group_store()
+        self._data: Any = ProcessGroupGloo(PrefixStore("communicators", store), self.rank, self.size, WAIT)
+        self._letters = _Mailbox(PrefixStore("communicators", store.clone()), self.rank)
         self._waiters = Waiters()
         self._leaving: float | None = None
 

@@ -23,7 +23,7 @@ from communicators.communicator import TIMEOUT_SECONDS, Communicator, Work
 from communicators.control import Control, Letters
 from communicators.engine import Engine, engine
 from communicators.errors import CollectiveError
-from communicators.schedule import Elapse, Received, Round, Schedule
+from communicators.schedule import SLOT_BYTES, Elapse, Received, Round, Schedule, frame
 
 T = TypeVar("T")
 
@@ -200,6 +200,9 @@ class TransportCommunicator(Communicator):
         return TransportFlight(self, call, timeout, device if device is not None else self.device)
 
     def _native_sum(self, total: Tensor) -> Generator[Any, Received, None]:
+        """Sums have no tags and must not meet another call's: so a tagged round of empty messages comes first."""
+        after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        yield Round({after: frame(torch.empty(0))}, {before: SLOT_BYTES})
         yield NativeSum(self.transport.post_sum(total))
 
     def _write(self, letters: Letters) -> None:
@@ -218,13 +221,14 @@ class TransportFlight:
         self.finished = threading.Event()
         self.error: CollectiveError | None = None
         self._timeout, self._device = timeout, device
+        self.peers: list[int] = []  # of the current round
         self._pending: Pending | None = None
         self._cause: BaseException | None = None
         self._reason: str | None = None
         self._lost: PeerLost | None = None
         self._reported = False
         self._callbacks: list[Callable[[], None]] = []
-        self._since = self.progressed = time.monotonic()
+        self.progressed = time.monotonic()
 
     def poll(self) -> bool:
         """Goes on as far as it can without blocking; True at the end."""
@@ -247,19 +251,13 @@ class TransportFlight:
         waiting = errors.waits(self.comm.rank, self.call.number, self.call.facts, self.call.turn, missing)
         if lost := sorted(set(missing) & set(gone)):
             self._complain(errors.left(lost[0], gone[lost[0]], waiting))
-        elif self._lost is not None:
-            reason = f"rank {self._lost.peer} is gone ({errors.describe(self._lost.error)}) while {waiting}"
-            self._complain(reason, self._lost.error)
-        elif time.monotonic() - self._since > self._timeout:
+        elif self._lost is not None:  # no word of who noticed: if the arbiter is gone, every rank says this by itself
+            self._complain(f"rank {self._lost.peer} is gone: its connection was lost", self._lost.error)
+        elif waited > self._timeout:
             self._complain(f"timed out after {self._timeout:g} s: {waiting}")
         elif waited > REPORT_SECONDS and not self._reported:
             self._reported = True
             self.comm.report(self.call, missing)
-
-    def missing(self) -> list[int]:
-        """The peers that it waits for."""
-        pending = self._pending
-        return pending.missing() if pending is not None else []
 
     def when_finished(self, callback: Callable[[], None]) -> None:
         """Calls back at the end, or at once if that has been."""
@@ -270,9 +268,14 @@ class TransportFlight:
         callback()
 
     def abandon(self) -> None:
-        """At exit: nobody will ask for it any more."""
+        """Nobody will ask for it any more: at exit, or after a signal."""
         if self._pending is not None:
             self._pending.cancel()
+
+    def interrupted(self, error: BaseException) -> None:
+        """A signal came while its rank waited: later calls would be out of step, so it ends on all ranks."""
+        self.abandon()
+        self.comm.complain(errors.failed(self.comm.rank, self.call.facts, error))
 
     def result(self) -> Any:
         """The schedule's result, or its error."""
@@ -299,6 +302,7 @@ class TransportFlight:
             self._pending = action.pending
         else:
             self._pending = self.comm.transport.post(self.call, action, self._device)
+            self.peers = sorted({*action.sends, *action.recvs})
             if self.call.counted:
                 self.comm.bytes_sent += sum(payload.numel() for payload in action.sends.values())
                 self.comm.messages_sent += len(action.sends)
@@ -343,8 +347,7 @@ class TransportWork(Work[T]):
         """See `Work.wait`."""
         if not self._engine.wait(self._flight, timeout):
             call = self._flight.call
-            peers = self._flight.missing()
-            waiting = errors.waits(call.rank, call.number, call.facts, call.turn, peers)
+            waiting = errors.waits(call.rank, call.number, call.facts, call.turn, self._flight.peers)
             raise TimeoutError(f"not completed within {timeout} s: {waiting}")
         return cast(T, self._flight.result())
 

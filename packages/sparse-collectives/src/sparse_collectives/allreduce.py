@@ -9,7 +9,6 @@ from typing import Any, overload
 import numpy as np
 import torch
 from communicators import Communicator, Work, as_communicator, run, start
-from communicators.communicator import TIMEOUT_SECONDS
 from communicators.schedule import Schedule
 from sparse_compress import SparseVector, add, merge
 from torch import Tensor
@@ -30,7 +29,7 @@ def sparse_allreduce(
     algorithm: str = ...,
     options: Mapping[str, Any] | None = ...,
     state: State | None = ...,
-    timeout: float = ...,
+    timeout: float | None = ...,
 ) -> Reduction: ...
 
 
@@ -43,7 +42,7 @@ def sparse_allreduce(
     algorithm: str = ...,
     options: Mapping[str, Any] | None = ...,
     state: State | None = ...,
-    timeout: float = ...,
+    timeout: float | None = ...,
 ) -> DenseReduction[Array]: ...
 
 
@@ -55,7 +54,7 @@ def sparse_allreduce(
     algorithm: str = "gtopk",
     options: Mapping[str, Any] | None = None,
     state: State | None = None,
-    timeout: float = TIMEOUT_SECONDS,
+    timeout: float | None = None,
 ) -> Reduction | DenseReduction[Any]:
     """The sum of sparse vectors over the ranks of `comm`.
 
@@ -72,7 +71,7 @@ def sparse_allreduce(
         call with these numel, k and dtype; it remembers that in `state`, {} at first.
     options: the algorithm's own settings, such as {"teams": 2} for "spardl"; the same on every rank.
     state: what the algorithm keeps between calls, from its `initial_state()`; changed in place.
-    timeout: seconds to wait for late ranks.
+    timeout: seconds to wait for late ranks, default `comm.timeout`.
 
     With one rank the total is the input, filled up or cut.
     Raises TypeError or ValueError for arguments that are wrong by themselves, CollectiveError, the same on every rank,
@@ -95,7 +94,7 @@ def sparse_allreduce_async(
     algorithm: str = "gtopk",
     options: Mapping[str, Any] | None = None,
     state: State | None = None,
-    timeout: float = TIMEOUT_SECONDS,
+    timeout: float | None = None,
 ) -> Work[Reduction]:
     """Like `sparse_allreduce`, in the background: `wait()` gives the Reduction.
 
@@ -103,10 +102,7 @@ def sparse_allreduce_async(
     copied, so it may be changed, or sent again, at once.
     """
     comm = as_communicator(comm)
-    _check(sparse)
-    # Every call stamps its own number into the payload it sends: calls in flight must not share one.
-    own = SparseVector.unpack(sparse.pack().clone(), like=sparse)
-    schedule, facts = prepare(own, comm, k, algorithm, options, state)
+    schedule, facts = prepare(sparse, comm, k, algorithm, options, state)
     return start(schedule, comm, facts=facts, timeout=timeout, device=sparse.device)
 
 
@@ -131,7 +127,9 @@ def prepare(
         kept_between["state"] = entry.initial_state() if state is None else state
     elif state is not None:
         raise ValueError(f"{algorithm} keeps no state between calls: leave state out")
-    kept, cut = merge(sparse, SparseVector.empty(sparse.numel, sparse.dtype, device=sparse.device), k)
+    # Every call stamps its own number into the payload it sends: calls must not share one, nor the caller's.
+    own = SparseVector.unpack(sparse.pack().clone(), like=sparse)
+    kept, cut = merge(own, SparseVector.empty(sparse.numel, sparse.dtype, device=sparse.device), k)
     schedule = _returning(cut, entry.schedule(kept, comm.rank, comm.size, k, **kept_between))
     settings = ", ".join([f"numel={sparse.numel}", f"{sparse.dtype}", f"k={k}", *entry.settings])
     return schedule, f"{algorithm}({settings})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -28,7 +29,7 @@ class BackwardOrder:
         self._bucket_of = {member: position for position, members in enumerate(self._members) for member in members}
         self.reset()
         for member, parameter in enumerate(parameters):
-            parameter.register_post_accumulate_grad_hook(partial(self._ready, member))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(partial(_tell, weakref.ref(self), member))  # type: ignore[no-untyped-call]
 
     def reset(self) -> None:
         """A new step begins."""
@@ -46,8 +47,8 @@ class BackwardOrder:
             self._start(position)
         self._started = len(self._members)
 
-    def _ready(self, member: int, parameter: Tensor) -> None:
-        del parameter
+    def ready(self, member: int) -> None:
+        """This parameter's gradient is there."""
         if self.paused:
             return
         lacking = self._lacking[self._bucket_of[member]]
@@ -60,3 +61,11 @@ class BackwardOrder:
         while self._started < len(self._lacking) and not self._lacking[self._started]:
             self._start(self._started)
             self._started += 1
+
+
+def _tell(order: weakref.ref[BackwardOrder], member: int, parameter: Tensor) -> None:
+    """What a parameter's hook does: nothing once the optimizer that set it is gone."""
+    del parameter
+    watching = order()
+    if watching is not None:
+        watching.ready(member)

@@ -129,9 +129,10 @@ class SparseHookState:
             if self.entry.compresses:
                 self._feedback.restore(key, reduction.dropped)
             values = reduction.total.values
-            self._finite = self._finite and bool(torch.isfinite(values).all())
             flat.zero_()
             flat[reduction.total.indices] = (values / self.comm.size * scale).to(flat.dtype)
+            # As the optimizer will see it: scaled, and in the gradient's own dtype, which may overflow.
+            self._finite = self._finite and bool(torch.isfinite(flat[reduction.total.indices]).all())
             return flat
 
         return work.get_future().then(put_back)

@@ -104,7 +104,7 @@ class DistributedOptimizer(Optimizer):
         self._synchronized = self._skips = self._accumulates = False
         self._exchange = self._make_exchange(compressor if compressor is not None else TopK(0.01), momentum, overlap)
         self._overlap = BackwardOrder(self._trained, list(self._buckets.values()), self._start) if overlap else None
-        settings = f"{algorithm}, {momentum=}, {bucket_bytes=}, {nonfinite=}"
+        settings = f"{algorithm}, {momentum=}, {bucket_bytes=}, {overlap=}, {nonfinite=}"
         broadcast_parameters(named, self.comm, settings=", ".join([settings, *entry.settings]))
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -175,7 +175,9 @@ class DistributedOptimizer(Optimizer):
         """The wrapped optimizer's state and, as "distributed", this rank's residuals and momenta by parameter.
 
         Another one on every rank: each saves its own. References; loadable by torch.load(weights_only=True).
+        Raises RuntimeError between backward, or synchronize(), and step(): what is under way belongs to neither.
         """
+        self._refuse_mid_step("state_dict()")
         exchanged = self._exchange.state_dict()
         own = {
             "rank": self.comm.rank,
@@ -283,6 +285,10 @@ class DistributedOptimizer(Optimizer):
         for p in self._trained:
             if p.grad is not None:
                 p.grad.div_(scale.to(p.grad.device))
+
+    def _refuse_mid_step(self, what: str) -> None:
+        if self._synchronized or (self._overlap is not None and self._overlap.under_way):
+            raise RuntimeError(f"{what} while a step is under way: call it after step()")
 
     def _refuse_no_sync(self, what: str) -> None:
         if self._accumulates:
