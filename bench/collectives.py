@@ -3,10 +3,10 @@
     python -m bench collectives [--full] [--repeats N] [--output DIR]
 
 select: error feedback and selection. merge: what the schedule computes between its rounds. exchange: the rest of the
-call, which all ranks enter at once, after a barrier that is not counted. put: the mean into a dense tensor, and what was
-dropped into the residual. x_mpi, x_gloo: the whole call in units of the dense allreduce of the same n. x_link: exchange
-and merge in units of α·rounds + β·bytes as measured in the same launch. sent and rounds stand next to the algorithm's
-expression. Medians of interleaved repeats on rank 0.
+call, which all ranks enter at once, after a barrier that is not counted. put: the mean into a dense tensor, and what
+was dropped into the residual. x_mpi, x_gloo: the whole call in units of the dense allreduce of the same n. x_link:
+exchange and merge in units of α·rounds + β·bytes as measured in the same launch. sent and rounds: next to the
+algorithm's expression. Medians of interleaved repeats on rank 0.
 """
 
 from __future__ import annotations
