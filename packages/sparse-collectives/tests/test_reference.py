@@ -75,6 +75,7 @@ def spardl_reference(inputs, k, teams=1, sag="r-sag", step=0):
 REFERENCES = {
     "dense": dense_reference,
     "topk-allgather": topk_allgather_reference,
+    "topk-dsa": topk_allgather_reference,
     "gtopk": gtopk_reference,
     "spardl": spardl_reference,
 }

@@ -1,5 +1,7 @@
 """Conservation, agreement, worlds and bytes, for every algorithm in ALGORITHMS."""
 
+import operator
+
 import communicators
 import pytest
 import sparse_compress
@@ -15,18 +17,27 @@ every_algorithm = pytest.mark.parametrize("name", ALGORITHMS)
 
 def check_laws(name, vectors, k):
     """The laws on vectors of any number of entries; returns the results in rank order."""
+    numel, dtype = vectors[0].numel, vectors[0].dtype
 
     def traffic(rank, size):
-        sent = ALGORITHMS[name].sent(rank, size, k, vectors[0].numel, vectors[0].dtype)
+        sent = ALGORITHMS[name].sent(rank, size, k, numel, dtype)
         return testing.Traffic(sent.nbytes, sent.messages)
 
+    def collective(comm, sparse):
+        before = comm.bytes_sent, comm.messages_sent
+        reduction = sparse_allreduce(sparse, comm, k=k, algorithm=name)
+        most = traffic(comm.rank, comm.size)
+        assert comm.bytes_sent - before[0] <= most.nbytes
+        assert comm.messages_sent - before[1] <= most.messages
+        return reduction
+
     return testing.check_laws(
-        lambda comm, sparse: sparse_allreduce(sparse, comm, k=k, algorithm=name),
+        collective,
         vectors,
         dense=SparseVector.to_dense,
         total=lambda reduction: reduction.total.to_dense(),
         dropped=lambda reduction: reduction.dropped.to_dense(),
-        traffic=traffic,
+        traffic=traffic if ALGORITHMS[name].exact else None,
     )
 
 
@@ -81,7 +92,7 @@ def test_ranks_agree_on_nan_payloads_which_do_not_commute(name, size):
 @every_algorithm
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 8, 14, 33])
 def test_rounds(name, size):
-    def counted(schedule, rounds):
+    def watched(schedule, rounds):
         received = {}
         while True:
             try:
@@ -95,12 +106,12 @@ def test_rounds(name, size):
 
     def body(comm):
         schedule = entry.schedule(topk(torch.ones(50), 4), comm.rank, size, 4)
-        return run(counted(schedule, counts[comm.rank]), comm, facts="counted")
+        return run(watched(schedule, counts[comm.rank]), comm, facts="watched")
 
     SimulatedWorld(size).run(body)
-    assert [sum(rounds) for rounds in counts] == [
-        entry.sent(rank, size, 4, 50, torch.float32).rounds for rank in range(size)
-    ]
+    counted = [sum(rounds) for rounds in counts]
+    said = [entry.sent(rank, size, 4, 50, torch.float32).rounds for rank in range(size)]
+    assert counted == said if entry.exact else all(map(operator.le, counted, said))
 
 
 @every_algorithm
@@ -111,7 +122,7 @@ def test_the_cost_of_merging_is_charged_where_it_is_given(name):
         return world.elapsed
 
     # of 8 entries each: one of 16 counts twice; spardl: two blocks with a budget of 1, then one
-    merges = {"dense": 0, "topk-allgather": 2, "gtopk": 2, "spardl": 0.5 + 0.25}
+    merges = {"dense": 0, "topk-allgather": 2, "topk-dsa": 2, "gtopk": 2, "spardl": 0.5 + 0.25}
     assert elapsed(lambda entries: entries / 8) == pytest.approx(elapsed(None) + merges[name])
 
 

@@ -14,7 +14,7 @@ from trainer.schedule import SHAPES
 from trainer.synchronisation import SYNCHRONISATIONS
 
 # --compressor NAME as published -> --algorithm NAME; the other sparse algorithms have one name in both.
-PUBLISHED = {"none": "dense", "topk": "topk-allgather", "topkA": "topk-allgather"}
+PUBLISHED = {"none": "dense", "topk": "topk-allgather", "topkA": "topk-allgather", "topkDSA": "topk-dsa"}
 
 
 class _Parser(ArgumentParser):

@@ -16,6 +16,7 @@ from sparse_collectives.reduction import Reduction
 from sparse_collectives.spardl import check_spardl, spardl, spardl_merged, spardl_select, spardl_sent, spardl_state
 from sparse_collectives.state import State
 from sparse_collectives.topk_allgather import topk_allgather, topk_allgather_merged, topk_allgather_sent
+from sparse_collectives.topk_dsa import topk_dsa, topk_dsa_sent
 from sparse_collectives.traffic import Traffic
 
 
@@ -55,6 +56,7 @@ class Algorithm:
 ALGORITHMS: dict[str, Algorithm] = {
     "dense": Algorithm(dense, dense_sent, compresses=False),
     "topk-allgather": Algorithm(topk_allgather, topk_allgather_sent, merged=topk_allgather_merged),
+    "topk-dsa": Algorithm(topk_dsa, topk_dsa_sent, exact=False),
     "gtopk": Algorithm(gtopk, gtopk_sent, merged=gtopk_merged),
     "spardl": Algorithm(
         spardl,
