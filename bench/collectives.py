@@ -207,7 +207,8 @@ def _row(name: str, medians: dict[str, Times], comm: Communicator, numel: int, k
     row["x_gloo"] = mine["whole"] / medians["gloo all_reduce"]["whole"]
     row |= dict.fromkeys(("x_link", *COUNTS))
     if name in ALGORITHMS:
-        expected = ALGORITHMS[name].sent(comm.rank, comm.size, k, numel, torch.float32)
+        expression = ALGORITHMS[name].typical or ALGORITHMS[name].sent
+        expected = expression(comm.rank, comm.size, k, numel, torch.float32)
         model = link.seconds(expected.nbytes, expected.rounds)
         row["x_link"] = (mine["exchange"] + mine.get("merge", 0.0)) / model
         row |= {"sent": int(mine["sent"]), "expected_sent": expected.nbytes}

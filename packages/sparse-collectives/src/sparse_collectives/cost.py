@@ -93,14 +93,15 @@ def predict(
     dtype: torch.dtype = torch.float32,
     options: Mapping[str, Any] | None = None,
 ) -> Prediction:
-    """One algorithm's exchange of k of n elements a rank, over P ranks; for an algorithm whose bytes depend on the data
-    the most that it can be.
+    """One algorithm's exchange of k of n elements a rank, over P ranks; where bytes depend on the data those of random
+    selections, or the most that they can be.
 
     dtype: in which values travel; bfloat16 halves the bytes of a dense sum only. options: the algorithm's
         own settings.
     """
     entry = algorithm_named(algorithm, options, size=size)
-    sent = [entry.sent(rank, size, k, numel, dtype) for rank in range(size)]
+    traffic_of = entry.typical or entry.sent
+    sent = [traffic_of(rank, size, k, numel, dtype) for rank in range(size)]
     merged = [_merged(entry, rank, size, k, numel, traffic) for rank, traffic in enumerate(sent)]
     collided = _collisions(sent)
     costs = [
