@@ -3,10 +3,10 @@
     python -m bench collectives [--full] [--repeats N] [--output DIR]
 
 select: error feedback and selection. merge: what the schedule computes between its rounds. exchange: the rest of the
-call, which all ranks enter at once, after a barrier that is not counted. put: the mean into a dense tensor, and what was
-dropped into the residual. x_mpi, x_gloo: the whole call in units of the dense allreduce of the same n. x_link: exchange
-and merge in units of α·rounds + β·bytes as measured in the same launch. sent and rounds stand next to the algorithm's
-expression. Medians of interleaved repeats on rank 0.
+call, which all ranks enter at once, after a barrier that is not counted. put: the mean into a dense tensor, and what
+was dropped into the residual. x_mpi, x_gloo: the whole call in units of the dense allreduce of the same n. x_link:
+exchange and merge in units of α·rounds + β·bytes as measured in the same launch. sent and rounds: next to the
+algorithm's expression. Medians of interleaved repeats on rank 0.
 """
 
 from __future__ import annotations
@@ -207,7 +207,8 @@ def _row(name: str, medians: dict[str, Times], comm: Communicator, numel: int, k
     row["x_gloo"] = mine["whole"] / medians["gloo all_reduce"]["whole"]
     row |= dict.fromkeys(("x_link", *COUNTS))
     if name in ALGORITHMS:
-        expected = ALGORITHMS[name].sent(comm.rank, comm.size, k, numel, torch.float32)
+        expression = ALGORITHMS[name].typical or ALGORITHMS[name].sent
+        expected = expression(comm.rank, comm.size, k, numel, torch.float32)
         model = link.seconds(expected.nbytes, expected.rounds)
         row["x_link"] = (mine["exchange"] + mine.get("merge", 0.0)) / model
         row |= {"sent": int(mine["sent"]), "expected_sent": expected.nbytes}

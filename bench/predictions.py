@@ -11,18 +11,24 @@ of the best measured one; a prediction if it is within 20 %.
 from __future__ import annotations
 
 import argparse
+import csv
 import json
+import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from sparse_collectives import ALGORITHMS
-from sparse_collectives.calibration import measure_handling, measure_traffic
+from communicators import Communicator, barrier
+from communicators.alone import Alone
+from sparse_collectives import ALGORITHMS, DistributedOptimizer
+from sparse_collectives.calibration import measure_handling, measure_traffic, slowest
 from sparse_collectives.cost import Handling, predict, step_seconds
 from sparse_collectives.table import table
 from sparse_compress import TopK
+from torch import nn
 
 from bench.slow_link import open_link
 from bench.slow_link.throttled import behind_link
@@ -55,7 +61,6 @@ def main(argv: Sequence[str] = ()) -> int:
             "8" if options.full else "2",
         ]
         with open_link(ranks=size, mbit_per_second=options.mbit, milliseconds=options.ms) as link:
-            print(link.describe())
             done = link.mpiexec(command, timeout=1200)
         if done.returncode:
             print(done.stderr, file=sys.stderr)
@@ -129,7 +134,8 @@ def _judged(rows: Sequence[dict[str, Any]]) -> bool:
     within = sum(abs(row["ratio"] - 1) <= STEP for row in rows)
     print(
         f"P = {first['P']}: first choice {first['algorithm']} at density {first['density']:g}, {behind:.0%} behind the "
-        f"best measured, {best['algorithm']} at {best['density']:g}; {within} of {len(rows)} predictions within {STEP:.0%}"
+        f"best measured, {best['algorithm']} at {best['density']:g}; "
+        f"{within} of {len(rows)} predictions within {STEP:.0%}"
     )
     return bool(behind <= FIRST_CHOICE)
 

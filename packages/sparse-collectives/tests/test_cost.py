@@ -42,10 +42,13 @@ def test_model_and_simulated_world_agree(name, size, link):
         message = link.seconds(wire_nbytes(k))
         assert predicted.exchange - 1.02 * message <= simulated <= predicted.exchange + 1.02 * message
     else:
-        assert predicted.exchange == pytest.approx(simulated, rel=0.05)
+        uneven = 0.0 if ALGORITHMS[name].exact else 0.15  # of 84 entries a block gets more or fewer by chance
+        assert predicted.exchange == pytest.approx(simulated, rel=0.05 + uneven)
 
 
-@pytest.mark.parametrize("name", [name for name, entry in ALGORITHMS.items() if entry.merged is not None])
+@pytest.mark.parametrize(
+    "name", [name for name, entry in ALGORITHMS.items() if entry.merged is not None and entry.exact]
+)
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 14])
 def test_merged_entries_are_those_that_the_schedule_names(name, size):
     entry, counted = ALGORITHMS[name], [0] * size

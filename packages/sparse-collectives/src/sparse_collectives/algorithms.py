@@ -16,7 +16,7 @@ from sparse_collectives.reduction import Reduction
 from sparse_collectives.spardl import check_spardl, spardl, spardl_merged, spardl_select, spardl_sent, spardl_state
 from sparse_collectives.state import State
 from sparse_collectives.topk_allgather import topk_allgather, topk_allgather_merged, topk_allgather_sent
-from sparse_collectives.topk_dsa import topk_dsa, topk_dsa_sent
+from sparse_collectives.topk_dsa import topk_dsa, topk_dsa_merged, topk_dsa_sent, topk_dsa_typical
 from sparse_collectives.traffic import Traffic
 
 
@@ -28,7 +28,9 @@ class Algorithm:
         one that has `initial_state` takes `state=` too.
     sent: (rank, size, k, numel, dtype) -> Traffic of a call without a state: the exact expression, or, where `exact` is
         False because it depends on what the ranks hold, the most that it can be.
-    merged: (rank, size, k, numel) -> entries that the rank merges, as `schedule` tells its `cost`.
+    typical: where not exact, what `sent` would be if every rank selected at random; predictions are based on it.
+    merged: (rank, size, k, numel) -> entries that the rank merges, as `schedule` tells its `cost`; typically, where
+        that depends on the data.
     select: where the algorithm prescribes what is sent, (acc, rank, size, k, state) -> SparseVector; acc is 1-D. It
         only reads the state.
     initial_state: the state before the first call, where there is one.
@@ -43,6 +45,7 @@ class Algorithm:
     initial_state: Callable[[], State] | None = None
     compresses: bool = True
     merged: Callable[..., int] | None = None
+    typical: Callable[..., Traffic] | None = None
     exact: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
     check: Callable[..., None] | None = None
@@ -56,7 +59,7 @@ class Algorithm:
 ALGORITHMS: dict[str, Algorithm] = {
     "dense": Algorithm(dense, dense_sent, compresses=False),
     "topk-allgather": Algorithm(topk_allgather, topk_allgather_sent, merged=topk_allgather_merged),
-    "topk-dsa": Algorithm(topk_dsa, topk_dsa_sent, exact=False),
+    "topk-dsa": Algorithm(topk_dsa, topk_dsa_sent, merged=topk_dsa_merged, typical=topk_dsa_typical, exact=False),
     "gtopk": Algorithm(gtopk, gtopk_sent, merged=gtopk_merged),
     "spardl": Algorithm(
         spardl,
@@ -87,6 +90,7 @@ def algorithm_named(name: str, options: Mapping[str, Any] | None = None, *, size
         entry,
         schedule=partial(entry.schedule, **settings),
         sent=partial(entry.sent, **settings),
+        typical=None if entry.typical is None else partial(entry.typical, **settings),
         merged=None if entry.merged is None else partial(entry.merged, **settings),
         select=None if entry.select is None else partial(entry.select, **settings),
         options=settings,

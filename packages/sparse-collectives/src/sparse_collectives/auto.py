@@ -12,7 +12,7 @@ from sparse_compress import Compressor, SparseVector
 from torch import Tensor
 
 from sparse_collectives.algorithms import ALGORITHMS
-from sparse_collectives.calibration import measure_handling, measure_traffic, slowest
+from sparse_collectives.calibration import agreed, measure_handling, measure_traffic
 from sparse_collectives.cost import Handling, Prediction, fastest_first, predict
 from sparse_collectives.state import State
 from sparse_collectives.table import amount, milliseconds, table
@@ -68,12 +68,12 @@ def choose(
     if handling is None:
         density = min(1.0, k / numel)
         handling = measure_handling(comm, numel=numel, density=density, device=device or comm.device)
-    agreed = Handling(*slowest(list(handling), comm))
-    agreed = agreed._replace(compress=0.0) if selected else agreed
+    costs = agreed(handling, comm)
+    costs = Handling(merge=costs.merge) if selected else costs
     link = measure_traffic(comm)
     found = fastest_first(
         [
-            predict(name, size=comm.size, numel=numel, k=min(k, numel), link=link, handling=agreed, dtype=dtype)
+            predict(name, size=comm.size, numel=numel, k=min(k, numel), link=link, handling=costs, dtype=dtype)
             for name in ALGORITHMS
         ]
     )

@@ -14,6 +14,7 @@ from communicators import SLOT_BYTES, Communicator, Link, Round, Schedule, allga
 from communicators.schedule import powers_of_two
 from sparse_compress import ErrorFeedback, SparseVector, TopK, merge
 
+from sparse_collectives.algorithms import ALGORITHMS, Algorithm, algorithm_named
 from sparse_collectives.cost import Handling
 
 MOST_ELEMENTS = 1 << 22
@@ -38,24 +39,41 @@ def measure_traffic(comm: Communicator, *, nbytes: int = LONG_BYTES, repeats: in
 
 
 def measure_handling(
-    comm: Communicator, *, numel: int, density: float, device: torch.device, repeats: int = REPEATS
+    comm: Communicator,
+    *,
+    numel: int,
+    density: float,
+    device: torch.device,
+    size: int | None = None,
+    repeats: int = REPEATS,
 ) -> Handling:
-    """Seconds per element to accumulate, select and put back, and per entry to merge, while all ranks do it at once."""
-    compressor = TopK(density)
+    """Selecting, by the compressor and as algorithms prescribe it, and merging, while all ranks do it at once.
+
+    size: for how many ranks algorithms select, where that is not the communicator's.
+    """
+    compressor, size = TopK(density), size or comm.size
     gradient = torch.randn(min(numel, MOST_ELEMENTS), device=device)
     k = compressor.entries(gradient.numel())
-    feedback, mean = ErrorFeedback(compressor), torch.zeros_like(gradient)
-    sent = feedback.compress("gradient", gradient)
-    other = compressor(torch.randn_like(gradient))
 
-    def handle() -> None:
-        sparse = feedback.compress("gradient", gradient)
-        feedback.restore("gradient", SparseVector.empty(sparse.numel, sparse.dtype, device=device))
-        mean.zero_()[sparse.indices] = sparse.values / comm.size
+    def compressing(select: Callable[[torch.Tensor], SparseVector] | None) -> float:
+        handle = _feedback_step(gradient, compressor, select, size)
+        return seconds_of(handle, comm, device, repeats) / gradient.numel()
 
-    compress = seconds_of(handle, comm, device, repeats) / gradient.numel()
-    merging = seconds_of(lambda: merge(sent, other, k), comm, device, repeats) / (2 * k)
-    return Handling(*slowest([compress, merging], comm))
+    one, other = compressor(gradient), compressor(torch.randn_like(gradient))
+    merging = seconds_of(lambda: merge(one, other, k), comm, device, repeats) / (2 * k)
+    prescribed = {
+        name: compressing(_selection(algorithm_named(name, size=size), comm.rank, size, k))
+        for name, entry in ALGORITHMS.items()
+        if entry.select is not None
+    }
+    return agreed(Handling(compressing(None), merging, prescribed), comm)
+
+
+def agreed(handling: Handling, comm: Communicator) -> Handling:
+    """The slowest rank's costs."""
+    names = list(handling.prescribed)
+    compress, merging, *prescribed = slowest([handling.compress, handling.merge, *handling.prescribed.values()], comm)
+    return Handling(compress, merging, dict(zip(names, prescribed, strict=True)))
 
 
 def slowest(values: list[float], comm: Communicator) -> list[float]:
@@ -76,6 +94,28 @@ def seconds_of(call: Callable[[], object], comm: Communicator, device: torch.dev
             torch.cuda.synchronize(device)
         times.append(comm.clock() - begin)
     return statistics.median(times[1:])
+
+
+def _feedback_step(
+    gradient: torch.Tensor, compressor: TopK, select: Callable[[torch.Tensor], SparseVector] | None, size: int
+) -> Callable[[], object]:
+    """What a step does besides the exchange: select, take back what was dropped, write the mean."""
+    feedback, mean = ErrorFeedback(compressor), torch.zeros_like(gradient)
+    nothing = SparseVector.empty(gradient.numel(), gradient.dtype, device=gradient.device)
+
+    def step() -> None:
+        sparse = feedback.compress("gradient", gradient, select=select)
+        feedback.restore("gradient", nothing)
+        mean.zero_()[sparse.indices] = sparse.values / size
+
+    return step
+
+
+def _selection(entry: Algorithm, rank: int, size: int, k: int) -> Callable[[torch.Tensor], SparseVector]:
+    select = entry.select
+    assert select is not None
+    state = None if entry.initial_state is None else entry.initial_state()
+    return lambda acc: select(acc, rank, size, k, state)
 
 
 def _round_seconds(comm: Communicator, nbytes: int, repeats: int) -> float:

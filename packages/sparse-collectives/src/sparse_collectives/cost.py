@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -32,11 +33,15 @@ WIRES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float64: "fp64"}
 
 
 class Handling(NamedTuple):
-    """What a rank's own work costs: compress seconds per element of the gradient (accumulate, select, put back), merge
-    seconds per entry. It depends on k/n, so there is one for each density."""
+    """What a rank's own work costs, at one k/n.
+
+    compress: seconds per element of the gradient to accumulate, select and put back; prescribed: the same, by name, of
+    the algorithms that prescribe the selection. merge: seconds per entry.
+    """
 
     compress: float = 0.0
     merge: float = 0.0
+    prescribed: Mapping[str, float] = MappingProxyType({})
 
 
 NO_WORK = Handling()
@@ -88,14 +93,15 @@ def predict(
     dtype: torch.dtype = torch.float32,
     options: Mapping[str, Any] | None = None,
 ) -> Prediction:
-    """One algorithm's exchange of k of n elements a rank, over P ranks; for an algorithm whose bytes depend on the data
-    the most that it can be.
+    """One algorithm's exchange of k of n elements a rank, over P ranks; where bytes depend on the data those of random
+    selections, or the most that they can be.
 
     dtype: in which values travel; bfloat16 halves the bytes of a dense sum only. options: the algorithm's
         own settings.
     """
     entry = algorithm_named(algorithm, options, size=size)
-    sent = [entry.sent(rank, size, k, numel, dtype) for rank in range(size)]
+    traffic_of = entry.typical or entry.sent
+    sent = [traffic_of(rank, size, k, numel, dtype) for rank in range(size)]
     merged = [_merged(entry, rank, size, k, numel, traffic) for rank, traffic in enumerate(sent)]
     collided = _collisions(sent)
     costs = [
@@ -110,7 +116,7 @@ def predict(
         dtype,
         max(traffic.nbytes for traffic in sent),
         max(traffic.rounds for traffic in sent),
-        handling.compress * numel if entry.compresses else 0.0,
+        handling.prescribed.get(algorithm, handling.compress) * numel if entry.compresses else 0.0,
         latency,
         transfer,
         merging,

@@ -91,3 +91,17 @@ def topk_dsa_sent(rank: int, size: int, k: int, numel: int, dtype: torch.dtype) 
     gathered = topk_dsa_traffic(rank, size, numel, dtype, [0] * size, [k * size] * size)
     given = block_nbytes(min(k, numel), numel - lengths[rank], dtype)
     return gathered._replace(nbytes=gathered.nbytes + (given if size > 1 else 0))
+
+
+def topk_dsa_typical(rank: int, size: int, k: int, numel: int, dtype: torch.dtype) -> Traffic:
+    """`topk_dsa_traffic` where every rank selects at random: n(1 − (1 − k/n)^P) entries in the sum, spread evenly."""
+    k = min(k, numel)
+    union = round(numel * (1 - (1 - k / numel) ** size))
+    spread = [[high - low for low, high in block_bounds(entries, size)] for entries in (k, union)]
+    return topk_dsa_traffic(rank, size, numel, dtype, *spread)
+
+
+def topk_dsa_merged(rank: int, size: int, k: int, numel: int) -> int:
+    """Entries that a rank sums where selections spread evenly: its block's share of all ranks'."""
+    del rank, size
+    return min(k, numel)

@@ -68,10 +68,11 @@ def find_out(flags: argparse.Namespace) -> tuple[Situation, Communicator]:
         numel, compute, backward = _model_seconds(flags.model, comm, device)
     else:
         numel, compute, backward = flags.parameters, flags.step_seconds, BACKWARD_SHARE * flags.step_seconds
-    handling = {d: measure_handling(comm, numel=numel, density=d, device=device) for d in flags.density}
+    size = flags.ranks or comm.size
+    handling = {d: measure_handling(comm, numel=numel, density=d, device=device, size=size) for d in flags.density}
     situation = Situation(
         numel=numel,
-        ranks=flags.ranks if flags.link else comm.size,
+        ranks=size,
         device=device.type,
         compute=compute,
         hidden=0.0 if flags.no_overlap else backward,
