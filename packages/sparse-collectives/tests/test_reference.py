@@ -72,11 +72,17 @@ def spardl_reference(inputs, k, teams=1, sag="r-sag", step=0):
     return total
 
 
+def oktopk_reference(inputs, k):
+    """At the first call: the k largest of the sum of all selections."""
+    return cut(topk_allgather_reference(inputs, k), k)
+
+
 REFERENCES = {
     "dense": dense_reference,
     "topk-allgather": topk_allgather_reference,
     "topk-dsa": topk_allgather_reference,
     "gtopk": gtopk_reference,
+    "oktopk": oktopk_reference,
     "spardl": spardl_reference,
 }
 

@@ -49,5 +49,5 @@ def sparse(options: Options, model: nn.Module, comm: Communicator) -> Distribute
 
 
 Synchronisation = Callable[["Options", "nn.Module", "Communicator"], "DistributedOptimizer"]
-SPARSE = ("topk-allgather", "topk-dsa", "gtopk", "spardl")
+SPARSE = ("topk-allgather", "topk-dsa", "gtopk", "oktopk", "spardl")
 SYNCHRONISATIONS: dict[str, Synchronisation] = {"dense": dense, **dict.fromkeys(SPARSE, sparse)}

@@ -12,6 +12,8 @@ from sparse_compress import SparseVector
 
 from sparse_collectives.dense import dense, dense_sent
 from sparse_collectives.gtopk import gtopk, gtopk_merged, gtopk_sent
+from sparse_collectives.oktopk import check_oktopk, oktopk, oktopk_select, oktopk_state
+from sparse_collectives.oktopk_traffic import oktopk_sent
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.spardl import check_spardl, spardl, spardl_merged, spardl_select, spardl_sent, spardl_state
 from sparse_collectives.state import State
@@ -61,6 +63,15 @@ ALGORITHMS: dict[str, Algorithm] = {
     "topk-allgather": Algorithm(topk_allgather, topk_allgather_sent, merged=topk_allgather_merged),
     "topk-dsa": Algorithm(topk_dsa, topk_dsa_sent, merged=topk_dsa_merged, typical=topk_dsa_typical, exact=False),
     "gtopk": Algorithm(gtopk, gtopk_sent, merged=gtopk_merged),
+    "oktopk": Algorithm(
+        oktopk,
+        oktopk_sent,
+        select=oktopk_select,
+        initial_state=oktopk_state,
+        exact=False,
+        options={"thresholds_every": 32, "boundaries_every": 64},
+        check=check_oktopk,
+    ),
     "spardl": Algorithm(
         spardl,
         spardl_sent,

@@ -17,7 +17,7 @@ from sparse_collectives.reduction import Reduction
 from sparse_collectives.spardl_blocks import Blocks
 from sparse_collectives.spardl_teams import SAG, combine_sent, combine_teams, is_recursive
 from sparse_collectives.state import State
-from sparse_collectives.traffic import Traffic
+from sparse_collectives.traffic import Traffic, bruck_sent, together
 
 
 def spardl(
@@ -124,15 +124,14 @@ def spardl_sent(
     team, position = divmod(rank, ranks)
     low, high = block_bounds(numel, ranks)[position]
     budgets = block_budgets(k, numel, ranks, state["step"])
-    onwards = budgets[position:] + budgets[:position]
-    handed_on = [sum(onwards[: min(distance, ranks - distance)]) for distance in powers_of_two(below=ranks)]
-    nbytes = body_nbytes(sum(onwards[1:]) + sum(handed_on), dtype) + 2 * len(handed_on) * SLOT_BYTES
+    others = body_nbytes(sum(budgets) - budgets[position], dtype)
+    gather = bruck_sent([body_nbytes(budget, dtype) for budget in budgets], position)
+    scatter = Traffic(others + gather.messages * SLOT_BYTES, gather.messages, gather.rounds)
     if teams == 1:
-        return Traffic(nbytes, 2 * len(handed_on), 2 * len(handed_on))
+        return together(scatter, gather)
     before = state["entries"] if state["of"] == [k, size, teams] else None
     between = combine_sent(team, teams, sag, budgets[position], high - low, dtype, before)
-    messages, rounds = (2 * len(handed_on) + more for more in between[1:])
-    return Traffic(nbytes + between.nbytes, messages, rounds)
+    return together(scatter, between, gather)
 
 
 def spardl_merged(rank: int, size: int, k: int, numel: int, *, teams: int = 1, sag: str = "auto") -> int:

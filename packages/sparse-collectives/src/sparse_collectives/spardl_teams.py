@@ -7,13 +7,13 @@ from functools import reduce
 
 import torch
 from communicators.dense import allgather_blocks
-from communicators.schedule import SLOT_BYTES, Elapse, Schedule
+from communicators.schedule import Elapse, Schedule
 from sparse_compress import SparseVector, add, merge, share
 
 from sparse_collectives.entries import assemble, body_nbytes, body_of, from_body
 from sparse_collectives.gtopk import gtopk, gtopk_sent
 from sparse_collectives.spardl_blocks import Blocks
-from sparse_collectives.traffic import Traffic
+from sparse_collectives.traffic import Traffic, bruck_sent
 
 SAG = ("auto", "r-sag", "b-sag")
 
@@ -82,9 +82,7 @@ def combine_sent(
     """R-SAG: log d messages of B entries, with headers. B-SAG: (d − 1)·h entries in ⌈log d⌉ messages with a slot."""
     if is_recursive(teams, sag):
         return gtopk_sent(team, teams, budget, length, dtype)
-    rounds = (teams - 1).bit_length()
-    nbytes = (teams - 1) * body_nbytes(sent_entries(before, budget, teams), dtype)
-    return Traffic(nbytes + rounds * SLOT_BYTES, rounds, rounds)
+    return bruck_sent([body_nbytes(sent_entries(before, budget, teams), dtype)] * teams, team)
 
 
 def _nothing(block: SparseVector) -> SparseVector:

@@ -7,13 +7,13 @@ from functools import reduce
 
 import torch
 from communicators.dense import allgather, block_bounds
-from communicators.schedule import SLOT_BYTES, Elapse, Round, Schedule, frame, powers_of_two
+from communicators.schedule import SLOT_BYTES, Elapse, Round, Schedule, frame
 from sparse_compress import SparseVector, add
 from torch import Tensor
 
 from sparse_collectives.entries import assemble, body_nbytes, body_of, from_body, join, split
 from sparse_collectives.reduction import Reduction
-from sparse_collectives.traffic import Traffic
+from sparse_collectives.traffic import Traffic, bruck_sent, together
 
 
 def topk_dsa(
@@ -78,11 +78,8 @@ def topk_dsa_traffic(
         [block_nbytes(entries, length, dtype) for entries, length in zip(counts, lengths, strict=True)]
         for counts in (given, summed)
     )
-    onwards = sum_nbytes[rank:] + sum_nbytes[:rank]
-    handed_on = [sum(onwards[: min(distance, size - distance)]) for distance in powers_of_two(below=size)]
-    messages = size - 1 + 2 * len(handed_on)
-    nbytes = sum(split_nbytes) - split_nbytes[rank] + 8 * (size - 1) + sum(handed_on)
-    return Traffic(nbytes + messages * SLOT_BYTES, messages, messages)
+    splits = sum(split_nbytes) - split_nbytes[rank] + (size - 1) * SLOT_BYTES
+    return together(Traffic(splits, size - 1, size - 1), bruck_sent([8] * size, rank), bruck_sent(sum_nbytes, rank))
 
 
 def topk_dsa_sent(rank: int, size: int, k: int, numel: int, dtype: torch.dtype) -> Traffic:

@@ -1,0 +1,161 @@
+"""Ok-Topk: regions of about equally many entries, and thresholds that are estimated now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from itertools import pairwise
+from typing import Any
+
+import torch
+from communicators.dense import allgather_blocks, halving_doubling_allreduce, largest_power_of_two
+from communicators.schedule import SLOT_BYTES, Elapse, Round, Schedule, frame
+from sparse_compress import SparseVector, add, topk
+from sparse_compress.magnitude import magnitude_keys
+
+from sparse_collectives.entries import assemble, body_nbytes, body_of, from_body, split
+from sparse_collectives.even_out import gather_evenly
+from sparse_collectives.kth_largest import kth_largest
+from sparse_collectives.reduction import Reduction
+from sparse_collectives.state import State
+
+
+def oktopk(
+    sparse: SparseVector,
+    rank: int,
+    size: int,
+    k: int,
+    *,
+    thresholds_every: int = 32,
+    boundaries_every: int = 64,
+    state: State | None = None,
+    cost: Callable[[int], float] | None = None,
+) -> Schedule[Reduction]:
+    """The entries of the sum from about its k-th largest on, at most k (Li & Hoefler, PPoPP 2022, algorithm 1).
+
+        boundaries   every τ calls: P regions; each boundary is the integer mean of the ranks' proposals
+        split        own entries of region j to rank j, P − 1 messages; rank j adds them in rank order
+        threshold    every τ' calls: the k-th largest sum, exactly; rank j keeps its sums that reach the last one
+        gather       where more than k reach it, the k largest; evened out; ⌈log P⌉ rounds
+
+    A rank's own entries whose index is not in the total are dropped: their owner has summed them, and kept none.
+    Differs from the paper: the threshold is found by summed histograms, not by gathering all sums, and the result is
+    cut to k exactly, so 6k elements are a bound from the first call on; ties and zeros are no special case.
+
+    sparse: min(k, n) entries; explicit zeros are not sent. thresholds_every, boundaries_every: τ', τ, in calls.
+    state: see `oktopk_state`. cost: seconds to merge so many entries, which a simulated world charges.
+    """
+    state = oktopk_state() if state is None else state
+    known = dict(state) if state["of"] == _of(sparse, size, k) else oktopk_state()
+    own = _pick(sparse, sparse.values != 0)
+    if known["step"] % boundaries_every == 0:
+        known["boundaries"] = yield from _agree_on_boundaries(own, rank, size)
+    region = yield from _split_and_reduce(own, known["boundaries"], rank, size, k, cost)
+    if renewed := known["step"] % thresholds_every == 0:
+        known["local"] = int(magnitude_keys(sparse.values).min())
+    kept, counts, kth = yield from _global_largest(region, 0 if renewed else known["threshold"], k, rank, size)
+    if renewed:
+        known["threshold"] = kth
+    total = yield from gather_evenly(kept, counts, rank, size)
+    state.update(known, step=known["step"] + 1, of=_of(sparse, size, k))
+    return Reduction(total, _pick(own, ~torch.isin(own.indices, total.indices)))
+
+
+def _agree_on_boundaries(own: SparseVector, rank: int, size: int) -> Schedule[list[int]]:
+    """Edges of P regions: each rank proposes those with as many of its entries, and the mean of proposals stands."""
+    n, m = own.numel, len(own)
+    indices = own.indices.tolist()
+    proposal = [indices[b * m // size] if m else b * n // size for b in range(1, size)]
+    padded = torch.zeros(2 * largest_power_of_two(size), dtype=torch.int64)
+    padded[: size - 1] = torch.tensor(proposal, dtype=torch.int64)
+    sums = yield from halving_doubling_allreduce(padded.to(own.device), rank, size)
+    return [0, *(total // size for total in sums[: size - 1].tolist()), n]
+
+
+def _split_and_reduce(
+    own: SparseVector, boundaries: Sequence[int], rank: int, size: int, k: int, cost: Callable[[int], float] | None
+) -> Schedule[SparseVector]:
+    """The sum of this rank's region over all ranks, added in rank order."""
+    parts = split(own, list(pairwise(boundaries)))
+    given = {rank: parts[rank]}
+    capacity = SLOT_BYTES + body_nbytes(min(k, boundaries[rank + 1] - boundaries[rank]), own.dtype)
+    for distance in range(1, size):  # so that no two ranks send to the same one at a time
+        to, source = (rank + distance) % size, (rank - distance) % size
+        received = yield Round({to: frame(body_of(parts[to]))}, {source: capacity})
+        given[source] = from_body(received[source][SLOT_BYTES:], like=own)
+    if cost is not None:
+        yield Elapse(cost(sum(map(len, given.values()))))
+    return reduce(add, (given[source] for source in range(size)))
+
+
+def _global_largest(
+    region: SparseVector, threshold: int, k: int, rank: int, size: int
+) -> Schedule[tuple[SparseVector, list[int], int]]:
+    """This rank's sums that reach the threshold, or belong to the k largest where all ranks' are more.
+
+    Also how many they are on every rank, and the key of the k-th largest, 0 where there are not so many.
+    """
+    keys = magnitude_keys(region.values)
+    counts = yield from _everybodys([int((keys >= threshold).sum())], region, rank, size)
+    if sum(n for [n] in counts) <= k:
+        return _pick(region, keys >= threshold), [n for [n] in counts], 0
+    kth, wanted = yield from kth_largest(keys[keys >= threshold], k, rank, size)
+    larger, equal = keys > kth, keys == kth
+    counts = yield from _everybodys([int(larger.sum()), int(equal.sum())], region, rank, size)
+    before = [sum(ties for _, ties in counts[:r]) for r in range(size)]
+    allowed = [min(max(wanted - earlier, 0), ties) for earlier, (_, ties) in zip(before, counts, strict=True)]
+    kept = larger | (equal & (equal.cumsum(0) <= allowed[rank]))  # ties to the lowest index: regions are in rank order
+    return _pick(region, kept), [n + ties for (n, _), ties in zip(counts, allowed, strict=True)], kth
+
+
+def _everybodys(numbers: list[int], like: SparseVector, rank: int, size: int) -> Schedule[list[list[int]]]:
+    """All ranks' numbers, in rank order; 8 bytes each."""
+    mine = torch.tensor(numbers, device=like.device).view(torch.uint8)
+    blocks = yield from allgather_blocks(mine, [len(mine)] * size, rank, size)
+    return [block.clone().view(torch.int64).tolist() for block in blocks]
+
+
+def _pick(sparse: SparseVector, chosen: torch.Tensor) -> SparseVector:
+    return assemble(sparse.indices[chosen], sparse.values[chosen], sparse.numel)
+
+
+def oktopk_state() -> State:
+    """step: calls so far. local, threshold: least key (magnitude as an integer) to be selected here, and in the total.
+
+    boundaries: edges of the regions. of: k, P, n and dtype that all this is for; for others it starts anew. `local`
+    is this rank's own, the rest is alike on all ranks.
+    """
+    return {"step": 0, "local": 0, "threshold": 0, "boundaries": [], "of": None}
+
+
+def _of(like: SparseVector | torch.Tensor, size: int, k: int) -> list[Any]:
+    numel = like.numel if isinstance(like, SparseVector) else like.numel()
+    return [min(k, numel), size, numel, str(like.dtype)]
+
+
+def oktopk_select(
+    acc: torch.Tensor,
+    rank: int,
+    size: int,
+    k: int,
+    state: State | None,
+    *,
+    thresholds_every: int = 32,
+    boundaries_every: int = 64,
+) -> SparseVector:
+    """The entries that reach the local threshold, at most k; the k largest themselves where it is due to be renewed."""
+    del rank, boundaries_every
+    due = state is None or state["of"] != _of(acc, size, k) or state["step"] % thresholds_every == 0
+    if state is None or due or k >= acc.numel():
+        return topk(acc, k)
+    reach = (magnitude_keys(acc) >= state["local"]).nonzero().flatten()
+    return topk(acc, k) if len(reach) >= k else assemble(reach.int(), acc[reach], acc.numel())
+
+
+def check_oktopk(size: int, *, thresholds_every: int, boundaries_every: int) -> None:
+    """Raises ValueError for less than every call."""
+    del size
+    if thresholds_every < 1 or boundaries_every < 1:
+        raise ValueError(
+            f"thresholds_every is {thresholds_every} and boundaries_every {boundaries_every}, expected 1 call or more"
+        )

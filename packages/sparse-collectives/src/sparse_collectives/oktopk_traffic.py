@@ -1,0 +1,78 @@
+"""What Ok-Topk sends: exactly, where it is known what the ranks hold, and at most."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from communicators.dense import largest_power_of_two
+from communicators.schedule import SLOT_BYTES
+
+from sparse_collectives.entries import body_nbytes
+from sparse_collectives.even_out import even_counts, is_uneven, shifts
+from sparse_collectives.kth_largest import kth_largest_sent, sum_sent
+from sparse_collectives.traffic import Traffic, bruck_sent, together
+
+
+def oktopk_traffic(
+    rank: int,
+    k: int,
+    dtype: torch.dtype,
+    *,
+    given: Sequence[int],
+    reached: int,
+    kept: Sequence[int],
+    boundaries: bool,
+) -> Traffic:
+    """What a rank sends in a call.
+
+    given: its entries in each region. reached: sums, of all ranks, that reach the threshold. kept: those in each
+    region that are in the total. boundaries: whether they are agreed on anew.
+    """
+    size = len(given)
+    others = sum(body_nbytes(entries, dtype) for owner, entries in enumerate(given) if owner != rank)
+    parts = [
+        Traffic(others + (size - 1) * SLOT_BYTES, size - 1, size - 1),
+        bruck_sent([8] * size, rank),
+        _gather(rank, dtype, kept),
+    ]
+    if boundaries:
+        parts.append(sum_sent(rank, size, 16 * largest_power_of_two(size)))
+    if reached > k:
+        parts += [kth_largest_sent(rank, size, dtype), bruck_sent([16] * size, rank)]
+    return together(*parts)
+
+
+def _gather(rank: int, dtype: torch.dtype, counts: Sequence[int]) -> Traffic:
+    """Evening out, where it is needed, in one round; then Bruck."""
+    moved = Traffic(0, 0, 0)
+    if is_uneven(counts):
+        gives = [run.stop - run.start for to, run in shifts(counts, rank).items() if to != rank]
+        takes = any(rank in shifts(counts, other) for other in range(len(counts)) if other != rank)
+        nbytes = sum(body_nbytes(entries, dtype) + SLOT_BYTES for entries in gives)
+        moved = Traffic(nbytes, len(gives), int(takes or bool(gives)))
+        counts = even_counts(sum(counts), len(counts))
+    return together(moved, bruck_sent([body_nbytes(entries, dtype) for entries in counts], rank))
+
+
+def oktopk_sent(
+    rank: int,
+    size: int,
+    k: int,
+    numel: int,
+    dtype: torch.dtype,
+    *,
+    thresholds_every: int = 32,
+    boundaries_every: int = 64,
+) -> Traffic:
+    """The most that a first call sends; later ones, that renew less, send less.
+
+    Entries: k in the split, k in evening out, (P − 1)·⌈k/P⌉ in the gather, so 6k elements where P divides k. Besides,
+    the same for any k and n: 4 sums of 1 KiB (float64: 8), one of the boundaries, 24 bytes a rank, and the slots.
+    """
+    del thresholds_every, boundaries_every
+    k = min(k, numel)
+    even = [-(-k // size)] * size
+    first = oktopk_traffic(rank, 0, dtype, given=[0] * size, reached=1, kept=even, boundaries=True)
+    nbytes = 2 * body_nbytes(k, dtype) + (size - 1) * SLOT_BYTES
+    return together(first, Traffic(nbytes, size - 1, 1)) if size > 1 else Traffic(0, 0, 0)
