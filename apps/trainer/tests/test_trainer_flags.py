@@ -48,6 +48,8 @@ def test_two_spellings_of_the_algorithm(app: App, flags: str, algorithm: str) ->
         ("--weight-decay -1", "expected a number from 0 on"),
         ("--max-epochs -3", "--max-epochs"),
         ("--compressor gtopk", "--compression"),
+        ("--algorithm gtopk --teams 2", "has no effect on gtopk"),
+        ("--algorithm spardl --teams 3", "--teams 3 does not divide the 4 workers"),
         ("--compression --compressor topk --algorithm gtopk", "differ"),
         ("--resume --overwrite", "give one of them"),
         ("--resume yesterday", "'latest', 'previous'"),

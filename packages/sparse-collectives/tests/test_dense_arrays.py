@@ -4,13 +4,14 @@ import numpy as np
 import pytest
 import torch
 from communicators import SimulatedWorld, testing
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_collectives import ALGORITHMS, sparse_allreduce
 from sparse_compress import topk
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
+@settings(max_examples=15)
 @given(inputs=testing.inputs(numels=st.integers(1, 30)), k=st.integers(1, 30))
 def test_numpy_arrays_obey_the_laws(name, inputs, k):
     testing.check_laws(

@@ -67,7 +67,7 @@ def check_first_call(vectors, k):
     return results, world
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 6, 8, 12, 14, 16, 33, 64])
+@pytest.mark.parametrize("size", [2, 3, 6, 8, 14, 33, 64])
 def test_bytes_of_a_first_call(size):
     check_first_call(normal(size, 40 * size, 3 * size), 3 * size)
 
@@ -111,7 +111,7 @@ def test_counts_over_several_calls():
         assert torch.equal(sum(accs), total.to_dense() + sum(residuals))
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(data=st.data())
 def test_laws_over_several_calls(data):
     """Thresholds and boundaries of earlier calls, on whatever comes."""

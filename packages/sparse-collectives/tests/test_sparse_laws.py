@@ -43,7 +43,7 @@ def check_laws(name, vectors, k):
 
 @every_algorithm
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_laws(name, dtype, data):
     dense = data.draw(testing.inputs(numels=st.integers(1, 60), dtype=dtype))
@@ -53,7 +53,7 @@ def test_laws(name, dtype, data):
 
 
 @every_algorithm
-@pytest.mark.parametrize("size", [14, 33, 64])
+@pytest.mark.parametrize("size", [14, 33])
 def test_laws_with_many_ranks(name, size):
     generator = torch.Generator().manual_seed(size)
     dense = [torch.randint(-99, 100, (257,), generator=generator).float() for _ in range(size)]
@@ -68,7 +68,7 @@ def test_tiny_vectors_have_more_ranks_than_elements(name, n, size):
 
 
 @every_algorithm
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_ranks_agree_on_any_floats_in_any_order_of_delivery(name, data):
     size, n = data.draw(testing.world_sizes(8)), data.draw(st.integers(1, 20))

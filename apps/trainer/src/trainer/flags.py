@@ -34,6 +34,7 @@ def parse(argv: Sequence[str], app: App, *, world_size: int | None) -> Options:
     try:
         given.algorithm = _algorithm(given)
         given.nworkers = _nworkers(given.nworkers, world_size)
+        _check_teams(given)
         _check_output(given)
     except RunError as error:
         parser.error(str(error))
@@ -63,6 +64,13 @@ def _nworkers(asked: int | None, world_size: int | None) -> int:
     return asked or world_size or 1
 
 
+def _check_teams(given: Namespace) -> None:
+    if given.teams > 1 and given.algorithm != "spardl":
+        raise RunError(f"--teams {given.teams} has no effect on {given.algorithm}: it is for spardl")
+    if given.nworkers % given.teams:
+        raise RunError(f"--teams {given.teams} does not divide the {given.nworkers} workers into equal teams")
+
+
 def _check_output(given: Namespace) -> None:
     if given.resume and given.overwrite:
         raise RunError("--resume goes on with a run and --overwrite deletes it: give one of them")
@@ -90,6 +98,13 @@ def _add_synchronisation(parser: ArgumentParser) -> None:
     add("--compression", action="store_true", help="exchange sparse gradients, by --compressor")
     add("--compressor", choices=[*sparse, *PUBLISHED], help="sparse algorithm (with --compression; default: gtopk)")
     add("--density", type=quantities.density, default=0.01, help="share of the gradient that is sent (default: 0.01)")
+    add(
+        "--teams",
+        type=quantities.count,
+        default=1,
+        metavar="D",
+        help="teams of ranks for spardl (default: 1)",
+    )
     add("--nworkers", type=quantities.count, metavar="N", help="ranks; without a launcher this many are started")
 
 

@@ -17,6 +17,7 @@ class Options:
     dataset: str
     algorithm: str
     density: float
+    teams: int  # of ranks, for spardl
     batch_size: int  # samples per rank and step
     lr: float
     momentum: float

@@ -44,6 +44,7 @@ def sparse(options: Options, model: nn.Module, comm: Communicator) -> Distribute
         comm=comm,
         compressor=TopK(options.density),
         algorithm=options.algorithm,
+        options={"teams": options.teams} if options.algorithm == "spardl" else None,
         momentum=options.momentum,
     )
 
