@@ -41,6 +41,8 @@ def test_model_and_simulated_world_agree(name, size, link):
     if name == "gtopk" and size & (size - 1):  # whether a message finds its port free depends on the order of events
         message = link.seconds(wire_nbytes(k))
         assert predicted.exchange - 1.02 * message <= simulated <= predicted.exchange + 1.02 * message
+    elif not ALGORITHMS[name].exact and ALGORITHMS[name].typical is None:
+        assert predicted.exchange >= 0.95 * simulated  # only the most that it can send is known
     else:
         uneven = 0.0 if ALGORITHMS[name].exact else 0.15  # of 84 entries a block gets more or fewer by chance
         assert predicted.exchange == pytest.approx(simulated, rel=0.05 + uneven)
