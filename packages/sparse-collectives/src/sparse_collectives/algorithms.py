@@ -13,7 +13,7 @@ from sparse_compress import SparseVector
 from sparse_collectives.dense import dense, dense_sent
 from sparse_collectives.gtopk import gtopk, gtopk_merged, gtopk_sent
 from sparse_collectives.oktopk import check_oktopk, oktopk, oktopk_select, oktopk_state
-from sparse_collectives.oktopk_traffic import oktopk_sent
+from sparse_collectives.oktopk_traffic import oktopk_merged, oktopk_sent, oktopk_typical
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.spardl import check_spardl, spardl, spardl_merged, spardl_select, spardl_sent, spardl_state
 from sparse_collectives.state import State
@@ -66,6 +66,8 @@ ALGORITHMS: dict[str, Algorithm] = {
     "oktopk": Algorithm(
         oktopk,
         oktopk_sent,
+        merged=oktopk_merged,
+        typical=oktopk_typical,
         select=oktopk_select,
         initial_state=oktopk_state,
         exact=False,

@@ -76,3 +76,28 @@ def oktopk_sent(
     first = oktopk_traffic(rank, 0, dtype, given=[0] * size, reached=1, kept=even, boundaries=True)
     nbytes = 2 * body_nbytes(k, dtype) + (size - 1) * SLOT_BYTES
     return together(first, Traffic(nbytes, size - 1, 1)) if size > 1 else Traffic(0, 0, 0)
+
+
+def oktopk_typical(
+    rank: int,
+    size: int,
+    k: int,
+    numel: int,
+    dtype: torch.dtype,
+    *,
+    thresholds_every: int = 32,
+    boundaries_every: int = 64,
+) -> Traffic:
+    """A first call where regions turn out balanced; later ones save a sum of boundaries at least."""
+    del thresholds_every, boundaries_every
+    k = min(k, numel)
+    even = even_counts(k, size)
+    return oktopk_traffic(rank, k, dtype, given=even, reached=k + 1, kept=even, boundaries=True)
+
+
+def oktopk_merged(
+    rank: int, size: int, k: int, numel: int, *, thresholds_every: int = 32, boundaries_every: int = 64
+) -> int:
+    """Entries that a rank sums where regions are balanced: its region's share of all ranks'."""
+    del rank, size, thresholds_every, boundaries_every
+    return min(k, numel)

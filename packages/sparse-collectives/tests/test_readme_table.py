@@ -1,0 +1,30 @@
+"""The README's numbers are those of the expressions: `python test_readme_table.py` prints the rows."""
+
+from pathlib import Path
+
+import torch
+from sparse_collectives.algorithms import ALGORITHMS, algorithm_named
+
+COLUMNS = [(name, {}) for name in ALGORITHMS] + [("spardl", {"teams": 2})]
+README = Path(__file__).parent.parent / "README.md"
+
+
+def cell(size, name, options):
+    entry = algorithm_named(name, options, size=size)
+    expression = entry.typical or entry.sent
+    sent = [expression(rank, size, 250_000, 25_000_000, torch.float32) for rank in range(size)]
+    return f"{max(s.nbytes for s in sent) / 1e6:.2f} / {max(s.messages for s in sent)}"
+
+
+def rows():
+    for size in (2, 4, 8, 14, 16, 32, 64):
+        yield f"| {size} | {' | '.join(cell(size, *column) for column in COLUMNS)} |"
+
+
+def test_the_numbers_are_those_of_the_expressions():
+    table = "\n".join(rows())
+    assert table in README.read_text(), f"write these rows into the README:\n{table}"
+
+
+if __name__ == "__main__":
+    print("\n".join(rows()))
