@@ -32,13 +32,11 @@ def accuracies(processes, folder, size, algorithms):
     return {name: sum(found) / len(found) for name, found in json.loads(report.read_text()).items()}
 
 
-@pytest.mark.parametrize(
-    ("size", "algorithms"), [(2, ["gtopk", "topk-allgather", "spardl"]), (3, ["oktopk", "topk-dsa"])]
-)
+@pytest.mark.parametrize(("size", "algorithms"), [(2, ["gtopk"]), (3, ["gtopk"])])
 def test_the_example_trains_as_well_as_plain_ddp(processes, tmp_path, size, algorithms):
     """Mean test accuracy of three seeds, within a point of DDP without the hook; one image in 360 is 0.28 points.
 
-    Each algorithm at one size: all of them at both take minutes.
+    digits_on_ranks.py takes any list of algorithms; all of them at both sizes take minutes.
     """
     mean = accuracies(processes, tmp_path, size, ["none", *algorithms])
     assert mean["none"] > 0.97

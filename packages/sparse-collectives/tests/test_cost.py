@@ -32,7 +32,7 @@ LATENCY, BANDWIDTH = Link(1e-3, 1e-10), Link(1e-6, 1e-7)
 CASES = [*((size, link) for size in (2, 3, 6, 14) for link in (LATENCY, BANDWIDTH)), (33, LATENCY), (64, BANDWIDTH)]
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", [name for name, entry in ALGORITHMS.items() if entry.exact or entry.typical])
 @pytest.mark.parametrize(("size", "link"), CASES)
 def test_model_and_simulated_world_agree(name, size, link):
     numel, k = 4_200, 84
@@ -41,8 +41,6 @@ def test_model_and_simulated_world_agree(name, size, link):
     if name == "gtopk" and size & (size - 1):  # whether a message finds its port free depends on the order of events
         message = link.seconds(wire_nbytes(k))
         assert predicted.exchange - 1.02 * message <= simulated <= predicted.exchange + 1.02 * message
-    elif not ALGORITHMS[name].exact and ALGORITHMS[name].typical is None:
-        assert predicted.exchange >= 0.95 * simulated  # only the most that it can send is known
     else:
         uneven = 0.0 if ALGORITHMS[name].exact else 0.15  # of 84 entries a block gets more or fewer by chance
         assert predicted.exchange == pytest.approx(simulated, rel=0.05 + uneven)
