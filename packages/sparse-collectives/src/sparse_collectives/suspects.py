@@ -21,9 +21,12 @@ def marked(sent: SparseVector, feedback: ErrorFeedback, name: str) -> SparseVect
 
 def suspect_element(sent: SparseVector, residual: Tensor) -> int:
     """The first element of which this rank gave, or has left in its residual, something not finite; -1 if none."""
-    left_behind = first_nonfinite(residual.view(-1))
-    position = first_nonfinite(sent.values)
-    return left_behind if left_behind >= 0 else -1 if position < 0 else int(sent.indices[position])
+    position, left_behind = first_nonfinite(sent.values), first_nonfinite(residual.view(-1))
+    if position < 0 or left_behind < 0:
+        return max(left_behind, -1 if position < 0 else int(sent.indices[position]))
+    # Both: a selection by magnitude fills up with NaN in the order of their indices; a mark is a lone first entry.
+    marked_only = position == 0 and int((~torch.isfinite(sent.values)).sum()) == 1
+    return left_behind if marked_only else min(left_behind, int(sent.indices[position]))
 
 
 def first_nonfinite(tensor: Tensor) -> int:
