@@ -3,6 +3,6 @@
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
-    "thinwire", deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+    "thinwire", deadline=None, max_examples=20, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 settings.load_profile("thinwire")

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 from ddp_cases import CASES
-from sparse_collectives import ALGORITHMS
 
 SCRIPT = Path(__file__).parent / "ddp_cases.py"
-SPARSE = [name for name, algorithm in ALGORITHMS.items() if algorithm.compresses]
 
 
 @pytest.fixture(scope="module", params=[2, 3])
@@ -34,9 +32,12 @@ def accuracies(processes, folder, size, algorithms):
     return {name: sum(found) / len(found) for name, found in json.loads(report.read_text()).items()}
 
 
-@pytest.mark.parametrize(("size", "algorithms"), [(2, [*SPARSE, "dense"]), (3, ["gtopk"])])
+@pytest.mark.parametrize(("size", "algorithms"), [(2, ["gtopk"]), (3, ["gtopk"])])
 def test_the_example_trains_as_well_as_plain_ddp(processes, tmp_path, size, algorithms):
-    """Mean test accuracy of three seeds, within a point of DDP without the hook; one image in 360 is 0.28 points."""
+    """Mean test accuracy of three seeds, within a point of DDP without the hook; one image in 360 is 0.28 points.
+
+    digits_on_ranks.py takes any list of algorithms; all of them at both sizes take minutes.
+    """
     mean = accuracies(processes, tmp_path, size, ["none", *algorithms])
     assert mean["none"] > 0.97
     for name in algorithms:

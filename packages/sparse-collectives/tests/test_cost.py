@@ -32,7 +32,7 @@ LATENCY, BANDWIDTH = Link(1e-3, 1e-10), Link(1e-6, 1e-7)
 CASES = [*((size, link) for size in (2, 3, 6, 14) for link in (LATENCY, BANDWIDTH)), (33, LATENCY), (64, BANDWIDTH)]
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", [name for name, entry in ALGORITHMS.items() if entry.exact or entry.typical])
 @pytest.mark.parametrize(("size", "link"), CASES)
 def test_model_and_simulated_world_agree(name, size, link):
     numel, k = 4_200, 84
