@@ -235,19 +235,40 @@ def test_gathered_evenly(counts):
     assert not is_uneven(even_counts(1000, size))
 
 
+@pytest.mark.parametrize("share", [1, 2, 4, 16])
+def test_no_share_of_the_ranks_that_holds_everything_makes_a_gather_too_long(share):
+    """Without evening out those at four times the mean would hand on 3k entries, those at sixteen times 4k."""
+    size, k = 16, 64
+    counts = [share * k // size if rank < size // share else 0 for rank in range(size)]
+    ends = np.cumsum([0, *counts])
+    parts = [topk(torch.arange(1.0, k + 1), k)] * size
+    parts = [
+        SparseVector(part.indices[a:b], part.values[a:b], k)
+        for part, (a, b) in zip(parts, itertools.pairwise(ends), strict=True)
+    ]
+    world = SimulatedWorld(size)
+    world.run(lambda c: run(gather_evenly(parts[c.rank], counts, c.rank, size), c))
+    assert all(
+        nbytes <= 8 * 2 * k + 16 * messages
+        for nbytes, messages in zip(world.bytes_sent, world.messages_sent, strict=True)
+    )
+
+
 def test_the_state_changes_only_on_success():
-    states = [oktopk_state() for _ in range(3)]
-    oktopk(normal(3, 50, 5), 5, states, **OFTEN)
-    before = copy.deepcopy(states)
+    """Rank 1 dies when boundaries are agreed on, and everything is due to be renewed."""
+    states, always = [oktopk_state() for _ in range(3)], {"thresholds_every": 1, "boundaries_every": 1}
+    oktopk(normal(3, 50, 5), 5, states, **always)
+    before, others = copy.deepcopy(states), normal(3, 50, 5, seed=1)
 
     def body(comm):
+        own = {"algorithm": "oktopk", "options": always, "state": states[comm.rank]}
         with pytest.raises(CollectiveError):
-            sparse_allreduce(
-                normal(3, 50, 5)[comm.rank], comm, k=5, algorithm="oktopk", options=OFTEN, state=states[comm.rank]
-            )
+            sparse_allreduce(others[comm.rank], comm, k=5, **own)
 
-    SimulatedWorld(3, faults=[Dies(rank=1, message=3)]).run(body)
+    SimulatedWorld(3, faults=[Dies(rank=1, message=5)]).run(body)
     assert states == before
+    oktopk(others, 5, states, **always)
+    assert states[0]["boundaries"] != before[0]["boundaries"]
 
 
 def train(comm, steps, saved=None):
