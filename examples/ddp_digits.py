@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-EPOCHS, BATCH, RATE, MOMENTUM = 20, 16, 0.2, 0.9
+EPOCHS, BATCH, RATE, MOMENTUM = 20, 16, 0.1, 0.9
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
@@ -32,7 +32,7 @@ def train(algorithm: str, seed: int = 0) -> float:
     """Trains on the ranks of the default group; returns the test accuracy."""
     torch.manual_seed(seed)
     train_set, test_set = digits()
-    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
     ddp = DistributedDataParallel(model)
     before, after = (0.0, MOMENTUM) if algorithm in ("none", "dense") else (MOMENTUM, 0.0)  # the selection
     if algorithm != "none":
