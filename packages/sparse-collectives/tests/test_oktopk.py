@@ -102,6 +102,7 @@ def test_counts_over_several_calls():
         results, world = oktopk(sent, k, states, **options)
         total = results[0].total
         assert len(total) <= k
+        assert step % 2 == 0 or states[0]["threshold"] == threshold  # reused, not replaced
         exact = expected_traffic(sent, k, total, states[0]["boundaries"], threshold, boundaries=step % 3 == 0)
         assert list(zip(world.bytes_sent, world.messages_sent, strict=True)) == [one[:2] for one in exact]
         for key in ("step", "threshold", "boundaries", "of"):
@@ -155,6 +156,16 @@ def test_gradients_that_tie(size):
     assert results[0].total.indices.tolist() == ([1, 3, 5, 7] if size != 2 else [0, 1, 2, 3])
 
 
+@pytest.mark.parametrize("size", [3, 5, 8])
+def test_floats_are_added_in_rank_order(size):
+    """Not in order of arrival, which begins with the owner's own: that rounds otherwise."""
+    vectors = normal(size, 64, 32)
+    results, world = oktopk(vectors, 32)
+    exact = world.run(lambda c: sparse_allreduce(vectors[c.rank], c, k=32, algorithm="topk-allgather"))[0].total
+    total = results[0].total
+    assert torch.equal(total.values, exact.to_dense()[total.indices])
+
+
 def test_every_contributor_takes_back_what_was_not_selected():
     """4 + 4 at index 1 beats 5 and 6; the published residual rule is this one."""
     vectors = [topk(torch.tensor([5.0, 4, 0, 0]), 2), topk(torch.tensor([0.0, 4, 0, 6]), 2)]
@@ -180,6 +191,15 @@ def test_thresholds_are_reused_and_renewed():
 def test_a_selection_at_density_1_is_everything_whatever_the_threshold():
     state = {**oktopk_state(), "step": 1, "local": 2**30, "of": [8, 1, 8, "torch.float32"]}
     assert len(oktopk_select(torch.arange(8.0), 0, 1, 8, state)) == 8
+
+
+def test_thresholds_and_boundaries_start_anew_for_another_k():
+    states, fresh = [oktopk_state() for _ in range(3)], [oktopk_state() for _ in range(3)]
+    oktopk(normal(3, 60, 12), 12, states)
+    others = normal(3, 60, 4, seed=1)
+    oktopk(others, 4, states)
+    oktopk(others, 4, fresh)
+    assert states == fresh
 
 
 def test_boundaries_are_the_integer_mean_of_proposals_and_balance_the_regions():

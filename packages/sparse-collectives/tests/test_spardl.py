@@ -65,6 +65,14 @@ def test_laws_in_teams(size, teams, sag, data):
     )
 
 
+@pytest.mark.parametrize(("size", "teams", "sag"), TEAMS)
+def test_ranks_of_all_teams_agree_on_floats(size, teams, sag):
+    """A sum that begins with the own team's part rounds otherwise in every team."""
+    vectors = [topk(torch.randn(40, generator=torch.Generator().manual_seed(rank)), 30) for rank in range(size)]
+    results, _ = spardl(vectors, 30, teams=teams, sag=sag)
+    assert all(torch.equal(one.total.pack()[16:], results[0].total.pack()[16:]) for one in results)
+
+
 @pytest.mark.parametrize("size", [2, 4, 8, 16])
 @pytest.mark.parametrize("k", [1, 3, 20, 50])
 def test_as_many_teams_as_ranks_are_gtopk_in_bits(size, k):

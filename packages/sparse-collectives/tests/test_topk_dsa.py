@@ -63,6 +63,16 @@ def test_bytes_are_the_papers_where_selections_spread_evenly(size):
     assert world.bytes_sent == [4 * (2 * k + n) * (size - 1) // size + headers] * size
 
 
+@pytest.mark.parametrize("size", [3, 5, 8])
+def test_floats_are_added_in_rank_order_and_so_have_the_bits_of_an_allgather(size):
+    """Not in order of arrival, which begins with the owner's own: that rounds otherwise."""
+    generator = torch.Generator().manual_seed(size)
+    vectors = [topk(torch.randn(64, generator=generator), 32) for _ in range(size)]
+    results, world = dsa(vectors, 32)
+    others = world.run(lambda c: sparse_allreduce(vectors[c.rank], c, k=32, algorithm="topk-allgather"))
+    assert torch.equal(results[0].total.to_dense(), others[0].total.to_dense())
+
+
 def test_values_that_tie_with_the_kth_are_kept():
     """The published code selects by a strict > the k-th value: of these it sends nothing at all."""
     vectors = [topk(torch.ones(4), 2), topk(torch.ones(4), 2)]
