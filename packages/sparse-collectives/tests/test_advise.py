@@ -55,10 +55,10 @@ def test_json(capsys):
     steps = [p["step_seconds"] for p in found["predictions"]]
     assert steps == sorted(steps)
     for prediction in found["predictions"]:
-        assert set(prediction) == {"algorithm", "density", "wire", "speedup", *numbers}
+        assert set(prediction) == {"algorithm", "options", "density", "wire", "speedup", *numbers}
     [dense] = [p for p in found["predictions"] if (p["algorithm"], p["wire"]) == ("dense", "fp32")]
     assert dense["speedup"] == 1
-    assert set(found["recommendation"]) == {"algorithm", "density", "wire", "speedup", "text"}
+    assert set(found["recommendation"]) == {"algorithm", "options", "density", "wire", "speedup", "text"}
 
 
 def test_without_overlap_a_step_is_the_sum_of_its_parts(capsys):

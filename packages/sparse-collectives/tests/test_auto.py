@@ -6,6 +6,7 @@ import pytest
 import torch
 from communicators import Link, SimulatedWorld, as_communicator
 from sparse_collectives import ALGORITHMS, DistributedOptimizer, SparseHookState, choose, sparse_allreduce
+from sparse_collectives.algorithms import algorithm_named
 from sparse_collectives.cost import Handling
 from sparse_compress import TopK, topk
 
@@ -20,7 +21,9 @@ def test_ranks_agree_although_each_measured_something_else(size):
 
     choices = SimulatedWorld(size, link=SLOW).run(body)
     assert all(choice == choices[0] for choice in choices)
-    [best] = [p for p in choices[0].predictions if p.algorithm == choices[0].algorithm]
+    [best] = [
+        p for p in choices[0].predictions if (p.algorithm, p.options) == (choices[0].algorithm, choices[0].options)
+    ]
     assert best.compression == pytest.approx(1e-9 * size * 10**5)  # the slowest rank's
     assert set(ALGORITHMS) == {p.algorithm for p in choices[0].predictions}
 
@@ -41,7 +44,7 @@ def test_sparse_over_a_slow_link_with_a_table():
     header, *rows, reason = str(choice).splitlines()
     assert header.split() == ["algorithm", "sent", "rounds", "compression", "network", "merging", "ms"]
     assert [row.split()[0] for row in rows] == [p.algorithm for p in choice.predictions]
-    assert reason.startswith(f"{choice.algorithm} is the fastest")
+    assert reason.startswith(f"{choice.predictions[0].variant} is the fastest")
 
 
 def test_one_rank_needs_no_compression():
@@ -61,7 +64,8 @@ def test_sparse_allreduce_measures_once_and_remembers_in_its_state():
 
     results = SimulatedWorld(4, link=SLOW).run(body)
     [remembered] = results[0][1].values()
-    expected = ALGORITHMS[remembered["algorithm"]].sent(0, 4, 5, 500, torch.float32).nbytes
+    entry = algorithm_named(remembered["algorithm"], remembered["options"], size=4)
+    expected = entry.sent(0, 4, 5, 500, torch.float32).nbytes
     given = sum(topk(gradient, 5).to_dense() for gradient in gradients)
     dropped = sum(reduction.dropped.to_dense() for reduction, _, _ in results)
     assert torch.equal(results[0][0].total.to_dense() + dropped, given)
@@ -75,6 +79,36 @@ def test_sparse_allreduce_measures_once_and_remembers_in_its_state():
 def test_without_a_state_the_call_says_what_to_do():
     with pytest.raises(ValueError, match="give a state"):
         sparse_allreduce(topk(torch.ones(9), 2), None, k=2, algorithm="auto")
+
+
+def test_teams_are_chosen_too():
+    """Three teams of one: two messages as in an allgather, with a third of its bytes."""
+
+    def body(comm):
+        sgd = torch.optim.SGD((model := linear()).parameters(), lr=0.1)
+        optimizer = DistributedOptimizer(sgd, model.named_parameters(), comm=comm, algorithm="auto")
+        before = comm.messages_sent
+        model(torch.ones(1, 100)).sum().backward()
+        optimizer.step()
+        return optimizer.choice, comm.messages_sent - before
+
+    choice, messages = SimulatedWorld(3, link=SLOW).run(body)[0]
+    assert (choice.algorithm, choice.options, messages) == ("spardl", {"teams": 3}, 2)
+    assert {p.options["teams"] for p in choice.predictions if p.algorithm == "spardl"} == {1, 3}
+    assert "spardl teams=3" in str(choice)
+
+
+def test_options_belong_to_a_named_algorithm():
+    """Whether they fit what is chosen would depend on the link."""
+    options, named = {"teams": 2}, list(linear().named_parameters())
+    sgd = torch.optim.SGD([p for _, p in named], lr=0.1)
+    for call in (
+        lambda: sparse_allreduce(topk(torch.ones(9), 2), None, k=2, algorithm="auto", state={}, options=options),
+        lambda: DistributedOptimizer(sgd, named, algorithm="auto", options=options),
+        lambda: SparseHookState(algorithm="auto", named_parameters=named, options=options),
+    ):
+        with pytest.raises(ValueError, match=r"chooses options too, but \{'teams': 2\} was given"):
+            call()
 
 
 def linear():

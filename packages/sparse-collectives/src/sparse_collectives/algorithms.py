@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,8 @@ from sparse_collectives.gtopk import gtopk, gtopk_merged, gtopk_sent
 from sparse_collectives.oktopk import check_oktopk, oktopk, oktopk_select, oktopk_state
 from sparse_collectives.oktopk_traffic import oktopk_merged, oktopk_sent, oktopk_typical
 from sparse_collectives.reduction import Reduction
-from sparse_collectives.spardl import check_spardl, spardl, spardl_merged, spardl_select, spardl_sent, spardl_state
+from sparse_collectives.spardl import check_spardl, spardl, spardl_select, spardl_state
+from sparse_collectives.spardl_traffic import spardl_merged, spardl_sent, spardl_typical, spardl_variants
 from sparse_collectives.state import State
 from sparse_collectives.topk_allgather import topk_allgather, topk_allgather_merged, topk_allgather_sent
 from sparse_collectives.topk_dsa import topk_dsa, topk_dsa_merged, topk_dsa_sent, topk_dsa_typical
@@ -30,7 +31,8 @@ class Algorithm:
         one that has `initial_state` takes `state=` too.
     sent: (rank, size, k, numel, dtype) -> Traffic of a call without a state: the exact expression, or, where `exact` is
         False because it depends on what the ranks hold, the most that it can be.
-    typical: where not exact, what `sent` would be if every rank selected at random; predictions are based on it.
+    typical: where that is something else than `sent`, what a call in the midst of training sends if every rank selects
+        at random; predictions are based on it.
     merged: (rank, size, k, numel) -> entries that the rank merges, as `schedule` tells its `cost`; typically, where
         that depends on the data.
     select: where the algorithm prescribes what is sent, (acc, rank, size, k, state) -> SparseVector; acc is 1-D. It
@@ -39,6 +41,7 @@ class Algorithm:
     compresses: whether a gradient is selected from before it is sent, and so leaves a residual.
     options: its own settings, with their defaults; schedule, sent and select take them as keywords.
     check: (size, **options), raises ValueError for settings that do not fit.
+    variants: (size) -> the settings among which predictions look for the best; default: none but the defaults.
     """
 
     schedule: Callable[..., Schedule[Reduction]]
@@ -51,6 +54,7 @@ class Algorithm:
     exact: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
     check: Callable[..., None] | None = None
+    variants: Callable[[int], Sequence[Mapping[str, Any]]] = lambda size: [{}]
 
     @property
     def settings(self) -> list[str]:
@@ -78,10 +82,12 @@ ALGORITHMS: dict[str, Algorithm] = {
         spardl,
         spardl_sent,
         merged=spardl_merged,
+        typical=spardl_typical,
         select=spardl_select,
         initial_state=spardl_state,
         options={"teams": 1, "sag": "auto"},
         check=check_spardl,
+        variants=spardl_variants,
     ),
 }
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sparse_collectives.algorithms import algorithm_named
 from sparse_collectives.arrays import Array, DenseReduction, densify, select
-from sparse_collectives.auto import AUTO, remembered
+from sparse_collectives.auto import AUTO, refuse_options, remembered
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.state import State
 
@@ -69,7 +69,8 @@ def sparse_allreduce(
     k: the most entries that a rank may contribute. numel, dtype, k and algorithm must be the same on every rank.
     algorithm: a name in `ALGORITHMS`, or "auto": what is predicted to be fastest on these ranks, measured in the first
         call with these numel, k and dtype; it remembers that in `state`, {} at first.
-    options: the algorithm's own settings, such as {"teams": 2} for "spardl"; the same on every rank.
+    options: the algorithm's own settings, such as {"teams": 2} for "spardl"; the same on every rank. "auto" chooses
+        them too.
     state: what the algorithm keeps between calls, from its `initial_state()`; changed in place.
     timeout: seconds to wait for late ranks, default `comm.timeout`.
 
@@ -120,7 +121,8 @@ def prepare(
     if k < 1:
         raise ValueError(f"k is {k}, expected the most entries that a rank may contribute, 1 or more")
     if algorithm == AUTO:
-        algorithm, state = remembered(state, sparse, comm, k)
+        refuse_options(options)
+        algorithm, options, state = remembered(state, sparse, comm, k)
     entry = algorithm_named(algorithm, options, size=comm.size)
     kept_between: dict[str, Any] = {}
     if entry.initial_state is not None:

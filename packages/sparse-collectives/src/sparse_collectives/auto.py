@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from communicators import Communicator
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from sparse_collectives.algorithms import ALGORITHMS
 from sparse_collectives.calibration import agreed, measure_handling, measure_traffic
-from sparse_collectives.cost import Handling, Prediction, fastest_first, predict
+from sparse_collectives.cost import Handling, Prediction, fastest_first, predict_variants
 from sparse_collectives.state import State
 from sparse_collectives.table import amount, milliseconds, table
 
@@ -24,12 +25,13 @@ AUTO = "auto"
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """algorithm: what is taken. predictions: of all that could have been, fastest first. reason: one sentence.
+    """algorithm, options: what is taken. predictions: of all that could have been, fastest first. reason: one sentence.
 
     Alike on every rank. `print(choice)` shows the table.
     """
 
     algorithm: str
+    options: Mapping[str, Any]
     predictions: tuple[Prediction, ...]
     reason: str
 
@@ -37,7 +39,7 @@ class Choice:
         header = ("algorithm", "sent", "rounds", "compression", "network", "merging", "ms")
         rows = [
             (
-                p.algorithm,
+                p.name,
                 amount(p.nbytes),
                 str(p.rounds),
                 *map(milliseconds, (p.compression, p.latency + p.transfer, p.merging, p.seconds)),
@@ -71,14 +73,10 @@ def choose(
     costs = agreed(handling, comm)
     costs = Handling(merge=costs.merge) if selected else costs
     link = measure_traffic(comm)
-    found = fastest_first(
-        [
-            predict(name, size=comm.size, numel=numel, k=min(k, numel), link=link, handling=costs, dtype=dtype)
-            for name in ALGORITHMS
-        ]
-    )
-    allowed = [p for p in found if dense or ALGORITHMS[p.algorithm].compresses]
-    return Choice(allowed[0].algorithm, tuple(found), _reason(allowed[0], found))
+    exchange: dict[str, Any] = {"size": comm.size, "numel": numel, "k": min(k, numel), "link": link, "dtype": dtype}
+    found = fastest_first([p for name in ALGORITHMS for p in predict_variants(name, handling=costs, **exchange)])
+    taken = next(p for p in found if dense or ALGORITHMS[p.algorithm].compresses)
+    return Choice(taken.algorithm, taken.options, tuple(found), _reason(taken, found))
 
 
 def choose_for_training(
@@ -100,8 +98,16 @@ def choose_for_training(
     return choice
 
 
-def remembered(state: State | None, sparse: SparseVector, comm: Communicator, k: int) -> tuple[str, State | None]:
-    """The algorithm for such calls and its own state, out of "auto"'s, where the first of them puts it.
+def refuse_options(options: Mapping[str, Any] | None) -> None:
+    """Raises ValueError for settings of an algorithm that is not chosen yet."""
+    if options:
+        raise ValueError(f'algorithm="auto" chooses options too, but {dict(options)} was given: name their algorithm')
+
+
+def remembered(
+    state: State | None, sparse: SparseVector, comm: Communicator, k: int
+) -> tuple[str, Mapping[str, Any], State | None]:
+    """The algorithm for such calls, its settings and its own state, out of "auto"'s, where the first of them puts it.
 
     Plain values, so that it can be saved. Raises ValueError without a state: every call would measure again.
     """
@@ -113,24 +119,23 @@ def remembered(state: State | None, sparse: SparseVector, comm: Communicator, k:
         initial = ALGORITHMS[choice.algorithm].initial_state
         state[key] = {
             "algorithm": choice.algorithm,
+            "options": dict(choice.options),
             "state": None if initial is None else initial(),
             "table": str(choice),
         }
-    return state[key]["algorithm"], state[key]["state"]
+    return state[key]["algorithm"], state[key]["options"], state[key]["state"]
 
 
 def _reason(taken: Prediction, found: list[Prediction]) -> str:
-    others = [p for p in found if p.algorithm != taken.algorithm]
-    if not others:
-        return f"{taken.algorithm} is the only one."
+    others = [p for p in found if p is not taken]
     if not taken.seconds and not others[0].seconds:
-        return f"{taken.algorithm}: one rank exchanges nothing."
+        return f"{taken.name}: one rank exchanges nothing."
     if others[0].seconds < taken.seconds:
         return (
-            f"{others[0].algorithm} is faster ({milliseconds(others[0].seconds)} ms) than {taken.algorithm} "
+            f"{others[0].name} is faster ({milliseconds(others[0].seconds)} ms) than {taken.name} "
             f"({milliseconds(taken.seconds)} ms), which is taken because momentum before the selection needs one: "
             f"leave compression off, and give momentum to the optimizer."
         )
     if not ALGORITHMS[taken.algorithm].compresses:
-        return f"{taken.algorithm} is the fastest: compression costs more than it saves here, leave it off."
-    return f"{taken.algorithm} is the fastest, {others[0].algorithm} comes next."
+        return f"{taken.name} is the fastest: compression costs more than it saves here, leave it off."
+    return f"{taken.name} is the fastest, {others[0].name} comes next."

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -52,7 +52,8 @@ class Prediction:
     """One exchange of one gradient, as the busiest rank sees it.
 
     numel: n elements. density: k/n, 1 where whole gradients are sent. wire: the dtype in which they travel. nbytes:
-    that a rank sends. compression, latency (the α of all rounds), transfer (β·bytes), merging: seconds.
+    that a rank sends. compression, latency (the α of all rounds), transfer (β·bytes), merging: seconds. options: the
+    algorithm's own settings that were given.
     """
 
     algorithm: str
@@ -65,6 +66,7 @@ class Prediction:
     latency: float
     transfer: float
     merging: float
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def exchange(self) -> float:
@@ -78,8 +80,15 @@ class Prediction:
 
     @property
     def name(self) -> str:
-        """The algorithm, with the wire's dtype where that is not the usual one."""
-        return self.algorithm if self.wire is torch.float32 else f"{self.algorithm} in {WIRES[self.wire]}"
+        """The variant, with the wire's dtype where that is not the usual one."""
+        return self.variant if self.wire is torch.float32 else f"{self.variant} in {WIRES[self.wire]}"
+
+    @property
+    def variant(self) -> str:
+        """The algorithm, with its settings where they are not the usual ones."""
+        usual = ALGORITHMS[self.algorithm].options
+        settings = [f"{key}={value}" for key, value in self.options.items() if value != usual[key]]
+        return " ".join([self.algorithm, *settings])
 
 
 def predict(
@@ -96,8 +105,7 @@ def predict(
     """One algorithm's exchange of k of n elements a rank, over P ranks; where bytes depend on the data those of random
     selections, or the most that they can be.
 
-    dtype: in which values travel; bfloat16 halves the bytes of a dense sum only. options: the algorithm's
-        own settings.
+    dtype: in which values travel; bfloat16 halves the bytes of a dense sum only. options: the algorithm's own settings.
     """
     entry = algorithm_named(algorithm, options, size=size)
     traffic_of = entry.typical or entry.sent
@@ -120,21 +128,30 @@ def predict(
         latency,
         transfer,
         merging,
+        dict(options or {}),
     )
 
 
 def predict_all(*, size: int, numel: int, link: Link, handling: dict[float, Handling]) -> list[Prediction]:
-    """Every algorithm at every density of `handling`, and the dense sum in float32 and bfloat16; fastest first."""
+    """Every algorithm, in all its variants, at every density of `handling`; the dense sum in float32 and bfloat16.
+
+    Fastest first.
+    """
+    exchange: dict[str, Any] = {"size": size, "numel": numel, "link": link}
     found = []
     for name, entry in ALGORITHMS.items():
         if entry.compresses:
             for density, costs in handling.items():
-                k = TopK(density).entries(numel)
-                found.append(predict(name, size=size, numel=numel, k=k, link=link, handling=costs))
+                found += predict_variants(name, k=TopK(density).entries(numel), handling=costs, **exchange)
         else:
-            for wire in (torch.float32, torch.bfloat16):
-                found.append(predict(name, size=size, numel=numel, k=numel, link=link, dtype=wire))
+            found += [predict(name, k=numel, dtype=wire, **exchange) for wire in (torch.float32, torch.bfloat16)]
     return fastest_first(found)
+
+
+def predict_variants(algorithm: str, *, size: int, **exchange: Any) -> list[Prediction]:
+    """`predict` for all settings of the algorithm that are worth a comparison."""
+    variants = ALGORITHMS[algorithm].variants(size)
+    return [predict(algorithm, size=size, options=options, **exchange) for options in variants]
 
 
 def fastest_first(predictions: Sequence[Prediction]) -> list[Prediction]:

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import GradBucket  # torch.distributed has it, b
 
 from sparse_collectives.algorithms import algorithm_named
 from sparse_collectives.allreduce import prepare
-from sparse_collectives.auto import AUTO, Choice, choose_for_training
+from sparse_collectives.auto import AUTO, Choice, choose_for_training, refuse_options
 from sparse_collectives.checkpoint import KEY, PARTS, check_place, split
 from sparse_collectives.nonfinite import finite
 from sparse_collectives.reduction import Reduction
@@ -33,7 +33,7 @@ class SparseHookState:
     density: the share of each bucket's elements that a rank sends; `compressor` in its place for another selection.
     algorithm: a name in `ALGORITHMS`, or "auto": measures the ranks now, and takes what is predicted to be fastest for
         the module's `named_parameters`, which it needs; `choice` then says what and why.
-    options: the algorithm's own settings, such as {"teams": 2} for "spardl".
+    options: the algorithm's own settings, such as {"teams": 2} for "spardl"; "auto" chooses them too.
     momentum: DGC's correction before the selection; then give the optimizer none (see the README).
     grad_scaler: the GradScaler of mixed-precision training. Residuals are then kept unscaled, and a step that it
         skips leaves them as they were, bit for bit, for twice their memory. Without one, a gradient that is not finite
@@ -63,8 +63,9 @@ class SparseHookState:
         self.choice: Choice | None = None
         named = list(named_parameters)
         if algorithm == AUTO:
+            refuse_options(options)
             self.choice = choose_for_training([p for _, p in named], self.comm, self.compressor, momentum=momentum)
-            algorithm = self.choice.algorithm
+            algorithm, options = self.choice.algorithm, self.choice.options
         self.algorithm, self.entry = algorithm, algorithm_named(algorithm, options, size=self.comm.size)
         if momentum and not self.entry.compresses:
             raise ValueError(f"{algorithm} selects nothing, so momentum={momentum} belongs into the optimizer")

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from sparse_collectives.algorithms import Algorithm, algorithm_named
-from sparse_collectives.auto import AUTO, Choice, choose_for_training
+from sparse_collectives.auto import AUTO, Choice, choose_for_training, refuse_options
 from sparse_collectives.backward_order import BUCKET_BYTES, BackwardOrder
 from sparse_collectives.checkpoint import KEY, PARTS, check_place, join, split
 from sparse_collectives.exchange import DenseExchange, Exchange, Mean, SparseExchange
@@ -44,7 +44,7 @@ class DistributedOptimizer(Optimizer):
     compressor: what is sent of a gradient, default TopK(0.01).
     algorithm: a name in `ALGORITHMS`. "dense" sums whole gradients, without compressor and residuals. "auto" measures
         the ranks now and takes what is predicted to be fastest; `choice` then says what and why.
-    options: the algorithm's own settings, such as {"teams": 2} for "spardl".
+    options: the algorithm's own settings, such as {"teams": 2} for "spardl"; "auto" chooses them too.
     momentum: of DGC's correction, before the selection (see `ErrorFeedback`). The wrapped optimizer's own comes after
         the exchange and learns badly at small densities: give it here and leave that at 0.
     bucket_bytes: selection and exchange in buckets of so many bytes; default: over the whole model at once, with
@@ -82,10 +82,11 @@ class DistributedOptimizer(Optimizer):
         comm = as_communicator(comm)
         self.choice: Choice | None = None
         if algorithm == AUTO:
+            refuse_options(options)
             named_parameters = list(named_parameters)
             trainable = [p for _, p in named_parameters if p.requires_grad]
             self.choice = choose_for_training(trainable, comm, compressor or TopK(0.01), momentum=momentum)
-            algorithm = self.choice.algorithm
+            algorithm, options = self.choice.algorithm, self.choice.options
         entry = algorithm_named(algorithm, options, size=comm.size)
         _check(optimizer, algorithm, entry, momentum, nonfinite)
         named = name_parameters(optimizer, named_parameters)

@@ -11,13 +11,11 @@ from sparse_compress import SparseVector, topk
 
 from sparse_collectives.among import among
 from sparse_collectives.budgets import block_budgets
-from sparse_collectives.entries import assemble, body_nbytes, body_of, join_bodies
-from sparse_collectives.gtopk import gtopk_merged
+from sparse_collectives.entries import assemble, body_of, join_bodies
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.spardl_blocks import Blocks
-from sparse_collectives.spardl_teams import SAG, combine_sent, combine_teams, is_recursive
+from sparse_collectives.spardl_teams import SAG, combine_teams, divisors_of
 from sparse_collectives.state import State
-from sparse_collectives.traffic import Traffic, bruck_sent, together
 
 
 def spardl(
@@ -104,56 +102,10 @@ def spardl_select(
     return assemble(indices, torch.cat([block.values for block in chosen]), acc.numel())
 
 
-def spardl_sent(
-    rank: int,
-    size: int,
-    k: int,
-    numel: int,
-    dtype: torch.dtype,
-    *,
-    teams: int = 1,
-    sag: str = "auto",
-    state: State | None = None,
-) -> Traffic:
-    """Every block but the own once, the own as `combine_sent` says, and Bruck's share; one slot a message.
-
-    state: as it is before the call. Where T divides k: 2k(T − 1)/T entries of 8 bytes (float64: 12) for d = 1.
-    """
-    state = spardl_state() if state is None else state
-    ranks = size // teams
-    team, position = divmod(rank, ranks)
-    low, high = block_bounds(numel, ranks)[position]
-    budgets = block_budgets(k, numel, ranks, state["step"])
-    others = body_nbytes(sum(budgets) - budgets[position], dtype)
-    gather = bruck_sent([body_nbytes(budget, dtype) for budget in budgets], position)
-    scatter = Traffic(others + gather.messages * SLOT_BYTES, gather.messages, gather.rounds)
-    if teams == 1:
-        return together(scatter, gather)
-    before = state["entries"] if state["of"] == [k, size, teams] else None
-    between = combine_sent(team, teams, sag, budgets[position], high - low, dtype, before)
-    return together(scatter, between, gather)
-
-
-def spardl_merged(rank: int, size: int, k: int, numel: int, *, teams: int = 1, sag: str = "auto") -> int:
-    """Entries that the additions of this rank take in, before any state: two blocks each, and those between teams."""
-    ranks = size // teams
-    team, position = divmod(rank, ranks)
-    budgets = block_budgets(k, numel, ranks, 0)
-    onwards, held, merged = budgets[position:] + budgets[:position], ranks, 0
-    for distance in reversed(list(powers_of_two(below=ranks))):
-        merged += 2 * sum(onwards[: held - distance])
-        held = distance
-    if teams == 1:
-        return merged
-    if is_recursive(teams, sag):
-        return merged + gtopk_merged(team, teams, onwards[0], numel)
-    return merged + teams * onwards[0]
-
-
 def check_spardl(size: int, *, teams: int, sag: str) -> None:
     """Raises ValueError for teams that do not divide P, and for an unknown or impossible sag."""
     if teams < 1 or size % teams:
-        divisors = ", ".join(str(d) for d in range(1, size + 1) if not size % d)
+        divisors = ", ".join(map(str, divisors_of(size)))
         raise ValueError(f"teams is {teams}, expected a divisor of the {size} ranks: {divisors}")
     if sag not in SAG:
         raise ValueError(f"sag is {sag!r}, expected one of {', '.join(SAG)}")

@@ -18,6 +18,11 @@ from sparse_collectives.traffic import Traffic, bruck_sent
 SAG = ("auto", "r-sag", "b-sag")
 
 
+def divisors_of(size: int) -> list[int]:
+    """The numbers of teams that so many ranks can have."""
+    return [teams for teams in range(1, size + 1) if not size % teams]
+
+
 def is_recursive(teams: int, sag: str) -> bool:
     """Whether it is R-SAG: as asked, or, for "auto", where the teams are a power of two."""
     return sag == "r-sag" or (sag == "auto" and not teams & (teams - 1))

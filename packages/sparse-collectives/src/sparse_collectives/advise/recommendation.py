@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sparse_collectives.advise.situation import Situation
 from sparse_collectives.cost import WIRES, Prediction
@@ -14,9 +14,10 @@ AS_FAST = 1.05
 
 
 class Recommendation(NamedTuple):
-    """algorithm, density, wire: what to use, "dense" in float32 for nothing. speedup: over dense. text: why."""
+    """What to use, "dense" in float32 for nothing. speedup: of a step over dense. text: why."""
 
     algorithm: str
+    options: dict[str, Any]
     density: float
     wire: str
     speedup: float
@@ -35,10 +36,11 @@ def recommend(situation: Situation) -> Recommendation:
     taken, step = max((pair for pair in steps if pair[1] <= AS_FAST * best), key=lambda pair: pair[0].density)
     share = 1 - situation.compute / dense
     if dense / best < WORTHWHILE:
-        return Recommendation("dense", 1.0, "fp32", 1.0, _leave_off(share, dense / best))
+        return Recommendation("dense", {}, 1.0, "fp32", 1.0, _leave_off(share, dense / best))
     gain = f"a step takes {_seconds(step)} instead of {_seconds(dense)}, {dense / step:.1f} times as fast"
     text = f"Use {taken.name}{_at(taken)}: {gain}. The network is {share:.0%} of a dense step.\n{_how(taken)}"
-    return Recommendation(taken.algorithm, taken.density, WIRES[taken.wire], dense / step, text)
+    options = dict(taken.options)
+    return Recommendation(taken.algorithm, options, taken.density, WIRES[taken.wire], dense / step, text)
 
 
 def _leave_off(share: float, most: float) -> str:
@@ -53,7 +55,8 @@ def _at(taken: Prediction) -> str:
 def _how(taken: Prediction) -> str:
     if taken.density == 1:
         return "In DDP: ddp.register_comm_hook(None, bf16_compress_hook), from torch's ddp_comm_hooks.default_hooks."
-    setting = f'SparseHookState(density={taken.density:.2g}, algorithm="{taken.algorithm}", momentum=0.9)'
+    options = f", options={dict(taken.options)}" if taken.variant != taken.algorithm else ""
+    setting = f'SparseHookState(density={taken.density:.2g}, algorithm="{taken.algorithm}"{options}, momentum=0.9)'
     return (
         f"In DDP: ddp.register_comm_hook({setting}, sparse_hook), and no momentum in the optimizer.\n"
         "Time is not accuracy: compare the first epochs with dense ones."

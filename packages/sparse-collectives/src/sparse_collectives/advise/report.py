@@ -31,7 +31,7 @@ def as_text(situation: Situation) -> str:
     dense = dense_step(steps)
     rows = [
         (
-            p.algorithm,
+            p.variant,
             f"{p.density:.2g}",
             WIRES[p.wire],
             amount(p.nbytes),
@@ -62,6 +62,7 @@ def as_json(situation: Situation) -> str:
             "predictions": [
                 {
                     "algorithm": p.algorithm,
+                    "options": dict(p.options),
                     "density": p.density,
                     "wire": WIRES[p.wire],
                     "nbytes": p.nbytes,

@@ -45,10 +45,13 @@ class Situation:
     handling: dict[float, Handling]
 
     def predictions(self) -> list[tuple[Prediction, float]]:
-        """All exchanges, each with the seconds of its step, fastest step first."""
+        """All exchanges, each with the seconds of its step, fastest step first; of each only the fastest variant."""
         found = predict_all(size=self.ranks, numel=self.numel, link=self.link, handling=self.handling)
         steps = [(p, step_seconds(p, compute=self.compute, backward=self.hidden)) for p in found]
-        return sorted(steps, key=lambda pair: pair[1])
+        fastest: dict[tuple[str, float, torch.dtype], tuple[Prediction, float]] = {}
+        for p, step in sorted(steps, key=lambda pair: pair[1]):
+            fastest.setdefault((p.algorithm, p.density, p.wire), (p, step))
+        return list(fastest.values())
 
     def elsewhere(self, *, link: Link | None = None, ranks: int | None = None) -> Situation:
         """The same training on another network."""
