@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_collectives import DistributedOptimizer, sparse_allreduce
 from sparse_collectives.budgets import block_budgets
-from sparse_collectives.spardl import spardl_select, spardl_sent, spardl_state
+from sparse_collectives.spardl import spardl_select, spardl_state
+from sparse_collectives.spardl_traffic import spardl_sent, spardl_typical
 from sparse_compress import SparseVector, TopK, topk
 from torch import nn
 
@@ -178,6 +179,7 @@ def test_entries_between_teams_adapt_to_how_much_they_overlap():
         assert len({state["entries"] for state in states}) == 1
         seen.append((world.bytes_sent[0], states[0]["entries"]))
     entry = 2 * 8
+    assert spardl_typical(0, 3, 12, 36, torch.float32, teams=3).nbytes == seen[1][0]
     assert seen == [
         (12 * entry + 32, 4),
         (4 * entry + 32, 4),
