@@ -30,12 +30,13 @@ def kth_largest(keys: Tensor, k: int, rank: int, size: int) -> Schedule[KthLarge
     key, high = 0, torch.iinfo(keys.dtype).bits - 1
     while high:
         low = max(0, high - DIGIT_BITS)
-        digits = (keys[keys.long() >> high == key >> high] >> low) & ((1 << (high - low)) - 1)
+        digits = (keys >> low) & ((1 << (high - low)) - 1)
         counts = torch.bincount(digits, minlength=_bins(size)).int()
         total = (yield from halving_doubling_allreduce(counts, rank, size)).long()
         at_or_above = total.flip(0).cumsum(0).flip(0)
         digit = int((at_or_above >= k).sum()) - 1  # the largest digit that k still reaches
         k -= int(at_or_above[digit] - total[digit])
+        keys = keys[digits == digit]
         key, high = key | digit << low, low
     return KthLargest(key, k)
 

@@ -13,7 +13,8 @@ from communicators.schedule import SLOT_BYTES, Elapse, Round, Schedule, frame
 from sparse_compress import SparseVector, add, topk
 from sparse_compress.magnitude import magnitude_keys
 
-from sparse_collectives.entries import assemble, body_nbytes, body_of, from_body, split
+from sparse_collectives.at_least import at_least
+from sparse_collectives.entries import body_nbytes, body_of, from_body, split, where, without
 from sparse_collectives.even_out import gather_evenly
 from sparse_collectives.kth_largest import kth_largest
 from sparse_collectives.reduction import Reduction
@@ -47,7 +48,7 @@ def oktopk(
     """
     state = oktopk_state() if state is None else state
     known = dict(state) if state["of"] == _of(sparse, size, k) else oktopk_state()
-    own = _pick(sparse, sparse.values != 0)
+    own = where(sparse, sparse.values != 0)
     if known["step"] % boundaries_every == 0:
         known["boundaries"] = yield from _agree_on_boundaries(own, rank, size)
     region = yield from _split_and_reduce(own, known["boundaries"], rank, size, k, cost)
@@ -58,7 +59,7 @@ def oktopk(
         known["threshold"] = kth
     total = yield from gather_evenly(kept, counts, rank, size)
     state.update(known, step=known["step"] + 1, of=_of(sparse, size, k))
-    return Reduction(total, _pick(own, ~torch.isin(own.indices, total.indices)))
+    return Reduction(total, without(own, total))
 
 
 def _agree_on_boundaries(own: SparseVector, rank: int, size: int) -> Schedule[list[int]]:
@@ -95,17 +96,18 @@ def _global_largest(
 
     Also how many they are on every rank, and the key of the k-th largest, 0 where there are not so many.
     """
-    keys = magnitude_keys(region.values)
-    counts = yield from _everybodys([int((keys >= threshold).sum())], region, rank, size)
+    reaching = where(region, magnitude_keys(region.values) >= threshold)
+    counts = yield from _everybodys([len(reaching)], region, rank, size)
     if sum(n for [n] in counts) <= k:
-        return _pick(region, keys >= threshold), [n for [n] in counts], 0
-    kth, wanted = yield from kth_largest(keys[keys >= threshold], k, rank, size)
+        return reaching, [n for [n] in counts], 0
+    keys = magnitude_keys(reaching.values)
+    kth, wanted = yield from kth_largest(keys, k, rank, size)
     larger, equal = keys > kth, keys == kth
     counts = yield from _everybodys([int(larger.sum()), int(equal.sum())], region, rank, size)
     before = [sum(ties for _, ties in counts[:r]) for r in range(size)]
     allowed = [min(max(wanted - earlier, 0), ties) for earlier, (_, ties) in zip(before, counts, strict=True)]
     kept = larger | (equal & (equal.cumsum(0) <= allowed[rank]))  # ties to the lowest index: regions are in rank order
-    return _pick(region, kept), [n + ties for (n, _), ties in zip(counts, allowed, strict=True)], kth
+    return where(reaching, kept), [n + ties for (n, _), ties in zip(counts, allowed, strict=True)], kth
 
 
 def _everybodys(numbers: list[int], like: SparseVector, rank: int, size: int) -> Schedule[list[list[int]]]:
@@ -113,10 +115,6 @@ def _everybodys(numbers: list[int], like: SparseVector, rank: int, size: int) ->
     mine = torch.tensor(numbers, device=like.device).view(torch.uint8)
     blocks = yield from allgather_blocks(mine, [len(mine)] * size, rank, size)
     return [block.clone().view(torch.int64).tolist() for block in blocks]
-
-
-def _pick(sparse: SparseVector, chosen: torch.Tensor) -> SparseVector:
-    return assemble(sparse.indices[chosen], sparse.values[chosen], sparse.numel)
 
 
 def oktopk_state() -> State:
@@ -148,8 +146,7 @@ def oktopk_select(
     due = state is None or state["of"] != _of(acc, size, k) or state["step"] % thresholds_every == 0
     if state is None or due or k >= acc.numel():
         return topk(acc, k)
-    reach = (magnitude_keys(acc) >= state["local"]).nonzero().flatten()
-    return topk(acc, k) if len(reach) >= k else assemble(reach.int(), acc[reach], acc.numel())
+    return at_least(acc, state["local"], k)
 
 
 def check_oktopk(size: int, *, thresholds_every: int, boundaries_every: int) -> None:
