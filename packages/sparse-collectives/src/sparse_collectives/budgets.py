@@ -11,9 +11,8 @@ from communicators.dense import block_bounds
 from sparse_compress import SparseVector, add
 from sparse_compress.compact import compact
 from sparse_compress.magnitude import bits_of, largest, magnitude_keys, magnitude_mask
-from torch import Tensor
 
-from sparse_collectives.entries import Bounds, assemble
+from sparse_collectives.entries import Bounds, assemble, where
 
 
 def block_budgets(k: int, numel: int, blocks: int, step: int) -> list[int]:
@@ -47,8 +46,7 @@ def cut_to_budgets(sparse: SparseVector, bounds: Bounds, budgets: Sequence[int])
         selected[first:last] = budget == last - first or largest(keys[first:last], budget)
     if selected.all():
         return sparse, SparseVector.empty(sparse.numel, sparse.dtype)
-    kept, cut = (torch.from_numpy(np.flatnonzero(mask)) for mask in (selected, ~selected))
-    return _pick(sparse, kept), _pick(sparse, cut)
+    return where(sparse, torch.from_numpy(selected)), where(sparse, torch.from_numpy(~selected))
 
 
 def _edges(sparse: SparseVector, bounds: Bounds) -> list[int]:
@@ -62,10 +60,6 @@ def _zeros(like: SparseVector, bounds: Bounds, budgets: Sequence[int]) -> Sparse
     indices = [torch.arange(low, low + budget) for (low, _), budget in zip(bounds, budgets, strict=True)]
     at = torch.cat(indices).to(like.device, torch.int32)
     return assemble(at, torch.zeros(len(at), dtype=like.dtype, device=like.device), like.numel)
-
-
-def _pick(sparse: SparseVector, positions: Tensor) -> SparseVector:
-    return assemble(sparse.indices[positions], sparse.values[positions], sparse.numel)
 
 
 def _cut_on_device(sparse: SparseVector, bounds: Bounds, budgets: Sequence[int]) -> tuple[SparseVector, SparseVector]:

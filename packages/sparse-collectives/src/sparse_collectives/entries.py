@@ -20,14 +20,19 @@ Bounds = Sequence[tuple[int, int]]
 
 def assemble(indices: Tensor, values: Tensor, numel: int) -> SparseVector:
     """SparseVector(indices, values, numel), trusted, so that nothing is read back from a GPU."""
-    body = torch.cat([values.contiguous().view(torch.uint8), indices.contiguous().view(torch.uint8)])
-    return from_body(body, SparseVector.empty(numel, values.dtype, device=values.device))
+    sparse = _unwritten(len(indices), numel, values.dtype, values.device)
+    sparse.indices.copy_(indices)
+    sparse.values.copy_(values)
+    return sparse
 
 
 def take(sparse: SparseVector, runs: Sequence[slice]) -> SparseVector:
     """The entries at these positions, in this order."""
-    values, indices = (torch.cat([part[run] for run in runs]) for part in (sparse.values, sparse.indices))
-    return assemble(indices, values, sparse.numel)
+    entries = sum(run.stop - run.start for run in runs)
+    taken = _unwritten(entries, sparse.numel, sparse.dtype, sparse.device)
+    for part, out in ((sparse.indices, taken.indices), (sparse.values, taken.values)):
+        torch.cat([part[run] for run in runs], out=out)
+    return taken
 
 
 def where(sparse: SparseVector, chosen: Tensor) -> SparseVector:
@@ -36,7 +41,10 @@ def where(sparse: SparseVector, chosen: Tensor) -> SparseVector:
         positions = torch.from_numpy(np.flatnonzero(chosen.numpy()))
     else:
         positions = chosen.nonzero().view(-1)
-    return assemble(sparse.indices.index_select(0, positions), sparse.values.index_select(0, positions), sparse.numel)
+    taken = _unwritten(len(positions), sparse.numel, sparse.dtype, sparse.device)
+    for part, out in ((sparse.indices, taken.indices), (sparse.values, taken.values)):
+        torch.index_select(part, 0, positions, out=out)
+    return taken
 
 
 def without(sparse: SparseVector, other: SparseVector) -> SparseVector:
@@ -67,17 +75,17 @@ def body_nbytes(entries: int, dtype: torch.dtype) -> int:
 
 def from_body(body: Tensor, like: SparseVector) -> SparseVector:
     """The vector with these entries, of the numel and dtype of `like`. Copies, so that it is aligned and packed."""
-    entries = body.numel() // entry_nbytes(like.dtype)
-    buffer = torch.empty(wire_nbytes(entries, like.dtype), dtype=torch.uint8, device=body.device)
-    write_header(buffer, Header(like.numel, entries, like.dtype))
-    buffer[HEADER_BYTES:] = body
-    return SparseVector.unpack(buffer, like=like)
+    sparse = _unwritten(body.numel() // entry_nbytes(like.dtype), like.numel, like.dtype, body.device)
+    body_of(sparse).copy_(body)
+    return sparse
 
 
 def join(vectors: Sequence[SparseVector]) -> SparseVector:
     """The entries of all of them; each has higher indices than the one before."""
-    indices = torch.cat([vector.indices for vector in vectors])
-    return assemble(indices, torch.cat([vector.values for vector in vectors]), vectors[0].numel)
+    joined = _unwritten(sum(map(len, vectors)), vectors[0].numel, vectors[0].dtype, vectors[0].device)
+    torch.cat([vector.indices for vector in vectors], out=joined.indices)
+    torch.cat([vector.values for vector in vectors], out=joined.values)
+    return joined
 
 
 def join_bodies(bodies: Sequence[Tensor], like: SparseVector) -> SparseVector:
@@ -85,4 +93,13 @@ def join_bodies(bodies: Sequence[Tensor], like: SparseVector) -> SparseVector:
     ends = [body.numel() // entry_nbytes(like.dtype) * like.dtype.itemsize for body in bodies]
     values = [body[:end] for body, end in zip(bodies, ends, strict=True)]
     indices = [body[end:] for body, end in zip(bodies, ends, strict=True)]
-    return from_body(torch.cat(values + indices), like)
+    joined = _unwritten(sum(map(len, bodies)) // entry_nbytes(like.dtype), like.numel, like.dtype, like.device)
+    torch.cat(values + indices, out=body_of(joined))
+    return joined
+
+
+def _unwritten(entries: int, numel: int, dtype: torch.dtype, device: torch.device) -> SparseVector:
+    """A vector of so many entries, which are for the caller to write."""
+    buffer = torch.empty(wire_nbytes(entries, dtype), dtype=torch.uint8, device=device)
+    write_header(buffer, Header(numel, entries, dtype))
+    return SparseVector.unpack(buffer, like=SparseVector.empty(numel, dtype, device=device))
