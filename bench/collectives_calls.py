@@ -1,0 +1,108 @@
+"""A sparse allreduce on one rank, timed in parts."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from communicators import Communicator, Round, Schedule, run
+from communicators.schedule import Received
+from sparse_collectives.algorithms import Algorithm
+from sparse_collectives.allreduce import prepare
+from sparse_compress import ErrorFeedback, TopK
+
+Times = dict[str, float]
+"""Seconds of the parts, and counts of bytes and rounds."""
+
+
+class Training:
+    """What one algorithm keeps between the steps of one tensor."""
+
+    def __init__(
+        self, comm: Communicator, name: str, entry: Algorithm, compressor: TopK, wait: Callable[[], object]
+    ) -> None:
+        self.comm, self.name, self.entry, self.compressor = comm, name, entry, compressor
+        self.wait, self.feedback = wait, ErrorFeedback(compressor)
+        self.state = None if entry.initial_state is None else entry.initial_state()
+        self.mean: torch.Tensor | None = None
+
+
+def sparse(training: Training, gradient: torch.Tensor) -> Times:
+    """A whole call, and its parts."""
+    comm, entry, state = training.comm, training.entry, training.state
+    k, inside = training.compressor.entries(gradient.numel()), [0.0, 0.0]
+    training.mean = torch.zeros_like(gradient) if training.mean is None else training.mean
+    select = entry.select
+    prescribed = None if select is None else (lambda acc: select(acc, comm.rank, comm.size, k, state))
+    begin = time.perf_counter()
+    sparse = training.feedback.compress("x", gradient, select=prescribed)
+    selected = time.perf_counter() - begin
+    sent = comm.bytes_sent
+    schedule, facts = prepare(sparse, comm, k, training.name, None, state)
+    training.wait()
+    begin = time.perf_counter()
+    reduction = run(_watched(schedule, inside), comm, facts=facts)
+    exchanged = time.perf_counter()
+    training.feedback.restore("x", reduction.dropped)
+    training.mean.zero_()[reduction.total.indices] = reduction.total.values / comm.size
+    put = time.perf_counter() - exchanged
+    merging, rounds = inside
+    return {
+        "select": selected,
+        "merge": merging,
+        "exchange": exchanged - begin - merging,
+        "put": put,
+        "whole": selected + exchanged - begin + put,
+        "sent": comm.bytes_sent - sent,
+        "rounds": rounds,
+    }
+
+
+def _watched(schedule: Schedule[Any], inside: list[float]) -> Schedule[Any]:
+    """The same schedule; inside gets the seconds spent in it, and its rounds."""
+    received: Received | None = None
+    while True:
+        begin = time.perf_counter()
+        try:
+            action = next(schedule) if received is None else schedule.send(received)
+        except StopIteration as stop:
+            return stop.value
+        finally:
+            inside[0] += time.perf_counter() - begin
+        inside[1] += isinstance(action, Round)
+        received = yield action
+
+
+def whole(call: Callable[[], object]) -> Callable[[], Times]:
+    """The call, timed."""
+
+    def timed() -> Times:
+        begin = time.perf_counter()
+        call()
+        return {"whole": time.perf_counter() - begin}
+
+    return timed
+
+
+def counted(comm: Communicator, call: Callable[[], object]) -> Callable[[], Times]:
+    """The call, timed, with the bytes and messages that it sends."""
+
+    def timed() -> Times:
+        sent, messages = comm.bytes_sent, comm.messages_sent
+        taken = whole(call)()
+        return {
+            **taken,
+            "exchange": taken["whole"],
+            "sent": comm.bytes_sent - sent,
+            "rounds": comm.messages_sent - messages,
+        }
+
+    return timed
+
+
+def medians_of(times: Sequence[Times]) -> Times:
+    """Of every part."""
+    return {name: statistics.median(one[name] for one in times) for name in times[0]}

@@ -1,0 +1,63 @@
+"""The rows of `bench collectives`: ratios to the dense allreduces, to the link, and to the expressions."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from communicators import Communicator, Link
+from sparse_collectives import ALGORITHMS
+from sparse_collectives.table import table
+
+from bench.collectives_calls import Times
+
+PARTS = ("select", "merge", "exchange", "put")
+COLUMNS = (
+    *("algorithm", "P", "n", "density"),
+    *("select_ms", "merge_ms", "exchange_ms", "put_ms", "whole_ms"),
+    *("x_mpi", "x_gloo", "x_link"),
+)
+COUNTS = ("sent", "expected_sent", "rounds", "expected_rounds")
+
+
+def as_row(name: str, medians: dict[str, Times], comm: Communicator, numel: int, k: int, link: Link) -> dict[str, Any]:
+    """What is known of one call, by column; all that is measured is rank 0's. medians: of all calls of the case."""
+    mine = medians[name]
+    found: dict[str, Any] = {"algorithm": name, "whole_ms": 1e3 * mine["whole"]}
+    found |= {f"{part}_ms": 1e3 * mine[part] if part in mine else None for part in PARTS}
+    found["x_mpi"] = mine["whole"] / medians["mpi4py Allreduce"]["whole"]
+    found["x_gloo"] = mine["whole"] / medians["gloo all_reduce"]["whole"]
+    found |= dict.fromkeys(("x_link", *COUNTS))
+    if name in ALGORITHMS:
+        expression = ALGORITHMS[name].typical or ALGORITHMS[name].sent
+        expected = expression(comm.rank, comm.size, k, numel, torch.float32)
+        model = link.seconds(expected.nbytes, expected.rounds)
+        found["x_link"] = (mine["exchange"] + mine.get("merge", 0.0)) / model
+        found |= {"sent": int(mine["sent"]), "expected_sent": expected.nbytes}
+        found |= {"rounds": int(mine["rounds"]), "expected_rounds": expected.rounds}
+    return found
+
+
+def as_text(rows: Sequence[dict[str, Any]]) -> str:
+    """The table."""
+    return table((*COLUMNS, *COUNTS), [[_cell(row[name]) for name in (*COLUMNS, *COUNTS)] for row in rows])
+
+
+def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """The same as comma-separated values."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, (*COLUMNS, *COUNTS))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float) and value >= 0.01:
+        return f"{value:,.2f}"
+    return value if isinstance(value, str) else f"{value:,}"
