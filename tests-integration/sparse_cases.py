@@ -8,6 +8,7 @@ import pytest
 import torch
 from communicators import SimulatedWorld, testing
 from sparse_collectives import ALGORITHMS, DistributedOptimizer, sparse_allreduce, sparse_allreduce_async
+from sparse_collectives.algorithms import algorithm_named
 from sparse_compress import SparseVector, TopK, topk
 from torch import nn
 
@@ -26,7 +27,8 @@ def vectors(size, numel, entries, dtype=torch.float32):
 
 
 def laws(comm):
-    for name, entry in ALGORITHMS.items():
+    for name, options in [(name, o) for name, entry in ALGORITHMS.items() for o in entry.variants(comm.size)]:
+        entry = algorithm_named(name, options, size=comm.size)
         for numel, entries, k, dtype in SHAPES:
 
             def traffic(rank, size, entry=entry, k=k, numel=numel, dtype=dtype):
@@ -34,7 +36,9 @@ def laws(comm):
                 return testing.Traffic(sent.nbytes, sent.messages)
 
             testing.check_laws(
-                lambda c, sparse, name=name, k=k: sparse_allreduce(sparse, c, k=k, algorithm=name),
+                lambda c, sparse, name=name, options=options, k=k: sparse_allreduce(
+                    sparse, c, k=k, algorithm=name, options=options
+                ),
                 vectors(comm.size, numel, entries, dtype),
                 dense=SparseVector.to_dense,
                 total=lambda reduction: reduction.total.to_dense(),
