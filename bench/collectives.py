@@ -29,7 +29,7 @@ from sparse_collectives.calibration import measure_traffic
 from sparse_compress import TopK
 
 from bench.collectives_calls import Times, Training, counted, medians_of, sparse, whole
-from bench.collectives_report import as_row, as_text, write
+from bench.collectives_report import BF16, as_row, as_text, write
 
 QUICK = ((2, 10**6, 0.01), (2, 10**6, 0.001), (2, 25 * 10**6, 0.01), (4, 10**6, 0.01))
 FULL = tuple((size, n, density) for size in (2, 4) for n in (10**6, 25 * 10**6) for density in (0.01, 0.001))
@@ -86,6 +86,7 @@ def _measure(
         "mpi4py Allreduce": whole(lambda: world.Allreduce(MPI.IN_PLACE, total.numpy())),
         "gloo all_reduce": whole(lambda: dist.all_reduce(total)),
     }
+    calls[BF16] = counted(comm, lambda: allreduce(gradient.bfloat16(), comm, native=False).float())
     for name, entry in ALGORITHMS.items():
         if entry.compresses:
             calls[name] = partial(sparse, Training(comm, name, entry, TopK(density), world.Barrier), gradient)

@@ -20,6 +20,7 @@ COLUMNS = (
     *("select_ms", "merge_ms", "exchange_ms", "put_ms", "whole_ms"),
     *("x_mpi", "x_gloo", "x_link"),
 )
+BF16 = "dense in bf16"
 COUNTS = ("sent", "expected_sent", "rounds", "expected_rounds")
 
 
@@ -31,9 +32,10 @@ def as_row(name: str, medians: dict[str, Times], comm: Communicator, numel: int,
     found["x_mpi"] = mine["whole"] / medians["mpi4py Allreduce"]["whole"]
     found["x_gloo"] = mine["whole"] / medians["gloo all_reduce"]["whole"]
     found |= dict.fromkeys(("x_link", *COUNTS))
-    if name in ALGORITHMS:
-        expression = ALGORITHMS[name].typical or ALGORITHMS[name].sent
-        expected = expression(comm.rank, comm.size, k, numel, torch.float32)
+    algorithm, dtype = ("dense", torch.bfloat16) if name == BF16 else (name, torch.float32)
+    if algorithm in ALGORITHMS:
+        expression = ALGORITHMS[algorithm].typical or ALGORITHMS[algorithm].sent
+        expected = expression(comm.rank, comm.size, k, numel, dtype)
         model = link.seconds(expected.nbytes, expected.rounds)
         found["x_link"] = (mine["exchange"] + mine.get("merge", 0.0)) / model
         found |= {"sent": int(mine["sent"]), "expected_sent": expected.nbytes}
