@@ -90,10 +90,17 @@ def test_teams_are_chosen_too():
         before = comm.messages_sent
         model(torch.ones(1, 100)).sum().backward()
         optimizer.step()
-        return optimizer.choice, comm.messages_sent - before
+        by_step, state = comm.messages_sent - before, {}
+        for _ in range(2):
+            before = comm.messages_sent
+            sparse_allreduce(topk(torch.ones(5050), 50), comm, k=50, algorithm="auto", state=state)
+            by_call = comm.messages_sent - before
+        hook = SparseHookState(comm, algorithm="auto", named_parameters=model.named_parameters())
+        return optimizer.choice, by_step, by_call, hook.entry.options
 
-    choice, messages = SimulatedWorld(3, link=SLOW).run(body)[0]
-    assert (choice.algorithm, choice.options, messages) == ("spardl", {"teams": 3}, 2)
+    choice, by_step, by_call, of_hook = SimulatedWorld(3, link=SLOW).run(body)[0]
+    assert (choice.algorithm, choice.options, by_step) == ("spardl", {"teams": 3}, 2)
+    assert (by_call, of_hook["teams"]) == (2, 3)
     assert {p.options["teams"] for p in choice.predictions if p.algorithm == "spardl"} == {1, 3}
     assert "spardl teams=3" in str(choice)
 
