@@ -175,8 +175,9 @@ def saved(state):
 
 def resume_is_exact():
     """Save, start anew, load: the same bits as never having stopped (buckets stay as they are with this flag)."""
-    for momentum in (0.0, 0.5):
-        options = {"momentum": momentum, "find_unused_parameters": True}
+    every = [(name, 0.5 * entry.compresses) for name, entry in ALGORITHMS.items()]
+    for algorithm, momentum in [("gtopk", 0.0), *every]:
+        options = {"algorithm": algorithm, "momentum": momentum, "find_unused_parameters": True}
         whole, first, second = Run(**options), Run(**options), Run(**options)
         for step in range(STEPS):
             whole.step(step)
@@ -188,6 +189,8 @@ def resume_is_exact():
             second.step(step)
         for one, other in zip(whole.bits(), second.bits(), strict=True):
             assert torch.equal(one, other)
+        kept = [run.state.state_dict()["distributed"]["algorithm_state"] for run in (whole, second)]
+        assert kept[0] == kept[1]
 
 
 def resume_into_other_buckets():

@@ -112,7 +112,7 @@ class SparseHookState:
         self._feedback = ErrorFeedback(
             self.compressor, momentum=self._feedback.momentum, tentative=self.grad_scaler is not None
         )
-        self._states = dict(own["algorithm_state"]) if own["algorithm"] == self.algorithm else {}
+        self._states = copy.deepcopy(dict(own["algorithm_state"])) if own["algorithm"] == self.algorithm else {}
 
     def exchange(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Starts the exchange of one bucket; the future holds the mean in the bucket's own buffer."""
