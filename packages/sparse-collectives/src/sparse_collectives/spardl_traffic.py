@@ -76,5 +76,6 @@ def spardl_merged(rank: int, size: int, k: int, numel: int, *, teams: int = 1, s
 
 
 def spardl_variants(size: int) -> list[Mapping[str, Any]]:
-    """Every number of teams that P ranks can have."""
-    return [{"teams": teams} for teams in divisors_of(size)]
+    """Every number of teams that P ranks can have; not P of them where that is a power of two: it would be gTop-k."""
+    is_gtopk = size > 1 and not size & (size - 1)
+    return [{"teams": teams} for teams in divisors_of(size) if teams < size or not is_gtopk]
