@@ -50,6 +50,7 @@ class Call:
         self.turn = -1
         self.value: Any = None
         self.counted = prelude is None
+        self._bounded = False
         self._schedule = schedule
         self._rounds: Schedule[Any] = schedule if prelude is None else prelude
         self._sent: Counter[int] = Counter()
@@ -70,6 +71,7 @@ class Call:
         self.turn += 1
         if isinstance(action, Round):
             self._check(action)
+            self._bounded = action.bounded
         return action
 
     def close(self) -> None:
@@ -97,11 +99,16 @@ class Call:
         return min(nbytes, buffer.numel())
 
     def accept(self, source: int, payload: Tensor, capacity: int) -> None:
-        """Raises unless the payload, in host memory, fits and carries this call's stamp of that sender."""
+        """Raises unless the payload, in host memory, has the size and carries this call's stamp of that sender."""
         if payload.numel() > capacity:
             raise CollectiveError(
                 f"message too long: rank {source} sent {payload.numel()} bytes, rank {self.rank} has room for "
                 f"{capacity} in round {self.turn} of {self.facts}"
+            )
+        if payload.numel() < capacity and not self._bounded:
+            raise CollectiveError(
+                f"message too short: rank {source} sent {payload.numel()} bytes, rank {self.rank} expects {capacity} "
+                f"in round {self.turn} of {self.facts}; where sizes depend on data, say Round(..., bounded=True)"
             )
         expected = (self._hash(0), self.number, source, payload.numel())
         found = _STAMP.unpack_from(_memory(payload), 0) if payload.numel() >= SLOT_BYTES else None
