@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from communicators import errors
+from communicators.streams import devices_of
 
 if TYPE_CHECKING:
     from communicators.transport import TransportCommunicator, TransportFlight
@@ -99,7 +100,7 @@ class Engine:
         """A future of the flight's result. Without a thread nothing would complete it later, so it is waited for."""
         if self._inline:
             self.wait(flight, None)
-        done: torch.futures.Future[None] = torch.futures.Future()
+        done: torch.futures.Future[None] = torch.futures.Future(devices=devices_of(flight.device))
         flight.when_finished(lambda: done.set_result(None))
         return done.then(lambda _: flight.result())  # an error raised here surfaces as itself; set_exception's does not
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from communicators.call import Call
+from communicators.nccl import UntaggedTransport, nccl_of
 from communicators.schedule import Received, Round
 from communicators.staging import host_empty, to_host
 from communicators.transport import PeerLost, Pending, Transport, TransportCommunicator
@@ -31,7 +32,8 @@ _made: weakref.WeakKeyDictionary[Any, TransportCommunicator] = weakref.WeakKeyDi
 def from_process_group(group: dist.ProcessGroup) -> TransportCommunicator:
     """Our communicator for a process group; made once for each. Collective over its ranks at the first use."""
     if group not in _made:
-        _made[group] = TransportCommunicator(ProcessGroupTransport(group))
+        line, tagged = nccl_of(group), ProcessGroupTransport(group)
+        _made[group] = TransportCommunicator(tagged if line is None else UntaggedTransport(tagged, line))
     return _made[group]
 
 
