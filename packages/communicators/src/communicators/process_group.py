@@ -25,14 +25,16 @@ STORE_SECONDS = 5.0
 GOODBYE_SECONDS = 2.0
 """The Store may live in a process that has ended, so nobody waits longer than this for a goodbye."""
 
-_made: weakref.WeakKeyDictionary[Any, TransportCommunicator] = weakref.WeakKeyDictionary()
+_made: weakref.WeakKeyDictionary[Any, tuple[int, TransportCommunicator]] = weakref.WeakKeyDictionary()
 
 
 def from_process_group(group: dist.ProcessGroup) -> TransportCommunicator:
     """Our communicator for a process group; made once for each. Collective over its ranks at the first use."""
-    if group not in _made:
-        _made[group] = TransportCommunicator(ProcessGroupTransport(group))
-    return _made[group]
+    generation, made = _made.get(group, (0, None))
+    if made is None or made.closed:
+        made = TransportCommunicator(ProcessGroupTransport(group, generation))
+        _made[group] = generation + 1, made
+    return made
 
 
 class ProcessGroupTransport(Transport):
@@ -40,15 +42,17 @@ class ProcessGroupTransport(Transport):
 
     threaded = True
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, generation: int) -> None:
         self.rank, self.size = group.rank(), group.size()
         self.device = torch.device("cpu")
         # Not dist.new_group: its names count a rank's groups, so ranks that are in other groups would never meet.
         store: Any = group.get_group_store()
-        self._data: Any = ProcessGroupGloo(PrefixStore("communicators", store), self.rank, self.size, WAIT)
-        self._letters = _Mailbox(PrefixStore("communicators", store.clone()), self.rank)
+        place = f"communicators/{generation}"  # of its own where an earlier one of this group was closed
+        self._data: Any = ProcessGroupGloo(PrefixStore(place, store), self.rank, self.size, WAIT)
+        self._letters = _Mailbox(PrefixStore(place, store.clone()), self.rank)
         self._waiters = Waiters()
         self._leaving: float | None = None
+        weakref.finalize(self, self._waiters.close, timeout=0.0).atexit = False  # of a group that was destroyed
 
     def post(self, call: Call, action: Round, device: torch.device) -> Pending:
         """See `Transport.post`."""
