@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from communicators import CollectiveError, Round, allreduce, body, frame, run, start
+from communicators import CollectiveError, Round, allreduce, body, frame, run, start, transport
 from communicators.engine import engine
 from communicators.transport import PeerLost, Pending, Transport, TransportCommunicator
 
@@ -176,7 +176,8 @@ def test_closing_is_collective_and_releases_the_transport():
         allreduce(torch.ones(1), comms[0])
 
 
-def test_closing_too_early_or_alone_is_told():
+def test_closing_too_early_or_alone_is_told(monkeypatch):
+    monkeypatch.setattr(transport, "VERDICT_SECONDS", 0.1)  # of an arbiter that has left
     comms = ranks(2)
     work = start(ping(comms[0]), comms[0], facts="ping")
     with pytest.raises(RuntimeError, match=r"close\(\) while calls that were started are under way"):
