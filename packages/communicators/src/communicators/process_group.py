@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+from torch import Tensor
+from torch._C._distributed_c10d import AllreduceOptions, PrefixStore, ProcessGroupGloo, Store
 
 from communicators.call import Call
 from communicators.schedule import Received, Round
@@ -66,6 +67,14 @@ class ProcessGroupTransport(Transport):
             call.stamp(host)
             waits.append((peer, self._waiters.wait_for(self._data.send([host], peer, call.outgoing_tag(peer)))))
         return _PendingRound(call, waits, buffers, device)
+
+    def can_sum(self, tensor: Tensor) -> bool:
+        """See `Transport.can_sum`: CPU tensors of the dtypes that gloo knows."""
+        return tensor.device.type == "cpu" and tensor.dtype in _SUMMED
+
+    def post_sum(self, tensor: Tensor) -> Pending:
+        """See `Transport.post_sum`. gloo aborts the process if ranks' sizes differ: they have agreed on them here."""
+        return _PendingSum(self._waiters.wait_for(self._data.allreduce([tensor], AllreduceOptions())), self)
 
     def nap(self, seconds: float) -> None:
         """See `Transport.nap`: until a waiter has something."""
@@ -143,3 +152,25 @@ class _PendingRound(Pending):
     def cancel(self) -> None:
         for _, wait in self._waits:
             wait.give_up()
+
+
+class _PendingSum(Pending):
+    def __init__(self, wait: Wait, transport: ProcessGroupTransport) -> None:
+        self._wait, self._transport = wait, transport
+
+    def done(self) -> bool:
+        if self._wait.error is not None:
+            raise self._wait.error  # gloo does not say which rank it lost
+        return self._wait.done
+
+    def received(self) -> Received:
+        return {}
+
+    def missing(self) -> list[int]:
+        return [peer for peer in range(self._transport.size) if peer != self._transport.rank]
+
+    def cancel(self) -> None:
+        self._wait.give_up()
+
+
+_SUMMED = {torch.float32, torch.float64, torch.int8, torch.int32, torch.int64, torch.uint8}
