@@ -269,8 +269,11 @@ class NCCL:
             self._connected.set_exception(error)
 
 
-def nccl_of(group: dist.ProcessGroup) -> NCCL | None:
-    """A line with the ranks of a group whose backend for CUDA tensors is NCCL; None for others."""
+def nccl_of(group: dist.ProcessGroup, generation: int) -> NCCL | None:
+    """A line with the ranks of a group whose backend for CUDA tensors is NCCL; None for others.
+
+    generation: how many communicators were made for this group before.
+    """
     try:
         backend = group._get_backend(torch.device("cuda"))
     except RuntimeError:  # none for CUDA tensors
@@ -278,4 +281,4 @@ def nccl_of(group: dist.ProcessGroup) -> NCCL | None:
     if backend.name() != "nccl":
         return None
     store: Any = group.get_group_store()
-    return NCCL(PrefixStore("communicators/nccl", store.clone()), group.rank(), group.size())
+    return NCCL(PrefixStore(f"communicators/{generation}/nccl", store.clone()), group.rank(), group.size())

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+from torch import Tensor
+from torch._C._distributed_c10d import AllreduceOptions, PrefixStore, ProcessGroupGloo, Store
 
 from communicators.call import Call
 from communicators.nccl import UntaggedTransport, nccl_of
@@ -26,15 +27,17 @@ STORE_SECONDS = 5.0
 GOODBYE_SECONDS = 2.0
 """The Store may live in a process that has ended, so nobody waits longer than this for a goodbye."""
 
-_made: weakref.WeakKeyDictionary[Any, TransportCommunicator] = weakref.WeakKeyDictionary()
+_made: weakref.WeakKeyDictionary[Any, tuple[int, TransportCommunicator]] = weakref.WeakKeyDictionary()
 
 
 def from_process_group(group: dist.ProcessGroup) -> TransportCommunicator:
     """Our communicator for a process group; made once for each. Collective over its ranks at the first use."""
-    if group not in _made:
-        line, tagged = nccl_of(group), ProcessGroupTransport(group)
-        _made[group] = TransportCommunicator(tagged if line is None else UntaggedTransport(tagged, line))
-    return _made[group]
+    generation, made = _made.get(group, (0, None))
+    if made is None or made.closed:
+        line, tagged = nccl_of(group, generation), ProcessGroupTransport(group, generation)
+        made = TransportCommunicator(tagged if line is None else UntaggedTransport(tagged, line))
+        _made[group] = generation + 1, made
+    return made
 
 
 class ProcessGroupTransport(Transport):
@@ -42,15 +45,17 @@ class ProcessGroupTransport(Transport):
 
     threaded = True
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, generation: int) -> None:
         self.rank, self.size = group.rank(), group.size()
         self.device = torch.device("cpu")
         # Not dist.new_group: its names count a rank's groups, so ranks that are in other groups would never meet.
         store: Any = group.get_group_store()
-        self._data: Any = ProcessGroupGloo(PrefixStore("communicators", store), self.rank, self.size, WAIT)
-        self._letters = _Mailbox(PrefixStore("communicators", store.clone()), self.rank)
+        place = f"communicators/{generation}"  # of its own where an earlier one of this group was closed
+        self._data: Any = ProcessGroupGloo(PrefixStore(place, store), self.rank, self.size, WAIT)
+        self._letters = _Mailbox(PrefixStore(place, store.clone()), self.rank)
         self._waiters = Waiters()
         self._leaving: float | None = None
+        weakref.finalize(self, self._waiters.close, timeout=0.0).atexit = False  # of a group that was destroyed
 
     def post(self, call: Call, action: Round, device: torch.device) -> Pending:
         """See `Transport.post`."""
@@ -64,6 +69,14 @@ class ProcessGroupTransport(Transport):
             call.stamp(host)
             waits.append((peer, self._waiters.wait_for(self._data.send([host], peer, call.outgoing_tag(peer)))))
         return _PendingRound(call, waits, buffers, device)
+
+    def can_sum(self, tensor: Tensor) -> bool:
+        """See `Transport.can_sum`: CPU tensors of the dtypes that gloo knows."""
+        return tensor.device.type == "cpu" and tensor.dtype in _SUMMED
+
+    def post_sum(self, tensor: Tensor) -> Pending:
+        """See `Transport.post_sum`. gloo aborts the process if ranks' sizes differ: they have agreed on them here."""
+        return _PendingSum(self._waiters.wait_for(self._data.allreduce([tensor], AllreduceOptions())), self)
 
     def nap(self, seconds: float) -> None:
         """See `Transport.nap`: until a waiter has something."""
@@ -141,3 +154,25 @@ class _PendingRound(Pending):
     def cancel(self) -> None:
         for _, wait in self._waits:
             wait.give_up()
+
+
+class _PendingSum(Pending):
+    def __init__(self, wait: Wait, transport: ProcessGroupTransport) -> None:
+        self._wait, self._transport = wait, transport
+
+    def done(self) -> bool:
+        if self._wait.error is not None:
+            raise self._wait.error  # gloo does not say which rank it lost
+        return self._wait.done
+
+    def received(self) -> Received:
+        return {}
+
+    def missing(self) -> list[int]:
+        return [peer for peer in range(self._transport.size) if peer != self._transport.rank]
+
+    def cancel(self) -> None:
+        self._wait.give_up()
+
+
+_SUMMED = {torch.float32, torch.float64, torch.int8, torch.int32, torch.int64, torch.uint8}

@@ -21,7 +21,7 @@ from communicators.agreement import agreement
 from communicators.call import Call
 from communicators.communicator import TIMEOUT_SECONDS, Communicator, Work
 from communicators.control import Control, Letters
-from communicators.engine import Engine, engine
+from communicators.engine import Engine, engine, part
 from communicators.errors import CollectiveError
 from communicators.schedule import SLOT_BYTES, Elapse, Received, Round, Schedule, frame
 from communicators.streams import SideStream, SideStreams, owned_here, with_index
@@ -142,6 +142,7 @@ class TransportCommunicator(Communicator):
         self._facts: set[str] = set()
         self._streams = SideStreams()
         self.lock = threading.RLock()  # the engine's thread listens while the caller's thread calls
+        self.closed = False
         self._engine: Engine = engine()
         self._engine.watch(self)
 
@@ -175,9 +176,23 @@ class TransportCommunicator(Communicator):
         total = tensor.detach().clone(memory_format=torch.contiguous_format)
         facts = f"native allreduce(numel={tensor.numel()}, {tensor.dtype})"
         self.run(self._native_sum(total), facts=facts, device=tensor.device)
-        self.bytes_sent += 2 * total.numel() * total.dtype.itemsize * (self.size - 1) // self.size
-        self.messages_sent += 1
+        self.count(2 * total.numel() * total.dtype.itemsize * (self.size - 1) // self.size, messages=1)
         return total
+
+    def close(self) -> None:
+        """See `Communicator.close`."""
+        if self.closed:
+            return
+        self._engine.forget(self)
+        self.closed = True
+        if missing := part([self], "it closed the communicator", self.timeout):
+            raise TimeoutError(f"rank {self.rank} closed its communicator, but ranks {missing} did not: all ranks must")
+
+    def count(self, nbytes: int, messages: int) -> None:
+        """What this rank has sent; rounds are posted by the caller's thread and by the engine's."""
+        with self.lock:
+            self.bytes_sent += nbytes
+            self.messages_sent += messages
 
     def listen(self) -> None:
         """Reads the letters that have come and writes what follows from them."""
@@ -196,20 +211,21 @@ class TransportCommunicator(Communicator):
             self._write(self.control.waits(call.number, call.facts, peers))
 
     def leave(self, why: str) -> None:
-        """Says goodbye, then goes on reading letters until all have said so: the arbiter may still be needed."""
+        """Says goodbye to all peers."""
         with self.lock:
             self._write(self.control.leaves(why))
-        while len(self.control.gone) < self.size - 1 and self.transport.closing():
-            self.listen()
-            time.sleep(0.005)
-        self.transport.close()
+
+    def staying(self) -> list[int]:
+        """The peers that have not said goodbye; none where letters cannot be exchanged any more."""
+        others = [rank for rank in range(self.size) if rank != self.rank and rank not in self.control.gone]
+        return others if others and self.transport.closing() else []
 
     def _launch(
         self, schedule: Schedule[Any], facts: str, timeout: float, device: torch.device | None
     ) -> TransportFlight:
-        if self.control.verdict is not None:
+        if self.closed or self.control.verdict is not None:
             schedule.close()
-            raise CollectiveError(self.control.verdict)
+            raise CollectiveError(self.control.verdict or "this communicator is closed")
         device = with_index(device if device is not None else self.device)
         untagged = self.transport.untagged(device)
         facts = f"{facts} on {device.type}" if untagged else facts
@@ -343,8 +359,7 @@ class TransportFlight:
             self._pending = self.comm.transport.post(self.call, action, device)
             self.peers = sorted({*action.sends, *action.recvs})
             if self.call.counted:
-                self.comm.bytes_sent += sum(payload.numel() for payload in action.sends.values())
-                self.comm.messages_sent += len(action.sends)
+                self.comm.count(sum(payload.numel() for payload in action.sends.values()), len(action.sends))
         self.progressed, self._reported = time.monotonic(), False
 
     def _complain(self, reason: str, cause: BaseException | None = None) -> None:
