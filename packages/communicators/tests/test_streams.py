@@ -126,3 +126,32 @@ def test_the_stamp_is_the_same_on_host_and_device():
     call.stamp_on_device(other)
     assert torch.equal(one, other)
     Call(iter(()), rank=0, size=2, facts="sum", number=4).accept(1, other, framed_nbytes(3, torch.float32))
+
+
+class Stream:
+    """In place of torch.cuda.Stream."""
+
+    def __init__(self, device=None):
+        self.busy, self.behind = True, []
+
+    def wait_stream(self, other):
+        self.behind.append(other)
+
+    def query(self):
+        return not self.busy
+
+
+def test_a_stream_begins_behind_the_callers_and_is_used_again_when_it_is_idle(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the caller's")
+    gpu, streams = torch.device("cuda", 0), SideStreams()
+    one, other = (streams.beside(ring_allreduce(torch.ones(3), 0, 2), gpu) for _ in range(2))
+    assert one._stream is not other._stream
+    assert one._stream.behind == ["the caller's"]
+    assert not one.is_idle()
+    one._stream.busy = False
+    assert one.is_idle()
+    again = streams.beside(ring_allreduce(torch.ones(3), 0, 2), gpu)
+    assert again._stream is one._stream
+    assert again._stream.behind == ["the caller's"] * 2
+    assert devices_of(gpu) == [gpu]

@@ -69,7 +69,7 @@ class Engine:
 
     def forget(self, comm: TransportCommunicator) -> None:
         """This communicator is closed; RuntimeError while calls of it are under way."""
-        if any(flight.comm is comm for flight in list(self._flights)):
+        if any(flight.comm is comm and not flight.finished.is_set() for flight in list(self._flights)):
             raise RuntimeError("close() while calls that were started are under way: wait() for them first")
         with self._lock:
             self._comms.discard(comm)

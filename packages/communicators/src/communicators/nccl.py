@@ -18,6 +18,7 @@ reasoned from torch's sources and not yet run: in particular that `abort` frees 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future
@@ -33,6 +34,7 @@ from communicators.schedule import Received, Round
 from communicators.transport import Pending, Transport
 from communicators.waiters import WAIT
 
+CONNECT_POLL_SECONDS = 1e-3
 ABORT_SECONDS = 5.0
 """So long the end of the process waits for a communicator to be aborted."""
 
@@ -262,8 +264,10 @@ class NCCL:
     def _connect(self) -> None:
         """Groups of messages go by the communicator of all ranks, which they do not make: the first sum does."""
         try:
-            self.sum(torch.zeros(1, device=self._device)).wait()
-            torch.cuda.synchronize(self._device)
+            launched = self.sum(torch.zeros(1, device=self._device))
+            while not launched.is_completed():
+                time.sleep(CONNECT_POLL_SECONDS)
+            launched.wait()
             self._connected.set_result(None)
         except Exception as error:
             self._connected.set_exception(error)
