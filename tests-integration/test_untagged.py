@@ -42,6 +42,36 @@ def test_the_same_reason_on_all_ranks_within_seconds(outcomes, case, size):
     assert max(outcome["seconds"] for outcome in got) < 30
 
 
+DIES = """
+import os, signal
+import torch, torch.distributed as dist
+from communicators import allreduce
+from communicators.nccl import UntaggedTransport
+from communicators.process_group import ProcessGroupTransport
+from communicators.transport import TransportCommunicator
+from untagged_gloo import UntaggedGloo
+dist.init_process_group("gloo")
+group = dist.group.WORLD
+line = UntaggedGloo(dist.PrefixStore("line", group.get_group_store()), group.rank(), group.size())
+comm = TransportCommunicator(UntaggedTransport(ProcessGroupTransport(group, generation=0), line))
+allreduce(torch.ones(3), comm, native=False)
+if comm.rank == 1:
+    line.exchange = lambda sends, recvs: os.kill(os.getpid(), signal.SIGKILL)
+allreduce(torch.ones(3), comm, native=False)
+"""
+
+
+def test_a_rank_that_dies_in_a_round_frees_the_others(processes, tmp_path):
+    """The call is agreed on by then, and the line itself notices nothing."""
+    script = tmp_path / "dies.py"
+    script.write_text(f"import sys\nsys.path.append({str(HERE)!r})\n{DIES}")
+    first, dead, last = processes(3, script, timeout=60)
+    assert dead.returncode == -9, dead.stderr
+    for launch in (first, last):
+        assert launch.returncode == 1
+        assert "CollectiveError: rank 1 is gone: its connection was lost" in launch.stderr
+
+
 @pytest.fixture(scope="module", params=["gloo", "nccl"])
 def gpu_outcomes(request, processes, tmp_path_factory):
     """(number of ranks, {case: [outcome of each rank]}) with data on GPUs."""

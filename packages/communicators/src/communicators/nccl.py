@@ -9,6 +9,7 @@ communicator of our own, and a receive that nothing matches occupies the GPU for
   are in host memory, agreements and letters go by the tagged transport;
 - after each round the host waits until it is over, as in any world, and looks at the clock meanwhile. So nothing that
   a schedule reads back can wait for a peer, and time-outs name the round;
+- NCCL does not say that a peer is gone, so the tagged transport's connections are watched;
 - after a failure the communicator is aborted, which ends what is still launched.
 
 `UntaggedTransport` does this over any `Line`, and is tested over one that is not NCCL. `NCCL`, the line itself, is
@@ -83,6 +84,7 @@ class UntaggedTransport(Transport):
         self._tagged = tagged
         self._queue: deque[int] = deque()  # numbers of calls that are not over; the first one has its turn
         self._abandoned: list[object] = []
+        tagged.lost()  # begins to watch
 
     def untagged(self, device: torch.device) -> bool:
         """See `Transport.untagged`."""
@@ -107,6 +109,14 @@ class UntaggedTransport(Transport):
     def has_turn(self, call: Call, device: torch.device) -> bool:
         """Whether this call's messages may be launched."""
         return self._queue[0] == call.number and self.line.ready(device)
+
+    def is_over(self, launched: Launched | None) -> bool:
+        """Whether messages were launched and are over. Raises PeerLost where they may never be."""
+        if launched is not None and launched.is_completed():
+            return True
+        if (lost := self._tagged.lost()) is not None:
+            raise lost
+        return False
 
     def can_sum(self, tensor: Tensor) -> bool:
         """See `Transport.can_sum`."""
@@ -157,11 +167,9 @@ class _PendingRound(Pending):
         self._buffers: dict[int, Tensor] = {}
 
     def done(self) -> bool:
-        if self._launched is None:
-            if not self._transport.has_turn(self._call, self._device):
-                return False
+        if self._launched is None and self._transport.has_turn(self._call, self._device):
             self._launched = self._launch()
-        return self._launched.is_completed()
+        return self._transport.is_over(self._launched)
 
     def received(self) -> Received:
         assert self._launched is not None
@@ -191,7 +199,7 @@ class _PendingSum(Pending):
         self._transport, self._launched, self._tensor = transport, launched, tensor
 
     def done(self) -> bool:
-        return self._launched.is_completed()
+        return self._transport.is_over(self._launched)
 
     def received(self) -> Received:
         self._launched.wait()

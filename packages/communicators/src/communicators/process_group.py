@@ -16,13 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions, PrefixStore, ProcessGroupGloo, Store
 
-from communicators.call import Call
+from communicators.call import TAG_BITS, Call
 from communicators.nccl import UntaggedTransport, nccl_of
 from communicators.schedule import Received, Round
 from communicators.staging import host_empty, to_host
 from communicators.transport import PeerLost, Pending, Transport, TransportCommunicator
 from communicators.waiters import WAIT, Wait, Waiters
 
+WATCH_TAG = 1 << TAG_BITS
 STORE_SECONDS = 5.0
 GOODBYE_SECONDS = 2.0
 """The Store may live in a process that has ended, so nobody waits longer than this for a goodbye."""
@@ -55,7 +56,8 @@ class ProcessGroupTransport(Transport):
         self._letters = _Mailbox(PrefixStore(place, store.clone()), self.rank)
         self._waiters = Waiters()
         self._leaving: float | None = None
-        weakref.finalize(self, self._waiters.close, timeout=0.0).atexit = False  # of a group that was destroyed
+        self._watches: dict[int, Wait] = {}  # by peer
+        weakref.finalize(self, _end, self._waiters, self._watches, timeout=0.0).atexit = False  # of a destroyed group
 
     def post(self, call: Call, action: Round, device: torch.device) -> Pending:
         """See `Transport.post`."""
@@ -91,6 +93,16 @@ class ProcessGroupTransport(Transport):
         """See `Transport.read`."""
         return self._letters.read()
 
+    def lost(self) -> PeerLost | None:
+        """See `Transport.lost`: by a receive from each peer of what nobody ever sends; posted the first time."""
+        if not self._watches:
+            for peer in range(self.size):
+                if peer != self.rank:
+                    buffer = host_empty(1, self.device)
+                    self._watches[peer] = self._waiters.wait_for(self._data.recv([buffer], peer, WATCH_TAG))
+        errors = ((peer, wait.error) for peer, wait in self._watches.items())
+        return next((PeerLost(peer, error) for peer, error in errors if error is not None), None)
+
     def closing(self) -> bool:
         """See `Transport.closing`."""
         self._leaving = self._leaving or time.monotonic()
@@ -98,7 +110,7 @@ class ProcessGroupTransport(Transport):
 
     def close(self) -> None:
         """See `Transport.close`."""
-        self._waiters.close(timeout=1.0)
+        _end(self._waiters, self._watches, timeout=1.0)
 
 
 class _Mailbox:
@@ -173,6 +185,13 @@ class _PendingSum(Pending):
 
     def cancel(self) -> None:
         self._wait.give_up()
+
+
+def _end(waiters: Waiters, watches: dict[int, Wait], timeout: float) -> None:
+    """Lets the threads go: one that still waited when the interpreter ends would abort it."""
+    for wait in watches.values():
+        wait.give_up()
+    waiters.close(timeout)
 
 
 _SUMMED = {torch.float32, torch.float64, torch.int8, torch.int32, torch.int64, torch.uint8}

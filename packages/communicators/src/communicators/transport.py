@@ -115,6 +115,10 @@ class Transport(ABC):
         """The transport's own allreduce, in place on a contiguous tensor."""
         raise NotImplementedError(f"{type(self).__name__} has no allreduce of its own")
 
+    def lost(self) -> PeerLost | None:
+        """A peer whose connection is gone, where that is noticed while no message of its is under way."""
+        return None
+
     def closing(self) -> bool:
         """Whether letters can still be exchanged at exit."""
         return True
