@@ -1,7 +1,8 @@
 """torch.distributed by point-to-point, on a gloo group of our own with the user's ranks.
 
 Letters travel through the group's Store, by a client of our own, because a blocking call holds up every other use of
-its client. CUDA payloads are staged through pinned host memory, whatever the user's backend is.
+its client. CUDA payloads are staged through pinned host memory, unless the user's backend for them is NCCL (see
+`nccl`).
 """
 
 from __future__ import annotations
