@@ -46,7 +46,7 @@ DIES = """
 import os, signal
 import torch, torch.distributed as dist
 from communicators import allreduce
-from communicators.nccl import UntaggedTransport
+from communicators.untagged import UntaggedTransport
 from communicators.process_group import ProcessGroupTransport
 from communicators.transport import TransportCommunicator
 from untagged_gloo import UntaggedGloo

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from communicators import CollectiveError, Round, body, frame, framed_nbytes, run, start
 from communicators import dense as schedules
-from communicators.nccl import UntaggedTransport
 from communicators.process_group import ProcessGroupTransport
 from communicators.transport import TransportCommunicator
+from communicators.untagged import UntaggedTransport
 from untagged_gloo import UntaggedGloo
 
 SIZES = (2, 3)

@@ -18,10 +18,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions, PrefixStore, ProcessGroupGloo, Store
 
 from communicators.call import TAG_BITS, Call
-from communicators.nccl import UntaggedTransport, nccl_of
+from communicators.nccl import nccl_of
 from communicators.schedule import Received, Round
 from communicators.staging import host_empty, to_host
 from communicators.transport import PeerLost, Pending, Transport, TransportCommunicator
+from communicators.untagged import UntaggedTransport
 from communicators.waiters import WAIT, Wait, Waiters
 
 WATCH_TAG = 1 << TAG_BITS
