@@ -51,6 +51,33 @@ def calls_go_one_after_the_other(comm):
     assert [work.wait()[0].item() for work in works] == [i * comm.size for i in range(4)]
 
 
+def waiting_for_ones_turn_is_no_time_out(comm):
+    """Six calls of 0.2 s each; nobody is late, so 0.6 s are enough for each."""
+    line, exchange = comm.transport.line, comm.transport.line.exchange
+    line.exchange = lambda sends, recvs: Delayed(exchange(sends, recvs), until=time.monotonic() + 0.2)
+    works = [start(shift(comm), comm, timeout=0.6) for _ in range(6)]
+    begin = time.monotonic()
+    assert [work.wait() for work in works] == [[(comm.rank - 1) % comm.size]] * 6
+    assert time.monotonic() - begin > 1.0
+
+
+class Delayed:
+    def __init__(self, launched, until):
+        self.launched, self.until = launched, until
+
+    def is_completed(self):
+        return self.launched.is_completed() and time.monotonic() > self.until
+
+    def wait(self):
+        self.launched.wait()
+
+
+def shift(comm):
+    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    received = yield Round({after: frame(torch.tensor([comm.rank]))}, {before: framed_nbytes(1, torch.int64)})
+    return body(received[before], torch.int64).tolist()
+
+
 def other_order_in_background(comm):
     """Of calls that all ranks have agreed on before, and of one size: only their facts tell them apart."""
     calls = [lambda name=name: start(schedules.ring_allreduce(torch.ones(8), comm.rank, comm.size), comm, facts=name)
@@ -82,7 +109,7 @@ LEFT_OUT = (
     sparse_cases.training_has_the_bits_of_the_simulated_world,  # nothing new to a transport, and the longest
 )
 LAWS = [case for case in [*dense_cases.LAWS, *sparse_cases.LAWS] if case not in LEFT_OUT]
-LAWS += [sizes_that_depend_on_data, calls_go_one_after_the_other]
+LAWS += [sizes_that_depend_on_data, calls_go_one_after_the_other, waiting_for_ones_turn_is_no_time_out]
 FAILURES = {
     **dense_cases.FAILURES,
     **sparse_cases.FAILURES,

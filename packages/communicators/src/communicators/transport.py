@@ -59,6 +59,10 @@ class Pending(ABC):
     def missing(self) -> list[int]:
         """The peers that this rank still waits for."""
 
+    def waits_its_turn(self) -> bool:
+        """Whether nothing is under way yet because an earlier call is, whose clock counts."""
+        return False
+
     @abstractmethod
     def cancel(self) -> None:
         """Gives up; buffers that are still in use stay alive."""
@@ -276,7 +280,7 @@ class TransportFlight:
         self._lost: PeerLost | None = None
         self._reported = False
         self._callbacks: list[Callable[[], None]] = []
-        self.progressed = time.monotonic()
+        self.progressed = self._turn_came = time.monotonic()
 
     def poll(self) -> bool:
         """Goes on as far as it can without blocking; True at the end."""
@@ -298,7 +302,9 @@ class TransportFlight:
 
     def watch(self) -> None:
         """Looks at the clock; called every few milliseconds while a poll finds nothing."""
-        waited = time.monotonic() - self.progressed
+        if self._pending is not None and self._pending.waits_its_turn():
+            self._turn_came = time.monotonic()
+        waited = time.monotonic() - max(self.progressed, self._turn_came)
         if self._reason is not None or self._pending is None or waited < LEAVE_GRACE_SECONDS:
             return
         missing, gone = self._pending.missing(), self.comm.control.gone

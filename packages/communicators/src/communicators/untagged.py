@@ -92,9 +92,9 @@ class UntaggedTransport(Transport):
             return _PendingRound(self, call, action, device)
         return self._tagged.post(call, action, device)
 
-    def has_turn(self, call: Call, device: torch.device) -> bool:
-        """Whether this call's messages may be launched."""
-        return self._queue[0] == call.number and self.line.ready(device)
+    def has_turn(self, call: Call) -> bool:
+        """Whether all calls before this one are over."""
+        return call.number not in self._queue or self._queue[0] == call.number  # not in it: over itself
 
     def is_over(self, launched: Launched | None) -> bool:
         """Whether messages were launched and are over. Raises PeerLost where they may never be."""
@@ -153,7 +153,7 @@ class _PendingRound(Pending):
         self._buffers: dict[int, Tensor] = {}
 
     def done(self) -> bool:
-        if self._launched is None and self._transport.has_turn(self._call, self._device):
+        if self._launched is None and not self.waits_its_turn() and self._transport.line.ready(self._device):
             self._launched = self._launch()
         return self._transport.is_over(self._launched)
 
@@ -166,6 +166,9 @@ class _PendingRound(Pending):
 
     def missing(self) -> list[int]:
         return sorted({*self._action.sends, *self._action.recvs})
+
+    def waits_its_turn(self) -> bool:
+        return not self._transport.has_turn(self._call)
 
     def cancel(self) -> None:
         if self._launched is not None:
