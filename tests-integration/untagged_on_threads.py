@@ -101,6 +101,17 @@ def a_rank_leaves_a_round(comm):
     run(schedule(), comm, facts="broken")
 
 
+def a_launch_that_fails(comm):
+    """On one rank, where some of the round may be under way: it gives up its line, and the others theirs."""
+
+    def exchange(sends, recvs):
+        raise MemoryError("no room")
+
+    if comm.rank == comm.size - 1:
+        comm.transport.line.exchange = exchange
+    run(schedules.ring_allreduce(torch.ones(9), comm.rank, comm.size), comm)
+
+
 LEFT_OUT = (
     dense_cases.background_leaves_others_alone,  # needs processes, as the next three
     dense_cases.a_subset_first,
@@ -114,6 +125,7 @@ FAILURES = {
     **dense_cases.FAILURES,
     **sparse_cases.FAILURES,
     other_order_in_background: "ranks disagree on call 2: rank 0 calls a, rank {last} calls b",
+    a_launch_that_fails: "rank {last} failed in ring_allreduce: MemoryError: no room",
     a_rank_leaves_a_round: "rank {last} failed in broken: ZeroDivisionError: by hand",
 }
 

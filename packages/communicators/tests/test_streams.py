@@ -99,6 +99,22 @@ def test_a_call_is_over_when_its_stream_is_idle():
     assert TransportWork(flight, Engine()).wait() == 7
 
 
+def test_a_stream_that_fails_fails_the_call():
+    class Broken(Slow):
+        def current(self):
+            raise RuntimeError("device-side assert")
+
+    comm, said = Comm(), []
+    comm.complain = lambda reason: said.append(reason) or setattr(comm.control, "verdict", reason)
+    flight = TransportFlight(comm, Call(iter([]), rank=0, size=2, facts="sum", number=0), 1.0, CPU)
+    flight.call.close = lambda: None
+    flight.side = Broken()
+    assert flight.poll()
+    assert said == ["rank 0 failed in sum: RuntimeError: device-side assert"]
+    with pytest.raises(CollectiveError, match="device-side assert"):
+        TransportWork(flight, Engine()).wait()
+
+
 def stamped(call, sender, numel=3):
     payload = frame(torch.ones(numel))
     Call(iter(()), rank=sender, size=2, facts=call.facts, number=call.number).stamp_on_device(payload)

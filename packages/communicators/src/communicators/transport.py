@@ -286,7 +286,12 @@ class TransportFlight:
         """Goes on as far as it can without blocking; True at the end."""
         if self.side is None:
             return self._poll()
-        with self.side.current():
+        try:
+            with self.side.current():
+                return self._poll()
+        except Exception as error:  # the GPU itself has failed: without it the flight can still say so
+            self.side = None
+            self._complain(errors.failed(self.comm.rank, self.call.facts, error), error)
             return self._poll()
 
     def _poll(self) -> bool:

@@ -180,7 +180,11 @@ class _PendingRound(Pending):
             self._call.stamp_on_device(self._payloads[peer])
         for peer, nbytes in self._action.recvs.items():
             self._buffers[peer] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        return self._transport.line.exchange(self._payloads, self._buffers)
+        try:
+            return self._transport.line.exchange(self._payloads, self._buffers)
+        except Exception:  # some of it may be under way
+            self._transport.abandon(self._payloads, self._buffers)
+            raise
 
 
 class _PendingSum(Pending):
