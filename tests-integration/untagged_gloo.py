@@ -72,8 +72,9 @@ class _Exchange(_Sum):
         super().__init__(line.post(self._given, self._lengths))
 
     def is_completed(self):
-        if not super().is_completed() or self._in_second_half:
-            return super().is_completed()
+        done = super().is_completed()
+        if not done or self._in_second_half:
+            return done
         for peer, length in self._lengths.items():
             assert length.item() == self._recvs[peer].numel(), f"rank {peer} sent {length.item()} bytes"
         self._in_second_half = True
