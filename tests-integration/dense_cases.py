@@ -18,6 +18,7 @@ from communicators import (
     body,
     broadcast,
     frame,
+    framed_nbytes,
     run,
     start,
     testing,
@@ -78,7 +79,7 @@ def late(comm):
     to, source = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     if comm.size == 1:
         return source
-    received = yield Round({to: frame(torch.tensor([comm.rank]))}, {source: 64})
+    received = yield Round({to: frame(torch.tensor([comm.rank]))}, {source: framed_nbytes(1, torch.int64)})
     return int(body(received[source], torch.int64))
 
 

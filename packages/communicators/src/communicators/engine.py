@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from communicators import errors
+from communicators.streams import devices_of
 
 if TYPE_CHECKING:
     from communicators.transport import TransportCommunicator, TransportFlight
@@ -68,7 +69,7 @@ class Engine:
 
     def forget(self, comm: TransportCommunicator) -> None:
         """This communicator is closed; RuntimeError while calls of it are under way."""
-        if any(flight.comm is comm for flight in list(self._flights)):
+        if any(flight.comm is comm and not flight.finished.is_set() for flight in list(self._flights)):
             raise RuntimeError("close() while calls that were started are under way: wait() for them first")
         with self._lock:
             self._comms.discard(comm)
@@ -110,7 +111,7 @@ class Engine:
         """A future of the flight's result. Without a thread nothing would complete it later, so it is waited for."""
         if self._inline:
             self.wait(flight, None)
-        done: torch.futures.Future[None] = torch.futures.Future()
+        done: torch.futures.Future[None] = torch.futures.Future(devices=devices_of(flight.device))
         flight.when_finished(lambda: done.set_result(None))
         return done.then(lambda _: flight.result())  # an error raised here surfaces as itself; set_exception's does not
 

@@ -1,7 +1,8 @@
 """torch.distributed by point-to-point, on a gloo group of our own with the user's ranks.
 
 Letters travel through the group's Store, by a client of our own, because a blocking call holds up every other use of
-its client. CUDA payloads are staged through pinned host memory, whatever the user's backend is.
+its client. CUDA payloads are staged through pinned host memory, unless the user's backend for them is NCCL (see
+`nccl`).
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions, PrefixStore, ProcessGroupGloo, Store
 
-from communicators.call import Call
+from communicators.call import TAG_BITS, Call
+from communicators.nccl import nccl_of
 from communicators.schedule import Received, Round
 from communicators.staging import host_empty, to_host
 from communicators.transport import PeerLost, Pending, Transport, TransportCommunicator
+from communicators.untagged import UntaggedTransport
 from communicators.waiters import WAIT, Wait, Waiters
 
+WATCH_TAG = 1 << TAG_BITS
 STORE_SECONDS = 5.0
 GOODBYE_SECONDS = 2.0
 """The Store may live in a process that has ended, so nobody waits longer than this for a goodbye."""
@@ -33,7 +37,8 @@ def from_process_group(group: dist.ProcessGroup) -> TransportCommunicator:
     """Our communicator for a process group; made once for each. Collective over its ranks at the first use."""
     generation, made = _made.get(group, (0, None))
     if made is None or made.closed:
-        made = TransportCommunicator(ProcessGroupTransport(group, generation))
+        line, tagged = nccl_of(group, generation), ProcessGroupTransport(group, generation)
+        made = TransportCommunicator(tagged if line is None else UntaggedTransport(tagged, line))
         _made[group] = generation + 1, made
     return made
 
@@ -53,7 +58,8 @@ class ProcessGroupTransport(Transport):
         self._letters = _Mailbox(PrefixStore(place, store.clone()), self.rank)
         self._waiters = Waiters()
         self._leaving: float | None = None
-        weakref.finalize(self, self._waiters.close, timeout=0.0).atexit = False  # of a group that was destroyed
+        self._watches: dict[int, Wait] = {}  # by peer
+        weakref.finalize(self, _end, self._waiters, self._watches, timeout=0.0).atexit = False  # of a destroyed group
 
     def post(self, call: Call, action: Round, device: torch.device) -> Pending:
         """See `Transport.post`."""
@@ -89,6 +95,16 @@ class ProcessGroupTransport(Transport):
         """See `Transport.read`."""
         return self._letters.read()
 
+    def lost(self) -> PeerLost | None:
+        """See `Transport.lost`: by a receive from each peer of what nobody ever sends; posted the first time."""
+        if not self._watches:
+            for peer in range(self.size):
+                if peer != self.rank:
+                    buffer = host_empty(1, self.device)
+                    self._watches[peer] = self._waiters.wait_for(self._data.recv([buffer], peer, WATCH_TAG))
+        errors = ((peer, wait.error) for peer, wait in self._watches.items())
+        return next((PeerLost(peer, error) for peer, error in errors if error is not None), None)
+
     def closing(self) -> bool:
         """See `Transport.closing`."""
         self._leaving = self._leaving or time.monotonic()
@@ -96,7 +112,7 @@ class ProcessGroupTransport(Transport):
 
     def close(self) -> None:
         """See `Transport.close`."""
-        self._waiters.close(timeout=1.0)
+        _end(self._waiters, self._watches, timeout=1.0)
 
 
 class _Mailbox:
@@ -171,6 +187,13 @@ class _PendingSum(Pending):
 
     def cancel(self) -> None:
         self._wait.give_up()
+
+
+def _end(waiters: Waiters, watches: dict[int, Wait], timeout: float) -> None:
+    """Lets the threads go: one that still waited when the interpreter ends would abort it."""
+    for wait in watches.values():
+        wait.give_up()
+    waiters.close(timeout)
 
 
 _SUMMED = {torch.float32, torch.float64, torch.int8, torch.int32, torch.int64, torch.uint8}

@@ -8,6 +8,7 @@ ddp.register_comm_hook(state, sparse_hook)
 
 import copy
 from collections.abc import Iterable, Mapping
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -76,7 +77,8 @@ class SparseHookState:
         self._pool: dict[str, dict[str, Tensor]] = {part: {} for part in PARTS}  # of no bucket yet, by parameter
         self._states: dict[str, State] = {}
         self._states_before: dict[str, State] = {}
-        self._finite = True
+        self._scale = 1.0  # of this step: a GPU is asked for it once
+        self._finite: list[Tensor] = []  # of this step, by bucket, 0-D bool, read at its end
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals and momenta by parameter, in the form of `DistributedOptimizer.state_dict()`.
@@ -107,7 +109,7 @@ class SparseHookState:
             raise ValueError(f"the state was saved with another compressor than {self.compressor}")
         if isinstance(self.compressor, StatefulCompressor):
             self.compressor.load_state_dict(own["compressor"])
-        self._pool, self._buckets, self._finite = pool, {}, True
+        self._pool, self._buckets, self._finite = pool, {}, []
         self._feedback = ErrorFeedback(
             self.compressor, momentum=self._feedback.momentum, tentative=self.grad_scaler is not None
         )
@@ -117,10 +119,11 @@ class SparseHookState:
         """Starts the exchange of one bucket; the future holds the mean in the bucket's own buffer."""
         if bucket.index() == 0:
             self._settle()
+            self._scale = 1.0 if self.grad_scaler is None else float(self.grad_scaler.get_scale())
         flat = bucket.buffer()
         _refuse_sparse(flat)
         key = self._bucket_key(bucket.parameters(), flat)
-        scale = 1.0 if self.grad_scaler is None else float(self.grad_scaler.get_scale())
+        scale = self._scale
         gradient = flat.to(torch.promote_types(flat.dtype, torch.float32))
         work = self._launch(key, gradient / scale if scale != 1.0 else gradient)
 
@@ -131,8 +134,9 @@ class SparseHookState:
             values = reduction.total.values
             flat.zero_()
             flat[reduction.total.indices] = (values / self.comm.size * scale).to(flat.dtype)
-            # As the optimizer will see it: scaled, and in the gradient's own dtype, which may overflow.
-            self._finite = self._finite and bool(torch.isfinite(flat[reduction.total.indices]).all())
+            if self.grad_scaler is not None:
+                # As the optimizer will see it: scaled, and in the gradient's own dtype, which may overflow.
+                self._finite.append(torch.isfinite(flat[reduction.total.indices]).all())
             return flat
 
         return work.get_future().then(put_back)
@@ -156,12 +160,12 @@ class SparseHookState:
 
     def _settle(self) -> None:
         """Ends the last step: with a GradScaler it stands only if every bucket was finite, alike on every rank."""
-        if self._finite or self.grad_scaler is None:
+        if not self._finite or bool(torch.stack(self._finite).all()):
             self._feedback.commit()
         else:
             self._feedback.rollback()
             self._states = self._states_before
-        self._finite, self._states_before = True, copy.deepcopy(self._states)
+        self._finite, self._states_before = [], copy.deepcopy(self._states)
 
     def _bucket_key(self, parameters: list[Tensor], flat: Tensor) -> str:
         """The name of the bucket; if its parameters were cut otherwise before, their residuals move here."""
@@ -216,13 +220,12 @@ def sparse_hook(state: SparseHookState, bucket: GradBucket) -> torch.futures.Fut
 
 def unused_spans(bucket: Bucket, flat: Tensor) -> list[slice]:
     """Where members lie whose gradient is all zeros. Most are seen not to be at their first elements."""
-    spans, begin = [], 0
-    for shape in bucket.shapes:
-        span = slice(begin, begin + shape.numel())
-        if not flat[span][:64].any() and not flat[span].any():
-            spans.append(span)
-        begin = span.stop
-    return spans
+    edges = pairwise(accumulate((shape.numel() for shape in bucket.shapes), initial=0))
+    spans = [slice(*edge) for edge in edges]
+    if not flat.is_cpu:  # one look for all of them, because each waits for the device
+        used = torch.stack([flat[span].any() for span in spans]).tolist()
+        return [span for span, any_used in zip(spans, used, strict=True) if not any_used]
+    return [span for span in spans if not flat[span][:64].any() and not flat[span].any()]
 
 
 def _refuse_sparse(flat: Tensor) -> None:

@@ -44,7 +44,7 @@ def finite(
         return reduction
     suspect = suspect_element(sent, residual)
     culprit = -1 if suspect < 0 else _member(bucket, suspect)
-    own = torch.tensor([culprit]).view(torch.uint8)
+    own = torch.tensor([culprit], device=sent.device).view(torch.uint8)
     blocks = yield from allgather_blocks(own, [own.numel()] * size, rank, size)
     raise _error([int(block.clone().view(torch.int64)) for block in blocks], names, "by giving a grad_scaler")
 
