@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_compress import ErrorFeedback, TopK, topk_cpu
 from sparse_compress.chunks import CHUNK
+from sparse_compress.topk_cpu import SMALL
 
 GRADIENT_DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
@@ -47,7 +48,7 @@ def assert_steps_agree(gradients, density, **mode):
 @settings(deadline=None, max_examples=4)
 @given(
     seed=st.integers(0, 2**32 - 1),
-    n=st.integers(1, 300) | st.integers(CHUNK + 1, 150_000),
+    n=st.integers(1, 300) | st.integers(SMALL + 1, 200_000),
     momentum=st.sampled_from([0.0, 0.7]),
     tentative=st.booleans(),
 )

@@ -63,20 +63,17 @@ class Accumulator:
             self._advance(gradient, momentum, out)
             yield
             return
-        parts = zip(self._chunks(), torch.split(gradient.view(-1), CHUNK), out._chunks(), strict=True)
-        for before, part, after in parts:
-            before._advance(part, momentum, after)
+        flat = gradient.view(-1)
+        for start in range(0, len(flat), CHUNK):
+            span = slice(start, start + CHUNK)
+            before = self[span]
+            before._advance(flat[span], momentum, before if out is self else out[span])
             yield
 
-    def strided(self, stride: int) -> "Accumulator":
-        """Every ``stride``-th element, as views."""
-        velocity = None if self.velocity is None else self.velocity.view(-1)[::stride]
-        return Accumulator(self.residual.view(-1)[::stride], velocity)
-
-    def _chunks(self) -> Iterator["Accumulator"]:
-        residuals = torch.split(self.residual.view(-1), CHUNK)
-        velocities = [None] * len(residuals) if self.velocity is None else torch.split(self.velocity.view(-1), CHUNK)
-        return map(Accumulator, residuals, velocities)
+    def __getitem__(self, span: slice) -> "Accumulator":
+        """A span of the flat tensors, as views."""
+        velocity = None if self.velocity is None else self.velocity.view(-1)[span]
+        return Accumulator(self.residual.view(-1)[span], velocity)
 
     def _advance(self, gradient: Tensor, momentum: float, out: "Accumulator") -> None:
         if self.velocity is None or out.velocity is None:
@@ -88,7 +85,7 @@ class Accumulator:
     def clear(self, sent: SparseVector) -> None:
         """Set residual and velocity to zero where entries were sent (DGC's factor masking)."""
         for tensor in self._flat():
-            tensor[sent.indices] = 0
+            tensor.index_fill_(0, sent.indices.long(), 0)
 
     def restore(self, dropped: SparseVector) -> None:
         """v ← v + dropped."""

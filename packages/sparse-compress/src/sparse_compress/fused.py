@@ -4,12 +4,11 @@ import torch
 from torch import Tensor
 
 from sparse_compress.accumulator import Accumulator
-from sparse_compress.chunks import CHUNK
 from sparse_compress.gpu.available import kernels_take
 from sparse_compress.magnitude import bits_of
 from sparse_compress.threshold import sample_stride
 from sparse_compress.topk import gather, topk
-from sparse_compress.topk_cpu import largest_positions
+from sparse_compress.topk_cpu import SMALL, largest_positions
 from sparse_compress.vector import SparseVector
 
 
@@ -21,7 +20,7 @@ def step_topk(before: Accumulator, gradient: Tensor, momentum: float, k: int, ou
     """
     if k and kernels_take(gradient):
         return _step_in_triton(before, gradient, momentum, k, out)
-    if gradient.is_cpu and gradient.is_contiguous() and 0 < k < gradient.numel() > CHUNK:
+    if gradient.is_cpu and gradient.is_contiguous() and 0 < k < gradient.numel() > SMALL:
         sent = _sweep(before, gradient, momentum, k, out)
     else:
         before.advance(gradient, momentum, out)
@@ -38,9 +37,9 @@ def _step_in_triton(before: Accumulator, gradient: Tensor, momentum: float, k: i
 
 
 def _sweep(before: Accumulator, gradient: Tensor, momentum: float, k: int, out: Accumulator) -> SparseVector:
-    stride = sample_stride(gradient.numel())
-    seen, sample = before.strided(stride), out.strided(stride).like()
-    seen.advance(gradient.view(-1)[::stride], momentum, sample)
+    sampled = slice(None, None, sample_stride(gradient.numel()))
+    seen, sample = before[sampled], out[sampled].like()
+    seen.advance(gradient.view(-1)[sampled], momentum, sample)
     residual = out.residual.view(-1)
     written = before.advance_by_chunks(gradient, momentum, out)
     positions = largest_positions(bits_of(residual), k, sample=bits_of(sample.residual), written=written)

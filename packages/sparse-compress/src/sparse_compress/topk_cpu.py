@@ -4,10 +4,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from sparse_compress.chunks import CHUNK, Positions, above_and_ties, at_least, count_above
+from sparse_compress.chunks import Positions, above_and_ties, at_least, count_above
 from sparse_compress.magnitude import Bits, largest, magnitude_mask
 from sparse_compress.radix import kth_largest
 from sparse_compress.threshold import sample_stride, sampled_threshold
+
+SMALL = 1 << 13  # elements: up to here partitioning all of them costs no more than a sample and its candidates
 
 
 def largest_positions(
@@ -23,7 +25,7 @@ def largest_positions(
     then holds the bits that will stand at every ``sample_stride(n)``-th position.
     """
     n = len(bits)
-    if n <= CHUNK:
+    if n <= SMALL:
         for _ in written or ():
             pass
         return np.flatnonzero(largest(bits & magnitude_mask(bits), k))
