@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_compress import SparseVector, topk, topk_cpu
 from sparse_compress.chunks import CHUNK
+from sparse_compress.floyd_rivest import kth_key
 from sparse_compress.magnitude import bits_of, largest_on_device
 from sparse_compress.radix import kth_largest
 from sparse_compress.topk_cpu import SMALL, largest_positions
@@ -75,11 +76,12 @@ def test_other_dtypes(nasty, dtype, seed, n):
 @settings(deadline=None, max_examples=15)
 @given(seed=seeds, n=st.integers(1, 3000) | st.integers(SMALL + 1, 200_000), data=st.data())
 def test_every_path_alone_is_exact(nasty, seed, n, data):
-    """Radix select, the chunked CPU path and the path of other devices, each called by itself."""
+    """Both ways to the k-th key, the chunked CPU path and the path of other devices, each called by itself."""
     x = torch.from_numpy(nasty(np.random.default_rng(seed), n))
     k = data.draw(st.integers(1, n))
     keys, expected = keys_of(x), reference(x, k)
     kth = int(keys[expected].min())
+    assert kth_key(keys, k) == kth
     assert kth_largest(bits_of(x), k) == (kth, int((keys > kth).sum()))
     np.testing.assert_array_equal(largest_positions(bits_of(x), k), expected)
     np.testing.assert_array_equal(largest_on_device(x, k).numpy(), expected)
