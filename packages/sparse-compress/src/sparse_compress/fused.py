@@ -1,5 +1,6 @@
 """One step of error feedback with exact top-k: accumulate, select and clear in one sweep."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,10 +38,10 @@ def _step_in_triton(before: Accumulator, gradient: Tensor, momentum: float, k: i
 
 
 def _sweep(before: Accumulator, gradient: Tensor, momentum: float, k: int, out: Accumulator) -> SparseVector:
-    sampled = slice(None, None, sample_stride(gradient.numel()))
-    seen, sample = before[sampled], out[sampled].like()
-    seen.advance(gradient.view(-1)[sampled], momentum, sample)
     residual = out.residual.view(-1)
-    written = before.advance_by_chunks(gradient, momentum, out)
-    positions = largest_positions(bits_of(residual), k, sample=bits_of(sample.residual), written=written)
+    bits = bits_of(residual)
+    with np.errstate(over="ignore", invalid="ignore"):  # of the sums
+        sample = before.foresee(gradient, momentum, sample_stride(len(bits))).view(bits.dtype)
+        written = before.advance_by_chunks(gradient, momentum, out)
+        positions = largest_positions(bits, k, sample=sample, written=written)
     return gather(residual, torch.from_numpy(positions))

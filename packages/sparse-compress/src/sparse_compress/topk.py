@@ -55,6 +55,10 @@ def _topk_in_triton(flat: Tensor, k: int) -> SparseVector:
 def gather(flat: Tensor, positions: Tensor) -> SparseVector:
     """The elements of a 1-D tensor at ``positions`` (int64, increasing)."""
     selected = SparseVector._allocate(len(positions), len(flat), WIRE_DTYPES[flat.dtype], flat.device)
-    selected.indices.copy_(positions)
-    selected.values.copy_(flat.index_select(0, positions))
+    if flat.is_cpu and flat.dtype == selected.dtype:  # NumPy, which starts no threads
+        selected.indices.numpy()[:] = positions.numpy()
+        flat.numpy().take(positions.numpy(), out=selected.values.numpy(), mode="clip")  # without a mode it buffers
+    else:
+        selected.indices.copy_(positions)
+        selected.values.copy_(flat.index_select(0, positions))
     return selected
