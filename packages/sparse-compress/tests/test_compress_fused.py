@@ -106,3 +106,27 @@ def peak_rss_growth(dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_no_temporary_of_the_gradients_size(dtype):
     assert peak_rss_growth(dtype) < 12
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads as Linux lists them")
+def test_one_thread_whatever_torch_may_take():
+    code = (
+        "import os, torch\n"
+        "from sparse_compress import ErrorFeedback, TopK, merge\n"
+        "def step(gradient):\n"
+        "    sent = feedback.compress(str(gradient.dtype), gradient)\n"
+        "    merge(sent, sent, 40_000)\n"
+        "torch.set_num_threads(1)\n"
+        "feedback = ErrorFeedback(TopK(0.05), momentum=0.9)\n"
+        "gradients = torch.randn(1_000_000), torch.randn(1_000_000).bfloat16()\n"
+        "for gradient in gradients: step(gradient)\n"  # the first step allocates residuals by torch
+        "torch.set_num_threads(4)\n"
+        "before = len(os.listdir('/proc/self/task'))\n"
+        "for gradient in gradients: step(gradient)\n"
+        "print(len(os.listdir('/proc/self/task')) - before)\n"
+        "gradients[0].add_(1)\n"
+        "print(len(os.listdir('/proc/self/task')) - before)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    started_by_us, started_by_torch = map(int, done.stdout.split())
+    assert started_by_us == 0 < started_by_torch

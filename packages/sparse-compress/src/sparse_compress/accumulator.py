@@ -13,6 +13,8 @@ from sparse_compress.chunks import CHUNK
 from sparse_compress.vector import SparseVector
 from sparse_compress.wire import WIRE_DTYPES
 
+ONE_THREAD = 30_000  # elements: torch wakes other threads for 32,768 and more
+
 
 @dataclass(frozen=True, eq=False)
 class Accumulator:
@@ -67,7 +69,7 @@ class Accumulator:
             return
         before, after = self._arrays(), out._arrays()
         for number, part in enumerate(torch.split(gradient.view(-1), CHUNK)):
-            step, span = part.to(self.residual.dtype).numpy(), slice(number * CHUNK, (number + 1) * CHUNK)
+            step, span = _converted(part, self.residual.dtype), slice(number * CHUNK, (number + 1) * CHUNK)
             _recur(np, step, momentum, [one[span] for one in before], [one[span] for one in after])
             yield
 
@@ -75,7 +77,7 @@ class Accumulator:
         """What ``advance`` will make of every ``stride``-th element of the residual, for a contiguous CPU gradient."""
         before = [part[::stride] for part in self._arrays()]
         after = [np.empty_like(part) for part in before]
-        _recur(np, gradient.view(-1)[::stride].to(self.residual.dtype).numpy(), momentum, before, after)
+        _recur(np, _converted(gradient.view(-1)[::stride], self.residual.dtype), momentum, before, after)
         return after[0]
 
     def clear(self, sent: SparseVector) -> None:
@@ -95,6 +97,16 @@ class Accumulator:
 
     def _flat(self) -> list[Tensor]:
         return [part.view(-1) for part in self.parts()]
+
+
+def _converted(part: Tensor, dtype: torch.dtype) -> NDArray[np.floating[Any]]:
+    """A 1-D CPU tensor as an array of ``dtype``, by this thread alone."""
+    if part.dtype == dtype:
+        return part.numpy()
+    converted = torch.empty(len(part), dtype=dtype)
+    for piece, source in zip(torch.split(converted, ONE_THREAD), torch.split(part, ONE_THREAD), strict=True):
+        piece.copy_(source)
+    return converted.numpy()
 
 
 def _recur(library: Any, gradient: Any, momentum: float, before: list[Any], after: list[Any]) -> None:
