@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_compress import ErrorFeedback, TopK, topk_cpu
+from sparse_compress import ErrorFeedback, TopK, accumulator, chunks, topk_cpu
 from sparse_compress.chunks import CHUNK
 from sparse_compress.topk_cpu import SMALL
 
@@ -51,11 +51,15 @@ def assert_steps_agree(gradients, density, **mode):
     n=st.integers(1, 300) | st.integers(SMALL + 1, 200_000),
     momentum=st.sampled_from([0.0, 0.7]),
     tentative=st.booleans(),
+    chunk=st.sampled_from([CHUNK, 10_000]),
 )
-def test_fused_is_plain(nasty, dtype, seed, n, momentum, tentative):
+def test_fused_is_plain(nasty, dtype, seed, n, momentum, tentative, chunk):
     rng = np.random.default_rng(seed)
     gradients = [torch.from_numpy(nasty(rng, n)).to(dtype) for _ in range(2)]
-    assert_steps_agree(gradients, 0.01, momentum=momentum, tentative=tentative)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (chunks, accumulator):
+            patch.setattr(module, "CHUNK", chunk)
+        assert_steps_agree(gradients, 0.01, momentum=momentum, tentative=tentative)
 
 
 def test_gradients_that_are_views():

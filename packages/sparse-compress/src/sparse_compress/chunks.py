@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from sparse_compress.magnitude import Bits, Keys, magnitude_mask
 
-CHUNK = 1 << 17  # elements: keys and flags of one chunk fit an L2 cache; shorter ones cost more in calls
+CHUNK = 1 << 18  # elements, a MiB of keys: shorter chunks cost more in calls than they save in cache
 
 Positions = NDArray[np.intp]
 
