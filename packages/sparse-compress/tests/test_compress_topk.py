@@ -13,7 +13,7 @@ from sparse_compress.chunks import CHUNK
 from sparse_compress.floyd_rivest import kth_key
 from sparse_compress.magnitude import bits_of, largest_on_device
 from sparse_compress.radix import kth_largest
-from sparse_compress.topk_cpu import SMALL, largest_positions
+from sparse_compress.topk_cpu import SMALL, largest_entries
 
 INT_DTYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 WIRE_DTYPES = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float32}
@@ -86,7 +86,9 @@ def test_every_path_alone_is_exact(nasty, seed, n, data):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunks, "CHUNK", data.draw(st.sampled_from([CHUNK, 1000])))
         assert kth_largest(bits_of(x), k) == (kth, int((keys > kth).sum()))
-        np.testing.assert_array_equal(largest_positions(bits_of(x), k), expected)
+        positions, bits = largest_entries(bits_of(x), k)
+    np.testing.assert_array_equal(positions, expected)
+    np.testing.assert_array_equal(bits, bits_of(x)[expected])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])

@@ -8,8 +8,8 @@ from sparse_compress.accumulator import Accumulator
 from sparse_compress.gpu.available import kernels_take
 from sparse_compress.magnitude import bits_of
 from sparse_compress.threshold import sample_stride
-from sparse_compress.topk import gather, topk
-from sparse_compress.topk_cpu import SMALL, largest_positions
+from sparse_compress.topk import from_bits, topk
+from sparse_compress.topk_cpu import SMALL, largest_entries
 from sparse_compress.vector import SparseVector
 
 
@@ -43,5 +43,5 @@ def _sweep(before: Accumulator, gradient: Tensor, momentum: float, k: int, out: 
     with np.errstate(over="ignore", invalid="ignore"):  # of the sums
         sample = before.foresee(gradient, momentum, sample_stride(len(bits))).view(bits.dtype)
         written = before.advance_by_chunks(gradient, momentum, out)
-        positions = largest_positions(bits, k, sample=sample, written=written)
-    return gather(residual, torch.from_numpy(positions))
+        entries = largest_entries(bits, k, sample=sample, written=written)
+    return from_bits(*entries, residual)
