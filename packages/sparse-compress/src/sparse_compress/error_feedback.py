@@ -41,7 +41,7 @@ class ErrorFeedback:
         if getattr(compressor, "unbiased", False):
             raise ValueError(f"{compressor} scales what it sends, so the rest is no residual: use unbiased=False")
         self.compressor = compressor
-        self._fused = compressor if isinstance(compressor, FusedCompressor) else None  # asking costs 7 µs a step
+        self._fused = compressor if isinstance(compressor, FusedCompressor) else None  # asked once: it costs 7 µs
         self.momentum = momentum
         self.tentative = tentative
         self._committed: dict[str, Accumulator] = {}
