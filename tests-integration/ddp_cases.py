@@ -289,6 +289,32 @@ def mean(tensors):
     return {name: sum(rank[name] for rank in tensors) / len(tensors) for name in SHAPES}
 
 
+def dense_with_a_scaler():
+    """Nothing is kept back, so a step that overflowed is as if it had not been."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
+    run = Run(algorithm="dense", grad_scaler=scaler)
+    for step in range(3):
+        run.optimizer.zero_grad()
+        gradients = gradients_of(step, dist.get_rank())
+        if step == 1:
+            gradients["b"] = torch.full((7,), float("nan" if dist.get_rank() else 1.0))
+        scaler.scale(run.ddp(gradients)).backward()
+        scaler.step(run.optimizer)
+        scaler.update()
+    for name, p in run.module.named_parameters():
+        steps = (gradients_of(step, rank)[name] for step in (0, 2) for rank in range(dist.get_world_size()))
+        torch.testing.assert_close(p, -sum(steps) / dist.get_world_size())
+
+
+def nan_in_a_dense_sum():
+    run = Run(algorithm="dense", process_group=dist.new_group())
+    gradients = gradients_of(0, dist.get_rank())
+    if dist.get_rank() == 1:
+        gradients["c"][3] = float("nan")
+    with pytest.raises(RuntimeError, match="rank 1: the gradient of 'c' is not finite"):
+        run.ddp(gradients).backward()
+
+
 def nan_without_scaler():
     run = Run()
     gradients = gradients_of(0, dist.get_rank())
@@ -313,6 +339,8 @@ CASES = [
     resume_into_other_buckets,
     distributed_checkpoint,
     other_world_size,
+    dense_with_a_scaler,
+    nan_in_a_dense_sum,
     nan_without_scaler,  # last: afterwards the group's communicator is of no use
 ]
 

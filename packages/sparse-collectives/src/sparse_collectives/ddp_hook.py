@@ -8,12 +8,14 @@ ddp.register_comm_hook(state, sparse_hook)
 
 import copy
 from collections.abc import Iterable, Mapping
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from communicators import Bucket, Work, as_communicator, start
-from sparse_compress import Compressor, ErrorFeedback, StatefulCompressor, TopK, topk
+from communicators.dense import allreduce
+from sparse_compress import Compressor, ErrorFeedback, StatefulCompressor, TopK
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket  # torch.distributed has it, but not for type checkers
 
@@ -24,7 +26,7 @@ from sparse_collectives.checkpoint import KEY, PARTS, check_place, split
 from sparse_collectives.nonfinite import finite
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.state import State
-from sparse_collectives.suspects import marked
+from sparse_collectives.suspects import first_nonfinite, marked, suspect_element
 
 
 class SparseHookState:
@@ -125,12 +127,13 @@ class SparseHookState:
         key = self._bucket_key(bucket.parameters(), flat)
         scale = self._scale
         gradient = flat.to(torch.promote_types(flat.dtype, torch.float32))
+        if not self.entry.compresses:
+            return self._sum(key, gradient).get_future().then(lambda total: flat.copy_(total.wait() / self.comm.size))
         work = self._launch(key, gradient / scale if scale != 1.0 else gradient)
 
         def put_back(future: torch.futures.Future[Reduction]) -> Tensor:
             reduction = future.wait()
-            if self.entry.compresses:
-                self._feedback.restore(key, reduction.dropped)
+            self._feedback.restore(key, reduction.dropped)
             values = reduction.total.values
             flat.zero_()
             flat[reduction.total.indices] = (values / self.comm.size * scale).to(flat.dtype)
@@ -144,19 +147,31 @@ class SparseHookState:
     def _launch(self, key: str, gradient: Tensor) -> Work[Reduction]:
         """Selects from what has accumulated and starts the sum."""
         bucket, k = self._buckets[key], self.compressor.entries(gradient.numel())
-        if not self.entry.compresses:
-            sent, k = topk(gradient, gradient.numel()), gradient.numel()
-        else:
-            state, select = self._states.get(key), self.entry.select
-            prescribed = None if select is None else (lambda acc: select(acc, self.comm.rank, self.comm.size, k, state))
-            unused = unused_spans(bucket, gradient)
-            chosen = self._feedback.compress(key, gradient, select=prescribed, withhold=unused)
-            sent = marked(chosen, self._feedback, key)
-        schedule, facts = prepare(sent, self.comm, k, self.algorithm, self.entry.options, self._states.get(key))
+        rank, size = self.comm.rank, self.comm.size
+        state, select = self._states.get(key), self.entry.select
+        prescribed = None if select is None else (lambda acc: select(acc, rank, size, k, state))
+        unused = unused_spans(bucket, gradient)
+        sent = marked(self._feedback.compress(key, gradient, select=prescribed, withhold=unused), self._feedback, key)
+        schedule, facts = prepare(sent, self.comm, k, self.algorithm, self.entry.options, state)
         if self.grad_scaler is None:
-            residual = self._feedback.residual(key) if self.entry.compresses else gradient.new_empty(0)
-            schedule = finite(schedule, sent, residual, bucket, self._names, self.comm.rank, self.comm.size)
+            residual = self._feedback.residual(key)
+            schedule = finite(
+                schedule,
+                lambda reduction: reduction.total.values,
+                lambda: suspect_element(sent, residual),
+                *(bucket, self._names, rank, size),
+            )
         return start(schedule, self.comm, facts=f"{facts} in a DDP hook", device=gradient.device)
+
+    def _sum(self, key: str, gradient: Tensor) -> Work[Tensor]:
+        """Without a selection: starts the sum of whole gradients, by our schedule."""
+        rank, size = self.comm.rank, self.comm.size
+        schedule = allreduce(gradient, rank, size)
+        if self.grad_scaler is None:
+            suspect = partial(first_nonfinite, gradient)
+            schedule = finite(schedule, lambda total: total, suspect, self._buckets[key], self._names, rank, size)
+        facts = f"dense(numel={gradient.numel()}, {gradient.dtype}) in a DDP hook"
+        return start(schedule, self.comm, facts=facts, device=gradient.device)
 
     def _settle(self) -> None:
         """Ends the last step: with a GradScaler it stands only if every bucket was finite, alike on every rank."""
