@@ -46,6 +46,17 @@ class Row(NamedTuple):
     radix_ms: float | None = None
 
 
+class Threads(NamedTuple):
+    """The same call with one thread and with more; CPU milliseconds of all threads together."""
+
+    what: str
+    n: int
+    k: int
+    threads: int
+    one_ms: float
+    more_ms: float
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table, line by line as it is measured; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.compress", description=__doc__.partition("\n")[0])
@@ -64,10 +75,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{row.speedup:8.1f}×{row.sweeps:8.1f}",
             flush=True,
         )
+    threads = list(report_threads())
     gpu = list(compress_gpu.report(full=options.full)) if torch.cuda.is_available() else []
     if options.output:
         write_csv(options.output / "compress.csv", rows)
-        results = {"machine": facts, "rows": [row._asdict() for row in rows], "gpu": [row._asdict() for row in gpu]}
+        results = {
+            "machine": facts,
+            "rows": [row._asdict() for row in rows],
+            "threads": [row._asdict() for row in threads],
+            "gpu": [row._asdict() for row in gpu],
+        }
         (options.output / "compress.json").write_text(json.dumps(results, indent=1) + "\n")
     return 0
 
@@ -103,6 +120,35 @@ def measure(*, full: bool) -> Iterator[Row]:
         calls = partial(topk, x, k), partial(torch_topk, x, k), partial(radix_topk, x, k)
         yield compare(f"top-k, {name}", x, k, 5, *calls)
     yield merge_row(25_000_000, 250_000, rounds)
+
+
+def report_threads() -> Iterator[Threads]:
+    """Print and yield what more than one thread costs: as many as there are cores, at least two."""
+    n, density, threads = 25_600_000, 0.01, max(2, os.cpu_count() or 0)
+    x = torch.randn(n, generator=torch.Generator().manual_seed(0))
+    k = TopK(density).entries(n)
+    a, b = topk(x, k), topk(x.roll(n // 2), k)
+    calls: dict[str, Call] = {
+        "top-k": partial(topk, x, k),
+        "error feedback step": feedback_step(x, density),
+        "error feedback step, bf16": feedback_step(x.bfloat16(), density),
+        "merge": partial(merge, a, b, k),
+    }
+    for what, call in calls.items():
+        one_ms, more_ms = interleaved(5, with_threads(1, call), with_threads(threads, call))
+        print(f"{what:30}{n:12,}{k:11,}{one_ms:7.2f} ms, given {threads} threads {more_ms:.2f} ms", flush=True)
+        yield Threads(what, n, k, threads, one_ms, more_ms)
+    torch.set_num_threads(1)
+
+
+def with_threads(threads: int, call: Call) -> Call:
+    """The call, after torch was given so many threads."""
+
+    def run() -> object:
+        torch.set_num_threads(threads)
+        return call()
+
+    return run
 
 
 def compare(what: str, x: Tensor, k: int, rounds: int, ours: Call, plain: Call, *radix: Call) -> Row:

@@ -57,6 +57,14 @@ def speed(results: dict[str, Any]) -> Iterator[str]:
             f"{row['speedup']:.1f}×", f"{row['sweeps']:.1f}" if row["what"] != "merge" else "", target, met,
         ]  # fmt: skip
         yield f"| {' | '.join(cells)} |"
+    yield ""
+    yield "| | n | k | one thread | more given | ratio |"
+    yield "|---|---|---|---|---|---|"
+    for row in results["threads"]:
+        yield (
+            f"| {row['what']} | {row['n']:,} | {row['k']:,} | {row['one_ms']:.2f} ms "
+            f"| {row['threads']}: {row['more_ms']:.2f} ms | {row['more_ms'] / row['one_ms']:.2f} |"
+        )
     if results["gpu"]:
         yield ""
         yield "| GPU | n | k | this package | torch | faster | times the floor |"

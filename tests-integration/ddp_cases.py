@@ -47,15 +47,22 @@ def gradients_of(step, rank, unused=()):
 class Run:
     """A model under DDP with the hook; counts what goes in and what comes out."""
 
-    def __init__(self, *, algorithm="gtopk", momentum=0.0, grad_scaler=None, named=True, **ddp):
+    def __init__(self, *, algorithm="gtopk", momentum=0.0, grad_scaler=None, named=True, process_group=None, **ddp):
         self.module = Linear()
-        self.ddp = DistributedDataParallel(self.module, bucket_cap_mb=1e-4, **ddp)  # several small buckets
+        small = {"bucket_cap_mb": 1e-4}  # several buckets
+        self.ddp = DistributedDataParallel(self.module, process_group=process_group, **small, **ddp)
         names = self.module.named_parameters() if named else ()
         self.state = SparseHookState(
-            density=0.1, algorithm=algorithm, momentum=momentum, grad_scaler=grad_scaler, named_parameters=names
+            process_group,
+            density=0.1,
+            algorithm=algorithm,
+            momentum=momentum,
+            grad_scaler=grad_scaler,
+            named_parameters=names,
         )
         self.ddp.register_comm_hook(self.state, sparse_hook)
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=1.0)
+        self.integers = True  # all that is summed, so that rounding takes away what dividing and multiplying adds
         self.given = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
         self.applied = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
 
@@ -72,7 +79,8 @@ class Run:
                 self.ddp(gradients).backward()
         for name, p in self.module.named_parameters():
             if p.grad is not None:
-                self.applied[name] += torch.round(p.grad * dist.get_world_size())
+                total = p.grad * self.state.comm.size
+                self.applied[name] += torch.round(total) if self.integers else total
         self.optimizer.step()
 
     def residuals(self):
@@ -144,6 +152,8 @@ def without_names():
 def mixed_precision():
     """An overflow on one rank: no rank steps, residuals stay bit for bit, also of buckets that went before."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
+    asked, get_scale = [], scaler.get_scale
+    scaler.get_scale = lambda: asked.append(1) or get_scale()
     run = Run(grad_scaler=scaler)
     for step in range(STEPS):
         run.optimizer.zero_grad()
@@ -162,7 +172,32 @@ def mixed_precision():
         scaler.update()
         if overflow:
             assert all(torch.equal(one, other) for one, other in zip(before, run.bits(), strict=True))
+    assert len(asked) == STEPS  # not by every bucket: a GPU waits
     assert scaler.get_scale() == 2.0**8
+    run.check_conservation()
+
+
+def overflow_in_the_sum():
+    """Every rank's scaled gradient is finite, their mean with what waited is not: the step is skipped on all."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
+    run = Run(grad_scaler=scaler)
+    took = []
+    for _ in range(12):
+        run.optimizer.zero_grad()
+        gradients = {name: torch.full(shape, 9 * 2.0**112) for name, shape in SHAPES.items()}  # what is not sent grows
+        before = run.bits()
+        scaler.scale(run.ddp(gradients)).backward()
+        scaler.unscale_(run.optimizer)
+        took.append(all(bool(torch.isfinite(p.grad).all()) for p in run.module.parameters()))
+        for name, p in run.module.named_parameters():
+            if took[-1]:
+                run.given[name] += gradients[name]
+                run.applied[name] += torch.round(p.grad * dist.get_world_size())
+        scaler.step(run.optimizer)
+        scaler.update()
+        if not took[-1]:
+            assert all(torch.equal(one, other) for one, other in zip(before, run.bits(), strict=True))
+    assert set(took) == {True, False}
     run.check_conservation()
 
 
@@ -217,16 +252,70 @@ def distributed_checkpoint():
 
 
 def other_world_size():
-    """Residuals of P ranks carried over to 1 rank: what is still to be applied, a mean, stays the same."""
-    run = all_steps(Run())
-    states = [None] * dist.get_world_size()
-    dist.all_gather_object(states, run.state.state_dict())
-    [one] = reshard_residuals(states, 1)
+    """Trained on P ranks, on P − 1, on P again, and on P − 1 without the residuals.
+
+    As means over ranks: what was given is what was applied, what waits and what was dropped.
+    """
+    rank, everybody = dist.get_rank(), dist.get_world_size()
+    world, fewer = dist.group.WORLD, dist.new_group(list(range(everybody - 1)))
+    given, applied, dropped, waiting = (dict.fromkeys(SHAPES, 0.0) for _ in range(4))
+    states = []
+    for stage, (group, drop) in enumerate([(world, False), (fewer, False), (world, False), (fewer, True)]):
+        size = everybody if group is world else everybody - 1
+        dropped = waiting if drop else dropped
+        own = None
+        if rank < size:
+            run = Run(process_group=group)
+            run.integers = False
+            if states:
+                with pytest.raises(ValueError, match="reshard_residuals"):
+                    run.state.load_state_dict(states[0])
+                run.state.load_state_dict(saved(reshard_residuals(states, size, drop=drop)[rank]))
+            for step in range(STEPS):
+                run.step(STEPS * stage + step)
+            own = saved(run.state.state_dict()), run.given, run.applied
+        gathered = [None] * everybody
+        dist.all_gather_object(gathered, own)
+        states = [state for state, _, _ in gathered[:size]]
+        waiting = mean([state["distributed"]["residuals"] for state in states])
+        more_given = mean([given for _, given, _ in gathered[:size]])
+        sums = gathered[0][2]  # the same on every rank
+        given = {name: given[name] + more_given[name] for name in SHAPES}
+        applied = {name: applied[name] + sums[name] / size for name in SHAPES}
     for name in SHAPES:
-        mean = sum(state["distributed"]["residuals"][name] for state in states) / len(states)
-        torch.testing.assert_close(one["distributed"]["residuals"][name], mean)
-    with pytest.raises(ValueError, match="reshard_residuals"):
-        Run().state.load_state_dict(one)
+        expected = applied[name] + waiting[name] + dropped[name]
+        torch.testing.assert_close(given[name], expected, rtol=0, atol=1e-3)
+
+
+def mean(tensors):
+    """Over ranks, by name."""
+    return {name: sum(rank[name] for rank in tensors) / len(tensors) for name in SHAPES}
+
+
+def dense_with_a_scaler():
+    """Nothing is kept back, so a step that overflowed is as if it had not been."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
+    run = Run(algorithm="dense", grad_scaler=scaler)
+    for step in range(3):
+        run.optimizer.zero_grad()
+        gradients = gradients_of(step, dist.get_rank())
+        if step == 1:
+            gradients["b"] = torch.full((7,), float("nan" if dist.get_rank() else 1.0))
+        scaler.scale(run.ddp(gradients)).backward()
+        scaler.step(run.optimizer)
+        scaler.update()
+    for name, p in run.module.named_parameters():
+        steps = (gradients_of(step, rank)[name] for step in (0, 2) for rank in range(dist.get_world_size()))
+        torch.testing.assert_close(p, -sum(steps) / dist.get_world_size())
+
+
+def nan_in_a_dense_sum():
+    run = Run(algorithm="dense", process_group=dist.new_group())
+    gradients = gradients_of(0, dist.get_rank())
+    if dist.get_rank() == 1:
+        gradients["c"][3] = float("nan")
+    with pytest.raises(RuntimeError, match="rank 1: the gradient of 'c' is not finite"):
+        run.ddp(gradients).backward()
 
 
 def nan_without_scaler():
@@ -248,10 +337,13 @@ CASES = [
     unused_in_accumulation,
     without_names,
     mixed_precision,
+    overflow_in_the_sum,
     resume_is_exact,
     resume_into_other_buckets,
     distributed_checkpoint,
     other_world_size,
+    dense_with_a_scaler,
+    nan_in_a_dense_sum,
     nan_without_scaler,  # last: afterwards the group's communicator is of no use
 ]
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
 from communicators import (
+    CollectiveError,
     Round,
     allgather,
     allreduce,
@@ -16,6 +18,7 @@ from communicators import (
     body,
     broadcast,
     frame,
+    framed_nbytes,
     run,
     start,
     testing,
@@ -66,9 +69,7 @@ def background_leaves_others_alone(comm):
     if dist.is_initialized():
         dist.barrier()
     else:
-        from mpi4py import MPI
-
-        MPI.COMM_WORLD.Barrier()
+        world().Barrier()
     held = held or [start(late(comm), comm, facts="late")]
     assert torch.equal(allreduce(torch.ones(3), comm), torch.full((3,), float(comm.size)))
     assert held[0].wait(timeout=20) == (comm.rank - 1) % comm.size
@@ -78,7 +79,7 @@ def late(comm):
     to, source = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     if comm.size == 1:
         return source
-    received = yield Round({to: frame(torch.tensor([comm.rank]))}, {source: 64})
+    received = yield Round({to: frame(torch.tensor([comm.rank]))}, {source: framed_nbytes(1, torch.int64)})
     return int(body(received[source], torch.int64))
 
 
@@ -135,18 +136,56 @@ def a_subset_first(comm):
         subset = dist.new_group(list(range(1, comm.size)))
         everybody = dist.new_group()
     else:
-        from mpi4py import MPI
-
-        subset, everybody = MPI.COMM_WORLD.Split(color=int(comm.rank > 0)), MPI.COMM_WORLD.Dup()
+        subset, everybody = world().Split(color=int(comm.rank > 0)), world().Dup()
     if comm.rank > 0:
         assert allreduce(torch.ones(1), as_communicator(subset)).item() == comm.size - 1
     assert allreduce(torch.ones(1), as_communicator(everybody)).item() == comm.size
 
 
-LAWS = [dense_laws, dense_calls, background, background_leaves_others_alone, a_subset_first]
+def closed_and_made_again(comm):
+    """A closed communicator says so; the same group gets a new one, as often as one likes."""
+    group = dist.new_group() if dist.is_initialized() else world().Dup()
+    for _ in range(3):
+        again = as_communicator(group)
+        assert again is as_communicator(group)
+        work = start(schedules.ring_allreduce(torch.ones(5), comm.rank, comm.size), again)
+        assert torch.equal(work.wait(), torch.full((5,), float(comm.size)))
+        again.close()
+        again.close()
+        if comm.size > 1:
+            with pytest.raises(CollectiveError, match="this communicator is closed"):
+                allreduce(torch.ones(1), again)
+
+
+def freed_with_the_users_communicator(comm):
+    """Each takes its duplicates with it: MPI can hold a few thousand communicators."""
+    if dist.is_initialized():
+        return
+    for _ in range(10):
+        group = world().Dup()
+        made = as_communicator(group)
+        group.Free()
+        assert comm.size == 1 or made.closed
+
+
+def world():
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD
+
+
+LAWS = [
+    dense_laws,
+    dense_calls,
+    background,
+    background_leaves_others_alone,
+    a_subset_first,
+    closed_and_made_again,
+    freed_with_the_users_communicator,
+]
 FAILURES = {
-    other_sizes: "ranks disagree on call 0: rank 0 calls {sum}(numel=5, torch.float32), rank {last} calls "
-    "{sum}(numel=6, torch.float32)",
+    other_sizes: "ranks disagree on call 0: rank 0 calls native allreduce(numel=5, torch.float32), rank {last} calls "
+    "native allreduce(numel=6, torch.float32)",
     other_order: "ranks disagree on call 2",
     other_order_of_native_sums: "ranks disagree on call 2",
     late_rank: "timed out after 1 s: rank",

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 from ddp_cases import CASES
+from sparse_collectives import ALGORITHMS
 
 SCRIPT = Path(__file__).parent / "ddp_cases.py"
+SPARSE = [name for name, entry in ALGORITHMS.items() if entry.compresses]
 
 
 @pytest.fixture(scope="module", params=[2, 3])
@@ -27,18 +29,15 @@ def test_feature(outcomes, case):
 
 def accuracies(processes, folder, size, algorithms):
     report = folder / "digits.json"
-    for done in processes(size, SCRIPT.parent / "digits_on_ranks.py", report, *algorithms, timeout=280):
+    for done in processes(size, SCRIPT.parent / "digits_on_ranks.py", report, *algorithms, timeout=840):
         assert done.returncode == 0, done.stderr
     return {name: sum(found) / len(found) for name, found in json.loads(report.read_text()).items()}
 
 
-@pytest.mark.parametrize(("size", "algorithms"), [(2, ["gtopk"]), (3, ["gtopk"])])
-def test_the_example_trains_as_well_as_plain_ddp(processes, tmp_path, size, algorithms):
-    """Mean test accuracy of three seeds, within a point of DDP without the hook; one image in 360 is 0.28 points.
-
-    digits_on_ranks.py takes any list of algorithms; all of them at both sizes take minutes.
-    """
-    mean = accuracies(processes, tmp_path, size, ["none", *algorithms])
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_example_trains_as_well_as_plain_ddp(processes, tmp_path, size):
+    """Mean test accuracy of three seeds, within a point of DDP without the hook; one image in 360 is 0.28 points."""
+    mean = accuracies(processes, tmp_path, size, ["none", *SPARSE])
     assert mean["none"] > 0.97
-    for name in algorithms:
-        assert mean[name] >= mean["none"] - 0.01, mean
+    assert {name: found for name, found in mean.items() if found < mean["none"] - 0.01} == {}, mean

@@ -130,12 +130,18 @@ def test_nothing_is_left_when_it_cannot_be_made(monkeypatch):
     assert traces() == []
 
 
+def heed_interrupts():
+    """A shell's background jobs inherit that SIGINT is ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @emulated
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, -2), (signal.SIGKILL, -9)])
 def test_nothing_is_left_of_an_ended_run(number, status):
     """SIGKILL leaves something: it is what `sweep` is for."""
     words = [sys.executable, "-m", "bench.slow_link", "--gloo", "--", "sh", "-c", "echo $$; exec sleep 60"]
-    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as run:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    with subprocess.Popen(words, cwd=ROOT, preexec_fn=heed_interrupts, **pipes) as run:
         run.stdout.readline()  # what the link is
         ranks = [int(run.stdout.readline()) for _ in range(2)]
         assert all(map(alive, ranks))

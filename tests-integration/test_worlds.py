@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 
 import pytest
 from on_ranks import FAILURES, LAWS
 
 HERE = Path(__file__).parent
-SUM = {"mpi": "native allreduce", "gloo": "allreduce"}
 WORLDS = [pytest.param(("mpi", size), marks=pytest.mark.mpi, id=f"mpi-{size}") for size in (1, 2, 3, 4)] + [
     pytest.param(("gloo", size), id=f"gloo-{size}") for size in (2, 3)
 ]
@@ -35,13 +35,13 @@ def test_laws(outcomes, case):
 
 @pytest.mark.parametrize("case", FAILURES)
 def test_the_same_reason_on_all_ranks_within_seconds(outcomes, case):
-    world, size, cases = outcomes
+    _, size, cases = outcomes
     if size == 1:
         assert case.__name__ not in cases  # nobody to disagree with
         return
     reasons = {outcome.get("reason", str(outcome)) for outcome in cases[case.__name__]}
     assert len(reasons) == 1, reasons
-    assert reasons.pop().startswith(FAILURES[case].format(last=size - 1, sum=SUM[world]))
+    assert reasons.pop().startswith(FAILURES[case].format(last=size - 1))
     assert max(outcome["seconds"] for outcome in cases[case.__name__]) < 30
 
 
@@ -95,3 +95,35 @@ def test_gloo_a_rank_that_raises_or_dies_frees_the_others(processes, tmp_path, h
         assert launch.returncode == 1
         assert said.format(victim) in launch.stderr
     assert len({launch.stderr.split("CollectiveError: ")[-1].splitlines()[0] for launch in done}) == 1
+
+
+EVERY_INIT = """
+import os, sys, torch, torch.distributed as dist
+from communicators import as_communicator, allreduce
+rank, size, folder = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), sys.argv[1]
+store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), size, rank == 0)
+place = {"rank": rank, "world_size": size}
+for how in (
+    {"store": store, **place},
+    {"init_method": f"file://{folder}/meet", **place},
+    {"init_method": f"tcp://127.0.0.1:{sys.argv[2]}", **place},
+    {"backend": "cpu:gloo", "store": dist.PrefixStore("again", store), **place},
+):
+    dist.init_process_group(**{"backend": "gloo", **how})
+    for _ in range(2):
+        comm = as_communicator(None)
+        assert allreduce(torch.ones(3), comm).tolist() == [size] * 3
+        comm.close()
+    dist.destroy_process_group()
+print("all of them")
+"""
+
+
+def test_gloo_by_every_way_to_make_a_process_group(processes, tmp_path):
+    script = tmp_path / "inits.py"
+    script.write_text(EVERY_INIT)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for done in processes(2, script, tmp_path, port, timeout=60):
+        assert (done.returncode, done.stdout) == (0, "all of them\n"), done.stderr

@@ -52,6 +52,7 @@ def check_command(argv: Sequence[str]) -> int:
     _add_link(parser)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], metavar="P", help="even; default 2 4")
     parser.add_argument("--repeats", type=int, default=15, metavar="N", help="of each measurement; default 15")
+    parser.add_argument("--full", dest="repeats", action="store_const", const=60, help="60 repeats")
     options = parser.parse_args(argv)
     if any(size % 2 for size in options.ranks):
         parser.error("ping-pong is played by two: --ranks must be even")

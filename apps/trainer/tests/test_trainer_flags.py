@@ -1,5 +1,6 @@
 """The command line: published flags, and one clear message for each wrong one."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -90,3 +91,12 @@ def test_settings_leave_out_what_shapes_no_number(app: App) -> None:
     assert settings("--max-epochs 3") != settings("--max-epochs 4")
     constant = "--lr-schedule constant --max-epochs"
     assert settings(f"{constant} 3") == settings(f"{constant} 4")
+
+
+def test_the_readme_lists_every_flag(app: App, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--help"], app, world_size=None)
+    table = (Path(__file__).parent.parent / "README.md").read_text().partition("## Flags")[2]
+    flags = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out)) - {"--help"}
+    assert len(flags) > 20
+    assert {flag for flag in flags if f"`{flag}" not in table and f" {flag}" not in table} == set()

@@ -56,7 +56,7 @@ def test_one_message_costs_alpha_plus_beta_bytes():
 def test_a_rank_sends_one_message_at_a_time():
     def fan_out(comm):
         if comm.rank == 0:
-            run((_ for _ in [Round(sends={peer: frame(torch.ones(1)) for peer in (1, 2, 3)})]), comm, facts="fan")
+            run((_ for _ in [Round(sends={peer: frame(torch.ones(4)) for peer in (1, 2, 3)})]), comm, facts="fan")
         else:
             run((_ for _ in [Round(recvs={0: ROOM})]), comm, facts="fan")
         return comm.clock()
@@ -70,7 +70,7 @@ def test_a_rank_receives_one_message_at_a_time():
         if comm.rank == 0:
             run((_ for _ in [Round(recvs=dict.fromkeys((1, 2, 3), ROOM))]), comm, facts="fan")
         else:
-            run((_ for _ in [Round(sends={0: frame(torch.ones(1))})]), comm, facts="fan")
+            run((_ for _ in [Round(sends={0: frame(torch.ones(4))})]), comm, facts="fan")
         return comm.clock()
 
     assert sorted(SimulatedWorld(4, Link(alpha=1.0, beta=0.0)).run(fan_in)) == [1.0, 2.0, 3.0, 3.0]
@@ -230,6 +230,17 @@ def test_a_message_longer_than_its_receiver_expects():
     assert got[0].startswith("message too long: rank 0 sent 32 bytes, rank 1 has room for 28")
 
 
+def test_a_message_shorter_than_its_receiver_expects_is_one_where_sizes_are_bounds():
+    def short(comm, bounded):
+        received = yield Round({1 - comm.rank: frame(torch.ones(3))}, {1 - comm.rank: ROOM}, bounded=bounded)
+        return body(received[1 - comm.rank], torch.float32).tolist()
+
+    got = reasons(SimulatedWorld(2), lambda comm: run(short(comm, False), comm, facts="short"))
+    assert got[0] == got[1]
+    assert got[0].startswith("message too short: rank 0 sent 28 bytes, rank 1 expects 32 in round 0 of short")
+    assert SimulatedWorld(2).run(lambda comm: run(short(comm, True), comm)) == [[1.0] * 3] * 2
+
+
 def test_a_payload_changed_after_it_was_yielded_shows():
     """Copies are made at delivery, as with MPI: writing too early is an error of the schedule that must show."""
 
@@ -237,7 +248,7 @@ def test_a_payload_changed_after_it_was_yielded_shows():
         payload = frame(torch.ones(1))
 
         def schedule():
-            received = yield Round({1 - comm.rank: payload}, {1 - comm.rank: ROOM})
+            received = yield Round({1 - comm.rank: payload}, {1 - comm.rank: payload.numel()})
             return body(received[1 - comm.rank], torch.float32).item()
 
         work = start(schedule(), comm, facts="hasty")

@@ -13,6 +13,7 @@ from sparse_compress import (
     Compressor,
     DGCTopK,
     ErrorFeedback,
+    FusedCompressor,
     GaussianK,
     RandomK,
     StatefulCompressor,
@@ -20,6 +21,7 @@ from sparse_compress import (
     ThresholdReuse,
     TopK,
     clip_locally,
+    compressors,
     concatenate,
     topk,
     warm_up,
@@ -51,6 +53,12 @@ sizes = st.integers(0, 400)
 
 every_compressor = pytest.mark.parametrize("make", COMPRESSORS.values(), ids=COMPRESSORS)
 every_device = pytest.mark.parametrize("device", DEVICES)
+
+
+def test_every_compressor_is_under_the_laws():
+    offered = {kind for kind in vars(compressors).values() if isinstance(kind, type) and issubclass(kind, Compressor)}
+    protocols = {Compressor, FusedCompressor, StatefulCompressor}
+    assert offered - protocols == {type(make(9)) for make in COMPRESSORS.values()}
 
 
 def bits(sparse):

@@ -8,8 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_compress import ErrorFeedback, TopK, topk_cpu
+from sparse_compress import ErrorFeedback, TopK, accumulator, chunks, topk_cpu
 from sparse_compress.chunks import CHUNK
+from sparse_compress.topk_cpu import SMALL
 
 GRADIENT_DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
@@ -47,14 +48,18 @@ def assert_steps_agree(gradients, density, **mode):
 @settings(deadline=None, max_examples=4)
 @given(
     seed=st.integers(0, 2**32 - 1),
-    n=st.integers(1, 300) | st.integers(CHUNK + 1, 150_000),
+    n=st.integers(1, 300) | st.integers(SMALL + 1, 200_000),
     momentum=st.sampled_from([0.0, 0.7]),
     tentative=st.booleans(),
+    chunk=st.sampled_from([CHUNK, 10_000]),
 )
-def test_fused_is_plain(nasty, dtype, seed, n, momentum, tentative):
+def test_fused_is_plain(nasty, dtype, seed, n, momentum, tentative, chunk):
     rng = np.random.default_rng(seed)
     gradients = [torch.from_numpy(nasty(rng, n)).to(dtype) for _ in range(2)]
-    assert_steps_agree(gradients, 0.01, momentum=momentum, tentative=tentative)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (chunks, accumulator):
+            patch.setattr(module, "CHUNK", chunk)
+        assert_steps_agree(gradients, 0.01, momentum=momentum, tentative=tentative)
 
 
 def test_gradients_that_are_views():
@@ -85,14 +90,15 @@ def test_the_sample_is_of_the_sum(monkeypatch):
             feedback.compress("w", torch.randn(300_000, generator=torch.Generator().manual_seed(step)) * 10**step)
 
 
-def peak_rss_growth(dtype):
+def peak_rss_growth(dtype, view):
     """MiB by which the peak of a process grows in one more step over 64 MiB of residual, in a process of its own."""
     code = (
         "import resource, torch\n"
         "from sparse_compress import ErrorFeedback, TopK\n"
         "torch.set_num_threads(1)\n"
-        f"feedback, gradient = ErrorFeedback(TopK(0.001)), torch.randn(1 << 24).to(torch.{dtype})\n"
-        "feedback.compress('w', gradient[: 1 << 20])\n"  # libraries and buffers
+        "feedback = ErrorFeedback(TopK(0.001))\n"
+        f"gradient = torch.randn(1 << 12, 1 << 12).to(torch.{dtype}){view}\n"
+        "feedback.compress('w', gradient[:1 << 8])\n"  # libraries and buffers
         "feedback.load_state_dict({'residuals': {}, 'velocities': {}})\n"
         "residual = feedback._before('x', gradient).residual.fill_(1)\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
@@ -102,6 +108,30 @@ def peak_rss_growth(dtype):
     return float(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_no_temporary_of_the_gradients_size(dtype):
-    assert peak_rss_growth(dtype) < 12
+@pytest.mark.parametrize(("dtype", "view"), [("float32", ""), ("bfloat16", ""), ("float32", ".T")])
+def test_no_temporary_of_the_gradients_size(dtype, view):
+    assert peak_rss_growth(dtype, view) < 12
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads as Linux lists them")
+def test_one_thread_whatever_torch_may_take():
+    code = (
+        "import os, torch\n"
+        "from sparse_compress import ErrorFeedback, TopK, merge\n"
+        "def step(gradient):\n"
+        "    sent = feedback.compress(str(gradient.dtype), gradient)\n"
+        "    merge(sent, sent, 40_000)\n"
+        "torch.set_num_threads(1)\n"
+        "feedback = ErrorFeedback(TopK(0.05), momentum=0.9)\n"
+        "gradients = torch.randn(1_000_000), torch.randn(1_000_000).bfloat16()\n"
+        "for gradient in gradients: step(gradient)\n"  # the first step allocates residuals by torch
+        "torch.set_num_threads(4)\n"
+        "before = len(os.listdir('/proc/self/task'))\n"
+        "for gradient in gradients: step(gradient)\n"
+        "print(len(os.listdir('/proc/self/task')) - before)\n"
+        "gradients[0].add_(1)\n"
+        "print(len(os.listdir('/proc/self/task')) - before)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    started_by_us, started_by_torch = map(int, done.stdout.split())
+    assert started_by_us == 0 < started_by_torch

@@ -8,11 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_compress import SparseVector, topk, topk_cpu
+from sparse_compress import SparseVector, chunks, topk, topk_cpu
 from sparse_compress.chunks import CHUNK
+from sparse_compress.floyd_rivest import kth_key
 from sparse_compress.magnitude import bits_of, largest_on_device
 from sparse_compress.radix import kth_largest
-from sparse_compress.topk_cpu import largest_positions
+from sparse_compress.topk_cpu import SMALL, largest_entries
 
 INT_DTYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 WIRE_DTYPES = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float32}
@@ -49,7 +50,7 @@ def test_small(nasty, seed, n, data):
 
 
 @settings(deadline=None, max_examples=8)
-@given(seed=seeds, n=st.integers(CHUNK + 1, 300_000), data=st.data())
+@given(seed=seeds, n=st.integers(SMALL + 1, CHUNK) | st.integers(CHUNK + 1, 300_000), data=st.data())
 def test_large(nasty, seed, n, data):
     x = torch.from_numpy(nasty(np.random.default_rng(seed), n))
     k = data.draw(st.sampled_from([1, 2, n // 1000, n // 100, n // 10, n // 2, n - 1, n]) | st.integers(1, n))
@@ -65,7 +66,7 @@ def test_any_floats(elements, k):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 @settings(deadline=None, max_examples=4)
-@given(seed=seeds, n=st.integers(1, 300) | st.integers(CHUNK + 1, 100_000))
+@given(seed=seeds, n=st.integers(1, 300) | st.integers(SMALL + 1, 200_000))
 def test_other_dtypes(nasty, dtype, seed, n):
     x = torch.from_numpy(nasty(np.random.default_rng(seed), n)).to(dtype)
     for k in (1, n // 100 + 1, n // 2 + 1):
@@ -73,16 +74,21 @@ def test_other_dtypes(nasty, dtype, seed, n):
 
 
 @settings(deadline=None, max_examples=15)
-@given(seed=seeds, n=st.integers(1, 3000) | st.integers(CHUNK + 1, 150_000), data=st.data())
+@given(seed=seeds, n=st.integers(1, 3000) | st.integers(SMALL + 1, 200_000), data=st.data())
 def test_every_path_alone_is_exact(nasty, seed, n, data):
-    """Radix select, the chunked CPU path and the path of other devices, each called by itself."""
+    """Both ways to the k-th key, the chunked CPU path and the path of other devices, each called by itself."""
     x = torch.from_numpy(nasty(np.random.default_rng(seed), n))
     k = data.draw(st.integers(1, n))
     keys, expected = keys_of(x), reference(x, k)
     kth = int(keys[expected].min())
-    assert kth_largest(bits_of(x), k) == (kth, int((keys > kth).sum()))
-    np.testing.assert_array_equal(largest_positions(bits_of(x), k), expected)
+    assert kth_key(keys, k) == kth
     np.testing.assert_array_equal(largest_on_device(x, k).numpy(), expected)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunks, "CHUNK", data.draw(st.sampled_from([CHUNK, 1000])))
+        assert kth_largest(bits_of(x), k) == (kth, int((keys > kth).sum()))
+        positions, bits = largest_entries(bits_of(x), k)
+    np.testing.assert_array_equal(positions, expected)
+    np.testing.assert_array_equal(bits, bits_of(x)[expected])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -109,8 +115,8 @@ def test_radix_select_is_only_for_misled_samples(all_nasty, name, monkeypatch):
 
 
 def test_no_temporary_of_the_inputs_size(nasty):
-    """At most a byte an element at n = 2·10⁶, where keys would take four."""
-    n = 2_000_000
+    """At most a byte an element at n = 6·10⁶, where keys would take four."""
+    n = 6_000_000
     x = torch.from_numpy(nasty(np.random.default_rng(0), n))
     tracemalloc.start()
     topk(x, n // 1000)

@@ -33,7 +33,7 @@ def check_step(gradient, k, block, momentum, tentative):
     kinds = {"momentum": momentum > 0}
     ours, plain = (Accumulator.zeros(gradient, **kinds) for _ in range(2))
     for step in (gradient, gradient.flip(0) * 0.75):
-        out, plain_out = (part.like() if tentative else part for part in (ours, plain))
+        out, plain_out = (uninitialised(part) if tentative else part for part in (ours, plain))
         old = ours.clone()
         sent = select.step_topk(ours, step, momentum, k, out, block=block)
         expected = fused.step_topk(plain, step, momentum, k, plain_out)
@@ -43,6 +43,10 @@ def check_step(gradient, k, block, momentum, tentative):
         if tentative:
             assert all(torch.equal(one, other) for one, other in zip(old.parts(), ours.parts(), strict=True))
         ours, plain = out, plain_out
+
+
+def uninitialised(like):
+    return Accumulator(*(None if part is None else torch.empty_like(part) for part in (like.residual, like.velocity)))
 
 
 def main():

@@ -7,7 +7,6 @@ The two newest checkpoints are kept. All ranks see the same folder (on several m
 """
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from communicators import Communicator
 
 from trainer.agreement import gather_texts, together
-from trainer.durable import remove_folder, sync_folder
+from trainer.durable import remove_folder, sync_folder, write_tensors
 from trainer.errors import RunError
 from trainer.manifest import NAME, FileRecord, Manifest
 from trainer.options import Settings
@@ -83,8 +82,5 @@ def load(folder: Path, manifest: Manifest, rank: int) -> State:
 
 
 def _write(path: Path, state: State) -> FileRecord:
-    with path.open("wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
+    write_tensors(path, state)
     return FileRecord.of(path)

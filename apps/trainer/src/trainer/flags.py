@@ -115,6 +115,12 @@ def _add_optimisation(parser: ArgumentParser) -> None:
     add("--momentum", type=quantities.momentum, default=0.9, help="default: 0.9; sparse: before selection, as in DGC")
     add("--weight-decay", type=quantities.non_negative, default=0.0, help="default: 0")
     add("--clip-norm", type=quantities.positive, help="clip each rank's gradient to this norm before it is exchanged")
+    add(
+        "--nonfinite",
+        choices=["raise", "skip"],
+        default="raise",
+        help="a NaN or inf in a gradient: an error that names rank and parameter, or no step (default: raise)",
+    )
     add("--max-epochs", type=quantities.count, default=20, help="default: 20")
     add("--warmup-epochs", type=quantities.non_negative, default=0.0, help="of the learning rate (default: 0)")
     add("--lr-schedule", choices=list(SHAPES), default="cosine", help="default: cosine")

@@ -23,6 +23,7 @@ class Options:
     momentum: float
     weight_decay: float
     clip_norm: float | None
+    nonfinite: str  # gradients: "raise" or "skip"
     max_epochs: int
     warmup_epochs: float
     lr_schedule: str

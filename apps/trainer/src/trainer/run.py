@@ -11,6 +11,7 @@ from trainer.agreement import require_same, together
 from trainer.app import App
 from trainer.buffers import averaged_buffers
 from trainer.clock import clock_of
+from trainer.durable import write_tensors
 from trainer.events import Events
 from trainer.loop import Training, train
 from trainer.options import Options
@@ -43,6 +44,8 @@ def run(app: App, options: Options, comm: Communicator, *, device: torch.device 
             training = replace(training, events=Events(options.output / "events", first_step=first_step))
         train(training)
         _export(training)
+        if skipped := training.replica.optimizer.skipped:
+            training.progress.note(f"{skipped} of {training.steps} steps were skipped: their gradient was not finite")
         training.progress.note(f"{options.algorithm}: metrics and model in {options.output}")
 
 
@@ -105,4 +108,4 @@ def _config(training: Training, device: torch.device) -> dict[str, object]:
 def _export(training: Training) -> None:
     with averaged_buffers(training.task.model, training.comm), together(training.comm):
         if training.comm.rank == 0:
-            torch.save(training.task.model.state_dict(), training.folder.model)
+            write_tensors(training.folder.model, training.task.model.state_dict())

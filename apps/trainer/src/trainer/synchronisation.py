@@ -24,7 +24,8 @@ def dense(options: Options, model: nn.Module, comm: Communicator) -> Distributed
     from torch.optim import SGD
 
     inner = SGD(model.parameters(), lr=options.lr, momentum=options.momentum, weight_decay=options.weight_decay)
-    return DistributedOptimizer(inner, model.named_parameters(), comm=comm, algorithm="dense")
+    named = model.named_parameters()
+    return DistributedOptimizer(inner, named, comm=comm, algorithm="dense", nonfinite=options.nonfinite)
 
 
 def sparse(options: Options, model: nn.Module, comm: Communicator) -> DistributedOptimizer:
@@ -46,6 +47,7 @@ def sparse(options: Options, model: nn.Module, comm: Communicator) -> Distribute
         algorithm=options.algorithm,
         options={"teams": options.teams} if options.algorithm == "spardl" else None,
         momentum=options.momentum,
+        nonfinite=options.nonfinite,
     )
 
 

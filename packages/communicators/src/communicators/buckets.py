@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -32,8 +32,10 @@ class Bucket:
         ends = list(accumulate(shape.numel() for shape in self.shapes))
         return [flat[end - shape.numel() : end].view(shape) for end, shape in zip(ends, self.shapes, strict=True)]
 
-    def gather(self, tensors: Sequence[Tensor | None], out: Tensor | None = None) -> Tensor:
-        """The members, of the full list of tensors, as one flat tensor; a missing one (None) counts as zeros."""
+    def gather(
+        self, tensors: Sequence[Tensor | None] | Mapping[int, Tensor | None], out: Tensor | None = None
+    ) -> Tensor:
+        """The members, of the full list of tensors or by position, as one flat tensor; None counts as zeros."""
         flat = torch.empty(self.numel, dtype=self.dtype, device=self.device) if out is None else out
         for position, view in zip(self.members, self.views(flat), strict=True):
             tensor = tensors[position]

@@ -50,10 +50,12 @@ class Call:
         self.turn = -1
         self.value: Any = None
         self.counted = prelude is None
+        self._bounded = False
         self._schedule = schedule
         self._rounds: Schedule[Any] = schedule if prelude is None else prelude
         self._sent: Counter[int] = Counter()
         self._heard: Counter[int] = Counter()
+        self._doubts: list[Tensor] = []
 
     def step(self, received: Received) -> Round | Elapse | None:
         """Hands over what the last round received; returns what comes next, None at the end (`value` is then set)."""
@@ -70,6 +72,7 @@ class Call:
         self.turn += 1
         if isinstance(action, Round):
             self._check(action)
+            self._bounded = action.bounded
         return action
 
     def close(self) -> None:
@@ -89,7 +92,7 @@ class Call:
 
     def stamp(self, payload: Tensor) -> None:
         """Writes call and sender into the slot of a payload in host memory."""
-        _STAMP.pack_into(_memory(payload), 0, self._hash(0), self.number, self.rank, payload.numel())
+        _STAMP.pack_into(_memory(payload), 0, *self._header(self.rank, payload))
 
     def stamped_nbytes(self, buffer: Tensor) -> int:
         """How long the payload in a buffer says that it is, for transports that do not say."""
@@ -97,19 +100,44 @@ class Call:
         return min(nbytes, buffer.numel())
 
     def accept(self, source: int, payload: Tensor, capacity: int) -> None:
-        """Raises unless the payload, in host memory, fits and carries this call's stamp of that sender."""
+        """Raises unless the payload, in host memory, has the size and carries this call's stamp of that sender."""
         if payload.numel() > capacity:
             raise CollectiveError(
                 f"message too long: rank {source} sent {payload.numel()} bytes, rank {self.rank} has room for "
                 f"{capacity} in round {self.turn} of {self.facts}"
             )
-        expected = (self._hash(0), self.number, source, payload.numel())
+        if payload.numel() < capacity and not self._bounded:
+            raise CollectiveError(
+                f"message too short: rank {source} sent {payload.numel()} bytes, rank {self.rank} expects {capacity} "
+                f"in round {self.turn} of {self.facts}; where sizes depend on data, say Round(..., bounded=True)"
+            )
+        expected = self._header(source, payload)
         found = _STAMP.unpack_from(_memory(payload), 0) if payload.numel() >= SLOT_BYTES else None
         if found != expected:
             raise CollectiveError(
                 f"corrupted header: rank {self.rank} got {found} from rank {source}, expected {expected} "
                 f"(hash, call, sender, bytes) in round {self.turn} of {self.facts}"
             )
+
+    def stamp_on_device(self, payload: Tensor) -> None:
+        """Like `stamp`, for a payload on any device; the host does not wait."""
+        payload[:SLOT_BYTES].copy_(self._slot(self.rank, payload), non_blocking=True)
+
+    def accept_on_device(self, source: int, payload: Tensor) -> None:
+        """Like `accept`, for a payload of the right size on any device; what is wrong is raised by `settle`."""
+        expected = self._slot(source, payload).to(payload.device, non_blocking=True)
+        self._doubts.append((payload[:SLOT_BYTES] != expected).any())
+
+    def settle(self) -> None:
+        """Raises if a payload that stayed on a device was not of this call. At the end only, because it reads back."""
+        if self._doubts and bool(torch.stack(self._doubts).any()):
+            raise CollectiveError(f"corrupted header: rank {self.rank} got a message of another call in {self.facts}")
+
+    def _slot(self, sender: int, payload: Tensor) -> Tensor:
+        return torch.frombuffer(bytearray(_STAMP.pack(*self._header(sender, payload))), dtype=torch.uint8)
+
+    def _header(self, sender: int, payload: Tensor) -> tuple[int, int, int, int]:
+        return self._hash(0), self.number, sender, payload.numel()
 
     def _hash(self, sequence: int) -> int:
         facts = self.facts if self.counted else "agreement"

@@ -7,10 +7,6 @@ from torch import Tensor
 
 from communicators import dense
 from communicators.communicator import Communicator, Work, run, start
-from communicators.schedule import Schedule
-
-RING_NBYTES = 1 << 16
-"""From this size on bandwidth counts more than rounds, and P that is no power of two takes the ring."""
 
 
 def allreduce(tensor: Tensor, comm: Communicator, *, average: bool = False, native: bool = True) -> Tensor:
@@ -24,7 +20,7 @@ def allreduce(tensor: Tensor, comm: Communicator, *, average: bool = False, nati
         raise TypeError(f"the mean of {tensor.dtype} is not exact: convert to a float dtype or use average=False")
     total = comm.native_allreduce(tensor) if native else None
     if total is None:
-        schedule = _allreduce_schedule(_flat(tensor), comm.rank, comm.size)
+        schedule = dense.allreduce(_flat(tensor), comm.rank, comm.size)
         total = run(schedule, comm, facts=_facts("allreduce", tensor), device=tensor.device)
     total = total.view(tensor.shape)
     return total.div_(comm.size) if average else total
@@ -33,7 +29,7 @@ def allreduce(tensor: Tensor, comm: Communicator, *, average: bool = False, nati
 def allreduce_async(tensor: Tensor, comm: Communicator) -> Work[Tensor]:
     """The sum over ranks in the background, by our schedule; `wait()` gives it, 1-D. The input is copied."""
     _check(tensor)
-    schedule = _allreduce_schedule(_flat(tensor), comm.rank, comm.size)
+    schedule = dense.allreduce(_flat(tensor), comm.rank, comm.size)
     return start(schedule, comm, facts=_facts("allreduce", tensor), device=tensor.device)
 
 
@@ -57,12 +53,6 @@ def allgather(tensor: Tensor, comm: Communicator) -> list[Tensor]:
 def barrier(comm: Communicator) -> None:
     """Returns when every rank has called it."""
     run(dense.halving_doubling_allreduce(torch.zeros(1), comm.rank, comm.size), comm, facts="barrier")
-
-
-def _allreduce_schedule(x: Tensor, rank: int, size: int) -> Schedule[Tensor]:
-    if size & (size - 1) and x.numel() * x.dtype.itemsize >= RING_NBYTES:
-        return dense.ring_allreduce(x, rank, size)
-    return dense.halving_doubling_allreduce(x, rank, size)
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -68,6 +68,13 @@ class Communicator(ABC):
         """Says that this rank computed for so long: a simulated world advances its clock; a real one has done so."""
         del seconds
 
+    def close(self) -> None:  # noqa: B027 - most worlds hold nothing
+        """Releases what the transport holds; collective, after the last call. Later calls are errors.
+
+        Only programs that make many groups need it: at exit everything is released anyway.
+        Raises RuntimeError while a started call of this rank is under way, TimeoutError if a rank does not come.
+        """
+
     def native_allreduce(self, tensor: Tensor) -> Tensor | None:
         """The transport's own sum over ranks, out of place; None where it has none for this tensor."""
         del tensor

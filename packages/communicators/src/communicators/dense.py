@@ -13,6 +13,16 @@ from torch import Tensor
 
 from communicators.schedule import SLOT_BYTES, Round, Schedule, body, frame, framed_nbytes, powers_of_two
 
+RING_NBYTES = 1 << 16
+"""From this size on bandwidth counts more than rounds, and P that is no power of two takes the ring."""
+
+
+def allreduce(x: Tensor, rank: int, size: int) -> Schedule[Tensor]:
+    """Sum over ranks, the way that suits P and the size."""
+    if size & (size - 1) and x.numel() * x.dtype.itemsize >= RING_NBYTES:
+        return ring_allreduce(x, rank, size)
+    return halving_doubling_allreduce(x, rank, size)
+
 
 def ring_allreduce(x: Tensor, rank: int, size: int) -> Schedule[Tensor]:
     """Sum over ranks: reduce-scatter, then allgather, 2(P − 1) rounds, 2n(P − 1)/P elements sent.

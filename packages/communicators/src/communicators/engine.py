@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import sys
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from communicators import errors
+from communicators.streams import devices_of
 
 if TYPE_CHECKING:
     from communicators.transport import TransportCommunicator, TransportFlight
@@ -44,7 +47,8 @@ class Engine:
 
     def __init__(self) -> None:
         self._flights: list[TransportFlight] = []
-        self._comms: list[TransportCommunicator] = []
+        self._comms: weakref.WeakSet[TransportCommunicator] = weakref.WeakSet()
+        self._lock = threading.Lock()  # of the set, which grows in one thread while another walks it
         self._wake = threading.Event()
         self._closing = False
         self._inline = False
@@ -53,7 +57,8 @@ class Engine:
 
     def watch(self, comm: TransportCommunicator) -> None:
         """From now on this communicator's letters are read."""
-        self._comms.append(comm)
+        with self._lock:
+            self._comms.add(comm)
         if not comm.transport.threaded:
             if not self._inline:
                 logger.warning("this MPI was not initialised with THREAD_MULTIPLE: progress only inside our calls")
@@ -61,6 +66,13 @@ class Engine:
         elif self._thread is None and not self._inline:
             self._thread = threading.Thread(target=self._live, name="communicators-engine", daemon=True)
             self._thread.start()
+
+    def forget(self, comm: TransportCommunicator) -> None:
+        """This communicator is closed; RuntimeError while calls of it are under way."""
+        if any(flight.comm is comm and not flight.finished.is_set() for flight in list(self._flights)):
+            raise RuntimeError("close() while calls that were started are under way: wait() for them first")
+        with self._lock:
+            self._comms.discard(comm)
 
     def add(self, flight: TransportFlight) -> None:
         """Drives a flight in the background."""
@@ -99,7 +111,7 @@ class Engine:
         """A future of the flight's result. Without a thread nothing would complete it later, so it is waited for."""
         if self._inline:
             self.wait(flight, None)
-        done: torch.futures.Future[None] = torch.futures.Future()
+        done: torch.futures.Future[None] = torch.futures.Future(devices=devices_of(flight.device))
         flight.when_finished(lambda: done.set_result(None))
         return done.then(lambda _: flight.result())  # an error raised here surfaces as itself; set_exception's does not
 
@@ -112,8 +124,7 @@ class Engine:
         for flight in self._flights:
             flight.abandon()
         raised = getattr(sys, "last_value", None)
-        for comm in self._comms:
-            comm.leave("it exited" if raised is None else errors.describe(raised))
+        part(self._watched(), "it exited" if raised is None else errors.describe(raised))
 
     def _live(self) -> None:
         while not self._closing:
@@ -145,11 +156,30 @@ class Engine:
         if now - self._listened < LISTEN_SECONDS or not (self._inline or self._on_thread()):
             return
         self._listened = now
-        for comm in self._comms:
+        for comm in self._watched():
             _guarded(comm, comm.listen)
+
+    def _watched(self) -> list[TransportCommunicator]:
+        with self._lock:
+            return list(self._comms)
 
     def _on_thread(self) -> bool:
         return threading.current_thread() is self._thread
+
+
+def part(comms: Sequence[TransportCommunicator], why: str, timeout: float = math.inf) -> list[int]:
+    """Says goodbye on all of them, then goes on reading letters until all peers have said so: an arbiter may still
+    be needed. Returns the ranks that have not after `timeout` seconds."""
+    for comm in comms:
+        comm.leave(why)
+    end = time.monotonic() + timeout
+    while (missing := [rank for comm in comms for rank in comm.staying()]) and time.monotonic() < end:
+        for comm in comms:
+            comm.listen()
+        time.sleep(0.005)
+    for comm in comms:
+        comm.transport.close()
+    return missing
 
 
 def _guarded(comm: TransportCommunicator, look: Callable[[], None]) -> None:

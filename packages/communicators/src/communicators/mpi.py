@@ -27,7 +27,7 @@ DUP_SECONDS = TIMEOUT_SECONDS
 def from_mpi(comm: MPI.Comm) -> TransportCommunicator:
     """Our communicator for an mpi4py one; made once and kept as its attribute. Collective at its first use."""
     cached = comm.Get_attr(_keyval())
-    if isinstance(cached, TransportCommunicator):
+    if isinstance(cached, TransportCommunicator) and not cached.closed:
         return cached
     made = TransportCommunicator(MPITransport(comm))
     comm.Set_attr(_keyval(), made)
@@ -83,6 +83,12 @@ class MPITransport(Transport):
     def closing(self) -> bool:
         """See `Transport.closing`."""
         return not MPI.Is_finalized()
+
+    def close(self) -> None:
+        """See `Transport.close`. MPI has a few thousand communicators at most."""
+        if not MPI.Is_finalized() and not self._abandoned and all(request.Test() for request, _ in self._written):
+            self._data.Free()
+            self._letters.Free()
 
     def abandon(self, *what: object) -> None:
         """Keeps buffers alive that MPI may still touch."""
@@ -150,7 +156,13 @@ _SUMMED = {torch.float32, torch.float64, torch.int8, torch.int16, torch.int32, t
 
 @cache
 def _keyval() -> int:
-    return MPI.Comm.Create_keyval()
+    return MPI.Comm.Create_keyval(delete_fn=_freed)
+
+
+def _freed(comm: MPI.Comm, keyval: int, made: TransportCommunicator) -> None:
+    """The user frees his communicator, which is collective, so ours can go too."""
+    del comm, keyval
+    made.close()
 
 
 def _duplicate(comm: MPI.Comm) -> MPI.Comm:

@@ -1,7 +1,8 @@
 """torch.distributed by point-to-point, on a gloo group of our own with the user's ranks.
 
 Letters travel through the group's Store, by a client of our own, because a blocking call holds up every other use of
-its client. CUDA payloads are staged through pinned host memory, whatever the user's backend is.
+its client. CUDA payloads are staged through pinned host memory, unless the user's backend for them is NCCL (see
+`nccl`).
 """
 
 from __future__ import annotations
@@ -13,26 +14,33 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+from torch import Tensor
+from torch._C._distributed_c10d import AllreduceOptions, PrefixStore, ProcessGroupGloo, Store
 
-from communicators.call import Call
+from communicators.call import TAG_BITS, Call
+from communicators.nccl import nccl_of
 from communicators.schedule import Received, Round
 from communicators.staging import host_empty, to_host
 from communicators.transport import PeerLost, Pending, Transport, TransportCommunicator
+from communicators.untagged import UntaggedTransport
 from communicators.waiters import WAIT, Wait, Waiters
 
+WATCH_TAG = 1 << TAG_BITS
 STORE_SECONDS = 5.0
 GOODBYE_SECONDS = 2.0
 """The Store may live in a process that has ended, so nobody waits longer than this for a goodbye."""
 
-_made: weakref.WeakKeyDictionary[Any, TransportCommunicator] = weakref.WeakKeyDictionary()
+_made: weakref.WeakKeyDictionary[Any, tuple[int, TransportCommunicator]] = weakref.WeakKeyDictionary()
 
 
 def from_process_group(group: dist.ProcessGroup) -> TransportCommunicator:
     """Our communicator for a process group; made once for each. Collective over its ranks at the first use."""
-    if group not in _made:
-        _made[group] = TransportCommunicator(ProcessGroupTransport(group))
-    return _made[group]
+    generation, made = _made.get(group, (0, None))
+    if made is None or made.closed:
+        line, tagged = nccl_of(group, generation), ProcessGroupTransport(group, generation)
+        made = TransportCommunicator(tagged if line is None else UntaggedTransport(tagged, line))
+        _made[group] = generation + 1, made
+    return made
 
 
 class ProcessGroupTransport(Transport):
@@ -40,15 +48,18 @@ class ProcessGroupTransport(Transport):
 
     threaded = True
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, generation: int) -> None:
         self.rank, self.size = group.rank(), group.size()
         self.device = torch.device("cpu")
         # Not dist.new_group: its names count a rank's groups, so ranks that are in other groups would never meet.
         store: Any = group.get_group_store()
-        self._data: Any = ProcessGroupGloo(PrefixStore("communicators", store), self.rank, self.size, WAIT)
-        self._letters = _Mailbox(PrefixStore("communicators", store.clone()), self.rank)
+        place = f"communicators/{generation}"  # of its own where an earlier one of this group was closed
+        self._data: Any = ProcessGroupGloo(PrefixStore(place, store), self.rank, self.size, WAIT)
+        self._letters = _Mailbox(PrefixStore(place, store.clone()), self.rank)
         self._waiters = Waiters()
         self._leaving: float | None = None
+        self._watches: dict[int, Wait] = {}  # by peer
+        weakref.finalize(self, _end, self._waiters, self._watches, timeout=0.0).atexit = False  # of a destroyed group
 
     def post(self, call: Call, action: Round, device: torch.device) -> Pending:
         """See `Transport.post`."""
@@ -63,6 +74,14 @@ class ProcessGroupTransport(Transport):
             waits.append((peer, self._waiters.wait_for(self._data.send([host], peer, call.outgoing_tag(peer)))))
         return _PendingRound(call, waits, buffers, device)
 
+    def can_sum(self, tensor: Tensor) -> bool:
+        """See `Transport.can_sum`: CPU tensors of the dtypes that gloo knows."""
+        return tensor.device.type == "cpu" and tensor.dtype in _SUMMED
+
+    def post_sum(self, tensor: Tensor) -> Pending:
+        """See `Transport.post_sum`. gloo aborts the process if ranks' sizes differ: they have agreed on them here."""
+        return _PendingSum(self._waiters.wait_for(self._data.allreduce([tensor], AllreduceOptions())), self)
+
     def nap(self, seconds: float) -> None:
         """See `Transport.nap`: until a waiter has something."""
         self._waiters.news.wait(seconds)
@@ -76,6 +95,16 @@ class ProcessGroupTransport(Transport):
         """See `Transport.read`."""
         return self._letters.read()
 
+    def lost(self) -> PeerLost | None:
+        """See `Transport.lost`: by a receive from each peer of what nobody ever sends; posted the first time."""
+        if not self._watches:
+            for peer in range(self.size):
+                if peer != self.rank:
+                    buffer = host_empty(1, self.device)
+                    self._watches[peer] = self._waiters.wait_for(self._data.recv([buffer], peer, WATCH_TAG))
+        errors = ((peer, wait.error) for peer, wait in self._watches.items())
+        return next((PeerLost(peer, error) for peer, error in errors if error is not None), None)
+
     def closing(self) -> bool:
         """See `Transport.closing`."""
         self._leaving = self._leaving or time.monotonic()
@@ -83,7 +112,7 @@ class ProcessGroupTransport(Transport):
 
     def close(self) -> None:
         """See `Transport.close`."""
-        self._waiters.close(timeout=1.0)
+        _end(self._waiters, self._watches, timeout=1.0)
 
 
 class _Mailbox:
@@ -139,3 +168,32 @@ class _PendingRound(Pending):
     def cancel(self) -> None:
         for _, wait in self._waits:
             wait.give_up()
+
+
+class _PendingSum(Pending):
+    def __init__(self, wait: Wait, transport: ProcessGroupTransport) -> None:
+        self._wait, self._transport = wait, transport
+
+    def done(self) -> bool:
+        if self._wait.error is not None:
+            raise self._wait.error  # gloo does not say which rank it lost
+        return self._wait.done
+
+    def received(self) -> Received:
+        return {}
+
+    def missing(self) -> list[int]:
+        return [peer for peer in range(self._transport.size) if peer != self._transport.rank]
+
+    def cancel(self) -> None:
+        self._wait.give_up()
+
+
+def _end(waiters: Waiters, watches: dict[int, Wait], timeout: float) -> None:
+    """Lets the threads go: one that still waited when the interpreter ends would abort it."""
+    for wait in watches.values():
+        wait.give_up()
+    waiters.close(timeout)
+
+
+_SUMMED = {torch.float32, torch.float64, torch.int8, torch.int32, torch.int64, torch.uint8}

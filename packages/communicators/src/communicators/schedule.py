@@ -26,11 +26,14 @@ class Round:
 
     sends: peer -> payload, a contiguous 1-D uint8 tensor that starts with a free slot of `SLOT_BYTES` (see `frame`)
         and is not changed any more once it was yielded.
-    recvs: peer -> capacity in bytes, slot included; what arrives may be shorter, never longer.
+    recvs: peer -> size in bytes, slot included.
+    bounded: where sizes depend on data: what arrives may be shorter than `recvs` says, never longer. Alike on all
+        ranks of the round. Costs a way through host memory where messages of a GPU bear no lengths (NCCL).
     """
 
     sends: Mapping[int, Tensor] = field(default_factory=dict)
     recvs: Mapping[int, int] = field(default_factory=dict)
+    bounded: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,10 @@ from communicators.agreement import agreement
 from communicators.call import Call
 from communicators.communicator import TIMEOUT_SECONDS, Communicator, Work
 from communicators.control import Control, Letters
-from communicators.engine import Engine, engine
+from communicators.engine import Engine, engine, part
 from communicators.errors import CollectiveError
 from communicators.schedule import SLOT_BYTES, Elapse, Received, Round, Schedule, frame
+from communicators.streams import SideStream, SideStreams, owned_here, with_index
 
 T = TypeVar("T")
 
@@ -58,6 +59,10 @@ class Pending(ABC):
     def missing(self) -> list[int]:
         """The peers that this rank still waits for."""
 
+    def waits_its_turn(self) -> bool:
+        """Whether nothing is under way yet because an earlier call is, whose clock counts."""
+        return False
+
     @abstractmethod
     def cancel(self) -> None:
         """Gives up; buffers that are still in use stay alive."""
@@ -77,6 +82,21 @@ class Transport(ABC):
     @abstractmethod
     def post(self, call: Call, action: Round, device: torch.device) -> Pending:
         """Posts all sends and receives of a round; received payloads are put on `device`."""
+
+    def untagged(self, device: torch.device) -> bool:
+        """Whether messages of calls on this device bear no tags.
+
+        Such a call is agreed on by all ranks before its first message, and has the device in its facts: a rank whose
+        data lie elsewhere would send another way.
+        """
+        del device
+        return False
+
+    def began(self, call: Call) -> None:  # noqa: B027 - only who has no tags needs it
+        """An untagged call is made; in the order of their numbers."""
+
+    def ended(self, call: Call) -> None:  # noqa: B027
+        """A call is over, or has failed."""
 
     @abstractmethod
     def write(self, peer: int, letter: bytes) -> None:
@@ -98,6 +118,10 @@ class Transport(ABC):
     def post_sum(self, tensor: Tensor) -> Pending:
         """The transport's own allreduce, in place on a contiguous tensor."""
         raise NotImplementedError(f"{type(self).__name__} has no allreduce of its own")
+
+    def lost(self) -> PeerLost | None:
+        """A peer whose connection is gone, where that is noticed while no message of its is under way."""
+        return None
 
     def closing(self) -> bool:
         """Whether letters can still be exchanged at exit."""
@@ -124,7 +148,9 @@ class TransportCommunicator(Communicator):
         self.control = Control(self.rank, self.size)
         self._calls = 0
         self._facts: set[str] = set()
+        self._streams = SideStreams()
         self.lock = threading.RLock()  # the engine's thread listens while the caller's thread calls
+        self.closed = False
         self._engine: Engine = engine()
         self._engine.watch(self)
 
@@ -140,7 +166,10 @@ class TransportCommunicator(Communicator):
         self, schedule: Schedule[T], *, facts: str, timeout: float = TIMEOUT_SECONDS, device: torch.device | None = None
     ) -> Work[T]:
         """See `communicators.start`. Progresses in the background engine's thread."""
+        device = with_index(device if device is not None else self.device)
+        side = self._streams.beside(schedule, device)
         flight = self._launch(schedule, facts, timeout, device)
+        flight.side = side
         self._engine.add(flight)
         return TransportWork(flight, self._engine)
 
@@ -155,9 +184,23 @@ class TransportCommunicator(Communicator):
         total = tensor.detach().clone(memory_format=torch.contiguous_format)
         facts = f"native allreduce(numel={tensor.numel()}, {tensor.dtype})"
         self.run(self._native_sum(total), facts=facts, device=tensor.device)
-        self.bytes_sent += 2 * total.numel() * total.dtype.itemsize * (self.size - 1) // self.size
-        self.messages_sent += 1
+        self.count(2 * total.numel() * total.dtype.itemsize * (self.size - 1) // self.size, messages=1)
         return total
+
+    def close(self) -> None:
+        """See `Communicator.close`."""
+        if self.closed:
+            return
+        self._engine.forget(self)
+        self.closed = True
+        if missing := part([self], "it closed the communicator", self.timeout):
+            raise TimeoutError(f"rank {self.rank} closed its communicator, but ranks {missing} did not: all ranks must")
+
+    def count(self, nbytes: int, messages: int) -> None:
+        """What this rank has sent; rounds are posted by the caller's thread and by the engine's."""
+        with self.lock:
+            self.bytes_sent += nbytes
+            self.messages_sent += messages
 
     def listen(self) -> None:
         """Reads the letters that have come and writes what follows from them."""
@@ -176,28 +219,34 @@ class TransportCommunicator(Communicator):
             self._write(self.control.waits(call.number, call.facts, peers))
 
     def leave(self, why: str) -> None:
-        """Says goodbye, then goes on reading letters until all have said so: the arbiter may still be needed."""
+        """Says goodbye to all peers."""
         with self.lock:
             self._write(self.control.leaves(why))
-        while len(self.control.gone) < self.size - 1 and self.transport.closing():
-            self.listen()
-            time.sleep(0.005)
-        self.transport.close()
+
+    def staying(self) -> list[int]:
+        """The peers that have not said goodbye; none where letters cannot be exchanged any more."""
+        others = [rank for rank in range(self.size) if rank != self.rank and rank not in self.control.gone]
+        return others if others and self.transport.closing() else []
 
     def _launch(
         self, schedule: Schedule[Any], facts: str, timeout: float, device: torch.device | None
     ) -> TransportFlight:
-        if self.control.verdict is not None:
+        if self.closed or self.control.verdict is not None:
             schedule.close()
-            raise CollectiveError(self.control.verdict)
+            raise CollectiveError(self.control.verdict or "this communicator is closed")
+        device = with_index(device if device is not None else self.device)
+        untagged = self.transport.untagged(device)
+        facts = f"{facts} on {device.type}" if untagged else facts
         with self.lock:
-            number, new = self._calls, facts not in self._facts
+            number, new = self._calls, untagged or facts not in self._facts
             self._calls += 1
             self._facts.add(facts)
             prelude = agreement(facts, number, self.rank, self.size) if new else None
             call = Call(schedule, rank=self.rank, size=self.size, facts=facts, number=number, prelude=prelude)
+            if untagged:
+                self.transport.began(call)
             self._write(self.control.called(number, facts))
-        return TransportFlight(self, call, timeout, device if device is not None else self.device)
+        return TransportFlight(self, call, timeout, device)
 
     def _native_sum(self, total: Tensor) -> Generator[Any, Received, None]:
         """Sums have no tags and must not meet another call's: so a tagged round of empty messages comes first."""
@@ -214,13 +263,16 @@ class TransportFlight:
     """A call under way over a transport: polled to its end, by the caller or by the engine.
 
     progressed: when its current round was posted, by time.monotonic().
+    device: where received payloads are put. side: its own stream there, where it has one.
     """
 
     def __init__(self, comm: TransportCommunicator, call: Call, timeout: float, device: torch.device) -> None:
         self.comm, self.call = comm, call
         self.finished = threading.Event()
         self.error: CollectiveError | None = None
-        self._timeout, self._device = timeout, device
+        self.device, self.side = device, cast(SideStream | None, None)
+        self._timeout = timeout
+        self._stepped_through = False
         self.peers: list[int] = []  # of the current round
         self._pending: Pending | None = None
         self._cause: BaseException | None = None
@@ -228,10 +280,21 @@ class TransportFlight:
         self._lost: PeerLost | None = None
         self._reported = False
         self._callbacks: list[Callable[[], None]] = []
-        self.progressed = time.monotonic()
+        self.progressed = self._turn_came = time.monotonic()
 
     def poll(self) -> bool:
         """Goes on as far as it can without blocking; True at the end."""
+        if self.side is None:
+            return self._poll()
+        try:
+            with self.side.current():
+                return self._poll()
+        except Exception as error:  # the GPU itself has failed: without it the flight can still say so
+            self.side = None
+            self._complain(errors.failed(self.comm.rank, self.call.facts, error), error)
+            return self._poll()
+
+    def _poll(self) -> bool:
         try:
             if self._reason is None and self.comm.control.verdict is None and self._advance():
                 self._finish()
@@ -244,7 +307,9 @@ class TransportFlight:
 
     def watch(self) -> None:
         """Looks at the clock; called every few milliseconds while a poll finds nothing."""
-        waited = time.monotonic() - self.progressed
+        if self._pending is not None and self._pending.waits_its_turn():
+            self._turn_came = time.monotonic()
+        waited = time.monotonic() - max(self.progressed, self._turn_came)
         if self._reason is not None or self._pending is None or waited < LEAVE_GRACE_SECONDS:
             return
         missing, gone = self._pending.missing(), self.comm.control.gone
@@ -285,7 +350,7 @@ class TransportFlight:
 
     def _advance(self) -> bool:
         received: Received = {}
-        while True:
+        while not self._stepped_through:
             if self._pending is not None:
                 if not self._pending.done():
                     return False
@@ -293,19 +358,23 @@ class TransportFlight:
             action = self.call.step(received)
             received = {}
             if action is None:
-                return True
-            if not isinstance(action, Elapse):
+                self._stepped_through = True
+            elif not isinstance(action, Elapse):
                 self._post(action)
+        if self.side is not None and not self.side.is_idle():
+            return False
+        self.call.settle()
+        return True
 
     def _post(self, action: Round | NativeSum) -> None:
         if isinstance(action, NativeSum):
             self._pending = action.pending
         else:
-            self._pending = self.comm.transport.post(self.call, action, self._device)
+            device = self.device if self.call.counted else torch.device("cpu")  # an agreement is read by the host
+            self._pending = self.comm.transport.post(self.call, action, device)
             self.peers = sorted({*action.sends, *action.recvs})
             if self.call.counted:
-                self.comm.bytes_sent += sum(payload.numel() for payload in action.sends.values())
-                self.comm.messages_sent += len(action.sends)
+                self.comm.count(sum(payload.numel() for payload in action.sends.values()), len(action.sends))
         self.progressed, self._reported = time.monotonic(), False
 
     def _complain(self, reason: str, cause: BaseException | None = None) -> None:
@@ -330,6 +399,7 @@ class TransportFlight:
         return True
 
     def _finish(self) -> None:
+        self.comm.transport.ended(self.call)
         with self.comm.lock:
             self.finished.set()
             callbacks, self._callbacks = self._callbacks, []
@@ -349,7 +419,8 @@ class TransportWork(Work[T]):
             call = self._flight.call
             waiting = errors.waits(call.rank, call.number, call.facts, call.turn, self._flight.peers)
             raise TimeoutError(f"not completed within {timeout} s: {waiting}")
-        return cast(T, self._flight.result())
+        result = cast(T, self._flight.result())
+        return result if self._flight.side is None else owned_here(result, self._flight.device)
 
     def is_completed(self) -> bool:
         """See `Work.is_completed`."""

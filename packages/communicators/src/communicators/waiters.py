@@ -75,7 +75,8 @@ class Waiters:
         for _ in self._threads:
             self._queue.put(None)
         for thread in self._threads:
-            thread.join(timeout)
+            if thread is not threading.current_thread():  # a finalizer runs wherever the last reference goes
+                thread.join(timeout)
 
     def _live(self) -> None:
         while (wait := self._queue.get()) is not None:

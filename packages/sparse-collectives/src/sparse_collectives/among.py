@@ -34,4 +34,5 @@ def _translated(action: Round | Elapse, ranks: Sequence[int]) -> Round | Elapse:
     return Round(
         {ranks[place]: payload for place, payload in action.sends.items()},
         {ranks[place]: capacity for place, capacity in action.recvs.items()},
+        bounded=action.bounded,
     )

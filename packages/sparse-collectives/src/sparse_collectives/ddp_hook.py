@@ -8,11 +8,14 @@ ddp.register_comm_hook(state, sparse_hook)
 
 import copy
 from collections.abc import Iterable, Mapping
+from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from communicators import Bucket, Work, as_communicator, start
-from sparse_compress import Compressor, ErrorFeedback, StatefulCompressor, TopK, topk
+from communicators.dense import allreduce
+from sparse_compress import Compressor, ErrorFeedback, StatefulCompressor, TopK
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket  # torch.distributed has it, but not for type checkers
 
@@ -23,7 +26,7 @@ from sparse_collectives.checkpoint import KEY, PARTS, check_place, split
 from sparse_collectives.nonfinite import finite
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.state import State
-from sparse_collectives.suspects import marked
+from sparse_collectives.suspects import first_nonfinite, marked, suspect_element
 
 
 class SparseHookState:
@@ -77,7 +80,8 @@ class SparseHookState:
         self._pool: dict[str, dict[str, Tensor]] = {part: {} for part in PARTS}  # of no bucket yet, by parameter
         self._states: dict[str, State] = {}
         self._states_before: dict[str, State] = {}
-        self._finite = True
+        self._scale = 1.0  # of this step: a GPU is asked for it once
+        self._finite: list[Tensor] = []  # of this step, by bucket, 0-D bool, read at its end
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals and momenta by parameter, in the form of `DistributedOptimizer.state_dict()`.
@@ -108,7 +112,7 @@ class SparseHookState:
             raise ValueError(f"the state was saved with another compressor than {self.compressor}")
         if isinstance(self.compressor, StatefulCompressor):
             self.compressor.load_state_dict(own["compressor"])
-        self._pool, self._buckets, self._finite = pool, {}, True
+        self._pool, self._buckets, self._finite = pool, {}, []
         self._feedback = ErrorFeedback(
             self.compressor, momentum=self._feedback.momentum, tentative=self.grad_scaler is not None
         )
@@ -118,22 +122,25 @@ class SparseHookState:
         """Starts the exchange of one bucket; the future holds the mean in the bucket's own buffer."""
         if bucket.index() == 0:
             self._settle()
+            self._scale = 1.0 if self.grad_scaler is None else float(self.grad_scaler.get_scale())
         flat = bucket.buffer()
         _refuse_sparse(flat)
         key = self._bucket_key(bucket.parameters(), flat)
-        scale = 1.0 if self.grad_scaler is None else float(self.grad_scaler.get_scale())
+        scale = self._scale
         gradient = flat.to(torch.promote_types(flat.dtype, torch.float32))
+        if not self.entry.compresses:
+            return self._sum(key, gradient).get_future().then(lambda total: flat.copy_(total.wait() / self.comm.size))
         work = self._launch(key, gradient / scale if scale != 1.0 else gradient)
 
         def put_back(future: torch.futures.Future[Reduction]) -> Tensor:
             reduction = future.wait()
-            if self.entry.compresses:
-                self._feedback.restore(key, reduction.dropped)
+            self._feedback.restore(key, reduction.dropped)
             values = reduction.total.values
             flat.zero_()
             flat[reduction.total.indices] = (values / self.comm.size * scale).to(flat.dtype)
-            # As the optimizer will see it: scaled, and in the gradient's own dtype, which may overflow.
-            self._finite = self._finite and bool(torch.isfinite(flat[reduction.total.indices]).all())
+            if self.grad_scaler is not None:
+                # As the optimizer will see it: scaled, and in the gradient's own dtype, which may overflow.
+                self._finite.append(torch.isfinite(flat[reduction.total.indices]).all())
             return flat
 
         return work.get_future().then(put_back)
@@ -141,28 +148,40 @@ class SparseHookState:
     def _launch(self, key: str, gradient: Tensor) -> Work[Reduction]:
         """Selects from what has accumulated and starts the sum."""
         bucket, k = self._buckets[key], self.compressor.entries(gradient.numel())
-        if not self.entry.compresses:
-            sent, k = topk(gradient, gradient.numel()), gradient.numel()
-        else:
-            state, select = self._states.get(key), self.entry.select
-            prescribed = None if select is None else (lambda acc: select(acc, self.comm.rank, self.comm.size, k, state))
-            unused = unused_spans(bucket, gradient)
-            chosen = self._feedback.compress(key, gradient, select=prescribed, withhold=unused)
-            sent = marked(chosen, self._feedback, key)
-        schedule, facts = prepare(sent, self.comm, k, self.algorithm, self.entry.options, self._states.get(key))
+        rank, size = self.comm.rank, self.comm.size
+        state, select = self._states.get(key), self.entry.select
+        prescribed = None if select is None else (lambda acc: select(acc, rank, size, k, state))
+        unused = unused_spans(bucket, gradient)
+        sent = marked(self._feedback.compress(key, gradient, select=prescribed, withhold=unused), self._feedback, key)
+        schedule, facts = prepare(sent, self.comm, k, self.algorithm, self.entry.options, state)
         if self.grad_scaler is None:
-            residual = self._feedback.residual(key) if self.entry.compresses else gradient.new_empty(0)
-            schedule = finite(schedule, sent, residual, bucket, self._names, self.comm.rank, self.comm.size)
+            residual = self._feedback.residual(key)
+            schedule = finite(
+                schedule,
+                lambda reduction: reduction.total.values,
+                lambda: suspect_element(sent, residual),
+                *(bucket, self._names, rank, size),
+            )
         return start(schedule, self.comm, facts=f"{facts} in a DDP hook", device=gradient.device)
+
+    def _sum(self, key: str, gradient: Tensor) -> Work[Tensor]:
+        """Without a selection: starts the sum of whole gradients, by our schedule."""
+        rank, size = self.comm.rank, self.comm.size
+        schedule = allreduce(gradient, rank, size)
+        if self.grad_scaler is None:
+            suspect = partial(first_nonfinite, gradient)
+            schedule = finite(schedule, lambda total: total, suspect, self._buckets[key], self._names, rank, size)
+        facts = f"dense(numel={gradient.numel()}, {gradient.dtype}) in a DDP hook"
+        return start(schedule, self.comm, facts=facts, device=gradient.device)
 
     def _settle(self) -> None:
         """Ends the last step: with a GradScaler it stands only if every bucket was finite, alike on every rank."""
-        if self._finite or self.grad_scaler is None:
+        if not self._finite or bool(torch.stack(self._finite).all()):
             self._feedback.commit()
         else:
             self._feedback.rollback()
             self._states = self._states_before
-        self._finite, self._states_before = True, copy.deepcopy(self._states)
+        self._finite, self._states_before = [], copy.deepcopy(self._states)
 
     def _bucket_key(self, parameters: list[Tensor], flat: Tensor) -> str:
         """The name of the bucket; if its parameters were cut otherwise before, their residuals move here."""
@@ -217,13 +236,12 @@ def sparse_hook(state: SparseHookState, bucket: GradBucket) -> torch.futures.Fut
 
 def unused_spans(bucket: Bucket, flat: Tensor) -> list[slice]:
     """Where members lie whose gradient is all zeros. Most are seen not to be at their first elements."""
-    spans, begin = [], 0
-    for shape in bucket.shapes:
-        span = slice(begin, begin + shape.numel())
-        if not flat[span][:64].any() and not flat[span].any():
-            spans.append(span)
-        begin = span.stop
-    return spans
+    edges = pairwise(accumulate((shape.numel() for shape in bucket.shapes), initial=0))
+    spans = [slice(*edge) for edge in edges]
+    if not flat.is_cpu:  # one look for all of them, because each waits for the device
+        used = torch.stack([flat[span].any() for span in spans]).tolist()
+        return [span for span, any_used in zip(spans, used, strict=True) if not any_used]
+    return [span for span in spans if not flat[span][:64].any() and not flat[span].any()]
 
 
 def _refuse_sparse(flat: Tensor) -> None:

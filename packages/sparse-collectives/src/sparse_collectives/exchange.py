@@ -22,7 +22,7 @@ from sparse_collectives.reduction import Reduction
 from sparse_collectives.state import State
 from sparse_collectives.suspects import first_nonfinite, marked, suspect_element
 
-Gradients = Sequence[Tensor | None]
+Gradients = Mapping[int, Tensor | None]  # by their position among the trained parameters
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Exchange(Protocol):
     """What the optimizer needs. One step: start each bucket, finish, then commit or rollback."""
 
     def start(self, position: int, gradients: Gradients) -> None:
-        """Takes the gradients of bucket number `position` out of the full list; a missing one counts as zeros."""
+        """Takes the gradients of the members of bucket number `position`; None counts as zeros."""
 
     def finish(self) -> list[Mean]:
         """Waits; the means of all buckets, in their order. Raises CollectiveError."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from communicators import Bucket, CollectiveError, Communicator, Schedule, allgather
 from communicators.dense import allgather_blocks
-from sparse_compress import SparseVector
+from torch import Tensor
 
 from sparse_collectives.exchange import Mean
-from sparse_collectives.reduction import Reduction
-from sparse_collectives.suspects import suspect_element
+
+T = TypeVar("T")
 
 
 def nonfinite_error(
@@ -27,24 +28,24 @@ def nonfinite_error(
 
 
 def finite(
-    schedule: Schedule[Reduction],
-    sent: SparseVector,
-    residual: torch.Tensor,
+    schedule: Schedule[T],
+    values: Callable[[T], Tensor],
+    suspect: Callable[[], int],
     bucket: Bucket,
     names: Sequence[str],
     rank: int,
     size: int,
-) -> Schedule[Reduction]:
-    """The schedule's result, or, in the same call, the error that all ranks raise where its total is not finite.
+) -> Schedule[T]:
+    """The schedule's result, or, in the same call, the error that all ranks raise where its values are not finite.
 
-    sent, residual: what this rank gave of the flat bucket, and what it kept.
+    suspect: finds the first element of the flat bucket of which this rank gave something not finite, -1 if none.
     """
-    reduction = yield from schedule
-    if bool(torch.isfinite(reduction.total.values).all()):
-        return reduction
-    suspect = suspect_element(sent, residual)
-    culprit = -1 if suspect < 0 else _member(bucket, suspect)
-    own = torch.tensor([culprit]).view(torch.uint8)
+    result = yield from schedule
+    if bool(torch.isfinite(values(result)).all()):
+        return result
+    found = suspect()
+    culprit = -1 if found < 0 else _member(bucket, found)
+    own = torch.tensor([culprit], device=bucket.device).view(torch.uint8)
     blocks = yield from allgather_blocks(own, [own.numel()] * size, rank, size)
     raise _error([int(block.clone().view(torch.int64)) for block in blocks], names, "by giving a grad_scaler")
 

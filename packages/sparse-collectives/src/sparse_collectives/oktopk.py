@@ -82,7 +82,7 @@ def _split_and_reduce(
     capacity = SLOT_BYTES + body_nbytes(min(k, boundaries[rank + 1] - boundaries[rank]), own.dtype)
     for distance in range(1, size):  # so that no two ranks send to the same one at a time
         to, source = (rank + distance) % size, (rank - distance) % size
-        received = yield Round({to: frame(body_of(parts[to]))}, {source: capacity})
+        received = yield Round({to: frame(body_of(parts[to]))}, {source: capacity}, bounded=True)
         given[source] = from_body(received[source][SLOT_BYTES:], like=own)
     if cost is not None:
         yield Elapse(cost(sum(map(len, given.values()))))

@@ -40,7 +40,7 @@ class DistributedOptimizer(Optimizer):
     optimizer: built over the live parameters; this object shares its param_groups, state and defaults, so
         learning-rate schedulers take either.
     named_parameters: of the whole model. Frozen ones (requires_grad False, now) are left out of the exchange.
-    comm: see `communicators.as_communicator`.
+    comm: see `communicators.as_communicator`; its `timeout` is how long a step waits for a late rank.
     compressor: what is sent of a gradient, default TopK(0.01).
     algorithm: a name in `ALGORITHMS`. "dense" sums whole gradients, without compressor and residuals. "auto" measures
         the ranks now and takes what is predicted to be fastest; `choice` then says what and why.
@@ -102,6 +102,7 @@ class DistributedOptimizer(Optimizer):
             trained, bucket_bytes = dict(reversed(trained.items())), bucket_bytes or BUCKET_BYTES
         self._names, self._trained = list(trained), list(trained.values())
         self._buckets = {self._names[b.members[0]]: b for b in buckets_of(self._trained, bucket_bytes)}
+        self._members = [bucket.members for bucket in self._buckets.values()]
         self._synchronized = self._skips = self._accumulates = False
         self._exchange = self._make_exchange(compressor if compressor is not None else TopK(0.01), momentum, overlap)
         self._overlap = BackwardOrder(self._trained, list(self._buckets.values()), self._start) if overlap else None
@@ -194,9 +195,11 @@ class DistributedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on where this rank's `state_dict` was taken, with the same bits.
 
-        Raises ValueError, before anything is changed, for the state of another rank or another world size (see
-        `reshard_residuals`), and where parameters do not fit.
+        Raises, before anything is changed, ValueError for the state of another rank or another world size (see
+        `reshard_residuals`), and where parameters do not fit; RuntimeError while gradients are under way.
         """
+        if self._overlap is not None and self._overlap.under_way:
+            raise RuntimeError("load_state_dict() while gradients are under way: call step() first")
         own = check_place(state_dict, self.comm.rank, self.comm.size)
         exchanged: dict[str, Any] = {part: join(own[part], self._buckets, self._names, part) for part in PARTS}
         exchanged["algorithm"] = own["algorithm_state"] if own["algorithm"] == self._algorithm else {}
@@ -241,7 +244,7 @@ class DistributedOptimizer(Optimizer):
             self._overlap.paused = only
 
     def _start(self, position: int) -> None:
-        self._exchange.start(position, self._gradients())
+        self._exchange.start(position, self._gradients(self._members[position]))
 
     def _start_all(self) -> None:
         """Starts the exchange of all buckets that backward has not started."""
@@ -249,15 +252,16 @@ class DistributedOptimizer(Optimizer):
             self._overlap.start_rest()
             self._overlap.reset()
             return
+        gradients = self._gradients(range(len(self._trained)))  # all are looked at before anything is sent
         for position in range(len(self._buckets)):
-            self._start(position)
+            self._exchange.start(position, gradients)
 
-    def _gradients(self) -> list[Tensor | None]:
-        gradients = [p.grad for p in self._trained]
-        for name, gradient in zip(self._names, gradients, strict=True):
+    def _gradients(self, members: Iterable[int]) -> dict[int, Tensor | None]:
+        gradients = {member: self._trained[member].grad for member in members}
+        for member, gradient in gradients.items():
             if gradient is not None and gradient.layout != torch.strided:
                 raise TypeError(
-                    f"the gradient of {name!r} has layout {gradient.layout}, expected a dense one: "
+                    f"the gradient of {self._names[member]!r} has layout {gradient.layout}, expected a dense one: "
                     "for an embedding use sparse=False"
                 )
         return gradients

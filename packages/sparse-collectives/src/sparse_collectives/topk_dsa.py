@@ -36,7 +36,8 @@ def topk_dsa(
     capacity = SLOT_BYTES + block_nbytes(len(sparse), high - low, sparse.dtype)
     for distance in range(1, size):  # so that no two ranks send to the same one at a time
         to, source = (rank + distance) % size, (rank - distance) % size
-        received = yield Round({to: frame(_encode(blocks[to], *bounds[to]))}, {source: capacity})
+        payload = frame(_encode(blocks[to], *bounds[to]))
+        received = yield Round({to: payload}, {source: capacity}, bounded=True)
         given[source] = _decode(received[source][SLOT_BYTES:], low, high, like=sparse)
     total = reduce(add, (given[source] for source in range(size)))
     if cost is not None:

@@ -2,14 +2,18 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sparse_compress.chunks import CHUNK
 from sparse_compress.vector import SparseVector
 from sparse_compress.wire import WIRE_DTYPES
+
+ONE_THREAD = 30_000  # elements: torch wakes other threads for 32,768 and more
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,11 +32,6 @@ class Accumulator:
         dtype = WIRE_DTYPES[gradient.dtype]
         residual = torch.zeros(gradient.shape, dtype=dtype, device=gradient.device)
         return cls(residual, torch.zeros_like(residual) if momentum else None)
-
-    def like(self) -> Self:
-        """Uninitialised memory of the same kind."""
-        velocity = None if self.velocity is None else torch.empty_like(self.velocity)
-        return type(self)(torch.empty_like(self.residual), velocity)
 
     def parts(self) -> list[Tensor]:
         """The residual, and the velocity where there is one."""
@@ -54,45 +53,68 @@ class Accumulator:
 
     def advance(self, gradient: Tensor, momentum: float, out: "Accumulator") -> None:
         """u ← momentum·u + g; v ← v + u, or without momentum v ← v + g, written to ``out``, which may be self."""
-        for _ in self.advance_by_chunks(gradient, momentum, out):
-            pass
+        with np.errstate(over="ignore", invalid="ignore"):
+            for _ in self.advance_by_chunks(gradient, momentum, out):
+                pass
 
     def advance_by_chunks(self, gradient: Tensor, momentum: float, out: "Accumulator") -> Iterator[None]:
-        """``advance``, stopping after each chunk of a contiguous CPU gradient: no n-sized copy in another dtype."""
+        """``advance``, stopping after each chunk of a contiguous CPU gradient: no n-sized copy in another dtype.
+
+        NumPy adds these in this thread alone, whatever torch's number of threads: waking several for every chunk
+        costs more than they save. Overflow, which is for the caller to find, is a warning unless NumPy is told not to.
+        """
         if not gradient.is_cpu or not gradient.is_contiguous():
-            self._advance(gradient, momentum, out)
+            _recur(torch, gradient, momentum, self.parts(), out.parts())
             yield
             return
-        parts = zip(self._chunks(), torch.split(gradient.view(-1), CHUNK), out._chunks(), strict=True)
-        for before, part, after in parts:
-            before._advance(part, momentum, after)
+        before, after = self._arrays(), out._arrays()
+        for number, part in enumerate(torch.split(gradient.view(-1), CHUNK)):
+            step, span = _converted(part, self.residual.dtype), slice(number * CHUNK, (number + 1) * CHUNK)
+            _recur(np, step, momentum, [one[span] for one in before], [one[span] for one in after])
             yield
 
-    def strided(self, stride: int) -> "Accumulator":
-        """Every ``stride``-th element, as views."""
-        velocity = None if self.velocity is None else self.velocity.view(-1)[::stride]
-        return Accumulator(self.residual.view(-1)[::stride], velocity)
-
-    def _chunks(self) -> Iterator["Accumulator"]:
-        residuals = torch.split(self.residual.view(-1), CHUNK)
-        velocities = [None] * len(residuals) if self.velocity is None else torch.split(self.velocity.view(-1), CHUNK)
-        return map(Accumulator, residuals, velocities)
-
-    def _advance(self, gradient: Tensor, momentum: float, out: "Accumulator") -> None:
-        if self.velocity is None or out.velocity is None:
-            torch.add(self.residual, gradient, out=out.residual)
-            return
-        torch.mul(self.velocity, momentum, out=out.velocity).add_(gradient)
-        torch.add(self.residual, out.velocity, out=out.residual)
+    def foresee(self, gradient: Tensor, momentum: float, stride: int) -> NDArray[np.floating[Any]]:
+        """What ``advance`` will make of every ``stride``-th element of the residual, for a contiguous CPU gradient."""
+        before = [part[::stride] for part in self._arrays()]
+        after = [np.empty_like(part) for part in before]
+        _recur(np, _converted(gradient.view(-1)[::stride], self.residual.dtype), momentum, before, after)
+        return after[0]
 
     def clear(self, sent: SparseVector) -> None:
         """Set residual and velocity to zero where entries were sent (DGC's factor masking)."""
         for tensor in self._flat():
-            tensor[sent.indices] = 0
+            if tensor.is_cpu:
+                tensor.numpy()[sent.indices.numpy()] = 0
+            else:
+                tensor.index_fill_(0, sent.indices.long(), 0)
 
     def restore(self, dropped: SparseVector) -> None:
         """v ← v + dropped."""
         self.residual.view(-1).index_add_(0, dropped.indices, dropped.values)
 
+    def _arrays(self) -> list[NDArray[np.floating[Any]]]:
+        return [part.numpy() for part in self._flat()]
+
     def _flat(self) -> list[Tensor]:
         return [part.view(-1) for part in self.parts()]
+
+
+def _converted(part: Tensor, dtype: torch.dtype) -> NDArray[np.floating[Any]]:
+    """A 1-D CPU tensor as an array of ``dtype``, by this thread alone."""
+    if part.dtype == dtype:
+        return part.numpy()
+    converted = torch.empty(len(part), dtype=dtype)
+    for piece, source in zip(torch.split(converted, ONE_THREAD), torch.split(part, ONE_THREAD), strict=True):
+        piece.copy_(source)
+    return converted.numpy()
+
+
+def _recur(library: Any, gradient: Any, momentum: float, before: list[Any], after: list[Any]) -> None:
+    """The recursion in torch or NumPy, on residual and velocity, or on the residual alone."""
+    if len(before) == 1:
+        library.add(before[0], gradient, out=after[0])
+        return
+    (residual, velocity), (new_residual, new_velocity) = before, after
+    library.multiply(velocity, momentum, out=new_velocity)
+    library.add(new_velocity, gradient, out=new_velocity)
+    library.add(residual, new_velocity, out=new_residual)

@@ -1,15 +1,16 @@
 """Sweeps over magnitudes that stay in cache: no temporary is larger than a chunk."""
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sparse_compress.magnitude import Bits, Keys, magnitude_mask
 
-CHUNK = 1 << 16  # elements: keys and flags of one chunk fit a core's L2 cache
+CHUNK = 1 << 18  # elements, a MiB of keys: shorter chunks cost more in calls than they save in cache
 
-Positions = NDArray[np.intp]
+Positions = NDArray[np.integer[Any]]
 
 
 def key_chunks(bits: Bits, written: Iterable[None] | None = None) -> Iterator[tuple[int, Keys]]:
@@ -27,8 +28,8 @@ def key_chunks(bits: Bits, written: Iterable[None] | None = None) -> Iterator[tu
 
 def at_least(
     bits: Bits, threshold: int, limit: int, written: Iterator[None] | None = None
-) -> tuple[Positions, Keys] | None:
-    """Positions and keys of all elements whose key reaches ``threshold``; None when they are more than ``limit``.
+) -> tuple[Positions, Bits] | None:
+    """Positions and bits of all elements whose key reaches ``threshold``; None when they are more than ``limit``.
 
     ``written`` (see ``key_chunks``) is used up in either case.
     """
@@ -42,10 +43,10 @@ def at_least(
             for _ in written or ():
                 pass
             return None
-        found.append(keys[hits])
         hits += start
         positions.append(hits)
-    return np.concatenate(positions), np.concatenate(found)
+        found.append(bits[hits])
+    return np.concatenate(positions, dtype=np.int32), np.concatenate(found)
 
 
 def count_above(bits: Bits, threshold: int) -> int:

@@ -6,11 +6,19 @@ from torch import Tensor
 from sparse_compress.wire import MAX_NUMEL, WIRE_DTYPES
 
 
-def flatten(tensor: Tensor, what: str = "tensor") -> Tensor:
+def flatten(tensor: Tensor) -> Tensor:
     """``tensor`` without its graph as a 1-D view, row by row; copied only where no such view exists.
 
-    Raises TypeError for sparse layouts and other dtypes than float16, bfloat16, float32 and float64, and
-    ValueError beyond 2³¹ − 1 elements; ``what`` names the culprit in the message.
+    Raises what ``check_dense`` does.
+    """
+    check_dense(tensor, "tensor")
+    return tensor.detach().resolve_neg().reshape(-1)
+
+
+def check_dense(tensor: Tensor, what: str) -> None:
+    """Raises TypeError for sparse layouts and other dtypes than float16, bfloat16, float32 and float64.
+
+    And ValueError beyond 2³¹ − 1 elements; ``what`` names the culprit in the message.
     """
     if tensor.layout != torch.strided:
         raise TypeError(f"{what} has layout {tensor.layout}, expected a dense one: use .to_dense()")
@@ -20,4 +28,3 @@ def flatten(tensor: Tensor, what: str = "tensor") -> Tensor:
         raise ValueError(
             f"{what} has {tensor.numel()} elements, at most {MAX_NUMEL} fit int32 indices: compress it in parts"
         )
-    return tensor.detach().resolve_neg().reshape(-1)

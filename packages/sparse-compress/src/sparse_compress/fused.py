@@ -1,15 +1,15 @@
 """One step of error feedback with exact top-k: accumulate, select and clear in one sweep."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sparse_compress.accumulator import Accumulator
-from sparse_compress.chunks import CHUNK
 from sparse_compress.gpu.available import kernels_take
 from sparse_compress.magnitude import bits_of
 from sparse_compress.threshold import sample_stride
-from sparse_compress.topk import gather, topk
-from sparse_compress.topk_cpu import largest_positions
+from sparse_compress.topk import from_bits, topk
+from sparse_compress.topk_cpu import SMALL, largest_entries
 from sparse_compress.vector import SparseVector
 
 
@@ -21,7 +21,7 @@ def step_topk(before: Accumulator, gradient: Tensor, momentum: float, k: int, ou
     """
     if k and kernels_take(gradient):
         return _step_in_triton(before, gradient, momentum, k, out)
-    if gradient.is_cpu and gradient.is_contiguous() and 0 < k < gradient.numel() > CHUNK:
+    if gradient.is_cpu and gradient.is_contiguous() and 0 < k < gradient.numel() > SMALL:
         sent = _sweep(before, gradient, momentum, k, out)
     else:
         before.advance(gradient, momentum, out)
@@ -38,10 +38,10 @@ def _step_in_triton(before: Accumulator, gradient: Tensor, momentum: float, k: i
 
 
 def _sweep(before: Accumulator, gradient: Tensor, momentum: float, k: int, out: Accumulator) -> SparseVector:
-    stride = sample_stride(gradient.numel())
-    seen, sample = before.strided(stride), out.strided(stride).like()
-    seen.advance(gradient.view(-1)[::stride], momentum, sample)
     residual = out.residual.view(-1)
-    written = before.advance_by_chunks(gradient, momentum, out)
-    positions = largest_positions(bits_of(residual), k, sample=bits_of(sample.residual), written=written)
-    return gather(residual, torch.from_numpy(positions))
+    bits = bits_of(residual)
+    with np.errstate(over="ignore", invalid="ignore"):  # of the sums
+        sample = before.foresee(gradient, momentum, sample_stride(len(bits))).view(bits.dtype)
+        written = before.advance_by_chunks(gradient, momentum, out)
+        entries = largest_entries(bits, k, sample=sample, written=written)
+    return from_bits(*entries, residual)

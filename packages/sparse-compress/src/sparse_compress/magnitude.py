@@ -11,6 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sparse_compress.floyd_rivest import kth_key
+
 TYPE_OF_BITS = {
     torch.float16: torch.int16,
     torch.bfloat16: torch.int16,
@@ -31,14 +33,14 @@ def bits_of(x: Tensor) -> Bits:
 
 def magnitude_mask(bits: Bits) -> Any:
     """The pattern with every bit but the sign, of the same width; ``bits & magnitude_mask(bits)`` are the keys."""
-    return bits.dtype.type(np.iinfo(bits.dtype).max)
+    return bits.dtype.type((1 << 8 * bits.itemsize - 1) - 1)
 
 
 def largest(keys: Keys, k: int) -> Mask:
     """Which of the keys are the k largest (0 ≤ k ≤ len), ties to the lowest position: exactly k are True."""
     if k == 0:
         return np.zeros(len(keys), bool)
-    threshold = np.partition(keys, len(keys) - k)[len(keys) - k]
+    threshold = kth_key(keys, k)
     selected: Mask = keys > threshold
     ties = k - np.count_nonzero(selected)
     selected[np.flatnonzero(keys == threshold)[:ties]] = True

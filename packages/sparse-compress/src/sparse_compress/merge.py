@@ -8,7 +8,7 @@ import torch
 from sparse_compress.compact import compact
 from sparse_compress.magnitude import bits_of, largest, magnitude_keys, magnitude_mask
 from sparse_compress.pad import pad
-from sparse_compress.union import paired, union
+from sparse_compress.union import paired, paired_cpu, picked_cpu, union
 from sparse_compress.vector import SparseVector
 
 
@@ -64,13 +64,15 @@ def _check_alike(a: SparseVector, b: SparseVector) -> None:
 
 
 def _merge_cpu(a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
-    total = union(a, b)
-    if len(total) <= k:
-        return pad(total, k), SparseVector.empty(a.numel, a.dtype)
-    bits = bits_of(total.values)
-    selected = largest(bits & magnitude_mask(bits), k)
-    kept, rest = (torch.from_numpy(np.flatnonzero(mask)) for mask in (selected, ~selected))
-    return total._take(kept), total._take(rest)
+    """For k < len(a) + len(b)."""
+    indices, values, counts = paired_cpu(a, b)
+    if np.count_nonzero(counts) <= k:
+        return pad(picked_cpu(indices, values, counts, a.numel), k), SparseVector.empty(a.numel, a.dtype)
+    bits = bits_of(torch.from_numpy(values))
+    keys = np.where(counts, bits & magnitude_mask(bits), bits.dtype.type(-1))
+    kept = largest(keys, k)
+    cut = counts & ~kept
+    return picked_cpu(indices, values, kept, a.numel), picked_cpu(indices, values, cut, a.numel)
 
 
 def _merge_on_device(a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:

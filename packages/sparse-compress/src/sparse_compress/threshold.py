@@ -6,12 +6,12 @@ import numpy as np
 
 from sparse_compress.magnitude import Bits, magnitude_mask
 
-MIN_SAMPLE, MAX_SAMPLE = 4096, 32768  # elements: reading a sample costs a cache miss each
+MIN_SAMPLE, MAX_SAMPLE = 4096, 32768  # elements: reading each costs a cache miss
 
 
 def sample_stride(n: int) -> int:
     """Every how many-th of n elements is sampled. Odd: rows of even length do not put the sample into one column."""
-    return n // min(max(n // 64, MIN_SAMPLE), MAX_SAMPLE) | 1
+    return n // min(max(n // 256, MIN_SAMPLE), MAX_SAMPLE) | 1
 
 
 def sampled_threshold(sample: Bits, k: int, n: int) -> int:

@@ -5,10 +5,11 @@ import operator
 import torch
 from torch import Tensor
 
+from sparse_compress.chunks import Positions
 from sparse_compress.dense import flatten
 from sparse_compress.gpu.available import kernels_take
-from sparse_compress.magnitude import bits_of, largest_on_device
-from sparse_compress.topk_cpu import largest_positions
+from sparse_compress.magnitude import Bits, bits_of, largest_on_device
+from sparse_compress.topk_cpu import largest_entries
 from sparse_compress.vector import SparseVector
 from sparse_compress.wire import WIRE_DTYPES
 
@@ -39,7 +40,7 @@ def topk(x: Tensor, k: int) -> SparseVector:
     elif kernels_take(flat):
         return _topk_in_triton(flat, k)
     elif flat.is_cpu:
-        positions = torch.from_numpy(largest_positions(bits_of(flat), k))
+        return from_bits(*largest_entries(bits_of(flat), k), flat)
     else:
         positions = largest_on_device(flat, k)
     return gather(flat, positions)
@@ -57,4 +58,15 @@ def gather(flat: Tensor, positions: Tensor) -> SparseVector:
     selected = SparseVector._allocate(len(positions), len(flat), WIRE_DTYPES[flat.dtype], flat.device)
     selected.indices.copy_(positions)
     selected.values.copy_(flat.index_select(0, positions))
+    return selected
+
+
+def from_bits(positions: Positions, bits: Bits, like: Tensor) -> SparseVector:
+    """Entries of a 1-D CPU tensor of the length and dtype of ``like``, their values given by their bits."""
+    selected = SparseVector._allocate(len(positions), len(like), WIRE_DTYPES[like.dtype], like.device)
+    selected.indices.numpy()[:] = positions
+    if like.dtype == selected.dtype:
+        bits_of(selected.values)[:] = bits
+    else:
+        selected.values.copy_(torch.from_numpy(bits).view(like.dtype))
     return selected

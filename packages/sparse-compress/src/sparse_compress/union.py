@@ -1,11 +1,16 @@
 """The sum of two sparse vectors over the union of their indices."""
 
+from typing import Any
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sparse_compress.compact import compact
 from sparse_compress.vector import SparseVector
+
+Array = NDArray[Any]
 
 
 def union(a: SparseVector, b: SparseVector) -> SparseVector:
@@ -19,7 +24,8 @@ def union(a: SparseVector, b: SparseVector) -> SparseVector:
     return _union_cpu(a, b) if a.device.type == "cpu" else _union_on_device(a, b)
 
 
-def _union_cpu(a: SparseVector, b: SparseVector) -> SparseVector:
+def paired_cpu(a: SparseVector, b: SparseVector) -> tuple[Array, Array, Array]:
+    """What ``paired`` gives, as arrays."""
     indices = np.concatenate([a.indices.numpy(), b.indices.numpy()])
     values = np.concatenate([a.values.numpy(), b.values.numpy()])
     order = np.argsort(indices, kind="stable")  # finds the two runs and merges them; a's entry of a pair is first
@@ -27,13 +33,22 @@ def _union_cpu(a: SparseVector, b: SparseVector) -> SparseVector:
     first_of_pairs = np.flatnonzero(indices[1:] == indices[:-1])
     with np.errstate(over="ignore", invalid="ignore"):  # overflow is for the caller to find, not a warning here
         values[first_of_pairs] += values[first_of_pairs + 1]
-    kept = np.ones(len(indices), bool)
-    kept[first_of_pairs + 1] = False
-    positions = np.flatnonzero(kept)
-    total = SparseVector._allocate(len(positions), a.numel, a.dtype, a.device)
-    indices.take(positions, out=total.indices.numpy(), mode="clip")  # without a mode, take buffers its output
-    values.take(positions, out=total.values.numpy(), mode="clip")
-    return total
+    counts = np.ones(len(indices), bool)
+    counts[first_of_pairs + 1] = False
+    return indices, values, counts
+
+
+def picked_cpu(indices: Array, values: Array, picked: Array, numel: int) -> SparseVector:
+    """The entries where ``picked`` is True, their indices increasing."""
+    positions = np.flatnonzero(picked)
+    vector = SparseVector._allocate(len(positions), numel, torch.from_numpy(values).dtype, torch.device("cpu"))
+    indices.take(positions, out=vector.indices.numpy(), mode="clip")  # without a mode, take buffers its output
+    values.take(positions, out=vector.values.numpy(), mode="clip")
+    return vector
+
+
+def _union_cpu(a: SparseVector, b: SparseVector) -> SparseVector:
+    return picked_cpu(*paired_cpu(a, b), a.numel)
 
 
 def paired(a: SparseVector, b: SparseVector) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,13 +1,13 @@
 """Selection by a given threshold, cut to a bound: what the threshold compressors share."""
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from sparse_compress.chunks import at_least, count_above
 from sparse_compress.dense import flatten
-from sparse_compress.magnitude import bits_of, largest, magnitude_keys
-from sparse_compress.topk import gather, topk
+from sparse_compress.magnitude import bits_of, magnitude_keys
+from sparse_compress.topk import from_bits, gather, topk
+from sparse_compress.topk_cpu import largest_of
 from sparse_compress.vector import SparseVector
 
 
@@ -47,10 +47,8 @@ def _at_least_cpu(flat: Tensor, threshold: float, k: int) -> SparseVector | None
     found = at_least(bits_of(flat), threshold_key(threshold, flat.dtype), 3 * k + len(flat) // 64)
     if found is None:
         return None
-    positions, keys = found
-    if len(positions) > k:
-        positions = positions[np.flatnonzero(largest(keys, k))]
-    return gather(flat, torch.from_numpy(positions))
+    positions, bits = found if len(found[0]) <= k else largest_of(*found, k)
+    return from_bits(positions, bits, flat)
 
 
 def _at_least_on_device(flat: Tensor, threshold: float, k: int) -> SparseVector | None:

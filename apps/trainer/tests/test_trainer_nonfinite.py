@@ -1,0 +1,44 @@
+"""A gradient that is not finite on one rank: an error on all, or a step that none takes."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from communicators import CollectiveError, SimulatedWorld
+from trainer.app import App
+from trainer.metrics import read_metrics
+from trainer.options import Options
+from trainer.run import run
+from trainer.run_folder import RunFolder
+
+
+def app_with_one_bad_image(app: App) -> App:
+    def build(options: Options, device: torch.device) -> Any:
+        task = app.build(options, device)
+        task.points[7] = torch.inf
+        task.model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 3))
+        return task
+
+    return replace(app, build=build)
+
+
+@pytest.mark.parametrize("algorithm", ["dense", "gtopk"])
+def test_one_bad_image_costs_a_step_an_epoch_or_ends_the_run(
+    app: App, options: Callable[..., Options], algorithm: str
+) -> None:
+    bad = app_with_one_bad_image(app)
+    given = options(algorithm=algorithm, nonfinite="skip", momentum=0.9)
+    SimulatedWorld(2).run(lambda comm: run(bad, given, comm))
+    folder = RunFolder(given.output)
+    model = torch.load(folder.model, weights_only=True)
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in model.values())
+    rows = read_metrics(folder.metrics.path)
+    assert [row["train_loss"] for row in rows] == [None, None]  # as it was: not a number
+    assert all(row["test_loss"] is not None for row in rows)
+    states = [torch.load(file, weights_only=True) for file in sorted(folder.checkpoints.complete()[-1].glob("rank*"))]
+    assert [state["optimizer"]["distributed"]["skipped"] for state in states] == [2, 2]
+    stern = replace(given, nonfinite="raise", overwrite=True)
+    with pytest.raises(CollectiveError, match=r"rank [01]: the gradient of '0\.weight' is not finite"):
+        SimulatedWorld(2).run(lambda comm: run(bad, stern, comm))

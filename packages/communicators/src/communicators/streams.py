@@ -1,0 +1,83 @@
+"""Where the kernels of a background call run on a GPU: on a stream beside the caller's, so that backward goes on.
+
+- The stream begins behind what the caller's current stream holds at the start, which produces the call's inputs.
+- A call is over when its stream is idle, seen by the host. So its result is complete on any stream.
+- The caching allocator knows nothing of other streams: what a schedule was given stays alive until its stream is
+  idle, and a result is recorded on the stream that takes it, so that no memory is given away while it is in use.
+
+A call that runs in its caller's thread stays on the caller's stream; on a CPU there are no streams.
+Reasoned from the rules of CUDA and of torch's allocator and futures; not yet run on a GPU.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class SideStreams:
+    """The streams of one communicator: as many as calls are under way at a time; idle ones are used again."""
+
+    def __init__(self) -> None:
+        self._idle: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
+
+    def beside(self, schedule: Any, device: torch.device) -> SideStream | None:
+        """A stream for a schedule that has not begun, behind the caller's current one; None on a CPU."""
+        if device.type != "cuda":
+            return None
+        idle = self._idle[device]
+        stream = idle.pop() if idle else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        return SideStream(stream, given(schedule), idle)
+
+
+class SideStream:
+    """The stream of one call."""
+
+    def __init__(self, stream: torch.cuda.Stream, given: list[Any], idle: list[torch.cuda.Stream]) -> None:
+        self._stream, self._given, self._idle = stream, given, idle
+
+    def current(self) -> AbstractContextManager[Any]:
+        """Inside it, kernels go to this stream."""
+        return torch.cuda.stream(self._stream)
+
+    def is_idle(self) -> bool:
+        """Whether all its kernels are done; does not block. Asked after the last one, until True."""
+        if not self._stream.query():
+            return False
+        self._given.clear()
+        self._idle.append(self._stream)
+        return True
+
+
+def given(schedule: Any) -> list[Any]:
+    """What a schedule that has not begun was called with, also the schedules inside it."""
+    if not inspect.isgenerator(schedule):
+        return []
+    values = list(inspect.getgeneratorlocals(schedule).values())
+    return values + [inner for value in values for inner in given(value)]
+
+
+def owned_here(value: T, device: torch.device) -> T:
+    """The same value; its tensors are recorded on this thread's current stream, which may use and free them."""
+    future: torch.futures.Future[T] = torch.futures.Future(devices=devices_of(device))
+    future.set_result(value)
+    return future.wait()
+
+
+def devices_of(device: torch.device) -> list[int | str | torch.device]:
+    """The devices whose streams a torch future of such a call's result must know."""
+    return [device] if device.type == "cuda" else []
+
+
+def with_index(device: torch.device) -> torch.device:
+    """The current GPU for "cuda" alone: other threads have another current one."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

@@ -1,0 +1,105 @@
+"""How NCCL is driven, as far as it can be seen without it: the calls that a process group gets, and their order."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from communicators import nccl
+from torch._C import _distributed_c10d
+
+HERE, ELSEWHERE = torch.device("cpu"), torch.device("meta")
+
+
+class Options:
+    pass
+
+
+class Group:
+    """In place of ProcessGroupNCCL: notes what it is asked."""
+
+    Options = Options
+
+    def __init__(self, store, rank, size, options):
+        self.timeout, self.asked, self.others_are_there = options._timeout, [], threading.Event()
+
+    def _start_coalescing(self):
+        self.asked.append("start")
+
+    def _end_coalescing(self):
+        self.asked.append("end")
+        return self
+
+    def send(self, tensors, peer, tag):
+        if peer == 13:
+            raise ValueError("no such rank")
+        self.asked.append(("send", peer))
+
+    def recv(self, tensors, peer, tag):
+        self.asked.append(("recv", peer))
+
+    def allreduce(self, tensors):
+        self.asked.append("sum")
+        return self
+
+    def is_completed(self):
+        return self.others_are_there.is_set()
+
+    def wait(self):
+        self.asked.append("wait")
+
+    def abort(self):
+        self.asked.append("abort")
+
+
+@pytest.fixture
+def line(monkeypatch):
+    monkeypatch.setattr(_distributed_c10d, "ProcessGroupNCCL", Group, raising=False)
+    return nccl.NCCL(None, 0, 3)
+
+
+def connect(line):
+    line._group.others_are_there.set()
+    end = time.monotonic() + 5.0
+    while not line.ready(HERE):
+        assert time.monotonic() < end
+        time.sleep(1e-3)
+
+
+def test_its_watchdog_ends_nothing(line):
+    assert line._group.timeout.total_seconds() >= 24 * 3600
+
+
+def test_it_connects_all_ranks_by_one_sum_and_does_not_block(line):
+    assert not line.ready(HERE)
+    assert not line.ready(HERE)
+    connect(line)
+    assert line._group.asked == ["sum", "wait"]
+    with pytest.raises(ValueError, match="one GPU a rank"):
+        line.ready(ELSEWHERE)
+
+
+def test_a_rank_that_cannot_connect_says_why(line):
+    line._group.is_completed = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        connect(line)
+
+
+def test_a_round_is_one_group(line):
+    x = torch.ones(3)
+    assert line.exchange({1: x, 2: x}, {2: x}) is line._group
+    assert line._group.asked == ["start", ("recv", 2), ("send", 1), ("send", 2), "end"]
+
+
+def test_a_group_is_closed_whatever_happens(line):
+    with pytest.raises(ValueError, match="no such rank"):
+        line.exchange({13: torch.ones(3)}, {})
+    assert line._group.asked == ["start", "end"]
+
+
+def test_it_is_aborted_once(line):
+    line.abort()
+    line.close()
+    assert line._group.asked == ["abort"]

@@ -1,0 +1,173 @@
+"""What background calls on a GPU rest on, as far as it can be seen without one."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from communicators import Round, frame, framed_nbytes
+from communicators.call import Call
+from communicators.dense import ring_allreduce
+from communicators.engine import Engine
+from communicators.errors import CollectiveError
+from communicators.streams import SideStreams, devices_of, given, owned_here, with_index
+from communicators.transport import TransportFlight, TransportWork
+
+CPU = torch.device("cpu")
+
+
+def outer(inner, extra):
+    result = yield from inner
+    return result + extra
+
+
+def test_what_a_schedule_was_given_is_found_inside_schedules_too():
+    x, extra = torch.ones(3), torch.zeros(3)
+    held = given(outer(ring_allreduce(x, 0, 2), extra))
+    assert sum(value is x for value in held) == 1
+    assert sum(value is extra for value in held) == 1
+    assert given(iter([])) == []
+
+
+def test_what_was_given_lives_on_when_the_schedule_is_through():
+    def lets_go(x):
+        del x
+        yield Round()
+
+    x = torch.ones(3)
+    alive, schedule = weakref.ref(x), lets_go(x)
+    held = given(schedule)
+    assert len(list(schedule)) == 1
+    del x, schedule
+    gc.collect()
+    assert alive() is not None
+    held.clear()
+    gc.collect()
+    assert alive() is None
+
+
+def test_on_a_cpu_there_are_no_streams():
+    assert SideStreams().beside(ring_allreduce(torch.ones(3), 0, 2), CPU) is None
+    assert devices_of(CPU) == []
+    assert with_index(CPU) == CPU
+    assert owned_here("as it is", CPU) == "as it is"
+
+
+class Slow:
+    """A side stream that becomes idle when it is told to."""
+
+    def __init__(self):
+        self.idle, self.asked = threading.Event(), threading.Event()
+
+    def current(self):
+        return contextlib.nullcontext()
+
+    def is_idle(self):
+        self.asked.set()
+        return self.idle.is_set()
+
+
+class Comm:
+    """As much of a communicator as a flight without messages asks for."""
+
+    rank, size, timeout = 0, 2, 1.0
+
+    def __init__(self):
+        self.lock = threading.RLock()
+        self.control = type("Control", (), {"verdict": None, "gone": {}})()
+        self.transport = type("Transport", (), {"ended": lambda self, call: None})()
+
+
+def test_a_call_is_over_when_its_stream_is_idle():
+    def result():
+        return 7
+        yield
+
+    call = Call(result(), rank=0, size=2, facts="nothing", number=0)
+    flight, side = TransportFlight(Comm(), call, 1.0, CPU), Slow()
+    flight.side = side
+    assert not flight.poll()
+    assert not flight.poll()
+    assert side.asked.is_set()
+    assert not flight.finished.is_set()
+    side.idle.set()
+    assert flight.poll()
+    assert TransportWork(flight, Engine()).wait() == 7
+
+
+def test_a_stream_that_fails_fails_the_call():
+    class Broken(Slow):
+        def current(self):
+            raise RuntimeError("device-side assert")
+
+    comm, said = Comm(), []
+    comm.complain = lambda reason: said.append(reason) or setattr(comm.control, "verdict", reason)
+    flight = TransportFlight(comm, Call(iter([]), rank=0, size=2, facts="sum", number=0), 1.0, CPU)
+    flight.call.close = lambda: None
+    flight.side = Broken()
+    assert flight.poll()
+    assert said == ["rank 0 failed in sum: RuntimeError: device-side assert"]
+    with pytest.raises(CollectiveError, match="device-side assert"):
+        TransportWork(flight, Engine()).wait()
+
+
+def stamped(call, sender, numel=3):
+    payload = frame(torch.ones(numel))
+    Call(iter(()), rank=sender, size=2, facts=call.facts, number=call.number).stamp_on_device(payload)
+    return payload
+
+
+def test_a_message_of_another_call_that_was_not_read_shows_at_the_end():
+    def call(number=4):
+        return Call(iter(()), rank=0, size=2, facts="sum", number=number)
+
+    good, bad = call(), call()
+    for _ in range(2):
+        good.accept_on_device(1, stamped(good, 1))
+        good.settle()
+    bad.accept_on_device(1, stamped(bad, 1))
+    bad.accept_on_device(1, stamped(call(5), 1))
+    with pytest.raises(CollectiveError, match="rank 0 got a message of another call in sum"):
+        bad.settle()
+
+
+def test_the_stamp_is_the_same_on_host_and_device():
+    call = Call(iter(()), rank=1, size=2, facts="sum", number=4)
+    one, other = frame(torch.ones(3)), frame(torch.ones(3))
+    call.stamp(one)
+    call.stamp_on_device(other)
+    assert torch.equal(one, other)
+    Call(iter(()), rank=0, size=2, facts="sum", number=4).accept(1, other, framed_nbytes(3, torch.float32))
+
+
+class Stream:
+    """In place of torch.cuda.Stream."""
+
+    def __init__(self, device=None):
+        self.busy, self.behind = True, []
+
+    def wait_stream(self, other):
+        self.behind.append(other)
+
+    def query(self):
+        return not self.busy
+
+
+def test_a_stream_begins_behind_the_callers_and_is_used_again_when_it_is_idle(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the caller's")
+    gpu, streams = torch.device("cuda", 0), SideStreams()
+    one, other = (streams.beside(ring_allreduce(torch.ones(3), 0, 2), gpu) for _ in range(2))
+    assert one._stream is not other._stream
+    assert one._stream.behind == ["the caller's"]
+    assert not one.is_idle()
+    one._stream.busy = False
+    assert one.is_idle()
+    again = streams.beside(ring_allreduce(torch.ones(3), 0, 2), gpu)
+    assert again._stream is one._stream
+    assert again._stream.behind == ["the caller's"] * 2
+    assert devices_of(gpu) == [gpu]

@@ -1,0 +1,205 @@
+"""What every transport gets: background calls, time-outs, failing alike, being closed. Ranks are threads here."""
+
+import gc
+import queue
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from communicators import CollectiveError, Round, allreduce, body, frame, run, start, transport
+from communicators.engine import engine
+from communicators.transport import PeerLost, Pending, Transport, TransportCommunicator
+
+
+class Network:
+    """Queues of messages by (sender, receiver, tag), and of letters by receiver."""
+
+    def __init__(self, size):
+        self.size = size
+        self.messages, self.lock = {}, threading.Lock()
+        self.letters = [queue.SimpleQueue() for _ in range(size)]
+
+    def queue(self, *key):
+        with self.lock:
+            return self.messages.setdefault(key, queue.SimpleQueue())
+
+
+class Threads(Transport):
+    """One rank; `nap_error` is raised once, `read_error` always, where they are set."""
+
+    threaded = True
+    device = torch.device("cpu")
+
+    def __init__(self, network, rank):
+        self.network, self.rank, self.size = network, rank, network.size
+        self.read_error = self.nap_error = None
+        self.is_closed = False
+
+    def post(self, call, action, device):
+        for peer, payload in action.sends.items():
+            call.stamp(payload)
+            self.network.queue(self.rank, peer, call.outgoing_tag(peer)).put(payload.clone())
+        return Waiting(call, {p: self.network.queue(p, self.rank, call.incoming_tag(p)) for p in action.recvs}, action)
+
+    def write(self, peer, letter):
+        self.network.letters[peer].put(letter)
+
+    def read(self):
+        if self.read_error is not None:
+            raise self.read_error
+        letters = []
+        while not self.network.letters[self.rank].empty():
+            letters.append(self.network.letters[self.rank].get())
+        return letters
+
+    def nap(self, seconds):
+        if (error := self.nap_error) is not None:
+            self.nap_error = None
+            raise error
+        super().nap(seconds)
+
+    def close(self):
+        self.is_closed = True
+
+
+class Waiting(Pending):
+    def __init__(self, call, queues, action):
+        self.call, self.queues, self.action, self.come = call, queues, action, {}
+
+    def done(self):
+        for peer in self.missing():
+            if not self.queues[peer].empty():
+                self.come[peer] = self.queues[peer].get()
+        return not self.missing()
+
+    def received(self):
+        for peer, payload in self.come.items():
+            self.call.accept(peer, payload, self.action.recvs[peer])
+        return self.come
+
+    def missing(self):
+        return sorted(set(self.queues) - set(self.come))
+
+    def cancel(self):
+        pass
+
+
+def ranks(size):
+    network = Network(size)
+    return [TransportCommunicator(Threads(network, rank)) for rank in range(size)]
+
+
+def on_all(comms, call):
+    """What call(comm) gives, or raises, on each rank."""
+
+    def caught(comm):
+        try:
+            return call(comm)
+        except BaseException as error:
+            return error
+
+    with ThreadPoolExecutor(len(comms)) as pool:
+        return list(pool.map(caught, comms))
+
+
+def ping(comm):
+    """Each rank's number, one place further."""
+    to, source = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    received = yield Round({to: frame(torch.tensor([comm.rank]))}, {source: 24})
+    return int(body(received[source], torch.int64))
+
+
+def test_calls_and_background_calls():
+    comms = ranks(3)
+    assert on_all(comms, lambda comm: allreduce(torch.ones(5), comm).tolist()) == [[3.0] * 5] * 3
+    works = [start(ping(comm), comm, facts="ping") for comm in comms]
+    assert [work.wait(timeout=10) for work in works] == [2, 0, 1]
+
+
+def test_a_wait_that_times_out_names_call_round_and_peer_and_the_call_goes_on():
+    comms = ranks(2)
+    work = start(ping(comms[0]), comms[0], facts="ping")
+    with pytest.raises(TimeoutError, match=r"within 0.05 s: rank 0 waits for rank 1 in call 0, round \d of ping"):
+        work.wait(timeout=0.05)
+    assert not work.is_completed()
+    assert run(ping(comms[1]), comms[1], facts="ping") == 0
+    assert work.wait(timeout=10) == 1
+
+
+def test_an_error_of_one_transport_is_its_own_communicators_and_the_engine_goes_on():
+    broken, sound = ranks(2), ranks(2)
+    work = start(ping(broken[0]), broken[0], facts="ping")
+    broken[0].transport.read_error = OSError("the cable is out")
+    with pytest.raises(CollectiveError, match="rank 0's transport failed: OSError: the cable is out"):
+        work.wait(timeout=10)
+    with pytest.raises(CollectiveError, match="the cable is out"):
+        allreduce(torch.ones(1), broken[0])
+    works = [start(ping(comm), comm, facts="ping") for comm in sound]
+    assert [work.wait(timeout=10) for work in works] == [1, 0]
+
+
+def test_a_signal_while_a_rank_waits_ends_the_call_on_all_ranks():
+    comms = ranks(3)
+    comms[1].transport.nap_error = KeyboardInterrupt()
+    outcomes = on_all(comms[1:] + comms[:1], lambda comm: run(late(comm), comm, facts="late"))
+    assert isinstance(outcomes[0], KeyboardInterrupt)
+    assert {str(outcome) for outcome in outcomes[1:]} == {"rank 1 failed in late: KeyboardInterrupt"}
+    with pytest.raises(CollectiveError, match="KeyboardInterrupt"):
+        allreduce(torch.ones(1), comms[1])
+
+
+def late(comm):
+    """A message that nobody sends."""
+    yield Round(recvs={(comm.rank + 1) % comm.size: 64})
+
+
+def test_a_lost_connection_is_news_until_a_letter_says_why(monkeypatch):
+    comms = ranks(2)
+
+    def lost(self):
+        raise PeerLost(1, ConnectionError("reset"))
+
+    monkeypatch.setattr(Waiting, "done", lost)
+    with pytest.raises(CollectiveError, match="rank 1 is gone: its connection was lost"):
+        allreduce(torch.ones(1), comms[0])
+
+
+def test_closing_is_collective_and_releases_the_transport():
+    comms = ranks(3)
+    assert on_all(comms, lambda comm: allreduce(torch.ones(1), comm).item()) == [3.0] * 3
+    assert on_all(comms, lambda comm: comm.close()) == [None] * 3
+    assert all(comm.transport.is_closed for comm in comms)
+    assert on_all(comms, lambda comm: comm.close()) == [None] * 3  # again: nothing
+    with pytest.raises(CollectiveError, match="this communicator is closed"):
+        allreduce(torch.ones(1), comms[0])
+
+
+def test_closing_too_early_or_alone_is_told(monkeypatch):
+    monkeypatch.setattr(transport, "VERDICT_SECONDS", 0.1)  # of an arbiter that has left
+    comms = ranks(2)
+    work = start(ping(comms[0]), comms[0], facts="ping")
+    with pytest.raises(RuntimeError, match=r"close\(\) while calls that were started are under way"):
+        comms[0].close()
+    assert run(ping(comms[1]), comms[1], facts="ping") == 0
+    assert work.wait(timeout=10) == 1
+    comms[0].timeout = 0.05
+    with pytest.raises(TimeoutError, match=r"rank 0 closed its communicator, but ranks \[1\] did not"):
+        comms[0].close()
+    with pytest.raises(CollectiveError, match=r"rank 0 left \(it closed the communicator\) while rank 1 waits"):
+        run(ping(comms[1]), comms[1], facts="ping")
+
+
+def test_a_communicator_that_nobody_holds_is_released():
+    comms = ranks(2)
+    works = [start(ping(comm), comm, facts="ping") for comm in comms]
+    assert [work.wait(timeout=10) for work in works] == [1, 0]
+    gone = [weakref.ref(comm) for comm in comms]
+    del comms, works
+    for _ in range(100):  # the engine's thread may just be looking at one
+        gc.collect()
+        if not any(ref() for ref in gone):
+            break
+        engine()._wake.wait(0.01)
+    assert [ref() for ref in gone] == [None, None]

@@ -1,0 +1,102 @@
+"""Payloads by messages without tags or lengths, as NCCL's are: the laws, and the same reason on all ranks.
+
+On a CPU over gloo used that way; marked `gpu`, over NCCL, and over gloo with data on a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import gpu_on_ranks
+import pytest
+import torch
+from untagged_on_threads import FAILURES, LAWS, SIZES
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def outcomes(processes, tmp_path_factory):
+    """{size: {case: [outcome of each rank]}}."""
+    report = tmp_path_factory.mktemp("untagged") / "report.json"
+    [launch] = processes(1, HERE / "untagged_on_threads.py", report)
+    assert launch.returncode == 0, launch.stderr
+    return json.loads(report.read_text())
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("case", [case.__name__ for case in LAWS])
+def test_laws(outcomes, case, size):
+    errors = [outcome.get("error") or outcome.get("reason") for outcome in outcomes[str(size)][case]]
+    assert errors == [None] * size, next(filter(None, errors))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("case", FAILURES)
+def test_the_same_reason_on_all_ranks_within_seconds(outcomes, case, size):
+    got = outcomes[str(size)][case.__name__]
+    reasons = {outcome.get("reason", str(outcome)) for outcome in got}
+    assert len(reasons) == 1, reasons
+    assert reasons.pop().startswith(FAILURES[case].format(last=size - 1))
+    assert max(outcome["seconds"] for outcome in got) < 30
+
+
+DIES = """
+import os, signal
+import torch, torch.distributed as dist
+from communicators import allreduce
+from communicators.untagged import UntaggedTransport
+from communicators.process_group import ProcessGroupTransport
+from communicators.transport import TransportCommunicator
+from untagged_gloo import UntaggedGloo
+dist.init_process_group("gloo")
+group = dist.group.WORLD
+line = UntaggedGloo(dist.PrefixStore("line", group.get_group_store()), group.rank(), group.size())
+comm = TransportCommunicator(UntaggedTransport(ProcessGroupTransport(group, generation=0), line))
+allreduce(torch.ones(3), comm, native=False)
+if comm.rank == 1:
+    line.exchange = lambda sends, recvs: os.kill(os.getpid(), signal.SIGKILL)
+allreduce(torch.ones(3), comm, native=False)
+"""
+
+
+def test_a_rank_that_dies_in_a_round_frees_the_others(processes, tmp_path):
+    """The call is agreed on by then, and the line itself notices nothing."""
+    script = tmp_path / "dies.py"
+    script.write_text(f"import sys\nsys.path.append({str(HERE)!r})\n{DIES}")
+    first, dead, last = processes(3, script, timeout=60)
+    assert dead.returncode == -9, dead.stderr
+    for launch in (first, last):
+        assert launch.returncode == 1
+        assert "CollectiveError: rank 1 is gone: its connection was lost" in launch.stderr
+
+
+@pytest.fixture(scope="module", params=["gloo", "nccl"])
+def gpu_outcomes(request, processes, tmp_path_factory):
+    """(number of ranks, {case: [outcome of each rank]}) with data on GPUs."""
+    gpus = torch.cuda.device_count()
+    if gpus < (2 if request.param == "nccl" else 1):
+        pytest.skip(f"{gpus} GPUs; NCCL takes one a rank, and 2 ranks at least")
+    size = min(gpus, 3) if request.param == "nccl" else 2
+    report = tmp_path_factory.mktemp("gpu") / "report.json"
+    for launch in processes(size, HERE / "gpu_on_ranks.py", request.param, report, timeout=200):
+        assert launch.returncode == 0, launch.stderr
+    return size, json.loads(report.read_text())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [case.__name__ for case in gpu_on_ranks.LAWS])
+def test_laws_on_gpus(gpu_outcomes, case):
+    size, cases = gpu_outcomes
+    errors = [outcome.get("error") or outcome.get("reason") for outcome in cases[case]]
+    assert errors == [None] * size, next(filter(None, errors))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", gpu_on_ranks.FAILURES)
+def test_the_same_reason_on_all_ranks_with_gpus(gpu_outcomes, case):
+    size, cases = gpu_outcomes
+    reasons = {outcome.get("reason", str(outcome)) for outcome in cases[case.__name__]}
+    assert len(reasons) == 1, reasons
+    assert reasons.pop().startswith(gpu_on_ranks.FAILURES[case].format(last=size - 1))
