@@ -29,7 +29,8 @@ from sparse_collectives.calibration import measure_traffic
 from sparse_compress import TopK
 
 from bench.collectives_calls import Times, Training, counted, medians_of, sparse, whole
-from bench.collectives_report import BF16, as_row, as_text, write
+from bench.collectives_report import BF16, LABELS, as_row, as_text
+from bench.record import machine, record
 
 QUICK = ((2, 10**6, 0.01), (2, 10**6, 0.001), (2, 25 * 10**6, 0.01), (4, 10**6, 0.01))
 FULL = tuple((size, n, density) for size in (2, 4) for n in (10**6, 25 * 10**6) for density in (0.01, 0.001))
@@ -40,9 +41,9 @@ def main(argv: Sequence[str] = ()) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench collectives", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--full", action="store_true", help="every size, density and number of ranks: minutes")
     parser.add_argument("--repeats", type=int, default=7, help="default 7")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="write DIR/collectives.csv too")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="write DIR/collectives.csv, .json and .png too")
     options = parser.parse_args(argv)
-    cases = FULL if options.full else QUICK
+    cases, facts = FULL if options.full else QUICK, machine()
     rows: list[dict[str, Any]] = []
     for size in sorted({size for size, _, _ in cases}):
         words = [f"{n}:{density}" for ranks, n, density in cases if ranks == size]
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] = ()) -> int:
         rows += [json.loads(line) for line in done.stdout.splitlines()]
     print(as_text(rows))
     if options.output:
-        write(options.output / "collectives.csv", rows)
+        record(options.output, "collectives", rows, labels=LABELS, values=("x_mpi",), facts=facts)
     return 0
 
 

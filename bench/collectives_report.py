@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,8 +13,9 @@ from sparse_collectives.table import table
 from bench.collectives_calls import Times
 
 PARTS = ("select", "merge", "exchange", "put")
+LABELS = ("algorithm", "P", "n", "density")
 COLUMNS = (
-    *("algorithm", "P", "n", "density"),
+    *LABELS,
     *("select_ms", "merge_ms", "exchange_ms", "put_ms", "whole_ms"),
     *("x_mpi", "x_gloo", "x_link"),
 )
@@ -46,15 +45,6 @@ def as_row(name: str, medians: dict[str, Times], comm: Communicator, numel: int,
 def as_text(rows: Sequence[dict[str, Any]]) -> str:
     """The table."""
     return table((*COLUMNS, *COUNTS), [[_cell(row[name]) for name in (*COLUMNS, *COUNTS)] for row in rows])
-
-
-def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """The same as comma-separated values."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, (*COLUMNS, *COUNTS))
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def _cell(value: Any) -> str:

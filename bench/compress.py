@@ -5,14 +5,11 @@
 All sides of a row take turns within one run, on one thread; times are medians of CPU milliseconds, page
 faults included. ``sweeps`` is our time in units of one read of the input (its sum); worst inputs are also held
 against radix select alone. Where there is a GPU its rows follow (``compress_gpu``).
-DIR gets compress.csv and compress.json, from which ``bench.compress_report`` makes the package README's tables.
+DIR gets compress.csv, .png and .json; of that ``bench.compress_report`` makes the package README's tables.
 """
 
 import argparse
-import csv
-import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from sparse_compress import ErrorFeedback, SparseVector, TopK, merge, topk
 from sparse_compress.chunks import above_and_ties
@@ -29,6 +25,7 @@ from sparse_compress.radix import kth_largest
 from torch import Tensor
 
 from bench import compress_gpu
+from bench.record import machine, record
 
 Call = Callable[[], object]
 
@@ -61,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the table, line by line as it is measured; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.compress", description=__doc__.partition("\n")[0])
     parser.add_argument("--full", action="store_true", help="more rounds and n = 10⁸ (GPU: 10⁹): minutes")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="write DIR/compress.csv and DIR/compress.json too")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="write DIR/compress.csv, .json and .png too")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     facts = machine()
@@ -78,28 +75,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     threads = list(report_threads())
     gpu = list(compress_gpu.report(full=options.full)) if torch.cuda.is_available() else []
     if options.output:
-        write_csv(options.output / "compress.csv", rows)
-        results = {
-            "machine": facts,
-            "rows": [row._asdict() for row in rows],
-            "threads": [row._asdict() for row in threads],
-            "gpu": [row._asdict() for row in gpu],
-        }
-        (options.output / "compress.json").write_text(json.dumps(results, indent=1) + "\n")
+        record(
+            options.output,
+            "compress",
+            [row._asdict() for row in rows],
+            labels=("what", "n", "k"),
+            values=("speedup",),
+            facts=facts,
+            threads=[row._asdict() for row in threads],
+            gpu=[row._asdict() for row in gpu],
+        )
     return 0
-
-
-def machine() -> dict[str, str]:
-    """What the numbers were measured on, and how busy it was."""
-    return {
-        "machine": platform.machine(),
-        "cores": str(os.cpu_count()),
-        "Python": platform.python_version(),
-        "torch": torch.__version__,
-        "NumPy": np.__version__,
-        "load": f"{os.getloadavg()[0]:.1f}",
-        "GPU": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
-    }
 
 
 def measure(*, full: bool) -> Iterator[Row]:
@@ -228,15 +214,6 @@ def torch_merge(a: SparseVector, b: SparseVector, k: int) -> tuple[Tensor, Tenso
     values = torch.zeros(len(indices)).index_add_(0, where, torch.cat([a.values, b.values]))
     kept, kept_values = torch_topk(values, k)
     return indices[kept], kept_values
-
-
-def write_csv(path: Path, rows: Sequence[Row]) -> None:
-    """One line a row, with a header."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(Row._fields)
-        writer.writerows(rows)
 
 
 if __name__ == "__main__":

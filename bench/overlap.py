@@ -12,9 +12,7 @@ merging and polling compete with backward for cores. Medians of interleaved repe
 from __future__ import annotations
 
 import argparse
-import csv
 import json
-import os
 import statistics
 import sys
 import time
@@ -32,6 +30,7 @@ from sparse_collectives import DistributedOptimizer, sparse_allreduce_async
 from sparse_compress import TopK, topk
 from torch import nn
 
+from bench.record import machine, record
 from bench.slow_link import open_link
 
 MIB = 1 << 20
@@ -45,8 +44,8 @@ def main(argv: Sequence[str] = ()) -> int:
     parser.add_argument("--ms", type=float, default=1.0, help="one-way delay, default 1")
     parser.add_argument("--repeats", type=int, default=9, help="default 9")
     parser.add_argument("--full", action="store_true", help="more bucket sizes")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="write DIR/overlap.csv too")
-    options = parser.parse_args(argv)
+    parser.add_argument("--output", type=Path, metavar="DIR", help="write DIR/overlap.csv, .json and .png too")
+    options, facts = parser.parse_args(argv), machine()
     print("P = 2, 9.4 million parameters, density 0.01, MPI")
     print(f"Python costs {python_microseconds_a_round():.0f} µs a round (schedule, tags, stamps, polling; no network)")
     sizes = [1, 2, 4, 8, 16, 32] if options.full else [1, 4, 16]
@@ -59,7 +58,7 @@ def main(argv: Sequence[str] = ()) -> int:
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     _print(rows)
     if options.output:
-        _write(options.output / "overlap.csv", rows)
+        record(options.output, "overlap", rows, labels=COLUMNS[:2], values=("hidden",), facts=facts)
     return 0
 
 
@@ -220,14 +219,6 @@ def _print(rows: Sequence[dict[str, float]]) -> None:
     for row in rows:
         cells = [row[c] if c in COLUMNS[:2] else f"{row[c]:.0%}" if c == "hidden" else f"{row[c]:.1f}" for c in COLUMNS]
         print("  ".join(f"{cell:>15}" for cell in cells))
-
-
-def _write(path: Path, rows: Sequence[dict[str, float]]) -> None:
-    os.makedirs(path.parent, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ of the best measured one; a prediction if it is within 20 %.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import statistics
 import sys
@@ -30,6 +29,7 @@ from sparse_collectives.table import table
 from sparse_compress import TopK
 from torch import nn
 
+from bench.record import machine, record
 from bench.slow_link import open_link
 from bench.slow_link.throttled import behind_link
 
@@ -48,8 +48,8 @@ def main(argv: Sequence[str] = ()) -> int:
     parser.add_argument("--ms", type=float, default=1.0, help="one-way delay, default 1")
     parser.add_argument("--repeats", type=int, default=5, help="default 5")
     parser.add_argument("--full", action="store_true", help="8 layers instead of 2: 8.4 million parameters")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="write DIR/predictions.csv too")
-    options = parser.parse_args(argv)
+    parser.add_argument("--output", type=Path, metavar="DIR", help="write DIR/predictions.csv, .json and .png too")
+    options, facts = parser.parse_args(argv), machine()
     rows: list[dict[str, Any]] = []
     for size in (2, 4):
         command = [
@@ -68,7 +68,8 @@ def main(argv: Sequence[str] = ()) -> int:
         rows += [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     print(table(COLUMNS, [[_cell(row[name]) for name in COLUMNS] for row in rows]))
     if options.output:
-        _write(options.output / "predictions.csv", rows)
+        values = ("predicted_ms", "measured_ms")
+        record(options.output, "predictions", rows, labels=COLUMNS[:3], values=values, facts=facts)
     good = [_judged([row for row in rows if row["P"] == size]) for size in (2, 4)]
     return 0 if all(good) else 1
 
@@ -142,14 +143,6 @@ def _judged(rows: Sequence[dict[str, Any]]) -> bool:
 
 def _cell(value: Any) -> str:
     return f"{value:,.2f}" if isinstance(value, float) and value >= 0.1 else str(value)
-
-
-def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import argparse
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from bench.slow_link import open_link, sweep
 from bench.slow_link.check import check
@@ -53,6 +54,7 @@ def check_command(argv: Sequence[str]) -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], metavar="P", help="even; default 2 4")
     parser.add_argument("--repeats", type=int, default=15, metavar="N", help="of each measurement; default 15")
     parser.add_argument("--full", dest="repeats", action="store_const", const=60, help="60 repeats")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="write DIR/slow-link.csv, .json and .png too")
     options = parser.parse_args(argv)
     if any(size % 2 for size in options.ranks):
         parser.error("ping-pong is played by two: --ranks must be even")
@@ -61,6 +63,7 @@ def check_command(argv: Sequence[str]) -> int:
         milliseconds=options.ms,
         ranks=tuple(options.ranks),
         repeats=options.repeats,
+        output=options.output,
     )
     return 0 if good else 1
 

@@ -17,7 +17,8 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from bench.slow_link.fallback import open_link
@@ -58,15 +59,20 @@ class Row(NamedTuple):
         return (self.tenth - self.software) / self.model
 
 
-def check(*, mbit_per_second: float, milliseconds: float, ranks: tuple[int, ...], repeats: int) -> bool:
-    """Measures and prints a table; whether all of it is within the tolerance."""
-    good = True
+def check(
+    *, mbit_per_second: float, milliseconds: float, ranks: tuple[int, ...], repeats: int, output: Path | None = None
+) -> bool:
+    """Measures and prints a table; whether all of it is within the tolerance. output: a folder for the rows."""
+    found: list[Row] = []
     for size in ranks:
         with open_link(ranks=size, mbit_per_second=mbit_per_second, milliseconds=milliseconds) as link:
             print(HEADER)
             for row in rows(link, repeats):
                 print(_line(row), flush=True)
-                good &= abs(row.ratio - 1) <= TOLERANCE
+                found.append(row)
+    if output is not None:
+        _record(output, found)
+    good = all(abs(row.ratio - 1) <= TOLERANCE for row in found)
     print(f"{'' if good else 'not '}all within {TOLERANCE:.0%}")
     return good
 
@@ -99,6 +105,17 @@ def _measured(link: Launcher, kind: str, *arguments: str) -> list[Found]:
         if one.returncode:
             raise RuntimeError(f"a rank over {kind} failed with status {one.returncode}:\n{one.stdout}{one.stderr}")
     return [Found(*json.loads(line)) for line in every[0].stdout.splitlines()]
+
+
+def _record(output: Path, found: Sequence[Row]) -> None:
+    from bench.record import machine, record  # needs torch, which the tool itself does not
+
+    rows = [{"P": row.ranks, "by": row.found.who, "what": row.found.what, "bytes": row.found.nbytes} for row in found]
+    for cells, row in zip(rows, found, strict=True):
+        cells |= {"model_ms": 1e3 * row.model, "measured_ms": 1e3 * row.tenth, "software_ms": 1e3 * row.software}
+        cells |= {"measured_less_software_to_model": row.ratio}
+    values = ("measured_less_software_to_model",)
+    record(output, "slow-link", rows, labels=("P", "by", "what", "bytes"), values=values, facts=machine())
 
 
 def _line(row: Row) -> str:
