@@ -11,9 +11,9 @@ import torch
 from communicators.dense import allgather_blocks, halving_doubling_allreduce, largest_power_of_two
 from communicators.schedule import SLOT_BYTES, Elapse, Round, Schedule, frame
 from sparse_compress import SparseVector, add, topk
+from sparse_compress.compressors.at_least import reaching
 from sparse_compress.magnitude import magnitude_keys
 
-from sparse_collectives.at_least import at_least
 from sparse_collectives.entries import body_nbytes, body_of, from_body, split, where, without
 from sparse_collectives.even_out import gather_evenly
 from sparse_collectives.kth_largest import kth_largest
@@ -146,7 +146,7 @@ def oktopk_select(
     due = state is None or state["of"] != _of(acc, size, k) or state["step"] % thresholds_every == 0
     if state is None or due or k >= acc.numel():
         return topk(acc, k)
-    return at_least(acc, state["local"], k)
+    return reaching(acc, state["local"], k)
 
 
 def check_oktopk(size: int, *, thresholds_every: int, boundaries_every: int) -> None:

@@ -20,13 +20,27 @@ def select_at_least(x: Tensor, threshold: float, k: int) -> SparseVector:
     flat = flatten(x)
     if not len(flat) or not k:
         return topk(flat, 0)
-    selected = _at_least_cpu(flat, threshold, k) if flat.is_cpu else _at_least_on_device(flat, threshold, k)
-    if selected is None:
-        return topk(flat, k)
+    selected = reaching(flat, threshold_key(threshold, flat.dtype), k)
     if len(selected):
         return selected
     only = topk(flat, 1)
     return only if bool(only.values.any()) else topk(flat, 0)
+
+
+def reaching(flat: Tensor, key: int, k: int) -> SparseVector:
+    """The elements of a 1-D tensor with that key (magnitude as an integer) or a larger one; the k largest, if more.
+
+    On a CPU one sweep, unless very many reach it, and no temporary of the tensor's size. On a GPU their number is
+    read back.
+    """
+    if not flat.is_cpu:
+        positions = (magnitude_keys(flat) >= key).nonzero().view(-1)
+        return gather(flat, positions) if len(positions) <= k else topk(flat, k)
+    found = at_least(bits_of(flat), key, 3 * k + len(flat) // 64)
+    if found is None:  # so many that selecting all of them and cutting would not pay
+        return topk(flat, k)
+    positions_and_bits = found if len(found[0]) <= k else largest_of(*found, k)
+    return from_bits(*positions_and_bits, flat)
 
 
 def count_at_least(x: Tensor, threshold: float) -> int:
@@ -40,17 +54,3 @@ def threshold_key(threshold: float, dtype: torch.dtype) -> int:
     """The key of the least magnitude of ``dtype`` that is not below ``threshold``."""
     rounded = torch.tensor(threshold, dtype=dtype)
     return int(magnitude_keys(rounded)) + (float(rounded) < threshold)
-
-
-def _at_least_cpu(flat: Tensor, threshold: float, k: int) -> SparseVector | None:
-    """None where more than a few times k reach, so that selecting all and cutting would not pay."""
-    found = at_least(bits_of(flat), threshold_key(threshold, flat.dtype), 3 * k + len(flat) // 64)
-    if found is None:
-        return None
-    positions, bits = found if len(found[0]) <= k else largest_of(*found, k)
-    return from_bits(positions, bits, flat)
-
-
-def _at_least_on_device(flat: Tensor, threshold: float, k: int) -> SparseVector | None:
-    positions = (magnitude_keys(flat) >= threshold_key(threshold, flat.dtype)).nonzero().view(-1)
-    return gather(flat, positions) if len(positions) <= k else None
