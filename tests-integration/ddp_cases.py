@@ -292,6 +292,35 @@ def mean(tensors):
     return {name: sum(rank[name] for rank in tensors) / len(tensors) for name in SHAPES}
 
 
+def states_that_do_not_fit():
+    """Said before a step where names tell it, else in the second step; never lost in silence."""
+    named, numbered = all_steps(Run()).state.state_dict(), Run(named=False)
+    numbered.step(0)
+    numbered = numbered.state.state_dict()
+    with pytest.raises(ValueError, match=r"the module does not have, or in other shapes: {'parameter 0'"):
+        Run().state.load_state_dict(numbered)
+    bent = {"distributed": {**named["distributed"], "residuals": {"b": torch.ones(3, 3)}}}
+    with pytest.raises(ValueError, match=r"in other shapes: {'b': \(3, 3\)}"):
+        Run().state.load_state_dict(bent)
+    with pytest.raises(ValueError, match="a dense exchange has no use for"):
+        Run(algorithm="dense").state.load_state_dict(named)
+    dropped = reshard_residuals(gathered_states(named), dist.get_world_size(), drop=True)[dist.get_rank()]
+    dense = Run(algorithm="dense")
+    dense.state.load_state_dict(dropped)
+    all_steps(dense).state.state_dict()
+    run = Run(named=False)
+    run.state.load_state_dict(named)
+    run.step(0)
+    with pytest.raises(ValueError, match=r"that DDP does not bring: \['a', 'b', 'c', 'd', 'e'\]"):
+        run.state.state_dict()
+
+
+def gathered_states(state):
+    states = [None] * dist.get_world_size()
+    dist.all_gather_object(states, state)
+    return states
+
+
 def dense_with_a_scaler():
     """Nothing is kept back, so a step that overflowed is as if it had not been."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
@@ -342,6 +371,7 @@ CASES = [
     resume_into_other_buckets,
     distributed_checkpoint,
     other_world_size,
+    states_that_do_not_fit,
     dense_with_a_scaler,
     nan_in_a_dense_sum,
     nan_without_scaler,  # last: afterwards the group's communicator is of no use

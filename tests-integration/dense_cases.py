@@ -157,17 +157,6 @@ def closed_and_made_again(comm):
                 allreduce(torch.ones(1), again)
 
 
-def freed_with_the_users_communicator(comm):
-    """Each takes its duplicates with it: MPI can hold a few thousand communicators."""
-    if dist.is_initialized():
-        return
-    for _ in range(10):
-        group = world().Dup()
-        made = as_communicator(group)
-        group.Free()
-        assert comm.size == 1 or made.closed
-
-
 def world():
     from mpi4py import MPI
 
@@ -181,7 +170,6 @@ LAWS = [
     background_leaves_others_alone,
     a_subset_first,
     closed_and_made_again,
-    freed_with_the_users_communicator,
 ]
 FAILURES = {
     other_sizes: "ranks disagree on call 0: rank 0 calls native allreduce(numel=5, torch.float32), rank {last} calls "

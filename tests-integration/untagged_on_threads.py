@@ -116,7 +116,6 @@ LEFT_OUT = (
     dense_cases.background_leaves_others_alone,  # needs processes, as the next three
     dense_cases.a_subset_first,
     dense_cases.closed_and_made_again,
-    dense_cases.freed_with_the_users_communicator,
     sparse_cases.training_has_the_bits_of_the_simulated_world,  # nothing new to a transport, and the longest
 )
 LAWS = [case for case in [*dense_cases.LAWS, *sparse_cases.LAWS] if case not in LEFT_OUT]

@@ -83,9 +83,11 @@ def test_a_late_or_early_peer_is_no_reason(data, mine, theirs):
 
 def test_who_leaves_is_known_to_all():
     office = Post(3, lambda n: 0)
-    office.send(2, office.controls[2].leaves("ValueError: boom"))
+    office.send(2, office.controls[2].leaves("ValueError: boom", 3))
     office.deliver_all()
     assert [control.gone for control in office.controls] == [{2: "ValueError: boom"}, {2: "ValueError: boom"}, {}]
+    assert office.controls[0].deserters(2, [1, 2]) == []  # it had ended that call: what it sent may be under way
+    assert office.controls[0].deserters(3, [1, 2]) == [2]
 
 
 def test_a_long_reason_fits_its_letter():

@@ -1,20 +1,24 @@
 """What every transport gets: background calls, time-outs, failing alike, being closed. Ranks are threads here."""
 
 import gc
+import math
 import queue
 import threading
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from communicators import CollectiveError, Round, allreduce, body, frame, run, start, transport
-from communicators.engine import engine
+from communicators import CollectiveError, Round, allreduce, body, broadcast, frame, run, start, transport
+from communicators.engine import Engine, engine
 from communicators.transport import PeerLost, Pending, Transport, TransportCommunicator
 
 
 class Network:
-    """Queues of messages by (sender, receiver, tag), and of letters by receiver."""
+    """Queues of messages by (sender, receiver, tag), and of letters by receiver. Messages take `delay` seconds."""
+
+    delay = 0.0
 
     def __init__(self, size):
         self.size = size
@@ -40,8 +44,11 @@ class Threads(Transport):
     def post(self, call, action, device):
         for peer, payload in action.sends.items():
             call.stamp(payload)
-            self.network.queue(self.rank, peer, call.outgoing_tag(peer)).put(payload.clone())
+            self.network.queue(self.rank, peer, call.outgoing_tag(peer)).put(self.sent(payload))
         return Waiting(call, {p: self.network.queue(p, self.rank, call.incoming_tag(p)) for p in action.recvs}, action)
+
+    def sent(self, payload):
+        return time.monotonic() + self.network.delay, payload.clone()
 
     def write(self, peer, letter):
         self.network.letters[peer].put(letter)
@@ -67,11 +74,15 @@ class Threads(Transport):
 class Waiting(Pending):
     def __init__(self, call, queues, action):
         self.call, self.queues, self.action, self.come = call, queues, action, {}
+        self.due = {}
 
     def done(self):
         for peer in self.missing():
-            if not self.queues[peer].empty():
-                self.come[peer] = self.queues[peer].get()
+            if peer not in self.due and not self.queues[peer].empty():
+                self.due[peer] = self.queues[peer].get()
+            due, payload = self.due.get(peer, (math.inf, None))
+            if time.monotonic() >= due:
+                self.come[peer] = payload
         return not self.missing()
 
     def received(self):
@@ -164,6 +175,40 @@ def test_a_lost_connection_is_news_until_a_letter_says_why(monkeypatch):
     monkeypatch.setattr(Waiting, "done", lost)
     with pytest.raises(CollectiveError, match="rank 1 is gone: its connection was lost"):
         allreduce(torch.ones(1), comms[0])
+
+
+def test_a_rank_that_has_ended_its_calls_may_leave_while_its_messages_are_under_way(monkeypatch):
+    monkeypatch.setattr(transport, "LEAVE_GRACE_SECONDS", 0.05)
+    comms = ranks(3)
+    comms[0].transport.network.delay = 0.6
+    for comm in comms:
+        comm.timeout = 5.0
+    outcomes = on_all(comms, lambda comm: (broadcast(torch.full((3,), comm.rank + 7.0), comm).tolist(), comm.close()))
+    assert outcomes == [([7.0] * 3, None)] * 3
+
+
+def test_closing_after_a_failure_waits_for_what_it_ends():
+    comms = ranks(2)
+    works = [start(late(comm), comm, facts="late") for comm in comms[:1]]
+    comms[0].complain("by hand")
+    assert on_all(comms, lambda comm: comm.close()) == [None, None]
+    with pytest.raises(CollectiveError, match="by hand"):
+        works[0].wait(timeout=10)
+
+
+def test_without_threads_a_call_drives_what_was_started_before(monkeypatch):
+    """Rank 0 makes its second call before it waits for the first, rank 1 the other way round."""
+    monkeypatch.setattr(Threads, "threaded", False)
+    monkeypatch.setattr(transport, "engine", Engine)  # each rank is a process
+    comms = ranks(2)
+
+    def body(comm):
+        work = start(ping(comm), comm, facts="ping")
+        if comm.rank == 0:
+            return [run(ping(comm), comm, facts="pong", timeout=5), work.wait(timeout=5)]
+        return [work.wait(timeout=5), run(ping(comm), comm, facts="pong", timeout=5)]
+
+    assert on_all(comms, body) == [[1, 1], [0, 0]]
 
 
 def test_closing_is_collective_and_releases_the_transport():

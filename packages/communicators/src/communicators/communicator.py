@@ -69,9 +69,9 @@ class Communicator(ABC):
         del seconds
 
     def close(self) -> None:  # noqa: B027 - most worlds hold nothing
-        """Releases what the transport holds; collective, after the last call. Later calls are errors.
+        """Releases what a transport holds; collective, after the last call. Later calls over it are errors.
 
-        Only programs that make many groups need it: at exit everything is released anyway.
+        Only programs that make many groups need it, before they free the group: at exit everything is released anyway.
         Raises RuntimeError while a started call of this rank is under way, TimeoutError if a rank does not come.
         """
 

@@ -26,13 +26,15 @@ Letters = list[tuple[int, bytes]]  # to whom, what
 class Control:
     """One rank's part.
 
-    verdict: the reason that all ranks raise, once there is one. gone: ranks that have left, and why.
+    verdict: the reason that all ranks raise, once there is one. gone: ranks that have left, and why. saw_through: how
+    many of the first calls each of those had ended: what it sent in them may still be under way.
     """
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.verdict: str | None = None
         self.gone: dict[int, str] = {}
+        self.saw_through: dict[int, int] = {}
         self._mine: OrderedDict[int, str] = OrderedDict()
         self._theirs: dict[int, tuple[int, str]] = {}
 
@@ -57,9 +59,9 @@ class Control:
             return self._to_all(_letter(kind="verdict", reason=reason))
         return []
 
-    def leaves(self, why: str) -> Letters:
-        """This rank exits."""
-        return self._to_all(_letter(kind="leaves", rank=self.rank, why=why))
+    def leaves(self, why: str, calls: int) -> Letters:
+        """This rank exits; its first so many calls are over."""
+        return self._to_all(_letter(kind="leaves", rank=self.rank, why=why, calls=calls))
 
     def receive(self, letter: bytes) -> Letters:
         """A letter has come."""
@@ -69,10 +71,14 @@ class Control:
         if content["kind"] == "verdict":
             self.verdict = self.verdict or content["reason"]
         elif content["kind"] == "leaves":
-            self.gone[content["rank"]] = content["why"]
+            self.gone[content["rank"]], self.saw_through[content["rank"]] = content["why"], content["calls"]
         elif content["kind"] == "waits":
             return self._compare(content["number"], content["rank"], content["facts"])
         return []
+
+    def deserters(self, number: int, peers: list[int]) -> list[int]:
+        """Those of the peers that have left and will not take part in this call."""
+        return sorted(peer for peer in peers if peer in self.gone and number >= self.saw_through[peer])
 
     def _compare(self, number: int, rank: int, facts: str) -> Letters:
         mine = self._mine.get(number)

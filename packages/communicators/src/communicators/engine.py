@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import atexit
 import logging
-import math
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +29,8 @@ BUSY_SECONDS = 50e-6
 SPIN_SECONDS = 100e-6
 LONGEST_NAP_SECONDS = 200e-6
 IDLE_SECONDS = 1e-3
+FAIL_SECONDS = 10.0
+"""A call under way on a communicator that has failed ends much sooner."""
 
 logger = logging.getLogger(__name__)
 
@@ -68,9 +69,11 @@ class Engine:
             self._thread.start()
 
     def forget(self, comm: TransportCommunicator) -> None:
-        """This communicator is closed; RuntimeError while calls of it are under way."""
-        if any(flight.comm is comm and not flight.finished.is_set() for flight in list(self._flights)):
-            raise RuntimeError("close() while calls that were started are under way: wait() for them first")
+        """This communicator is closed; RuntimeError while calls of it are under way that have not failed."""
+        for flight in [flight for flight in list(self._flights) if flight.comm is comm]:
+            failing = comm.control.verdict is not None
+            if not self.wait(flight, FAIL_SECONDS if failing else 0.0) and not failing:
+                raise RuntimeError("close() while calls that were started are under way: wait() for them first")
         with self._lock:
             self._comms.discard(comm)
 
@@ -89,6 +92,8 @@ class Engine:
         try:
             while not flight.poll():
                 waited = time.perf_counter() - begin
+                if self._inline:  # what was started before has no other thread
+                    self._poll_all()
                 if waited > SPIN_SECONDS:
                     flight.comm.transport.nap(min(waited / 8, LONGEST_NAP_SECONDS))
                     self._look_around([flight])
@@ -167,24 +172,30 @@ class Engine:
         return threading.current_thread() is self._thread
 
 
-def part(comms: Sequence[TransportCommunicator], why: str, timeout: float = math.inf) -> list[int]:
+def part(comms: Sequence[TransportCommunicator], why: str, timeout: float | None = None) -> list[int]:
     """Says goodbye on all of them, then goes on reading letters until all peers have said so: an arbiter may still
-    be needed. Returns the ranks that have not after `timeout` seconds."""
+    be needed. Returns the ranks that have not after `timeout` seconds, default what each transport says."""
     for comm in comms:
-        comm.leave(why)
-    end = time.monotonic() + timeout
-    while (missing := [rank for comm in comms for rank in comm.staying()]) and time.monotonic() < end:
-        for comm in comms:
-            comm.listen()
-        time.sleep(0.005)
+        _guarded(comm, partial(comm.leave, why))
+    begin = time.monotonic()
+    staying = list(comms)
+    while staying:
+        staying = [comm for comm in staying if _guarded(comm, comm.listen)]
+        waited = time.monotonic() - begin
+        limits = [comm.transport.goodbye_seconds if timeout is None else timeout for comm in staying]
+        staying = [comm for comm, limit in zip(staying, limits, strict=True) if waited < limit and comm.staying()]
+        time.sleep(0.005 if staying else 0.0)
+    missing = [rank for comm in comms for rank in comm.staying()]
     for comm in comms:
-        comm.transport.close()
+        _guarded(comm, comm.release)
     return missing
 
 
-def _guarded(comm: TransportCommunicator, look: Callable[[], None]) -> None:
-    """An error of the transport itself becomes the reason of its communicator; the others' engine goes on."""
+def _guarded(comm: TransportCommunicator, look: Callable[[], None]) -> bool:
+    """An error of the transport itself (False) becomes the reason of its communicator; the others' engine goes on."""
     try:
         look()
+        return True
     except Exception as error:
         comm.control.verdict = comm.control.verdict or f"rank {comm.rank}'s transport failed: {errors.describe(error)}"
+        return False

@@ -22,6 +22,8 @@ from communicators.staging import host_empty, to_host
 from communicators.transport import Pending, Transport, TransportCommunicator
 
 DUP_SECONDS = TIMEOUT_SECONDS
+CLOSE_SECONDS = 1.0
+"""So long the letters of a communicator that is closed may take to be sent."""
 
 
 def from_mpi(comm: MPI.Comm) -> TransportCommunicator:
@@ -86,9 +88,13 @@ class MPITransport(Transport):
 
     def close(self) -> None:
         """See `Transport.close`. MPI has a few thousand communicators at most."""
-        if not MPI.Is_finalized() and not self._abandoned and all(request.Test() for request, _ in self._written):
-            self._data.Free()
-            self._letters.Free()
+        end = time.monotonic() + CLOSE_SECONDS
+        while not MPI.Is_finalized() and not self._abandoned and time.monotonic() < end:
+            if all(request.Test() for request, _ in self._written):
+                self._data.Free()
+                self._letters.Free()
+                return
+            time.sleep(1e-3)
 
     def abandon(self, *what: object) -> None:
         """Keeps buffers alive that MPI may still touch."""
@@ -156,13 +162,7 @@ _SUMMED = {torch.float32, torch.float64, torch.int8, torch.int16, torch.int32, t
 
 @cache
 def _keyval() -> int:
-    return MPI.Comm.Create_keyval(delete_fn=_freed)
-
-
-def _freed(comm: MPI.Comm, keyval: int, made: TransportCommunicator) -> None:
-    """The user frees his communicator, which is collective, so ours can go too."""
-    del comm, keyval
-    made.close()
+    return MPI.Comm.Create_keyval()
 
 
 def _duplicate(comm: MPI.Comm) -> MPI.Comm:

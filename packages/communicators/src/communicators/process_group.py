@@ -7,7 +7,6 @@ its client. CUDA payloads are staged through pinned host memory, unless the user
 
 from __future__ import annotations
 
-import time
 import weakref
 from datetime import timedelta
 from typing import Any
@@ -27,8 +26,6 @@ from communicators.waiters import WAIT, Wait, Waiters
 
 WATCH_TAG = 1 << TAG_BITS
 STORE_SECONDS = 5.0
-GOODBYE_SECONDS = 2.0
-"""The Store may live in a process that has ended, so nobody waits longer than this for a goodbye."""
 
 _made: weakref.WeakKeyDictionary[Any, tuple[int, TransportCommunicator]] = weakref.WeakKeyDictionary()
 
@@ -47,6 +44,7 @@ class ProcessGroupTransport(Transport):
     """A gloo group for payloads, a Store for letters."""
 
     threaded = True
+    goodbye_seconds = 2.0  # the Store may live in a process that has ended
 
     def __init__(self, group: dist.ProcessGroup, generation: int) -> None:
         self.rank, self.size = group.rank(), group.size()
@@ -57,7 +55,6 @@ class ProcessGroupTransport(Transport):
         self._data: Any = ProcessGroupGloo(PrefixStore(place, store), self.rank, self.size, WAIT)
         self._letters = _Mailbox(PrefixStore(place, store.clone()), self.rank)
         self._waiters = Waiters()
-        self._leaving: float | None = None
         self._watches: dict[int, Wait] = {}  # by peer
         weakref.finalize(self, _end, self._waiters, self._watches, timeout=0.0).atexit = False  # of a destroyed group
 
@@ -107,8 +104,7 @@ class ProcessGroupTransport(Transport):
 
     def closing(self) -> bool:
         """See `Transport.closing`."""
-        self._leaving = self._leaving or time.monotonic()
-        return self._letters.alive and time.monotonic() - self._leaving < GOODBYE_SECONDS
+        return self._letters.alive
 
     def close(self) -> None:
         """See `Transport.close`."""
@@ -135,7 +131,9 @@ class _Mailbox:
         letters = []
         try:
             while self.alive and self._store.check([f"{self._rank}/{self._next}"]):
-                letters.append(self._store.get(f"{self._rank}/{self._next}"))
+                key = f"{self._rank}/{self._next}"
+                letters.append(self._store.get(key))
+                self._store.delete_key(key)
                 self._next += 1
         except RuntimeError:
             self.alive = False

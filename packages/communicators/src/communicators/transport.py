@@ -6,6 +6,7 @@ watching the clock, failing alike on all ranks and going on in the background is
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -72,12 +73,14 @@ class Transport(ABC):
     """Carries rounds and letters between ranks.
 
     threaded: whether another thread may drive it while the caller computes.
+    goodbye_seconds: how long the end of the process waits for other ranks' goodbyes.
     """
 
     rank: int
     size: int
     device: torch.device
     threaded: bool
+    goodbye_seconds: float = math.inf
 
     @abstractmethod
     def post(self, call: Call, action: Round, device: torch.device) -> Pending:
@@ -124,7 +127,7 @@ class Transport(ABC):
         return None
 
     def closing(self) -> bool:
-        """Whether letters can still be exchanged at exit."""
+        """Whether letters can still be exchanged."""
         return True
 
     def close(self) -> None:  # noqa: B027 - most have nothing to do
@@ -147,10 +150,11 @@ class TransportCommunicator(Communicator):
         self.bytes_sent = self.messages_sent = 0
         self.control = Control(self.rank, self.size)
         self._calls = 0
+        self._under_way: set[int] = set()  # numbers of calls that are not over
         self._facts: set[str] = set()
         self._streams = SideStreams()
         self.lock = threading.RLock()  # the engine's thread listens while the caller's thread calls
-        self.closed = False
+        self.closed = self.released = False
         self._engine: Engine = engine()
         self._engine.watch(self)
 
@@ -205,6 +209,8 @@ class TransportCommunicator(Communicator):
     def listen(self) -> None:
         """Reads the letters that have come and writes what follows from them."""
         with self.lock:
+            if self.released:
+                return
             for letter in self.transport.read():
                 self._write(self.control.receive(letter))
 
@@ -221,7 +227,19 @@ class TransportCommunicator(Communicator):
     def leave(self, why: str) -> None:
         """Says goodbye to all peers."""
         with self.lock:
-            self._write(self.control.leaves(why))
+            self._write(self.control.leaves(why, min(self._under_way, default=self._calls)))
+
+    def over(self, call: Call) -> None:
+        """A call has ended, or failed."""
+        with self.lock:
+            self._under_way.discard(call.number)
+            self.transport.ended(call)
+
+    def release(self) -> None:
+        """Closes the transport, which nobody uses from then on."""
+        with self.lock:
+            self.released = True
+            self.transport.close()
 
     def staying(self) -> list[int]:
         """The peers that have not said goodbye; none where letters cannot be exchanged any more."""
@@ -240,6 +258,7 @@ class TransportCommunicator(Communicator):
         with self.lock:
             number, new = self._calls, untagged or facts not in self._facts
             self._calls += 1
+            self._under_way.add(number)
             self._facts.add(facts)
             prelude = agreement(facts, number, self.rank, self.size) if new else None
             call = Call(schedule, rank=self.rank, size=self.size, facts=facts, number=number, prelude=prelude)
@@ -312,10 +331,10 @@ class TransportFlight:
         waited = time.monotonic() - max(self.progressed, self._turn_came)
         if self._reason is not None or self._pending is None or waited < LEAVE_GRACE_SECONDS:
             return
-        missing, gone = self._pending.missing(), self.comm.control.gone
+        missing, control = self._pending.missing(), self.comm.control
         waiting = errors.waits(self.comm.rank, self.call.number, self.call.facts, self.call.turn, missing)
-        if lost := sorted(set(missing) & set(gone)):
-            self._complain(errors.left(lost[0], gone[lost[0]], waiting))
+        if lost := control.deserters(self.call.number, missing):
+            self._complain(errors.left(lost[0], control.gone[lost[0]], waiting))
         elif self._lost is not None:  # no word of who noticed: if the arbiter is gone, every rank says this by itself
             self._complain(f"rank {self._lost.peer} is gone: its connection was lost", self._lost.error)
         elif waited > self._timeout:
@@ -399,7 +418,7 @@ class TransportFlight:
         return True
 
     def _finish(self) -> None:
-        self.comm.transport.ended(self.call)
+        self.comm.over(self.call)
         with self.comm.lock:
             self.finished.set()
             callbacks, self._callbacks = self._callbacks, []

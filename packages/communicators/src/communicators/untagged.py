@@ -66,6 +66,7 @@ class UntaggedTransport(Transport):
 
     def __init__(self, tagged: Transport, line: Line) -> None:
         self.rank, self.size, self.device, self.threaded = tagged.rank, tagged.size, tagged.device, tagged.threaded
+        self.goodbye_seconds = tagged.goodbye_seconds
         self.line = line
         self._tagged = tagged
         self._queue: deque[int] = deque()  # numbers of calls that are not over; the first one has its turn

@@ -36,6 +36,15 @@ def check_place(state: Mapping[str, Any], rank: int, size: int) -> Mapping[str, 
     return own
 
 
+def refuse_residuals(residuals: Mapping[str, Tensor]) -> None:
+    """Raises ValueError for residuals that are not zero: a dense sum would lose them."""
+    if any(bool(residual.any()) for residual in residuals.values()):
+        raise ValueError(
+            "the state holds residuals, which a dense exchange has no use for: "
+            "drop them with reshard_residuals(states, size, drop=True)"
+        )
+
+
 def split(flats: Mapping[str, Tensor], buckets: Mapping[str, Bucket], names: Sequence[str]) -> dict[str, Tensor]:
     """Tensors by parameter, as views of those by bucket; names are those of the buckets' members."""
     return {

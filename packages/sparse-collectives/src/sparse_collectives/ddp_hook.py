@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import GradBucket  # torch.distributed has it, b
 from sparse_collectives.algorithms import algorithm_named
 from sparse_collectives.allreduce import prepare
 from sparse_collectives.auto import AUTO, Choice, choose_for_training, refuse_options
-from sparse_collectives.checkpoint import KEY, PARTS, check_place, split
+from sparse_collectives.checkpoint import KEY, PARTS, check_place, refuse_residuals, split
 from sparse_collectives.nonfinite import finite
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.state import State
@@ -39,8 +39,10 @@ class SparseHookState:
     options: the algorithm's own settings, such as {"teams": 2} for "spardl"; "auto" chooses them too.
     momentum: DGC's correction before the selection; then give the optimizer none (see the README).
     grad_scaler: the GradScaler of mixed-precision training. Residuals are then kept unscaled, and a step that it
-        skips leaves them as they were, bit for bit, for twice their memory. Without one, a gradient that is not finite
-        is an error on every rank that names rank and parameter.
+        skips leaves them as they were, bit for bit, for twice their memory; one optimizer for all parameters, because
+        the scaler skips by optimizer. Without a scaler, a gradient that is not finite is an error on every rank that
+        names rank and parameter. As DDP raises what a hook raises, it comes out of backward() as a RuntimeError that
+        holds the CollectiveError's text, and training ends there: the communicator is of no use afterwards.
     named_parameters: of the module, so that errors and checkpoints name parameters; without them they are numbered in
         the order in which DDP first brings them.
 
@@ -75,6 +77,7 @@ class SparseHookState:
         self.grad_scaler = grad_scaler
         self._feedback = ErrorFeedback(self.compressor, momentum=momentum, tentative=grad_scaler is not None)
         self._names = [name for name, _ in named]
+        self._shapes = {name: p.shape for name, p in named}
         self._positions = {id(p): position for position, (_, p) in enumerate(named)}
         self._buckets: dict[str, Bucket] = {}  # by the name of their first member
         self._pool: dict[str, dict[str, Tensor]] = {part: {} for part in PARTS}  # of no bucket yet, by parameter
@@ -100,11 +103,20 @@ class SparseHookState:
         return {KEY: {**own, **self._by_parameter()}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes on where this rank's `state_dict` was taken. Raises ValueError for one of another rank or world size.
+        """Goes on where this rank's `state_dict` was taken.
 
-        With another world size: `reshard_residuals` first.
+        Raises ValueError, before anything is changed, for one of another rank or world size (`reshard_residuals`
+        first), and for residuals that the module has no parameters for, or that a dense sum has no use for. Without
+        `named_parameters` residuals that are left over are an error in the second step.
         """
         own = check_place(state_dict, self.comm.rank, self.comm.size)
+        if not self.entry.compresses:
+            refuse_residuals(own["residuals"])
+            own = {**own, **{part: {} for part in PARTS}}
+        if self._shapes:
+            wrong = {n: tuple(t.shape) for n, t in own["residuals"].items() if self._shapes.get(n) != t.shape}
+            if wrong:
+                raise ValueError(f"residuals of parameters that the module does not have, or in other shapes: {wrong}")
         pool = {part: {name: tensor.clone() for name, tensor in own[part].items()} for part in PARTS}
         if pool["residuals"] and bool(pool["velocities"]) != (self._feedback.momentum > 0):
             raise ValueError("the state was saved with another momentum setting: with momentum there are velocities")
@@ -176,6 +188,8 @@ class SparseHookState:
 
     def _settle(self) -> None:
         """Ends the last step: with a GradScaler it stands only if every bucket was finite, alike on every rank."""
+        if self._buckets and (left := sorted(self._pool["residuals"])):
+            raise ValueError(f"residuals were loaded for parameters that DDP does not bring: {left}")
         if not self._finite or bool(torch.stack(self._finite).all()):
             self._feedback.commit()
         else:
@@ -201,7 +215,8 @@ class SparseHookState:
     def _move_to(self, key: str, bucket: Bucket) -> None:
         for old_key, old in list(self._buckets.items()):
             if set(old.members) & set(bucket.members):
-                for part, flat in (self._feedback.forget(old_key) if self.entry.compresses else {}).items():
+                kept = self._feedback.forget(old_key) if self.entry.compresses else {}
+                for part, flat in kept.items():
                     self._pool[part].update(split({old_key: flat}, self._buckets, self._names))
                 del self._buckets[old_key]
                 self._states.pop(old_key, None)

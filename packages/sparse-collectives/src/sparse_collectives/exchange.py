@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sparse_collectives.algorithms import algorithm_named
 from sparse_collectives.allreduce import sparse_allreduce_async
+from sparse_collectives.checkpoint import refuse_residuals
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.state import State
 from sparse_collectives.suspects import first_nonfinite, marked, suspect_element
@@ -96,11 +97,7 @@ class DenseExchange:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Nothing to do; ValueError for residuals that are not zero, which would be lost here."""
-        if any(bool(residual.any()) for residual in state["residuals"].values()):
-            raise ValueError(
-                "the state holds residuals, which a dense exchange has no use for: "
-                "drop them with reshard_residuals(states, size, drop=True)"
-            )
+        refuse_residuals(state["residuals"])
 
     def _mean(self, flat: Tensor, work: Work[Tensor] | None) -> Mean:
         total = allreduce(flat, self._comm) if work is None else work.wait()
