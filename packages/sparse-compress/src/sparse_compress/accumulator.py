@@ -53,7 +53,7 @@ class Accumulator:
 
     def advance(self, gradient: Tensor, momentum: float, out: "Accumulator") -> None:
         """u ← momentum·u + g; v ← v + u, or without momentum v ← v + g, written to ``out``, which may be self."""
-        with np.errstate(over="ignore", invalid="ignore"):
+        with np.errstate(all="ignore"):
             for _ in self.advance_by_chunks(gradient, momentum, out):
                 pass
 

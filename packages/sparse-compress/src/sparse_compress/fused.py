@@ -40,7 +40,7 @@ def _step_in_triton(before: Accumulator, gradient: Tensor, momentum: float, k: i
 def _sweep(before: Accumulator, gradient: Tensor, momentum: float, k: int, out: Accumulator) -> SparseVector:
     residual = out.residual.view(-1)
     bits = bits_of(residual)
-    with np.errstate(over="ignore", invalid="ignore"):  # of the sums
+    with np.errstate(all="ignore"):  # of the sums
         sample = before.foresee(gradient, momentum, sample_stride(len(bits))).view(bits.dtype)
         written = before.advance_by_chunks(gradient, momentum, out)
         entries = largest_entries(bits, k, sample=sample, written=written)

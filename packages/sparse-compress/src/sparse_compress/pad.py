@@ -2,6 +2,7 @@
 
 import operator
 
+import numpy as np
 import torch
 
 from sparse_compress.compact import compact
@@ -18,5 +19,23 @@ def pad(vector: SparseVector, count: int) -> SparseVector:
         raise ValueError(f"count is {count}, expected {len(vector)} (entries) … {vector.numel} (numel)")
     if count == len(vector):
         return vector
+    if vector.device.type == "cpu":
+        return _pad_on_cpu(vector, count)
     everything = torch.ones(len(vector), dtype=torch.bool, device=vector.device)
     return compact(vector.indices, vector.values, everything, count, vector.numel)
+
+
+def _pad_on_cpu(vector: SparseVector, count: int) -> SparseVector:
+    """In NumPy, and so in the calling thread."""
+    indices = vector.indices.numpy()
+    used = np.zeros(count, dtype=bool)  # of the lowest `count` indices enough are unused
+    used[indices[: np.searchsorted(indices, count)]] = True
+    zeros = np.flatnonzero(~used)[: count - len(indices)]
+    places = np.searchsorted(indices, zeros) + np.arange(len(zeros))
+    others = np.ones(count, dtype=bool)
+    others[places] = False
+    padded = SparseVector._allocate(count, vector.numel, vector.dtype, vector.device)
+    all_indices, all_values = padded.indices.numpy(), padded.values.numpy()
+    all_indices[places], all_values[places] = zeros, 0
+    all_indices[others], all_values[others] = indices, vector.values.numpy()
+    return padded

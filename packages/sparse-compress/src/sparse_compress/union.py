@@ -31,7 +31,7 @@ def paired_cpu(a: SparseVector, b: SparseVector) -> tuple[Array, Array, Array]:
     order = np.argsort(indices, kind="stable")  # finds the two runs and merges them; a's entry of a pair is first
     indices, values = indices.take(order), values.take(order)
     first_of_pairs = np.flatnonzero(indices[1:] == indices[:-1])
-    with np.errstate(over="ignore", invalid="ignore"):  # overflow is for the caller to find, not a warning here
+    with np.errstate(all="ignore"):  # overflow is for the caller to find, not a warning here
         values[first_of_pairs] += values[first_of_pairs + 1]
     counts = np.ones(len(indices), bool)
     counts[first_of_pairs + 1] = False
