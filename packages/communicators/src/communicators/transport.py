@@ -24,7 +24,7 @@ from communicators.communicator import TIMEOUT_SECONDS, Communicator, Work
 from communicators.control import Control, Letters
 from communicators.engine import Engine, engine, part
 from communicators.errors import CollectiveError
-from communicators.schedule import SLOT_BYTES, Elapse, Received, Round, Schedule, frame
+from communicators.schedule import SLOT_BYTES, Elapse, Received, Round, Schedule, frame, powers_of_two
 from communicators.streams import SideStream, SideStreams, owned_here, with_index
 
 T = TypeVar("T")
@@ -268,9 +268,13 @@ class TransportCommunicator(Communicator):
         return TransportFlight(self, call, timeout, device)
 
     def _native_sum(self, total: Tensor) -> Generator[Any, Received, None]:
-        """Sums have no tags and must not meet another call's: so a tagged round of empty messages comes first."""
-        after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
-        yield Round({after: frame(torch.empty(0))}, {before: SLOT_BYTES})
+        """Sums have no tags; they must meet no other call's, and wait for no rank that is gone: all ranks meet first.
+
+        ⌈log P⌉ tagged rounds of empty messages, in which every rank hears of every other.
+        """
+        for distance in powers_of_two(below=self.size):
+            to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
+            yield Round({to: frame(torch.empty(0))}, {source: SLOT_BYTES})
         yield NativeSum(self.transport.post_sum(total))
 
     def _write(self, letters: Letters) -> None:
