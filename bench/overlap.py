@@ -24,8 +24,10 @@ import torch
 from communicators import Communicator, as_communicator, barrier, buckets_of, run
 from communicators.call import Call
 from communicators.dense import ring_allreduce
+from communicators.flight import TransportWork
 from communicators.schedule import Received, Round
-from communicators.transport import Pending, Transport, TransportCommunicator, TransportWork
+from communicators.transport import Pending, Transport
+from communicators.transport_communicator import TransportCommunicator
 from sparse_collectives import DistributedOptimizer, sparse_allreduce_async
 from sparse_compress import TopK, topk
 from torch import nn

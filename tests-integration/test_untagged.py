@@ -48,7 +48,7 @@ import torch, torch.distributed as dist
 from communicators import allreduce
 from communicators.untagged import UntaggedTransport
 from communicators.process_group import ProcessGroupTransport
-from communicators.transport import TransportCommunicator
+from communicators.transport_communicator import TransportCommunicator
 from untagged_gloo import UntaggedGloo
 dist.init_process_group("gloo")
 group = dist.group.WORLD

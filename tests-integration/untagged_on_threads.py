@@ -19,7 +19,7 @@ import torch.distributed as dist
 from communicators import CollectiveError, Round, body, frame, framed_nbytes, run, start
 from communicators import dense as schedules
 from communicators.process_group import ProcessGroupTransport
-from communicators.transport import TransportCommunicator
+from communicators.transport_communicator import TransportCommunicator
 from communicators.untagged import UntaggedTransport
 from untagged_gloo import UntaggedGloo
 

@@ -14,8 +14,8 @@ from communicators.call import Call
 from communicators.dense import ring_allreduce
 from communicators.engine import Engine
 from communicators.errors import CollectiveError
+from communicators.flight import TransportFlight, TransportWork
 from communicators.streams import SideStreams, devices_of, given, owned_here, with_index
-from communicators.transport import TransportFlight, TransportWork
 
 CPU = torch.device("cpu")
 

@@ -10,9 +10,21 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from communicators import CollectiveError, Round, allreduce, body, broadcast, frame, run, start, transport
+from communicators import (
+    CollectiveError,
+    Round,
+    allreduce,
+    body,
+    broadcast,
+    flight,
+    frame,
+    run,
+    start,
+    transport_communicator,
+)
 from communicators.engine import Engine, engine
-from communicators.transport import PeerLost, Pending, Transport, TransportCommunicator
+from communicators.transport import PeerLost, Pending, Transport
+from communicators.transport_communicator import TransportCommunicator
 
 
 class Network:
@@ -178,7 +190,7 @@ def test_a_lost_connection_is_news_until_a_letter_says_why(monkeypatch):
 
 
 def test_a_rank_that_has_ended_its_calls_may_leave_while_its_messages_are_under_way(monkeypatch):
-    monkeypatch.setattr(transport, "LEAVE_GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(flight, "LEAVE_GRACE_SECONDS", 0.05)
     comms = ranks(3)
     comms[0].transport.network.delay = 0.6
     for comm in comms:
@@ -199,7 +211,7 @@ def test_closing_after_a_failure_waits_for_what_it_ends():
 def test_without_threads_a_call_drives_what_was_started_before(monkeypatch):
     """Rank 0 makes its second call before it waits for the first, rank 1 the other way round."""
     monkeypatch.setattr(Threads, "threaded", False)
-    monkeypatch.setattr(transport, "engine", Engine)  # each rank is a process
+    monkeypatch.setattr(transport_communicator, "engine", Engine)  # each rank is a process
     comms = ranks(2)
 
     def body(comm):
@@ -222,7 +234,7 @@ def test_closing_is_collective_and_releases_the_transport():
 
 
 def test_closing_too_early_or_alone_is_told(monkeypatch):
-    monkeypatch.setattr(transport, "VERDICT_SECONDS", 0.1)  # of an arbiter that has left
+    monkeypatch.setattr(flight, "VERDICT_SECONDS", 0.1)  # of an arbiter that has left
     comms = ranks(2)
     work = start(ping(comms[0]), comms[0], facts="ping")
     with pytest.raises(RuntimeError, match=r"close\(\) while calls that were started are under way"):

@@ -11,7 +11,7 @@ from sparse_collectives import DistributedOptimizer, sparse_allreduce
 from sparse_collectives.budgets import block_budgets
 from sparse_collectives.spardl import spardl_select, spardl_state
 from sparse_collectives.spardl_traffic import spardl_sent, spardl_typical
-from sparse_compress import SparseVector, TopK, topk
+from sparse_compress import SparseVector, topk
 from torch import nn
 
 TEAMS = [  # ranks, teams, Spar-All-Gather
@@ -208,34 +208,13 @@ def test_the_state_changes_only_on_success():
     assert [state["step"] for state in states if state["step"]] == []
 
 
-def train(comm, steps, optimizer=None, model=None, saved=None):
-    model = nn.ParameterDict({"a": nn.Parameter(torch.zeros(7)), "b": nn.Parameter(torch.zeros(20, 3))})
-    optimizer = DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.5),
-        model.named_parameters(),
-        comm=comm,
-        compressor=TopK(0.1),
-        algorithm="spardl",
-        options={"teams": 3},
-        bucket_bytes=100,
-    )
-    if saved is not None:
-        model.load_state_dict(saved[0])
-        optimizer.load_state_dict(saved[1])
-    for step in steps:
-        generator = torch.Generator().manual_seed(10 * step + comm.rank)
-        for p in model.values():
-            p.grad = torch.randn(p.shape, generator=generator)
-        optimizer.step()
-    return copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-
-
 @pytest.mark.parametrize("size", [3, 6])
-def test_a_resumed_run_in_teams_has_the_same_bits(size):
-    whole = SimulatedWorld(size).run(lambda c: train(c, range(6)))
-    half = SimulatedWorld(size).run(lambda c: train(c, range(3)))
+def test_a_resumed_run_in_teams_has_the_same_bits(size, train):
+    options = {"algorithm": "spardl", "options": {"teams": 3}, "bucket_bytes": 100}
+    whole = SimulatedWorld(size).run(lambda c: train(c, range(6), **options))
+    half = SimulatedWorld(size).run(lambda c: train(c, range(3), **options))
     assert all(s["step"] == 3 for s in half[0][1]["distributed"]["algorithm_state"].values())
-    rest = SimulatedWorld(size).run(lambda c: train(c, range(3, 6), saved=half[c.rank]))
+    rest = SimulatedWorld(size).run(lambda c: train(c, range(3, 6), saved=half[c.rank], **options))
     for (model, _), (other, _) in zip(whole, rest, strict=True):
         assert all(torch.equal(model[name], other[name]) for name in model)
 

@@ -22,7 +22,8 @@ from communicators import errors
 from communicators.streams import devices_of
 
 if TYPE_CHECKING:
-    from communicators.transport import TransportCommunicator, TransportFlight
+    from communicators.flight import TransportFlight
+    from communicators.transport_communicator import TransportCommunicator
 
 LISTEN_SECONDS = 0.05
 BUSY_SECONDS = 50e-6

@@ -19,7 +19,8 @@ from communicators.communicator import TIMEOUT_SECONDS
 from communicators.control import LETTER_BYTES
 from communicators.schedule import Received, Round
 from communicators.staging import host_empty, to_host
-from communicators.transport import Pending, Transport, TransportCommunicator
+from communicators.transport import Pending, Transport
+from communicators.transport_communicator import TransportCommunicator
 
 DUP_SECONDS = TIMEOUT_SECONDS
 CLOSE_SECONDS = 1.0

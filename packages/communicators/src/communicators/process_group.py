@@ -20,7 +20,8 @@ from communicators.call import TAG_BITS, Call
 from communicators.nccl import nccl_of
 from communicators.schedule import Received, Round
 from communicators.staging import host_empty, to_host
-from communicators.transport import PeerLost, Pending, Transport, TransportCommunicator
+from communicators.transport import PeerLost, Pending, Transport
+from communicators.transport_communicator import TransportCommunicator
 from communicators.untagged import UntaggedTransport
 from communicators.waiters import WAIT, Wait, Waiters
 

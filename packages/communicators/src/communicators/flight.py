@@ -1,0 +1,211 @@
+"""One call under way over a transport: its rounds, its clock, and how it ends alike on all ranks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+
+from communicators import errors
+from communicators.call import Call
+from communicators.communicator import Work
+from communicators.engine import Engine
+from communicators.errors import CollectiveError
+from communicators.schedule import Elapse, Received, Round
+from communicators.streams import SideStream, owned_here
+from communicators.transport import PeerLost, Pending
+
+if TYPE_CHECKING:
+    from communicators.transport_communicator import TransportCommunicator
+
+T = TypeVar("T")
+
+REPORT_SECONDS = 2.0
+"""After so long a rank tells those it waits for what it waits for."""
+LEAVE_GRACE_SECONDS = 0.5
+"""A message of a peer that has left may still be under way for so long."""
+VERDICT_SECONDS = 5.0
+"""Where no verdict comes for so long, a rank raises its own reason."""
+
+
+@dataclass(frozen=True)
+class NativeSum:
+    """In place of a round: the transport's own sum, posted under the call's number and facts like any other."""
+
+    pending: Pending
+
+
+class TransportFlight:
+    """A call under way over a transport: polled to its end, by the caller or by the engine.
+
+    progressed: when its current round was posted, by time.monotonic().
+    device: where received payloads are put. side: its own stream there, where it has one.
+    """
+
+    def __init__(self, comm: TransportCommunicator, call: Call, timeout: float, device: torch.device) -> None:
+        self.comm, self.call = comm, call
+        self.finished = threading.Event()
+        self.error: CollectiveError | None = None
+        self.device, self.side = device, cast(SideStream | None, None)
+        self._timeout = timeout
+        self._stepped_through = False
+        self.peers: list[int] = []  # of the current round
+        self._pending: Pending | None = None
+        self._cause: BaseException | None = None
+        self._reason: str | None = None
+        self._lost: PeerLost | None = None
+        self._reported = False
+        self._callbacks: list[Callable[[], None]] = []
+        self.progressed = self._turn_came = time.monotonic()
+
+    def poll(self) -> bool:
+        """Goes on as far as it can without blocking; True at the end."""
+        if self.side is None:
+            return self._poll()
+        try:
+            with self.side.current():
+                return self._poll()
+        except Exception as error:  # the GPU itself has failed: without it the flight can still say so
+            self.side = None
+            self._complain(errors.failed(self.comm.rank, self.call.facts, error), error)
+            return self._poll()
+
+    def _poll(self) -> bool:
+        try:
+            if self._reason is None and self.comm.control.verdict is None and self._advance():
+                self._finish()
+                return True
+        except PeerLost as lost:
+            self._lost = self._lost or lost  # `watch` complains, unless a letter has said why
+        except Exception as error:
+            self._complain(errors.reason(self.comm.rank, self.call.facts, error), error)
+        return self._failed()
+
+    def watch(self) -> None:
+        """Looks at the clock; called every few milliseconds while a poll finds nothing."""
+        if self._pending is not None and self._pending.waits_its_turn():
+            self._turn_came = time.monotonic()
+        waited = time.monotonic() - max(self.progressed, self._turn_came)
+        if self._reason is not None or self._pending is None or waited < LEAVE_GRACE_SECONDS:
+            return
+        missing, control = self._pending.missing(), self.comm.control
+        waiting = errors.waits(self.comm.rank, self.call.number, self.call.facts, self.call.turn, missing)
+        if lost := control.deserters(self.call.number, missing):
+            self._complain(errors.left(lost[0], control.gone[lost[0]], waiting))
+        elif self._lost is not None:  # no word of who noticed: if the arbiter is gone, every rank says this by itself
+            self._complain(f"rank {self._lost.peer} is gone: its connection was lost", self._lost.error)
+        elif waited > self._timeout:
+            self._complain(f"timed out after {self._timeout:g} s: {waiting}")
+        elif waited > REPORT_SECONDS and not self._reported:
+            self._reported = True
+            self.comm.report(self.call, missing)
+
+    def when_finished(self, callback: Callable[[], None]) -> None:
+        """Calls back at the end, or at once if that has been."""
+        with self.comm.lock:
+            if not self.finished.is_set():
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def abandon(self) -> None:
+        """Nobody will ask for it any more: at exit, or after a signal."""
+        if self._pending is not None:
+            self._pending.cancel()
+
+    def interrupted(self, error: BaseException) -> None:
+        """A signal came while its rank waited: later calls would be out of step, so it ends on all ranks."""
+        self.abandon()
+        self.comm.complain(errors.failed(self.comm.rank, self.call.facts, error))
+
+    def result(self) -> Any:
+        """The schedule's result, or its error."""
+        if self.error is not None:
+            raise CollectiveError(str(self.error)) from self._cause
+        return self.call.value
+
+    def _advance(self) -> bool:
+        received: Received = {}
+        while not self._stepped_through:
+            if self._pending is not None:
+                if not self._pending.done():
+                    return False
+                received, self._pending = self._pending.received(), None
+            action = self.call.step(received)
+            received = {}
+            if action is None:
+                self._stepped_through = True
+            elif not isinstance(action, Elapse):
+                self._post(action)
+        if self.side is not None and not self.side.is_idle():
+            return False
+        self.call.settle()
+        return True
+
+    def _post(self, action: Round | NativeSum) -> None:
+        if isinstance(action, NativeSum):
+            self._pending = action.pending
+        else:
+            device = self.device if self.call.counted else torch.device("cpu")  # an agreement is read by the host
+            self._pending = self.comm.transport.post(self.call, action, device)
+            self.peers = sorted({*action.sends, *action.recvs})
+            if self.call.counted:
+                self.comm.count(sum(payload.numel() for payload in action.sends.values()), len(action.sends))
+        self.progressed, self._reported = time.monotonic(), False
+
+    def _complain(self, reason: str, cause: BaseException | None = None) -> None:
+        self._reason, self._cause = reason, cause
+        self.progressed = time.monotonic()
+        self.comm.complain(reason)
+
+    def _failed(self) -> bool:
+        """Ends with the verdict once there is one; a rank that complained waits for it."""
+        control = self.comm.control
+        if control.verdict is None and self._reason is not None:
+            if time.monotonic() - self.progressed < VERDICT_SECONDS:
+                return False
+            control.verdict = self._reason
+        if control.verdict is None:
+            return False
+        self.error = CollectiveError(control.verdict)
+        if self._pending is not None:
+            self._pending.cancel()
+        self.call.close()
+        self._finish()
+        return True
+
+    def _finish(self) -> None:
+        self.comm.over(self.call)
+        with self.comm.lock:
+            self.finished.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+
+class TransportWork(Work[T]):
+    """A started call; the engine drives it."""
+
+    def __init__(self, flight: TransportFlight, engine: Engine) -> None:
+        self._flight, self._engine = flight, engine
+
+    def wait(self, timeout: float | None = None) -> T:
+        """See `Work.wait`."""
+        if not self._engine.wait(self._flight, timeout):
+            call = self._flight.call
+            waiting = errors.waits(call.rank, call.number, call.facts, call.turn, self._flight.peers)
+            raise TimeoutError(f"not completed within {timeout} s: {waiting}")
+        result = cast(T, self._flight.result())
+        return result if self._flight.side is None else owned_here(result, self._flight.device)
+
+    def is_completed(self) -> bool:
+        """See `Work.is_completed`."""
+        return self._engine.wait(self._flight, 0.0)
+
+    def get_future(self) -> torch.futures.Future[T]:
+        """See `Work.get_future`."""
+        return self._engine.future(self._flight)
