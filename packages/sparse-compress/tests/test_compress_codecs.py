@@ -76,6 +76,8 @@ def test_elias_fano(numel, data):
     packed = elias_fano.pack(indices, numel)
     assert packed.shape == (elias_fano.nbytes(numel, len(indices)),)
     assert torch.equal(elias_fano.unpack(packed, numel, len(indices)), indices)
+    assert torch.equal(elias_fano._pack_on_device(indices, numel), packed)
+    assert torch.equal(elias_fano._unpack_on_device(packed, numel, len(indices)), indices)
 
 
 @pytest.mark.parametrize("indices", [range(700), range(300, 1000), [0], [999], range(0, 1000, 2), [0, 999]])
@@ -148,7 +150,9 @@ def test_a_message_in_the_middle_of_another():
     codec, vector = WireCodec("int8"), topk(torch.randn(50), 7)
     message = codec.encode(vector)
     longer = torch.cat([torch.zeros(5, dtype=torch.uint8), message])
-    assert torch.equal(codec.decode(longer[5:], 50, 7).pack(), codec.split(vector)[0].pack())
+    for entries in (7, None):  # known, or as the header says
+        assert torch.equal(codec.decode(longer[5:], 50, entries).pack(), codec.split(vector)[0].pack())
+        assert torch.equal(codec.decode_block(message[16:], 50, entries).pack(), codec.split(vector)[0].pack())
 
 
 def test_bad_input():

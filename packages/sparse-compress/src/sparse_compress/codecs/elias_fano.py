@@ -4,8 +4,11 @@ Elias–Fano (Elias, 1974; Fano, 1971): of every index the l = ⌊log₂(n/k)⌋
 the bucket index >> l, is stored as the differences between neighbours in unary: bit (index >> l) + j is set for the
 j-th index. That is k·l + k + (n − 1 >> l) bits, at most 0.6 bits an entry above the entropy bound when n ≫ k,
 and, unlike deltas of a fitted width, the same number for all indices: no round of sizes has to go first.
+
+Low bits stand in planes, bit 0 of all indices first, each filled up to whole bytes; then the unary part.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,31 +16,64 @@ from torch import Tensor
 def nbytes(numel: int, count: int) -> int:
     """Bytes of ``count`` indices below ``numel``."""
     low, high = _bits(numel, count)
-    return -(-count * low // 8) + -(-high // 8)
+    return low * -(-count // 8) + -(-high // 8)
 
 
 def pack(indices: Tensor, numel: int) -> Tensor:
     """``indices``, int32, (k,), strictly increasing, as uint8, (nbytes(numel, k),); nothing is read back."""
-    low, high = _bits(numel, len(indices))
-    lows = (indices[:, None] >> torch.arange(low, device=indices.device, dtype=torch.int32)) & 1
-    places = (indices >> low) + torch.arange(len(indices), device=indices.device)
-    highs = torch.zeros(high, dtype=torch.uint8, device=indices.device).index_fill_(0, places, 1)
-    return torch.cat([_to_bytes(lows.to(torch.uint8).view(-1)), _to_bytes(highs)])
+    return _pack_on_cpu(indices, numel) if indices.is_cpu else _pack_on_device(indices, numel)
 
 
 def unpack(data: Tensor, numel: int, count: int) -> Tensor:
     """The indices, int32, (count,); nothing is read back."""
+    return _unpack_on_cpu(data, numel, count) if data.is_cpu else _unpack_on_device(data, numel, count)
+
+
+def _pack_on_cpu(indices: Tensor, numel: int) -> Tensor:
+    low, high = _bits(numel, len(indices))
+    given, parts = indices.numpy(), []
+    for bit in range(low):
+        octet = (given >> (bit & ~7)).astype(np.uint8)
+        parts.append(np.packbits(octet & np.uint8(1 << (bit & 7)), bitorder="little"))
+    unary = np.zeros(high, bool)
+    unary[(given >> low) + np.arange(len(given), dtype=np.int32)] = True
+    return torch.from_numpy(np.concatenate([*parts, np.packbits(unary, bitorder="little")]))
+
+
+def _unpack_on_cpu(data: Tensor, numel: int, count: int) -> Tensor:
     low, high = _bits(numel, count)
-    middle = -(-count * low // 8)
-    weights = 1 << torch.arange(low, device=data.device, dtype=torch.int32)
-    lows = (_to_bits(data[:middle])[: count * low].view(count, low) * weights).sum(1, dtype=torch.int32)
-    highs = _to_bits(data[middle:])[:high]
+    lows, unary = np.split(data.numpy(), [low * -(-count // 8)])
+    planes = [np.unpackbits(plane, count=count, bitorder="little") for plane in lows.reshape(low, -(-count // 8))]
+    places = np.flatnonzero(np.unpackbits(unary, count=high, bitorder="little"))
+    indices = (places - np.arange(len(places))).astype(np.int32) << low
+    for first in range(0, low, 8):  # bytes first: their sums are a fourth of the memory
+        octet = np.zeros(count, np.uint8)
+        for bit, plane in enumerate(planes[first : first + 8]):
+            octet |= plane << np.uint8(bit)
+        indices |= octet.astype(np.int32) << first
+    return torch.from_numpy(indices)
+
+
+def _pack_on_device(indices: Tensor, numel: int) -> Tensor:
+    low, high = _bits(numel, len(indices))
+    planes = [_to_bytes(indices.bitwise_right_shift(bit).bitwise_and_(1).to(torch.uint8)) for bit in range(low)]
+    places = (indices >> low) + torch.arange(len(indices), device=indices.device)
+    unary = torch.zeros(high, dtype=torch.uint8, device=indices.device).index_fill_(0, places, 1)
+    return torch.cat([*planes, _to_bytes(unary)])
+
+
+def _unpack_on_device(data: Tensor, numel: int, count: int) -> Tensor:
+    low, high = _bits(numel, count)
+    plane = -(-count // 8)
+    unary = _to_bits(data[low * plane :])[:high]
     # The j-th set bit, for all j: each set bit knows its j, the others write to a place that is cut off.
-    place = (highs.cumsum(0) - 1).masked_fill(highs == 0, count)
+    place = (unary.cumsum(0) - 1).masked_fill(unary == 0, count)
     positions = torch.arange(high, device=data.device, dtype=torch.int32)
     found = torch.zeros(count + 1, dtype=torch.int32, device=data.device).index_copy_(0, place, positions)
-    buckets = found[:count] - torch.arange(count, device=data.device, dtype=torch.int32)
-    return buckets << low | lows
+    indices = found[:count] - torch.arange(count, device=data.device, dtype=torch.int32) << low
+    for bit in range(low):
+        indices |= _to_bits(data[bit * plane : (bit + 1) * plane])[:count].int() << bit
+    return indices
 
 
 def _bits(numel: int, count: int) -> tuple[int, int]:

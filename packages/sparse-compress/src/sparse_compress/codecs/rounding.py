@@ -48,6 +48,8 @@ class Float16(NamedTuple):
 
     def pack(self, x: Tensor) -> Tensor:
         most = torch.finfo(self.dtype).max
+        if _known_within(x, most):
+            return x.to(self.dtype).view(torch.uint8)
         rounded = x.to(self.dtype).masked_fill_(x.isnan(), torch.nan)  # conversions differ in what they make of NaN
         overflowed = rounded.isinf() & x.isfinite()
         unit = last_place(x)
@@ -68,13 +70,13 @@ class Int8(NamedTuple):
         return SCALE_BYTES + count
 
     def pack(self, x: Tensor) -> Tensor:
-        finite = x.isfinite()
-        x = torch.where(finite, x, 0)
+        finite = None if _known_within(x, torch.finfo(x.dtype).max) else x.isfinite()
+        x = x if finite is None else torch.where(finite, x, 0)
         largest = x.abs().amax() if len(x) else x.new_zeros(())
         # largest = m · 2^e with ½ ≤ m < 1: in units of 2^(e − 7) it is below 128, and rounds to 127 at most or is cut.
         exponent = (torch.frexp(largest).exponent - 7).clamp(-126, 126).masked_fill(largest == 0, -126)
         steps = (x * power_of_two(-exponent)).round().clamp_(-127, 127)
-        steps = torch.where(finite, steps, -128).to(torch.int8)
+        steps = (steps if finite is None else torch.where(finite, steps, -128)).to(torch.int8)
         head = torch.stack([exponent, torch.zeros_like(exponent)]).int().view(torch.uint8)
         return torch.cat([head, steps.view(torch.uint8)])
 
@@ -106,4 +108,13 @@ def last_place(x: Tensor) -> Tensor:
 def leftover(x: Tensor, rounded: Tensor) -> Tensor:
     """x − rounded, 0 where either is not finite."""
     error = x - rounded
+    if _known_within(error, torch.finfo(error.dtype).max):
+        return error
     return error.masked_fill_(~error.isfinite(), 0)
+
+
+def _known_within(x: Tensor, most: float) -> bool:
+    """Whether no element is NaN or beyond ±most, so that there is nothing to mend; False where a GPU would be asked."""
+    if not x.is_cpu:
+        return False
+    return not x.numel() or bool(-most <= x.numpy().min() and x.numpy().max() <= most)

@@ -11,6 +11,10 @@ from sparse_compress.codecs.rounding import VALUES, leftover
 from sparse_compress.vector import SparseVector
 from sparse_compress.wire import HEADER_BYTES, SLOT_BYTES, Header, write_header
 
+OWN_HEADER_BYTES = HEADER_BYTES - SLOT_BYTES
+ENTRIES_AT = 8
+"""Byte of a block's header where the count of entries stands, after numel."""
+
 
 class WireCodec:
     """A wire form of sparse vectors: ``values`` fp32, bf16, fp16 or int8, ``indices`` raw (int32) or packed.
@@ -42,41 +46,45 @@ class WireCodec:
 
     def split(self, vector: SparseVector) -> tuple[SparseVector, SparseVector]:
         """What ``encode`` keeps of a vector, and the rest, entry by entry. The rest of NaN and inf is 0."""
-        rounded = self.decode(self.encode(vector), vector.numel, len(vector))
-        error = SparseVector._allocate(len(vector), vector.numel, torch.float32, vector.device)
-        error.indices.copy_(vector.indices)
-        error.values.copy_(leftover(vector.values, rounded.values))
-        return rounded, error
+        kind = VALUES[self.values]
+        values = kind.unpack(kind.pack(_float32(vector)), len(vector))
+        return _with_values(vector, values), _with_values(vector, leftover(vector.values, values))
 
     def encode(self, vector: SparseVector) -> Tensor:
         """The message, uint8, (nbytes,)."""
-        if vector.dtype != torch.float32:
-            raise TypeError(f"{vector} given, expected float32 values: float64 travels by pack()")
         sizes = self._sizes(len(vector), vector.numel)
         message = torch.zeros(HEADER_BYTES + sizes.total, dtype=torch.uint8, device=vector.device)
         write_header(message, Header(vector.numel, len(vector), torch.float32))
         body = message[HEADER_BYTES:]
-        body[: sizes.values] = VALUES[self.values].pack(vector.values)
+        body[: sizes.values] = VALUES[self.values].pack(_float32(vector))
         packed = elias_fano.pack(vector.indices, vector.numel) if self.indices == "packed" else _raw(vector.indices)
         body[sizes.indices_at : sizes.indices_at + len(packed)] = packed
         return message
 
-    def decode(self, message: Tensor, numel: int, entries: int) -> SparseVector:
-        """The vector of a message that holds so many entries, in memory of its own.
+    def decode(self, message: Tensor, numel: int, entries: int | None = None) -> SparseVector:
+        """The vector of a message, in memory of its own.
 
+        entries: how many it holds; without, its header says so, and a GPU is asked for it.
         Raises ValueError where the length, or on a CPU the header, says something else.
         """
+        return self.decode_block(message[SLOT_BYTES:], numel, entries)
+
+    def decode_block(self, block: Tensor, numel: int, entries: int | None = None) -> SparseVector:
+        """``decode`` of a message without its slot, as when several are sent in one."""
+        if block.data_ptr() % 4 or block.storage_offset() % 4:
+            block = block.clone()
+        if entries is None:
+            entries = int(block[ENTRIES_AT : ENTRIES_AT + 4].view(torch.int32))
         sizes = self._sizes(entries, numel)
-        if message.numel() != HEADER_BYTES + sizes.total:
+        if block.numel() != OWN_HEADER_BYTES + sizes.total:
             raise ValueError(
-                f"{message.numel()} bytes given, but {entries} entries of {numel} take {HEADER_BYTES + sizes.total}"
+                f"{SLOT_BYTES + block.numel()} bytes given, but {entries} entries of {numel} "
+                f"take {HEADER_BYTES + sizes.total}"
             )
-        if message.data_ptr() % 4 or message.storage_offset() % 4:
-            message = message.clone()
-        if message.is_cpu:
-            _check_header(message, numel, entries)
-        body = message[HEADER_BYTES:]
-        vector = SparseVector._allocate(entries, numel, torch.float32, message.device)
+        if block.is_cpu:
+            _check_header(block, numel, entries)
+        body = block[OWN_HEADER_BYTES:]
+        vector = SparseVector._allocate(entries, numel, torch.float32, block.device)
         vector.values.copy_(VALUES[self.values].unpack(body, entries))
         data = body[sizes.indices_at :]
         raw = self.indices == "raw"
@@ -107,11 +115,24 @@ def index_entropy(entries: int, numel: int) -> float:
     return nats / log(2) / 8 / entries
 
 
-def _check_header(message: Tensor, numel: int, entries: int) -> None:
-    low, high, count = message[SLOT_BYTES : SLOT_BYTES + 12].view(torch.int32).tolist()
+def _check_header(block: Tensor, numel: int, entries: int) -> None:
+    low, high, count = block[:12].view(torch.int32).tolist()
     if (low, high, count) != (numel, 0, entries):
         raise ValueError(f"the message holds {count} entries of {low} elements, expected {entries} of {numel}")
 
 
 def _raw(indices: Tensor) -> Tensor:
     return indices.contiguous().view(torch.uint8)
+
+
+def _float32(vector: SparseVector) -> Tensor:
+    if vector.dtype != torch.float32:
+        raise TypeError(f"{vector} given, expected float32 values: float64 travels by pack()")
+    return vector.values
+
+
+def _with_values(like: SparseVector, values: Tensor) -> SparseVector:
+    vector = SparseVector._allocate(len(like), like.numel, torch.float32, like.device)
+    vector.indices.copy_(like.indices)
+    vector.values.copy_(values)
+    return vector
