@@ -21,6 +21,7 @@ from sparse_collectives.state import State
 from sparse_collectives.topk_allgather import topk_allgather, topk_allgather_merged, topk_allgather_sent
 from sparse_collectives.topk_dsa import topk_dsa, topk_dsa_merged, topk_dsa_sent, topk_dsa_typical
 from sparse_collectives.traffic import Traffic
+from sparse_collectives.wire import PLAIN, Wire
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,8 @@ class Algorithm:
     select: where the algorithm prescribes what is sent, (acc, rank, size, k, state) -> SparseVector; acc is 1-D. It
         only reads the state.
     initial_state: the state before the first call, where there is one.
-    compresses: whether a gradient is selected from before it is sent, and so leaves a residual.
+    compresses: whether a gradient is selected from before it is sent, and so leaves a residual. Then schedule, sent and
+        typical take `wire=`, how vectors travel.
     options: its own settings, with their defaults; schedule, sent and select take them as keywords.
     check: (size, **options), raises ValueError for settings that do not fit.
     variants: (size) -> the settings among which predictions look for the best; default: none but the defaults.
@@ -92,8 +94,8 @@ ALGORITHMS: dict[str, Algorithm] = {
 }
 
 
-def algorithm_named(name: str, options: Mapping[str, Any] | None = None, *, size: int) -> Algorithm:
-    """The algorithm of that name for `size` ranks, with its options set.
+def algorithm_named(name: str, options: Mapping[str, Any] | None = None, *, size: int, wire: Wire = PLAIN) -> Algorithm:
+    """The algorithm of that name for `size` ranks, with its options and its wire set.
 
     Raises ValueError that lists the known names or options, and for values that do not fit.
     """
@@ -105,11 +107,12 @@ def algorithm_named(name: str, options: Mapping[str, Any] | None = None, *, size
     settings = {**entry.options, **given}
     if entry.check is not None:
         entry.check(size, **settings)
+    sending = {**settings, "wire": wire} if entry.compresses else settings
     return replace(
         entry,
-        schedule=partial(entry.schedule, **settings),
-        sent=partial(entry.sent, **settings),
-        typical=None if entry.typical is None else partial(entry.typical, **settings),
+        schedule=partial(entry.schedule, **sending),
+        sent=partial(entry.sent, **sending),
+        typical=None if entry.typical is None else partial(entry.typical, **sending),
         merged=None if entry.merged is None else partial(entry.merged, **settings),
         select=None if entry.select is None else partial(entry.select, **settings),
         options=settings,

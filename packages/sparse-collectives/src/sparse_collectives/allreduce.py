@@ -18,6 +18,7 @@ from sparse_collectives.arrays import Array, DenseReduction, densify, select
 from sparse_collectives.auto import AUTO, refuse_options, remembered
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.state import State
+from sparse_collectives.wire import PLAIN, wire_named
 
 
 @overload
@@ -29,6 +30,7 @@ def sparse_allreduce(
     algorithm: str = ...,
     options: Mapping[str, Any] | None = ...,
     state: State | None = ...,
+    wire: str = ...,
     timeout: float | None = ...,
 ) -> Reduction: ...
 
@@ -42,6 +44,7 @@ def sparse_allreduce(
     algorithm: str = ...,
     options: Mapping[str, Any] | None = ...,
     state: State | None = ...,
+    wire: str = ...,
     timeout: float | None = ...,
 ) -> DenseReduction[Array]: ...
 
@@ -54,6 +57,7 @@ def sparse_allreduce(
     algorithm: str = "gtopk",
     options: Mapping[str, Any] | None = None,
     state: State | None = None,
+    wire: str = "fp32",
     timeout: float | None = None,
 ) -> Reduction | DenseReduction[Any]:
     """The sum of sparse vectors over the ranks of `comm`.
@@ -72,6 +76,8 @@ def sparse_allreduce(
     options: the algorithm's own settings, such as {"teams": 2} for "spardl"; the same on every rank. "auto" chooses
         them too.
     state: what the algorithm keeps between calls, from its `initial_state()`; changed in place.
+    wire: a name in `WIRES`, the same on every rank: "fp32" (values as they are, int32 indices), or fewer bytes, as
+        "bf16-packed"; what that rounds off is in `dropped`. float32 only, and not for "dense".
     timeout: seconds to wait for late ranks, default `comm.timeout`.
 
     With one rank the total is the input, filled up or cut.
@@ -81,9 +87,9 @@ def sparse_allreduce(
     comm = as_communicator(comm)
     if isinstance(sparse, np.ndarray) or (isinstance(sparse, Tensor) and sparse.layout == torch.strided):
         sent = select(sparse, k)
-        schedule, facts = prepare(sent, comm, k, algorithm, options, state)
+        schedule, facts = prepare(sent, comm, k, algorithm, options, state, wire)
         return densify(run(schedule, comm, facts=facts, timeout=timeout, device=sent.device), sparse, sent)
-    schedule, facts = prepare(sparse, comm, k, algorithm, options, state)
+    schedule, facts = prepare(sparse, comm, k, algorithm, options, state, wire)
     return run(schedule, comm, facts=facts, timeout=timeout, device=sparse.device)
 
 
@@ -95,6 +101,7 @@ def sparse_allreduce_async(
     algorithm: str = "gtopk",
     options: Mapping[str, Any] | None = None,
     state: State | None = None,
+    wire: str = "fp32",
     timeout: float | None = None,
 ) -> Work[Reduction]:
     """Like `sparse_allreduce`, in the background: `wait()` gives the Reduction.
@@ -103,7 +110,7 @@ def sparse_allreduce_async(
     copied, so it may be changed, or sent again, at once.
     """
     comm = as_communicator(comm)
-    schedule, facts = prepare(sparse, comm, k, algorithm, options, state)
+    schedule, facts = prepare(sparse, comm, k, algorithm, options, state, wire)
     return start(schedule, comm, facts=facts, timeout=timeout, device=sparse.device)
 
 
@@ -114,16 +121,21 @@ def prepare(
     algorithm: str,
     options: Mapping[str, Any] | None,
     state: State | None,
+    wire: str = "fp32",
 ) -> tuple[Schedule[Reduction], str]:
     """The schedule for a vector of any number of entries, and the facts that ranks must share."""
     _check(sparse)
     k = operator.index(k)
     if k < 1:
         raise ValueError(f"k is {k}, expected the most entries that a rank may contribute, 1 or more")
+    wire_named(wire, dtype=sparse.dtype)
     if algorithm == AUTO:
         refuse_options(options)
-        algorithm, options, state = remembered(state, sparse, comm, k)
-    entry = algorithm_named(algorithm, options, size=comm.size)
+        algorithm, options, state, wire = remembered(state, sparse, comm, k, wire)
+    way = wire_named(wire) if comm.size > 1 else PLAIN  # alone, nothing travels and nothing is rounded
+    entry = algorithm_named(algorithm, options, size=comm.size, wire=way)
+    if not entry.compresses and wire != "fp32":
+        raise ValueError(f"{algorithm} sums all values as they are, but wire={wire!r} was given: leave wire out")
     kept_between: dict[str, Any] = {}
     if entry.initial_state is not None:
         kept_between["state"] = entry.initial_state() if state is None else state
@@ -133,7 +145,8 @@ def prepare(
     own = SparseVector.unpack(sparse.pack().clone(), like=sparse)
     kept, cut = merge(own, SparseVector.empty(sparse.numel, sparse.dtype, device=sparse.device), k)
     schedule = _returning(cut, entry.schedule(kept, comm.rank, comm.size, k, **kept_between))
-    settings = ", ".join([f"numel={sparse.numel}", f"{sparse.dtype}", f"k={k}", *entry.settings])
+    in_fewer_bytes = [f"wire={wire}"] if way is not PLAIN else []
+    settings = ", ".join([f"numel={sparse.numel}", f"{sparse.dtype}", f"k={k}", *entry.settings, *in_fewer_bytes])
     return schedule, f"{algorithm}({settings})"
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from sparse_collectives.algorithms import ALGORITHMS
 from sparse_collectives.calibration import agreed, measure_handling, measure_traffic
 from sparse_collectives.cost import Handling, Prediction, fastest_first, predict_variants
+from sparse_collectives.dense_wire import DENSE_WIRES
 from sparse_collectives.state import State
 from sparse_collectives.table import amount, milliseconds, table
 
@@ -25,13 +26,14 @@ AUTO = "auto"
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """algorithm, options: what is taken. predictions: of all that could have been, fastest first. reason: one sentence.
+    """algorithm, options, wire: what is taken. predictions: of all that could have been, fastest first.
 
-    Alike on every rank. `print(choice)` shows the table.
+    reason: one sentence. Alike on every rank. `print(choice)` shows the table.
     """
 
     algorithm: str
     options: Mapping[str, Any]
+    wire: str
     predictions: tuple[Prediction, ...]
     reason: str
 
@@ -58,6 +60,7 @@ def choose(
     dtype: torch.dtype = torch.float32,
     selected: bool = False,
     dense: bool = True,
+    wire: str = "fp32",
     handling: Handling | None = None,
 ) -> Choice:
     """Measures the link, selecting and merging, and predicts one exchange of k of n elements by every algorithm.
@@ -65,22 +68,27 @@ def choose(
     Collective. Every rank computes with the slowest rank's measurements, so that all come to the same choice.
     selected: the entries are selected already, so that selecting is no part of the comparison.
     dense: whether whole gradients may be sent.
+    wire: how selections travel; whole gradients as they are, or as "bf16" or "fp16" where it is that.
     handling: this rank's own costs, if they were measured already.
     """
     if handling is None:
         density = min(1.0, k / numel)
-        handling = measure_handling(comm, numel=numel, density=density, device=device or comm.device)
+        handling = measure_handling(comm, numel=numel, density=density, device=device or comm.device, wires=[wire])
     costs = agreed(handling, comm)
-    costs = Handling(merge=costs.merge) if selected else costs
+    costs = Handling(merge=costs.merge, coding=costs.coding) if selected else costs
     link = measure_traffic(comm)
     exchange: dict[str, Any] = {"size": comm.size, "numel": numel, "k": min(k, numel), "link": link, "dtype": dtype}
-    found = fastest_first([p for name in ALGORITHMS for p in predict_variants(name, handling=costs, **exchange)])
+    whole = wire if wire in DENSE_WIRES and not selected else "fp32"
+    wires = {name: wire if entry.compresses else whole for name, entry in ALGORITHMS.items()}
+    found = fastest_first(
+        [p for name in ALGORITHMS for p in predict_variants(name, handling=costs, wire=wires[name], **exchange)]
+    )
     taken = next(p for p in found if dense or ALGORITHMS[p.algorithm].compresses)
-    return Choice(taken.algorithm, taken.options, tuple(found), _reason(taken, found))
+    return Choice(taken.algorithm, taken.options, taken.wire, tuple(found), _reason(taken, found))
 
 
 def choose_for_training(
-    parameters: Iterable[Tensor], comm: Communicator, compressor: Compressor, *, momentum: float
+    parameters: Iterable[Tensor], comm: Communicator, compressor: Compressor, *, momentum: float, wire: str
 ) -> Choice:
     """The choice for a model's gradients, logged on rank 0.
 
@@ -91,7 +99,8 @@ def choose_for_training(
     if not sizes:
         raise ValueError('algorithm="auto" chooses by the size of the model: give named_parameters')
     numel = sum(count for count, _ in sizes)
-    choice = choose(comm, numel=numel, k=compressor.entries(numel), device=sizes[0][1], dense=not momentum)
+    k, device = compressor.entries(numel), sizes[0][1]
+    choice = choose(comm, numel=numel, k=k, device=device, dense=not momentum, wire=wire)
     if comm.rank == 0:
         unexpected = not ALGORITHMS[choice.predictions[0].algorithm].compresses
         logger.log(logging.WARNING if unexpected and comm.size > 1 else logging.INFO, "algorithm auto\n%s", choice)
@@ -105,25 +114,29 @@ def refuse_options(options: Mapping[str, Any] | None) -> None:
 
 
 def remembered(
-    state: State | None, sparse: SparseVector, comm: Communicator, k: int
-) -> tuple[str, Mapping[str, Any], State | None]:
-    """The algorithm for such calls, its settings and its own state, out of "auto"'s, where the first of them puts it.
+    state: State | None, sparse: SparseVector, comm: Communicator, k: int, wire: str
+) -> tuple[str, Mapping[str, Any], State | None, str]:
+    """The algorithm for such calls, its settings, own state and wire, out of "auto"'s state, where the first puts it.
 
     Plain values, so that it can be saved. Raises ValueError without a state: every call would measure again.
     """
     if state is None:
         raise ValueError('algorithm="auto" measures once and remembers: give a state, {} at first, to all such calls')
-    key = f"numel={sparse.numel}, {sparse.dtype}, k={k}, {comm.size} ranks"
+    key = f"numel={sparse.numel}, {sparse.dtype}, k={k}, wire={wire}, {comm.size} ranks"
     if key not in state:
-        choice = choose(comm, numel=sparse.numel, k=k, device=sparse.device, dtype=sparse.dtype, selected=True)
+        choice = choose(
+            comm, numel=sparse.numel, k=k, device=sparse.device, dtype=sparse.dtype, selected=True, wire=wire
+        )
         initial = ALGORITHMS[choice.algorithm].initial_state
         state[key] = {
             "algorithm": choice.algorithm,
             "options": dict(choice.options),
+            "wire": choice.wire,
             "state": None if initial is None else initial(),
             "table": str(choice),
         }
-    return state[key]["algorithm"], state[key]["options"], state[key]["state"]
+    known = state[key]
+    return known["algorithm"], known["options"], known["state"], known["wire"]
 
 
 def _reason(taken: Prediction, found: list[Prediction]) -> str:

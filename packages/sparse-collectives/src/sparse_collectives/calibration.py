@@ -7,7 +7,7 @@ Collective; every rank returns the slowest one's.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from communicators import SLOT_BYTES, Communicator, Link, Round, Schedule, allgather, barrier, run
@@ -16,6 +16,7 @@ from sparse_compress import ErrorFeedback, SparseVector, TopK, merge
 
 from sparse_collectives.algorithms import ALGORITHMS, Algorithm, algorithm_named
 from sparse_collectives.cost import Handling
+from sparse_collectives.wire import WIRES, Wire
 
 MOST_ELEMENTS = 1 << 22
 """Selecting is measured on at most so many elements: beyond any cache, and the cost of an element is the same."""
@@ -45,11 +46,12 @@ def measure_handling(
     density: float,
     device: torch.device,
     size: int | None = None,
+    wires: Collection[str] = (),
     repeats: int = REPEATS,
 ) -> Handling:
     """Selecting, by the compressor and as algorithms prescribe it, and merging, while all ranks do it at once.
 
-    size: for how many ranks algorithms select, where that is not the communicator's.
+    size: for how many ranks algorithms select, where that is not the communicator's. wires: whose coding is measured.
     """
     compressor, size = TopK(density), size or comm.size
     gradient = torch.randn(min(numel, MOST_ELEMENTS), device=device)
@@ -66,14 +68,19 @@ def measure_handling(
         for name, entry in ALGORITHMS.items()
         if entry.select is not None
     }
-    return agreed(Handling(compressing(None), merging, prescribed), comm)
+    coding = {
+        name: seconds_of(_coding(WIRES[name], one), comm, device, repeats) / (2 * k) for name in wires if name != "fp32"
+    }
+    return agreed(Handling(compressing(None), merging, prescribed, coding), comm)
 
 
 def agreed(handling: Handling, comm: Communicator) -> Handling:
     """The slowest rank's costs."""
-    names = list(handling.prescribed)
-    compress, merging, *prescribed = slowest([handling.compress, handling.merge, *handling.prescribed.values()], comm)
-    return Handling(compress, merging, dict(zip(names, prescribed, strict=True)))
+    values = [handling.compress, handling.merge, *handling.prescribed.values(), *handling.coding.values()]
+    compress, merging, *by_name = slowest(values, comm)
+    prescribed = dict(zip(handling.prescribed, by_name, strict=False))
+    coding = dict(zip(handling.coding, by_name[len(prescribed) :], strict=True))
+    return Handling(compress, merging, prescribed, coding)
 
 
 def slowest(values: list[float], comm: Communicator) -> list[float]:
@@ -109,6 +116,15 @@ def _feedback_step(
         mean.zero_()[sparse.indices] = sparse.values / size
 
     return step
+
+
+def _coding(wire: Wire, sparse: SparseVector) -> Callable[[], object]:
+    """Both directions of one vector."""
+
+    def there_and_back() -> None:
+        wire.vector(wire.message(wire.rounded(sparse)[0]), len(sparse), sparse)
+
+    return there_and_back
 
 
 def _selection(entry: Algorithm, rank: int, size: int, k: int) -> Callable[[torch.Tensor], SparseVector]:

@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from communicators import Link
 from sparse_compress import TopK
-from sparse_compress.wire import entry_nbytes
 
 from sparse_collectives.algorithms import ALGORITHMS, Algorithm, algorithm_named
+from sparse_collectives.dense_wire import dense_wire
 from sparse_collectives.traffic import Traffic
+from sparse_collectives.wire import PLAIN, WIRES, wire_named
 
 DDP_BUCKET_BYTES = 25 << 20
 """DistributedDataParallel's default `bucket_cap_mb`."""
@@ -29,19 +30,18 @@ BACKWARD_SHARE = 2 / 3
 """Of forward and backward together: backward multiplies twice where forward does once."""
 
 
-WIRES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float64: "fp64"}
-
-
 class Handling(NamedTuple):
     """What a rank's own work costs, at one k/n.
 
     compress: seconds per element of the gradient to accumulate, select and put back; prescribed: the same, by name, of
-    the algorithms that prescribe the selection. merge: seconds per entry.
+    the algorithms that prescribe the selection. merge: seconds per entry. coding: by wire, seconds per entry that is
+    rounded and encoded, or decoded.
     """
 
     compress: float = 0.0
     merge: float = 0.0
     prescribed: Mapping[str, float] = MappingProxyType({})
+    coding: Mapping[str, float] = MappingProxyType({})
 
 
 NO_WORK = Handling()
@@ -51,15 +51,15 @@ NO_WORK = Handling()
 class Prediction:
     """One exchange of one gradient, as the busiest rank sees it.
 
-    numel: n elements. density: k/n, 1 where whole gradients are sent. wire: the dtype in which they travel. nbytes:
-    that a rank sends. compression, latency (the α of all rounds), transfer (β·bytes), merging: seconds. options: the
-    algorithm's own settings that were given.
+    numel: n elements. density: k/n, 1 where whole gradients are sent. wire: how values travel, see `WIRES`. nbytes:
+    that a rank sends. compression, latency (the α of all rounds), transfer (β·bytes), merging (and coding): seconds.
+    options: the algorithm's own settings that were given.
     """
 
     algorithm: str
     numel: int
     density: float
-    wire: torch.dtype
+    wire: str
     nbytes: int
     rounds: int
     compression: float
@@ -80,8 +80,8 @@ class Prediction:
 
     @property
     def name(self) -> str:
-        """The variant, with the wire's dtype where that is not the usual one."""
-        return self.variant if self.wire is torch.float32 else f"{self.variant} in {WIRES[self.wire]}"
+        """The variant, with the wire where that is not the usual one."""
+        return self.variant if self.wire == "fp32" else f"{self.variant} in {self.wire}"
 
     @property
     def variant(self) -> str:
@@ -101,30 +101,33 @@ def predict(
     handling: Handling = NO_WORK,
     dtype: torch.dtype = torch.float32,
     options: Mapping[str, Any] | None = None,
+    wire: str = "fp32",
 ) -> Prediction:
     """One algorithm's exchange of k of n elements a rank, over P ranks; where bytes depend on the data those of random
     selections, or the most that they can be.
 
-    dtype: in which values travel; bfloat16 halves the bytes of a dense sum only. options: the algorithm's own settings.
+    dtype: of the gradient. options: the algorithm's own settings. wire: in `WIRES`, for "dense" in `DENSE_WIRES`.
     """
-    entry = algorithm_named(algorithm, options, size=size)
+    compresses = algorithm_named(algorithm, size=size).compresses
+    entry = algorithm_named(algorithm, options, size=size, wire=wire_named(wire) if compresses else PLAIN)
+    if not compresses:
+        dtype = dense_wire(wire).dtype or dtype
     traffic_of = entry.typical or entry.sent
     sent = [traffic_of(rank, size, k, numel, dtype) for rank in range(size)]
-    merged = [_merged(entry, rank, size, k, numel, traffic) for rank, traffic in enumerate(sent)]
     collided = _collisions(sent)
     costs = [
-        (*_network(traffic, link, collided), handling.merge * count)
-        for traffic, count in zip(sent, merged, strict=True)
+        (*_network(traffic, link, collided), _own_work(entry, rank, size, k, numel, traffic, handling, wire))
+        for rank, traffic in enumerate(sent)
     ]
     latency, transfer, merging = max(costs, key=sum)
     return Prediction(
         algorithm,
         numel,
-        k / numel if entry.compresses else 1.0,
-        dtype,
+        k / numel if compresses else 1.0,
+        wire,
         max(traffic.nbytes for traffic in sent),
         max(traffic.rounds for traffic in sent),
-        handling.prescribed.get(algorithm, handling.compress) * numel if entry.compresses else 0.0,
+        handling.prescribed.get(algorithm, handling.compress) * numel if compresses else 0.0,
         latency,
         transfer,
         merging,
@@ -133,18 +136,19 @@ def predict(
 
 
 def predict_all(*, size: int, numel: int, link: Link, handling: dict[float, Handling]) -> list[Prediction]:
-    """Every algorithm, in all its variants, at every density of `handling`; the dense sum in float32 and bfloat16.
-
-    Fastest first.
+    """Every algorithm, in all its variants, at every density of `handling` and on every wire whose coding it knows;
+    the dense sum in float32 and bfloat16. Fastest first.
     """
     exchange: dict[str, Any] = {"size": size, "numel": numel, "link": link}
     found = []
     for name, entry in ALGORITHMS.items():
         if entry.compresses:
             for density, costs in handling.items():
-                found += predict_variants(name, k=TopK(density).entries(numel), handling=costs, **exchange)
+                k = TopK(density).entries(numel)
+                for wire in ("fp32", *costs.coding):
+                    found += predict_variants(name, k=k, handling=costs, wire=wire, **exchange)
         else:
-            found += [predict(name, k=numel, dtype=wire, **exchange) for wire in (torch.float32, torch.bfloat16)]
+            found += [predict(name, k=numel, wire=wire, **exchange) for wire in ("fp32", "bf16")]
     return fastest_first(found)
 
 
@@ -195,10 +199,12 @@ def _collisions(sent: Sequence[Traffic]) -> int:
     return int(len({traffic.rounds for traffic in sent}) > 1)
 
 
-def _merged(entry: Algorithm, rank: int, size: int, k: int, numel: int, sent: Traffic) -> int:
-    """Entries that a rank merges; of an algorithm that does not say: as many as it sends, and its own."""
+def _own_work(
+    entry: Algorithm, rank: int, size: int, k: int, numel: int, sent: Traffic, handling: Handling, wire: str
+) -> float:
+    """Seconds of merging and coding; an algorithm that does not say merges as many entries as it sends, and its own."""
     if not entry.compresses or size == 1:
-        return 0
-    if entry.merged is not None:
-        return entry.merged(rank, size, k, numel)
-    return k + sent.nbytes // entry_nbytes(torch.float32)
+        return 0.0
+    entries = sent.nbytes * k // WIRES[wire].nbytes(k, numel, torch.float32)
+    merged = k + entries if entry.merged is None else entry.merged(rank, size, k, numel)
+    return handling.merge * merged + handling.coding.get(wire, 0.0) * 2 * entries

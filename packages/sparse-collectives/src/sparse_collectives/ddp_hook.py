@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-from communicators import Bucket, Work, as_communicator, start
+from communicators import Bucket, Schedule, Work, as_communicator, start
 from communicators.dense import allreduce
 from sparse_compress import Compressor, ErrorFeedback, StatefulCompressor, TopK
 from torch import Tensor
@@ -23,10 +23,12 @@ from sparse_collectives.algorithms import algorithm_named
 from sparse_collectives.allreduce import prepare
 from sparse_collectives.auto import AUTO, Choice, choose_for_training, refuse_options
 from sparse_collectives.checkpoint import KEY, PARTS, check_place, refuse_residuals, split
+from sparse_collectives.dense_wire import DenseWire, dense_wire
 from sparse_collectives.nonfinite import finite
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.state import State
 from sparse_collectives.suspects import first_nonfinite, marked, suspect_element
+from sparse_collectives.wire import wire_named
 
 
 class SparseHookState:
@@ -37,6 +39,8 @@ class SparseHookState:
     algorithm: a name in `ALGORITHMS`, or "auto": measures the ranks now, and takes what is predicted to be fastest for
         the module's `named_parameters`, which it needs; `choice` then says what and why.
     options: the algorithm's own settings, such as {"teams": 2} for "spardl"; "auto" chooses them too.
+    wire: how values travel: "fp32"; fewer bytes for selections, see `WIRES`, where what is rounded off stays in the
+        residual; for "dense" "bf16" or "fp16", where it is lost.
     momentum: DGC's correction before the selection; then give the optimizer none (see the README).
     grad_scaler: the GradScaler of mixed-precision training. Residuals are then kept unscaled, and a step that it
         skips leaves them as they were, bit for bit, for twice their memory; one optimizer for all parameters, because
@@ -58,6 +62,7 @@ class SparseHookState:
         density: float = 0.01,
         algorithm: str = "gtopk",
         options: Mapping[str, Any] | None = None,
+        wire: str = "fp32",
         momentum: float = 0.0,
         grad_scaler: torch.amp.GradScaler | None = None,
         compressor: Compressor | None = None,
@@ -69,11 +74,16 @@ class SparseHookState:
         named = list(named_parameters)
         if algorithm == AUTO:
             refuse_options(options)
-            self.choice = choose_for_training([p for _, p in named], self.comm, self.compressor, momentum=momentum)
-            algorithm, options = self.choice.algorithm, self.choice.options
+            parameters = [p for _, p in named]
+            self.choice = choose_for_training(parameters, self.comm, self.compressor, momentum=momentum, wire=wire)
+            algorithm, options, wire = self.choice.algorithm, self.choice.options, self.choice.wire
         self.algorithm, self.entry = algorithm, algorithm_named(algorithm, options, size=self.comm.size)
         if momentum and not self.entry.compresses:
             raise ValueError(f"{algorithm} selects nothing, so momentum={momentum} belongs into the optimizer")
+        self.wire = wire
+        self._dense_wire = DenseWire() if self.entry.compresses else dense_wire(wire)
+        if self.entry.compresses:
+            wire_named(wire)  # a wrong one is an error now
         self.grad_scaler = grad_scaler
         self._feedback = ErrorFeedback(self.compressor, momentum=momentum, tentative=grad_scaler is not None)
         self._names = [name for name, _ in named]
@@ -141,7 +151,7 @@ class SparseHookState:
         scale = self._scale
         gradient = flat.to(torch.promote_types(flat.dtype, torch.float32))
         if not self.entry.compresses:
-            return self._sum(key, gradient).get_future().then(lambda total: flat.copy_(total.wait() / self.comm.size))
+            return self._sum(key, gradient).get_future().then(lambda mean: flat.copy_(mean.wait()))
         work = self._launch(key, gradient / scale if scale != 1.0 else gradient)
 
         def put_back(future: torch.futures.Future[Reduction]) -> Tensor:
@@ -165,7 +175,7 @@ class SparseHookState:
         prescribed = None if select is None else (lambda acc: select(acc, rank, size, k, state))
         unused = unused_spans(bucket, gradient)
         sent = marked(self._feedback.compress(key, gradient, select=prescribed, withhold=unused), self._feedback, key)
-        schedule, facts = prepare(sent, self.comm, k, self.algorithm, self.entry.options, state)
+        schedule, facts = prepare(sent, self.comm, k, self.algorithm, self.entry.options, state, self.wire)
         if self.grad_scaler is None:
             residual = self._feedback.residual(key)
             schedule = finite(
@@ -177,13 +187,13 @@ class SparseHookState:
         return start(schedule, self.comm, facts=f"{facts} in a DDP hook", device=gradient.device)
 
     def _sum(self, key: str, gradient: Tensor) -> Work[Tensor]:
-        """Without a selection: starts the sum of whole gradients, by our schedule."""
+        """Without a selection: starts the mean of whole gradients, by our schedule."""
         rank, size = self.comm.rank, self.comm.size
-        schedule = allreduce(gradient, rank, size)
+        schedule = mean_of(gradient, rank, size, self._dense_wire)
         if self.grad_scaler is None:
             suspect = partial(first_nonfinite, gradient)
             schedule = finite(schedule, lambda total: total, suspect, self._buckets[key], self._names, rank, size)
-        facts = f"dense(numel={gradient.numel()}, {gradient.dtype}) in a DDP hook"
+        facts = f"dense(numel={gradient.numel()}, {gradient.dtype}, wire={self.wire}) in a DDP hook"
         return start(schedule, self.comm, facts=facts, device=gradient.device)
 
     def _settle(self) -> None:
@@ -247,6 +257,12 @@ class SparseHookState:
 def sparse_hook(state: SparseHookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """The hook: `ddp.register_comm_hook(state, sparse_hook)`. Backward goes on while buckets are exchanged."""
     return state.exchange(bucket)
+
+
+def mean_of(gradient: Tensor, rank: int, size: int, wire: DenseWire) -> Schedule[Tensor]:
+    """The mean over ranks of whole gradients."""
+    total = yield from allreduce(wire.given(gradient, size), rank, size)
+    return wire.mean(total, size, gradient.dtype)
 
 
 def unused_spans(bucket: Bucket, flat: Tensor) -> list[slice]:

@@ -88,16 +88,6 @@ def join(vectors: Sequence[SparseVector]) -> SparseVector:
     return joined
 
 
-def join_bodies(bodies: Sequence[Tensor], like: SparseVector) -> SparseVector:
-    """`join` of the vectors with these bodies."""
-    ends = [body.numel() // entry_nbytes(like.dtype) * like.dtype.itemsize for body in bodies]
-    values = [body[:end] for body, end in zip(bodies, ends, strict=True)]
-    indices = [body[end:] for body, end in zip(bodies, ends, strict=True)]
-    joined = _unwritten(sum(map(len, bodies)) // entry_nbytes(like.dtype), like.numel, like.dtype, like.device)
-    torch.cat(values + indices, out=body_of(joined))
-    return joined
-
-
 def _unwritten(entries: int, numel: int, dtype: torch.dtype, device: torch.device) -> SparseVector:
     """A vector of so many entries, which are for the caller to write."""
     buffer = torch.empty(wire_nbytes(entries, dtype), dtype=torch.uint8, device=device)

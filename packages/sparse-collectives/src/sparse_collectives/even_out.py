@@ -9,31 +9,40 @@ from communicators.dense import allgather_blocks
 from communicators.schedule import SLOT_BYTES, Round, Schedule, frame
 from sparse_compress import SparseVector
 
-from sparse_collectives.entries import body_nbytes, body_of, join_bodies, take
+from sparse_collectives.entries import join, take
+from sparse_collectives.wire import PLAIN, Wire, joined
 
 
-def gather_evenly(mine: SparseVector, counts: Sequence[int], rank: int, size: int) -> Schedule[SparseVector]:
+def gather_evenly(
+    mine: SparseVector, counts: Sequence[int], rank: int, size: int, wire: Wire = PLAIN
+) -> Schedule[SparseVector]:
     """The entries of all ranks, whose indices increase from rank to rank.
 
     counts: of all ranks' entries, known everywhere. Bruck's all-gather hands a rank's own entries on log P times, so
     a rank with more than twice the mean first gives some to the others (see `shifts`).
     """
-    body = body_of(mine)
+    span = (0, mine.numel)
     if is_uneven(counts):
-        runs = shifts(counts, rank)
-        sends = {to: frame(body_of(take(mine, [run]))) for to, run in runs.items() if to != rank}
-        sources = {other: shifts(counts, other).get(rank) for other in range(size) if other != rank}
-        recvs = {other: run.stop - run.start for other, run in sources.items() if run is not None}
-        received = {}
-        if sends or recvs:
-            capacities = {other: SLOT_BYTES + body_nbytes(count, mine.dtype) for other, count in recvs.items()}
-            received = yield Round(sends, capacities)
-        bodies = {other: payload[SLOT_BYTES:] for other, payload in received.items()}
-        bodies[rank] = body_of(take(mine, [runs.get(rank, slice(0, 0))]))
-        body = body_of(join_bodies([bodies[other] for other in sorted(bodies)], like=mine))
+        mine = yield from _even_out(mine, counts, rank, size, wire)
         counts = even_counts(sum(counts), size)
-    nbytes = [body_nbytes(count, mine.dtype) for count in counts]
-    return join_bodies((yield from allgather_blocks(body, nbytes, rank, size)), like=mine)
+    nbytes = [wire.block_nbytes(count, mine.numel, mine.dtype) for count in counts]
+    blocks = yield from allgather_blocks(wire.block(mine, span), nbytes, rank, size)
+    return joined(wire, blocks, [span] * size, counts, mine)
+
+
+def _even_out(mine: SparseVector, counts: Sequence[int], rank: int, size: int, wire: Wire) -> Schedule[SparseVector]:
+    """This rank's share of all entries, in one round."""
+    runs, span = shifts(counts, rank), (0, mine.numel)
+    sources = {other: shifts(counts, other).get(rank) for other in range(size) if other != rank}
+    coming = {other: run.stop - run.start for other, run in sources.items() if run is not None}
+    sends = {to: frame(wire.block(take(mine, [run]), span)) for to, run in runs.items() if to != rank}
+    recvs = {other: SLOT_BYTES + wire.block_nbytes(n, mine.numel, mine.dtype) for other, n in coming.items()}
+    received = (yield Round(sends, recvs)) if sends or recvs else {}
+    parts = {
+        other: wire.entries(payload[SLOT_BYTES:], span, mine, coming[other]) for other, payload in received.items()
+    }
+    parts[rank] = take(mine, [runs.get(rank, slice(0, 0))])
+    return join([parts[other] for other in sorted(parts)])
 
 
 def is_uneven(counts: Sequence[int]) -> bool:

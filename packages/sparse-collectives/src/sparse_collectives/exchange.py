@@ -19,9 +19,11 @@ from torch import Tensor
 from sparse_collectives.algorithms import algorithm_named
 from sparse_collectives.allreduce import sparse_allreduce_async
 from sparse_collectives.checkpoint import refuse_residuals
+from sparse_collectives.dense_wire import dense_wire
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.state import State
 from sparse_collectives.suspects import first_nonfinite, marked, suspect_element
+from sparse_collectives.wire import wire_named
 
 Gradients = Mapping[int, Tensor | None]  # by their position among the trained parameters
 
@@ -64,12 +66,16 @@ class Exchange(Protocol):
 class DenseExchange:
     """Sums whole gradients; keeps nothing between steps. Half-precision gradients are summed in float32.
 
+    wire: "bf16" or "fp16": gradients are divided by P, rounded, and summed in that; what is rounded off is lost.
     background: each sum goes on by itself from its start, by our schedule; else all are done in `finish`, by the
     transport's own allreduce where it has one.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], comm: Communicator, *, background: bool = False) -> None:
+    def __init__(
+        self, buckets: Sequence[Bucket], comm: Communicator, *, wire: str = "fp32", background: bool = False
+    ) -> None:
         self._comm, self._background = comm, background
+        self._wire = dense_wire(wire if comm.size > 1 else "fp32")
         self._works: dict[int, Work[Tensor]] = {}
         self._buckets = buckets
         self._flats = [_flat(bucket) for bucket in buckets]
@@ -78,7 +84,7 @@ class DenseExchange:
         """See `Exchange.start`."""
         flat = self._buckets[position].gather(gradients, out=self._flats[position])
         if self._background:
-            self._works[position] = allreduce_async(flat, self._comm)
+            self._works[position] = allreduce_async(self._wire.given(flat, self._comm.size), self._comm)
 
     def finish(self) -> list[Mean]:
         """See `Exchange.finish`."""
@@ -100,8 +106,9 @@ class DenseExchange:
         refuse_residuals(state["residuals"])
 
     def _mean(self, flat: Tensor, work: Work[Tensor] | None) -> Mean:
-        total = allreduce(flat, self._comm) if work is None else work.wait()
-        mean = total.div_(self._comm.size)
+        size = self._comm.size
+        total = allreduce(self._wire.given(flat, size), self._comm) if work is None else work.wait()
+        mean = self._wire.mean(total, size, flat.dtype)
         finite = _is_finite(mean)
         return Mean(mean, finite, -1 if finite else first_nonfinite(flat))
 
@@ -110,7 +117,8 @@ class SparseExchange:
     """Sums selections; what is not sent, and what the algorithm drops, waits in the residuals.
 
     The algorithm's own selection takes the compressor's place where it has one; the compressor then only says k.
-    tentative: residuals and states can be rolled back, for twice the memory.
+    wire: how selections travel, a name in `WIRES`. tentative: residuals and states can be rolled back, for twice the
+    memory. Raises TypeError for float64 gradients on a wire of fewer bytes.
     """
 
     def __init__(
@@ -121,11 +129,14 @@ class SparseExchange:
         compressor: Compressor,
         algorithm: str,
         options: Mapping[str, Any],
+        wire: str = "fp32",
         momentum: float,
         tentative: bool,
     ) -> None:
-        self._comm, self._compressor, self._algorithm = comm, compressor, algorithm
+        self._comm, self._compressor, self._algorithm, self._wire = comm, compressor, algorithm, wire
         self._entry = algorithm_named(algorithm, options, size=comm.size)
+        for bucket in buckets.values():
+            wire_named(wire, dtype=torch.promote_types(bucket.dtype, torch.float32))
         self._names = list(buckets)
         self._buckets = list(buckets.values())
         self._flats = [_flat(bucket) for bucket in self._buckets]
@@ -146,8 +157,8 @@ class SparseExchange:
         select, rank, size = self._entry.select, self._comm.rank, self._comm.size
         prescribed = None if select is None else (lambda acc: select(acc, rank, size, k, state))
         sent = marked(self._feedback.compress(name, flat, select=prescribed), self._feedback, name)
-        options = self._entry.options
-        work = sparse_allreduce_async(sent, self._comm, k=k, algorithm=self._algorithm, options=options, state=state)
+        settings: dict[str, Any] = {"algorithm": self._algorithm, "options": self._entry.options, "wire": self._wire}
+        work = sparse_allreduce_async(sent, self._comm, k=k, state=state, **settings)
         self._flights[position] = (sent, work)
 
     def finish(self) -> list[Mean]:

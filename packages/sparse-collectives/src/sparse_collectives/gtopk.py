@@ -7,14 +7,21 @@ from collections.abc import Callable
 import torch
 from communicators.dense import largest_power_of_two
 from communicators.schedule import Elapse, Round, Schedule, powers_of_two
-from sparse_compress import SparseVector, add, merge, share, wire_nbytes
+from sparse_compress import SparseVector, add, merge, share
 
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.traffic import Traffic
+from sparse_collectives.wire import PLAIN, Wire
 
 
 def gtopk(
-    sparse: SparseVector, rank: int, size: int, k: int, *, cost: Callable[[int], float] | None = None
+    sparse: SparseVector,
+    rank: int,
+    size: int,
+    k: int,
+    *,
+    wire: Wire = PLAIN,
+    cost: Callable[[int], float] | None = None,
 ) -> Schedule[Reduction]:
     """Sum over ranks, cut to the k largest at every merge (Shi et al., ICDCS 2019, algorithm 3).
 
@@ -28,42 +35,48 @@ def gtopk(
     cuts goes back to exactly one residual. (The paper clears the residual at every index of the final result; so an
     entry that is cut on the way is lost when the same index of another rank survives.)
 
+    wire: what rounding leaves over of a vector that several ranks hold is shared among their residuals, as the cut is.
     sparse: min(k, n) entries; cost: seconds to merge so many entries, which a simulated world charges.
     """
     group = largest_power_of_two(size)
     if rank >= group:
-        return (yield from _fold_into(rank - group, sparse))
+        return (yield from _fold_into(rank - group, sparse, wire))
     total, dropped = sparse, SparseVector.empty(sparse.numel, sparse.dtype, device=sparse.device)
-    folded = rank + group
+    folded, capacity = rank + group, wire.nbytes(len(sparse), sparse.numel, sparse.dtype)
     if folded < size:
-        received = yield Round(recvs={folded: sparse.nbytes})
-        total, dropped = merge(total, SparseVector.unpack(received[folded], like=sparse), k)
+        received = yield Round(recvs={folded: capacity})
+        total, dropped = merge(total, wire.vector(received[folded], len(sparse), sparse), k)
         if cost is not None:
             yield Elapse(cost(2 * len(sparse)))
     for distance in powers_of_two(below=group):
         peer = rank ^ distance
-        received = yield Round({peer: total.pack()}, {peer: sparse.nbytes})
-        theirs = SparseVector.unpack(received[peer], like=sparse)
+        total, rest = wire.rounded(total)
+        dropped = add(dropped, share(rest, member=rank % distance, of=distance))
+        received = yield Round({peer: wire.message(total)}, {peer: capacity})
+        theirs = wire.vector(received[peer], len(sparse), sparse)
         # Lower ranks first: NaN payloads do not commute.
         total, cut = merge(total, theirs, k) if rank < peer else merge(theirs, total, k)
         dropped = add(dropped, share(cut, member=rank % (2 * distance), of=2 * distance))
         if cost is not None:
             yield Elapse(cost(2 * len(sparse)))
+    if group < size:  # the folded ranks get what all hold
+        total, rest = wire.rounded(total)
+        dropped = add(dropped, share(rest, member=rank, of=group))
     if folded < size:
-        yield Round(sends={folded: total.pack()})
+        yield Round(sends={folded: wire.message(total)})
     return Reduction(total, dropped)
 
 
-def _fold_into(partner: int, sparse: SparseVector) -> Schedule[Reduction]:
+def _fold_into(partner: int, sparse: SparseVector, wire: Wire) -> Schedule[Reduction]:
     """Gives the vector to the partner, which keeps what is cut of it; gets the result last."""
-    yield Round(sends={partner: sparse.pack()})
-    received = yield Round(recvs={partner: sparse.nbytes})
-    nothing = SparseVector.empty(sparse.numel, sparse.dtype, device=sparse.device)
-    return Reduction(SparseVector.unpack(received[partner], like=sparse), nothing)
+    given, rest = wire.rounded(sparse)
+    yield Round(sends={partner: wire.message(given)})
+    received = yield Round(recvs={partner: wire.nbytes(len(sparse), sparse.numel, sparse.dtype)})
+    return Reduction(wire.vector(received[partner], len(sparse), sparse), rest)
 
 
-def gtopk_sent(rank: int, size: int, k: int, numel: int, dtype: torch.dtype) -> Traffic:
-    """One packed vector a message: 8k bytes (float64: 12k) and its header.
+def gtopk_sent(rank: int, size: int, k: int, numel: int, dtype: torch.dtype, *, wire: Wire = PLAIN) -> Traffic:
+    """One packed vector a message: 8k bytes (float64: 12k) and its header, or what another wire takes.
 
     log P messages where P is a power of two. Else, with Q the largest below: 1 for ranks r ≥ Q; log Q for the others,
     one more for those that have a folded partner.
@@ -72,7 +85,7 @@ def gtopk_sent(rank: int, size: int, k: int, numel: int, dtype: torch.dtype) -> 
     levels = group.bit_length() - 1
     has_partner = rank + group < size
     messages, rounds = (1, 2) if rank >= group else (levels + has_partner, levels + 2 * has_partner)
-    return Traffic(messages * wire_nbytes(min(k, numel), dtype), messages, rounds)
+    return Traffic(messages * wire.nbytes(min(k, numel), numel, dtype), messages, rounds)
 
 
 def gtopk_merged(rank: int, size: int, k: int, numel: int) -> int:

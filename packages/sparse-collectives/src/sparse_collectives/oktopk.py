@@ -14,11 +14,12 @@ from sparse_compress import SparseVector, add, topk
 from sparse_compress.compressors.at_least import reaching
 from sparse_compress.magnitude import magnitude_keys
 
-from sparse_collectives.entries import body_nbytes, body_of, from_body, split, where, without
+from sparse_collectives.entries import split, where, without
 from sparse_collectives.even_out import gather_evenly
 from sparse_collectives.kth_largest import kth_largest
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.state import State
+from sparse_collectives.wire import PLAIN, Wire
 
 
 def oktopk(
@@ -30,6 +31,7 @@ def oktopk(
     thresholds_every: int = 32,
     boundaries_every: int = 64,
     state: State | None = None,
+    wire: Wire = PLAIN,
     cost: Callable[[int], float] | None = None,
 ) -> Schedule[Reduction]:
     """The entries of the sum from about its k-th largest on, at most k (Li & Hoefler, PPoPP 2022, algorithm 1).
@@ -44,22 +46,24 @@ def oktopk(
     cut to k exactly, so 6k elements are a bound from the first call on; ties and zeros are no special case.
 
     sparse: min(k, n) entries; explicit zeros are not sent. thresholds_every, boundaries_every: τ', τ, in calls.
-    state: see `oktopk_state`. cost: seconds to merge so many entries, which a simulated world charges.
+    state: see `oktopk_state`. wire: what it rounds off, of own entries and of kept sums, is dropped.
+    cost: seconds to merge so many entries, which a simulated world charges.
     """
     state = oktopk_state() if state is None else state
     known = dict(state) if state["of"] == _of(sparse, size, k) else oktopk_state()
-    own = where(sparse, sparse.values != 0)
+    own, dropped = wire.rounded(where(sparse, sparse.values != 0))
     if known["step"] % boundaries_every == 0:
         known["boundaries"] = yield from _agree_on_boundaries(own, rank, size)
-    region = yield from _split_and_reduce(own, known["boundaries"], rank, size, k, cost)
+    region = yield from _split_and_reduce(own, known["boundaries"], rank, size, k, wire, cost)
     if renewed := known["step"] % thresholds_every == 0:
         known["local"] = int(magnitude_keys(sparse.values).min())
     kept, counts, kth = yield from _global_largest(region, 0 if renewed else known["threshold"], k, rank, size)
     if renewed:
         known["threshold"] = kth
-    total = yield from gather_evenly(kept, counts, rank, size)
+    kept, rest = wire.rounded(kept)
+    total = yield from gather_evenly(kept, counts, rank, size, wire)
     state.update(known, step=known["step"] + 1, of=_of(sparse, size, k))
-    return Reduction(total, without(own, total))
+    return Reduction(total, reduce(add, (without(own, total), dropped, rest)))
 
 
 def _agree_on_boundaries(own: SparseVector, rank: int, size: int) -> Schedule[list[int]]:
@@ -74,16 +78,24 @@ def _agree_on_boundaries(own: SparseVector, rank: int, size: int) -> Schedule[li
 
 
 def _split_and_reduce(
-    own: SparseVector, boundaries: Sequence[int], rank: int, size: int, k: int, cost: Callable[[int], float] | None
+    own: SparseVector,
+    boundaries: Sequence[int],
+    rank: int,
+    size: int,
+    k: int,
+    wire: Wire,
+    cost: Callable[[int], float] | None,
 ) -> Schedule[SparseVector]:
     """The sum of this rank's region over all ranks, added in rank order."""
-    parts = split(own, list(pairwise(boundaries)))
+    regions = list(pairwise(boundaries))
+    parts, length = split(own, regions), boundaries[rank + 1] - boundaries[rank]
     given = {rank: parts[rank]}
-    capacity = SLOT_BYTES + body_nbytes(min(k, boundaries[rank + 1] - boundaries[rank]), own.dtype)
+    capacity = SLOT_BYTES + wire.block_nbytes(min(k, length), length, own.dtype) + wire.overhead
     for distance in range(1, size):  # so that no two ranks send to the same one at a time
         to, source = (rank + distance) % size, (rank - distance) % size
-        received = yield Round({to: frame(body_of(parts[to]))}, {source: capacity}, bounded=True)
-        given[source] = from_body(received[source][SLOT_BYTES:], like=own)
+        payload = frame(wire.block(parts[to], regions[to]))
+        received = yield Round({to: payload}, {source: capacity}, bounded=True)
+        given[source] = wire.entries(received[source][SLOT_BYTES:], regions[rank], own)
     if cost is not None:
         yield Elapse(cost(sum(map(len, given.values()))))
     return reduce(add, (given[source] for source in range(size)))

@@ -45,6 +45,8 @@ class DistributedOptimizer(Optimizer):
     algorithm: a name in `ALGORITHMS`. "dense" sums whole gradients, without compressor and residuals. "auto" measures
         the ranks now and takes what is predicted to be fastest; `choice` then says what and why.
     options: the algorithm's own settings, such as {"teams": 2} for "spardl"; "auto" chooses them too.
+    wire: how values travel: "fp32"; fewer bytes for selections, see `WIRES`, where what is rounded off stays in the
+        residual; for "dense" "bf16" or "fp16", where it is lost.
     momentum: of DGC's correction, before the selection (see `ErrorFeedback`). The wrapped optimizer's own comes after
         the exchange and learns badly at small densities: give it here and leave that at 0.
     bucket_bytes: selection and exchange in buckets of so many bytes; default: over the whole model at once, with
@@ -74,6 +76,7 @@ class DistributedOptimizer(Optimizer):
         compressor: Compressor | None = None,
         algorithm: str = "gtopk",
         options: Mapping[str, Any] | None = None,
+        wire: str = "fp32",
         momentum: float = 0.0,
         bucket_bytes: int | None = None,
         overlap: bool = False,
@@ -85,8 +88,8 @@ class DistributedOptimizer(Optimizer):
             refuse_options(options)
             named_parameters = list(named_parameters)
             trainable = [p for _, p in named_parameters if p.requires_grad]
-            self.choice = choose_for_training(trainable, comm, compressor or TopK(0.01), momentum=momentum)
-            algorithm, options = self.choice.algorithm, self.choice.options
+            self.choice = choose_for_training(trainable, comm, compressor or TopK(0.01), momentum=momentum, wire=wire)
+            algorithm, options, wire = self.choice.algorithm, self.choice.options, self.choice.wire
         entry = algorithm_named(algorithm, options, size=comm.size)
         _check(optimizer, algorithm, entry, momentum, nonfinite)
         named = name_parameters(optimizer, named_parameters)
@@ -104,9 +107,10 @@ class DistributedOptimizer(Optimizer):
         self._buckets = {self._names[b.members[0]]: b for b in buckets_of(self._trained, bucket_bytes)}
         self._members = [bucket.members for bucket in self._buckets.values()]
         self._synchronized = self._skips = self._accumulates = False
-        self._exchange = self._make_exchange(compressor if compressor is not None else TopK(0.01), momentum, overlap)
+        compressor = compressor if compressor is not None else TopK(0.01)
+        self._exchange = self._make_exchange(compressor, wire, momentum, overlap)
         self._overlap = BackwardOrder(self._trained, list(self._buckets.values()), self._start) if overlap else None
-        settings = f"{algorithm}, {momentum=}, {bucket_bytes=}, {overlap=}, {nonfinite=}"
+        settings = f"{algorithm}, {wire=}, {momentum=}, {bucket_bytes=}, {overlap=}, {nonfinite=}"
         broadcast_parameters(named, self.comm, settings=", ".join([settings, *entry.settings]))
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -225,15 +229,16 @@ class DistributedOptimizer(Optimizer):
         self.param_groups = self.optimizer.param_groups
         self.defaults = self.optimizer.defaults
 
-    def _make_exchange(self, compressor: Compressor, momentum: float, overlap: bool) -> Exchange:
+    def _make_exchange(self, compressor: Compressor, wire: str, momentum: float, overlap: bool) -> Exchange:
         if not self._entry.compresses:
-            return DenseExchange(list(self._buckets.values()), self.comm, background=overlap)
+            return DenseExchange(list(self._buckets.values()), self.comm, wire=wire, background=overlap)
         return SparseExchange(
             self._buckets,
             self.comm,
             compressor=compressor,
             algorithm=self._algorithm,
             options=self._entry.options,
+            wire=wire,
             momentum=momentum,
             tentative=self._nonfinite == "skip",
         )

@@ -11,11 +11,12 @@ from sparse_compress import SparseVector, topk
 
 from sparse_collectives.among import among
 from sparse_collectives.budgets import block_budgets
-from sparse_collectives.entries import assemble, body_of, join_bodies
+from sparse_collectives.entries import assemble
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.spardl_blocks import Blocks
 from sparse_collectives.spardl_teams import SAG, combine_teams, divisors_of
 from sparse_collectives.state import State
+from sparse_collectives.wire import PLAIN, Wire, joined
 
 
 def spardl(
@@ -27,6 +28,7 @@ def spardl(
     teams: int = 1,
     sag: str = "auto",
     state: State | None = None,
+    wire: Wire = PLAIN,
     cost: Callable[[int], float] | None = None,
 ) -> Schedule[Reduction]:
     """At most k entries of the sum, chosen block by block (Zhao et al., ICDE 2024).
@@ -42,12 +44,13 @@ def spardl(
 
     sparse: min(k, n) entries, cut to the budgets first; those of `spardl_select` need no cut.
     teams: d, divides P. sag: "r-sag" (d a power of two), "b-sag", or "auto": the first where it can be.
-    state: see `spardl_state`. cost: seconds to merge so many entries, which a simulated world charges.
+    state: see `spardl_state`. wire: what it rounds off stays with the rank that sends it.
+    cost: seconds to merge so many entries, which a simulated world charges.
     """
     state = spardl_state() if state is None else state
     team, position = divmod(rank, size // teams)
     mates = range(team * (size // teams), (team + 1) * (size // teams))
-    blocks = Blocks(sparse, len(mates), k, state["step"])
+    blocks = Blocks(sparse, len(mates), k, state["step"], wire)
     yield from among(mates, spar_reduce_scatter(blocks, position, len(mates), cost))
     entries = None
     if teams > 1:
@@ -55,10 +58,12 @@ def spardl(
         settings = [k, size, teams]
         before = state["entries"] if state["of"] == settings else None
         entries = yield from among(others, combine_teams(blocks, position, team, teams, sag, before, cost))
-    sizes = [blocks.nbytes([b]) for b in range(len(mates))]
-    bodies = yield from among(mates, allgather_blocks(body_of(blocks.kept), sizes, position, len(mates)))
+    lengths = [high - low for low, high in blocks.bounds]
+    sizes = [wire.block_nbytes(*sized, sparse.dtype) for sized in zip(blocks.budgets, lengths, strict=True)]
+    own = blocks.own(position, team, teams)
+    bodies = yield from among(mates, allgather_blocks(own, sizes, position, len(mates)))
     state.update(step=state["step"] + 1, entries=entries, of=[k, size, teams])
-    return Reduction(join_bodies(bodies, like=sparse), blocks.dropped)
+    return Reduction(joined(wire, bodies, blocks.bounds, blocks.budgets, sparse), blocks.dropped)
 
 
 def spar_reduce_scatter(
@@ -75,7 +80,7 @@ def spar_reduce_scatter(
         gives = [(rank + j) % size for j in range(distance, held)]
         takes = [(rank + j) % size for j in range(held - distance)]
         received = yield Round({to: frame(blocks.give(gives))}, {source: SLOT_BYTES + blocks.nbytes(takes)})
-        blocks.add(received[source][SLOT_BYTES:])
+        blocks.add(received[source][SLOT_BYTES:], takes)
         if cost is not None:
             yield Elapse(cost(2 * sum(blocks.budgets[b] for b in takes)))
         held = distance

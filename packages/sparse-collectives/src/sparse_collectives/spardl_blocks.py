@@ -7,11 +7,12 @@ from itertools import pairwise
 
 import torch
 from communicators.dense import block_bounds
-from sparse_compress import SparseVector, add
+from sparse_compress import SparseVector, add, share
 from torch import Tensor
 
 from sparse_collectives.budgets import block_budgets, cut_to_budgets
-from sparse_collectives.entries import body_nbytes, body_of, from_body, take
+from sparse_collectives.entries import take
+from sparse_collectives.wire import PLAIN, Wire
 
 
 class Blocks:
@@ -22,7 +23,8 @@ class Blocks:
     A NaN or inf in a block without a budget is said in another one, so that the total shows it.
     """
 
-    def __init__(self, sparse: SparseVector, blocks: int, k: int, step: int) -> None:
+    def __init__(self, sparse: SparseVector, blocks: int, k: int, step: int, wire: Wire = PLAIN) -> None:
+        self.wire, self.everywhere = wire, (0, sparse.numel)
         self.bounds = block_bounds(sparse.numel, blocks)
         self.budgets = block_budgets(k, sparse.numel, blocks, step)
         self.held = list(range(blocks))
@@ -32,7 +34,7 @@ class Blocks:
             self.kept.values[0] = torch.where(finite, self.kept.values[0], torch.nan)
 
     def give(self, members: Sequence[int]) -> Tensor:
-        """The bytes of these blocks, which are then not held any more."""
+        """The bytes of these blocks, which are then not held any more; what the wire rounds off stays here."""
         ends = [0]
         for b in self.held:
             ends.append(ends[-1] + self.budgets[b])
@@ -40,15 +42,27 @@ class Blocks:
         given = take(self.kept, [runs[b] for b in self.held if b in members])
         self.held = [b for b in self.held if b not in members]
         self.kept = take(self.kept, [runs[b] for b in self.held])
-        return body_of(given)
+        given, rest = self.wire.rounded(given)
+        self.dropped = add(self.dropped, rest)
+        return self.wire.block(given, self.everywhere)
 
-    def add(self, body: Tensor) -> None:
-        """Adds what another rank gives of the blocks that are held, and cuts the sums to the budgets."""
-        total = add(self.kept, from_body(body, like=self.kept))
+    def add(self, body: Tensor, members: Sequence[int]) -> None:
+        """Adds what another rank gives of these blocks, which are held, and cuts the sums to the budgets."""
+        given = self.wire.entries(body, self.everywhere, self.kept, self._entries(members))
+        total = add(self.kept, given)
         bounds, budgets = zip(*((self.bounds[b], self.budgets[b]) for b in self.held), strict=True)
         self.kept, cut = cut_to_budgets(total, bounds, budgets)
         self.dropped = add(self.dropped, cut)
 
+    def own(self, b: int, team: int, teams: int) -> Tensor:
+        """The bytes of block b, the last that is held, as all ranks get it; teams share what the wire rounds off."""
+        self.kept, rest = self.wire.rounded(self.kept)
+        self.dropped = add(self.dropped, share(rest, member=team, of=teams))
+        return self.wire.block(self.kept, self.bounds[b])
+
     def nbytes(self, members: Sequence[int]) -> int:
-        """Bytes of these blocks."""
-        return body_nbytes(sum(self.budgets[b] for b in members), self.kept.dtype)
+        """Bytes of these blocks in one message."""
+        return self.wire.block_nbytes(self._entries(members), self.kept.numel, self.kept.dtype)
+
+    def _entries(self, members: Sequence[int]) -> int:
+        return sum(self.budgets[b] for b in members)

@@ -10,10 +10,11 @@ from communicators.dense import allgather_blocks
 from communicators.schedule import Elapse, Schedule
 from sparse_compress import SparseVector, add, merge, share
 
-from sparse_collectives.entries import assemble, body_nbytes, body_of, from_body
+from sparse_collectives.entries import assemble
 from sparse_collectives.gtopk import gtopk, gtopk_sent
 from sparse_collectives.spardl_blocks import Blocks
 from sparse_collectives.traffic import Traffic, bruck_sent
+from sparse_collectives.wire import PLAIN, Wire
 
 SAG = ("auto", "r-sag", "b-sag")
 
@@ -45,18 +46,24 @@ def combine_teams(
     (low, high), budget, entries = blocks.bounds[b], blocks.budgets[b], None
     block = assemble(blocks.kept.indices - low, blocks.kept.values, high - low)
     if is_recursive(teams, sag):
-        reduction = yield from gtopk(block, team, teams, budget, cost=cost)
+        reduction = yield from gtopk(block, team, teams, budget, wire=blocks.wire, cost=cost)
         total, dropped = reduction.total, reduction.dropped
     else:
         h = sent_entries(before, budget, teams)
-        total, dropped, entries = yield from b_sag(block, team, teams, budget, h, cost)
+        total, dropped, entries = yield from b_sag(block, team, teams, budget, h, blocks.wire, cost)
     blocks.kept, dropped = (assemble(v.indices + low, v.values, blocks.kept.numel) for v in (total, dropped))
     blocks.dropped = add(blocks.dropped, dropped)
     return entries
 
 
 def b_sag(
-    block: SparseVector, team: int, teams: int, budget: int, h: int, cost: Callable[[int], float] | None = None
+    block: SparseVector,
+    team: int,
+    teams: int,
+    budget: int,
+    h: int,
+    wire: Wire = PLAIN,
+    cost: Callable[[int], float] | None = None,
 ) -> Schedule[tuple[SparseVector, SparseVector, int]]:
     """The block's h largest entries of every team, gathered, added in team order, and cut once; any number of teams.
 
@@ -65,15 +72,16 @@ def b_sag(
     in it, h ← min(B, max(⌈B/d⌉, ⌊h·B/L⌋)), the same in all teams.
     """
     given, dropped = merge(block, _nothing(block), h)
-    nbytes = [body_nbytes(h, block.dtype)] * teams
-    bodies = yield from allgather_blocks(body_of(given), nbytes, team, teams)
-    vectors = [from_body(body, like=block) for body in bodies]
+    given, rest = wire.rounded(given)
+    span, nbytes = (0, block.numel), [wire.block_nbytes(h, block.numel, block.dtype)] * teams
+    bodies = yield from allgather_blocks(wire.block(given, span), nbytes, team, teams)
+    vectors = [wire.entries(body, span, block, h) for body in bodies]
     total, cut = merge(reduce(add, vectors), _nothing(block), budget)
     if cost is not None:
         yield Elapse(cost(teams * h))
     union = len(torch.unique(torch.cat([vector.indices for vector in vectors])))  # on a GPU this reads back
     entries = min(budget, max(-(-budget // teams), h * budget // max(union, 1)))
-    return total, add(dropped, share(cut, member=team, of=teams)), entries
+    return total, reduce(add, (dropped, rest, share(cut, member=team, of=teams))), entries
 
 
 def sent_entries(before: int | None, budget: int, teams: int) -> int:
@@ -82,12 +90,19 @@ def sent_entries(before: int | None, budget: int, teams: int) -> int:
 
 
 def combine_sent(
-    team: int, teams: int, sag: str, budget: int, length: int, dtype: torch.dtype, before: int | None
+    team: int,
+    teams: int,
+    sag: str,
+    budget: int,
+    length: int,
+    dtype: torch.dtype,
+    before: int | None,
+    wire: Wire = PLAIN,
 ) -> Traffic:
     """R-SAG: log d messages of B entries, with headers. B-SAG: (d − 1)·h entries in ⌈log d⌉ messages with a slot."""
     if is_recursive(teams, sag):
-        return gtopk_sent(team, teams, budget, length, dtype)
-    return bruck_sent([body_nbytes(sent_entries(before, budget, teams), dtype)] * teams, team)
+        return gtopk_sent(team, teams, budget, length, dtype, wire=wire)
+    return bruck_sent([wire.block_nbytes(sent_entries(before, budget, teams), length, dtype)] * teams, team)
 
 
 def _nothing(block: SparseVector) -> SparseVector:

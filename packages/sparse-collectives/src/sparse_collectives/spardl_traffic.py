@@ -10,12 +10,12 @@ from communicators.dense import block_bounds
 from communicators.schedule import SLOT_BYTES, powers_of_two
 
 from sparse_collectives.budgets import block_budgets
-from sparse_collectives.entries import body_nbytes
 from sparse_collectives.gtopk import gtopk_merged
 from sparse_collectives.spardl import spardl_state
 from sparse_collectives.spardl_teams import combine_sent, divisors_of, is_recursive, sent_entries
 from sparse_collectives.state import State
 from sparse_collectives.traffic import Traffic, bruck_sent, together
+from sparse_collectives.wire import PLAIN, Wire
 
 LEAST = 1
 """B-SAG's h from an earlier call, where it only bounds from below: ⌈B/d⌉ entries are sent then."""
@@ -31,6 +31,7 @@ def spardl_sent(
     teams: int = 1,
     sag: str = "auto",
     state: State | None = None,
+    wire: Wire = PLAIN,
 ) -> Traffic:
     """Every block but the own once, the own as `combine_sent` says, and Bruck's share; one slot a message.
 
@@ -39,24 +40,43 @@ def spardl_sent(
     state = spardl_state() if state is None else state
     ranks = size // teams
     team, position = divmod(rank, ranks)
-    low, high = block_bounds(numel, ranks)[position]
+    bounds = block_bounds(numel, ranks)
+    low, high = bounds[position]
     budgets = block_budgets(k, numel, ranks, state["step"])
-    others = body_nbytes(sum(budgets) - budgets[position], dtype)
-    gather = bruck_sent([body_nbytes(budget, dtype) for budget in budgets], position)
-    scatter = Traffic(others + gather.messages * SLOT_BYTES, gather.messages, gather.rounds)
+    sizes = [wire.block_nbytes(b, last - first, dtype) for b, (first, last) in zip(budgets, bounds, strict=True)]
+    gather = bruck_sent(sizes, position)
+    given = [wire.block_nbytes(entries, numel, dtype) for entries in _given(budgets, position)]
+    scatter = Traffic(sum(given) + len(given) * SLOT_BYTES, len(given), len(given))
     if teams == 1:
         return together(scatter, gather)
     before = state["entries"] if state["of"] == [k, size, teams] else None
-    between = combine_sent(team, teams, sag, budgets[position], high - low, dtype, before)
+    between = combine_sent(team, teams, sag, budgets[position], high - low, dtype, before, wire)
     return together(scatter, between, gather)
 
 
+def _given(budgets: list[int], position: int) -> list[int]:
+    """Entries of each message of the reduce-scatter: all blocks but the own, the farthest half of them first."""
+    onwards, held, given = budgets[position:] + budgets[:position], len(budgets), []
+    for distance in reversed(list(powers_of_two(below=len(budgets)))):
+        given.append(sum(onwards[distance:held]))
+        held = distance
+    return given
+
+
 def spardl_typical(
-    rank: int, size: int, k: int, numel: int, dtype: torch.dtype, *, teams: int = 1, sag: str = "auto"
+    rank: int,
+    size: int,
+    k: int,
+    numel: int,
+    dtype: torch.dtype,
+    *,
+    teams: int = 1,
+    sag: str = "auto",
+    wire: Wire = PLAIN,
 ) -> Traffic:
     """A call where the teams select unlike entries, so that B-SAG's h has come down to ⌈B/d⌉."""
     adapted = {"step": 0, "entries": LEAST, "of": [k, size, teams]}
-    return spardl_sent(rank, size, k, numel, dtype, teams=teams, sag=sag, state=adapted)
+    return spardl_sent(rank, size, k, numel, dtype, teams=teams, sag=sag, state=adapted, wire=wire)
 
 
 def spardl_merged(rank: int, size: int, k: int, numel: int, *, teams: int = 1, sag: str = "auto") -> int:

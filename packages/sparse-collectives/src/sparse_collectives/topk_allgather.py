@@ -8,34 +8,44 @@ from functools import reduce
 import torch
 from communicators.dense import allgather_blocks
 from communicators.schedule import SLOT_BYTES, Elapse, Schedule
-from sparse_compress import SparseVector, add, wire_nbytes
+from sparse_compress import SparseVector, add
 
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.traffic import Traffic
+from sparse_collectives.wire import PLAIN, Wire
 
 
 def topk_allgather(
-    sparse: SparseVector, rank: int, size: int, k: int, *, cost: Callable[[int], float] | None = None
+    sparse: SparseVector,
+    rank: int,
+    size: int,
+    k: int,
+    *,
+    wire: Wire = PLAIN,
+    cost: Callable[[int], float] | None = None,
 ) -> Schedule[Reduction]:
     """The exact sum of all selections, up to k·P entries; nothing is dropped (Renggli et al., SC 2019, section 5.3.1).
 
     ⌈log P⌉ rounds of Bruck's allgather; vectors are added in rank order everywhere, so that float sums agree.
 
+    wire: what it rounds off is dropped.
     sparse: min(k, n) entries; cost: seconds to merge so many entries, which a simulated world charges.
     """
     del k  # all vectors are as long as this one
-    blocks = yield from allgather_blocks(sparse.pack(), [sparse.nbytes] * size, rank, size)
-    total = reduce(add, (SparseVector.unpack(block, like=sparse) for block in blocks))
+    given, rest = wire.rounded(sparse)
+    nbytes = wire.nbytes(len(sparse), sparse.numel, sparse.dtype)
+    messages = yield from allgather_blocks(wire.message(given), [nbytes] * size, rank, size)
+    total = reduce(add, (wire.vector(message, len(sparse), sparse) for message in messages))
     if cost is not None:
         yield Elapse(cost(size * len(sparse)))
-    return Reduction(total, SparseVector.empty(sparse.numel, sparse.dtype, device=sparse.device))
+    return Reduction(total, rest)
 
 
-def topk_allgather_sent(rank: int, size: int, k: int, numel: int, dtype: torch.dtype) -> Traffic:
+def topk_allgather_sent(rank: int, size: int, k: int, numel: int, dtype: torch.dtype, *, wire: Wire = PLAIN) -> Traffic:
     """(P − 1) packed vectors, each with its header, in ⌈log P⌉ messages with a slot each; alike on every rank."""
     del rank
     rounds = (size - 1).bit_length()
-    return Traffic((size - 1) * wire_nbytes(min(k, numel), dtype) + rounds * SLOT_BYTES, rounds, rounds)
+    return Traffic((size - 1) * wire.nbytes(min(k, numel), numel, dtype) + rounds * SLOT_BYTES, rounds, rounds)
 
 
 def topk_allgather_merged(rank: int, size: int, k: int, numel: int) -> int:

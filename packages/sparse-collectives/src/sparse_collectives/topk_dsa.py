@@ -11,13 +11,20 @@ from communicators.schedule import SLOT_BYTES, Elapse, Round, Schedule, frame
 from sparse_compress import SparseVector, add
 from torch import Tensor
 
-from sparse_collectives.entries import assemble, body_nbytes, body_of, from_body, join, split
+from sparse_collectives.entries import assemble, join, split
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.traffic import Traffic, bruck_sent, together
+from sparse_collectives.wire import PLAIN, Span, Wire
 
 
 def topk_dsa(
-    sparse: SparseVector, rank: int, size: int, k: int, *, cost: Callable[[int], float] | None = None
+    sparse: SparseVector,
+    rank: int,
+    size: int,
+    k: int,
+    *,
+    wire: Wire = PLAIN,
+    cost: Callable[[int], float] | None = None,
 ) -> Schedule[Reduction]:
     """The exact sum of all selections; nothing is dropped (SparCML: Renggli et al., SC 2019, section 5.3.2).
 
@@ -27,48 +34,60 @@ def topk_dsa(
     A block goes dense, as its values alone, where its entries would take as many bytes or more.
     Differs from the published code, which selects by a strict > and so loses the k-th value and those that tie with it.
 
+    wire: what it rounds off, of the selection and of the own block's sum, is dropped.
     sparse: min(k, n) entries; cost: seconds to merge so many entries, which a simulated world charges.
     """
     del k  # all vectors are as long as this one
+    own, dropped = wire.rounded(sparse)
     bounds = block_bounds(sparse.numel, size)
-    blocks, (low, high) = split(sparse, bounds), bounds[rank]
+    blocks, (low, high) = split(own, bounds), bounds[rank]
     given = {rank: blocks[rank]}
-    capacity = SLOT_BYTES + block_nbytes(len(sparse), high - low, sparse.dtype)
+    capacity = SLOT_BYTES + block_nbytes(len(own), high - low, sparse.dtype, wire) + wire.overhead
     for distance in range(1, size):  # so that no two ranks send to the same one at a time
         to, source = (rank + distance) % size, (rank - distance) % size
-        payload = frame(_encode(blocks[to], *bounds[to]))
+        payload = frame(_encode(blocks[to], bounds[to], wire))
         received = yield Round({to: payload}, {source: capacity}, bounded=True)
-        given[source] = _decode(received[source][SLOT_BYTES:], low, high, like=sparse)
+        given[source] = _decode(received[source][SLOT_BYTES:], bounds[rank], sparse, wire)
     total = reduce(add, (given[source] for source in range(size)))
     if cost is not None:
         yield Elapse(cost(sum(map(len, given.values()))))
-    sums = yield from allgather(_encode(total, low, high), rank, size)
-    decoded = [_decode(block, *edges, like=sparse) for block, edges in zip(sums, bounds, strict=True)]
-    return Reduction(join(decoded), SparseVector.empty(sparse.numel, sparse.dtype, device=sparse.device))
+    total, rest = wire.rounded(total)
+    sums = yield from allgather(_encode(total, bounds[rank], wire), rank, size)
+    decoded = [_decode(block, span, sparse, wire) for block, span in zip(sums, bounds, strict=True)]
+    return Reduction(join(decoded), add(dropped, rest))
 
 
-def block_nbytes(entries: int, length: int, dtype: torch.dtype) -> int:
+def block_nbytes(entries: int, length: int, dtype: torch.dtype, wire: Wire = PLAIN) -> int:
     """Bytes of a block: sparse, 8 an entry (float64: 12), or dense, 4 an element (8), whichever is less."""
-    return min(body_nbytes(entries, dtype), length * dtype.itemsize)
+    return min(wire.block_nbytes(min(entries, length), length, dtype), wire.dense_nbytes(length, dtype))
 
 
-def _encode(block: SparseVector, low: int, high: int) -> Tensor:
-    """The entries of [low, high) as bytes; dense ones are as many as the dense block has, sparse ones fewer."""
-    if body_nbytes(len(block), block.dtype) < (high - low) * block.dtype.itemsize:
-        return body_of(block)
+def _encode(block: SparseVector, span: Span, wire: Wire) -> Tensor:
+    """The entries in the span as bytes; dense ones are as many as the dense block has, sparse ones fewer."""
+    low, high = span
+    if wire.block_nbytes(len(block), high - low, block.dtype) < wire.dense_nbytes(high - low, block.dtype):
+        return wire.block(block, span)
     dense = torch.zeros(high - low, dtype=block.dtype, device=block.device)
-    return dense.index_copy_(0, block.indices.long() - low, block.values).view(torch.uint8)
+    return wire.dense(dense.index_copy_(0, block.indices.long() - low, block.values))
 
 
-def _decode(encoded: Tensor, low: int, high: int, like: SparseVector) -> SparseVector:
-    if encoded.numel() < (high - low) * like.dtype.itemsize:
-        return from_body(encoded, like)
+def _decode(encoded: Tensor, span: Span, like: SparseVector, wire: Wire) -> SparseVector:
+    low, high = span
+    if encoded.numel() < wire.dense_nbytes(high - low, like.dtype):
+        return wire.entries(encoded, span, like)
     indices = torch.arange(low, high, dtype=torch.int32, device=encoded.device)
-    return assemble(indices, encoded.clone().view(like.dtype), like.numel)
+    return assemble(indices, wire.values(encoded, high - low, like), like.numel)
 
 
 def topk_dsa_traffic(
-    rank: int, size: int, numel: int, dtype: torch.dtype, given: Sequence[int], summed: Sequence[int]
+    rank: int,
+    size: int,
+    numel: int,
+    dtype: torch.dtype,
+    given: Sequence[int],
+    summed: Sequence[int],
+    *,
+    wire: Wire = PLAIN,
 ) -> Traffic:
     """What a rank sends, exactly, where it gives so many entries to each block and the sums have so many.
 
@@ -76,27 +95,30 @@ def topk_dsa_traffic(
     """
     lengths = [high - low for low, high in block_bounds(numel, size)]
     split_nbytes, sum_nbytes = (
-        [block_nbytes(entries, length, dtype) for entries, length in zip(counts, lengths, strict=True)]
+        [block_nbytes(entries, length, dtype, wire) for entries, length in zip(counts, lengths, strict=True)]
         for counts in (given, summed)
     )
     splits = sum(split_nbytes) - split_nbytes[rank] + (size - 1) * SLOT_BYTES
     return together(Traffic(splits, size - 1, size - 1), bruck_sent([8] * size, rank), bruck_sent(sum_nbytes, rank))
 
 
-def topk_dsa_sent(rank: int, size: int, k: int, numel: int, dtype: torch.dtype) -> Traffic:
+def topk_dsa_sent(rank: int, size: int, k: int, numel: int, dtype: torch.dtype, *, wire: Wire = PLAIN) -> Traffic:
     """The most that `topk_dsa_traffic` can be: nobody selects in its own block, and no two ranks select alike."""
+    if size == 1:
+        return Traffic(0, 0, 0)
     lengths = [high - low for low, high in block_bounds(numel, size)]
-    gathered = topk_dsa_traffic(rank, size, numel, dtype, [0] * size, [k * size] * size)
-    given = block_nbytes(min(k, numel), numel - lengths[rank], dtype)
-    return gathered._replace(nbytes=gathered.nbytes + (given if size > 1 else 0))
+    gathered = topk_dsa_traffic(rank, size, numel, dtype, [0] * size, [k * size] * size, wire=wire)
+    given = block_nbytes(k, numel - lengths[rank], dtype, wire)
+    messages = gathered.messages * wire.overhead
+    return gathered._replace(nbytes=gathered.nbytes + given + messages)
 
 
-def topk_dsa_typical(rank: int, size: int, k: int, numel: int, dtype: torch.dtype) -> Traffic:
+def topk_dsa_typical(rank: int, size: int, k: int, numel: int, dtype: torch.dtype, *, wire: Wire = PLAIN) -> Traffic:
     """`topk_dsa_traffic` where every rank selects at random: n(1 − (1 − k/n)^P) entries in the sum, spread evenly."""
     k = min(k, numel)
     union = round(numel * (1 - (1 - k / numel) ** size))
     spread = [[high - low for low, high in block_bounds(entries, size)] for entries in (k, union)]
-    return topk_dsa_traffic(rank, size, numel, dtype, *spread)
+    return topk_dsa_traffic(rank, size, numel, dtype, *spread, wire=wire)
 
 
 def topk_dsa_merged(rank: int, size: int, k: int, numel: int) -> int:

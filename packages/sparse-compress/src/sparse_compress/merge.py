@@ -54,7 +54,7 @@ def share(cut: SparseVector, member: int, of: int) -> SparseVector:
     """
     if not 0 <= member < of:
         raise ValueError(f"member {member} of {of} given, expected 0 ≤ member < of")
-    return cut._take(torch.arange(len(cut), device=cut.device)[member::of])
+    return cut if of == 1 or not len(cut) else cut._take(torch.arange(len(cut), device=cut.device)[member::of])
 
 
 def _check_alike(a: SparseVector, b: SparseVector) -> None:

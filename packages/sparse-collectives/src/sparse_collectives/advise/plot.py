@@ -9,7 +9,7 @@ from communicators import Link
 
 from sparse_collectives.advise.recommendation import dense_step
 from sparse_collectives.advise.situation import NoAdvice, Situation
-from sparse_collectives.cost import WIRES, Prediction
+from sparse_collectives.cost import Prediction
 
 GIGABITS = tuple(0.05 * 2**i for i in range(14))
 RANKS = (2, 3, 4, 6, 8, 12, 14, 16, 24, 32, 48, 64, 128)
@@ -33,14 +33,18 @@ def plot(situation: Situation, path: Path) -> None:
 
 
 def speedups(situation: Situation) -> dict[str, float]:
-    """Speed-up over dense of every line in the picture."""
+    """Speed-up over dense of every line in the picture: of each algorithm and density the fastest wire's."""
     steps = situation.predictions()
     dense = dense_step(steps)
-    return {_label(prediction): dense / step for prediction, step in steps if prediction.name != "dense"}
+    found: dict[str, float] = {}
+    for prediction, step in steps:
+        if prediction.name != "dense":
+            found.setdefault(_label(prediction), dense / step)
+    return found
 
 
 def _label(p: Prediction) -> str:
-    return f"{p.algorithm} {p.density:.2g}" if p.density < 1 else f"{p.algorithm} {WIRES[p.wire]}"
+    return f"{p.algorithm} {p.density:.2g}" if p.density < 1 else f"{p.algorithm} {p.wire}"
 
 
 def _draw(axis: Any, xs: tuple[float, ...], situations: list[Situation], label: str) -> None:

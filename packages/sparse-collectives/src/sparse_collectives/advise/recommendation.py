@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from sparse_collectives.advise.situation import Situation
-from sparse_collectives.cost import WIRES, Prediction
+from sparse_collectives.cost import Prediction
 
 WORTHWHILE = 1.1
 """Less speed-up than this is not worth a change of how a model learns, and within what predictions miss."""
@@ -30,17 +30,20 @@ def dense_step(steps: list[tuple[Prediction, float]]) -> float:
 
 
 def recommend(situation: Situation) -> Recommendation:
-    """What to use. Of nearly equal ones that which changes least: dense before sparse, more before fewer entries."""
+    """What to use. Of nearly equal ones that which changes least: dense before sparse, more before fewer entries, fp32
+    before fewer bytes.
+    """
     steps = situation.predictions()
     dense, best = dense_step(steps), steps[0][1]
-    taken, step = max((pair for pair in steps if pair[1] <= AS_FAST * best), key=lambda pair: pair[0].density)
+    nearly = [pair for pair in steps if pair[1] <= AS_FAST * best]
+    taken, step = max(nearly, key=lambda pair: (pair[0].density, pair[0].wire == "fp32"))
     share = 1 - situation.compute / dense
     if dense / best < WORTHWHILE:
         return Recommendation("dense", {}, 1.0, "fp32", 1.0, _leave_off(share, dense / best))
     gain = f"a step takes {_seconds(step)} instead of {_seconds(dense)}, {dense / step:.1f} times as fast"
     text = f"Use {taken.name}{_at(taken)}: {gain}. The network is {share:.0%} of a dense step.\n{_how(taken)}"
     options = dict(taken.options)
-    return Recommendation(taken.algorithm, options, taken.density, WIRES[taken.wire], dense / step, text)
+    return Recommendation(taken.algorithm, options, taken.density, taken.wire, dense / step, text)
 
 
 def _leave_off(share: float, most: float) -> str:
@@ -56,7 +59,10 @@ def _how(taken: Prediction) -> str:
     if taken.density == 1:
         return "In DDP: ddp.register_comm_hook(None, bf16_compress_hook), from torch's ddp_comm_hooks.default_hooks."
     options = f", options={dict(taken.options)}" if taken.variant != taken.algorithm else ""
-    setting = f'SparseHookState(density={taken.density:.2g}, algorithm="{taken.algorithm}"{options}, momentum=0.9)'
+    wire = f', wire="{taken.wire}"' if taken.wire != "fp32" else ""
+    setting = (
+        f'SparseHookState(density={taken.density:.2g}, algorithm="{taken.algorithm}"{options}{wire}, momentum=0.9)'
+    )
     return (
         f"In DDP: ddp.register_comm_hook({setting}, sparse_hook), and no momentum in the optimizer.\n"
         "Time is not accuracy: compare the first epochs with dense ones."

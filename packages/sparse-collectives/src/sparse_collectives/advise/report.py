@@ -8,7 +8,7 @@ from communicators import Link
 
 from sparse_collectives.advise.recommendation import dense_step, recommend
 from sparse_collectives.advise.situation import Situation
-from sparse_collectives.cost import WIRES
+from sparse_collectives.cost import Prediction
 from sparse_collectives.table import amount, milliseconds, table
 
 HEADER = (
@@ -26,20 +26,20 @@ HEADER = (
 
 
 def as_text(situation: Situation) -> str:
-    """What is known, the table, the recommendation."""
+    """What is known, the table, the recommendation. Of each algorithm and density the fastest wire, and fp32."""
     steps = situation.predictions()
     dense = dense_step(steps)
     rows = [
         (
             p.variant,
             f"{p.density:.2g}",
-            WIRES[p.wire],
+            p.wire,
             amount(p.nbytes),
             str(p.rounds),
             *map(milliseconds, (p.compression, p.latency + p.transfer, p.merging, step)),
             f"{dense / step:.2f}×",
         )
-        for p, step in steps
+        for p, step in _shown_of(steps)
     ]
     return f"{_premises(situation)}\n\n{table(HEADER, rows)}\n\n{recommend(situation).text}"
 
@@ -64,7 +64,7 @@ def as_json(situation: Situation) -> str:
                     "algorithm": p.algorithm,
                     "options": dict(p.options),
                     "density": p.density,
-                    "wire": WIRES[p.wire],
+                    "wire": p.wire,
                     "nbytes": p.nbytes,
                     "rounds": p.rounds,
                     "compression_seconds": p.compression,
@@ -81,6 +81,13 @@ def as_json(situation: Situation) -> str:
     )
 
 
+def _shown_of(steps: list[tuple[Prediction, float]]) -> list[tuple[Prediction, float]]:
+    fastest: dict[tuple[str, float], Prediction] = {}
+    for p, _ in steps:
+        fastest.setdefault((p.algorithm, p.density), p)
+    return [(p, step) for p, step in steps if p.wire == "fp32" or p in fastest.values()]
+
+
 def _premises(situation: Situation) -> str:
     compute, hidden = milliseconds(situation.compute), milliseconds(situation.hidden)
     overlap = f"buckets travel during the {hidden} ms of backward" if situation.hidden else "no overlap"
@@ -90,9 +97,11 @@ def _premises(situation: Situation) -> str:
     ]
     for density, own in situation.handling.items():
         select, merge = 1e9 * own.compress, 1e9 * own.merge
+        coding = [1e9 * seconds for seconds in own.coding.values()]
+        codings = f", coding {min(coding):.3g} to {max(coding):.3g} ns" if coding else ""
         lines.append(
             f"measured on this {situation.device}, at density {density:g}: "
-            f"selecting {select:.3g} ns an element, merging {merge:.3g} ns an entry"
+            f"selecting {select:.3g} ns an element, merging {merge:.3g} ns an entry{codings}"
         )
     return "\n".join(lines)
 

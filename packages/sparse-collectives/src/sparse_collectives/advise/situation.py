@@ -8,6 +8,7 @@ import importlib
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from communicators.alone import Alone
 from sparse_collectives.advise.flags import LINKS
 from sparse_collectives.calibration import measure_handling, measure_traffic, slowest
 from sparse_collectives.cost import BACKWARD_SHARE, Handling, Prediction, predict_all, step_seconds
+from sparse_collectives.wire import WIRES
 
 REPEATS = 3
 
@@ -45,10 +47,13 @@ class Situation:
     handling: dict[float, Handling]
 
     def predictions(self) -> list[tuple[Prediction, float]]:
-        """All exchanges, each with the seconds of its step, fastest step first; of each only the fastest variant."""
+        """All exchanges, each with the seconds of its step, fastest step first; of each only the fastest variant.
+
+        Their wires are those whose coding was measured, and fp32.
+        """
         found = predict_all(size=self.ranks, numel=self.numel, link=self.link, handling=self.handling)
         steps = [(p, step_seconds(p, compute=self.compute, backward=self.hidden)) for p in found]
-        fastest: dict[tuple[str, float, torch.dtype], tuple[Prediction, float]] = {}
+        fastest: dict[tuple[str, float, str], tuple[Prediction, float]] = {}
         for p, step in sorted(steps, key=lambda pair: pair[1]):
             fastest.setdefault((p.algorithm, p.density, p.wire), (p, step))
         return list(fastest.values())
@@ -72,7 +77,8 @@ def find_out(flags: argparse.Namespace) -> tuple[Situation, Communicator]:
     else:
         numel, compute, backward = flags.parameters, flags.step_seconds, BACKWARD_SHARE * flags.step_seconds
     size = flags.ranks or comm.size
-    handling = {d: measure_handling(comm, numel=numel, density=d, device=device, size=size) for d in flags.density}
+    costs: dict[str, Any] = {"numel": numel, "device": device, "size": size, "wires": WIRES}
+    handling = {density: measure_handling(comm, density=density, **costs) for density in flags.density}
     situation = Situation(
         numel=numel,
         ranks=size,
