@@ -20,6 +20,9 @@ SHAPES = [  # elements, entries given, k, dtype
 ]
 
 
+SPARSE = [name for name, entry in ALGORITHMS.items() if entry.compresses]
+
+
 def vectors(size, numel, entries, dtype=torch.float32):
     """The same on every rank, one for each, with ties."""
     generator = torch.Generator().manual_seed(numel)
@@ -44,6 +47,19 @@ def laws(comm):
                 total=lambda reduction: reduction.total.to_dense(),
                 dropped=lambda reduction: reduction.dropped.to_dense(),
                 traffic=traffic if entry.exact else None,
+                comm=comm,
+            )
+
+
+def laws_in_fewer_bytes(comm):
+    for name in SPARSE:
+        for wire in ("bf16-packed", "int8"):
+            testing.check_laws(
+                lambda c, sparse, name=name, wire=wire: sparse_allreduce(sparse, c, k=20, algorithm=name, wire=wire),
+                [SparseVector(v.indices, 1000 * v.values + 1, v.numel) for v in vectors(comm.size, 1000, 30)],
+                dense=SparseVector.to_dense,
+                total=lambda reduction: reduction.total.to_dense(),
+                dropped=lambda reduction: reduction.dropped.to_dense(),
                 comm=comm,
             )
 
@@ -105,6 +121,10 @@ def other_algorithm(comm):
     sparse_allreduce(topk(torch.ones(100), 5), comm, k=5, algorithm=algorithm)
 
 
+def other_wire(comm):
+    sparse_allreduce(topk(torch.ones(100), 5), comm, k=5, wire="int8" if last(comm) else "fp32")
+
+
 def other_dtype(comm):
     sparse_allreduce(topk(torch.ones(100, dtype=torch.float64 if last(comm) else torch.float32), 5), comm, k=5)
 
@@ -148,6 +168,7 @@ def last(comm):
 
 LAWS = [
     laws,
+    laws_in_fewer_bytes,
     bytes_stay_within_the_bound,
     floats_have_the_bits_of_the_simulated_world,
     training_has_the_bits_of_the_simulated_world,
@@ -155,6 +176,7 @@ LAWS = [
 ]
 CALL = "ranks disagree on call 0: rank 0 calls gtopk(numel=100, torch.float32, k=5), rank {last} calls "
 FAILURES = {
+    other_wire: CALL.replace("{last} calls ", "{last} calls gtopk(numel=100, torch.float32, k=5, wire=int8)"),
     other_k: CALL + "gtopk(numel=100, torch.float32, k=6)",
     other_algorithm: CALL + "topk-allgather(numel=100, torch.float32, k=5)",
     other_dtype: CALL + "gtopk(numel=100, torch.float64, k=5)",

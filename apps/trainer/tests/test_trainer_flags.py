@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 from sparse_collectives import ALGORITHMS
+from sparse_collectives.dense_wire import DENSE_WIRES as KNOWN_DENSE_WIRES
+from sparse_collectives.wire import WIRES as KNOWN_WIRES
 from trainer.app import App
 from trainer.errors import RunError
 from trainer.flags import parse
-from trainer.synchronisation import SYNCHRONISATIONS
+from trainer.synchronisation import DENSE_WIRES, SYNCHRONISATIONS, WIRES
 
 
 def test_the_published_command(app: App) -> None:
@@ -51,6 +53,8 @@ def test_two_spellings_of_the_algorithm(app: App, flags: str, algorithm: str) ->
         ("--compressor gtopk", "--compression"),
         ("--algorithm gtopk --teams 2", "has no effect on gtopk"),
         ("--algorithm spardl --teams 3", "--teams 3 does not divide the 4 workers"),
+        ("--algorithm gtopk --wire fp8", "'fp32', 'bf16'"),
+        ("--algorithm dense --wire int8", "a dense sum takes fp32, bf16, fp16"),
         ("--compression --compressor topk --algorithm gtopk", "differ"),
         ("--resume --overwrite", "give one of them"),
         ("--resume yesterday", "'latest', 'previous'"),
@@ -75,6 +79,8 @@ def test_tensorboard_is_asked_for_only_where_it_is(app: App, monkeypatch: pytest
 
 def test_every_sparse_algorithm_can_be_trained_with() -> None:
     assert set(ALGORITHMS) <= set(SYNCHRONISATIONS)
+    assert list(KNOWN_WIRES) == list(WIRES)
+    assert list(KNOWN_DENSE_WIRES) == list(DENSE_WIRES)
 
 
 def test_flags_are_checked_before_anything_heavy_is_imported() -> None:

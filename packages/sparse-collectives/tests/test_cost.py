@@ -147,7 +147,7 @@ def test_fastest_first_over_every_density():
 
 
 def test_overlap_hides_what_backward_covers_but_never_the_last_bucket():
-    prediction = Prediction("dense", 25 << 20, 1.0, torch.float32, 0, 1, 0.0, 0.0, 8.0, 0.0)  # 4 buckets of 2 s
+    prediction = Prediction("dense", 25 << 20, 1.0, "fp32", 0, 1, 0.0, 0.0, 8.0, 0.0)  # 4 buckets of 2 s
     assert step_seconds(prediction, compute=10.0) == 18.0
     assert step_seconds(prediction, compute=10.0, backward=6.0) == 12.0
     assert step_seconds(prediction, compute=10.0, backward=7.5) == 12.0

@@ -50,7 +50,16 @@ def expected_traffic(vectors, k, total, edges, threshold, boundaries):
         [np.diff(np.searchsorted(at, edges)).tolist() for at in part] for part in (indices, [total.indices.numpy()])
     )
     return [
-        oktopk_traffic(rank, k, torch.float32, given=own, reached=reached, kept=kept[0], boundaries=boundaries)
+        oktopk_traffic(
+            rank,
+            k,
+            torch.float32,
+            given=own,
+            reached=reached,
+            kept=kept[0],
+            edges=edges,
+            boundaries=boundaries,
+        )
         for rank, own in enumerate(given)
     ]
 
@@ -248,7 +257,7 @@ def test_gathered_evenly(counts):
     whole = topk(torch.arange(1.0, edges[-1] + 2), int(edges[-1]) + 1)
     parts = [SparseVector(whole.indices[a:b], whole.values[a:b], whole.numel) for a, b in itertools.pairwise(edges)]
     world = SimulatedWorld(size)
-    for gathered in world.run(lambda c: run(gather_evenly(parts[c.rank], counts, c.rank, size), c)):
+    for gathered in world.run(lambda c: run(gather_evenly(parts[c.rank], counts, c.rank, size), c).total):
         assert torch.equal(gathered.values, whole.values[:-1])
     assert max(even_counts(sum(counts), size)) - min(even_counts(sum(counts), size)) <= 1
     assert not is_uneven(even_counts(1000, size))

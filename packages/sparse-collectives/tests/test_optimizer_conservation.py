@@ -6,6 +6,7 @@ from communicators import SimulatedWorld
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_collectives import ALGORITHMS, DistributedOptimizer
+from sparse_collectives.wire import WIRES
 from sparse_compress import TopK
 from torch import nn
 
@@ -59,6 +60,8 @@ def check(size, seed=0, **options):
     backwards=st.integers(1, 2),
     missing=st.sets(st.tuples(st.integers(0, 7), st.sampled_from(list(SHAPES)))),
     skipped=st.sets(st.integers(0, 5)),
+    wire=st.sampled_from(list(WIRES)),
 )
-def test_nothing_is_lost(name, density, **options):
-    check(algorithm=name, compressor=TopK(density), **options)
+def test_nothing_is_lost(name, density, wire, **options):
+    wire = wire if ALGORITHMS[name].compresses else "fp32"
+    check(algorithm=name, compressor=TopK(density), wire=wire, **options)

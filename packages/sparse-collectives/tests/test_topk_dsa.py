@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_collectives import ALGORITHMS, sparse_allreduce
 from sparse_collectives.topk_dsa import topk_dsa_traffic
+from sparse_collectives.wire import WIRES
 from sparse_compress import topk
 
 
-def dsa(vectors, k):
+def dsa(vectors, k, wire="fp32"):
     world = SimulatedWorld(len(vectors))
-    return world.run(lambda c: sparse_allreduce(vectors[c.rank], c, k=k, algorithm="topk-dsa")), world
+    return world.run(lambda c: sparse_allreduce(vectors[c.rank], c, k=k, algorithm="topk-dsa", wire=wire)), world
 
 
 def counted(vectors, rank):
@@ -24,13 +25,13 @@ def counted(vectors, rank):
     return (np.diff(np.searchsorted(indices, edges)).tolist() for indices in (vectors[rank].indices.numpy(), union))
 
 
-def check_traffic(vectors, k, dtype):
-    results, world = dsa(vectors, k)
+def check_traffic(vectors, k, dtype, wire="fp32"):
+    results, world = dsa(vectors, k, wire)
     size, numel = len(vectors), vectors[0].numel
     for rank in range(size):
-        exact = topk_dsa_traffic(rank, size, numel, dtype, *counted(vectors, rank))
+        exact = topk_dsa_traffic(rank, size, numel, dtype, *counted(vectors, rank), wire=WIRES[wire])
         assert (world.bytes_sent[rank], world.messages_sent[rank]) == exact[:2]
-        assert exact.nbytes <= ALGORITHMS["topk-dsa"].sent(rank, size, k, numel, dtype).nbytes
+        assert exact.nbytes <= ALGORITHMS["topk-dsa"].sent(rank, size, k, numel, dtype, wire=WIRES[wire]).nbytes
     return results, world
 
 
@@ -48,6 +49,14 @@ def test_bytes_with_many_ranks(size, k):
     generator = torch.Generator().manual_seed(size)
     vectors = [topk(torch.randn(640, generator=generator), k) for _ in range(size)]
     check_traffic(vectors, k, torch.float32)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize(("size", "k"), [(2, 40), (3, 300), (5, 3), (14, 40)])
+def test_bytes_on_every_wire(size, k, wire):
+    generator = torch.Generator().manual_seed(size)
+    vectors = [topk(torch.randn(641, generator=generator), k) for _ in range(size)]
+    check_traffic(vectors, k, torch.float32, wire)
 
 
 @pytest.mark.parametrize("size", [2, 4, 8, 14, 16])

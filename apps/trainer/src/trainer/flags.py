@@ -11,7 +11,7 @@ from trainer.app import App
 from trainer.errors import RunError
 from trainer.options import Options
 from trainer.schedule import SHAPES
-from trainer.synchronisation import SYNCHRONISATIONS
+from trainer.synchronisation import DENSE_WIRES, SYNCHRONISATIONS, WIRES
 
 # --compressor NAME as published -> --algorithm NAME; the other sparse algorithms have one name in both.
 PUBLISHED = {"none": "dense", "topk": "topk-allgather", "topkA": "topk-allgather", "topkDSA": "topk-dsa"}
@@ -35,6 +35,7 @@ def parse(argv: Sequence[str], app: App, *, world_size: int | None) -> Options:
         given.algorithm = _algorithm(given)
         given.nworkers = _nworkers(given.nworkers, world_size)
         _check_teams(given)
+        _check_wire(given)
         _check_output(given)
     except RunError as error:
         parser.error(str(error))
@@ -71,6 +72,11 @@ def _check_teams(given: Namespace) -> None:
         raise RunError(f"--teams {given.teams} does not divide the {given.nworkers} workers into equal teams")
 
 
+def _check_wire(given: Namespace) -> None:
+    if given.algorithm == "dense" and given.wire not in DENSE_WIRES:
+        raise RunError(f"--wire {given.wire} is for sparse gradients; a dense sum takes {', '.join(DENSE_WIRES)}")
+
+
 def _check_output(given: Namespace) -> None:
     if given.resume and given.overwrite:
         raise RunError("--resume goes on with a run and --overwrite deletes it: give one of them")
@@ -105,6 +111,7 @@ def _add_synchronisation(parser: ArgumentParser) -> None:
         metavar="D",
         help="teams of ranks for spardl (default: 1)",
     )
+    add("--wire", choices=WIRES, default="fp32", help="how values travel, and sparse indices (default: fp32)")
     add("--nworkers", type=quantities.count, metavar="N", help="ranks; without a launcher this many are started")
 
 

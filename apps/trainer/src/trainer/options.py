@@ -18,6 +18,7 @@ class Options:
     algorithm: str
     density: float
     teams: int  # of ranks, for spardl
+    wire: str  # how values travel
     batch_size: int  # samples per rank and step
     lr: float
     momentum: float

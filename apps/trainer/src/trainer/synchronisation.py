@@ -24,8 +24,14 @@ def dense(options: Options, model: nn.Module, comm: Communicator) -> Distributed
     from torch.optim import SGD
 
     inner = SGD(model.parameters(), lr=options.lr, momentum=options.momentum, weight_decay=options.weight_decay)
-    named = model.named_parameters()
-    return DistributedOptimizer(inner, named, comm=comm, algorithm="dense", nonfinite=options.nonfinite)
+    return DistributedOptimizer(
+        inner,
+        model.named_parameters(),
+        comm=comm,
+        algorithm="dense",
+        wire=options.wire,
+        nonfinite=options.nonfinite,
+    )
 
 
 def sparse(options: Options, model: nn.Module, comm: Communicator) -> DistributedOptimizer:
@@ -46,6 +52,7 @@ def sparse(options: Options, model: nn.Module, comm: Communicator) -> Distribute
         compressor=TopK(options.density),
         algorithm=options.algorithm,
         options={"teams": options.teams} if options.algorithm == "spardl" else None,
+        wire=options.wire,
         momentum=options.momentum,
         nonfinite=options.nonfinite,
     )
@@ -53,4 +60,6 @@ def sparse(options: Options, model: nn.Module, comm: Communicator) -> Distribute
 
 Synchronisation = Callable[["Options", "nn.Module", "Communicator"], "DistributedOptimizer"]
 SPARSE = ("topk-allgather", "topk-dsa", "gtopk", "oktopk", "spardl")
+DENSE_WIRES = ("fp32", "bf16", "fp16")
+WIRES = (*DENSE_WIRES, "int8", "fp32-packed", "bf16-packed", "fp16-packed", "int8-packed")
 SYNCHRONISATIONS: dict[str, Synchronisation] = {"dense": dense, **dict.fromkeys(SPARSE, sparse)}

@@ -39,8 +39,8 @@ class Algorithm:
     select: where the algorithm prescribes what is sent, (acc, rank, size, k, state) -> SparseVector; acc is 1-D. It
         only reads the state.
     initial_state: the state before the first call, where there is one.
-    compresses: whether a gradient is selected from before it is sent, and so leaves a residual. Then schedule, sent and
-        typical take `wire=`, how vectors travel.
+    compresses: whether a gradient is selected from before it is sent, and so leaves a residual. Schedule, sent and
+        typical then take `wire=`, how vectors travel, where that is not as they are.
     options: its own settings, with their defaults; schedule, sent and select take them as keywords.
     check: (size, **options), raises ValueError for settings that do not fit.
     variants: (size) -> the settings among which predictions look for the best; default: none but the defaults.
@@ -107,7 +107,7 @@ def algorithm_named(name: str, options: Mapping[str, Any] | None = None, *, size
     settings = {**entry.options, **given}
     if entry.check is not None:
         entry.check(size, **settings)
-    sending = {**settings, "wire": wire} if entry.compresses else settings
+    sending = settings if wire is PLAIN else {**settings, "wire": wire}
     return replace(
         entry,
         schedule=partial(entry.schedule, **sending),

@@ -7,27 +7,29 @@ from itertools import accumulate, pairwise
 
 from communicators.dense import allgather_blocks
 from communicators.schedule import SLOT_BYTES, Round, Schedule, frame
-from sparse_compress import SparseVector
+from sparse_compress import SparseVector, add
 
 from sparse_collectives.entries import join, take
+from sparse_collectives.reduction import Reduction
 from sparse_collectives.wire import PLAIN, Wire, joined
 
 
 def gather_evenly(
     mine: SparseVector, counts: Sequence[int], rank: int, size: int, wire: Wire = PLAIN
-) -> Schedule[SparseVector]:
-    """The entries of all ranks, whose indices increase from rank to rank.
+) -> Schedule[Reduction]:
+    """The entries of all ranks, whose indices increase from rank to rank; dropped: what the wire has rounded off here.
 
     counts: of all ranks' entries, known everywhere. Bruck's all-gather hands a rank's own entries on log P times, so
     a rank with more than twice the mean first gives some to the others (see `shifts`).
     """
     span = (0, mine.numel)
+    mine, dropped = wire.rounded(mine)
     if is_uneven(counts):
-        mine = yield from _even_out(mine, counts, rank, size, wire)
-        counts = even_counts(sum(counts), size)
+        mine, rest = wire.rounded((yield from _even_out(mine, counts, rank, size, wire)))  # int8 scales may differ
+        dropped, counts = add(dropped, rest), even_counts(sum(counts), size)
     nbytes = [wire.block_nbytes(count, mine.numel, mine.dtype) for count in counts]
     blocks = yield from allgather_blocks(wire.block(mine, span), nbytes, rank, size)
-    return joined(wire, blocks, [span] * size, counts, mine)
+    return Reduction(joined(wire, blocks, [span] * size, counts, mine), dropped)
 
 
 def _even_out(mine: SparseVector, counts: Sequence[int], rank: int, size: int, wire: Wire) -> Schedule[SparseVector]:

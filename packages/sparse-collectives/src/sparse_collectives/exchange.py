@@ -75,7 +75,7 @@ class DenseExchange:
         self, buckets: Sequence[Bucket], comm: Communicator, *, wire: str = "fp32", background: bool = False
     ) -> None:
         self._comm, self._background = comm, background
-        self._wire = dense_wire(wire if comm.size > 1 else "fp32")
+        self._wire = dense_wire(wire)
         self._works: dict[int, Work[Tensor]] = {}
         self._buckets = buckets
         self._flats = [_flat(bucket) for bucket in buckets]

@@ -60,10 +60,10 @@ def oktopk(
     kept, counts, kth = yield from _global_largest(region, 0 if renewed else known["threshold"], k, rank, size)
     if renewed:
         known["threshold"] = kth
-    kept, rest = wire.rounded(kept)
-    total = yield from gather_evenly(kept, counts, rank, size, wire)
+    gathered = yield from gather_evenly(kept, counts, rank, size, wire)
+    total = gathered.total
     state.update(known, step=known["step"] + 1, of=_of(sparse, size, k))
-    return Reduction(total, reduce(add, (without(own, total), dropped, rest)))
+    return Reduction(total, reduce(add, (without(own, total), dropped, gathered.dropped)))
 
 
 def _agree_on_boundaries(own: SparseVector, rank: int, size: int) -> Schedule[list[int]]:
