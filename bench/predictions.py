@@ -33,12 +33,14 @@ from bench.record import machine, record
 from bench.slow_link import open_link
 from bench.slow_link.throttled import behind_link
 
-COLUMNS = ("algorithm", "P", "density", "compute_ms", "predicted_ms", "measured_ms", "ratio")
+COLUMNS = ("algorithm", "P", "density", "wire", "compute_ms", "predicted_ms", "measured_ms", "ratio")
 FIRST_CHOICE, STEP = 0.10, 0.20
 DENSITIES = (0.01, 0.001)
+FEWER_BYTES = "bf16-packed"
 WIDTH = 1024
 
-Case: TypeAlias = tuple[str, float]
+Case: TypeAlias = tuple[str, float, str]
+"""Algorithm, density, wire."""
 
 
 def main(argv: Sequence[str] = ()) -> int:
@@ -69,7 +71,7 @@ def main(argv: Sequence[str] = ()) -> int:
     print(table(COLUMNS, [[_cell(row[name]) for name in COLUMNS] for row in rows]))
     if options.output:
         values = ("predicted_ms", "measured_ms")
-        record(options.output, "predictions", rows, labels=COLUMNS[:3], values=values, facts=facts)
+        record(options.output, "predictions", rows, labels=COLUMNS[:4], values=values, facts=facts)
     good = [_judged([row for row in rows if row["P"] == size]) for size in (2, 4)]
     return 0 if all(good) else 1
 
@@ -80,30 +82,37 @@ def on_rank(repeats: int, layers: int) -> None:
 
     torch.set_num_threads(1)
     comm = behind_link()
-    cases = [(name, d) for name, entry in ALGORITHMS.items() for d in (DENSITIES if entry.compresses else (1.0,))]
-    steps = {("alone", 1.0): _training(Alone(), "dense", 1.0, layers)}
+    cases = [case for name, entry in ALGORITHMS.items() for case in _cases(name, entry.compresses)]
+    steps = {("alone", 1.0, "fp32"): _training(Alone(), "dense", 1.0, "fp32", layers)}
     steps |= {case: _training(comm, *case, layers) for case in cases}
     measured = _interleaved(steps, comm, repeats)
-    compute, numel = measured.pop(("alone", 1.0)), layers * (WIDTH + 1) * WIDTH
-    link, device = measure_traffic(comm), torch.device("cpu")
-    handling = {d: measure_handling(comm, numel=numel, density=d, device=device) for d in DENSITIES}
-    for (name, density), seconds in measured.items():
+    compute, numel = measured.pop(("alone", 1.0, "fp32")), layers * (WIDTH + 1) * WIDTH
+    link = measure_traffic(comm)
+    costs: dict[str, Any] = {"numel": numel, "device": torch.device("cpu"), "wires": [FEWER_BYTES]}
+    handling = {d: measure_handling(comm, density=d, **costs) for d in DENSITIES}
+    for (name, density, wire), seconds in measured.items():
         k, own = TopK(density).entries(numel), handling.get(density, Handling())
-        predicted = predict(name, size=comm.size, numel=numel, k=k, link=link, handling=own)
+        predicted = predict(name, size=comm.size, numel=numel, k=k, link=link, handling=own, wire=wire)
         step = step_seconds(predicted, compute=compute)
-        row = {"algorithm": name, "P": comm.size, "density": density, "compute_ms": 1e3 * compute}
+        row = {"algorithm": name, "P": comm.size, "density": density, "wire": wire, "compute_ms": 1e3 * compute}
         row |= {"predicted_ms": 1e3 * step, "measured_ms": 1e3 * seconds, "ratio": step / seconds}
         if comm.rank == 0:
             print(json.dumps(row), flush=True)
 
 
-def _training(comm: Communicator, algorithm: str, density: float, layers: int) -> Callable[[], None]:
+def _cases(algorithm: str, compresses: bool) -> list[Case]:
+    if not compresses:
+        return [(algorithm, 1.0, "fp32"), (algorithm, 1.0, "bf16")]
+    return [*((algorithm, density, "fp32") for density in DENSITIES), (algorithm, DENSITIES[0], FEWER_BYTES)]
+
+
+def _training(comm: Communicator, algorithm: str, density: float, wire: str, layers: int) -> Callable[[], None]:
     """A function that takes one step."""
     torch.manual_seed(comm.rank)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
     batch, sgd = torch.randn(64, WIDTH), torch.optim.SGD(model.parameters(), lr=1e-3)
     optimizer = DistributedOptimizer(
-        sgd, model.named_parameters(), comm=comm, algorithm=algorithm, compressor=TopK(density)
+        sgd, model.named_parameters(), comm=comm, algorithm=algorithm, compressor=TopK(density), wire=wire
     )
 
     def step() -> None:
@@ -134,11 +143,14 @@ def _judged(rows: Sequence[dict[str, Any]]) -> bool:
     behind = first["measured_ms"] / best["measured_ms"] - 1
     within = sum(abs(row["ratio"] - 1) <= STEP for row in rows)
     print(
-        f"P = {first['P']}: first choice {first['algorithm']} at density {first['density']:g}, {behind:.0%} behind the "
-        f"best measured, {best['algorithm']} at {best['density']:g}; "
+        f"P = {first['P']}: first choice {_called(first)}, {behind:.0%} behind the best measured, {_called(best)}; "
         f"{within} of {len(rows)} predictions within {STEP:.0%}"
     )
     return bool(behind <= FIRST_CHOICE)
+
+
+def _called(row: dict[str, Any]) -> str:
+    return f"{row['algorithm']} at density {row['density']:g} in {row['wire']}"
 
 
 def _cell(value: Any) -> str:

@@ -9,9 +9,11 @@ from sparse_collectives.ddp_hook import SparseHookState, sparse_hook
 from sparse_collectives.optimizer import DistributedOptimizer
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.traffic import Traffic
+from sparse_collectives.wire import WIRES
 
 __all__ = [
     "ALGORITHMS",
+    "WIRES",
     "Algorithm",
     "Choice",
     "DenseReduction",
