@@ -41,7 +41,7 @@ def paired_cpu(a: SparseVector, b: SparseVector) -> tuple[Array, Array, Array]:
 def picked_cpu(indices: Array, values: Array, picked: Array, numel: int) -> SparseVector:
     """The entries where ``picked`` is True, their indices increasing."""
     positions = np.flatnonzero(picked)
-    vector = SparseVector._allocate(len(positions), numel, torch.from_numpy(values).dtype, torch.device("cpu"))
+    vector = SparseVector.allocate(len(positions), numel, torch.from_numpy(values).dtype, torch.device("cpu"))
     indices.take(positions, out=vector.indices.numpy(), mode="clip")  # without a mode, take buffers its output
     values.take(positions, out=vector.values.numpy(), mode="clip")
     return vector

@@ -43,7 +43,7 @@ class WireCodec:
     def split(self, vector: SparseVector) -> tuple[SparseVector, SparseVector]:
         """What ``encode`` keeps of a vector, and the rest, entry by entry. The rest of NaN and inf is 0."""
         rounded = self.decode(self.encode(vector), vector.numel, len(vector))
-        error = SparseVector._allocate(len(vector), vector.numel, torch.float32, vector.device)
+        error = SparseVector.allocate(len(vector), vector.numel, torch.float32, vector.device)
         error.indices.copy_(vector.indices)
         error.values.copy_(leftover(vector.values, rounded.values))
         return rounded, error
@@ -76,7 +76,7 @@ class WireCodec:
         if message.is_cpu:
             _check_header(message, numel, entries)
         body = message[HEADER_BYTES:]
-        vector = SparseVector._allocate(entries, numel, torch.float32, message.device)
+        vector = SparseVector.allocate(entries, numel, torch.float32, message.device)
         vector.values.copy_(VALUES[self.values].unpack(body, entries))
         data = body[sizes.indices_at :]
         raw = self.indices == "raw"
