@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import reduce
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-from communicators.dense import allgather_blocks, halving_doubling_allreduce, largest_power_of_two
+from communicators.dense import halving_doubling_allreduce, largest_power_of_two
 from communicators.schedule import SLOT_BYTES, Elapse, Round, Schedule, frame
 from sparse_compress import SparseVector, add, topk
 from sparse_compress.compressors.at_least import reaching
@@ -40,8 +40,8 @@ def oktopk(
         gather       where more than k reach it, the k largest; evened out; ⌈log P⌉ rounds
 
     A rank's own entries whose index is not in the total are dropped: their owner has summed them, and kept none.
-    Differs from the paper: the threshold is found by summed histograms, not by gathering all sums, and the result is
-    cut to k exactly, so 6k elements are a bound from the first call on; ties and zeros are no special case.
+    Differs from the paper: the threshold is found by regular samples, not by gathering all sums, and the result is cut
+    to k exactly, so 6k elements are a bound on entries from the first call on; ties and zeros are no special case.
 
     sparse: min(k, n) entries; explicit zeros are not sent. thresholds_every, boundaries_every: τ', τ, in calls.
     state: see `oktopk_state`. cost: seconds to merge so many entries, which a simulated world charges.
@@ -52,9 +52,10 @@ def oktopk(
     if known["step"] % boundaries_every == 0:
         known["boundaries"] = yield from _agree_on_boundaries(own, rank, size)
     region = yield from _split_and_reduce(own, known["boundaries"], rank, size, k, cost)
+    most = min(k, sparse.numel)
     if renewed := known["step"] % thresholds_every == 0:
         known["local"] = int(magnitude_keys(sparse.values).min())
-    kept, counts, kth = yield from _global_largest(region, 0 if renewed else known["threshold"], k, rank, size)
+    kept, counts, kth = yield from _global_largest(region, 0 if renewed else known["threshold"], most, rank, size)
     if renewed:
         known["threshold"] = kth
     total = yield from gather_evenly(kept, counts, rank, size)
@@ -94,27 +95,16 @@ def _global_largest(
 ) -> Schedule[tuple[SparseVector, list[int], int]]:
     """This rank's sums that reach the threshold, or belong to the k largest where all ranks' are more.
 
-    Also how many they are on every rank, and the key of the k-th largest, 0 where there are not so many.
+    Also how many they are on every rank, and the key of the k-th largest, 0 where there are no more than k.
     """
     reaching = where(region, magnitude_keys(region.values) >= threshold)
-    counts = yield from _everybodys([len(reaching)], region, rank, size)
-    if sum(n for [n] in counts) <= k:
-        return reaching, [n for [n] in counts], 0
     keys = magnitude_keys(reaching.values)
-    kth, wanted = yield from kth_largest(keys, k, rank, size)
-    larger, equal = keys > kth, keys == kth
-    counts = yield from _everybodys([int(larger.sum()), int(equal.sum())], region, rank, size)
-    before = [sum(ties for _, ties in counts[:r]) for r in range(size)]
-    allowed = [min(max(wanted - earlier, 0), ties) for earlier, (_, ties) in zip(before, counts, strict=True)]
-    kept = larger | (equal & (equal.cumsum(0) <= allowed[rank]))  # ties to the lowest index: regions are in rank order
-    return where(reaching, kept), [n + ties for (n, _), ties in zip(counts, allowed, strict=True)], kth
-
-
-def _everybodys(numbers: list[int], like: SparseVector, rank: int, size: int) -> Schedule[list[list[int]]]:
-    """All ranks' numbers, in rank order; 8 bytes each."""
-    mine = torch.tensor(numbers, device=like.device).view(torch.uint8)
-    blocks = yield from allgather_blocks(mine, [len(mine)] * size, rank, size)
-    return [block.clone().view(torch.int64).tolist() for block in blocks]
+    kth, larger, equal = yield from kth_largest(keys, k, rank, size)
+    before = accumulate(equal, initial=sum(larger))
+    allowed = [min(max(k - earlier, 0), ties) for earlier, ties in zip(before, equal, strict=False)]
+    tied = keys == kth
+    kept = (keys > kth) | (tied & (tied.cumsum(0) <= allowed[rank]))  # to the lowest index: regions are in rank order
+    return where(reaching, kept), [n + ties for n, ties in zip(larger, allowed, strict=True)], max(kth, 0)
 
 
 def oktopk_state() -> State:
