@@ -77,7 +77,7 @@ def test_typical_traffic_of_oktopk_is_the_mean_of_calls_in_training(size):
     for call in range(calls):
         generator = torch.Generator().manual_seed(call)
         accs = [residual + torch.randn(numel, generator=generator) for residual in residuals]
-        sent = [oktopk_select(acc, rank, size, k, states[rank]) for rank, acc in enumerate(accs)]
+        sent = [oktopk_select(acc, rank, size, k, states[rank])(acc) for rank, acc in enumerate(accs)]
         world, given = SimulatedWorld(size), {"k": k, "algorithm": "oktopk"}
         results = world.run(
             lambda c, sent=sent, given=given: sparse_allreduce(sent[c.rank], c, state=states[c.rank], **given)

@@ -111,7 +111,7 @@ def test_counts_over_several_calls():
     for step in range(7):
         generator = torch.Generator().manual_seed(step)
         accs = [residual + torch.randint(-99, 100, (n,), generator=generator) for residual in residuals]
-        sent = [oktopk_select(acc, r, size, k, states[r], **options) for r, acc in enumerate(accs)]
+        sent = [oktopk_select(acc, r, size, k, states[r], **options)(acc) for r, acc in enumerate(accs)]
         assert all(len(s) <= k for s in sent)
         threshold = 0 if step % 2 == 0 else states[0]["threshold"]
         results, world = oktopk(sent, k, states, **options)
@@ -153,7 +153,7 @@ def test_gradients_that_are_zero(size):
     """The published code raises IndexError on these."""
     states = [oktopk_state() for _ in range(size)]
     for x in (torch.zeros(20), torch.zeros(20), torch.arange(20.0), torch.zeros(20)):
-        sent = [oktopk_select(x, rank, size, 3, states[rank]) for rank in range(size)]
+        sent = [oktopk_select(x, rank, size, 3, states[rank])(x) for rank in range(size)]
         results, _ = oktopk(sent, 3, states)
         expected = size * x * (x > 16)
         assert all(torch.equal(result.total.to_dense(), expected) for result in results)
@@ -197,7 +197,7 @@ def test_thresholds_are_reused_and_renewed():
     sizes = []
     for scale in (1.0, 0.5, 0.5, 0.5):  # thresholds of the first call hold in the second
         acc = scale * torch.arange(1.0, n + 1)
-        sent = oktopk_select(acc, 0, 1, k, states[0], **OFTEN)
+        sent = oktopk_select(acc, 0, 1, k, states[0], **OFTEN)(acc)
         results, _ = oktopk([sent], k, states, **OFTEN)
         sizes.append((len(sent), len(results[0].total)))
     assert sizes == [(4, 4), (0, 0), (4, 4), (4, 4)]
@@ -205,7 +205,8 @@ def test_thresholds_are_reused_and_renewed():
 
 def test_a_selection_at_density_1_is_everything_whatever_the_threshold():
     state = {**oktopk_state(), "step": 1, "local": 2**30, "of": [8, 1, 8, "torch.float32"]}
-    assert len(oktopk_select(torch.arange(8.0), 0, 1, 8, state)) == 8
+    x = torch.arange(8.0)
+    assert len(oktopk_select(x, 0, 1, 8, state)(x)) == 8
 
 
 def test_thresholds_and_boundaries_start_anew_for_another_k():
@@ -234,7 +235,7 @@ def test_nan_passes_any_threshold():
     acc[3] = torch.nan
     states = [oktopk_state() for _ in range(3)]
     oktopk([topk(torch.full((10,), 9.0), 2)] * 3, 2, states)
-    sent = [oktopk_select(acc if r == 1 else torch.zeros(10), r, 3, 2, states[r]) for r in range(3)]
+    sent = [oktopk_select(acc, r, 3, 2, states[r])(acc if r == 1 else torch.zeros(10)) for r in range(3)]
     results, _ = oktopk(sent, 2, states)
     assert all(result.total.to_dense().isnan().nonzero().tolist() == [[3]] for result in results)
 

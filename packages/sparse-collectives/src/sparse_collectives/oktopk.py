@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from communicators.dense import halving_doubling_allreduce, largest_power_of_two
 from communicators.schedule import SLOT_BYTES, Elapse, Round, Schedule, frame
-from sparse_compress import SparseVector, add, topk
-from sparse_compress.compressors.at_least import reaching
+from sparse_compress import SparseVector, add
 from sparse_compress.magnitude import magnitude_keys
+from sparse_compress.selection import Largest, Reaching, Selection
+from sparse_compress.wire import WIRE_DTYPES
 
 from sparse_collectives.entries import body_nbytes, body_of, from_body, split, where, without
 from sparse_collectives.even_out import gather_evenly
@@ -47,7 +48,7 @@ def oktopk(
     state: see `oktopk_state`. cost: seconds to merge so many entries, which a simulated world charges.
     """
     state = oktopk_state() if state is None else state
-    known = dict(state) if state["of"] == _of(sparse, size, k) else oktopk_state()
+    known = dict(state) if state["of"] == _of(sparse.numel, sparse.dtype, size, k) else oktopk_state()
     own = where(sparse, sparse.values != 0)
     if known["step"] % boundaries_every == 0:
         known["boundaries"] = yield from _agree_on_boundaries(own, rank, size)
@@ -59,7 +60,7 @@ def oktopk(
     if renewed:
         known["threshold"] = kth
     total = yield from gather_evenly(kept, counts, rank, size)
-    state.update(known, step=known["step"] + 1, of=_of(sparse, size, k))
+    state.update(known, step=known["step"] + 1, of=_of(sparse.numel, sparse.dtype, size, k))
     return Reduction(total, without(own, total))
 
 
@@ -116,13 +117,12 @@ def oktopk_state() -> State:
     return {"step": 0, "local": 0, "threshold": 0, "boundaries": [], "of": None}
 
 
-def _of(like: SparseVector | torch.Tensor, size: int, k: int) -> list[Any]:
-    numel = like.numel if isinstance(like, SparseVector) else like.numel()
-    return [min(k, numel), size, numel, str(like.dtype)]
+def _of(numel: int, dtype: torch.dtype, size: int, k: int) -> list[Any]:
+    return [min(k, numel), size, numel, str(dtype)]
 
 
 def oktopk_select(
-    acc: torch.Tensor,
+    like: torch.Tensor,
     rank: int,
     size: int,
     k: int,
@@ -130,13 +130,14 @@ def oktopk_select(
     *,
     thresholds_every: int = 32,
     boundaries_every: int = 64,
-) -> SparseVector:
+) -> Selection:
     """The entries that reach the local threshold, at most k; the k largest themselves where it is due to be renewed."""
     del rank, boundaries_every
-    due = state is None or state["of"] != _of(acc, size, k) or state["step"] % thresholds_every == 0
-    if state is None or due or k >= acc.numel():
-        return topk(acc, k)
-    return reaching(acc, state["local"], k)
+    numel = like.numel()
+    known = state is not None and state["of"] == _of(numel, WIRE_DTYPES[like.dtype], size, k)
+    if state is None or not known or state["step"] % thresholds_every == 0 or k >= numel:
+        return Largest(k)
+    return Reaching(state["local"], k)
 
 
 def check_oktopk(size: int, *, thresholds_every: int, boundaries_every: int) -> None:

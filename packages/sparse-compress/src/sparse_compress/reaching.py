@@ -1,5 +1,6 @@
 """Selection by a magnitude, given as an integer, that elements have to reach."""
 
+import torch
 from torch import Tensor
 
 from sparse_compress.chunks import Positions, at_least
@@ -12,13 +13,19 @@ from sparse_compress.vector import SparseVector
 def reaching(flat: Tensor, key: int, k: int) -> SparseVector:
     """The elements of a 1-D tensor with that key (magnitude as an integer) or a larger one; the k largest, if more.
 
-    On a CPU one sweep, unless very many reach it, and no temporary of the tensor's size. On a GPU their number is
-    read back.
+    NaN and inf reach any key. On a CPU one sweep, unless very many reach it, and no temporary of the tensor's size. On
+    a GPU their number is read back.
     """
+    key = reachable(key, flat.dtype)
     if not flat.is_cpu:
         positions = (magnitude_keys(flat) >= key).nonzero().view(-1)
         return gather(flat, positions) if len(positions) <= k else topk(flat, k)
     return reached(at_least(bits_of(flat), key, limit_of(len(flat), k)), flat, k)
+
+
+def reachable(key: int, dtype: torch.dtype) -> int:
+    """The key, but no larger than that of inf."""
+    return min(key, int(magnitude_keys(torch.tensor(torch.inf, dtype=dtype))))
 
 
 def limit_of(numel: int, k: int) -> int:
