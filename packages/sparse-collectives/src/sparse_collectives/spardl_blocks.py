@@ -10,7 +10,7 @@ from communicators.dense import block_bounds
 from sparse_compress import SparseVector, add
 from torch import Tensor
 
-from sparse_collectives.budgets import block_budgets, cut_to_budgets
+from sparse_collectives.budgets import block_budgets, cut_to_budgets, merge_to_budgets
 from sparse_collectives.entries import body_nbytes, body_of, from_body, take
 
 
@@ -44,9 +44,9 @@ class Blocks:
 
     def add(self, body: Tensor) -> None:
         """Adds what another rank gives of the blocks that are held, and cuts the sums to the budgets."""
-        total = add(self.kept, from_body(body, like=self.kept))
+        theirs = from_body(body, like=self.kept)
         bounds, budgets = zip(*((self.bounds[b], self.budgets[b]) for b in self.held), strict=True)
-        self.kept, cut = cut_to_budgets(total, bounds, budgets)
+        self.kept, cut = merge_to_budgets(self.kept, theirs, bounds, budgets)
         self.dropped = add(self.dropped, cut)
 
     def nbytes(self, members: Sequence[int]) -> int:

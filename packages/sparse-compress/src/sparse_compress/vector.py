@@ -67,13 +67,6 @@ class SparseVector:
         header = Header(numel, entries, dtype)
         return cls._view(_new_buffer(header, device), header)
 
-    def _take(self, positions: Tensor) -> Self:
-        """The entries at ``positions`` (int64, increasing), in a buffer of their own."""
-        taken = self.allocate(len(positions), self.numel, self.dtype, self.device)
-        torch.index_select(self.indices, 0, positions, out=taken.indices)
-        torch.index_select(self.values, 0, positions, out=taken.values)
-        return taken
-
     @classmethod
     def empty(cls, numel: int, dtype: torch.dtype = torch.float32, *, device: torch.device | str | None = None) -> Self:
         """A vector without entries, of the value dtype in which gradients of ``dtype`` travel."""
