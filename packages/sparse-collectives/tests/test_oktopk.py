@@ -249,10 +249,12 @@ def test_the_kth_largest_is_exact(data):
     most = data.draw(st.sampled_from([2, 300, np.iinfo(dtype).max]))
     longest = data.draw(st.sampled_from([4, 500]))
     keys = [rng.integers(most, size=rng.integers(longest), dtype=dtype, endpoint=True) for _ in range(size)]
+    least = data.draw(st.sampled_from([0, 1, int(most) // 2]))
+    given, keys = keys, [own[own >= least] for own in keys]
     everything = np.sort(np.concatenate(keys))[::-1]
     k = data.draw(st.integers(1, len(everything) + 2))
     world = SimulatedWorld(size)
-    found = world.run(lambda c: run(kth_largest(torch.from_numpy(keys[c.rank]), k, c.rank, size), c))
+    found = world.run(lambda c: run(kth_largest(torch.from_numpy(given[c.rank]), least, k, c.rank, size), c))
     spans = spans_of(keys, k)
     kth = -1 if spans is None else int(everything[k - 1])
     assert found == [KthLargest(kth, [sum(own > kth) for own in keys], [sum(own == kth) for own in keys])] * size
@@ -272,7 +274,7 @@ def test_many_keys_lie_in_small_spans():
     spans = spans_of(keys, k)
     assert sum(spans) <= 4 * sample_count(k)
     world = SimulatedWorld(4)
-    found = world.run(lambda c: run(kth_largest(torch.from_numpy(keys[c.rank]), k, c.rank, 4), c))
+    found = world.run(lambda c: run(kth_largest(torch.from_numpy(keys[c.rank]), 0, k, c.rank, 4), c))
     assert found[0].key == np.sort(np.concatenate(keys))[-k]
 
 

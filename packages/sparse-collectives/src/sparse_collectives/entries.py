@@ -41,19 +41,20 @@ def where(sparse: SparseVector, chosen: Tensor) -> SparseVector:
         positions = torch.from_numpy(np.flatnonzero(chosen.numpy()))
     else:
         positions = chosen.nonzero().view(-1)
-    taken = SparseVector.allocate(len(positions), sparse.numel, sparse.dtype, sparse.device)
-    for part, out in ((sparse.indices, taken.indices), (sparse.values, taken.values)):
-        torch.index_select(part, 0, positions, out=out)
-    return taken
+    return sparse if len(positions) == len(sparse) else _at(sparse, positions)
 
 
 def without(sparse: SparseVector, other: SparseVector) -> SparseVector:
     """The entries whose index the other vector does not have."""
     if sparse.device.type != "cpu":
         return where(sparse, ~torch.isin(sparse.indices, other.indices))
-    mine, theirs = sparse.indices.numpy(), other.indices.numpy()
-    missing = np.isin(mine, theirs, assume_unique=True, invert=True, kind="sort")  # merges two runs: both are sorted
-    return where(sparse, torch.from_numpy(missing))
+    both = np.concatenate([sparse.indices.numpy(), other.indices.numpy()]).view(np.uint32) << 1
+    both[len(sparse) :] |= 1
+    both.sort(kind="stable")  # finds the two runs and merges them; an index of both stands before its odd twin
+    mine = both & 1 == 0
+    missing = mine.copy()
+    missing[:-1] &= both[:-1] ^ 1 != both[1:]
+    return _at(sparse, torch.from_numpy(np.cumsum(mine).take(np.flatnonzero(missing)) - 1))
 
 
 def split(sparse: SparseVector, bounds: Bounds) -> list[SparseVector]:
@@ -98,3 +99,11 @@ def join_bodies(bodies: Sequence[Tensor], like: SparseVector) -> SparseVector:
     )
     torch.cat(values + indices, out=body_of(joined))
     return joined
+
+
+def _at(sparse: SparseVector, positions: Tensor) -> SparseVector:
+    """The entries at positions, int64, which increase."""
+    taken = SparseVector.allocate(len(positions), sparse.numel, sparse.dtype, sparse.device)
+    for part, out in ((sparse.indices, taken.indices), (sparse.values, taken.values)):
+        torch.index_select(part, 0, positions, out=out)
+    return taken

@@ -16,7 +16,7 @@ from torch import Tensor
 from sparse_collectives.traffic import Traffic, bruck_sent, together
 
 Keys = NDArray[np.signedinteger[Any]]
-MANY = 1 << 15  # keys: from here on torch sorts by radix, rising, in a quarter of the time; fewer NumPy sorts faster
+MANY = 1 << 15  # keys: from here on torch sorts by radix, in a quarter of the time; fewer NumPy sorts faster
 
 
 class KthLargest(NamedTuple):
@@ -28,7 +28,7 @@ class KthLargest(NamedTuple):
 
 
 class Bracket(NamedTuple):
-    """low, high: they enclose the k-th largest key. spans: [first, last) of each rank's keys, falling, that may too.
+    """low, high: they enclose the k-th largest key. spans: [first, last) of each rank's keys, the largest first.
 
     Outside its span no key of a rank lies strictly between low and high.
     """
@@ -38,8 +38,8 @@ class Bracket(NamedTuple):
     spans: list[tuple[int, int]]
 
 
-def kth_largest(keys: Tensor, k: int, rank: int, size: int) -> Schedule[KthLargest]:
-    """The k-th largest of all ranks' keys, the same on every rank; -1, than which all are larger, where they are ≤ k.
+def kth_largest(keys: Tensor, least: int, k: int, rank: int, size: int) -> Schedule[KthLargest]:
+    """The k-th largest of all ranks' keys from `least` on, the same on every rank; -1 where they are no more than k.
 
         1. all-gather   of the number m of a rank's keys and every g-th of them, g = ⌈m/S⌉, S = ⌊√2k⌋ + 1
            bracket      every sample stands for g keys, g − 1 more may be as large: two samples enclose the k-th
@@ -50,18 +50,21 @@ def kth_largest(keys: Tensor, k: int, rank: int, size: int) -> Schedule[KthLarge
 
     keys: 1-D int32 or int64, not negative, this rank's; k ≥ 1.
     """
-    ordered = _falling(keys)
-    samples, gap = sample_count(k), _gap(len(keys), sample_count(k))
-    mine = ordered.new_zeros(1 + samples)
-    mine[0], chosen = len(keys), ordered[gap - 1 :: gap]
-    mine[1 : 1 + len(chosen)] = chosen
+    rising = _rising(keys)
+    rising = rising[torch.searchsorted(rising, least) :]
+    m, samples = len(rising), sample_count(k)
+    gap = _gap(m, samples)
+    mine = rising.new_zeros(1 + samples)
+    mine[0], mine[1 : 1 + m // gap] = m, rising[m % gap :: gap]
     sampled = yield from _gathered(mine, [len(mine)] * size, rank, size)
     counts = [int(numbers[0]) for numbers in sampled]
     if sum(counts) <= k:
         return KthLargest(-1, counts, [0] * size)
     low, high, spans = bracket(counts, [numbers[1:] for numbers in sampled], k)
-    above, at_high, at_low = (keys > high).sum(), (keys == high).sum(), (keys == low).sum()
-    mine = torch.cat([torch.stack([above, at_high, at_low]).to(keys.dtype), ordered[slice(*spans[rank])]])
+    ends = rising.new_tensor([low, high])
+    below, upto = torch.searchsorted(rising, ends), torch.searchsorted(rising, ends, right=True)
+    first, last = spans[rank]
+    mine = torch.cat([m - upto[1:], (upto - below).flip(0), rising[m - last : m - first]]).to(keys.dtype)
     gathered = yield from _gathered(mine, [3 + last - first for first, last in spans], rank, size)
     return _settle(gathered, low, high, k)
 
@@ -120,10 +123,10 @@ def _gap(count: int, samples: int) -> int:
     return max(-(-count // samples), 1)
 
 
-def _falling(keys: Tensor) -> Tensor:
+def _rising(keys: Tensor) -> Tensor:
     if keys.is_cpu and len(keys) < MANY:
-        return torch.from_numpy(np.sort(keys.numpy())[::-1].copy())
-    return torch.sort(keys).values.flip(0)
+        return torch.from_numpy(np.sort(keys.numpy()))
+    return torch.sort(keys).values
 
 
 def _gathered(mine: Tensor, lengths: Sequence[int], rank: int, size: int) -> Schedule[list[Keys]]:

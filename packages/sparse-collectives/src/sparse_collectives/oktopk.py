@@ -98,14 +98,14 @@ def _global_largest(
 
     Also how many they are on every rank, and the key of the k-th largest, 0 where there are no more than k.
     """
-    reaching = where(region, magnitude_keys(region.values) >= threshold)
-    keys = magnitude_keys(reaching.values)
-    kth, larger, equal = yield from kth_largest(keys, k, rank, size)
+    keys = magnitude_keys(region.values)
+    kth, larger, equal = yield from kth_largest(keys, threshold, k, rank, size)
     before = accumulate(equal, initial=sum(larger))
     allowed = [min(max(k - earlier, 0), ties) for earlier, ties in zip(before, equal, strict=False)]
     tied = keys == kth
-    kept = (keys > kth) | (tied & (tied.cumsum(0) <= allowed[rank]))  # to the lowest index: regions are in rank order
-    return where(reaching, kept), [n + ties for n, ties in zip(larger, allowed, strict=True)], max(kth, 0)
+    earlier = tied.cumsum(0) <= allowed[rank]  # ties to the lowest index: regions are in rank order
+    kept = (keys > max(kth, threshold - 1)) | (tied & earlier)
+    return where(region, kept), [n + ties for n, ties in zip(larger, allowed, strict=True)], max(kth, 0)
 
 
 def oktopk_state() -> State:
