@@ -13,7 +13,7 @@ from sparse_collectives import ALGORITHMS, sparse_allreduce
 from sparse_collectives.even_out import even_counts, gather_evenly, is_uneven
 from sparse_collectives.kth_largest import KthLargest, bracket, kth_largest, kth_largest_sent, sample_count
 from sparse_collectives.oktopk import oktopk_select, oktopk_state
-from sparse_collectives.oktopk_traffic import oktopk_traffic
+from sparse_collectives.oktopk_traffic import SPAN, oktopk_traffic
 from sparse_compress import SparseVector, topk
 
 OFTEN = {"thresholds_every": 2, "boundaries_every": 3}
@@ -262,6 +262,16 @@ def test_the_kth_largest_is_exact(data):
     assert world.bytes_sent == [kth_largest_sent(rank, k, values, spans, size).nbytes for rank in range(size)]
     if spans is not None:
         assert sum(spans) <= 2 * sum(len(own) // sample_count(k) for own in keys)
+
+
+@pytest.mark.parametrize("size", [2, 4, 16])
+def test_spans_are_typically_as_long_as_predictions_take_them_to_be(size):
+    """Where every rank holds k keys, which are distributed alike; in training it is somewhat fewer."""
+    k, calls = 1000, 20
+    rng = np.random.default_rng(0)
+    keys = rng.exponential(size=(calls, size, k)).astype(np.float32).view(np.int32)
+    mean = sum(sum(spans_of(list(call), k)) for call in keys) / (calls * size)
+    assert mean == pytest.approx(SPAN * (k // sample_count(k)), rel=0.35)
 
 
 def test_many_keys_lie_in_small_spans():

@@ -111,7 +111,7 @@ def test_prescribed_selections_of_views_and_with_spans_withheld():
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.parametrize("where", [0, 50_000, 99_999])
+@pytest.mark.parametrize("where", [0, 40_000, 99_999])
 def test_prescribed_selections_find_what_is_not_finite(value, where):
     """Wherever it lies: in a block without a budget too."""
     x = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
