@@ -36,7 +36,7 @@ def sparse(training: Training, gradient: torch.Tensor) -> Times:
     k, inside = training.compressor.entries(gradient.numel()), [0.0, 0.0]
     training.mean = torch.zeros_like(gradient) if training.mean is None else training.mean
     select = entry.select
-    prescribed = None if select is None else (lambda acc: select(acc, comm.rank, comm.size, k, state))
+    prescribed = None if select is None else select(gradient, comm.rank, comm.size, k, state)
     begin = time.perf_counter()
     sparse = training.feedback.compress("x", gradient, select=prescribed)
     selected = time.perf_counter() - begin

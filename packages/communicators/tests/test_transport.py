@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from communicators import (
     start,
     transport_communicator,
 )
-from communicators.engine import Engine, engine
+from communicators.engine import LONGEST_NAP_SECONDS, Engine, engine
 from communicators.transport import PeerLost, Pending, Transport
 from communicators.transport_communicator import TransportCommunicator
 
@@ -206,6 +207,27 @@ def test_closing_after_a_failure_waits_for_what_it_ends():
     assert on_all(comms, lambda comm: comm.close()) == [None, None]
     with pytest.raises(CollectiveError, match="by hand"):
         works[0].wait(timeout=10)
+
+
+def test_a_call_waits_busily_in_every_round_at_first():
+    """Not only in its first: with several rounds, and computation between them, it would nap in all the others."""
+    naps = []
+
+    class Flight:
+        comm = SimpleNamespace(transport=SimpleNamespace(nap=naps.append))
+        polls, progressed = 0, time.monotonic() - 1.0
+
+        def poll(self):
+            self.polls += 1
+            if self.polls == 2:  # a round is over, and the next one posted
+                self.progressed = time.monotonic() + 1e6
+            return self.polls > 5
+
+        def watch(self):
+            pass
+
+    Engine().drive(Flight())
+    assert naps == [LONGEST_NAP_SECONDS]
 
 
 def test_without_threads_a_call_drives_what_was_started_before(monkeypatch):

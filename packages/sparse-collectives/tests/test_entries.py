@@ -2,8 +2,12 @@
 
 import pytest
 import torch
+from communicators.dense import block_bounds
+from hypothesis import given
+from hypothesis import strategies as st
+from sparse_collectives.budgets import block_budgets, cut_to_budgets, merge_to_budgets
 from sparse_collectives.entries import where, without
-from sparse_compress import topk
+from sparse_compress import SparseVector, add, topk
 
 SIZES = [1, 2, 63, 4097, 70_001]
 
@@ -25,3 +29,24 @@ def test_where_and_without(numel, share):
     missing = ~torch.isin(sparse.indices, other.indices)
     assert torch.equal(rest.indices, sparse.indices[missing])
     assert torch.equal(rest.values, sparse.values[missing])
+
+
+@given(seed=st.integers(0, 99), numel=st.integers(1, 90), blocks=st.integers(1, 5), data=st.data())
+def test_merging_to_budgets_is_adding_and_cutting(seed, numel, blocks, data):
+    """Some blocks of a range, as a rank of SparDL holds them; one of the two has the budgets, the other anything."""
+    bounds, k = block_bounds(numel, blocks), data.draw(st.integers(1, numel))
+    budgets = block_budgets(k, numel, blocks, seed)
+    mine, _ = cut_to_budgets(topk(integers(numel, seed), k), bounds, budgets)
+    theirs = topk(integers(numel, seed + 1), data.draw(st.integers(0, numel)))
+    for a, b in ((mine, theirs), (theirs, mine)):
+        merged, cut = merge_to_budgets(a, b, bounds, budgets)
+        expected, rest = cut_to_budgets(add(a, b), bounds, budgets)
+        assert torch.equal(merged.pack(), expected.pack())
+        assert torch.equal(cut.pack(), rest.pack())
+
+
+def test_a_selection_that_fits_its_budgets_is_not_copied():
+    sparse = SparseVector(torch.tensor([1, 4, 7], dtype=torch.int32), torch.tensor([1.0, 2.0, 3.0]), 9)
+    kept, cut = cut_to_budgets(sparse, [(0, 4), (4, 9)], [1, 2])
+    assert kept is sparse
+    assert not len(cut)

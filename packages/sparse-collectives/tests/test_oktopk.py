@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_collectives import ALGORITHMS, sparse_allreduce
 from sparse_collectives.even_out import even_counts, gather_evenly, is_uneven
-from sparse_collectives.kth_largest import kth_largest, kth_largest_sent
+from sparse_collectives.kth_largest import KthLargest, bracket, kth_largest, kth_largest_sent, sample_count
 from sparse_collectives.oktopk import oktopk_select, oktopk_state
-from sparse_collectives.oktopk_traffic import oktopk_traffic
+from sparse_collectives.oktopk_traffic import SPAN, oktopk_traffic
 from sparse_compress import SparseVector, topk
 
 OFTEN = {"thresholds_every": 2, "boundaries_every": 3}
@@ -41,25 +41,31 @@ def spiky(size, n, k):
     return [topk(torch.arange(n) * 1.0 + 1e4 * (torch.arange(n) == n - 1 - rank % k), k) for rank in range(size)]
 
 
+def spans_of(keys, k):
+    """How many keys of each rank may be the k-th largest, told by every g-th of them; None where they are k or less."""
+    counts = [len(own) for own in keys]
+    if sum(counts) <= k:
+        return None
+    samples = np.zeros((len(keys), sample_count(k)), keys[0].dtype)
+    for row, own in zip(samples, keys, strict=True):
+        gap = max(-(-len(own) // len(row)), 1)
+        chosen = np.sort(own)[::-1][gap - 1 :: gap]
+        row[: len(chosen)] = chosen
+    return [last - first for first, last in bracket(counts, samples, k).spans]
+
+
 def expected_traffic(vectors, k, total, edges, threshold, boundaries):
     """Every rank's, by counting entries; threshold: the key that sums had to reach; edges: of the regions."""
     indices = [v.indices[v.values != 0].numpy() for v in vectors]
-    sums = sum(v.to_dense() for v in vectors).numpy()[np.unique(np.concatenate(indices))]
-    reached = int((np.abs(sums).view(np.int32) >= threshold).sum())
+    summed = np.unique(np.concatenate(indices))
+    keys = np.abs(sum(v.to_dense() for v in vectors).numpy()[summed]).view(np.int32)
+    regions = np.split(keys, np.searchsorted(summed, edges[1:-1]))
+    spans = spans_of([own[own >= threshold] for own in regions], k)
     given, kept = (
         [np.diff(np.searchsorted(at, edges)).tolist() for at in part] for part in (indices, [total.indices.numpy()])
     )
     return [
-        oktopk_traffic(
-            rank,
-            k,
-            torch.float32,
-            given=own,
-            reached=reached,
-            kept=kept[0],
-            edges=edges,
-            boundaries=boundaries,
-        )
+        oktopk_traffic(rank, k, torch.float32, given=own, spans=spans, kept=kept[0], edges=edges, boundaries=boundaries)
         for rank, own in enumerate(given)
     ]
 
@@ -90,11 +96,12 @@ def test_bytes_of_a_first_call_where_one_region_has_it_all(size, k):
 @pytest.mark.parametrize("size", [2, 4, 8, 16])
 def test_volume_is_at_most_6k_elements_from_the_first_call_on(vectors, size):
     """The published code sends up to 3.5 times its own bound in its first sparse steps. Here what is no entry comes to
-    some 12 KB in a first call, whatever k and n: headers, histograms, sizes."""
+    some √(2k) keys a rank as samples, at most as many between two of them in every round, and headers and sizes."""
     k, states = 4096, [oktopk_state() for _ in range(size)]
     for call in range(2):
         _, world = oktopk(vectors(size, 1 << 16, k), k, states)
-        rest = 16 * max(world.messages_sent) + (4 * 2 * 1024 + 64 * size if not call else 0) + 24 * size
+        keys = 4 * sample_count(k) * (size - 1 + size * (size - 1).bit_length())
+        rest = 16 * max(world.messages_sent) + (64 * size if not call else 0) + 16 * size + keys
         assert max(world.bytes_sent) <= 4 * 6 * k + rest
 
 
@@ -104,7 +111,7 @@ def test_counts_over_several_calls():
     for step in range(7):
         generator = torch.Generator().manual_seed(step)
         accs = [residual + torch.randint(-99, 100, (n,), generator=generator) for residual in residuals]
-        sent = [oktopk_select(acc, r, size, k, states[r], **options) for r, acc in enumerate(accs)]
+        sent = [oktopk_select(acc, r, size, k, states[r], **options)(acc) for r, acc in enumerate(accs)]
         assert all(len(s) <= k for s in sent)
         threshold = 0 if step % 2 == 0 else states[0]["threshold"]
         results, world = oktopk(sent, k, states, **options)
@@ -146,7 +153,7 @@ def test_gradients_that_are_zero(size):
     """The published code raises IndexError on these."""
     states = [oktopk_state() for _ in range(size)]
     for x in (torch.zeros(20), torch.zeros(20), torch.arange(20.0), torch.zeros(20)):
-        sent = [oktopk_select(x, rank, size, 3, states[rank]) for rank in range(size)]
+        sent = [oktopk_select(x, rank, size, 3, states[rank])(x) for rank in range(size)]
         results, _ = oktopk(sent, 3, states)
         expected = size * x * (x > 16)
         assert all(torch.equal(result.total.to_dense(), expected) for result in results)
@@ -190,7 +197,7 @@ def test_thresholds_are_reused_and_renewed():
     sizes = []
     for scale in (1.0, 0.5, 0.5, 0.5):  # thresholds of the first call hold in the second
         acc = scale * torch.arange(1.0, n + 1)
-        sent = oktopk_select(acc, 0, 1, k, states[0], **OFTEN)
+        sent = oktopk_select(acc, 0, 1, k, states[0], **OFTEN)(acc)
         results, _ = oktopk([sent], k, states, **OFTEN)
         sizes.append((len(sent), len(results[0].total)))
     assert sizes == [(4, 4), (0, 0), (4, 4), (4, 4)]
@@ -198,7 +205,8 @@ def test_thresholds_are_reused_and_renewed():
 
 def test_a_selection_at_density_1_is_everything_whatever_the_threshold():
     state = {**oktopk_state(), "step": 1, "local": 2**30, "of": [8, 1, 8, "torch.float32"]}
-    assert len(oktopk_select(torch.arange(8.0), 0, 1, 8, state)) == 8
+    x = torch.arange(8.0)
+    assert len(oktopk_select(x, 0, 1, 8, state)(x)) == 8
 
 
 def test_thresholds_and_boundaries_start_anew_for_another_k():
@@ -227,27 +235,57 @@ def test_nan_passes_any_threshold():
     acc[3] = torch.nan
     states = [oktopk_state() for _ in range(3)]
     oktopk([topk(torch.full((10,), 9.0), 2)] * 3, 2, states)
-    sent = [oktopk_select(acc if r == 1 else torch.zeros(10), r, 3, 2, states[r]) for r in range(3)]
+    sent = [oktopk_select(acc, r, 3, 2, states[r])(acc if r == 1 else torch.zeros(10)) for r in range(3)]
     results, _ = oktopk(sent, 2, states)
     assert all(result.total.to_dense().isnan().nonzero().tolist() == [[3]] for result in results)
 
 
-@settings(max_examples=20)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_the_kth_largest_is_exact(data):
-    size, dtype = data.draw(testing.world_sizes(8)), data.draw(st.sampled_from([torch.int32, torch.int64]))
-    most = st.sampled_from([3, torch.iinfo(dtype).max])
-    keys = [data.draw(st.lists(st.integers(0, data.draw(most)), max_size=9)) for _ in range(size)]
-    everything = sorted(itertools.chain(*keys), reverse=True)
-    if not everything:
-        return
-    k = data.draw(st.integers(1, len(everything)))
+    """Few keys, of which all are samples, and many, of which every g-th is; with ties, and in ranks of any share."""
+    size, dtype = data.draw(testing.world_sizes(8)), data.draw(st.sampled_from([np.int32, np.int64]))
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    most = data.draw(st.sampled_from([2, 300, np.iinfo(dtype).max]))
+    longest = data.draw(st.sampled_from([4, 500]))
+    keys = [rng.integers(most, size=rng.integers(longest), dtype=dtype, endpoint=True) for _ in range(size)]
+    least = data.draw(st.sampled_from([0, 1, int(most) // 2]))
+    given, keys = keys, [own[own >= least] for own in keys]
+    everything = np.sort(np.concatenate(keys))[::-1]
+    k = data.draw(st.integers(1, len(everything) + 2))
     world = SimulatedWorld(size)
-    found = world.run(lambda c: run(kth_largest(torch.tensor(keys[c.rank], dtype=dtype), k, c.rank, size), c))
-    kth = everything[k - 1]
-    assert found == [(kth, k - sum(key > kth for key in everything))] * size
-    values = torch.float32 if dtype == torch.int32 else torch.float64
-    assert world.bytes_sent == [kth_largest_sent(rank, size, values).nbytes for rank in range(size)]
+    found = world.run(lambda c: run(kth_largest(torch.from_numpy(given[c.rank]), least, k, c.rank, size), c))
+    spans = spans_of(keys, k)
+    kth = -1 if spans is None else int(everything[k - 1])
+    assert found == [KthLargest(kth, [sum(own > kth) for own in keys], [sum(own == kth) for own in keys])] * size
+    values = torch.float32 if dtype == np.int32 else torch.float64
+    assert world.bytes_sent == [kth_largest_sent(rank, k, values, spans, size).nbytes for rank in range(size)]
+    if spans is not None:
+        assert sum(spans) <= 2 * sum(len(own) // sample_count(k) for own in keys)
+
+
+@pytest.mark.parametrize("size", [2, 4, 16])
+def test_spans_are_typically_as_long_as_predictions_take_them_to_be(size):
+    """Where every rank holds k keys, which are distributed alike; in training it is somewhat fewer."""
+    k, calls = 1000, 20
+    rng = np.random.default_rng(0)
+    keys = rng.exponential(size=(calls, size, k)).astype(np.float32).view(np.int32)
+    mean = sum(sum(spans_of(list(call), k)) for call in keys) / (calls * size)
+    assert mean == pytest.approx(SPAN * (k // sample_count(k)), rel=0.35)
+
+
+def test_many_keys_lie_in_small_spans():
+    """At most P·S are gathered of 4·k, and they are where it matters: one rank's keys are all larger, one's smaller."""
+    rng, k = np.random.default_rng(0), 40_000
+    keys = [
+        rng.integers(low, high, k, dtype=np.int32)
+        for low, high in ((0, 9), (0, 2**30), (2**30, 2**31 - 1), (0, 2**31 - 1))
+    ]
+    spans = spans_of(keys, k)
+    assert sum(spans) <= 4 * sample_count(k)
+    world = SimulatedWorld(4)
+    found = world.run(lambda c: run(kth_largest(torch.from_numpy(keys[c.rank]), 0, k, c.rank, 4), c))
+    assert found[0].key == np.sort(np.concatenate(keys))[-k]
 
 
 @given(counts=st.lists(st.integers(0, 30), min_size=1, max_size=9))

@@ -287,12 +287,12 @@ def test_momentum_on_both_sides_is_warned_about():
 
 
 def test_an_algorithm_that_prescribes_its_selection_replaces_the_compressor_and_keeps_a_state(monkeypatch):
-    def select(acc, rank, size, k, state):
-        assert (rank, size, k) == (0, 1, 2)
-        state["steps"] = state.get("steps", 0) + 1
-        return topk(torch.cat([torch.zeros(2), acc[2:]]), k)
+    def select(like, rank, size, k, state):
+        assert (like.shape, rank, size, k) == ((4,), 0, 1, 2)
+        return lambda acc: topk(torch.cat([torch.zeros(2), acc[2:]]), k)
 
     def scheduled(sparse, rank, size, k, *, state, cost=None):
+        state["steps"] = state.get("steps", 0) + 1
         return (yield from gtopk(sparse, rank, size, k, cost=cost))
 
     entry = Algorithm(scheduled, gtopk_sent, select=select, initial_state=dict)

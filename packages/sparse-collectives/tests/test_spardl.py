@@ -127,7 +127,7 @@ def test_fewer_entries_than_ranks_still_send_every_index_in_turn():
     residuals, applied = [torch.zeros(n) for _ in range(size)], torch.zeros(n)
     for step in range(4 * size):
         accs = [residual + given * (step == 0) for residual in residuals]
-        sent = [spardl_select(acc, rank, size, k, states[rank]) for rank, acc in enumerate(accs)]
+        sent = [spardl_select(acc, rank, size, k, states[rank])(acc) for rank, acc in enumerate(accs)]
         assert all(len(s) == k for s in sent)
         results, _ = spardl(sent, k, states)
         residuals = [acc - s.to_dense() + r.dropped.to_dense() for acc, s, r in zip(accs, sent, results, strict=True)]
@@ -146,7 +146,7 @@ def test_what_is_cut_to_the_budgets_first_is_dropped():
 
 def test_a_selection_by_blocks_needs_no_cut():
     acc = torch.tensor([9.0, 8, 7, 0, 1, 0, 0, 2])
-    chosen = spardl_select(acc, 0, 2, 4, None)
+    chosen = spardl_select(acc, 0, 2, 4, None)(acc)
     assert chosen.to_dense().tolist() == [9, 8, 0, 0, 1, 0, 0, 2]
     results, _ = spardl([chosen, chosen], 4)
     assert torch.equal(results[0].total.to_dense(), 2 * chosen.to_dense())
@@ -159,7 +159,7 @@ def test_a_value_that_is_not_finite_shows_even_where_its_block_has_no_budget(val
     acc = torch.ones(8)
     acc[5] = value
     states = [{**spardl_state(), "step": step} for _ in range(4)]
-    vectors = [spardl_select(acc if rank == 2 else torch.ones(8), rank, 4, 1, states[rank]) for rank in range(4)]
+    vectors = [spardl_select(acc, rank, 4, 1, states[rank])(acc if rank == 2 else torch.ones(8)) for rank in range(4)]
     assert 5 in vectors[2].indices[~torch.isfinite(vectors[2].values)]
     results, _ = spardl(vectors, 1, states)
     assert all(not torch.isfinite(result.total.values).all() for result in results)

@@ -97,7 +97,7 @@ def test_packed_indices_are_near_the_entropy_bound(density):
 
 def test_nothing_is_read_back_from_a_device():
     """Meta tensors have no data: reading any would raise."""
-    vector = SparseVector._allocate(10, 1000, torch.float32, torch.device("meta"))
+    vector = SparseVector.allocate(10, 1000, torch.float32, torch.device("meta"))
     for codec in CODECS:
         rounded, error = codec.split(vector)
         assert len(rounded) == len(error) == 10

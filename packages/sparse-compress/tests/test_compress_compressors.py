@@ -176,7 +176,7 @@ def test_suspects(make, value):
 def test_a_prescribed_selection_does_not_hide_what_is_not_finite():
     feedback = ErrorFeedback(TopK(0.1))
     feedback.compress(
-        "w", torch.tensor([torch.nan, 1.0]), select=lambda x: topk(x[1:], 0)._allocate(0, 2, x.dtype, x.device)
+        "w", torch.tensor([torch.nan, 1.0]), select=lambda x: topk(x[1:], 0).allocate(0, 2, x.dtype, x.device)
     )
     assert feedback.suspects() == ["w"]
 

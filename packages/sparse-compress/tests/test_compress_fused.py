@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_compress import ErrorFeedback, TopK, accumulator, chunks, topk_cpu
-from sparse_compress.chunks import CHUNK
+from sparse_compress.chunks import CHUNK, WORD, positions_of
+from sparse_compress.selection import Largest, LargestOfBlocks, Reaching
 from sparse_compress.topk_cpu import SMALL
 
 GRADIENT_DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -28,16 +29,28 @@ class Unfused:
         return self.plain.entries(numel)
 
 
+class Plain:
+    """A prescribed selection without its fused step."""
+
+    def __init__(self, selection):
+        self.selection = selection
+
+    def __call__(self, accumulated):
+        return self.selection(accumulated)
+
+
 def bits(tensor):
     return tensor.view(torch.int64 if tensor.dtype == torch.float64 else torch.int32)
 
 
-def assert_steps_agree(gradients, density, **mode):
+def assert_steps_agree(gradients, density, select=None, **mode):
     """Sent, residuals and velocities are the same bits; NaN by its bits too."""
     fused, plain = ErrorFeedback(TopK(density), **mode), ErrorFeedback(Unfused(density), **mode)
     for gradient in gradients:
-        sent, expected = fused.compress("w", gradient), plain.compress("w", gradient)
+        sent = fused.compress("w", gradient, select=select)
+        expected = plain.compress("w", gradient, select=None if select is None else Plain(select))
         assert torch.equal(sent.pack(), expected.pack())
+        assert fused.suspects() == plain.suspects()
         for one, other in zip(fused._find("w").parts(), plain._find("w").parts(), strict=True):
             assert torch.equal(bits(one), bits(other))
         fused.commit()
@@ -60,6 +73,52 @@ def test_fused_is_plain(nasty, dtype, seed, n, momentum, tentative, chunk):
         for module in (chunks, accumulator):
             patch.setattr(module, "CHUNK", chunk)
         assert_steps_agree(gradients, 0.01, momentum=momentum, tentative=tentative)
+
+
+def selections(n, k, key):
+    """Of all kinds, for n elements; blocks with and without a budget, and an empty one."""
+    a, b = n // 3, n // 2
+    blocks = LargestOfBlocks([(0, a), (a, b), (b, b), (b, n)], [min(k, a), 0, 0, min(k, n - b)])
+    return [Largest(k), Reaching(key, k), Reaching(0, k), Reaching(2**31 - 1, k), blocks]
+
+
+@pytest.mark.parametrize("which", range(5))
+@settings(deadline=None, max_examples=8)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    n=st.integers(1, 300) | st.integers(SMALL + 1, 100_000),
+    dtype=st.sampled_from(GRADIENT_DTYPES),
+    momentum=st.sampled_from([0.0, 0.7]),
+    tentative=st.booleans(),
+)
+def test_prescribed_selections_fused_are_plain(nasty, which, seed, n, dtype, momentum, tentative):
+    rng = np.random.default_rng(seed)
+    gradients = [torch.from_numpy(nasty(rng, n)).to(dtype) for _ in range(2)]
+    key = int(torch.tensor(2.0).view(torch.int32))
+    select = selections(n, max(n // 50, 1), key)[which]
+    assert_steps_agree(gradients, 0.5, select, momentum=momentum, tentative=tentative)
+
+
+def test_prescribed_selections_of_views_and_with_spans_withheld():
+    x = torch.randn(600, 400, generator=torch.Generator().manual_seed(0))
+    for select in selections(x.numel(), 1000, int(torch.tensor(2.0).view(torch.int32))):
+        assert_steps_agree([x.T, x.T], 0.5, select)
+        feedback = ErrorFeedback(TopK(0.5))
+        gradient = x.clone()
+        gradient[:2] = 0
+        sent = feedback.compress("w", gradient, select=select, withhold=[slice(0, 800)])
+        assert torch.equal(sent.pack(), select(gradient.view(-1)).pack())
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("where", [0, 40_000, 99_999])
+def test_prescribed_selections_find_what_is_not_finite(value, where):
+    """Wherever it lies: in a block without a budget too."""
+    x = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
+    for select in selections(len(x), 10, int(torch.tensor(4.5).view(torch.int32))):
+        feedback = ErrorFeedback(TopK(0.5))
+        feedback.compress("w", x.index_fill(0, torch.tensor([where]), value), select=select)
+        assert feedback.suspects() == ["w"]
 
 
 def test_gradients_that_are_views():
@@ -88,6 +147,12 @@ def test_the_sample_is_of_the_sum(monkeypatch):
         feedback = ErrorFeedback(TopK(0.01), momentum=momentum)
         for step in range(3):
             feedback.compress("w", torch.randn(300_000, generator=torch.Generator().manual_seed(step)) * 10**step)
+
+
+@given(seed=st.integers(0, 99), words=st.integers(0, 600), density=st.sampled_from([0.0, 0.002, 0.2, 1.0]))
+def test_positions_of_flags(seed, words, density):
+    flags = np.random.default_rng(seed).random(words * WORD) < density
+    assert np.array_equal(positions_of(flags), np.flatnonzero(flags))
 
 
 def peak_rss_growth(dtype, view):

@@ -98,7 +98,7 @@ def test_other_devices_give_the_same_padded_to_sizes_known_beforehand(pair, k):
 
 def test_merging_reads_nothing_back_from_a_device():
     """Meta tensors have no data: reading any would raise."""
-    a, b = (SparseVector._allocate(entries, 100, torch.float32, torch.device("meta")) for entries in (7, 5))
+    a, b = (SparseVector.allocate(entries, 100, torch.float32, torch.device("meta")) for entries in (7, 5))
     assert [len(part) for k in (0, 5, 12, 30) for part in merge(a, b, k)] == [0, 12, 5, 7, 12, 0, 30, 0]
     assert [len(add(a, b)), len(pad(a, 9)), len(share(a, 1, 2))] == [12, 9, 3]
 
@@ -182,7 +182,7 @@ def test_share_bounds(member, of):
     [
         (SparseVector.empty(5), "numel"),
         (SparseVector.empty(4, torch.float64), "dtype"),
-        (SparseVector._allocate(1, 4, torch.float32, torch.device("meta")), "device"),
+        (SparseVector.allocate(1, 4, torch.float32, torch.device("meta")), "device"),
     ],
 )
 def test_unlike_operands(other, what):

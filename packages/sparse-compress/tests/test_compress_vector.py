@@ -119,7 +119,7 @@ def test_unpack_takes_flat_bytes(buffer):
 
 def test_like_reads_nothing_back_from_a_device():
     """Meta tensors have no data: reading any would raise."""
-    like = SparseVector._allocate(0, 100, torch.float64, torch.device("meta"))
+    like = SparseVector.allocate(0, 100, torch.float64, torch.device("meta"))
     received = SparseVector.unpack(torch.empty(32 + 12 * 5, dtype=torch.uint8, device="meta"), like=like)
     assert (received.numel, len(received), received.dtype) == (100, 5, torch.float64)
     with pytest.raises(ValueError, match="no whole number"):

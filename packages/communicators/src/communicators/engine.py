@@ -86,13 +86,12 @@ class Engine:
     def drive(self, flight: TransportFlight) -> None:
         """Polls a flight to its end in the calling thread.
 
-        Busy at first, then with naps in proportion to the wait: ranks beyond the cores would otherwise spin in the
-        way of the one that they wait for.
+        Busy at first in every round, then with naps in proportion to the wait: ranks beyond the cores would otherwise
+        spin in the way of the one that they wait for.
         """
-        begin = time.perf_counter()
         try:
             while not flight.poll():
-                waited = time.perf_counter() - begin
+                waited = time.monotonic() - flight.progressed
                 if self._inline:  # what was started before has no other thread
                     self._poll_all()
                 if waited > SPIN_SECONDS:

@@ -9,6 +9,7 @@ from typing import Any
 
 from communicators.schedule import Schedule
 from sparse_compress import SparseVector
+from torch import Tensor
 
 from sparse_collectives.dense import dense, dense_sent
 from sparse_collectives.gtopk import gtopk, gtopk_merged, gtopk_sent
@@ -36,8 +37,9 @@ class Algorithm:
         at random; predictions are based on it.
     merged: (rank, size, k, numel) -> entries that the rank merges, as `schedule` tells its `cost`; typically, where
         that depends on the data.
-    select: where the algorithm prescribes what is sent, (acc, rank, size, k, state) -> SparseVector; acc is 1-D. It
-        only reads the state.
+    select: where the algorithm prescribes what is sent, (like, rank, size, k, state) -> the selection of the next call,
+        a function from what has accumulated, 1-D, to a SparseVector; like: a tensor of the gradient's numel and dtype.
+        Neither changes the state.
     initial_state: the state before the first call, where there is one.
     compresses: whether a gradient is selected from before it is sent, and so leaves a residual. Schedule, sent and
         typical then take `wire=`, how vectors travel, where that is not as they are.
@@ -48,7 +50,7 @@ class Algorithm:
 
     schedule: Callable[..., Schedule[Reduction]]
     sent: Callable[..., Traffic]
-    select: Callable[..., SparseVector] | None = None
+    select: Callable[..., Callable[[Tensor], SparseVector]] | None = None
     initial_state: Callable[[], State] | None = None
     compresses: bool = True
     merged: Callable[..., int] | None = None

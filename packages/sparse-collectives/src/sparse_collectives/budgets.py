@@ -10,7 +10,9 @@ import torch
 from communicators.dense import block_bounds
 from sparse_compress import SparseVector, add
 from sparse_compress.compact import compact
-from sparse_compress.magnitude import bits_of, largest, magnitude_keys, magnitude_mask
+from sparse_compress.magnitude import Keys, Mask, bits_of, largest, magnitude_keys, magnitude_mask
+from sparse_compress.merge import keys_of
+from sparse_compress.union import Array, paired_cpu, picked_cpu
 
 from sparse_collectives.entries import Bounds, assemble, where
 
@@ -36,23 +38,44 @@ def cut_to_budgets(sparse: SparseVector, bounds: Bounds, budgets: Sequence[int])
     """
     if sparse.device.type != "cpu":
         return _cut_on_device(add(sparse, _zeros(sparse, bounds, budgets)), bounds, budgets)
-    edges = _edges(sparse, bounds)
+    edges = _edges(sparse.indices.numpy(), bounds)
+    if np.array_equal(np.diff(edges), budgets):
+        return sparse, SparseVector.empty(sparse.numel, sparse.dtype)
     if any(last - first < budget for (first, last), budget in zip(pairwise(edges), budgets, strict=True)):
         sparse = add(sparse, _zeros(sparse, bounds, budgets))
-        edges = _edges(sparse, bounds)
-    bits, selected = bits_of(sparse.values), np.empty(len(sparse), bool)
-    keys = bits & magnitude_mask(bits)
-    for (first, last), budget in zip(pairwise(edges), budgets, strict=True):
-        selected[first:last] = budget == last - first or largest(keys[first:last], budget)
+        edges = _edges(sparse.indices.numpy(), bounds)
+    bits = bits_of(sparse.values)
+    selected = _selected(bits & magnitude_mask(bits), edges, budgets)
     if selected.all():
         return sparse, SparseVector.empty(sparse.numel, sparse.dtype)
     return where(sparse, torch.from_numpy(selected)), where(sparse, torch.from_numpy(~selected))
 
 
-def _edges(sparse: SparseVector, bounds: Bounds) -> list[int]:
+def merge_to_budgets(
+    a: SparseVector, b: SparseVector, bounds: Bounds, budgets: Sequence[int]
+) -> tuple[SparseVector, SparseVector]:
+    """`cut_to_budgets` of a + b, of which one at least has as many entries in each block as its budget."""
+    if a.device.type != "cpu":
+        return cut_to_budgets(add(a, b), bounds, budgets)
+    indices, values, void = paired_cpu(a, b)
+    kept = _selected(keys_of(values, void), _edges(indices, bounds), budgets)
+    cut = ~kept
+    cut[void] = False
+    return picked_cpu(indices, values, kept, a.numel), picked_cpu(indices, values, cut, a.numel)
+
+
+def _selected(keys: Keys, edges: Sequence[int], budgets: Sequence[int]) -> Mask:
+    """The largest keys between two edges each."""
+    selected = np.empty(len(keys), bool)
+    for (first, last), budget in zip(pairwise(edges), budgets, strict=True):
+        selected[first:last] = budget == last - first or largest(keys[first:last], budget)
+    return selected
+
+
+def _edges(indices: Array, bounds: Bounds) -> list[int]:
     """Where each block's entries begin, and where the last one's end."""
     lows = np.array([low for low, _ in bounds], np.int32)
-    return [*np.searchsorted(sparse.indices.numpy(), lows).tolist(), len(sparse)]
+    return [*np.searchsorted(indices, lows).tolist(), len(indices)]
 
 
 def _zeros(like: SparseVector, bounds: Bounds, budgets: Sequence[int]) -> SparseVector:

@@ -64,7 +64,7 @@ def measure_handling(
     one, other = compressor(gradient), compressor(torch.randn_like(gradient))
     merging = seconds_of(lambda: merge(one, other, k), comm, device, repeats) / (2 * k)
     prescribed = {
-        name: compressing(_selection(algorithm_named(name, size=size), comm.rank, size, k))
+        name: compressing(_selection(algorithm_named(name, size=size), gradient, comm.rank, size, k))
         for name, entry in ALGORITHMS.items()
         if entry.select is not None
     }
@@ -127,11 +127,13 @@ def _coding(wire: Wire, sparse: SparseVector) -> Callable[[], object]:
     return there_and_back
 
 
-def _selection(entry: Algorithm, rank: int, size: int, k: int) -> Callable[[torch.Tensor], SparseVector]:
+def _selection(
+    entry: Algorithm, like: torch.Tensor, rank: int, size: int, k: int
+) -> Callable[[torch.Tensor], SparseVector]:
     select = entry.select
     assert select is not None
     state = None if entry.initial_state is None else entry.initial_state()
-    return lambda acc: select(acc, rank, size, k, state)
+    return select(like, rank, size, k, state)
 
 
 def _round_seconds(comm: Communicator, nbytes: int, repeats: int) -> float:

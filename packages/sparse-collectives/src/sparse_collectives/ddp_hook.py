@@ -172,7 +172,7 @@ class SparseHookState:
         bucket, k = self._buckets[key], self.compressor.entries(gradient.numel())
         rank, size = self.comm.rank, self.comm.size
         state, select = self._states.get(key), self.entry.select
-        prescribed = None if select is None else (lambda acc: select(acc, rank, size, k, state))
+        prescribed = None if select is None else select(gradient, rank, size, k, state)
         unused = unused_spans(bucket, gradient)
         sent = marked(self._feedback.compress(key, gradient, select=prescribed, withhold=unused), self._feedback, key)
         schedule, facts = prepare(sent, self.comm, k, self.algorithm, self.entry.options, state, self.wire)

@@ -10,8 +10,8 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from sparse_compress import HEADER_BYTES, SparseVector, wire_nbytes
-from sparse_compress.wire import Header, entry_nbytes, write_header
+from sparse_compress import HEADER_BYTES, SparseVector
+from sparse_compress.wire import entry_nbytes
 from torch import Tensor
 
 Bounds = Sequence[tuple[int, int]]
@@ -20,7 +20,7 @@ Bounds = Sequence[tuple[int, int]]
 
 def assemble(indices: Tensor, values: Tensor, numel: int) -> SparseVector:
     """SparseVector(indices, values, numel), trusted, so that nothing is read back from a GPU."""
-    sparse = _unwritten(len(indices), numel, values.dtype, values.device)
+    sparse = SparseVector.allocate(len(indices), numel, values.dtype, values.device)
     sparse.indices.copy_(indices)
     sparse.values.copy_(values)
     return sparse
@@ -29,7 +29,7 @@ def assemble(indices: Tensor, values: Tensor, numel: int) -> SparseVector:
 def take(sparse: SparseVector, runs: Sequence[slice]) -> SparseVector:
     """The entries at these positions, in this order."""
     entries = sum(run.stop - run.start for run in runs)
-    taken = _unwritten(entries, sparse.numel, sparse.dtype, sparse.device)
+    taken = SparseVector.allocate(entries, sparse.numel, sparse.dtype, sparse.device)
     for part, out in ((sparse.indices, taken.indices), (sparse.values, taken.values)):
         torch.cat([part[run] for run in runs], out=out)
     return taken
@@ -41,19 +41,20 @@ def where(sparse: SparseVector, chosen: Tensor) -> SparseVector:
         positions = torch.from_numpy(np.flatnonzero(chosen.numpy()))
     else:
         positions = chosen.nonzero().view(-1)
-    taken = _unwritten(len(positions), sparse.numel, sparse.dtype, sparse.device)
-    for part, out in ((sparse.indices, taken.indices), (sparse.values, taken.values)):
-        torch.index_select(part, 0, positions, out=out)
-    return taken
+    return sparse if len(positions) == len(sparse) else _at(sparse, positions)
 
 
 def without(sparse: SparseVector, other: SparseVector) -> SparseVector:
     """The entries whose index the other vector does not have."""
     if sparse.device.type != "cpu":
         return where(sparse, ~torch.isin(sparse.indices, other.indices))
-    mine, theirs = sparse.indices.numpy(), other.indices.numpy()
-    missing = np.isin(mine, theirs, assume_unique=True, invert=True, kind="sort")  # merges two runs: both are sorted
-    return where(sparse, torch.from_numpy(missing))
+    both = np.concatenate([sparse.indices.numpy(), other.indices.numpy()]).view(np.uint32) << 1
+    both[len(sparse) :] |= 1
+    both.sort(kind="stable")  # finds the two runs and merges them; an index of both stands before its odd twin
+    mine = both & 1 == 0
+    missing = mine.copy()
+    missing[:-1] &= both[:-1] ^ 1 != both[1:]
+    return _at(sparse, torch.from_numpy(np.cumsum(mine).take(np.flatnonzero(missing)) - 1))
 
 
 def split(sparse: SparseVector, bounds: Bounds) -> list[SparseVector]:
@@ -75,21 +76,22 @@ def body_nbytes(entries: int, dtype: torch.dtype) -> int:
 
 def from_body(body: Tensor, like: SparseVector) -> SparseVector:
     """The vector with these entries, of the numel and dtype of `like`. Copies, so that it is aligned and packed."""
-    sparse = _unwritten(body.numel() // entry_nbytes(like.dtype), like.numel, like.dtype, body.device)
+    sparse = SparseVector.allocate(body.numel() // entry_nbytes(like.dtype), like.numel, like.dtype, body.device)
     body_of(sparse).copy_(body)
     return sparse
 
 
 def join(vectors: Sequence[SparseVector]) -> SparseVector:
     """The entries of all of them; each has higher indices than the one before."""
-    joined = _unwritten(sum(map(len, vectors)), vectors[0].numel, vectors[0].dtype, vectors[0].device)
+    joined = SparseVector.allocate(sum(map(len, vectors)), vectors[0].numel, vectors[0].dtype, vectors[0].device)
     torch.cat([vector.indices for vector in vectors], out=joined.indices)
     torch.cat([vector.values for vector in vectors], out=joined.values)
     return joined
 
 
-def _unwritten(entries: int, numel: int, dtype: torch.dtype, device: torch.device) -> SparseVector:
-    """A vector of so many entries, which are for the caller to write."""
-    buffer = torch.empty(wire_nbytes(entries, dtype), dtype=torch.uint8, device=device)
-    write_header(buffer, Header(numel, entries, dtype))
-    return SparseVector.unpack(buffer, like=SparseVector.empty(numel, dtype, device=device))
+def _at(sparse: SparseVector, positions: Tensor) -> SparseVector:
+    """The entries at positions, int64, which increase."""
+    taken = SparseVector.allocate(len(positions), sparse.numel, sparse.dtype, sparse.device)
+    for part, out in ((sparse.indices, taken.indices), (sparse.values, taken.values)):
+        torch.index_select(part, 0, positions, out=out)
+    return taken

@@ -155,7 +155,7 @@ class SparseExchange:
         if self._tentative and state is not None:
             self._before[name] = copy.deepcopy(state)
         select, rank, size = self._entry.select, self._comm.rank, self._comm.size
-        prescribed = None if select is None else (lambda acc: select(acc, rank, size, k, state))
+        prescribed = None if select is None else select(flat, rank, size, k, state)
         sent = marked(self._feedback.compress(name, flat, select=prescribed), self._feedback, name)
         settings: dict[str, Any] = {"algorithm": self._algorithm, "options": self._entry.options, "wire": self._wire}
         work = sparse_allreduce_async(sent, self._comm, k=k, state=state, **settings)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import reduce
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-from communicators.dense import allgather_blocks, halving_doubling_allreduce, largest_power_of_two
+from communicators.dense import halving_doubling_allreduce, largest_power_of_two
 from communicators.schedule import SLOT_BYTES, Elapse, Round, Schedule, frame
-from sparse_compress import SparseVector, add, topk
-from sparse_compress.compressors.at_least import reaching
+from sparse_compress import SparseVector, add
 from sparse_compress.magnitude import magnitude_keys
+from sparse_compress.selection import Largest, Reaching, Selection
+from sparse_compress.wire import WIRE_DTYPES
 
 from sparse_collectives.entries import split, where, without
 from sparse_collectives.even_out import gather_evenly
@@ -42,27 +43,28 @@ def oktopk(
         gather       where more than k reach it, the k largest; evened out; ⌈log P⌉ rounds
 
     A rank's own entries whose index is not in the total are dropped: their owner has summed them, and kept none.
-    Differs from the paper: the threshold is found by summed histograms, not by gathering all sums, and the result is
-    cut to k exactly, so 6k elements are a bound from the first call on; ties and zeros are no special case.
+    Differs from the paper: the threshold is found by regular samples, not by gathering all sums, and the result is cut
+    to k exactly, so 6k elements are a bound on entries from the first call on; ties and zeros are no special case.
 
     sparse: min(k, n) entries; explicit zeros are not sent. thresholds_every, boundaries_every: τ', τ, in calls.
     state: see `oktopk_state`. wire: what it rounds off, of own entries and of kept sums, is dropped.
     cost: seconds to merge so many entries, which a simulated world charges.
     """
     state = oktopk_state() if state is None else state
-    known = dict(state) if state["of"] == _of(sparse, size, k) else oktopk_state()
+    known = dict(state) if state["of"] == _of(sparse.numel, sparse.dtype, size, k) else oktopk_state()
     own, dropped = wire.rounded(where(sparse, sparse.values != 0))
     if known["step"] % boundaries_every == 0:
         known["boundaries"] = yield from _agree_on_boundaries(own, rank, size)
     region = yield from _split_and_reduce(own, known["boundaries"], rank, size, k, wire, cost)
+    most = min(k, sparse.numel)
     if renewed := known["step"] % thresholds_every == 0:
         known["local"] = int(magnitude_keys(sparse.values).min())
-    kept, counts, kth = yield from _global_largest(region, 0 if renewed else known["threshold"], k, rank, size)
+    kept, counts, kth = yield from _global_largest(region, 0 if renewed else known["threshold"], most, rank, size)
     if renewed:
         known["threshold"] = kth
     gathered = yield from gather_evenly(kept, counts, rank, size, wire)
     total = gathered.total
-    state.update(known, step=known["step"] + 1, of=_of(sparse, size, k))
+    state.update(known, step=known["step"] + 1, of=_of(sparse.numel, sparse.dtype, size, k))
     return Reduction(total, reduce(add, (without(own, total), dropped, gathered.dropped)))
 
 
@@ -106,27 +108,16 @@ def _global_largest(
 ) -> Schedule[tuple[SparseVector, list[int], int]]:
     """This rank's sums that reach the threshold, or belong to the k largest where all ranks' are more.
 
-    Also how many they are on every rank, and the key of the k-th largest, 0 where there are not so many.
+    Also how many they are on every rank, and the key of the k-th largest, 0 where there are no more than k.
     """
-    reaching = where(region, magnitude_keys(region.values) >= threshold)
-    counts = yield from _everybodys([len(reaching)], region, rank, size)
-    if sum(n for [n] in counts) <= k:
-        return reaching, [n for [n] in counts], 0
-    keys = magnitude_keys(reaching.values)
-    kth, wanted = yield from kth_largest(keys, k, rank, size)
-    larger, equal = keys > kth, keys == kth
-    counts = yield from _everybodys([int(larger.sum()), int(equal.sum())], region, rank, size)
-    before = [sum(ties for _, ties in counts[:r]) for r in range(size)]
-    allowed = [min(max(wanted - earlier, 0), ties) for earlier, (_, ties) in zip(before, counts, strict=True)]
-    kept = larger | (equal & (equal.cumsum(0) <= allowed[rank]))  # ties to the lowest index: regions are in rank order
-    return where(reaching, kept), [n + ties for (n, _), ties in zip(counts, allowed, strict=True)], kth
-
-
-def _everybodys(numbers: list[int], like: SparseVector, rank: int, size: int) -> Schedule[list[list[int]]]:
-    """All ranks' numbers, in rank order; 8 bytes each."""
-    mine = torch.tensor(numbers, device=like.device).view(torch.uint8)
-    blocks = yield from allgather_blocks(mine, [len(mine)] * size, rank, size)
-    return [block.clone().view(torch.int64).tolist() for block in blocks]
+    keys = magnitude_keys(region.values)
+    kth, larger, equal = yield from kth_largest(keys, threshold, k, rank, size)
+    before = accumulate(equal, initial=sum(larger))
+    allowed = [min(max(k - earlier, 0), ties) for earlier, ties in zip(before, equal, strict=False)]
+    tied = keys == kth
+    earlier = tied.cumsum(0) <= allowed[rank]  # ties to the lowest index: regions are in rank order
+    kept = (keys > max(kth, threshold - 1)) | (tied & earlier)
+    return where(region, kept), [n + ties for n, ties in zip(larger, allowed, strict=True)], max(kth, 0)
 
 
 def oktopk_state() -> State:
@@ -138,13 +129,12 @@ def oktopk_state() -> State:
     return {"step": 0, "local": 0, "threshold": 0, "boundaries": [], "of": None}
 
 
-def _of(like: SparseVector | torch.Tensor, size: int, k: int) -> list[Any]:
-    numel = like.numel if isinstance(like, SparseVector) else like.numel()
-    return [min(k, numel), size, numel, str(like.dtype)]
+def _of(numel: int, dtype: torch.dtype, size: int, k: int) -> list[Any]:
+    return [min(k, numel), size, numel, str(dtype)]
 
 
 def oktopk_select(
-    acc: torch.Tensor,
+    like: torch.Tensor,
     rank: int,
     size: int,
     k: int,
@@ -152,13 +142,14 @@ def oktopk_select(
     *,
     thresholds_every: int = 32,
     boundaries_every: int = 64,
-) -> SparseVector:
+) -> Selection:
     """The entries that reach the local threshold, at most k; the k largest themselves where it is due to be renewed."""
     del rank, boundaries_every
-    due = state is None or state["of"] != _of(acc, size, k) or state["step"] % thresholds_every == 0
-    if state is None or due or k >= acc.numel():
-        return topk(acc, k)
-    return reaching(acc, state["local"], k)
+    numel = like.numel()
+    known = state is not None and state["of"] == _of(numel, WIRE_DTYPES[like.dtype], size, k)
+    if state is None or not known or state["step"] % thresholds_every == 0 or k >= numel:
+        return Largest(k)
+    return Reaching(state["local"], k)
 
 
 def check_oktopk(size: int, *, thresholds_every: int, boundaries_every: int) -> None:

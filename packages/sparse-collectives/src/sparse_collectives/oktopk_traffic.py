@@ -11,9 +11,11 @@ from communicators.dense import largest_power_of_two
 from communicators.schedule import SLOT_BYTES
 
 from sparse_collectives.even_out import even_counts, is_uneven, shifts
-from sparse_collectives.kth_largest import kth_largest_sent, sum_sent
-from sparse_collectives.traffic import Traffic, bruck_sent, together
+from sparse_collectives.kth_largest import kth_largest_sent, sample_count
+from sparse_collectives.traffic import Traffic, bruck_sent, sum_sent, together
 from sparse_collectives.wire import PLAIN, Wire
+
+SPAN = 1.5  # measured in training with random gradients, P = 2 … 16: 1.2 to 1.5
 
 
 def oktopk_traffic(
@@ -22,29 +24,28 @@ def oktopk_traffic(
     dtype: torch.dtype,
     *,
     given: Sequence[int],
-    reached: int,
+    spans: Sequence[int] | None,
     kept: Sequence[int],
     edges: Sequence[int],
     boundaries: bool,
     wire: Wire = PLAIN,
 ) -> Traffic:
-    """What a rank sends in a call.
+    """What a rank sends in a call with k ≤ n.
 
-    given: its entries in each region. reached: sums, of all ranks, that reach the threshold. kept: those in each
-    region that are in the total. edges: of the regions. boundaries: whether they are agreed on anew.
+    given: its entries in each region. spans: keys of each rank that may be the k-th largest, as `kth_largest.bracket`
+    finds them; None where no more than k sums reach the threshold. kept: entries of each region that are in the total.
+    edges: of the regions. boundaries: whether they are agreed on anew.
     """
     size, lengths = len(given), [high - low for low, high in pairwise(edges)]
     sizes = [wire.block_nbytes(entries, length, dtype) for entries, length in zip(given, lengths, strict=True)]
     others = sum(sizes) - sizes[rank]
     parts = [
         Traffic(others + (size - 1) * SLOT_BYTES, size - 1, size - 1),
-        bruck_sent([8] * size, rank),
+        kth_largest_sent(rank, k, dtype, spans, size),
         _gather(rank, dtype, kept, edges[-1], wire),
     ]
     if boundaries:
         parts.append(sum_sent(rank, size, 16 * largest_power_of_two(size)))
-    if reached > k:
-        parts += [kth_largest_sent(rank, size, dtype), bruck_sent([16] * size, rank)]
     return together(*parts)
 
 
@@ -73,18 +74,21 @@ def oktopk_sent(
 ) -> Traffic:
     """The most that a first call sends; later ones, that renew less, send less.
 
-    Entries: k in the split, k in evening out, (P − 1)·⌈k/P⌉ in the gather, so 6k elements where P divides k. Besides,
-    the same for any k and n: 4 sums of 1 KiB (float64: 8), one of the boundaries, 24 bytes a rank, and the slots.
+    Entries: k in the split, k in evening out, (P − 1)·⌈k/P⌉ in the gather, so 6k elements where P divides k. Besides:
+    one sum of the boundaries; with S = ⌊√2k⌋ + 1 keys of 4 bytes (float64: 8), (P − 1)·S as samples, and at most P·S
+    between two of them, which Bruck hands on ⌈log P⌉ times if they are one rank's; 4 numbers a rank, and the slots.
     """
     del thresholds_every, boundaries_every
     if size == 1:
         return Traffic(0, 0, 0)
     k, edges = min(k, numel), [b * numel // size for b in range(size + 1)]
     even, none = [-(-k // size)] * size, [0] * size
-    first = oktopk_traffic(rank, 0, dtype, given=none, reached=1, kept=even, edges=edges, boundaries=True, wire=wire)
+    least: dict[str, Any] = {"given": none, "spans": none, "kept": even, "edges": edges}
+    first = oktopk_traffic(rank, k, dtype, boundaries=True, wire=wire, **least)
+    between = (size - 1).bit_length() * size * sample_count(k) * dtype.itemsize
     moved = wire.block_nbytes(k, numel, dtype) + wire.block_nbytes(k, (size - 1) * numel, dtype)
-    nbytes = moved + (size - 1) * SLOT_BYTES
-    return together(first, Traffic(nbytes + (3 * size + 1) * wire.overhead, size - 1, 1))
+    nbytes = moved + between + (size - 1) * SLOT_BYTES + (3 * size + 1) * wire.overhead
+    return together(first, Traffic(nbytes, size - 1, 1))
 
 
 def oktopk_typical(
@@ -101,12 +105,14 @@ def oktopk_typical(
     """A call between two agreements on regions, where these are balanced.
 
     More than k sums reach a threshold of before: so it is while gradients do not get smaller, because residuals grow.
+    Nearly all that are sent reach it then, and samples a gap of g = ⌈k/S⌉ apart leave SPAN·(g − 1) keys a rank.
     """
     del thresholds_every, boundaries_every
     k = min(k, numel)
     even, edges = even_counts(k, size), [b * numel // size for b in range(size + 1)]
-    spread: dict[str, Any] = {"given": even, "kept": even, "edges": edges}
-    return oktopk_traffic(rank, k, dtype, reached=k + 1, boundaries=False, wire=wire, **spread)
+    spans = [round(SPAN * (-(-k // sample_count(k)) - 1))] * size
+    spread: dict[str, Any] = {"given": even, "spans": spans, "kept": even, "edges": edges}
+    return oktopk_traffic(rank, k, dtype, boundaries=False, wire=wire, **spread)
 
 
 def oktopk_merged(

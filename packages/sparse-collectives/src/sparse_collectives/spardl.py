@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 from communicators.dense import allgather_blocks, block_bounds
 from communicators.schedule import SLOT_BYTES, Elapse, Round, Schedule, frame, powers_of_two
-from sparse_compress import SparseVector, topk
+from sparse_compress import SparseVector
+from sparse_compress.selection import LargestOfBlocks, Selection
 
 from sparse_collectives.among import among
 from sparse_collectives.budgets import block_budgets
-from sparse_collectives.entries import assemble
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.spardl_blocks import Blocks
 from sparse_collectives.spardl_teams import SAG, combine_teams, divisors_of
@@ -92,19 +92,12 @@ def spardl_state() -> State:
 
 
 def spardl_select(
-    acc: torch.Tensor, rank: int, size: int, k: int, state: State | None, *, teams: int = 1, sag: str = "auto"
-) -> SparseVector:
+    like: torch.Tensor, rank: int, size: int, k: int, state: State | None, *, teams: int = 1, sag: str = "auto"
+) -> Selection:
     """The largest entries of every block, as many as its budget; and a NaN or inf of a block that has none."""
     del rank, sag
-    bounds = block_bounds(acc.numel(), size // teams)
-    budgets = block_budgets(k, acc.numel(), len(bounds), state["step"] if state else 0)
-    chosen = [topk(acc[low:high], budget) for (low, high), budget in zip(bounds, budgets, strict=True)]
-    for b, (low, high) in enumerate(bounds):
-        largest = topk(acc[low:high], int(not budgets[b]))  # inf and NaN are the largest
-        if len(largest) and not bool(torch.isfinite(largest.values).all()):
-            chosen[b] = largest
-    indices = torch.cat([block.indices + low for block, (low, _) in zip(chosen, bounds, strict=True)])
-    return assemble(indices, torch.cat([block.values for block in chosen]), acc.numel())
+    bounds = block_bounds(like.numel(), size // teams)
+    return LargestOfBlocks(bounds, block_budgets(k, like.numel(), len(bounds), state["step"] if state else 0))
 
 
 def check_spardl(size: int, *, teams: int, sag: str) -> None:

@@ -10,7 +10,7 @@ from communicators.dense import block_bounds
 from sparse_compress import SparseVector, add, share
 from torch import Tensor
 
-from sparse_collectives.budgets import block_budgets, cut_to_budgets
+from sparse_collectives.budgets import block_budgets, cut_to_budgets, merge_to_budgets
 from sparse_collectives.entries import take
 from sparse_collectives.wire import PLAIN, Wire
 
@@ -48,10 +48,9 @@ class Blocks:
 
     def add(self, body: Tensor, members: Sequence[int]) -> None:
         """Adds what another rank gives of these blocks, which are held, and cuts the sums to the budgets."""
-        given = self.wire.entries(body, self.everywhere, self.kept, self._entries(members))
-        total = add(self.kept, given)
+        theirs = self.wire.entries(body, self.everywhere, self.kept, self._entries(members))
         bounds, budgets = zip(*((self.bounds[b], self.budgets[b]) for b in self.held), strict=True)
-        self.kept, cut = cut_to_budgets(total, bounds, budgets)
+        self.kept, cut = merge_to_budgets(self.kept, theirs, bounds, budgets)
         self.dropped = add(self.dropped, cut)
 
     def own(self, b: int, team: int, teams: int) -> Tensor:

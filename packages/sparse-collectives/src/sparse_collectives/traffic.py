@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from communicators.dense import largest_power_of_two
 from communicators.schedule import SLOT_BYTES, powers_of_two
 
 
@@ -30,3 +31,18 @@ def bruck_sent(nbytes: Sequence[int], rank: int) -> Traffic:
     onwards = [*nbytes[rank:], *nbytes[:rank]]
     sent = [SLOT_BYTES + sum(onwards[: min(distance, size - distance)]) for distance in powers_of_two(below=size)]
     return Traffic(sum(sent), len(sent), len(sent))
+
+
+def sum_sent(rank: int, size: int, nbytes: int) -> Traffic:
+    """A halving-doubling sum of so many bytes, split evenly among Q, the largest power of two in P.
+
+    2·(Q − 1)/Q of the bytes in 2 log Q messages; all of them once more from a rank with a folded partner, whose own
+    message is its only one.
+    """
+    group = largest_power_of_two(size)
+    if rank >= group:
+        return Traffic(nbytes + SLOT_BYTES, 1, 2)
+    levels, has_partner = group.bit_length() - 1, rank + group < size
+    messages = 2 * levels + has_partner
+    sent = 2 * (nbytes - nbytes // group) + has_partner * nbytes
+    return Traffic(sent + messages * SLOT_BYTES, messages, 2 * levels + 2 * has_partner)

@@ -41,6 +41,11 @@ class Accumulator:
         """A copy in memory of its own."""
         return type(self)(self.residual.clone(), None if self.velocity is None else self.velocity.clone())
 
+    def part(self, span: slice) -> Self:
+        """A span of the flat tensors, over the same memory."""
+        velocity = None if self.velocity is None else self.velocity.view(-1)[span]
+        return type(self)(self.residual.view(-1)[span], velocity)
+
     def copies(self, spans: Sequence[slice]) -> list[list[Tensor]]:
         """Copies of spans of the flat tensors."""
         return [[tensor[span].clone() for span in spans] for tensor in self._flat()]

@@ -28,7 +28,7 @@ def compact(indices: Tensor, values: Tensor, picked: Tensor, count: int, numel: 
     all_values = values.new_zeros(count + 1).index_copy_(0, entry_places, values)
     all_indices.index_copy_(0, zero_places, index.int())
     all_values.index_fill_(0, zero_places, 0)
-    vector = SparseVector._allocate(count, numel, values.dtype, values.device)
+    vector = SparseVector.allocate(count, numel, values.dtype, values.device)
     vector.indices.copy_(all_indices[:count])
     vector.values.copy_(all_values[:count])
     return vector

@@ -1,12 +1,14 @@
-"""One step of error feedback with exact top-k: accumulate, select and clear in one sweep."""
+"""One step of error feedback: accumulate, select and clear in one sweep, by exact top-k or from a key on."""
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from sparse_compress.accumulator import Accumulator
+from sparse_compress.chunks import at_least
 from sparse_compress.gpu.available import kernels_take
 from sparse_compress.magnitude import bits_of
+from sparse_compress.reaching import limit_of, reachable, reached, reaching
 from sparse_compress.threshold import sample_stride
 from sparse_compress.topk import from_bits, topk
 from sparse_compress.topk_cpu import SMALL, largest_entries
@@ -26,6 +28,27 @@ def step_topk(before: Accumulator, gradient: Tensor, momentum: float, k: int, ou
     else:
         before.advance(gradient, momentum, out)
         sent = topk(out.residual, k)
+    out.clear(sent)
+    return sent
+
+
+def step_reaching(
+    before: Accumulator, gradient: Tensor, momentum: float, key: int, k: int, out: Accumulator
+) -> SparseVector:
+    """Advance ``before`` by ``gradient`` into ``out``, take what reaches ``key`` out of it, the k largest if more.
+
+    The same bits as advance, ``reaching`` and clear one after another, which it is on GPUs and for strided tensors.
+    """
+    residual = out.residual.view(-1)
+    if gradient.is_cpu and gradient.is_contiguous():
+        with np.errstate(all="ignore"):  # of the sums
+            written = before.advance_by_chunks(gradient, momentum, out)
+            key = reachable(key, residual.dtype)
+            found = at_least(bits_of(residual), key, limit_of(len(residual), k), written)
+        sent = reached(found, residual, k)
+    else:
+        before.advance(gradient, momentum, out)
+        sent = reaching(residual, key, k)
     out.clear(sent)
     return sent
 

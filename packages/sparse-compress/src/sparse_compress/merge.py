@@ -2,13 +2,12 @@
 
 import operator
 
-import numpy as np
 import torch
 
 from sparse_compress.compact import compact
-from sparse_compress.magnitude import bits_of, largest, magnitude_keys, magnitude_mask
+from sparse_compress.magnitude import Keys, bits_of, largest, magnitude_keys, magnitude_mask
 from sparse_compress.pad import pad
-from sparse_compress.union import paired, paired_cpu, picked_cpu, union
+from sparse_compress.union import Array, paired, paired_cpu, picked_cpu, union, without
 from sparse_compress.vector import SparseVector
 
 
@@ -54,7 +53,12 @@ def share(cut: SparseVector, member: int, of: int) -> SparseVector:
     """
     if not 0 <= member < of:
         raise ValueError(f"member {member} of {of} given, expected 0 ≤ member < of")
-    return cut if of == 1 or not len(cut) else cut._take(torch.arange(len(cut), device=cut.device)[member::of])
+    if of == 1 or not len(cut):
+        return cut
+    part = SparseVector.allocate(len(range(member, len(cut), of)), cut.numel, cut.dtype, cut.device)
+    part.indices.copy_(cut.indices[member::of])
+    part.values.copy_(cut.values[member::of])
+    return part
 
 
 def _check_alike(a: SparseVector, b: SparseVector) -> None:
@@ -65,14 +69,22 @@ def _check_alike(a: SparseVector, b: SparseVector) -> None:
 
 def _merge_cpu(a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
     """For k < len(a) + len(b)."""
-    indices, values, counts = paired_cpu(a, b)
-    if np.count_nonzero(counts) <= k:
+    indices, values, void = paired_cpu(a, b)
+    if len(indices) - len(void) <= k:
+        counts = without(void, len(indices))
         return pad(picked_cpu(indices, values, counts, a.numel), k), SparseVector.empty(a.numel, a.dtype)
-    bits = bits_of(torch.from_numpy(values))
-    keys = np.where(counts, bits & magnitude_mask(bits), bits.dtype.type(-1))
-    kept = largest(keys, k)
-    cut = counts & ~kept
+    kept = largest(keys_of(values, void), k)
+    cut = ~kept
+    cut[void] = False
     return picked_cpu(indices, values, kept, a.numel), picked_cpu(indices, values, cut, a.numel)
+
+
+def keys_of(values: Array, void: Array) -> Keys:
+    """The keys of values, -1 at the positions that do not count."""
+    bits = bits_of(torch.from_numpy(values))
+    keys: Keys = bits & magnitude_mask(bits)
+    keys[void] = -1
+    return keys
 
 
 def _merge_on_device(a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:

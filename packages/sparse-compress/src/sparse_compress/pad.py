@@ -34,7 +34,7 @@ def _pad_on_cpu(vector: SparseVector, count: int) -> SparseVector:
     places = np.searchsorted(indices, zeros) + np.arange(len(zeros))
     others = np.ones(count, dtype=bool)
     others[places] = False
-    padded = SparseVector._allocate(count, vector.numel, vector.dtype, vector.device)
+    padded = SparseVector.allocate(count, vector.numel, vector.dtype, vector.device)
     all_indices, all_values = padded.indices.numpy(), padded.values.numpy()
     all_indices[places], all_values[places] = zeros, 0
     all_indices[others], all_values[others] = indices, vector.values.numpy()

@@ -58,7 +58,7 @@ def _topk_in_triton(flat: Tensor, k: int) -> SparseVector:
 
 def gather(flat: Tensor, positions: Tensor) -> SparseVector:
     """The elements of a 1-D tensor at ``positions`` (int64, increasing)."""
-    selected = SparseVector._allocate(len(positions), len(flat), WIRE_DTYPES[flat.dtype], flat.device)
+    selected = SparseVector.allocate(len(positions), len(flat), WIRE_DTYPES[flat.dtype], flat.device)
     selected.indices.copy_(positions)
     selected.values.copy_(flat.index_select(0, positions))
     return selected
@@ -66,7 +66,7 @@ def gather(flat: Tensor, positions: Tensor) -> SparseVector:
 
 def from_bits(positions: Positions, bits: Bits, like: Tensor) -> SparseVector:
     """Entries of a 1-D CPU tensor of the length and dtype of ``like``, their values given by their bits."""
-    selected = SparseVector._allocate(len(positions), len(like), WIRE_DTYPES[like.dtype], like.device)
+    selected = SparseVector.allocate(len(positions), len(like), WIRE_DTYPES[like.dtype], like.device)
     selected.indices.numpy()[:] = positions
     if like.dtype == selected.dtype:
         bits_of(selected.values)[:] = bits

@@ -25,7 +25,10 @@ def union(a: SparseVector, b: SparseVector) -> SparseVector:
 
 
 def paired_cpu(a: SparseVector, b: SparseVector) -> tuple[Array, Array, Array]:
-    """What ``paired`` gives, as arrays."""
+    """Indices and values of a + b, (len(a) + len(b),), and the positions that do not count.
+
+    Where both vectors have an index it stands twice, the sum at the first place, and the second does not count.
+    """
     indices = np.concatenate([a.indices.numpy(), b.indices.numpy()])
     values = np.concatenate([a.values.numpy(), b.values.numpy()])
     order = np.argsort(indices, kind="stable")  # finds the two runs and merges them; a's entry of a pair is first
@@ -33,22 +36,28 @@ def paired_cpu(a: SparseVector, b: SparseVector) -> tuple[Array, Array, Array]:
     first_of_pairs = np.flatnonzero(indices[1:] == indices[:-1])
     with np.errstate(all="ignore"):  # overflow is for the caller to find, not a warning here
         values[first_of_pairs] += values[first_of_pairs + 1]
-    counts = np.ones(len(indices), bool)
-    counts[first_of_pairs + 1] = False
-    return indices, values, counts
+    return indices, values, first_of_pairs + 1
+
+
+def without(positions: Array, length: int) -> Array:
+    """A mask that is False at these positions only."""
+    mask = np.ones(length, bool)
+    mask[positions] = False
+    return mask
 
 
 def picked_cpu(indices: Array, values: Array, picked: Array, numel: int) -> SparseVector:
     """The entries where ``picked`` is True, their indices increasing."""
     positions = np.flatnonzero(picked)
-    vector = SparseVector._allocate(len(positions), numel, torch.from_numpy(values).dtype, torch.device("cpu"))
+    vector = SparseVector.allocate(len(positions), numel, torch.from_numpy(values).dtype, torch.device("cpu"))
     indices.take(positions, out=vector.indices.numpy(), mode="clip")  # without a mode, take buffers its output
     values.take(positions, out=vector.values.numpy(), mode="clip")
     return vector
 
 
 def _union_cpu(a: SparseVector, b: SparseVector) -> SparseVector:
-    return picked_cpu(*paired_cpu(a, b), a.numel)
+    indices, values, void = paired_cpu(a, b)
+    return picked_cpu(indices, values, without(void, len(indices)), a.numel)
 
 
 def paired(a: SparseVector, b: SparseVector) -> tuple[Tensor, Tensor, Tensor]:

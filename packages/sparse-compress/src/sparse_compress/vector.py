@@ -62,25 +62,19 @@ class SparseVector:
         return self
 
     @classmethod
-    def _allocate(cls, entries: int, numel: int, dtype: torch.dtype, device: torch.device) -> Self:
-        """A vector in a new buffer; its indices and values are for the caller to fill."""
+    def allocate(cls, entries: int, numel: int, dtype: torch.dtype, device: torch.device | str) -> Self:
+        """A vector in a new buffer; its indices and values are for the caller to fill. Trusts what it is given."""
         header = Header(numel, entries, dtype)
         return cls._view(_new_buffer(header, device), header)
-
-    def _take(self, positions: Tensor) -> Self:
-        """The entries at ``positions`` (int64, increasing), in a buffer of their own."""
-        taken = self._allocate(len(positions), self.numel, self.dtype, self.device)
-        torch.index_select(self.indices, 0, positions, out=taken.indices)
-        torch.index_select(self.values, 0, positions, out=taken.values)
-        return taken
 
     @classmethod
     def empty(cls, numel: int, dtype: torch.dtype = torch.float32, *, device: torch.device | str | None = None) -> Self:
         """A vector without entries, of the value dtype in which gradients of ``dtype`` travel."""
         if dtype not in WIRE_DTYPES:
             raise TypeError(f"dtype {dtype} given, expected one of {list(WIRE_DTYPES)}")
-        values = torch.empty(0, dtype=dtype, device=device)
-        return cls(torch.empty(0, dtype=torch.int32, device=device), values, numel)
+        numel = operator.index(numel)
+        _check_numel(numel)
+        return cls.allocate(0, numel, WIRE_DTYPES[dtype], torch.get_default_device() if device is None else device)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -139,7 +133,7 @@ class SparseVector:
         return cls._view(buffer, header)
 
 
-def _new_buffer(header: Header, device: torch.device) -> Tensor:
+def _new_buffer(header: Header, device: torch.device | str) -> Tensor:
     buffer = torch.empty(wire_nbytes(header.entries, header.dtype), dtype=torch.uint8, device=device)
     write_header(buffer, header)
     return buffer
@@ -156,11 +150,15 @@ def _check(indices: Tensor, values: Tensor, numel: int) -> None:
         )
     if indices.device != values.device:
         raise ValueError(f"indices on {indices.device} but values on {values.device}: move one of them")
-    if not 0 <= numel <= MAX_NUMEL:
-        raise ValueError(f"numel is {numel}, expected 0 … {MAX_NUMEL} (int32 indices): split the vector")
+    _check_numel(numel)
     if not len(indices):
         return
     if not bool((indices[1:] > indices[:-1]).all()):
         raise ValueError("indices are not strictly increasing: sort them, and add up the values of equal ones")
     if indices[0] < 0 or indices[-1] >= numel:
         raise ValueError(f"indices run from {int(indices[0])} to {int(indices[-1])}, expected 0 … {numel - 1}")
+
+
+def _check_numel(numel: int) -> None:
+    if not 0 <= numel <= MAX_NUMEL:
+        raise ValueError(f"numel is {numel}, expected 0 … {MAX_NUMEL} (int32 indices): split the vector")

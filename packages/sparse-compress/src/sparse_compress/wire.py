@@ -7,6 +7,7 @@ The slot belongs to the transport, which stamps call and round there. Values com
 that float64 stays aligned to 8 bytes. All integers are in the byte order of the machine.
 """
 
+from struct import Struct
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ WIRE_DTYPES = {
     torch.float32: torch.float32,
     torch.float64: torch.float64,
 }
+_WORDS = Struct("=4q")  # of a header: two for the slot, numel, sizes
 _CODES = {torch.float32: 1, torch.float64: 2}
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 
@@ -50,11 +52,11 @@ def wire_nbytes(entries: int, dtype: torch.dtype = torch.float32) -> int:
 
 def write_header(buffer: Tensor, header: Header) -> None:
     """Fill the first 32 bytes of a uint8 ``buffer``, with an empty slot; no host synchronisation on a GPU."""
-    words = buffer[:HEADER_BYTES].view(torch.int64)
     sizes = header.entries | _CODES[header.dtype] << 32
     if buffer.is_cpu:
-        words.numpy()[:] = (0, 0, header.numel, sizes)
+        _WORDS.pack_into(buffer.numpy().data, 0, 0, 0, header.numel, sizes)
         return
+    words = buffer[:HEADER_BYTES].view(torch.int64)
     words[:2] = 0
     words[2] = header.numel
     words[3] = sizes
@@ -65,7 +67,8 @@ def read_header(buffer: Tensor) -> Header:
 
     Raises ValueError where it contradicts itself or the length of the buffer.
     """
-    numel, word = buffer[SLOT_BYTES:HEADER_BYTES].view(torch.int64).tolist()
+    on_cpu = buffer if buffer.is_cpu else buffer[:HEADER_BYTES].cpu()
+    _, _, numel, word = _WORDS.unpack_from(on_cpu.numpy().data)
     entries, code = word & 0xFFFFFFFF, word >> 32
     if code not in _DTYPES:
         raise ValueError(f"corrupted header: dtype code {code}, expected one of {_DTYPES}")

@@ -84,7 +84,7 @@ class WireCodec:
         if block.is_cpu:
             _check_header(block, numel, entries)
         body = block[OWN_HEADER_BYTES:]
-        vector = SparseVector._allocate(entries, numel, torch.float32, block.device)
+        vector = SparseVector.allocate(entries, numel, torch.float32, block.device)
         vector.values.copy_(VALUES[self.values].unpack(body, entries))
         data = body[sizes.indices_at :]
         raw = self.indices == "raw"
@@ -132,7 +132,7 @@ def _float32(vector: SparseVector) -> Tensor:
 
 
 def _with_values(like: SparseVector, values: Tensor) -> SparseVector:
-    vector = SparseVector._allocate(len(like), like.numel, torch.float32, like.device)
+    vector = SparseVector.allocate(len(like), like.numel, torch.float32, like.device)
     vector.indices.copy_(like.indices)
     vector.values.copy_(values)
     return vector

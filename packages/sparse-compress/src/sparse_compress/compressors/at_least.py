@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from sparse_compress.chunks import at_least, count_above
+from sparse_compress.chunks import count_above
 from sparse_compress.dense import flatten
 from sparse_compress.magnitude import bits_of, magnitude_keys
-from sparse_compress.topk import from_bits, gather, topk
-from sparse_compress.topk_cpu import largest_of
+from sparse_compress.reaching import reaching
+from sparse_compress.topk import topk
 from sparse_compress.vector import SparseVector
 
 
@@ -25,22 +25,6 @@ def select_at_least(x: Tensor, threshold: float, k: int) -> SparseVector:
         return selected
     only = topk(flat, 1)
     return only if bool(only.values.any()) else topk(flat, 0)
-
-
-def reaching(flat: Tensor, key: int, k: int) -> SparseVector:
-    """The elements of a 1-D tensor with that key (magnitude as an integer) or a larger one; the k largest, if more.
-
-    On a CPU one sweep, unless very many reach it, and no temporary of the tensor's size. On a GPU their number is
-    read back.
-    """
-    if not flat.is_cpu:
-        positions = (magnitude_keys(flat) >= key).nonzero().view(-1)
-        return gather(flat, positions) if len(positions) <= k else topk(flat, k)
-    found = at_least(bits_of(flat), key, 3 * k + len(flat) // 64)
-    if found is None:  # so many that selecting all of them and cutting would not pay
-        return topk(flat, k)
-    positions_and_bits = found if len(found[0]) <= k else largest_of(*found, k)
-    return from_bits(*positions_and_bits, flat)
 
 
 def count_at_least(x: Tensor, threshold: float) -> int:

@@ -48,7 +48,7 @@ def concatenate(vectors: Sequence[SparseVector]) -> SparseVector:
     """The vectors of consecutive parts as one vector of the whole; at least one, of one dtype and device."""
     numels = [vector.numel for vector in vectors]
     entries = sum(map(len, vectors))
-    whole = SparseVector._allocate(entries, sum(numels), vectors[0].dtype, vectors[0].device)
+    whole = SparseVector.allocate(entries, sum(numels), vectors[0].dtype, vectors[0].device)
     torch.cat([vector.values for vector in vectors], out=whole.values)
     starts = [sum(numels[:number]) for number in range(len(numels))]
     torch.cat([vector.indices + start for vector, start in zip(vectors, starts, strict=True)], out=whole.indices)

@@ -73,7 +73,7 @@ def _take_largest(x: Tensor, maxima: Tensor, k: int, block: int, clear: Accumula
     counts = torch.empty(grid[0], 2, dtype=torch.int32, device=x.device)
     count_selected[grid](x, maxima, state, counts, len(x), BLOCK=block, num_warps=WARPS)
     counts = counts.cumsum(0, dtype=torch.int32)
-    sent = SparseVector._allocate(k, len(x), torch.float32, x.device)
+    sent = SparseVector.allocate(k, len(x), torch.float32, x.device)
     velocity = None if clear is None else clear.velocity
     write_selected[grid](
         x, x if velocity is None else velocity, maxima, state, counts, sent.indices, sent.values, len(x),

@@ -1,0 +1,111 @@
+"""What an algorithm may prescribe in a compressor's place: the largest, those from a key on, the largest of blocks.
+
+Each is a callable from what has accumulated, 1-D, to the entries that are sent, and has the fused ``step`` of a
+compressor (see ``FusedCompressor``). All take the largest magnitudes first, so NaN and inf are among what they send.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from sparse_compress.accumulator import Accumulator
+from sparse_compress.fused import step_reaching, step_topk
+from sparse_compress.reaching import reaching
+from sparse_compress.topk import topk
+from sparse_compress.vector import SparseVector
+
+
+class Selection(Protocol):
+    """A selection for one call, which error feedback can fuse with accumulating."""
+
+    def __call__(self, accumulated: Tensor) -> SparseVector:
+        """Entries of a 1-D tensor, with their values."""
+
+    def step(self, before: Accumulator, gradient: Tensor, momentum: float, out: Accumulator) -> SparseVector:
+        """The same bits as ``before.advance(gradient, momentum, out)``, a call on ``out.residual``, ``out.clear``."""
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The k largest, ties to the lowest index (see ``topk``)."""
+
+    k: int
+    finds_nonfinite: ClassVar[bool] = True
+
+    def __call__(self, accumulated: Tensor) -> SparseVector:
+        return topk(accumulated, self.k)
+
+    def step(self, before: Accumulator, gradient: Tensor, momentum: float, out: Accumulator) -> SparseVector:
+        """See ``Selection.step``."""
+        return step_topk(before, gradient, momentum, min(self.k, gradient.numel()), out)
+
+
+@dataclass(frozen=True)
+class Reaching:
+    """Those whose key (magnitude as an integer) is at least ``key``, the k largest of them where they are more."""
+
+    key: int
+    k: int
+    finds_nonfinite: ClassVar[bool] = True
+
+    def __call__(self, accumulated: Tensor) -> SparseVector:
+        return reaching(accumulated, self.key, self.k)
+
+    def step(self, before: Accumulator, gradient: Tensor, momentum: float, out: Accumulator) -> SparseVector:
+        """See ``Selection.step``."""
+        return step_reaching(before, gradient, momentum, self.key, self.k, out)
+
+
+@dataclass(frozen=True)
+class LargestOfBlocks:
+    """The largest of every block [low, high), as many as its budget; and a NaN or inf of one that has no budget.
+
+    ``bounds``: of blocks that make up the tensor, in order. ``budgets``: at most the length of its block each.
+    """
+
+    bounds: Sequence[tuple[int, int]]
+    budgets: Sequence[int]
+    finds_nonfinite: ClassVar[bool] = True
+
+    def __call__(self, accumulated: Tensor) -> SparseVector:
+        blocks = [accumulated[low:high] for low, high in self.bounds]
+        return self._join([_largest(block, k) for block, k in zip(blocks, self.budgets, strict=True)])
+
+    def step(self, before: Accumulator, gradient: Tensor, momentum: float, out: Accumulator) -> SparseVector:
+        """See ``Selection.step``."""
+        if not gradient.is_contiguous():
+            before.advance(gradient, momentum, out)
+            sent = self(out.residual.view(-1))
+            out.clear(sent)
+            return sent
+        spans, flat = [slice(*edges) for edges in self.bounds], gradient.view(-1)
+        parts = [(before.part(span), flat[span], out.part(span)) for span in spans]
+        return self._join([_step(*part, momentum, k) for part, k in zip(parts, self.budgets, strict=True)])
+
+    def _join(self, chosen: Sequence[SparseVector]) -> SparseVector:
+        values = [block.values for block in chosen]
+        joined = SparseVector.allocate(sum(map(len, chosen)), self.bounds[-1][1], values[0].dtype, values[0].device)
+        torch.cat(
+            [block.indices + low for block, (low, _) in zip(chosen, self.bounds, strict=True)], out=joined.indices
+        )
+        torch.cat(values, out=joined.values)
+        return joined
+
+
+def _largest(block: Tensor, k: int) -> SparseVector:
+    if k:
+        return topk(block, k)
+    largest = topk(block, 1)  # inf and NaN are the largest
+    return largest if not bool(torch.isfinite(largest.values).all()) else topk(block, 0)
+
+
+def _step(before: Accumulator, gradient: Tensor, out: Accumulator, momentum: float, k: int) -> SparseVector:
+    if k:
+        return step_topk(before, gradient, momentum, k, out)
+    before.advance(gradient, momentum, out)
+    sent = _largest(out.residual, 0)
+    out.clear(sent)
+    return sent
