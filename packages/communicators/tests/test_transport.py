@@ -19,6 +19,7 @@ from communicators import (
     broadcast,
     flight,
     frame,
+    leftover,
     run,
     start,
     transport_communicator,
@@ -228,6 +229,88 @@ def test_a_call_waits_busily_in_every_round_at_first():
 
     Engine().drive(Flight())
     assert naps == [LONGEST_NAP_SECONDS]
+
+
+@pytest.fixture
+def receipts(monkeypatch):
+    """Sends end only once `come` is set, and those that are given up are in `cancelled`."""
+    come, cancelled, received_all = threading.Event(), [], Waiting.done
+    monkeypatch.setattr(Waiting, "arrived", received_all)
+    monkeypatch.setattr(Waiting, "done", lambda pending: received_all(pending) and come.is_set())
+    monkeypatch.setattr(Waiting, "cancel", lambda pending: cancelled.append(pending))
+    return SimpleNamespace(come=come, cancelled=cancelled)
+
+
+def soon(condition):
+    """Whether it comes true while the engine's thread goes on."""
+    end = time.monotonic() + 10
+    while not condition() and time.monotonic() < end:
+        time.sleep(1e-3)
+    return condition()
+
+
+def unsent(comms):
+    return [leftover for leftover in list(engine()._unsent) if leftover.comm in comms]
+
+
+def test_rounds_and_calls_do_not_wait_for_receipts(receipts):
+    """Over TCP they come one α after the message."""
+    comms = ranks(4)
+    for _ in range(2):
+        assert on_all(comms, lambda comm: allreduce(torch.ones(5), comm, native=False).tolist()) == [[4.0] * 5] * 4
+    works = [start(ping(comm), comm, facts="ping") for comm in comms]
+    assert [work.wait(timeout=10) for work in works] == [3, 0, 1, 2]
+    assert len(unsent(comms)) == 12  # of every rank and call
+    receipts.come.set()
+    assert soon(lambda: not unsent(comms))
+    assert not receipts.cancelled
+
+
+def test_closing_waits_for_receipts(receipts):
+    comms = ranks(2)
+    assert on_all(comms, lambda comm: run(ping(comm), comm, facts="ping")) == [1, 0]
+    with ThreadPoolExecutor(2) as pool:
+        closing = [pool.submit(comm.close) for comm in comms]
+        time.sleep(0.05)
+        assert not any(comm.transport.is_closed for comm in comms)
+        receipts.come.set()
+        assert [future.result(timeout=10) for future in closing] == [None, None]
+    assert all(comm.transport.is_closed for comm in comms)
+
+
+def test_what_a_failed_communicator_has_left_behind_is_given_up(receipts):
+    comms = ranks(2)
+    on_all(comms, lambda comm: run(ping(comm), comm, facts="ping"))
+    comms[0].complain("by hand")
+    assert soon(lambda: not unsent(comms))
+    assert len(receipts.cancelled) >= 2
+
+
+def test_receipts_of_a_peer_that_has_left_or_is_lost_do_not_come(receipts, monkeypatch):
+    monkeypatch.setattr(leftover, "GRACE_SECONDS", 0.05)
+    comms = ranks(2)
+    on_all(comms, lambda comm: run(ping(comm), comm, facts="ping"))
+    monkeypatch.setattr(Waiting, "missing", lambda pending: list(pending.action.sends))
+    comms[1].leave("it exited")
+    assert soon(lambda: [one.comm for one in unsent(comms)] == [comms[1]])
+
+    def lost(pending):
+        raise PeerLost(0, ConnectionError("reset"))
+
+    monkeypatch.setattr(Waiting, "done", lost)
+    assert soon(lambda: not unsent(comms))
+    assert len(receipts.cancelled) >= 2
+
+
+def test_without_threads_a_call_waits_for_receipts(receipts, monkeypatch):
+    monkeypatch.setattr(Threads, "threaded", False)
+    monkeypatch.setattr(transport_communicator, "engine", Engine)
+    comms = ranks(2)
+    threading.Timer(0.1, receipts.come.set).start()
+    assert on_all(comms, lambda comm: (run(ping(comm), comm, facts="ping"), receipts.come.is_set())) == [
+        (1, True),
+        (0, True),
+    ]
 
 
 def test_without_threads_a_call_drives_what_was_started_before(monkeypatch):

@@ -23,6 +23,7 @@ from communicators.streams import devices_of
 
 if TYPE_CHECKING:
     from communicators.flight import TransportFlight
+    from communicators.leftover import Leftover
     from communicators.transport_communicator import TransportCommunicator
 
 LISTEN_SECONDS = 0.05
@@ -45,10 +46,11 @@ def engine() -> Engine:
 
 
 class Engine:
-    """Flights in the background, and the communicators whose letters are read."""
+    """Flights in the background, the last messages of calls that are over, and communicators whose letters are read."""
 
     def __init__(self) -> None:
         self._flights: list[TransportFlight] = []
+        self._unsent: list[Leftover] = []
         self._comms: weakref.WeakSet[TransportCommunicator] = weakref.WeakSet()
         self._lock = threading.Lock()  # of the set, which grows in one thread while another walks it
         self._wake = threading.Event()
@@ -75,6 +77,7 @@ class Engine:
             failing = comm.control.verdict is not None
             if not self.wait(flight, FAIL_SECONDS if failing else 0.0) and not failing:
                 raise RuntimeError("close() while calls that were started are under way: wait() for them first")
+        self._drain(comm)
         with self._lock:
             self._comms.discard(comm)
 
@@ -82,6 +85,16 @@ class Engine:
         """Drives a flight in the background."""
         self._flights.append(flight)
         self._wake.set()
+
+    def see_through(self, leftover: Leftover) -> bool:
+        """Sees that messages come which a call has left behind; False where no thread would."""
+        if leftover.over():
+            return True
+        if self._inline or self._closing:
+            return False
+        self._unsent.append(leftover)
+        self._wake.set()
+        return True
 
     def drive(self, flight: TransportFlight) -> None:
         """Polls a flight to its end in the calling thread.
@@ -128,12 +141,14 @@ class Engine:
             self._thread.join()
         for flight in self._flights:
             flight.abandon()
+        for comm in self._watched():
+            self._drain(comm)
         raised = getattr(sys, "last_value", None)
         part(self._watched(), "it exited" if raised is None else errors.describe(raised))
 
     def _live(self) -> None:
         while not self._closing:
-            if self._flights:
+            if self._flights or self._unsent:
                 self._poll_all()
                 time.sleep(self._nap())
             else:
@@ -144,6 +159,7 @@ class Engine:
     def _nap(self) -> float:
         """In proportion to how long nothing has come: each look takes time from the threads that compute."""
         last = max((flight.progressed for flight in list(self._flights)), default=0.0)
+        last = max([last, *(leftover.since for leftover in list(self._unsent))])
         return min(max((time.monotonic() - last) / 8, BUSY_SECONDS), IDLE_SECONDS)
 
     def _poll_all(self) -> None:
@@ -151,7 +167,21 @@ class Engine:
         for flight in flights:
             if flight.poll():
                 self._flights.remove(flight)
+        self._poll_unsent()
         self._look_around(flights)
+
+    def _drain(self, comm: TransportCommunicator) -> None:
+        """Until the last messages of this communicator's calls have come, or never will."""
+        while any(leftover.comm is comm for leftover in list(self._unsent)):
+            if self._closing:  # the thread has ended
+                self._poll_unsent()
+                _guarded(comm, comm.listen)
+            time.sleep(BUSY_SECONDS)
+
+    def _poll_unsent(self) -> None:
+        for leftover in list(self._unsent):
+            if leftover.over():
+                self._unsent.remove(leftover)
 
     def _look_around(self, flights: list[TransportFlight]) -> None:
         """At most every LISTEN_SECONDS, a hundredth of the shortest watch: reads letters, looks at the clock."""

@@ -17,7 +17,7 @@ from communicators.engine import Engine
 from communicators.errors import CollectiveError
 from communicators.schedule import Elapse, Received, Round
 from communicators.streams import SideStream, owned_here
-from communicators.transport import PeerLost, Pending
+from communicators.transport import PeerLost, Pending, Unsent
 
 if TYPE_CHECKING:
     from communicators.transport_communicator import TransportCommunicator
@@ -55,6 +55,7 @@ class TransportFlight:
         self._stepped_through = False
         self.peers: list[int] = []  # of the current round
         self._pending: Pending | None = None
+        self._unsent: list[Pending] = []  # rounds before it of which not all is known to have come
         self._cause: BaseException | None = None
         self._reason: str | None = None
         self._lost: PeerLost | None = None
@@ -114,8 +115,8 @@ class TransportFlight:
 
     def abandon(self) -> None:
         """Nobody will ask for it any more: at exit, or after a signal."""
-        if self._pending is not None:
-            self._pending.cancel()
+        for pending in (*self._unsent, *filter(None, [self._pending])):
+            pending.cancel()
 
     def interrupted(self, error: BaseException) -> None:
         """A signal came while its rank waited: later calls would be out of step, so it ends on all ranks."""
@@ -130,21 +131,29 @@ class TransportFlight:
 
     def _advance(self) -> bool:
         received: Received = {}
-        while not self._stepped_through:
+        while True:
             if self._pending is not None:
-                if not self._pending.done():
+                if not self._pending.arrived():
                     return False
-                received, self._pending = self._pending.received(), None
+                received = self._pending.received()
+                self._unsent, self._pending = [*self._still_unsent(), self._pending], None
+            if self._stepped_through:
+                break
             action = self.call.step(received)
             received = {}
             if action is None:
+                unsent, self._unsent = Unsent(self._still_unsent()), []
                 self._stepped_through = True
+                self._pending = None if self.comm.sees_through(unsent) else unsent
             elif not isinstance(action, Elapse):
                 self._post(action)
         if self.side is not None and not self.side.is_idle():
             return False
         self.call.settle()
         return True
+
+    def _still_unsent(self) -> list[Pending]:
+        return [pending for pending in self._unsent if not pending.done()]
 
     def _post(self, action: Round | NativeSum) -> None:
         if isinstance(action, NativeSum):
@@ -172,8 +181,7 @@ class TransportFlight:
         if control.verdict is None:
             return False
         self.error = CollectiveError(control.verdict)
-        if self._pending is not None:
-            self._pending.cancel()
+        self.abandon()
         self.call.close()
         self._finish()
         return True

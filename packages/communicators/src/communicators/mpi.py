@@ -51,14 +51,15 @@ class MPITransport(Transport):
     def post(self, call: Call, action: Round, device: torch.device) -> Pending:
         """See `Transport.post`."""
         buffers = {peer: host_empty(capacity, device) for peer, capacity in action.recvs.items()}
-        requests = [
-            self._data.Irecv(_bytes_of(buffer), peer, call.incoming_tag(peer)) for peer, buffer in buffers.items()
-        ]
-        payloads = [to_host(payload) for payload in action.sends.values()]
-        for peer, payload in zip(action.sends, payloads, strict=True):
+        receives = {
+            peer: self._data.Irecv(_bytes_of(buffer), peer, call.incoming_tag(peer)) for peer, buffer in buffers.items()
+        }
+        payloads = {peer: to_host(payload) for peer, payload in action.sends.items()}
+        sends = {}
+        for peer, payload in payloads.items():
             call.stamp(payload)
-            requests.append(self._data.Isend(_bytes_of(payload), peer, call.outgoing_tag(peer)))
-        return _PendingRound(self, call, requests, buffers, payloads, list(action.sends), device)
+            sends[peer] = self._data.Isend(_bytes_of(payload), peer, call.outgoing_tag(peer))
+        return _PendingRound(self, call, receives, sends, buffers, payloads, device)
 
     def write(self, peer: int, letter: bytes) -> None:
         """See `Transport.write`."""
@@ -103,24 +104,30 @@ class MPITransport(Transport):
 
 
 class _PendingRound(Pending):
-    """Receives first, in the order of the buffers, then sends."""
+    """Requests by peer. Over TCP a send ends with the receiver's receipt, one α after the message has come."""
 
     def __init__(
         self,
         transport: MPITransport,
         call: Call,
-        requests: list[MPI.Request],
+        receives: dict[int, MPI.Request],
+        sends: dict[int, MPI.Request],
         buffers: dict[int, Tensor],
-        payloads: list[Tensor],
-        targets: list[int],
+        payloads: dict[int, Tensor],
         device: torch.device,
     ) -> None:
-        self._transport, self._call, self._requests = transport, call, requests
-        self._buffers, self._payloads, self._targets, self._device = buffers, payloads, targets, device
-        self._statuses = [MPI.Status() for _ in requests]
+        self._transport, self._call, self._receives, self._sends = transport, call, receives, sends
+        self._buffers, self._payloads, self._device = buffers, payloads, device
+        self._requests = list(receives.values()), list(sends.values())  # Testall puts nulls where they end
+        self._statuses = [MPI.Status() for _ in receives]
+        self._arrived = False
+
+    def arrived(self) -> bool:
+        self._arrived = self._arrived or bool(MPI.Request.Testall(self._requests[0], self._statuses))
+        return self._arrived
 
     def done(self) -> bool:
-        return bool(MPI.Request.Testall(self._requests, self._statuses))
+        return self.arrived() and bool(MPI.Request.Testall(self._requests[1]))
 
     def received(self) -> Received:
         received = {}
@@ -131,11 +138,11 @@ class _PendingRound(Pending):
         return received
 
     def missing(self) -> list[int]:
-        peers = [*self._buffers, *self._targets]
-        return sorted({peer for peer, r in zip(peers, self._requests, strict=True) if r and not r.Get_status()})
+        requests = [*self._receives.items(), *self._sends.items()]
+        return sorted({peer for peer, request in requests if request and not request.Get_status()})
 
     def cancel(self) -> None:
-        for request in self._requests[: len(self._buffers)]:
+        for request in self._receives.values():
             if request:
                 request.Cancel()
         self._transport.abandon(self._requests, self._buffers, self._payloads)

@@ -62,15 +62,16 @@ class ProcessGroupTransport(Transport):
     def post(self, call: Call, action: Round, device: torch.device) -> Pending:
         """See `Transport.post`."""
         buffers = {peer: host_empty(capacity, device) for peer, capacity in action.recvs.items()}
-        waits = [
-            (peer, self._waiters.wait_for(self._data.recv([buffer], peer, call.incoming_tag(peer))))
+        receives = {
+            peer: self._waiters.wait_for(self._data.recv([buffer], peer, call.incoming_tag(peer)))
             for peer, buffer in buffers.items()
-        ]
+        }
+        sends = {}
         for peer, payload in action.sends.items():
             host = to_host(payload)
             call.stamp(host)
-            waits.append((peer, self._waiters.wait_for(self._data.send([host], peer, call.outgoing_tag(peer)))))
-        return _PendingRound(call, waits, buffers, device)
+            sends[peer] = self._waiters.wait_for(self._data.send([host], peer, call.outgoing_tag(peer)))
+        return _PendingRound(call, receives, sends, buffers, device)
 
     def can_sum(self, tensor: Tensor) -> bool:
         """See `Transport.can_sum`: CPU tensors of the dtypes that gloo knows."""
@@ -143,15 +144,28 @@ class _Mailbox:
 
 class _PendingRound(Pending):
     def __init__(
-        self, call: Call, waits: list[tuple[int, Wait]], buffers: dict[int, torch.Tensor], device: torch.device
+        self,
+        call: Call,
+        receives: dict[int, Wait],
+        sends: dict[int, Wait],
+        buffers: dict[int, torch.Tensor],
+        device: torch.device,
     ) -> None:
-        self._call, self._waits, self._buffers, self._device = call, waits, buffers, device
+        self._call, self._buffers, self._device = call, buffers, device
+        self._receives, self._waits = receives, [*receives.items(), *sends.items()]
+
+    def arrived(self) -> bool:
+        self._raise_lost()
+        return all(wait.done for wait in self._receives.values())
 
     def done(self) -> bool:
+        self._raise_lost()
+        return all(wait.done for _, wait in self._waits)
+
+    def _raise_lost(self) -> None:
         for peer, wait in self._waits:
             if wait.error is not None:
                 raise PeerLost(peer, wait.error)
-        return all(wait.done for _, wait in self._waits)
 
     def received(self) -> Received:
         received = {}

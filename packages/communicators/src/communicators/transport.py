@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -28,9 +29,14 @@ class Pending(ABC):
     def done(self) -> bool:
         """Whether all are sent and received; does not block. Raises PeerLost."""
 
+    def arrived(self) -> bool:
+        """Whether all that this rank receives has come, which may be long before the last of what it sends is known to
+        have: a transport that waits for receipts needs another α for that. Does not block. Raises PeerLost."""
+        return self.done()
+
     @abstractmethod
     def received(self) -> Received:
-        """What came, by peer, once `done`; checks each against the call."""
+        """What came, by peer, once it has `arrived`; checks each against the call."""
 
     @abstractmethod
     def missing(self) -> list[int]:
@@ -43,6 +49,26 @@ class Pending(ABC):
     @abstractmethod
     def cancel(self) -> None:
         """Gives up; buffers that are still in use stay alive."""
+
+
+class Unsent(Pending):
+    """What earlier rounds have sent, and is not known to have come."""
+
+    def __init__(self, rounds: Sequence[Pending]) -> None:
+        self._rounds = rounds
+
+    def done(self) -> bool:
+        return all(pending.done() for pending in self._rounds)
+
+    def received(self) -> Received:
+        return {}
+
+    def missing(self) -> list[int]:
+        return sorted({peer for pending in self._rounds for peer in pending.missing()})
+
+    def cancel(self) -> None:
+        for pending in self._rounds:
+            pending.cancel()
 
 
 class Transport(ABC):

@@ -21,9 +21,10 @@ from communicators.control import Control, Letters
 from communicators.engine import Engine, engine, part
 from communicators.errors import CollectiveError
 from communicators.flight import NativeSum, TransportFlight, TransportWork
+from communicators.leftover import Leftover
 from communicators.schedule import SLOT_BYTES, Received, Round, Schedule, frame, powers_of_two
 from communicators.streams import SideStreams, with_index
-from communicators.transport import Transport
+from communicators.transport import Transport, Unsent
 
 T = TypeVar("T")
 
@@ -115,6 +116,10 @@ class TransportCommunicator(Communicator):
         """Says goodbye to all peers."""
         with self.lock:
             self._write(self.control.leaves(why, min(self._under_way, default=self._calls)))
+
+    def sees_through(self, unsent: Unsent) -> bool:
+        """Whether the last messages of a call are left to the engine, so that the call is over."""
+        return self._engine.see_through(Leftover(self, unsent))
 
     def over(self, call: Call) -> None:
         """A call has ended, or failed."""

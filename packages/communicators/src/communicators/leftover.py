@@ -1,0 +1,46 @@
+"""Messages that a call has left behind: it has all that it receives, but not all that it sent is known to have come.
+
+Over TCP an MPI send ends with the receiver's receipt, one α after the message. Nobody needs to wait for it, but it
+must go on, and its buffers must live.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from communicators.communicator import TIMEOUT_SECONDS
+from communicators.transport import Unsent
+
+if TYPE_CHECKING:
+    from communicators.transport_communicator import TransportCommunicator
+
+GRACE_SECONDS = 0.5
+"""For so long the receipt of a peer that has left may still be under way."""
+
+
+class Leftover:
+    """The last messages of one call. since: by time.monotonic()."""
+
+    def __init__(self, comm: TransportCommunicator, unsent: Unsent) -> None:
+        self.comm, self.since = comm, time.monotonic()
+        self._unsent = unsent
+
+    def over(self) -> bool:
+        """Whether they have come, or never will: a later call finds out why."""
+        try:
+            if self._unsent.done():
+                return True
+            lost = False
+        except Exception:
+            lost = True
+        if lost or self._hopeless():
+            self._unsent.cancel()
+            return True
+        return False
+
+    def _hopeless(self) -> bool:
+        waited = time.monotonic() - self.since
+        if self.comm.control.verdict is not None or waited > TIMEOUT_SECONDS:
+            return True
+        return waited > GRACE_SECONDS and set(self._unsent.missing()) <= set(self.comm.control.gone)
