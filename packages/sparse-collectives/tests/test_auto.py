@@ -16,7 +16,7 @@ SLOW, FAST = Link(1e-4, 1e-6), Link(1e-4, 1e-12)
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_ranks_agree_although_each_measured_something_else(size):
     def body(comm):
-        own = Handling(compress=1e-9 * (comm.rank + 1), merge=1e-8 * (size - comm.rank))
+        own = Handling(compress=1e-9 * (comm.rank + 1), merge=1e-8 * (size - comm.rank), add=1e-8)
         return choose(comm, numel=10**5, k=1000, handling=own)
 
     choices = SimulatedWorld(size, link=SLOW).run(body)
@@ -30,7 +30,7 @@ def test_ranks_agree_although_each_measured_something_else(size):
 
 def test_dense_when_dense_is_faster_said_plainly():
     def body(comm):
-        return choose(comm, numel=10**6, k=1000, handling=Handling(compress=1e-8, merge=1e-8))
+        return choose(comm, numel=10**6, k=1000, handling=Handling(compress=1e-8, merge=1e-8, add=1e-8))
 
     choice = SimulatedWorld(4, link=FAST).run(body)[0]
     assert choice.algorithm == "dense"

@@ -75,7 +75,7 @@ def choose(
         density = min(1.0, k / numel)
         handling = measure_handling(comm, numel=numel, density=density, device=device or comm.device, wires=[wire])
     costs = agreed(handling, comm)
-    costs = Handling(merge=costs.merge, coding=costs.coding) if selected else costs
+    costs = Handling(merge=costs.merge, add=costs.add, coding=costs.coding) if selected else costs
     link = measure_traffic(comm)
     exchange: dict[str, Any] = {"size": comm.size, "numel": numel, "k": min(k, numel), "link": link, "dtype": dtype}
     whole = wire if wire in DENSE_WIRES and not selected else "fp32"

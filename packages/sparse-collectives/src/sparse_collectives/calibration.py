@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Collection
+from functools import partial
 
 import torch
 from communicators import SLOT_BYTES, Communicator, Link, Round, Schedule, allgather, barrier, run
 from communicators.schedule import powers_of_two
-from sparse_compress import ErrorFeedback, SparseVector, TopK, merge
+from sparse_compress import ErrorFeedback, SparseVector, TopK, add, merge
 
 from sparse_collectives.algorithms import ALGORITHMS, Algorithm, algorithm_named
 from sparse_collectives.cost import Handling
@@ -62,7 +63,8 @@ def measure_handling(
         return seconds_of(handle, comm, device, repeats) / gradient.numel()
 
     one, other = compressor(gradient), compressor(torch.randn_like(gradient))
-    merging = seconds_of(lambda: merge(one, other, k), comm, device, repeats) / (2 * k)
+    merging = seconds_of(partial(merge, one, other, k), comm, device, repeats) / (2 * k)
+    adding = seconds_of(partial(add, one, other), comm, device, repeats) / (2 * k)
     prescribed = {
         name: compressing(_selection(algorithm_named(name, size=size), gradient, comm.rank, size, k))
         for name, entry in ALGORITHMS.items()
@@ -71,16 +73,17 @@ def measure_handling(
     coding = {
         name: seconds_of(_coding(WIRES[name], one), comm, device, repeats) / (2 * k) for name in wires if name != "fp32"
     }
-    return agreed(Handling(compressing(None), merging, prescribed, coding), comm)
+    return agreed(Handling(compressing(None), merging, adding, prescribed, coding), comm)
 
 
 def agreed(handling: Handling, comm: Communicator) -> Handling:
     """The slowest rank's costs."""
-    values = [handling.compress, handling.merge, *handling.prescribed.values(), *handling.coding.values()]
-    compress, merging, *by_name = slowest(values, comm)
+    costs = [handling.compress, handling.merge, handling.add]
+    costs += [*handling.prescribed.values(), *handling.coding.values()]
+    compress, merging, adding, *by_name = slowest(costs, comm)
     prescribed = dict(zip(handling.prescribed, by_name, strict=False))
     coding = dict(zip(handling.coding, by_name[len(prescribed) :], strict=True))
-    return Handling(compress, merging, prescribed, coding)
+    return Handling(compress, merging, adding, prescribed, coding)
 
 
 def slowest(values: list[float], comm: Communicator) -> list[float]:

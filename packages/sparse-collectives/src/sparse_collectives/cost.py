@@ -34,12 +34,13 @@ class Handling(NamedTuple):
     """What a rank's own work costs, at one k/n.
 
     compress: seconds per element of the gradient to accumulate, select and put back; prescribed: the same, by name, of
-    the algorithms that prescribe the selection. merge: seconds per entry. coding: by wire, seconds per entry that is
-    rounded and encoded, or decoded.
+    the algorithms that prescribe the selection. merge, add: seconds per entry of a sum that is cut, and of one that is
+    not. coding: by wire, seconds per entry that is rounded and encoded, or decoded.
     """
 
     compress: float = 0.0
     merge: float = 0.0
+    add: float = 0.0
     prescribed: Mapping[str, float] = MappingProxyType({})
     coding: Mapping[str, float] = MappingProxyType({})
 
@@ -207,4 +208,4 @@ def _own_work(
         return 0.0
     entries = sent.nbytes * k // WIRES[wire].nbytes(k, numel, torch.float32)
     merged = k + entries if entry.merged is None else entry.merged(rank, size, k, numel)
-    return handling.merge * merged + handling.coding.get(wire, 0.0) * 2 * entries
+    return (handling.merge if entry.cuts else handling.add) * merged + handling.coding.get(wire, 0.0) * 2 * entries
