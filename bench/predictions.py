@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from communicators import Communicator, barrier
-from communicators.alone import Alone
+from communicators import Communicator, barrier, buckets_of
 from sparse_collectives import ALGORITHMS, DistributedOptimizer
 from sparse_collectives.calibration import measure_handling, measure_traffic, slowest
 from sparse_collectives.cost import Handling, predict, step_seconds
@@ -41,6 +40,7 @@ WIDTH = 1024
 
 Case: TypeAlias = tuple[str, float, str]
 """Algorithm, density, wire."""
+ALONE = ("alone", 1.0, "fp32")
 
 
 def main(argv: Sequence[str] = ()) -> int:
@@ -83,10 +83,9 @@ def on_rank(repeats: int, layers: int) -> None:
     torch.set_num_threads(1)
     comm = behind_link()
     cases = [case for name, entry in ALGORITHMS.items() for case in _cases(name, entry.compresses)]
-    steps = {("alone", 1.0, "fp32"): _training(Alone(), "dense", 1.0, "fp32", layers)}
-    steps |= {case: _training(comm, *case, layers) for case in cases}
+    steps = {ALONE: _alone(layers)} | {case: _training(layers, comm, *case) for case in cases}
     measured = _interleaved(steps, comm, repeats)
-    compute, numel = measured.pop(("alone", 1.0, "fp32")), layers * (WIDTH + 1) * WIDTH
+    compute, numel = measured.pop(ALONE), layers * (WIDTH + 1) * WIDTH
     link = measure_traffic(comm)
     costs: dict[str, Any] = {"numel": numel, "device": torch.device("cpu"), "wires": [FEWER_BYTES]}
     handling = {d: measure_handling(comm, density=d, **costs) for d in DENSITIES}
@@ -106,14 +105,12 @@ def _cases(algorithm: str, compresses: bool) -> list[Case]:
     return [*((algorithm, density, "fp32") for density in DENSITIES), (algorithm, DENSITIES[0], FEWER_BYTES)]
 
 
-def _training(comm: Communicator, algorithm: str, density: float, wire: str, layers: int) -> Callable[[], None]:
+def _training(layers: int, comm: Communicator, algorithm: str, density: float, wire: str) -> Callable[[], None]:
     """A function that takes one step."""
-    torch.manual_seed(comm.rank)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
-    batch, sgd = torch.randn(64, WIDTH), torch.optim.SGD(model.parameters(), lr=1e-3)
-    optimizer = DistributedOptimizer(
-        sgd, model.named_parameters(), comm=comm, algorithm=algorithm, compressor=TopK(density), wire=wire
-    )
+    model, batch = _model(layers)
+    settings: dict[str, Any] = {"algorithm": algorithm, "compressor": TopK(density), "wire": wire}
+    sgd = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer = DistributedOptimizer(sgd, model.named_parameters(), comm=comm, **settings)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -121,6 +118,27 @@ def _training(comm: Communicator, algorithm: str, density: float, wire: str, lay
         optimizer.step()
 
     return step
+
+
+def _alone(layers: int) -> Callable[[], None]:
+    """A plain step, and the copies into a bucket and back that every step of a DistributedOptimizer makes."""
+    model, batch = _model(layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    [bucket] = buckets_of(list(model.parameters()))
+    flat = torch.empty(bucket.numel)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        bucket.scatter(bucket.gather(gradients, out=flat), gradients)
+        optimizer.step()
+
+    return step
+
+
+def _model(layers: int) -> tuple[nn.Module, torch.Tensor]:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers))), torch.randn(64, WIDTH)
 
 
 def _interleaved(steps: dict[Case, Callable[[], None]], comm: Communicator, repeats: int) -> dict[Case, float]:
