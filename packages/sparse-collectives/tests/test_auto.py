@@ -16,7 +16,7 @@ SLOW, FAST = Link(1e-4, 1e-6), Link(1e-4, 1e-12)
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_ranks_agree_although_each_measured_something_else(size):
     def body(comm):
-        own = Handling(compress=1e-9 * (comm.rank + 1), merge=1e-8 * (size - comm.rank), add=1e-8)
+        own = Handling(compress=1e-9 * (comm.rank + 1), merge=dict.fromkeys(ALGORITHMS, 1e-8 * (size - comm.rank)))
         return choose(comm, numel=10**5, k=1000, handling=own)
 
     choices = SimulatedWorld(size, link=SLOW).run(body)
@@ -30,7 +30,9 @@ def test_ranks_agree_although_each_measured_something_else(size):
 
 def test_dense_when_dense_is_faster_said_plainly():
     def body(comm):
-        return choose(comm, numel=10**6, k=1000, handling=Handling(compress=1e-8, merge=1e-8, add=1e-8))
+        return choose(
+            comm, numel=10**6, k=1000, handling=Handling(compress=1e-8, merge=dict.fromkeys(ALGORITHMS, 1e-8))
+        )
 
     choice = SimulatedWorld(4, link=FAST).run(body)[0]
     assert choice.algorithm == "dense"
@@ -48,7 +50,7 @@ def test_sparse_over_a_slow_link_with_a_table():
 
 
 def test_one_rank_needs_no_compression():
-    assert choose(as_communicator(None), numel=1000, k=10, handling=Handling(1e-9, 1e-9)).algorithm == "dense"
+    assert choose(as_communicator(None), numel=1000, k=10, handling=Handling(1e-9)).algorithm == "dense"
 
 
 def test_sparse_allreduce_measures_once_and_remembers_in_its_state():

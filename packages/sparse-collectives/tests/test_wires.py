@@ -225,9 +225,9 @@ def test_predictions_know_the_wire(name):
     """Fewer bytes, and coding on top."""
     situation = {"size": 4, "numel": 10**6, "k": 10**4, "link": Link(0.0, 1e-6)}
     plain, packed = (predict(name, wire=wire, **situation) for wire in ("fp32", "bf16-packed"))
-    coded = predict(name, wire="bf16-packed", handling=Handling(coding={"bf16-packed": 1e-7}), **situation)
+    costs = {name: 1e-7, f"{name} in bf16-packed": 3e-7}
+    dear = [predict(name, wire=wire, handling=Handling(merge=costs), **situation) for wire in ("fp32", "bf16-packed")]
     assert packed.nbytes < 0.45 * plain.nbytes
     assert packed.seconds < 0.45 * plain.seconds
     assert packed.name == f"{name} in bf16-packed"
-    entries = plain.nbytes / 8
-    assert coded.seconds - packed.seconds == pytest.approx(2e-7 * entries, rel=0.15)  # histograms count as entries
+    assert dear[1].merging == pytest.approx(3 * dear[0].merging)

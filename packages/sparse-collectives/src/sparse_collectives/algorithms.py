@@ -37,7 +37,6 @@ class Algorithm:
         at random; predictions are based on it.
     merged: (rank, size, k, numel) -> entries that the rank merges, as `schedule` tells its `cost`; typically, where
         that depends on the data.
-    cuts: whether merging cuts the sum to so many entries, or only adds.
     select: where the algorithm prescribes what is sent, (like, rank, size, k, state) -> the selection of the next call,
         a function from what has accumulated, 1-D, to a SparseVector; like: a tensor of the gradient's numel and dtype.
         Neither changes the state.
@@ -54,7 +53,6 @@ class Algorithm:
     select: Callable[..., Callable[[Tensor], SparseVector]] | None = None
     initial_state: Callable[[], State] | None = None
     compresses: bool = True
-    cuts: bool = True
     merged: Callable[..., int] | None = None
     typical: Callable[..., Traffic] | None = None
     exact: bool = True
@@ -70,16 +68,13 @@ class Algorithm:
 
 ALGORITHMS: dict[str, Algorithm] = {
     "dense": Algorithm(dense, dense_sent, compresses=False),
-    "topk-allgather": Algorithm(topk_allgather, topk_allgather_sent, merged=topk_allgather_merged, cuts=False),
-    "topk-dsa": Algorithm(
-        topk_dsa, topk_dsa_sent, merged=topk_dsa_merged, typical=topk_dsa_typical, cuts=False, exact=False
-    ),
+    "topk-allgather": Algorithm(topk_allgather, topk_allgather_sent, merged=topk_allgather_merged),
+    "topk-dsa": Algorithm(topk_dsa, topk_dsa_sent, merged=topk_dsa_merged, typical=topk_dsa_typical, exact=False),
     "gtopk": Algorithm(gtopk, gtopk_sent, merged=gtopk_merged),
     "oktopk": Algorithm(
         oktopk,
         oktopk_sent,
         merged=oktopk_merged,
-        cuts=False,
         typical=oktopk_typical,
         select=oktopk_select,
         initial_state=oktopk_state,

@@ -18,6 +18,7 @@ from sparse_collectives.cost import Handling, Prediction, fastest_first, predict
 from sparse_collectives.dense_wire import DENSE_WIRES
 from sparse_collectives.state import State
 from sparse_collectives.table import amount, milliseconds, table
+from sparse_collectives.wire import wire_named
 
 logger = logging.getLogger(__name__)
 
@@ -71,11 +72,12 @@ def choose(
     wire: how selections travel; whole gradients as they are, or as "bf16" or "fp16" where it is that.
     handling: this rank's own costs, if they were measured already.
     """
+    wire_named(wire, dtype=dtype)
     if handling is None:
         density = min(1.0, k / numel)
         handling = measure_handling(comm, numel=numel, density=density, device=device or comm.device, wires=[wire])
     costs = agreed(handling, comm)
-    costs = Handling(merge=costs.merge, add=costs.add, coding=costs.coding) if selected else costs
+    costs = Handling(merge=costs.merge) if selected else costs
     link = measure_traffic(comm)
     exchange: dict[str, Any] = {"size": comm.size, "numel": numel, "k": min(k, numel), "link": link, "dtype": dtype}
     whole = wire if wire in DENSE_WIRES and not selected else "fp32"

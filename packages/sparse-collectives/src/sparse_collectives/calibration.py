@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Collection
-from functools import partial
 
 import torch
 from communicators import SLOT_BYTES, Communicator, Link, Round, Schedule, allgather, barrier, run
 from communicators.schedule import powers_of_two
-from sparse_compress import ErrorFeedback, SparseVector, TopK, add, merge
+from sparse_compress import ErrorFeedback, SparseVector, TopK
 
 from sparse_collectives.algorithms import ALGORITHMS, Algorithm, algorithm_named
-from sparse_collectives.cost import Handling
-from sparse_collectives.wire import WIRES, Wire
+from sparse_collectives.cost import Handling, merged_entries, on_wire
+from sparse_collectives.own_work import seconds_of_calls
 
 MOST_ELEMENTS = 1 << 22
 """Selecting is measured on at most so many elements: beyond any cache, and the cost of an element is the same."""
@@ -47,12 +46,12 @@ def measure_handling(
     density: float,
     device: torch.device,
     size: int | None = None,
-    wires: Collection[str] = (),
+    wires: Collection[str] = ("fp32",),
     repeats: int = REPEATS,
 ) -> Handling:
     """Selecting, by the compressor and as algorithms prescribe it, and merging, while all ranks do it at once.
 
-    size: for how many ranks algorithms select, where that is not the communicator's. wires: whose coding is measured.
+    size: for how many ranks algorithms select, where that is not the communicator's. wires: on which they merge.
     """
     compressor, size = TopK(density), size or comm.size
     gradient = torch.randn(min(numel, MOST_ELEMENTS), device=device)
@@ -62,28 +61,26 @@ def measure_handling(
         handle = _feedback_step(gradient, compressor, select, size)
         return seconds_of(handle, comm, device, repeats) / gradient.numel()
 
-    one, other = compressor(gradient), compressor(torch.randn_like(gradient))
-    merging = seconds_of(partial(merge, one, other, k), comm, device, repeats) / (2 * k)
-    adding = seconds_of(partial(add, one, other), comm, device, repeats) / (2 * k)
     prescribed = {
         name: compressing(_selection(algorithm_named(name, size=size), gradient, comm.rank, size, k))
         for name, entry in ALGORITHMS.items()
         if entry.select is not None
     }
-    coding = {
-        name: seconds_of(_coding(WIRES[name], one), comm, device, repeats) / (2 * k) for name in wires if name != "fp32"
+    pair = [gradient, torch.randn_like(gradient)]
+    merge = {
+        on_wire(name, wire): _merging(name, wire, pair, k, comm, repeats)
+        for name, entry in ALGORITHMS.items()
+        for wire in (wires if entry.compresses else ())
     }
-    return agreed(Handling(compressing(None), merging, adding, prescribed, coding), comm)
+    return agreed(Handling(compressing(None), prescribed, merge), comm)
 
 
 def agreed(handling: Handling, comm: Communicator) -> Handling:
     """The slowest rank's costs."""
-    costs = [handling.compress, handling.merge, handling.add]
-    costs += [*handling.prescribed.values(), *handling.coding.values()]
-    compress, merging, adding, *by_name = slowest(costs, comm)
+    own = [handling.compress, *handling.prescribed.values(), *handling.merge.values()]
+    compress, *by_name = slowest(own, comm)
     prescribed = dict(zip(handling.prescribed, by_name, strict=False))
-    coding = dict(zip(handling.coding, by_name[len(prescribed) :], strict=True))
-    return Handling(compress, merging, adding, prescribed, coding)
+    return Handling(compress, prescribed, dict(zip(handling.merge, by_name[len(prescribed) :], strict=True)))
 
 
 def slowest(values: list[float], comm: Communicator) -> list[float]:
@@ -121,13 +118,23 @@ def _feedback_step(
     return step
 
 
-def _coding(wire: Wire, sparse: SparseVector) -> Callable[[], object]:
-    """Both directions of one vector."""
+def _merging(
+    algorithm: str, wire: str, gradients: list[torch.Tensor], k: int, comm: Communicator, repeats: int
+) -> float:
+    """Seconds per entry that the algorithm merges; the median of calls that all ranks make at once."""
+    device = gradients[0].device
 
-    def there_and_back() -> None:
-        wire.vector(wire.message(wire.rounded(sparse)[0]), len(sparse), sparse)
+    def clock() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return comm.clock()
 
-    return there_and_back
+    calls, times = seconds_of_calls(algorithm, wire, gradients, k, clock), []
+    for _ in range(repeats + 1):
+        barrier(comm)
+        times.append(next(calls))
+    entries = merged_entries(algorithm_named(algorithm, size=2), 0, 2, k, gradients[0].numel())
+    return statistics.median(times[1:]) / max(entries, 1)
 
 
 def _selection(

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from communicators import Link
 from sparse_compress import TopK
+from sparse_compress.wire import entry_nbytes
 
 from sparse_collectives.algorithms import ALGORITHMS, Algorithm, algorithm_named
 from sparse_collectives.dense_wire import dense_wire
@@ -34,15 +35,13 @@ class Handling(NamedTuple):
     """What a rank's own work costs, at one k/n.
 
     compress: seconds per element of the gradient to accumulate, select and put back; prescribed: the same, by name, of
-    the algorithms that prescribe the selection. merge, add: seconds per entry of a sum that is cut, and of one that is
-    not. coding: by wire, seconds per entry that is rounded and encoded, or decoded.
+    the algorithms that prescribe the selection. merge: by algorithm and wire (see `on_wire`), seconds per entry that it
+    merges of all that it computes between its rounds.
     """
 
     compress: float = 0.0
-    merge: float = 0.0
-    add: float = 0.0
     prescribed: Mapping[str, float] = MappingProxyType({})
-    coding: Mapping[str, float] = MappingProxyType({})
+    merge: Mapping[str, float] = MappingProxyType({})
 
 
 NO_WORK = Handling()
@@ -82,7 +81,7 @@ class Prediction:
     @property
     def name(self) -> str:
         """The variant, with the wire where that is not the usual one."""
-        return self.variant if self.wire == "fp32" else f"{self.variant} in {self.wire}"
+        return on_wire(self.variant, self.wire)
 
     @property
     def variant(self) -> str:
@@ -90,6 +89,11 @@ class Prediction:
         usual = ALGORITHMS[self.algorithm].options
         settings = [f"{key}={value}" for key, value in self.options.items() if value != usual[key]]
         return " ".join([self.algorithm, *settings])
+
+
+def on_wire(algorithm: str, wire: str) -> str:
+    """How an algorithm on a wire is called: by its name alone on the usual one."""
+    return algorithm if wire == "fp32" else f"{algorithm} in {wire}"
 
 
 def predict(
@@ -115,9 +119,9 @@ def predict(
         dtype = dense_wire(wire).dtype or dtype
     traffic_of = entry.typical or entry.sent
     sent = [traffic_of(rank, size, k, numel, dtype) for rank in range(size)]
-    collided = _collisions(sent)
+    collided, per_entry = _collisions(sent), handling.merge.get(on_wire(algorithm, wire), 0.0)
     costs = [
-        (*_network(traffic, link, collided), _own_work(entry, rank, size, k, numel, traffic, handling, wire))
+        (*_network(traffic, link, collided), per_entry * merged_entries(entry, rank, size, k, numel))
         for rank, traffic in enumerate(sent)
     ]
     latency, transfer, merging = max(costs, key=sum)
@@ -137,7 +141,7 @@ def predict(
 
 
 def predict_all(*, size: int, numel: int, link: Link, handling: dict[float, Handling]) -> list[Prediction]:
-    """Every algorithm, in all its variants, at every density of `handling` and on every wire whose coding it knows;
+    """Every algorithm, in all its variants, at every density of `handling` and on every wire whose merging it knows;
     the dense sum in float32 and bfloat16. Fastest first.
     """
     exchange: dict[str, Any] = {"size": size, "numel": numel, "link": link}
@@ -146,7 +150,7 @@ def predict_all(*, size: int, numel: int, link: Link, handling: dict[float, Hand
         if entry.compresses:
             for density, costs in handling.items():
                 k = TopK(density).entries(numel)
-                for wire in ("fp32", *costs.coding):
+                for wire in _wires_of(name, costs):
                     found += predict_variants(name, k=k, handling=costs, wire=wire, **exchange)
         else:
             found += [predict(name, k=numel, wire=wire, **exchange) for wire in ("fp32", "bf16")]
@@ -200,12 +204,14 @@ def _collisions(sent: Sequence[Traffic]) -> int:
     return int(len({traffic.rounds for traffic in sent}) > 1)
 
 
-def _own_work(
-    entry: Algorithm, rank: int, size: int, k: int, numel: int, sent: Traffic, handling: Handling, wire: str
-) -> float:
-    """Seconds of merging and coding; an algorithm that does not say merges as many entries as it sends, and its own."""
+def _wires_of(algorithm: str, handling: Handling) -> list[str]:
+    return [wire for wire in WIRES if wire == "fp32" or on_wire(algorithm, wire) in handling.merge]
+
+
+def merged_entries(entry: Algorithm, rank: int, size: int, k: int, numel: int) -> int:
+    """Entries that a rank merges; of an algorithm that does not say: as many as it sends, and its own."""
     if not entry.compresses or size == 1:
-        return 0.0
-    entries = sent.nbytes * k // WIRES[wire].nbytes(k, numel, torch.float32)
-    merged = k + entries if entry.merged is None else entry.merged(rank, size, k, numel)
-    return (handling.merge if entry.cuts else handling.add) * merged + handling.coding.get(wire, 0.0) * 2 * entries
+        return 0
+    if entry.merged is not None:
+        return entry.merged(rank, size, k, numel)
+    return k + entry.sent(rank, size, k, numel, torch.float32).nbytes // entry_nbytes(torch.float32)

@@ -11,6 +11,7 @@ import torch
 from communicators.dense import allgather_blocks
 from communicators.schedule import Schedule
 from numpy.typing import NDArray
+from sparse_compress.wire import WIRE_DTYPES
 from torch import Tensor
 
 from sparse_collectives.traffic import Traffic, bruck_sent, together
@@ -98,10 +99,10 @@ def sample_count(k: int) -> int:
 
 def kth_largest_sent(rank: int, k: int, dtype: torch.dtype, spans: Sequence[int] | None, size: int) -> Traffic:
     """Bruck's share of P times 1 + S keys, as wide as the values; then of 3 + what each rank's span has, if any do."""
-    sampled = bruck_sent([dtype.itemsize * (1 + sample_count(k))] * size, rank)
+    sampled = bruck_sent([WIRE_DTYPES[dtype].itemsize * (1 + sample_count(k))] * size, rank)
     if spans is None:
         return sampled
-    return together(sampled, bruck_sent([dtype.itemsize * (3 + span) for span in spans], rank))
+    return together(sampled, bruck_sent([WIRE_DTYPES[dtype].itemsize * (3 + span) for span in spans], rank))
 
 
 def _settle(gathered: Sequence[Keys], low: int, high: int, k: int) -> KthLargest:

@@ -59,7 +59,8 @@ def _error(culprits: Sequence[int], names: Sequence[str], how_to_skip: str) -> C
             )
     return CollectiveError(
         "the sum of the gradients over the ranks is not finite although every rank's was: it overflowed, so no rank "
-        f"took the step; clip the gradients or lower the loss scale, or skip such steps {how_to_skip}"
+        f"took the step; clip the gradients, lower the loss scale or take a wire of more range than fp16, or skip such "
+        f"steps {how_to_skip}"
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from communicators.dense import largest_power_of_two
 from communicators.schedule import SLOT_BYTES
+from sparse_compress.wire import WIRE_DTYPES
 
 from sparse_collectives.even_out import even_counts, is_uneven, shifts
 from sparse_collectives.kth_largest import kth_largest_sent, sample_count
@@ -85,7 +86,7 @@ def oktopk_sent(
     even, none = [-(-k // size)] * size, [0] * size
     least: dict[str, Any] = {"given": none, "spans": none, "kept": even, "edges": edges}
     first = oktopk_traffic(rank, k, dtype, boundaries=True, wire=wire, **least)
-    between = (size - 1).bit_length() * size * sample_count(k) * dtype.itemsize
+    between = (size - 1).bit_length() * size * sample_count(k) * WIRE_DTYPES[dtype].itemsize
     moved = wire.block_nbytes(k, numel, dtype) + wire.block_nbytes(k, (size - 1) * numel, dtype)
     nbytes = moved + between + (size - 1) * SLOT_BYTES + (3 * size + 1) * wire.overhead
     return together(first, Traffic(nbytes, size - 1, 1))

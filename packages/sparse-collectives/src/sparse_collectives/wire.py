@@ -13,6 +13,7 @@ import torch
 from communicators.schedule import SLOT_BYTES
 from sparse_compress import SparseVector, WireCodec, wire_nbytes
 from sparse_compress.codecs.rounding import VALUES
+from sparse_compress.wire import WIRE_DTYPES
 from torch import Tensor
 
 from sparse_collectives.entries import assemble, body_nbytes, body_of, from_body, join
@@ -34,7 +35,7 @@ class Wire(Protocol):
     overhead: int
 
     def rounded(self, sparse: SparseVector) -> tuple[SparseVector, SparseVector]:
-        """(what can be sent, the rest): their sum is the vector, exactly."""
+        """(what can be sent, the rest): their sum is the vector, exactly; of NaN and inf there is no rest."""
 
     def nbytes(self, entries: int, numel: int, dtype: torch.dtype) -> int:
         """Bytes of a message."""
@@ -91,7 +92,7 @@ class AsTheyAre:
         return from_body(block, like)
 
     def dense_nbytes(self, length: int, dtype: torch.dtype) -> int:
-        return length * dtype.itemsize
+        return length * WIRE_DTYPES[dtype].itemsize
 
     def dense(self, values: Tensor) -> Tensor:
         return values.view(torch.uint8)
@@ -113,6 +114,8 @@ class Coded:
         self._codec, self._kind = WireCodec(values, indices), VALUES[values]
 
     def rounded(self, sparse: SparseVector) -> tuple[SparseVector, SparseVector]:
+        if self._kind is VALUES["fp32"]:
+            return PLAIN.rounded(sparse)
         return self._codec.split(sparse)
 
     def nbytes(self, entries: int, numel: int, dtype: torch.dtype) -> int:

@@ -8,6 +8,7 @@ from communicators import Link
 
 from sparse_collectives.advise.recommendation import dense_step, recommend
 from sparse_collectives.advise.situation import Situation
+from sparse_collectives.algorithms import ALGORITHMS
 from sparse_collectives.cost import Prediction
 from sparse_collectives.table import amount, milliseconds, table
 
@@ -96,12 +97,10 @@ def _premises(situation: Situation) -> str:
         f"{situation.ranks} ranks, {_network(situation)}",
     ]
     for density, own in situation.handling.items():
-        select, merge = 1e9 * own.compress, 1e9 * own.merge
-        coding = [1e9 * seconds for seconds in own.coding.values()]
-        codings = f", coding {min(coding):.3g} to {max(coding):.3g} ns" if coding else ""
+        select, merge = 1e9 * own.compress, [1e9 * own.merge[name] for name in ALGORITHMS if name in own.merge]
         lines.append(
-            f"measured on this {situation.device}, at density {density:g}: "
-            f"selecting {select:.3g} ns an element, merging {merge:.3g} ns an entry{codings}"
+            f"measured on this {situation.device}, at density {density:g}: selecting {select:.3g} ns an element, "
+            f"merging {min(merge):.3g} to {max(merge):.3g} ns an entry"
         )
     return "\n".join(lines)
 
