@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -36,7 +37,19 @@ from bench.record import machine, record
 from bench.slow_link import open_link
 
 MIB = 1 << 20
-COLUMNS = ("algorithm", "bucket_MiB", "compute", "exchange", "step", "overlapped", "waits", "contention", "hidden")
+BATCHES = (512, 1024)  # computing takes a little longer than the exchange, and more than twice as long
+COLUMNS = (
+    "algorithm",
+    "batch",
+    "bucket_MiB",
+    "compute",
+    "exchange",
+    "step",
+    "overlapped",
+    "waits",
+    "contention",
+    "hidden",
+)
 
 
 def main(argv: Sequence[str] = ()) -> int:
@@ -60,7 +73,7 @@ def main(argv: Sequence[str] = ()) -> int:
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     _print(rows)
     if options.output:
-        record(options.output, "overlap", rows, labels=COLUMNS[:2], values=("hidden",), facts=facts)
+        record(options.output, "overlap", rows, labels=COLUMNS[:3], values=("hidden",), facts=facts)
     return 0
 
 
@@ -70,16 +83,16 @@ def on_rank(repeats: int, bucket_mib: Sequence[float]) -> None:
 
     comm = as_communicator(MPI.COMM_WORLD)
     for algorithm in ("gtopk", "topk-allgather"):
-        for size in bucket_mib:
-            row = _measure(comm, algorithm, int(size * MIB), repeats)
+        for batch, size in product(BATCHES, bucket_mib):
+            row = _measure(comm, algorithm, batch, int(size * MIB), repeats)
             if comm.rank == 0:
-                print(json.dumps({"algorithm": algorithm, "bucket_MiB": size, **row}), flush=True)
+                print(json.dumps({"algorithm": algorithm, "batch": batch, "bucket_MiB": size, **row}), flush=True)
 
 
-def _measure(comm: Communicator, algorithm: str, bucket_bytes: int, repeats: int) -> dict[str, float]:
+def _measure(comm: Communicator, algorithm: str, batch_size: int, bucket_bytes: int, repeats: int) -> dict[str, float]:
     torch.manual_seed(comm.rank)
     model = nn.Sequential(*(nn.Linear(768, 768) for _ in range(16)))  # 9.4 million parameters
-    batch = torch.randn(512, 768)
+    batch = torch.randn(batch_size, 768)
     optimizers = {
         overlap: DistributedOptimizer(
             torch.optim.SGD(model.parameters(), lr=1e-3),
@@ -219,7 +232,7 @@ def python_microseconds_a_round(repeats: int = 50) -> float:
 def _print(rows: Sequence[dict[str, float]]) -> None:
     print("  ".join(f"{name:>15}" for name in COLUMNS))
     for row in rows:
-        cells = [row[c] if c in COLUMNS[:2] else f"{row[c]:.0%}" if c == "hidden" else f"{row[c]:.1f}" for c in COLUMNS]
+        cells = [row[c] if c in COLUMNS[:3] else f"{row[c]:.0%}" if c == "hidden" else f"{row[c]:.1f}" for c in COLUMNS]
         print("  ".join(f"{cell:>15}" for cell in cells))
 
 
