@@ -36,7 +36,7 @@ def cut_to_budgets(sparse: SparseVector, bounds: Bounds, budgets: Sequence[int])
     Ties go to the lowest index; a block with fewer entries is filled up with explicit zeros. All entries lie in some
     block, and no budget exceeds its block. On a GPU nothing is read back.
     """
-    if sparse.device.type != "cpu":
+    if not sparse.values.is_cpu:
         return _cut_on_device(add(sparse, _zeros(sparse, bounds, budgets)), bounds, budgets)
     edges = _edges(sparse.indices.numpy(), bounds)
     if np.array_equal(np.diff(edges), budgets):
@@ -55,7 +55,7 @@ def merge_to_budgets(
     a: SparseVector, b: SparseVector, bounds: Bounds, budgets: Sequence[int]
 ) -> tuple[SparseVector, SparseVector]:
     """`cut_to_budgets` of a + b, of which one at least has as many entries in each block as its budget."""
-    if a.device.type != "cpu":
+    if not a.values.is_cpu:
         return cut_to_budgets(add(a, b), bounds, budgets)
     indices, values, void = paired_cpu(a, b)
     kept = _selected(keys_of(values, void), _edges(indices, bounds), budgets)

@@ -37,7 +37,7 @@ def take(sparse: SparseVector, runs: Sequence[slice]) -> SparseVector:
 
 def where(sparse: SparseVector, chosen: Tensor) -> SparseVector:
     """The entries that a mask chooses. How many they are is read back from the device."""
-    if chosen.device.type == "cpu":  # a tenth of what indexing by a mask takes
+    if chosen.is_cpu:  # a tenth of what indexing by a mask takes
         positions = torch.from_numpy(np.flatnonzero(chosen.numpy()))
     else:
         positions = chosen.nonzero().view(-1)
@@ -46,7 +46,7 @@ def where(sparse: SparseVector, chosen: Tensor) -> SparseVector:
 
 def without(sparse: SparseVector, other: SparseVector) -> SparseVector:
     """The entries whose index the other vector does not have."""
-    if sparse.device.type != "cpu":
+    if not sparse.values.is_cpu:
         return where(sparse, ~torch.isin(sparse.indices, other.indices))
     both = np.concatenate([sparse.indices.numpy(), other.indices.numpy()]).view(np.uint32) << 1
     both[len(sparse) :] |= 1

@@ -30,7 +30,7 @@ def merge(a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, Spars
     k = min(k, a.numel)
     if len(a) + len(b) <= k:
         return pad(union(a, b), k), SparseVector.empty(a.numel, a.dtype, device=a.device)
-    return _merge_cpu(a, b, k) if a.device.type == "cpu" else _merge_on_device(a, b, k)
+    return _merge_cpu(a, b, k) if a.values.is_cpu else _merge_on_device(a, b, k)
 
 
 def add(a: SparseVector, b: SparseVector) -> SparseVector:
