@@ -14,7 +14,7 @@ from sparse_compress.magnitude import magnitude_keys
 from sparse_compress.selection import Largest, Reaching, Selection
 from sparse_compress.wire import WIRE_DTYPES
 
-from sparse_collectives.entries import split, where, without
+from sparse_collectives.entries import split, union_of, where, without
 from sparse_collectives.even_out import gather_evenly
 from sparse_collectives.kth_largest import kth_largest
 from sparse_collectives.reduction import Reduction
@@ -99,7 +99,7 @@ def _split_and_reduce(
         given[source] = wire.entries(received[source][SLOT_BYTES:], regions[rank], own)
     if cost is not None:
         yield Elapse(cost(sum(map(len, given.values()))))
-    return add_all([given[source] for source in range(size)])
+    return union_of([given[source] for source in range(size)])
 
 
 def _global_largest(

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 from communicators.dense import allgather, block_bounds
 from communicators.schedule import SLOT_BYTES, Elapse, Round, Schedule, frame
-from sparse_compress import SparseVector, add, add_all
+from sparse_compress import SparseVector, add
 from torch import Tensor
 
-from sparse_collectives.entries import assemble, join, split
+from sparse_collectives.entries import assemble, join, split, union_of
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.traffic import Traffic, bruck_sent, together
 from sparse_collectives.wire import PLAIN, Span, Wire
@@ -47,7 +47,7 @@ def topk_dsa(
         payload = frame(_encode(blocks[to], bounds[to], wire))
         received = yield Round({to: payload}, {source: capacity}, bounded=True)
         given[source] = _decode(received[source][SLOT_BYTES:], bounds[rank], sparse, wire)
-    total = add_all([given[source] for source in range(size)])
+    total = union_of([given[source] for source in range(size)])
     if cost is not None:
         yield Elapse(cost(sum(map(len, given.values()))))
     total, rest = wire.rounded(total)
