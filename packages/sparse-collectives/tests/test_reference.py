@@ -28,9 +28,17 @@ def gtopk_reference(inputs, k):
     return groups[0]
 
 
+def tree(sums):
+    """Neighbours are added, then the sums of neighbours."""
+    while len(sums) > 1:
+        pairs = [low + high for low, high in zip(sums[::2], sums[1::2], strict=False)]
+        sums = pairs if len(sums) % 2 == 0 else [*pairs, sums[-1]]
+    return sums[0]
+
+
 def topk_allgather_reference(inputs, k):
-    """Add all selections in rank order."""
-    return sum((cut(x, k) for x in inputs[1:]), start=cut(inputs[0], k))
+    """Add all selections."""
+    return tree([cut(x, k) for x in inputs])
 
 
 def dense_reference(inputs, k):
@@ -68,7 +76,7 @@ def spardl_reference(inputs, k, teams=1, sag="r-sag", step=0):
         sums = [
             hops([parts[team * ranks + (owner - j) % ranks] for j in range(ranks)], budget) for team in range(teams)
         ]
-        total[low:high] = gtopk_reference(sums, budget) if sag == "r-sag" else cut(sum(sums[1:], sums[0]), budget)
+        total[low:high] = gtopk_reference(sums, budget) if sag == "r-sag" else cut(tree(sums), budget)
     return total
 
 

@@ -73,8 +73,8 @@ def test_bytes_are_the_papers_where_selections_spread_evenly(size):
 
 
 @pytest.mark.parametrize("size", [3, 5, 8])
-def test_floats_are_added_in_rank_order_and_so_have_the_bits_of_an_allgather(size):
-    """Not in order of arrival, which begins with the owner's own: that rounds otherwise."""
+def test_floats_have_the_bits_of_an_allgather(size):
+    """They are added in the tree over ranks, not in order of arrival, which begins with the owner's own."""
     generator = torch.Generator().manual_seed(size)
     vectors = [topk(torch.randn(64, generator=generator), 32) for _ in range(size)]
     results, world = dsa(vectors, 32)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_compress import SparseVector, add, merge, pad, share, topk
+from sparse_compress import SparseVector, add, add_all, merge, pad, share, topk
 from sparse_compress.magnitude import largest_on_device
 from sparse_compress.merge import _merge_on_device
 from sparse_compress.union import _union_cpu, _union_on_device
@@ -101,6 +101,31 @@ def test_merging_reads_nothing_back_from_a_device():
     a, b = (SparseVector.allocate(entries, 100, torch.float32, torch.device("meta")) for entries in (7, 5))
     assert [len(part) for k in (0, 5, 12, 30) for part in merge(a, b, k)] == [0, 12, 5, 7, 12, 0, 30, 0]
     assert [len(add(a, b)), len(pad(a, 9)), len(share(a, 1, 2))] == [12, 9, 3]
+
+
+@pytest.mark.parametrize("size", range(1, 18))
+def test_add_all(size):
+    generator = torch.Generator().manual_seed(size)
+    vectors = [topk(torch.randint(-4, 5, (40,), generator=generator).float(), 9) for _ in range(size)]
+    total = add_all(vectors)
+    assert torch.equal(total.to_dense(), sum(v.to_dense() for v in vectors))
+    assert total.indices.tolist() == sorted({i for v in vectors for i in v.indices.tolist()})
+
+
+def test_add_all_adds_neighbours_then_the_sums_of_neighbours():
+    """Where order shows: 1 is lost beside 2^24, 2 is not; and which of two NaN payloads stays."""
+    assert add_all([vector({0: value}, 1) for value in (2.0**24, 1, 1, 1)]).values.item() == 2.0**24 + 2
+    a, b, c, d, e = (vector(dict.fromkeys(range(rank % 3, 4), 1.0), 4) for rank in range(5))
+    for rank, one in enumerate((a, b, c, d, e)):
+        one.values.view(torch.int32)[0] = 0x7FC00001 + rank
+    assert torch.equal(add_all([a, b, c, d, e]).pack(), add(add(add(a, b), add(c, d)), e).pack())
+
+
+def test_add_all_of_one_and_of_none():
+    a = vector({0: -0.0, 2: 3.0}, 4)
+    assert add_all([a]) is a
+    with pytest.raises(ValueError, match="no vectors given, expected one or more"):
+        add_all([])
 
 
 def test_entries_survive_cancellation():

@@ -12,7 +12,7 @@ from sparse_compress import SparseVector, add
 from sparse_compress.compact import compact
 from sparse_compress.magnitude import Keys, Mask, bits_of, largest, magnitude_keys, magnitude_mask
 from sparse_compress.merge import keys_of
-from sparse_compress.union import Array, paired_cpu, picked_cpu
+from sparse_compress.union import Array, paired, paired_cpu, picked_cpu
 
 from sparse_collectives.entries import Bounds, assemble, where
 
@@ -36,8 +36,8 @@ def cut_to_budgets(sparse: SparseVector, bounds: Bounds, budgets: Sequence[int])
     Ties go to the lowest index; a block with fewer entries is filled up with explicit zeros. All entries lie in some
     block, and no budget exceeds its block. On a GPU nothing is read back.
     """
-    if sparse.device.type != "cpu":
-        return _cut_on_device(add(sparse, _zeros(sparse, bounds, budgets)), bounds, budgets)
+    if not sparse.values.is_cpu:
+        return _merge_on_device(sparse, _zeros(sparse, bounds, budgets), bounds, budgets)
     edges = _edges(sparse.indices.numpy(), bounds)
     if np.array_equal(np.diff(edges), budgets):
         return sparse, SparseVector.empty(sparse.numel, sparse.dtype)
@@ -55,8 +55,8 @@ def merge_to_budgets(
     a: SparseVector, b: SparseVector, bounds: Bounds, budgets: Sequence[int]
 ) -> tuple[SparseVector, SparseVector]:
     """`cut_to_budgets` of a + b, of which one at least has as many entries in each block as its budget."""
-    if a.device.type != "cpu":
-        return cut_to_budgets(add(a, b), bounds, budgets)
+    if not a.values.is_cpu:
+        return _merge_on_device(a, b, bounds, budgets)
     indices, values, void = paired_cpu(a, b)
     kept = _selected(keys_of(values, void), _edges(indices, bounds), budgets)
     cut = ~kept
@@ -85,16 +85,20 @@ def _zeros(like: SparseVector, bounds: Bounds, budgets: Sequence[int]) -> Sparse
     return assemble(at, torch.zeros(len(at), dtype=like.dtype, device=like.device), like.numel)
 
 
-def _cut_on_device(sparse: SparseVector, bounds: Bounds, budgets: Sequence[int]) -> tuple[SparseVector, SparseVector]:
-    """Every block has its budget of entries at least. Plain torch: by magnitude, then by block, both stable."""
-    highs, allowed = torch.tensor([[high for _, high in bounds], list(budgets)], device=sparse.device)
-    by_size = torch.sort(magnitude_keys(sparse.values), descending=True, stable=True).indices
-    block, order = torch.sort(torch.searchsorted(highs, sparse.indices[by_size].long(), right=True), stable=True)
-    place = torch.arange(len(sparse), device=sparse.device) - torch.searchsorted(block, block)
-    selected = torch.empty_like(block, dtype=torch.bool)
-    selected[by_size[order]] = place < allowed[block]
-    kept, rest = sum(budgets), len(sparse) - sum(budgets)
+def _merge_on_device(
+    a: SparseVector, b: SparseVector, bounds: Bounds, budgets: Sequence[int]
+) -> tuple[SparseVector, SparseVector]:
+    """Every block of a + b has its budget at least. Plain torch: sorts by magnitude, then by block, both stable."""
+    indices, values, counts = paired(a, b)
+    highs, allowed = torch.tensor([[high for _, high in bounds], list(budgets)], device=a.device)
+    keys = magnitude_keys(values).masked_fill(~counts, -1)  # the last of their blocks
+    by_size = torch.sort(keys, descending=True, stable=True).indices
+    block, order = torch.sort(torch.searchsorted(highs, indices[by_size].long(), right=True), stable=True)
+    place = torch.arange(len(indices), device=a.device) - torch.searchsorted(block, block)
+    kept = torch.empty_like(counts)
+    kept[by_size[order]] = place < allowed[block]
+    spare = min(len(indices), a.numel) - sum(budgets)
     return (
-        compact(sparse.indices, sparse.values, selected, kept, sparse.numel),
-        compact(sparse.indices, sparse.values, ~selected, rest, sparse.numel),
+        compact(indices, values, kept, sum(budgets), a.numel),
+        compact(indices, values, counts & ~kept, spare, a.numel),
     )

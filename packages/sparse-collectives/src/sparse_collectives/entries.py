@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from sparse_compress import HEADER_BYTES, SparseVector
+from sparse_compress import HEADER_BYTES, SparseVector, add_all
 from sparse_compress.wire import entry_nbytes
 from torch import Tensor
 
@@ -37,16 +37,14 @@ def take(sparse: SparseVector, runs: Sequence[slice]) -> SparseVector:
 
 def where(sparse: SparseVector, chosen: Tensor) -> SparseVector:
     """The entries that a mask chooses. How many they are is read back from the device."""
-    if chosen.device.type == "cpu":  # a tenth of what indexing by a mask takes
-        positions = torch.from_numpy(np.flatnonzero(chosen.numpy()))
-    else:
-        positions = chosen.nonzero().view(-1)
+    # In NumPy a tenth of what indexing by a mask takes.
+    positions = torch.from_numpy(np.flatnonzero(chosen.numpy())) if chosen.is_cpu else chosen.nonzero().view(-1)
     return sparse if len(positions) == len(sparse) else _at(sparse, positions)
 
 
 def without(sparse: SparseVector, other: SparseVector) -> SparseVector:
     """The entries whose index the other vector does not have."""
-    if sparse.device.type != "cpu":
+    if not sparse.values.is_cpu:
         return where(sparse, ~torch.isin(sparse.indices, other.indices))
     both = np.concatenate([sparse.indices.numpy(), other.indices.numpy()]).view(np.uint32) << 1
     both[len(sparse) :] |= 1
@@ -55,6 +53,15 @@ def without(sparse: SparseVector, other: SparseVector) -> SparseVector:
     missing = mine.copy()
     missing[:-1] &= both[:-1] ^ 1 != both[1:]
     return _at(sparse, torch.from_numpy(np.cumsum(mine).take(np.flatnonzero(missing)) - 1))
+
+
+def union_of(vectors: Sequence[SparseVector]) -> SparseVector:
+    """`add_all` with an entry only where one of them has one. How many they are is read back from the device."""
+    total = add_all(vectors)
+    if total.values.is_cpu:
+        return total
+    places = torch.searchsorted(total.indices, torch.cat([vector.indices for vector in vectors]))
+    return where(total, torch.zeros_like(total.indices, dtype=torch.bool).index_fill_(0, places, True))
 
 
 def split(sparse: SparseVector, bounds: Bounds) -> list[SparseVector]:

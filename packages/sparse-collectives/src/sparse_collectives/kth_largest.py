@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from math import isqrt
 from typing import Any, NamedTuple
 
@@ -134,4 +135,5 @@ def _gathered(mine: Tensor, lengths: Sequence[int], rank: int, size: int) -> Sch
     """All ranks' keys, `lengths` of them, in rank order."""
     nbytes = [length * mine.dtype.itemsize for length in lengths]
     blocks = yield from allgather_blocks(mine.view(torch.uint8), nbytes, rank, size)
-    return [block.clone().view(mine.dtype).cpu().numpy() for block in blocks]
+    everything: Keys = torch.cat(blocks).view(mine.dtype).cpu().numpy()  # one copy from the device
+    return np.split(everything, list(accumulate(lengths[:-1])))

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import reduce
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from communicators.dense import halving_doubling_allreduce, largest_power_of_two
 from communicators.schedule import SLOT_BYTES, Elapse, Round, Schedule, frame
-from sparse_compress import SparseVector, add
+from sparse_compress import SparseVector, add_all
 from sparse_compress.magnitude import magnitude_keys
 from sparse_compress.selection import Largest, Reaching, Selection
 from sparse_compress.wire import WIRE_DTYPES
 
-from sparse_collectives.entries import split, where, without
+from sparse_collectives.entries import split, union_of, where, without
 from sparse_collectives.even_out import gather_evenly
 from sparse_collectives.kth_largest import kth_largest
 from sparse_collectives.reduction import Reduction
@@ -38,7 +37,7 @@ def oktopk(
     """The entries of the sum from about its k-th largest on, at most k (Li & Hoefler, PPoPP 2022, algorithm 1).
 
         boundaries   every τ calls: P regions; each boundary is the integer mean of the ranks' proposals
-        split        own entries of region j to rank j, P − 1 messages; rank j adds them in rank order
+        split        own entries of region j to rank j, P − 1 messages; rank j adds them (`add_all`)
         threshold    every τ' calls: the k-th largest sum, exactly; rank j keeps its sums that reach the last one
         gather       where more than k reach it, the k largest; evened out; ⌈log P⌉ rounds
 
@@ -65,7 +64,7 @@ def oktopk(
     gathered = yield from gather_evenly(kept, counts, rank, size, wire)
     total = gathered.total
     state.update(known, step=known["step"] + 1, of=_of(sparse.numel, sparse.dtype, size, k))
-    return Reduction(total, reduce(add, (without(own, total), dropped, gathered.dropped)))
+    return Reduction(total, add_all([without(own, total), dropped, gathered.dropped]))
 
 
 def _agree_on_boundaries(own: SparseVector, rank: int, size: int) -> Schedule[list[int]]:
@@ -88,7 +87,7 @@ def _split_and_reduce(
     wire: Wire,
     cost: Callable[[int], float] | None,
 ) -> Schedule[SparseVector]:
-    """The sum of this rank's region over all ranks, added in rank order."""
+    """The sum of this rank's region over all ranks."""
     regions = list(pairwise(boundaries))
     parts, length = split(own, regions), boundaries[rank + 1] - boundaries[rank]
     given = {rank: parts[rank]}
@@ -100,7 +99,7 @@ def _split_and_reduce(
         given[source] = wire.entries(received[source][SLOT_BYTES:], regions[rank], own)
     if cost is not None:
         yield Elapse(cost(sum(map(len, given.values()))))
-    return reduce(add, (given[source] for source in range(size)))
+    return union_of([given[source] for source in range(size)])
 
 
 def _global_largest(

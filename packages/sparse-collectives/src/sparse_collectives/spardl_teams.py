@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import reduce
 
 import torch
 from communicators.dense import allgather_blocks
 from communicators.schedule import Elapse, Schedule
-from sparse_compress import SparseVector, add, merge, share
+from sparse_compress import SparseVector, add, add_all, merge, share
 
 from sparse_collectives.entries import assemble
 from sparse_collectives.gtopk import gtopk, gtopk_sent
@@ -65,7 +64,7 @@ def b_sag(
     wire: Wire = PLAIN,
     cost: Callable[[int], float] | None = None,
 ) -> Schedule[tuple[SparseVector, SparseVector, int]]:
-    """The block's h largest entries of every team, gathered, added in team order, and cut once; any number of teams.
+    """The block's h largest entries of every team, gathered, added (`add_all`), and cut once; any number of teams.
 
     What a team cuts before the gather it keeps; entry i of the common cut is kept by team i mod d.
     Returns what is kept, dropped, and the next h: the gathered union should just fill the budget B, so with L entries
@@ -76,12 +75,12 @@ def b_sag(
     span, nbytes = (0, block.numel), [wire.block_nbytes(h, block.numel, block.dtype)] * teams
     bodies = yield from allgather_blocks(wire.block(given, span), nbytes, team, teams)
     vectors = [wire.entries(body, span, block, h) for body in bodies]
-    total, cut = merge(reduce(add, vectors), _nothing(block), budget)
+    total, cut = merge(add_all(vectors), _nothing(block), budget)
     if cost is not None:
         yield Elapse(cost(teams * h))
     union = len(torch.unique(torch.cat([vector.indices for vector in vectors])))  # on a GPU this reads back
     entries = min(budget, max(-(-budget // teams), h * budget // max(union, 1)))
-    return total, reduce(add, (dropped, rest, share(cut, member=team, of=teams))), entries
+    return total, add_all([dropped, rest, share(cut, member=team, of=teams)]), entries
 
 
 def sent_entries(before: int | None, budget: int, teams: int) -> int:

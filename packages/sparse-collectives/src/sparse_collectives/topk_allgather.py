@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import reduce
 
 import torch
 from communicators.dense import allgather_blocks
 from communicators.schedule import SLOT_BYTES, Elapse, Schedule
-from sparse_compress import SparseVector, add
+from sparse_compress import SparseVector, add_all
 
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.traffic import Traffic
@@ -26,7 +25,7 @@ def topk_allgather(
 ) -> Schedule[Reduction]:
     """The exact sum of all selections, up to k·P entries; nothing is dropped (Renggli et al., SC 2019, section 5.3.1).
 
-    ⌈log P⌉ rounds of Bruck's allgather; vectors are added in rank order everywhere, so that float sums agree.
+    ⌈log P⌉ rounds of Bruck's allgather; vectors are added as `add_all` does everywhere, so that float sums agree.
 
     wire: what it rounds off is dropped.
     sparse: min(k, n) entries; cost: seconds to merge so many entries, which a simulated world charges.
@@ -35,7 +34,7 @@ def topk_allgather(
     given, rest = wire.rounded(sparse)
     nbytes = wire.nbytes(len(sparse), sparse.numel, sparse.dtype)
     messages = yield from allgather_blocks(wire.message(given), [nbytes] * size, rank, size)
-    total = reduce(add, (wire.vector(message, len(sparse), sparse) for message in messages))
+    total = add_all([wire.vector(message, len(sparse), sparse) for message in messages])
     if cost is not None:
         yield Elapse(cost(size * len(sparse)))
     return Reduction(total, rest)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import reduce
 
 import torch
 from communicators.dense import allgather, block_bounds
@@ -11,7 +10,7 @@ from communicators.schedule import SLOT_BYTES, Elapse, Round, Schedule, frame
 from sparse_compress import SparseVector, add
 from torch import Tensor
 
-from sparse_collectives.entries import assemble, join, split
+from sparse_collectives.entries import assemble, join, split, union_of
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.traffic import Traffic, bruck_sent, together
 from sparse_collectives.wire import PLAIN, Span, Wire
@@ -28,7 +27,7 @@ def topk_dsa(
 ) -> Schedule[Reduction]:
     """The exact sum of all selections; nothing is dropped (SparCML: Renggli et al., SC 2019, section 5.3.2).
 
-        split        block j of the index range to rank j, P − 1 messages; rank j adds them in rank order
+        split        block j of the index range to rank j, P − 1 messages; rank j adds them (`add_all`)
         all-gather   of the sums' sizes, 8 bytes each, then of the sums: ⌈log P⌉ rounds each (Bruck)
 
     A block goes dense, as its values alone, where its entries would take as many bytes or more.
@@ -48,7 +47,7 @@ def topk_dsa(
         payload = frame(_encode(blocks[to], bounds[to], wire))
         received = yield Round({to: payload}, {source: capacity}, bounded=True)
         given[source] = _decode(received[source][SLOT_BYTES:], bounds[rank], sparse, wire)
-    total = reduce(add, (given[source] for source in range(size)))
+    total = union_of([given[source] for source in range(size)])
     if cost is not None:
         yield Elapse(cost(sum(map(len, given.values()))))
     total, rest = wire.rounded(total)

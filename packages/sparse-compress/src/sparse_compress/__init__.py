@@ -17,7 +17,7 @@ from sparse_compress.compressors import (
     warm_up,
 )
 from sparse_compress.error_feedback import ErrorFeedback
-from sparse_compress.merge import add, merge, share
+from sparse_compress.merge import add, add_all, merge, share
 from sparse_compress.pad import pad
 from sparse_compress.topk import topk
 from sparse_compress.vector import SparseVector
@@ -42,6 +42,7 @@ __all__ = [
     "TopK",
     "WireCodec",
     "add",
+    "add_all",
     "clip_locally",
     "concatenate",
     "index_entropy",

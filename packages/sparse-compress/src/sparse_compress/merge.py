@@ -1,6 +1,7 @@
 """Addition of sparse vectors, exact or cut to the k largest."""
 
 import operator
+from collections.abc import Sequence
 
 import torch
 
@@ -30,7 +31,7 @@ def merge(a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, Spars
     k = min(k, a.numel)
     if len(a) + len(b) <= k:
         return pad(union(a, b), k), SparseVector.empty(a.numel, a.dtype, device=a.device)
-    return _merge_cpu(a, b, k) if a.device.type == "cpu" else _merge_on_device(a, b, k)
+    return _merge_cpu(a, b, k) if a.values.is_cpu else _merge_on_device(a, b, k)
 
 
 def add(a: SparseVector, b: SparseVector) -> SparseVector:
@@ -42,6 +43,25 @@ def add(a: SparseVector, b: SparseVector) -> SparseVector:
     """
     _check_alike(a, b)
     return union(a, b)
+
+
+def add_all(vectors: Sequence[SparseVector]) -> SparseVector:
+    """The sum of one vector or more, as `add` adds two: neighbours first, then the sums of neighbours.
+
+        add_all([a, b, c, d, e])        # ((a + b) + (c + d)) + e
+
+    So P vectors of k entries take P·k·⌈log P⌉ entries at most, not the P²k/2 of one after the other. Which values are
+    added first depends on P alone, so whoever adds the same values at an index gets the same bits there.
+
+    Raises ValueError for none, and where numel, dtype or device differ.
+    """
+    sums = list(vectors)
+    if not sums:
+        raise ValueError("no vectors given, expected one or more: without one, numel is not known")
+    while len(sums) > 1:
+        odd = sums[len(sums) & ~1 :]
+        sums = [add(a, b) for a, b in zip(sums[::2], sums[1::2], strict=False)] + odd
+    return sums[0]
 
 
 def share(cut: SparseVector, member: int, of: int) -> SparseVector:

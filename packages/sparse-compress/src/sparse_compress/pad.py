@@ -19,7 +19,7 @@ def pad(vector: SparseVector, count: int) -> SparseVector:
         raise ValueError(f"count is {count}, expected {len(vector)} (entries) … {vector.numel} (numel)")
     if count == len(vector):
         return vector
-    if vector.device.type == "cpu":
+    if vector.values.is_cpu:
         return _pad_on_cpu(vector, count)
     everything = torch.ones(len(vector), dtype=torch.bool, device=vector.device)
     return compact(vector.indices, vector.values, everything, count, vector.numel)

@@ -21,7 +21,7 @@ def union(a: SparseVector, b: SparseVector) -> SparseVector:
     """
     if not len(a) or not len(b):
         return a if len(a) else b
-    return _union_cpu(a, b) if a.device.type == "cpu" else _union_on_device(a, b)
+    return _union_cpu(a, b) if a.values.is_cpu else _union_on_device(a, b)
 
 
 def paired_cpu(a: SparseVector, b: SparseVector) -> tuple[Array, Array, Array]:
