@@ -121,8 +121,8 @@ def test_the_cost_of_merging_is_charged_where_it_is_given(name):
         world.run(lambda c: run(ALGORITHMS[name].schedule(topk(torch.ones(50), 4), c.rank, 4, 4, cost=cost), c))
         return world.elapsed
 
-    # of 8 entries each: one of 16 counts twice; oktopk: 4; spardl: two blocks with a budget of 1, then one
-    merges = {"dense": 0, "topk-allgather": 2, "topk-dsa": 2, "gtopk": 2, "oktopk": 0.5, "spardl": 0.5 + 0.25}
+    # in units of 8 entries: all 16, twice; oktopk: 4, twice; spardl: two blocks with a budget of 1, then one
+    merges = {"dense": 0, "topk-allgather": 4, "topk-dsa": 4, "gtopk": 2, "oktopk": 1.0, "spardl": 0.5 + 0.25}
     assert elapsed(lambda entries: entries / 8) == pytest.approx(elapsed(None) + merges[name])
 
 

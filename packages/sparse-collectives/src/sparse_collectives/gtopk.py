@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from communicators.dense import largest_power_of_two
 from communicators.schedule import Elapse, Round, Schedule, powers_of_two
-from sparse_compress import SparseVector, add, merge, share
+from sparse_compress import SparseVector, add_all, merge, share
 
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.traffic import Traffic
@@ -41,30 +41,31 @@ def gtopk(
     group = largest_power_of_two(size)
     if rank >= group:
         return (yield from _fold_into(rank - group, sparse, wire))
-    total, dropped = sparse, SparseVector.empty(sparse.numel, sparse.dtype, device=sparse.device)
+    total, dropped = sparse, [SparseVector.empty(sparse.numel, sparse.dtype, device=sparse.device)]
     folded, capacity = rank + group, wire.nbytes(len(sparse), sparse.numel, sparse.dtype)
     if folded < size:
         received = yield Round(recvs={folded: capacity})
-        total, dropped = merge(total, wire.vector(received[folded], len(sparse), sparse), k)
+        total, cut = merge(total, wire.vector(received[folded], len(sparse), sparse), k)
+        dropped.append(cut)
         if cost is not None:
             yield Elapse(cost(2 * len(sparse)))
     for distance in powers_of_two(below=group):
         peer = rank ^ distance
         total, rest = wire.rounded(total)
-        dropped = add(dropped, share(rest, member=rank % distance, of=distance))
+        dropped.append(share(rest, member=rank % distance, of=distance))
         received = yield Round({peer: wire.message(total)}, {peer: capacity})
         theirs = wire.vector(received[peer], len(sparse), sparse)
         # Lower ranks first: NaN payloads do not commute.
         total, cut = merge(total, theirs, k) if rank < peer else merge(theirs, total, k)
-        dropped = add(dropped, share(cut, member=rank % (2 * distance), of=2 * distance))
+        dropped.append(share(cut, member=rank % (2 * distance), of=2 * distance))
         if cost is not None:
             yield Elapse(cost(2 * len(sparse)))
     if group < size:  # the folded ranks get what all hold
         total, rest = wire.rounded(total)
-        dropped = add(dropped, share(rest, member=rank, of=group))
+        dropped.append(share(rest, member=rank, of=group))
     if folded < size:
         yield Round(sends={folded: wire.message(total)})
-    return Reduction(total, dropped)
+    return Reduction(total, add_all(dropped))
 
 
 def _fold_into(partner: int, sparse: SparseVector, wire: Wire) -> Schedule[Reduction]:

@@ -98,7 +98,7 @@ def _split_and_reduce(
         received = yield Round({to: payload}, {source: capacity}, bounded=True)
         given[source] = wire.entries(received[source][SLOT_BYTES:], regions[rank], own)
     if cost is not None:
-        yield Elapse(cost(sum(map(len, given.values()))))
+        yield Elapse(cost(sum(map(len, given.values())) * (size - 1).bit_length()))
     return union_of([given[source] for source in range(size)])
 
 

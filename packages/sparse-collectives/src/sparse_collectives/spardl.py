@@ -63,7 +63,7 @@ def spardl(
     own = blocks.own(position, team, teams)
     bodies = yield from among(mates, allgather_blocks(own, sizes, position, len(mates)))
     state.update(step=state["step"] + 1, entries=entries, of=[k, size, teams])
-    return Reduction(joined(wire, bodies, blocks.bounds, blocks.budgets, sparse), blocks.dropped)
+    return Reduction(joined(wire, bodies, blocks.bounds, blocks.budgets, sparse), blocks.dropped())
 
 
 def spar_reduce_scatter(

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import torch
 from communicators.dense import block_bounds
-from sparse_compress import SparseVector, add, share
+from sparse_compress import SparseVector, add_all, share
 from torch import Tensor
 
 from sparse_collectives.budgets import block_budgets, cut_to_budgets, merge_to_budgets
@@ -19,7 +19,7 @@ class Blocks:
     """Partial sums of some blocks, each cut to its budget; what is cut stays here (global residual collection, GRES).
 
     held: the blocks, increasing; all of them at first. kept: their entries, exactly budgets[b] of each block b.
-    dropped: all that was cut.
+    cuts: what was cut, and what the wire has rounded off, of every round.
     A NaN or inf in a block without a budget is said in another one, so that the total shows it.
     """
 
@@ -28,9 +28,10 @@ class Blocks:
         self.bounds = block_bounds(sparse.numel, blocks)
         self.budgets = block_budgets(k, sparse.numel, blocks, step)
         self.held = list(range(blocks))
-        self.kept, self.dropped = cut_to_budgets(sparse, self.bounds, self.budgets)
+        self.kept, cut = cut_to_budgets(sparse, self.bounds, self.budgets)
+        self.cuts = [cut]
         if 0 in self.budgets:
-            finite = torch.isfinite(self.dropped.values).all()
+            finite = torch.isfinite(cut.values).all()
             self.kept.values[0] = torch.where(finite, self.kept.values[0], torch.nan)
 
     def give(self, members: Sequence[int]) -> Tensor:
@@ -43,7 +44,7 @@ class Blocks:
         self.held = [b for b in self.held if b not in members]
         self.kept = take(self.kept, [runs[b] for b in self.held])
         given, rest = self.wire.rounded(given)
-        self.dropped = add(self.dropped, rest)
+        self.cuts.append(rest)
         return self.wire.block(given, self.everywhere)
 
     def add(self, body: Tensor, members: Sequence[int]) -> None:
@@ -51,13 +52,17 @@ class Blocks:
         theirs = self.wire.entries(body, self.everywhere, self.kept, self._entries(members))
         bounds, budgets = zip(*((self.bounds[b], self.budgets[b]) for b in self.held), strict=True)
         self.kept, cut = merge_to_budgets(self.kept, theirs, bounds, budgets)
-        self.dropped = add(self.dropped, cut)
+        self.cuts.append(cut)
 
     def own(self, b: int, team: int, teams: int) -> Tensor:
         """The bytes of block b, the last that is held, as all ranks get it; teams share what the wire rounds off."""
         self.kept, rest = self.wire.rounded(self.kept)
-        self.dropped = add(self.dropped, share(rest, member=team, of=teams))
+        self.cuts.append(share(rest, member=team, of=teams))
         return self.wire.block(self.kept, self.bounds[b])
+
+    def dropped(self) -> SparseVector:
+        """All that was cut and rounded off."""
+        return add_all(self.cuts)
 
     def nbytes(self, members: Sequence[int]) -> int:
         """Bytes of these blocks in one message."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from communicators.dense import allgather_blocks
 from communicators.schedule import Elapse, Schedule
-from sparse_compress import SparseVector, add, add_all, merge, share
+from sparse_compress import SparseVector, add_all, merge, share
 
 from sparse_collectives.entries import assemble
 from sparse_collectives.gtopk import gtopk, gtopk_sent
@@ -51,7 +51,7 @@ def combine_teams(
         h = sent_entries(before, budget, teams)
         total, dropped, entries = yield from b_sag(block, team, teams, budget, h, blocks.wire, cost)
     blocks.kept, dropped = (assemble(v.indices + low, v.values, blocks.kept.numel) for v in (total, dropped))
-    blocks.dropped = add(blocks.dropped, dropped)
+    blocks.cuts.append(dropped)
     return entries
 
 
@@ -77,7 +77,7 @@ def b_sag(
     vectors = [wire.entries(body, span, block, h) for body in bodies]
     total, cut = merge(add_all(vectors), _nothing(block), budget)
     if cost is not None:
-        yield Elapse(cost(teams * h))
+        yield Elapse(cost(teams * h * (teams - 1).bit_length()))
     union = len(torch.unique(torch.cat([vector.indices for vector in vectors])))  # on a GPU this reads back
     entries = min(budget, max(-(-budget // teams), h * budget // max(union, 1)))
     return total, add_all([dropped, rest, share(cut, member=team, of=teams)]), entries

@@ -92,7 +92,7 @@ def spardl_merged(rank: int, size: int, k: int, numel: int, *, teams: int = 1, s
         return merged
     if is_recursive(teams, sag):
         return merged + gtopk_merged(team, teams, onwards[0], numel)
-    return merged + teams * sent_entries(LEAST, onwards[0], teams)
+    return merged + teams * sent_entries(LEAST, onwards[0], teams) * (teams - 1).bit_length()
 
 
 def spardl_variants(size: int) -> list[Mapping[str, Any]]:

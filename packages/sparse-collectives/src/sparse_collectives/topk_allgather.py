@@ -36,7 +36,7 @@ def topk_allgather(
     messages = yield from allgather_blocks(wire.message(given), [nbytes] * size, rank, size)
     total = add_all([wire.vector(message, len(sparse), sparse) for message in messages])
     if cost is not None:
-        yield Elapse(cost(size * len(sparse)))
+        yield Elapse(cost(size * len(sparse) * (size - 1).bit_length()))
     return Reduction(total, rest)
 
 
@@ -50,4 +50,4 @@ def topk_allgather_sent(rank: int, size: int, k: int, numel: int, dtype: torch.d
 def topk_allgather_merged(rank: int, size: int, k: int, numel: int) -> int:
     """Entries that are summed: those of all ranks."""
     del rank
-    return size * min(k, numel)
+    return size * min(k, numel) * (size - 1).bit_length()

@@ -49,7 +49,7 @@ def topk_dsa(
         given[source] = _decode(received[source][SLOT_BYTES:], bounds[rank], sparse, wire)
     total = union_of([given[source] for source in range(size)])
     if cost is not None:
-        yield Elapse(cost(sum(map(len, given.values()))))
+        yield Elapse(cost(sum(map(len, given.values())) * (size - 1).bit_length()))
     total, rest = wire.rounded(total)
     sums = yield from allgather(_encode(total, bounds[rank], wire), rank, size)
     decoded = [_decode(block, span, sparse, wire) for block, span in zip(sums, bounds, strict=True)]
@@ -122,5 +122,5 @@ def topk_dsa_typical(rank: int, size: int, k: int, numel: int, dtype: torch.dtyp
 
 def topk_dsa_merged(rank: int, size: int, k: int, numel: int) -> int:
     """Entries that a rank sums where selections spread evenly: its block's share of all ranks'."""
-    del rank, size
-    return min(k, numel)
+    del rank
+    return min(k, numel) * (size - 1).bit_length()
