@@ -142,15 +142,22 @@ def _model(layers: int) -> tuple[nn.Module, torch.Tensor]:
 
 
 def _interleaved(steps: dict[Case, Callable[[], None]], comm: Communicator, repeats: int) -> dict[Case, float]:
-    """Median seconds of every step on the slowest rank; a first round warms up."""
+    """Median seconds of every step on the slowest rank.
+
+    Cases take turns of three steps, of which the first finds other cases' data in the caches and does not count: so it
+    is in training.
+    """
     taken: dict[Case, list[float]] = {case: [] for case in steps}
-    for _ in range(repeats + 1):
+    for _ in range(repeats):
         for case, step in steps.items():
-            barrier(comm)
-            begin = time.perf_counter()
-            step()
-            taken[case].append(time.perf_counter() - begin)
-    medians = slowest([statistics.median(times[1:]) for times in taken.values()], comm)
+            turn = []
+            for _ in range(3):
+                barrier(comm)
+                begin = time.perf_counter()
+                step()
+                turn.append(time.perf_counter() - begin)
+            taken[case] += turn[1:]
+    medians = slowest([statistics.median(times) for times in taken.values()], comm)
     return dict(zip(steps, medians, strict=True))
 
 
