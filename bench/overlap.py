@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import product
 from pathlib import Path
 
 import torch
@@ -30,6 +29,7 @@ from communicators.schedule import Received, Round
 from communicators.transport import Pending, Transport
 from communicators.transport_communicator import TransportCommunicator
 from sparse_collectives import DistributedOptimizer, sparse_allreduce_async
+from sparse_collectives.backward_order import BUCKET_BYTES
 from sparse_compress import TopK, topk
 from torch import nn
 
@@ -37,7 +37,7 @@ from bench.record import machine, record
 from bench.slow_link import open_link
 
 MIB = 1 << 20
-BATCHES = (512, 1024)  # computing takes a little longer than the exchange, and more than twice as long
+SHORT, LONG = 512, 1024  # batches with which computing takes a little longer than the exchange, and twice as long
 COLUMNS = (
     "algorithm",
     "batch",
@@ -83,7 +83,7 @@ def on_rank(repeats: int, bucket_mib: Sequence[float]) -> None:
 
     comm = as_communicator(MPI.COMM_WORLD)
     for algorithm in ("gtopk", "topk-allgather"):
-        for batch, size in product(BATCHES, bucket_mib):
+        for batch, size in [*((SHORT, size) for size in bucket_mib), (LONG, BUCKET_BYTES / MIB)]:
             row = _measure(comm, algorithm, batch, int(size * MIB), repeats)
             if comm.rank == 0:
                 print(json.dumps({"algorithm": algorithm, "batch": batch, "bucket_MiB": size, **row}), flush=True)
