@@ -157,13 +157,11 @@ class SparseHookState:
         def put_back(future: torch.futures.Future[Reduction]) -> Tensor:
             reduction = future.wait()
             self._feedback.restore(key, reduction.dropped)
-            values = reduction.total.values
-            flat.zero_()
-            flat[reduction.total.indices] = (values / self.comm.size * scale).to(flat.dtype)
+            # As the optimizer will see it: scaled, and in the gradient's own dtype, which may overflow.
+            mean = (reduction.total.values / self.comm.size * scale).to(flat.dtype)
             if self.grad_scaler is not None:
-                # As the optimizer will see it: scaled, and in the gradient's own dtype, which may overflow.
-                self._finite.append(torch.isfinite(flat[reduction.total.indices]).all())
-            return flat
+                self._finite.append(torch.isfinite(mean).all())
+            return flat.zero_().index_copy_(0, reduction.total.indices.long(), mean)
 
         return work.get_future().then(put_back)
 

@@ -192,7 +192,7 @@ class SparseExchange:
         reduction = work.wait()
         self._feedback.restore(self._names[position], reduction.dropped)
         total, mean = reduction.total, self._flats[position]
-        mean.zero_()[total.indices] = total.values / self._comm.size
+        mean.zero_().index_copy_(0, total.indices.long(), total.values / self._comm.size)
         finite = _is_finite(total.values)
         suspect = -1 if finite else suspect_element(sent, self._feedback.residual(self._names[position]))
         return Mean(mean, finite, suspect)
