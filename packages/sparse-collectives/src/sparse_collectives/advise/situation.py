@@ -49,7 +49,7 @@ class Situation:
     def predictions(self) -> list[tuple[Prediction, float]]:
         """All exchanges, each with the seconds of its step, fastest step first; of each only the fastest variant.
 
-        Their wires are those whose coding was measured, and fp32.
+        Their wires are those on which merging was measured, and fp32.
         """
         found = predict_all(size=self.ranks, numel=self.numel, link=self.link, handling=self.handling)
         steps = [(p, step_seconds(p, compute=self.compute, backward=self.hidden)) for p in found]
