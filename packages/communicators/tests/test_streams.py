@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from communicators import Round, frame, framed_nbytes
+from communicators import Round, frame
 from communicators.call import Call
 from communicators.dense import ring_allreduce
 from communicators.engine import Engine
@@ -122,7 +122,7 @@ def test_a_stream_that_fails_fails_the_call():
 
 def stamped(call, sender, numel=3):
     payload = frame(torch.ones(numel))
-    Call(iter(()), rank=sender, size=2, facts=call.facts, number=call.number).stamp_on_device(payload)
+    Call(iter(()), rank=sender, size=2, facts=call.facts, number=call.number).stamp(payload)
     return payload
 
 
@@ -132,21 +132,12 @@ def test_a_message_of_another_call_that_was_not_read_shows_at_the_end():
 
     good, bad = call(), call()
     for _ in range(2):
-        good.accept_on_device(1, stamped(good, 1))
+        good.accept_unread(1, stamped(good, 1))
         good.settle()
-    bad.accept_on_device(1, stamped(bad, 1))
-    bad.accept_on_device(1, stamped(call(5), 1))
+    bad.accept_unread(1, stamped(bad, 1))
+    bad.accept_unread(1, stamped(call(5), 1))
     with pytest.raises(CollectiveError, match="rank 0 got a message of another call in sum"):
         bad.settle()
-
-
-def test_the_stamp_is_the_same_on_host_and_device():
-    call = Call(iter(()), rank=1, size=2, facts="sum", number=4)
-    one, other = frame(torch.ones(3)), frame(torch.ones(3))
-    call.stamp(one)
-    call.stamp_on_device(other)
-    assert torch.equal(one, other)
-    Call(iter(()), rank=0, size=2, facts="sum", number=4).accept(1, other, framed_nbytes(3, torch.float32))
 
 
 class Stream:

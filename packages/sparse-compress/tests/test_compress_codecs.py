@@ -5,6 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from devices import every_device
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_compress import DenseCodec, ErrorFeedback, SparseVector, TopK, WireCodec, index_entropy, topk
@@ -12,13 +13,6 @@ from sparse_compress.codecs import elias_fano
 from sparse_compress.codecs.rounding import VALUES
 
 CODECS = [WireCodec(values, indices) for values, indices in product(VALUES, ("raw", "packed"))]
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
-    ),
-]
 seeds = st.integers(0, 2**32 - 1)
 values_of_any_kind = st.lists(
     st.floats(width=32) | st.sampled_from([0.0, -0.0, 65504.0, 65519.0, 65520.0, -1e6, 1e30, 3.4e38, 1e-40, 127.5]),
@@ -37,7 +31,7 @@ def spread(values, numel, seed):
     return SparseVector(order.sort().values.int(), torch.tensor(values, dtype=torch.float32), numel)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@every_device
 @every_codec
 @settings(deadline=None, max_examples=120)
 @given(values=values_of_any_kind, more=st.integers(0, 300), seed=seeds)

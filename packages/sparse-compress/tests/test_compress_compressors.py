@@ -6,6 +6,7 @@ from itertools import count
 import numpy as np
 import pytest
 import torch
+from devices import every_device
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_compress import (
@@ -41,18 +42,10 @@ COMPRESSORS = {
     "GaussianK": lambda n: GaussianK(0.1),
     "ByParts": lambda n: ByParts(TopK(0.1), [n // 3, (n // 2, 1), n - n // 3 - n // 2]),
 }
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
-    ),
-]
 seeds = st.integers(0, 2**32 - 1)
 sizes = st.integers(0, 400)
 
 every_compressor = pytest.mark.parametrize("make", COMPRESSORS.values(), ids=COMPRESSORS)
-every_device = pytest.mark.parametrize("device", DEVICES)
 
 
 def test_every_compressor_is_under_the_laws():

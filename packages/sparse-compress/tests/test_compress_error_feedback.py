@@ -5,6 +5,7 @@ import io
 
 import pytest
 import torch
+from devices import every_other_device
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_compress import ErrorFeedback, SparseVector, TopK, topk
@@ -295,13 +296,12 @@ def test_copies_are_independent():
     assert feedback.residual("w").tolist() == [0, 1]
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_steps_are_the_same_bits():
+@every_other_device
+def test_steps_on_a_device_are_the_same_bits(device):
     on_cpu, on_gpu = (ErrorFeedback(TopK(0.01), momentum=0.5) for _ in range(2))
     for step in range(4):
         gradient = integers((300, 300), step)
-        sent, sent_on_gpu = on_cpu.compress("w", gradient), on_gpu.compress("w", gradient.cuda())
+        sent, sent_on_gpu = on_cpu.compress("w", gradient), on_gpu.compress("w", gradient.to(device))
         assert torch.equal(sent_on_gpu.pack().cpu(), sent.pack())
         on_cpu.restore("w", topk(sent.to_dense(), 5))
         on_gpu.restore("w", topk(sent_on_gpu.to_dense(), 5))

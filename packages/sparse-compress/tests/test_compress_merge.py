@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from devices import every_other_device
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_compress import SparseVector, add, add_all, merge, pad, share, topk
@@ -223,12 +224,11 @@ def test_merge_bounds():
     assert len(merge(a, a, 9)[0]) == 4
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_merges_to_the_same_bits():
+@every_other_device
+def test_a_device_merges_to_the_same_bits(device):
     x = torch.randn(2, 100_000, generator=torch.Generator().manual_seed(0))
     a, b = topk(x[0], 1000), topk(x[1], 1000)
-    on_gpu = [SparseVector.unpack(one.pack().cuda()) for one in (a, b)]
+    on_gpu = [SparseVector.unpack(one.pack().to(device)) for one in (a, b)]
     for k in (1, 1000, 60_000):
         kept, cut = merge(a, b, k)
         gpu_kept, gpu_cut = merge(*on_gpu, k)

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
+from devices import every_other_device
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_compress import SparseVector, chunks, topk, topk_cpu
@@ -180,11 +181,10 @@ def test_bad_input(x, k, error, message):
         topk(x, k)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_selects_the_same_bits(nasty):
+@every_other_device
+def test_a_device_selects_the_same_bits(device, nasty):
     for n, k in ((1, 1), (1025, 100), (300_000, 3000)):
         x = torch.from_numpy(nasty(np.random.default_rng(n), n))
-        on_gpu, on_cpu = topk(x.cuda(), k), topk(x, k)
+        on_gpu, on_cpu = topk(x.to(device), k), topk(x, k)
         assert torch.equal(on_gpu.pack().cpu(), on_cpu.pack())
         assert torch.equal(SparseVector.unpack(on_gpu.pack(), like=on_gpu).indices.cpu(), on_cpu.indices)

@@ -91,8 +91,11 @@ class Call:
         return self._hash(self._heard[peer])
 
     def stamp(self, payload: Tensor) -> None:
-        """Writes call and sender into the slot of a payload in host memory."""
-        _STAMP.pack_into(_memory(payload), 0, *self._header(self.rank, payload))
+        """Writes call and sender into the slot of a payload, on any device; the host does not wait."""
+        if payload.is_cpu:
+            _STAMP.pack_into(_memory(payload), 0, *self._header(self.rank, payload))
+        else:
+            payload[:SLOT_BYTES].copy_(self._slot(self.rank, payload), non_blocking=True)
 
     def stamped_nbytes(self, buffer: Tensor) -> int:
         """How long the payload in a buffer says that it is, for transports that do not say."""
@@ -100,7 +103,7 @@ class Call:
         return min(nbytes, buffer.numel())
 
     def accept(self, source: int, payload: Tensor, capacity: int) -> None:
-        """Raises unless the payload, in host memory, has the size and carries this call's stamp of that sender."""
+        """Raises unless the payload has the size and carries this call's stamp of that sender."""
         if payload.numel() > capacity:
             raise CollectiveError(
                 f"message too long: rank {source} sent {payload.numel()} bytes, rank {self.rank} has room for "
@@ -119,17 +122,13 @@ class Call:
                 f"(hash, call, sender, bytes) in round {self.turn} of {self.facts}"
             )
 
-    def stamp_on_device(self, payload: Tensor) -> None:
-        """Like `stamp`, for a payload on any device; the host does not wait."""
-        payload[:SLOT_BYTES].copy_(self._slot(self.rank, payload), non_blocking=True)
-
-    def accept_on_device(self, source: int, payload: Tensor) -> None:
-        """Like `accept`, for a payload of the right size on any device; what is wrong is raised by `settle`."""
+    def accept_unread(self, source: int, payload: Tensor) -> None:
+        """Like `accept`, for a payload of the right size; the host does not wait: `settle` raises what is wrong."""
         expected = self._slot(source, payload).to(payload.device, non_blocking=True)
         self._doubts.append((payload[:SLOT_BYTES] != expected).any())
 
     def settle(self) -> None:
-        """Raises if a payload that stayed on a device was not of this call. At the end only, because it reads back."""
+        """Raises if a payload that was not read was not of this call. At the end only, because it reads back."""
         if self._doubts and bool(torch.stack(self._doubts).any()):
             raise CollectiveError(f"corrupted header: rank {self.rank} got a message of another call in {self.facts}")
 
@@ -156,4 +155,5 @@ class Call:
 
 
 def _memory(payload: Tensor) -> Any:
-    return payload.numpy().data
+    """Its bytes; of a payload on a device a copy of its slot."""
+    return (payload if payload.is_cpu else payload[:SLOT_BYTES].cpu()).numpy().data

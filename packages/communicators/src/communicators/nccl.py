@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from communicators.stores import reconnected
 from communicators.untagged import Launched
 from communicators.waiters import WAIT
 
@@ -106,5 +107,5 @@ def nccl_of(group: dist.ProcessGroup, generation: int) -> NCCL | None:
         return None
     if backend.name() != "nccl":
         return None
-    store: Any = group.get_group_store()
-    return NCCL(PrefixStore(f"communicators/{generation}/nccl", store.clone()), group.rank(), group.size())
+    store = PrefixStore(f"communicators/{generation}/nccl", reconnected(group))
+    return NCCL(store, group.rank(), group.size())

@@ -1,8 +1,7 @@
 """torch.distributed by point-to-point, on a gloo group of our own with the user's ranks.
 
-Letters travel through the group's Store, by a client of our own, because a blocking call holds up every other use of
-its client. CUDA payloads are staged through pinned host memory, unless the user's backend for them is NCCL (see
-`nccl`).
+Letters travel through the group's Store, by a client of our own. CUDA payloads are staged through pinned host memory,
+unless the user's backend for them is NCCL (see `nccl`).
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from communicators.call import TAG_BITS, Call
 from communicators.nccl import nccl_of
 from communicators.schedule import Received, Round
 from communicators.staging import host_empty, to_host
+from communicators.stores import reconnected, store_of
 from communicators.transport import PeerLost, Pending, Transport
 from communicators.transport_communicator import TransportCommunicator
 from communicators.untagged import UntaggedTransport
@@ -51,10 +51,9 @@ class ProcessGroupTransport(Transport):
         self.rank, self.size = group.rank(), group.size()
         self.device = torch.device("cpu")
         # Not dist.new_group: its names count a rank's groups, so ranks that are in other groups would never meet.
-        store: Any = group.get_group_store()
         place = f"communicators/{generation}"  # of its own where an earlier one of this group was closed
-        self._data: Any = ProcessGroupGloo(PrefixStore(place, store), self.rank, self.size, WAIT)
-        self._letters = _Mailbox(PrefixStore(place, store.clone()), self.rank)
+        self._data: Any = ProcessGroupGloo(PrefixStore(place, store_of(group)), self.rank, self.size, WAIT)
+        self._letters = _Mailbox(PrefixStore(place, reconnected(group)), self.rank)
         self._waiters = Waiters()
         self._watches: dict[int, Wait] = {}  # by peer
         weakref.finalize(self, _end, self._waiters, self._watches, timeout=0.0).atexit = False  # of a destroyed group

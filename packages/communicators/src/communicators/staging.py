@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 def host_empty(nbytes: int, device: torch.device) -> Tensor:
-    """An uninitialised buffer in host memory, pinned if what it holds comes from, or goes to, a GPU."""
-    if device.type == "cpu":
-        return torch.from_numpy(np.empty(nbytes, dtype=np.uint8))
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    """An uninitialised buffer in host memory, pinned if what it holds comes from, or goes to, a GPU of CUDA."""
+    if device.type == "cuda":
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    return torch.from_numpy(np.empty(nbytes, dtype=np.uint8))
 
 
 def to_host(payload: Tensor) -> Tensor:

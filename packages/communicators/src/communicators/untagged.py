@@ -162,7 +162,7 @@ class _PendingRound(Pending):
         assert self._launched is not None
         self._launched.wait()
         for peer, buffer in self._buffers.items():
-            self._call.accept_on_device(peer, buffer)
+            self._call.accept_unread(peer, buffer)
         return self._buffers
 
     def missing(self) -> list[int]:
@@ -178,7 +178,7 @@ class _PendingRound(Pending):
     def _launch(self) -> Launched:
         for peer, payload in self._action.sends.items():
             self._payloads[peer] = payload.to(self._device)
-            self._call.stamp_on_device(self._payloads[peer])
+            self._call.stamp(self._payloads[peer])
         for peer, nbytes in self._action.recvs.items():
             self._buffers[peer] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         try:

@@ -1,54 +1,46 @@
-"""Every algorithm on a device's side of every branch, with CPU tensors: the laws, and what a CPU gives."""
+"""What a device's tensors take part in, on a device that is only pretended: the laws, and what a CPU gives."""
 
 import pytest
 import torch
 from communicators import SimulatedWorld
+from devices import CPU, DEVICE
 from sparse_collectives import ALGORITHMS, sparse_allreduce
 from sparse_compress import SparseVector, topk
 
 SPARSE = [name for name, entry in ALGORITHMS.items() if entry.compresses]
 every_algorithm = pytest.mark.parametrize("name", SPARSE)
 every_wire = pytest.mark.parametrize("wire", ["fp32", "bf16-packed"])
-every_size = pytest.mark.parametrize("size", [2, 3, 5, 8])
+every_size = pytest.mark.parametrize("size", [2, 3, 8])
 
 
-@pytest.fixture
-def as_on_a_device(monkeypatch):
-    """as_on_a_device(call) -> call(), during which no tensor says that it is on a CPU."""
-
-    def calling(call):
-        with monkeypatch.context() as patched:
-            patched.setattr(torch.Tensor, "is_cpu", False)
-            return call()
-
-    return calling
+def reduced(vectors, **given):
+    """The reduction on each rank of a simulated world; the bytes that its ranks sent."""
+    world = SimulatedWorld(len(vectors))
+    return world.run(lambda comm: sparse_allreduce(vectors[comm.rank], comm, **given)), world.bytes_sent
 
 
-@pytest.fixture
-def check(as_on_a_device):
-    """check(name, vectors, k, wire="fp32", **options): conservation, agreement, totals and bytes; the results."""
+def check(name, vectors, k, wire="fp32", **options):
+    """Conservation, agreement, totals and bytes; the results, in host memory."""
+    given = {"k": k, "algorithm": name, "wire": wire, "options": options}
+    expected, nbytes = reduced(vectors, **given)
+    results, sent = reduced([on_device(vector) for vector in vectors], **given)
+    assert {x.total.device for x in results} | {x.dropped.device for x in results} == {DEVICE}
+    total = dense(results[0].total)
+    assert torch.equal(total, dense(expected[0].total))
+    for result in results:
+        assert torch.equal(result.total.pack().cpu()[16:], results[0].total.pack().cpu()[16:])
+    assert torch.equal(sum(map(dense, vectors)), total + sum(dense(result.dropped) for result in results))
+    assert sent == nbytes
+    return results
 
-    def checking(name, vectors, k, wire="fp32", **options):
-        def reduced():
-            world = SimulatedWorld(len(vectors))
-            given = {"k": k, "algorithm": name, "wire": wire, "options": options}
-            return world.run(lambda comm: sparse_allreduce(vectors[comm.rank], comm, **given)), world.bytes_sent
 
-        (expected, nbytes), (results, sent) = reduced(), as_on_a_device(reduced)
-        total = dense(results[0].total)
-        assert torch.equal(total, dense(expected[0].total))
-        for result in results:
-            assert torch.equal(result.total.pack()[16:], results[0].total.pack()[16:])
-        assert torch.equal(sum(map(dense, vectors)), total + sum(dense(result.dropped) for result in results))
-        assert sent == nbytes
-        return results
-
-    return checking
+def on_device(sparse):
+    return SparseVector(sparse.indices.to(DEVICE), sparse.values.to(DEVICE), sparse.numel)
 
 
 def dense(sparse):
-    """Checked, as the constructor checks what it is given."""
-    return SparseVector(sparse.indices, sparse.values, sparse.numel).to_dense()
+    """In host memory; checked, as the constructor checks what it is given."""
+    return SparseVector(sparse.indices, sparse.values, sparse.numel).to_dense().cpu()
 
 
 def integers(size, n, most):
@@ -59,7 +51,7 @@ def integers(size, n, most):
 @every_algorithm
 @every_wire
 @every_size
-def test_laws(check, name, wire, size):
+def test_laws(name, wire, size):
     """Small integers tie and cancel; large ones are rounded."""
     for n, k, most in [(33, 5, 3), (33, 40, 999), (257, 60, 999)]:
         check(name, [topk(x, k) for x in integers(size, n, most)], k, wire)
@@ -68,7 +60,7 @@ def test_laws(check, name, wire, size):
 @every_algorithm
 @every_wire
 @every_size
-def test_the_same_entries_on_all_ranks(check, name, wire, size):
+def test_the_same_entries_on_all_ranks(name, wire, size):
     """A sum has a P-th of the entries that a device makes room for."""
     for n, k in [(5, 2), (1000, 50)]:
         check(name, [topk(torch.arange(1.0, n + 1), k)] * size, k, wire)
@@ -76,8 +68,8 @@ def test_the_same_entries_on_all_ranks(check, name, wire, size):
 
 @every_algorithm
 @every_wire
-@pytest.mark.parametrize("size", [2, 5])
-def test_tiny_and_empty_vectors(check, name, wire, size):
+@pytest.mark.parametrize("size", [2, 3])
+def test_tiny_and_empty_vectors(name, wire, size):
     for n in (1, 2, 9):
         inputs = integers(size, n, 9)
         for entries in {0, 1, n}:
@@ -87,7 +79,7 @@ def test_tiny_and_empty_vectors(check, name, wire, size):
 
 @every_wire
 @pytest.mark.parametrize(("size", "teams", "sag"), [(4, 2, "r-sag"), (6, 3, "b-sag"), (6, 6, "b-sag"), (8, 2, "b-sag")])
-def test_spardl_in_teams(check, wire, size, teams, sag):
+def test_spardl_in_teams(wire, size, teams, sag):
     for n, k in [(33, 2), (33, 20), (257, 30)]:
         vectors = [topk(x, k) for x in integers(size, n, 99)]
         check("spardl", vectors, k, wire, teams=teams, sag=sag)
@@ -105,57 +97,54 @@ def test_spardl_in_teams(check, wire, size, teams, sag):
         ("spardl", {"teams": 3}),
     ],
 )
-def test_calls_give_the_floats_and_states_that_they_give_on_a_cpu(as_on_a_device, name, options):
+def test_calls_give_the_floats_and_states_that_they_give_on_a_cpu(name, options):
     inputs = torch.randn(4, 6, 101, generator=torch.Generator().manual_seed(0))
     initial = ALGORITHMS[name].initial_state or dict
 
-    def body(comm):
+    def body(comm, device):
         state, seen = initial(), []
         given = {"k": 30, "algorithm": name, "options": options, "state": state or None}
         for x in inputs[:, comm.rank]:
-            total = sparse_allreduce(topk(x, 30), comm, **given).total
+            total = sparse_allreduce(topk(x.to(device), 30), comm, **given).total
             seen.append((dense(total).tolist(), dict(state)))
         return seen
 
-    on_cpu = SimulatedWorld(6).run(body)
-    assert as_on_a_device(lambda: SimulatedWorld(6).run(body)) == on_cpu
+    on_cpu, on_gpu = (SimulatedWorld(6).run(lambda comm, at=at: body(comm, at)) for at in (CPU, DEVICE))
+    assert on_gpu == on_cpu
 
 
 @every_wire
-def test_oktopk_returns_entries_to_the_residuals_of_a_cpu(as_on_a_device, wire):
+def test_oktopk_returns_entries_to_the_residuals_of_a_cpu(wire):
     """Also of sums that cancel: they are entries of the total on a device too."""
     x = integers(1, 60, 9)[0]
     vectors = [topk(sign * x, 40) for sign in (1, -1, 1, -1)]
 
-    def body(comm):
-        return dense(sparse_allreduce(vectors[comm.rank], comm, k=40, algorithm="oktopk", wire=wire).dropped).tolist()
-
-    on_cpu = SimulatedWorld(4).run(body)
-    assert as_on_a_device(lambda: SimulatedWorld(4).run(body)) == on_cpu
+    on_cpu, _ = reduced(vectors, k=40, algorithm="oktopk", wire=wire)
+    on_gpu, _ = reduced([on_device(vector) for vector in vectors], k=40, algorithm="oktopk", wire=wire)
+    for one, other in zip(on_gpu, on_cpu, strict=True):
+        assert torch.equal(dense(one.dropped), dense(other.dropped))
 
 
 @every_algorithm
-def test_what_is_not_finite_is_seen(as_on_a_device, name):
+def test_what_is_not_finite_is_seen(name):
     inputs = [torch.tensor([3.0, 0, rank, 0, torch.inf if rank else 1, 0, torch.nan, 5]) for rank in range(3)]
 
-    def body(comm):
-        return sparse_allreduce(topk(inputs[comm.rank], 4), comm, k=4, algorithm=name)
-
-    for result in as_on_a_device(lambda: SimulatedWorld(3).run(body)):
+    results, _ = reduced([topk(x.to(DEVICE), 4) for x in inputs], k=4, algorithm=name)
+    for result in results:
         assert not result.total.values.isfinite().all()
 
 
-def test_topk_dsa_takes_no_zeros_of_other_blocks(check):
+def test_topk_dsa_takes_no_zeros_of_other_blocks():
     x = torch.zeros(24)
     x[[0, 21, 22, 23]] = torch.tensor([5.0, 1, 2, 3])
     assert check("topk-dsa", [topk(x, 4)] * 2, 4)[0].total.indices.tolist() == [0, 21, 22, 23]
 
 
-def test_topk_dsa_in_dense_blocks(check):
+def test_topk_dsa_in_dense_blocks():
     ends = torch.tensor([[0.0, 0, 0, 0, 3, 2, 0, 0], [0, 0, 0, 0, 1, 4, 0, 0]])
     check("topk-dsa", [topk(x, 2) for x in ends], 2)
 
 
-def test_oktopk_keeps_no_zeros_of_other_regions(check):
+def test_oktopk_keeps_no_zeros_of_other_regions():
     ends = torch.tensor([[3.0, 0, 0, 0, 0, 0, 2, 0], [1.0, 0, 0, 0, 0, 0, 4, 0]])
     assert check("oktopk", [topk(x, 4) for x in ends], 4)[0].total.indices.tolist() == [0, 6]
