@@ -1,6 +1,6 @@
 """Payloads by messages without tags or lengths, as NCCL's are: the laws, and the same reason on all ranks.
 
-On a CPU over gloo used that way; marked `gpu`, over NCCL, and over gloo with data on a GPU.
+On CPUs over gloo used that way; over NCCL: see test_device_ranks.py.
 """
 
 from __future__ import annotations
@@ -8,9 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import gpu_on_ranks
 import pytest
-import torch
 from untagged_on_threads import FAILURES, LAWS, SIZES
 
 HERE = Path(__file__).parent
@@ -71,33 +69,3 @@ def test_a_rank_that_dies_in_a_round_frees_the_others(processes, tmp_path):
     for launch in (first, last):
         assert launch.returncode == 1
         assert "CollectiveError: rank 1 is gone: its connection was lost" in launch.stderr
-
-
-@pytest.fixture(scope="module", params=["gloo", "nccl"])
-def gpu_outcomes(request, processes, tmp_path_factory):
-    """(number of ranks, {case: [outcome of each rank]}) with data on GPUs."""
-    gpus = torch.cuda.device_count()
-    if gpus < (2 if request.param == "nccl" else 1):
-        pytest.skip(f"{gpus} GPUs; NCCL takes one a rank, and 2 ranks at least")
-    size = min(gpus, 3) if request.param == "nccl" else 2
-    report = tmp_path_factory.mktemp("gpu") / "report.json"
-    for launch in processes(size, HERE / "gpu_on_ranks.py", request.param, report, timeout=200):
-        assert launch.returncode == 0, launch.stderr
-    return size, json.loads(report.read_text())
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", [case.__name__ for case in gpu_on_ranks.LAWS])
-def test_laws_on_gpus(gpu_outcomes, case):
-    size, cases = gpu_outcomes
-    errors = [outcome.get("error") or outcome.get("reason") for outcome in cases[case]]
-    assert errors == [None] * size, next(filter(None, errors))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", gpu_on_ranks.FAILURES)
-def test_the_same_reason_on_all_ranks_with_gpus(gpu_outcomes, case):
-    size, cases = gpu_outcomes
-    reasons = {outcome.get("reason", str(outcome)) for outcome in cases[case.__name__]}
-    assert len(reasons) == 1, reasons
-    assert reasons.pop().startswith(gpu_on_ranks.FAILURES[case].format(last=size - 1))

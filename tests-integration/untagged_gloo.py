@@ -1,4 +1,4 @@
-"""A line without tags or lengths, as NCCL is one, over gloo: what the untagged transport does is tested on a CPU."""
+"""A line without tags or lengths, as NCCL is one, over gloo: so the untagged transport is tested without GPUs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ TAG = 0
 class UntaggedGloo:
     """Every message has the same tag. One of another length than its receiver expects is an error (NCCL would hang).
 
-    A lost connection is not noticed.
+    A lost connection is not noticed. Payloads on another device than the CPU go by host memory.
     """
 
-    device_type = "cpu"
     summed = (torch.float32, torch.float64, torch.int32, torch.int64)
 
-    def __init__(self, store, rank, size):
+    def __init__(self, store, rank, size, device_type="cpu"):
+        self.device_type = device_type
         self.group = ProcessGroupGloo(store, rank, size, WAIT)
         self.waiters = Waiters()
         self.waits = []
@@ -32,7 +32,8 @@ class UntaggedGloo:
         return _Exchange(self, sends, recvs)
 
     def sum(self, tensor):
-        return _Sum(self.wait_for([self.group.allreduce([tensor])]))
+        host = tensor.cpu()
+        return _Sum(self.wait_for([self.group.allreduce([host])]), {tensor: host})
 
     def abort(self):
         for wait in self.waits:
@@ -51,25 +52,28 @@ class UntaggedGloo:
 
 
 class _Sum:
-    def __init__(self, waits):
-        self._waits = waits
+    def __init__(self, waits, hosts):
+        self._waits, self._hosts = waits, hosts
 
     def is_completed(self):
         return all(wait.done and wait.error is None for wait in self._waits)
 
     def wait(self):
-        pass
+        for tensor, host in self._hosts.items():
+            tensor.copy_(host)
 
 
 class _Exchange(_Sum):
     """Lengths go first."""
 
     def __init__(self, line, sends, recvs):
-        self._line, self._sends, self._recvs = line, sends, recvs
+        self._line = line
+        self._sends = {peer: payload.cpu() for peer, payload in sends.items()}
+        self._recvs = {peer: torch.empty_like(buffer, device="cpu") for peer, buffer in recvs.items()}
         self._lengths = {peer: torch.empty(1, dtype=torch.int64) for peer in recvs}
         self._given = {peer: torch.tensor([payload.numel()]) for peer, payload in sends.items()}
         self._in_second_half = False
-        super().__init__(line.post(self._given, self._lengths))
+        super().__init__(line.post(self._given, self._lengths), {recvs[peer]: self._recvs[peer] for peer in recvs})
 
     def is_completed(self):
         done = super().is_completed()

@@ -1,8 +1,9 @@
 """What is different where data are on a GPU: streams, futures, NCCL's order and its end. Rank 0 writes what came of it.
 
-gloo stages through host memory, so its ranks may share one GPU; nccl wants one for each.
+gloo stages through host memory, so its ranks may share one GPU; nccl wants one for each. Without GPUs: pretend-gloo,
+pretend-untagged, on a device without hardware and over a line that is as NCCL's.
 
-usage, on every rank: python gpu_on_ranks.py gloo|nccl REPORT.json
+usage, on every rank: python device_on_ranks.py gloo|nccl|pretend-gloo|pretend-untagged REPORT.json
 """
 
 from __future__ import annotations
@@ -26,15 +27,31 @@ from communicators import (
     start,
 )
 from communicators import dense as schedules
+from communicators.process_group import ProcessGroupTransport
+from communicators.stores import store_of
+from communicators.transport_communicator import TransportCommunicator
+from communicators.untagged import UntaggedTransport
+from devices import DEVICE
 from sparse_collectives import ALGORITHMS, SparseHookState, sparse_allreduce, sparse_allreduce_async, sparse_hook
 from sparse_compress import topk
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from untagged_gloo import UntaggedGloo
 
 
 def device():
-    count = torch.cuda.device_count()
-    return torch.device("cuda", dist.get_rank() % count) if count else torch.device("cpu")
+    if BACKEND.startswith("pretend"):
+        return DEVICE
+    return torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
+
+
+def communicator():
+    group = dist.new_group()
+    if BACKEND != "pretend-untagged":
+        return as_communicator(group)
+    tagged = ProcessGroupTransport(group, generation=0)
+    line = UntaggedGloo(dist.PrefixStore("line", store_of(group)), group.rank(), group.size(), DEVICE.type)
+    return TransportCommunicator(UntaggedTransport(tagged, line))
 
 
 def integers(rank, numel, seed=0):
@@ -60,19 +77,23 @@ def dense_sums(comm):
 def sparse_sums_have_the_bits_of_the_simulated_world(comm):
     for name in ALGORITHMS:
 
-        def call(c, at=None, name=name):
+        def call(c, at, name=name):
             sparse = topk(integers(c.rank, 1000).to(at), 100)
             reduction = sparse_allreduce(sparse, c, k=100, algorithm=name)
             return reduction.total.to_dense().cpu(), reduction.dropped.to_dense().cpu()
 
-        simulated = SimulatedWorld(comm.size).run(call)[comm.rank]
-        for real, expected in zip(call(comm, device()), simulated, strict=True):
-            assert torch.equal(real, expected), name
+        here, host = device(), torch.device("cpu")
+        simulated, on_cpu = (SimulatedWorld(comm.size).run(lambda c, at=at: call(c, at)) for at in (here, host))
+        total, dropped = call(comm, here)
+        assert torch.equal(total, simulated[comm.rank][0]), name
+        assert torch.equal(dropped, simulated[comm.rank][1]), name
+        assert torch.equal(total, on_cpu[comm.rank][0]), name
 
 
 def background(comm):
     """Inputs come from a busy stream and are let go at once; results are used on a stream of the caller's."""
-    x, busy = integers(comm.rank, 100_000).to(device()), torch.randn(2000, 2000, device=device())
+    wide = 2000 if device().type == "cuda" else 2
+    x, busy = integers(comm.rank, 100_000).to(device()), torch.randn(wide, wide, device=device())
     expected = sum(integers(rank, 100_000) for rank in range(comm.size))
     works = []
     for i in range(8):
@@ -139,8 +160,8 @@ def a_rank_leaves_a_round(comm):
         for turn in range(2):
             if turn and last(comm):
                 raise ZeroDivisionError("by hand")
-            payload = frame(torch.ones(3, device=device()))
-            yield Round({(comm.rank + 1) % comm.size: payload}, {(comm.rank - 1) % comm.size: payload.numel()})
+            payloads = {peer: frame(torch.ones(3, device=device())) for peer in range(comm.size) if peer != comm.rank}
+            yield Round(payloads, {peer: payload.numel() for peer, payload in payloads.items()})
 
     try:
         run(schedule(), comm, facts="broken", device=device())
@@ -163,13 +184,15 @@ FAILURES = {
 }
 
 
-def main(backend, report):
-    dist.init_process_group("gloo" if backend == "gloo" else "cpu:gloo,cuda:nccl")
+def main(report):
+    dist.init_process_group("cpu:gloo,cuda:nccl" if BACKEND == "nccl" else "gloo")
     if device().type == "cuda":
         torch.cuda.set_device(device())
     outcomes = {}
     for case in [*LAWS, *FAILURES]:
-        comm = as_communicator(None if case is ddp_hook else dist.new_group())
+        if case is ddp_hook and device() == DEVICE:
+            continue  # DDP keeps to devices that it knows
+        comm = as_communicator(None) if case is ddp_hook else communicator()
         begin, outcome = time.monotonic(), {}
         try:
             case(comm)
@@ -187,4 +210,5 @@ def main(backend, report):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    BACKEND, report = sys.argv[1:]
+    main(report)
