@@ -3,6 +3,7 @@
 import pytest
 import torch
 from communicators import SimulatedWorld
+from devices import CPU, every_other_device
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_collectives import ALGORITHMS, DistributedOptimizer
@@ -13,9 +14,9 @@ from torch import nn
 SHAPES = {"a": (3, 4), "b": (5,), "c": (1,), "d": (2, 3)}
 
 
-def run(comm, *, steps, generator, missing=(), skipped=(), backwards=1, **options):
+def run(comm, *, steps, generator, missing=(), skipped=(), backwards=1, device=CPU, **options):
     """Trains with integer gradients at lr 1 from zero; (Σ own gradients, −P·parameters, own residuals), flat."""
-    model = nn.ParameterDict({name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()})
+    model = nn.ParameterDict({name: nn.Parameter(torch.zeros(shape, device=device)) for name, shape in SHAPES.items()})
     optimizer = DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters(), comm=comm, nonfinite="skip", **options
     )
@@ -23,17 +24,20 @@ def run(comm, *, steps, generator, missing=(), skipped=(), backwards=1, **option
     for step in range(steps):
         optimizer.zero_grad()
         for _ in range(backwards):
+            loss = []
             for name, p in model.items():
                 if (comm.rank, name) not in missing:
-                    gradient = torch.randint(-9, 10, p.shape, generator=generator).float()
-                    (p * gradient).sum().backward()
+                    gradient = torch.randint(-9, 10, p.shape, generator=generator).float().to(device)
+                    loss.append((p * gradient).sum())
                     given[name] += gradient if step not in skipped else 0
+            if loss:
+                sum(loss).backward()
         if step in skipped and comm.rank == 0:
             model["b"].grad = torch.full_like(model["b"], torch.inf)
         optimizer.step()
     residuals = optimizer.state_dict()["distributed"]["residuals"]
     flat = [
-        torch.cat([tensors[name].detach().view(-1) for name in SHAPES])
+        torch.cat([tensors[name].detach().cpu().view(-1) for name in SHAPES])
         for tensors in (given, model, residuals or given)
     ]
     return flat[0], -comm.size * flat[1], flat[2] if residuals else torch.zeros_like(flat[0])
@@ -65,3 +69,13 @@ def check(size, seed=0, **options):
 def test_nothing_is_lost(name, density, wire, **options):
     wire = wire if ALGORITHMS[name].compresses else "fp32"
     check(algorithm=name, compressor=TopK(density), wire=wire, **options)
+
+
+@every_other_device
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("options", [{}, {"overlap": True}, {"wire": "bf16"}, {"bucket_bytes": 24}], ids=str)
+def test_nothing_is_lost_on_a_device(name, device, options):
+    if name == "dense":
+        options = {option: value for option, value in options.items() if option != "wire"}
+    skipped = set() if "overlap" in options else {2}  # there the exchange has begun before a gradient is made inf
+    check(4, algorithm=name, compressor=TopK(0.2), steps=4, skipped=skipped, device=device, **options)
