@@ -4,8 +4,9 @@ import pytest
 import torch
 from communicators import SimulatedWorld
 from devices import CPU, DEVICE
-from sparse_collectives import ALGORITHMS, sparse_allreduce
+from sparse_collectives import ALGORITHMS, SparseHookState, sparse_allreduce, sparse_hook
 from sparse_compress import SparseVector, topk
+from torch import nn
 
 SPARSE = [name for name, entry in ALGORITHMS.items() if entry.compresses]
 every_algorithm = pytest.mark.parametrize("name", SPARSE)
@@ -148,3 +149,42 @@ def test_topk_dsa_in_dense_blocks():
 def test_oktopk_keeps_no_zeros_of_other_regions():
     ends = torch.tensor([[3.0, 0, 0, 0, 0, 0, 2, 0], [1.0, 0, 0, 0, 0, 0, 4, 0]])
     assert check("oktopk", [topk(x, 4) for x in ends], 4)[0].total.indices.tolist() == [0, 6]
+
+
+class GradBucket:
+    """What the hook asks of DDP's, which DDP makes only on devices that it knows."""
+
+    def __init__(self, flat, parameters, index):
+        self.buffer, self.parameters, self.index = (lambda: flat), (lambda: parameters), (lambda: index)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("scale", [1.0, 4.0])
+def test_a_hook_loses_nothing(name, scale):
+    """Σ of all gradients = Σ of what was applied + residuals, in two buckets, with gradients that are all zeros."""
+    shapes, spans = {"a": (3, 4), "b": (5,), "c": (7, 2)}, {("a", "b"): slice(0, 17), ("c",): slice(17, 31)}
+
+    def body(comm):
+        parameters = {key: nn.Parameter(torch.zeros(shape, device=DEVICE)) for key, shape in shapes.items()}
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale) if scale > 1 else None
+        if scaler is not None:
+            scaler.scale(torch.ones(1))
+        state = SparseHookState(
+            comm, density=0.2, algorithm=name, grad_scaler=scaler, named_parameters=parameters.items()
+        )
+        given, applied = torch.zeros(2, 31)
+        for step in range(4):
+            for index, (members, span) in enumerate(spans.items()):
+                gradient = integers(comm.size, 31, 9)[comm.rank][span] * (step % 2 or comm.rank % 2 or index == 0)
+                given[span] += gradient
+                bucket = GradBucket((gradient * scale).to(DEVICE), [parameters[key] for key in members], index)
+                applied[span] += sparse_hook(state, bucket).wait().cpu() / scale * comm.size
+        residuals = state.state_dict()["distributed"]["residuals"]
+        assert {residual.device for residual in residuals.values()} <= {DEVICE}
+        kept = [residuals[key].cpu().view(-1) for key in shapes] if residuals else [torch.zeros(31)]
+        return given, applied, torch.cat(kept)
+
+    results = SimulatedWorld(4).run(body)
+    given, residuals = (sum(result[i] for result in results) for i in (0, 2))
+    for _, applied, _ in results:
+        assert torch.equal(given, applied + residuals)
