@@ -21,14 +21,12 @@ CUDA = pytest.param(
     id="cuda",
     marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
 )
-if hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
+HAS_PRETEND = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
+needs_pretend = pytest.mark.skipif(not HAS_PRETEND, reason=f"torch {torch.__version__} takes no device made in Python")
+if HAS_PRETEND:
     backend_registration._setup_privateuseone_for_python_backend("pretend")
-    DEVICE = torch.device("pretend", 0)
-    OTHER_DEVICES = [pytest.param(DEVICE, id="pretend"), CUDA]
-else:
-    DEVICE = torch.device("privateuseone", 0)
-    skip = pytest.mark.skip(reason=f"torch {torch.__version__} takes no device that is written in Python")
-    OTHER_DEVICES = [pytest.param(DEVICE, id="pretend", marks=skip), CUDA]
+DEVICE = torch.device("pretend" if HAS_PRETEND else "privateuseone", 0)
+OTHER_DEVICES = [pytest.param(DEVICE, id="pretend", marks=needs_pretend), CUDA]
 every_device = pytest.mark.parametrize("device", [pytest.param(CPU, id="cpu"), *OTHER_DEVICES])
 every_other_device = pytest.mark.parametrize("device", OTHER_DEVICES)
 ACROSS = {torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default}

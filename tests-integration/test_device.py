@@ -3,11 +3,12 @@
 import pytest
 import torch
 from communicators import SimulatedWorld
-from devices import CPU, DEVICE
+from devices import CPU, DEVICE, needs_pretend
 from sparse_collectives import ALGORITHMS, SparseHookState, sparse_allreduce, sparse_hook
 from sparse_compress import SparseVector, topk
 from torch import nn
 
+pytestmark = needs_pretend
 SPARSE = [name for name, entry in ALGORITHMS.items() if entry.compresses]
 every_algorithm = pytest.mark.parametrize("name", SPARSE)
 every_wire = pytest.mark.parametrize("wire", ["fp32", "bf16-packed"])

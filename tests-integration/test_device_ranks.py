@@ -8,10 +8,14 @@ from pathlib import Path
 import device_on_ranks
 import pytest
 import torch
+from devices import needs_pretend
 
 HERE = Path(__file__).parent
 GPUS_NEEDED = {"gloo": 1, "nccl": 2}
-BACKENDS = ["pretend-gloo", "pretend-untagged", *(pytest.param(name, marks=pytest.mark.gpu) for name in GPUS_NEEDED)]
+BACKENDS = [
+    *(pytest.param(f"pretend-{line}", marks=needs_pretend) for line in ("gloo", "untagged")),
+    *(pytest.param(name, marks=pytest.mark.gpu) for name in GPUS_NEEDED),
+]
 
 
 @pytest.fixture(scope="module", params=BACKENDS)

@@ -47,11 +47,12 @@ import torch, torch.distributed as dist
 from communicators import allreduce
 from communicators.untagged import UntaggedTransport
 from communicators.process_group import ProcessGroupTransport
+from communicators.stores import store_of
 from communicators.transport_communicator import TransportCommunicator
 from untagged_gloo import UntaggedGloo
 dist.init_process_group("gloo")
 group = dist.group.WORLD
-line = UntaggedGloo(dist.PrefixStore("line", group.get_group_store()), group.rank(), group.size())
+line = UntaggedGloo(dist.PrefixStore("line", store_of(group)), group.rank(), group.size())
 comm = TransportCommunicator(UntaggedTransport(ProcessGroupTransport(group, generation=0), line))
 allreduce(torch.ones(3), comm, native=False)
 if comm.rank == 1:
