@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from communicators import nccl
 from torch._C import _distributed_c10d
 
@@ -14,7 +15,7 @@ HERE, ELSEWHERE = torch.device("cpu"), torch.device("meta")
 
 
 class Options:
-    pass
+    _timeout = None
 
 
 class Group:
@@ -52,6 +53,18 @@ class Group:
 
     def abort(self):
         self.asked.append("abort")
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch was built without NCCL")
+def test_torch_has_what_the_stand_in_has():
+    real = _distributed_c10d.ProcessGroupNCCL
+    asked = {name for name in vars(Group) if not name.startswith("__")} - {"is_completed", "wait"}  # a work's
+    assert asked <= set(dir(real))
+    assert hasattr(real.Options(), "_timeout")
+    assert {"is_completed", "wait"} <= set(dir(_distributed_c10d.Work))
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="no GPUs found"):
+            nccl.NCCL(dist.HashStore(), 0, 1)
 
 
 @pytest.fixture
