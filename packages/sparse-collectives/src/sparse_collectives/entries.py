@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from sparse_compress import HEADER_BYTES, SparseVector, add_all
+from sparse_compress import SparseVector, add_all
 from sparse_compress.wire import entry_nbytes
 from torch import Tensor
 
@@ -71,11 +71,6 @@ def split(sparse: SparseVector, bounds: Bounds) -> list[SparseVector]:
     return [take(sparse, [slice(*run)]) for run in pairwise(places)]
 
 
-def body_of(sparse: SparseVector) -> Tensor:
-    """The bytes of the entries, uint8: a view of the packed form."""
-    return sparse.pack()[HEADER_BYTES:]
-
-
 def body_nbytes(entries: int, dtype: torch.dtype) -> int:
     """Bytes of a body: 8 an entry, float64 12."""
     return entries * entry_nbytes(dtype)
@@ -84,7 +79,7 @@ def body_nbytes(entries: int, dtype: torch.dtype) -> int:
 def from_body(body: Tensor, like: SparseVector) -> SparseVector:
     """The vector with these entries, of the numel and dtype of `like`. Copies, so that it is aligned and packed."""
     sparse = SparseVector.allocate(body.numel() // entry_nbytes(like.dtype), like.numel, like.dtype, body.device)
-    body_of(sparse).copy_(body)
+    sparse.body.copy_(body)
     return sparse
 
 

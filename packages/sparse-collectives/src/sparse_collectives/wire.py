@@ -16,7 +16,7 @@ from sparse_compress.codecs.rounding import VALUES
 from sparse_compress.wire import WIRE_DTYPES
 from torch import Tensor
 
-from sparse_collectives.entries import assemble, body_nbytes, body_of, from_body, join
+from sparse_collectives.entries import assemble, body_nbytes, from_body, join
 
 Span = tuple[int, int]
 """[low, high): the part of the index range in which a block's entries lie."""
@@ -86,7 +86,7 @@ class AsTheyAre:
         return body_nbytes(entries, dtype)
 
     def block(self, sparse: SparseVector, span: Span) -> Tensor:
-        return body_of(sparse)
+        return sparse.body
 
     def entries(self, block: Tensor, span: Span, like: SparseVector, count: int | None = None) -> SparseVector:
         return from_body(block, like)

@@ -66,16 +66,8 @@ def paired(a: SparseVector, b: SparseVector) -> tuple[Tensor, Tensor, Tensor]:
     Where both vectors have an index it stands twice, the sum at the first place, and the second does not count.
     Plain torch on any device; nothing is read back.
     """
-    places = torch.cat(
-        [
-            torch.arange(len(a), device=a.device) + torch.searchsorted(b.indices, a.indices),
-            torch.arange(len(b), device=b.device) + torch.searchsorted(a.indices, b.indices, right=True),
-        ]
-    )
-    indices, values = (
-        torch.empty_like(both).index_copy_(0, places, both)
-        for both in (torch.cat([a.indices, b.indices]), torch.cat([a.values, b.values]))
-    )
+    indices, order = torch.sort(torch.cat([a.indices, b.indices]), stable=True)  # a's entry of a pair is first
+    values = torch.cat([a.values, b.values])[order]
     counts = torch.ones_like(indices, dtype=torch.bool)
     torch.ne(indices[1:], indices[:-1], out=counts[1:])
     first = ~counts.roll(-1)

@@ -32,24 +32,30 @@ class SparseVector:
     TypeError for wrong types and dtypes and ValueError for wrong shapes, orders and ranges.
     """
 
-    __slots__ = ("_buffer", "indices", "numel", "values")
+    __slots__ = ("_buffer", "_unwritten", "indices", "numel", "values")
 
     indices: Tensor
     values: Tensor
     numel: int
     _buffer: Tensor
+    _unwritten: Header | None  # what the buffer lacks until it is asked for: most vectors never travel
 
     def __init__(self, indices: Tensor, values: Tensor, numel: int) -> None:
         numel = operator.index(numel)
         _check(indices, values, numel)
         header = Header(numel, len(indices), WIRE_DTYPES[values.dtype])
-        self._bind(_new_buffer(header, values.device), header)
+        self._allocate(header, values.device)
         self.indices.copy_(indices)
         self.values.copy_(values.detach())
 
+    def _allocate(self, header: Header, device: torch.device | str) -> None:
+        buffer = torch.empty(wire_nbytes(header.entries, header.dtype), dtype=torch.uint8, device=device)
+        self._bind(buffer, header)
+        self._unwritten = header
+
     def _bind(self, buffer: Tensor, header: Header) -> None:
         indices_at = HEADER_BYTES + header.entries * header.dtype.itemsize
-        self._buffer = buffer
+        self._buffer, self._unwritten = buffer, None
         self.values = buffer[HEADER_BYTES:indices_at].view(header.dtype)
         self.indices = buffer[indices_at:].view(torch.int32)
         self.numel = header.numel
@@ -64,8 +70,9 @@ class SparseVector:
     @classmethod
     def allocate(cls, entries: int, numel: int, dtype: torch.dtype, device: torch.device | str) -> Self:
         """A vector in a new buffer; its indices and values are for the caller to fill. Trusts what it is given."""
-        header = Header(numel, entries, dtype)
-        return cls._view(_new_buffer(header, device), header)
+        self = cls.__new__(cls)
+        self._allocate(Header(numel, entries, dtype), device)
+        return self
 
     @classmethod
     def empty(cls, numel: int, dtype: torch.dtype = torch.float32, *, device: torch.device | str | None = None) -> Self:
@@ -86,6 +93,11 @@ class SparseVector:
         return self._buffer.device
 
     @property
+    def body(self) -> Tensor:
+        """The entries' part of the wire form, 1-D uint8: values, then indices."""
+        return self._buffer[HEADER_BYTES:]
+
+    @property
     def nbytes(self) -> int:
         """Bytes on the wire, header included."""
         return self._buffer.numel()
@@ -103,6 +115,9 @@ class SparseVector:
 
     def pack(self) -> Tensor:
         """The wire form, 1-D uint8: this vector's own memory, not a copy."""
+        if self._unwritten is not None:
+            write_header(self._buffer, self._unwritten)
+            self._unwritten = None
         return self._buffer
 
     @classmethod
@@ -131,12 +146,6 @@ class SparseVector:
                 f"the message holds {header.numel} elements of {header.dtype}, expected {like.numel} of {like.dtype}"
             )
         return cls._view(buffer, header)
-
-
-def _new_buffer(header: Header, device: torch.device | str) -> Tensor:
-    buffer = torch.empty(wire_nbytes(header.entries, header.dtype), dtype=torch.uint8, device=device)
-    write_header(buffer, header)
-    return buffer
 
 
 def _check(indices: Tensor, values: Tensor, numel: int) -> None:

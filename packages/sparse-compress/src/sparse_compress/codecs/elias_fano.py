@@ -56,10 +56,10 @@ def _unpack_on_cpu(data: Tensor, numel: int, count: int) -> Tensor:
 
 def _pack_on_device(indices: Tensor, numel: int) -> Tensor:
     low, high = _bits(numel, len(indices))
-    planes = [_to_bytes(indices.bitwise_right_shift(bit).bitwise_and_(1).to(torch.uint8)) for bit in range(low)]
+    planes = indices.bitwise_right_shift(_column(low, indices.device)).bitwise_and_(1).to(torch.uint8)
     places = (indices >> low) + torch.arange(len(indices), device=indices.device)
     unary = torch.zeros(high, dtype=torch.uint8, device=indices.device).index_fill_(0, places, 1)
-    return torch.cat([*planes, _to_bytes(unary)])
+    return torch.cat([_to_bytes(planes).view(-1), _to_bytes(unary)])
 
 
 def _unpack_on_device(data: Tensor, numel: int, count: int) -> Tensor:
@@ -71,9 +71,8 @@ def _unpack_on_device(data: Tensor, numel: int, count: int) -> Tensor:
     positions = torch.arange(high, device=data.device, dtype=torch.int32)
     found = torch.zeros(count + 1, dtype=torch.int32, device=data.device).index_copy_(0, place, positions)
     indices = found[:count] - torch.arange(count, device=data.device, dtype=torch.int32) << low
-    for bit in range(low):
-        indices |= _to_bits(data[bit * plane : (bit + 1) * plane])[:count].int() << bit
-    return indices
+    planes = _to_bits(data[: low * plane].view(low, plane))[:, :count].int()
+    return indices + (planes << _column(low, data.device)).sum(0, dtype=torch.int32)
 
 
 def _bits(numel: int, count: int) -> tuple[int, int]:
@@ -82,11 +81,18 @@ def _bits(numel: int, count: int) -> tuple[int, int]:
     return low, (count + (numel - 1 >> low) if count else 0)
 
 
+def _column(low: int, device: torch.device) -> Tensor:
+    """0 … low − 1, int32, (low, 1)."""
+    return torch.arange(low, dtype=torch.int32, device=device)[:, None]
+
+
 def _to_bytes(bits: Tensor) -> Tensor:
-    """0s and 1s, uint8, eight to a byte, the first in the lowest bit; zeros fill the last byte."""
-    whole = torch.nn.functional.pad(bits, (0, -len(bits) % 8)).view(-1, 8)
-    return (whole << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(1, dtype=torch.uint8)
+    """0s and 1s, uint8, (…, m), eight to a byte, the first in the lowest bit; zeros fill the last byte."""
+    *rows, count = bits.shape
+    whole = torch.nn.functional.pad(bits, (0, -count % 8)).view(*rows, -(-count // 8), 8)
+    return (whole << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(-1, dtype=torch.uint8)
 
 
 def _to_bits(data: Tensor) -> Tensor:
-    return (data[:, None] >> torch.arange(8, dtype=torch.uint8, device=data.device) & 1).view(-1)
+    """uint8, (…, m) to 0s and 1s, (…, 8·m)."""
+    return (data[..., None] >> torch.arange(8, dtype=torch.uint8, device=data.device) & 1).flatten(-2)
