@@ -69,6 +69,12 @@ def test_header_layout_and_slot():
     assert SparseVector.unpack(buffer).to_dense().tolist() == [5, 0, -7]
 
 
+def test_packing_again_leaves_the_slot_alone():
+    sparse = SparseVector(torch.tensor([2], dtype=torch.int32), torch.ones(1), 5)
+    sparse.pack()[:SLOT_BYTES] = 7
+    assert sparse.pack()[:SLOT_BYTES].eq(7).all()
+
+
 @pytest.mark.parametrize("offset", [4, 8, 1])
 def test_unpack_from_a_slice(offset):
     buffer = topk(torch.tensor([5.0, 0.0, -7.0], dtype=torch.float64), 1).pack()

@@ -14,7 +14,6 @@ def compact(indices: Tensor, values: Tensor, picked: Tensor, count: int, numel: 
     """
     near = torch.where(picked, indices, count).clamp_(max=count).long()
     unused = picked.new_ones(count + 1).index_fill_(0, near, False)
-    unused[count] = False
     # Enough of the first `count` indices are unused, because at most as many are used as entries are picked. A zero is
     # at the place of its index, because all places before it are taken; an entry comes after the zeros before it.
     zeros_up_to = unused.cumsum(0).clamp_(max=count - picked.sum())
