@@ -42,7 +42,7 @@ class Corrupts:
 
 
 class SimulatedWorld:
-    """Ranks 0 … size − 1, joined pairwise by equal links.
+    """Ranks 0 … size − 1, joined pairwise by equal links. Data may be on any device, and stay there.
 
     link: seconds per message and per byte.
     seed: draws the order of events that happen at the same virtual time.
