@@ -49,7 +49,7 @@ def communicator():
     group = dist.new_group()
     if BACKEND != "pretend-untagged":
         return as_communicator(group)
-    tagged = ProcessGroupTransport(group, generation=0)
+    tagged = ProcessGroupTransport(group, "here")
     line = UntaggedGloo(dist.PrefixStore("line", store_of(group)), group.rank(), group.size(), DEVICE.type)
     return TransportCommunicator(UntaggedTransport(tagged, line))
 

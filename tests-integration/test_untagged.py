@@ -53,7 +53,7 @@ from untagged_gloo import UntaggedGloo
 dist.init_process_group("gloo")
 group = dist.group.WORLD
 line = UntaggedGloo(dist.PrefixStore("line", store_of(group)), group.rank(), group.size())
-comm = TransportCommunicator(UntaggedTransport(ProcessGroupTransport(group, generation=0), line))
+comm = TransportCommunicator(UntaggedTransport(ProcessGroupTransport(group, "here"), line))
 allreduce(torch.ones(3), comm, native=False)
 if comm.rank == 1:
     line.exchange = lambda sends, recvs: os.kill(os.getpid(), signal.SIGKILL)

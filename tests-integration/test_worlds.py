@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -127,3 +128,55 @@ def test_gloo_by_every_way_to_make_a_process_group(processes, tmp_path):
         port = free.getsockname()[1]
     for done in processes(2, script, tmp_path, port, timeout=60):
         assert (done.returncode, done.stdout) == (0, "all of them\n"), done.stderr
+
+
+NEVER_COMES = """
+import datetime, time
+import torch, torch.distributed as dist
+from communicators import allreduce, as_communicator
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=2))
+if dist.get_rank() == 1:
+    allreduce(torch.ones(3), as_communicator(None))
+time.sleep(4)  # alive, and holds the Store, but elsewhere
+allreduce(torch.ones(3), as_communicator(None))
+"""
+
+
+def test_gloo_a_rank_that_never_makes_the_first_call(processes, tmp_path):
+    """The group's own time-out holds. Whoever comes later does not wait for the rank that has given up either."""
+    script = tmp_path / "never.py"
+    script.write_text(NEVER_COMES)
+    for rank, launch in enumerate(processes(2, script, timeout=40)):
+        assert launch.returncode == 1
+        assert f"timed out after 2 s: rank {rank} waits for ranks [{1 - rank}] in the first call" in launch.stderr
+
+
+AGAIN = """
+import os
+import torch, torch.distributed as dist
+from communicators import CollectiveError, allreduce, as_communicator
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), size, rank == 0)
+for turn in range(3):
+    group = dist.ProcessGroup(dist.PrefixStore("ours", store), rank, size)  # the same keys again
+    dist.distributed_c10d._world.pg_map[group] = "gloo", dist.PrefixStore("ours", store)  # asked before torch 2.9
+    comm = as_communicator(group)
+    comm.timeout = 20.0
+    allreduce(torch.ones(3), comm)
+    try:
+        allreduce(torch.ones(3 + rank), comm)
+    except CollectiveError as error:
+        assert str(error).startswith("ranks disagree on call 1: rank 0 calls"), error
+    comm.close()
+print("over")
+"""
+
+
+def test_gloo_a_store_that_outlives_its_groups(processes, tmp_path):
+    """torchrun's does: what earlier groups have written there is not taken for letters of this one."""
+    script = tmp_path / "again.py"
+    script.write_text(AGAIN)
+    begin = time.monotonic()
+    for done in processes(2, script, timeout=60):
+        assert (done.returncode, done.stdout) == (0, "over\n"), done.stderr
+    assert time.monotonic() - begin < 40

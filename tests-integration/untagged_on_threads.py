@@ -138,7 +138,7 @@ def outcome_of(case, store, rank, size):
     group = dist.ProcessGroup(dist.PrefixStore("group", store), rank, size)
     dist.distributed_c10d._world.pg_map[group] = "gloo", dist.PrefixStore("group", store)  # asked before torch 2.9
     line = UntaggedGloo(dist.PrefixStore("line", store), rank, size)
-    comm = TransportCommunicator(UntaggedTransport(ProcessGroupTransport(group, generation=0), line))
+    comm = TransportCommunicator(UntaggedTransport(ProcessGroupTransport(group, "here"), line))
     begin, outcome = time.monotonic(), {}
     try:
         case(comm)

@@ -2,6 +2,7 @@
 
 import gc
 import math
+import os
 import queue
 import threading
 import time
@@ -27,6 +28,7 @@ from communicators import (
 from communicators.engine import LONGEST_NAP_SECONDS, Engine, engine
 from communicators.transport import PeerLost, Pending, Transport
 from communicators.transport_communicator import TransportCommunicator
+from communicators.waiters import Waiters
 
 
 class Network:
@@ -365,3 +367,27 @@ def test_a_communicator_that_nobody_holds_is_released():
             break
         engine()._wake.wait(0.01)
     assert [ref() for ref in gone] == [None, None]
+
+
+def test_a_work_that_is_over_is_let_go_before_its_waiter_is_idle():
+    """To free one of torch's at the interpreter's end, in a thread, aborts the process."""
+
+    class Work:
+        def wait(self, timeout):
+            return True
+
+    waiters, work = Waiters(), Work()
+    alive, wait = weakref.ref(work), waiters.wait_for(work)
+    del work
+    waiters.close(timeout=5.0)
+    assert wait.done
+    assert alive() is None
+    wait.give_up()
+    assert not any(thread.is_alive() for thread in waiters._threads)
+
+
+def test_a_forked_child_says_no_goodbyes(monkeypatch):
+    made = Engine()
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    made.close()
+    assert not made._closing

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import sys
 import threading
 import time
@@ -55,6 +56,7 @@ class Engine:
         self._lock = threading.Lock()  # of the set, which grows in one thread while another walks it
         self._wake = threading.Event()
         self._closing = False
+        self._process = os.getpid()
         self._inline = False
         self._listened = 0.0
         self._thread: threading.Thread | None = None
@@ -134,7 +136,9 @@ class Engine:
         return done.then(lambda _: flight.result())  # an error raised here surfaces as itself; set_exception's does not
 
     def close(self) -> None:
-        """At exit: tells all peers, and reads their letters until they have left too."""
+        """At exit: tells all peers, and reads their letters until they have left too. Not in a forked child."""
+        if os.getpid() != self._process:
+            return
         self._closing = True
         self._wake.set()
         if self._thread is not None:

@@ -96,10 +96,10 @@ class NCCL:
             self._connected.set_exception(error)
 
 
-def nccl_of(group: dist.ProcessGroup, generation: int) -> NCCL | None:
+def nccl_of(group: dist.ProcessGroup, place: str) -> NCCL | None:
     """A line with the ranks of a group whose backend for CUDA tensors is NCCL; None for others.
 
-    generation: how many communicators were made for this group before.
+    place: of this communicator's keys in the group's Store.
     """
     try:
         backend = group._get_backend(torch.device("cuda"))
@@ -107,5 +107,5 @@ def nccl_of(group: dist.ProcessGroup, generation: int) -> NCCL | None:
         return None
     if backend.name() != "nccl":
         return None
-    store = PrefixStore(f"communicators/{generation}/nccl", reconnected(group))
+    store = PrefixStore(f"{place}/nccl", reconnected(group))
     return NCCL(store, group.rank(), group.size())

@@ -14,12 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions, PrefixStore, ProcessGroupGloo, Store
+from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 
 from communicators.call import TAG_BITS, Call
+from communicators.communicator import TIMEOUT_SECONDS
 from communicators.nccl import nccl_of
 from communicators.schedule import Received, Round
 from communicators.staging import host_empty, to_host
-from communicators.stores import reconnected, store_of
+from communicators.stores import meet, place_for, reconnected, store_of
 from communicators.transport import PeerLost, Pending, Transport
 from communicators.transport_communicator import TransportCommunicator
 from communicators.untagged import UntaggedTransport
@@ -27,18 +29,36 @@ from communicators.waiters import WAIT, Wait, Waiters
 
 WATCH_TAG = 1 << TAG_BITS
 STORE_SECONDS = 5.0
+TORCH_TIMEOUTS = (default_pg_timeout, default_pg_nccl_timeout)
 
-_made: weakref.WeakKeyDictionary[Any, tuple[int, TransportCommunicator]] = weakref.WeakKeyDictionary()
+_made: weakref.WeakKeyDictionary[Any, TransportCommunicator] = weakref.WeakKeyDictionary()
 
 
 def from_process_group(group: dist.ProcessGroup) -> TransportCommunicator:
-    """Our communicator for a process group; made once for each. Collective over its ranks at the first use."""
-    generation, made = _made.get(group, (0, None))
+    """Our communicator for a process group; made once for each. Collective over its ranks at the first use.
+
+    Its `timeout` is what the group was made with, TIMEOUT_SECONDS where that is torch's default.
+    """
+    made = _made.get(group)
     if made is None or made.closed:
-        line, tagged = nccl_of(group, generation), ProcessGroupTransport(group, generation)
+        place, timeout = place_for(group), timeout_of(group)
+        tagged = ProcessGroupTransport(group, place, timeout)
+        line = nccl_of(group, place)
         made = TransportCommunicator(tagged if line is None else UntaggedTransport(tagged, line))
-        _made[group] = generation + 1, made
+        made.timeout = timeout
+        _made[group] = made
     return made
+
+
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """Seconds that the group was given; TIMEOUT_SECONDS where nobody gave it any."""
+    for kind in ("cpu", "cuda"):
+        try:
+            given: timedelta = group._get_backend(torch.device(kind)).options._timeout
+        except (AttributeError, RuntimeError):  # no backend for this kind, or one without settings
+            continue
+        return TIMEOUT_SECONDS if given in TORCH_TIMEOUTS else given.total_seconds()
+    return TIMEOUT_SECONDS
 
 
 class ProcessGroupTransport(Transport):
@@ -47,16 +67,17 @@ class ProcessGroupTransport(Transport):
     threaded = True
     goodbye_seconds = 2.0  # the Store may live in a process that has ended
 
-    def __init__(self, group: dist.ProcessGroup, generation: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, place: str, timeout: float = TIMEOUT_SECONDS) -> None:
         self.rank, self.size = group.rank(), group.size()
         self.device = torch.device("cpu")
         # Not dist.new_group: its names count a rank's groups, so ranks that are in other groups would never meet.
-        place = f"communicators/{generation}"  # of its own where an earlier one of this group was closed
+        own = PrefixStore(place, reconnected(group))
+        meet(own, self.rank, self.size, timeout)
         self._data: Any = ProcessGroupGloo(PrefixStore(place, store_of(group)), self.rank, self.size, WAIT)
-        self._letters = _Mailbox(PrefixStore(place, reconnected(group)), self.rank)
+        self._letters = _Mailbox(own, self.rank)
         self._waiters = Waiters()
         self._watches: dict[int, Wait] = {}  # by peer
-        weakref.finalize(self, _end, self._waiters, self._watches, timeout=0.0).atexit = False  # of a destroyed group
+        weakref.finalize(self, _end, self._waiters, self._watches, timeout=1.0).atexit = False  # of a destroyed group
 
     def post(self, call: Call, action: Round, device: torch.device) -> Pending:
         """See `Transport.post`."""

@@ -1,13 +1,21 @@
-"""The Store by which the ranks of a process group met; what of it torch has only had since 2.8 or 2.9 is here."""
+"""The Store by which the ranks of a process group met, and how they meet there again for a communicator of ours.
+
+What of it torch has only had since 2.8 or 2.9 is here too.
+"""
 
 from __future__ import annotations
 
+import time
 import uuid
 from typing import Any, cast
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d
+
+from communicators.errors import CollectiveError
+
+LONGEST_NAP_SECONDS = 0.05
 
 
 def store_of(group: dist.ProcessGroup) -> Store:
@@ -31,3 +39,27 @@ def reconnected(group: dist.ProcessGroup) -> Store:
     else:
         other = store
     return PrefixStore(place, other)
+
+
+def place_for(group: dist.ProcessGroup) -> str:
+    """Keys for the next communicator with this group's ranks. The Store counts: it may outlive groups and processes."""
+    return f"communicators/{store_of(group).add(f'communicators/made/{group.rank()}', 1)}"
+
+
+def meet(store: Store, rank: int, size: int, timeout: float) -> None:
+    """Returns when all ranks have come; connecting would wait for a missing one without end, and say nothing.
+
+    Raises CollectiveError after `timeout` seconds.
+    """
+    begin, nap, keys = time.monotonic(), 1e-3, [f"here/{peer}" for peer in range(size)]
+    store.set(keys[rank], "")
+    while not store.check(keys):
+        if time.monotonic() - begin > timeout:
+            missing = [peer for peer in range(size) if not store.check([keys[peer]])]
+            store.delete_key(keys[rank])  # whoever comes later shall not connect to this rank
+            raise CollectiveError(
+                f"timed out after {timeout:g} s: rank {rank} waits for ranks {missing} in the first call with this "
+                "process group, which all of its ranks must make"
+            )
+        time.sleep(nap)
+        nap = min(2 * nap, LONGEST_NAP_SECONDS)

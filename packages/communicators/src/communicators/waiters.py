@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from datetime import timedelta
 from typing import Protocol
 
@@ -22,25 +23,27 @@ class Wait:
     """One message under way: `done`, with an `error` if it failed."""
 
     def __init__(self, work: Waitable, news: threading.Event) -> None:
-        self.work = work
+        self._work: Waitable | None = work  # none once it is done: see `Waiters.close`
         self.done = False
         self._news = news
         self.error: BaseException | None = None
 
     def block(self) -> None:
         """Called in a waiter thread."""
+        assert self._work is not None
         try:
-            self.work.wait(WAIT)
+            self._work.wait(WAIT)
         except Exception as error:
             self.error = error
+        self._work = None
         self.done = True
         self._news.set()
 
     def give_up(self) -> None:
         """Ends a wait that goes on in another thread, by closing its connection."""
-        if not self.done:
+        if (work := self._work) is not None:
             try:
-                self.work.wait(GIVE_UP)
+                work.wait(GIVE_UP)
             except Exception as error:
                 self.error = error
 
@@ -71,15 +74,20 @@ class Waiters:
         return wait
 
     def close(self, timeout: float) -> None:
-        """Ends the idle threads. One that were still inside a wait when the interpreter ends would abort it."""
+        """Ends the idle threads, for which it waits so many seconds in all.
+
+        One that is inside torch when the interpreter ends aborts the process: in a wait, or freeing a work.
+        """
         for _ in self._threads:
             self._queue.put(None)
+        end = time.monotonic() + timeout
         for thread in self._threads:
             if thread is not threading.current_thread():  # a finalizer runs wherever the last reference goes
-                thread.join(timeout)
+                thread.join(max(0.0, end - time.monotonic()))
 
     def _live(self) -> None:
         while (wait := self._queue.get()) is not None:
             wait.block()
+            del wait
             with self._lock:
                 self._busy -= 1
