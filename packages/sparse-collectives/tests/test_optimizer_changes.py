@@ -1,5 +1,8 @@
 """Parameters that are frozen, unfrozen or added after the DistributedOptimizer was made."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from communicators import SimulatedWorld
@@ -109,3 +112,13 @@ def test_freezing_later_is_an_error_and_moves_nothing(overlap):
 
     one, other = SimulatedWorld(2).run(body)
     assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_copy_is_refused(duplicate):
+    """It would share the communicator, and its parameters would not be the model's."""
+    model = nn.Linear(3, 2)
+    optimizer = wrapped(torch.optim.SGD(model.parameters(), lr=1.0), model, None)
+    with pytest.raises(TypeError, match=r"cannot be copied or pickled: save its state_dict\(\)"):
+        duplicate(optimizer)
+    copy.deepcopy(optimizer.state_dict())

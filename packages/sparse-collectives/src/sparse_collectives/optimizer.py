@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from communicators import Communicator, as_communicator, buckets_of
@@ -238,6 +238,14 @@ class DistributedOptimizer(Optimizer):
                 "and make a new DistributedOptimizer of it"
             )
         super().add_param_group(param_group)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """For copy and pickle, which would make an optimizer of other parameters than the model's, or of none."""
+        del protocol
+        raise TypeError(
+            "a DistributedOptimizer cannot be copied or pickled: save its state_dict(), make another one, "
+            "and load that there"
+        )
 
     def _share(self) -> None:
         """The wrapped optimizer's own objects, which it replaces when it loads a state."""
