@@ -121,6 +121,65 @@ def test_gradients_under_way_cannot_be_thrown_away():
     SimulatedWorld(2).run(body)
 
 
+def exchange_of_a_whole_backward(model, optimizer, comm):
+    optimizer.zero_grad()
+    model.loss(drawn(comm.rank)).backward()
+    optimizer.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def test_a_partial_backward_can_be_thrown_away():
+    """Of weights that alone do not complete the first bucket: only rank 1 does it, and nothing has been sent."""
+
+    def body(comm, probes):
+        model = Weights()
+        optimizer = optimizer_of(model, comm, compressor=TopK(1.0))
+        if probes and comm.rank == 1:
+            model.loss([torch.full(SHAPES[0], 7.0), None, torch.full(SHAPES[2], 7.0), None]).backward()
+        return exchange_of_a_whole_backward(model, optimizer, comm)
+
+    expected = SimulatedWorld(2).run(lambda comm: body(comm, probes=False))
+    for result in SimulatedWorld(2).run(lambda comm: body(comm, probes=True)):
+        assert torch.equal(result, expected[0])
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
+def test_a_backward_that_fails_can_be_thrown_away(bucket_bytes):
+    def body(comm):
+        model = Weights()
+        optimizer = optimizer_of(model, comm, compressor=TopK(1.0), bucket_bytes=bucket_bytes)
+
+        def fail(gradient):
+            raise MemoryError("full")
+
+        hook = model.weights[0].register_hook(fail)
+        with pytest.raises(MemoryError):
+            model.loss(drawn(comm.rank)).backward()
+        hook.remove()
+        if bucket_bytes == 1:  # then the buckets of the other weights may have been sent
+            with pytest.raises(RuntimeError, match=r"synchronize\(\) and then zero_grad\(\), on every rank"):
+                optimizer.zero_grad()
+            optimizer.synchronize()
+        return exchange_of_a_whole_backward(model, optimizer, comm)
+
+    one, other = SimulatedWorld(2).run(body)
+    expected = -sum(torch.cat([g.flatten() for g in drawn(rank)]) for rank in (0, 1)) / 2
+    assert torch.equal(one, expected)
+    assert torch.equal(other, expected)
+
+
+def test_a_second_backward_before_anything_is_sent_is_told_how_to_discard_the_first():
+    model = Weights()
+    optimizer = optimizer_of(model, None)
+    probe = [torch.ones(SHAPES[0]), None, None, None]
+    model.loss(probe).backward()
+    with pytest.raises(RuntimeError, match=r"thrown away ends with optimizer\.zero_grad"):
+        model.loss(probe).backward()
+    optimizer.zero_grad()
+    model.loss(probe).backward()
+    optimizer.step()
+
+
 def test_a_grad_scaler_is_told_what_to_use():
     model = Weights()
     optimizer = optimizer_of(model, None, nonfinite="skip")

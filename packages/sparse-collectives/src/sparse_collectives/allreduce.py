@@ -14,7 +14,7 @@ from sparse_compress import SparseVector, add, merge
 from torch import Tensor
 
 from sparse_collectives.algorithms import algorithm_named
-from sparse_collectives.arrays import Array, DenseReduction, densify, select
+from sparse_collectives.arrays import Array, DenseReduction, densified, densify, select
 from sparse_collectives.auto import AUTO, refuse_options, remembered
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.state import State
@@ -93,8 +93,36 @@ def sparse_allreduce(
     return run(schedule, comm, facts=facts, timeout=timeout, device=sparse.device)
 
 
+@overload
 def sparse_allreduce_async(
     sparse: SparseVector,
+    comm: Any,
+    *,
+    k: int,
+    algorithm: str = ...,
+    options: Mapping[str, Any] | None = ...,
+    state: State | None = ...,
+    wire: str = ...,
+    timeout: float | None = ...,
+) -> Work[Reduction]: ...
+
+
+@overload
+def sparse_allreduce_async(
+    sparse: Array,
+    comm: Any,
+    *,
+    k: int,
+    algorithm: str = ...,
+    options: Mapping[str, Any] | None = ...,
+    state: State | None = ...,
+    wire: str = ...,
+    timeout: float | None = ...,
+) -> Work[DenseReduction[Array]]: ...
+
+
+def sparse_allreduce_async(
+    sparse: Any,
     comm: Any,
     *,
     k: int,
@@ -103,13 +131,18 @@ def sparse_allreduce_async(
     state: State | None = None,
     wire: str = "fp32",
     timeout: float | None = None,
-) -> Work[Reduction]:
-    """Like `sparse_allreduce`, in the background: `wait()` gives the Reduction.
+) -> Work[Reduction] | Work[DenseReduction[Any]]:
+    """Like `sparse_allreduce`, in the background: `wait()` gives what that returns.
 
     All ranks start their calls in the same order; several may be in flight, and complete in any order. The input is
     copied, so it may be changed, or sent again, at once.
     """
     comm = as_communicator(comm)
+    if isinstance(sparse, np.ndarray) or (isinstance(sparse, Tensor) and sparse.layout == torch.strided):
+        sent = select(sparse, k)
+        schedule, facts = prepare(sent, comm, k, algorithm, options, state, wire)
+        dense: Schedule[DenseReduction[Any]] = densified(schedule, sparse, sent)
+        return start(dense, comm, facts=facts, timeout=timeout, device=sent.device)
     schedule, facts = prepare(sparse, comm, k, algorithm, options, state, wire)
     return start(schedule, comm, facts=facts, timeout=timeout, device=sparse.device)
 

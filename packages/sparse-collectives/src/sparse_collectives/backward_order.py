@@ -28,11 +28,18 @@ class BackwardOrder:
         self._members = [bucket.members for bucket in buckets]
         self._bucket_of = {member: position for position, members in enumerate(self._members) for member in members}
         self.reset()
-        for member, parameter in enumerate(parameters):
+        self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(_tell, weakref.ref(self), member))  # type: ignore[no-untyped-call]
+            for member, parameter in enumerate(parameters)
+        ]
+
+    def close(self) -> None:
+        """Watches no longer."""
+        for hook in self._hooks:
+            hook.remove()
 
     def reset(self) -> None:
-        """A new step begins."""
+        """A new step begins; what backward left unfinished before is forgotten."""
         self._lacking = [set(members) for members in self._members]
         self._started = 0
 
@@ -43,9 +50,9 @@ class BackwardOrder:
 
     def start_rest(self) -> None:
         """Starts the buckets that wait for gradients which will not come: of parameters that were not used."""
-        for position in range(self._started, len(self._members)):
-            self._start(position)
-        self._started = len(self._members)
+        while self._started < len(self._members):
+            self._start(self._started)
+            self._started += 1
 
     def ready(self, member: int) -> None:
         """This parameter's gradient is there."""
@@ -53,9 +60,10 @@ class BackwardOrder:
             return
         lacking = self._lacking[self._bucket_of[member]]
         if member not in lacking:
+            discard = "" if self.under_way else "; a backward that is to be thrown away ends with optimizer.zero_grad()"
             raise RuntimeError(
-                "a second backward() before step(), but the first one's gradients are under way already: "
-                "accumulate inside no_sync(), all but the last backward of a step"
+                "a second backward() before step(), but the first one's gradients are under way, or wait for the rest "
+                f"of their bucket: accumulate inside no_sync(), all but the last backward of a step{discard}"
             )
         lacking.remove(member)
         while self._started < len(self._lacking) and not self._lacking[self._started]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from communicators import Communicator, as_communicator, buckets_of
@@ -20,7 +22,7 @@ from sparse_collectives.checkpoint import KEY, PARTS, check_place, join, split
 from sparse_collectives.exchange import DenseExchange, Exchange, Mean, SparseExchange
 from sparse_collectives.initial import broadcast_parameters
 from sparse_collectives.nonfinite import nonfinite_error
-from sparse_collectives.parameters import name_parameters
+from sparse_collectives.parameters import name_parameters, refuse_changes
 
 
 class DistributedOptimizer(Optimizer):
@@ -40,6 +42,7 @@ class DistributedOptimizer(Optimizer):
     optimizer: built over the live parameters; this object shares its param_groups, state and defaults, so
         learning-rate schedulers take either.
     named_parameters: of the whole model. Frozen ones (requires_grad False, now) are left out of the exchange.
+        Freezing, unfreezing or adding some later is an error of the next step: it takes a new DistributedOptimizer.
     comm: see `communicators.as_communicator`; its `timeout` is how long a step waits for a late rank.
     compressor: what is sent of a gradient, default TopK(0.01).
     algorithm: a name in `ALGORITHMS`. "dense" sums whole gradients, without compressor and residuals. "auto" measures
@@ -96,7 +99,7 @@ class DistributedOptimizer(Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.optimizer = optimizer
         self._share()
-        optimizer.register_load_state_dict_post_hook(lambda _: self._share())
+        optimizer.register_load_state_dict_post_hook(partial(_share_again, weakref.ref(self)))
         self.comm: Communicator = comm
         self.skipped = 0
         self._algorithm, self._entry, self._nonfinite = algorithm, entry, nonfinite
@@ -104,12 +107,14 @@ class DistributedOptimizer(Optimizer):
         if overlap:  # gradients come in about the reverse order of the parameters
             trained, bucket_bytes = dict(reversed(trained.items())), bucket_bytes or BUCKET_BYTES
         self._names, self._trained = list(trained), list(trained.values())
+        self._named = {id(p): name for name, p in named.items()}
         self._buckets = {self._names[b.members[0]]: b for b in buckets_of(self._trained, bucket_bytes)}
         self._members = [bucket.members for bucket in self._buckets.values()]
         self._synchronized = self._skips = self._accumulates = False
         compressor = compressor if compressor is not None else TopK(0.01)
         self._exchange = self._make_exchange(compressor, wire, momentum, overlap)
         self._overlap = BackwardOrder(self._trained, list(self._buckets.values()), self._start) if overlap else None
+        _take_over(optimizer, self._overlap)
         settings = f"{algorithm}, {wire=}, {momentum=}, {bucket_bytes=}, {overlap=}, {nonfinite=}"
         broadcast_parameters(named, self.comm, settings=", ".join([settings, *entry.settings]))
 
@@ -139,11 +144,13 @@ class DistributedOptimizer(Optimizer):
         """Puts the mean over ranks into every p.grad, so that it can be clipped before `step`; for every rank to call.
 
         Raises CollectiveError, the same on every rank: for a gradient that is not finite (see `nonfinite`), and where
-        an exchange fails.
+        an exchange fails. ValueError, before anything is exchanged, where parameters were frozen, unfrozen or added
+        since this optimizer was made; with `overlap` backward raises it.
         """
         self._refuse_no_sync("synchronize()")
         if self._synchronized and not self._skips:
             raise RuntimeError("synchronize() was called twice for one step(): the mean would be exchanged again")
+        refuse_changes(self.optimizer, self._named, self._trained)
         try:
             self._start_all()
             means = self._exchange.finish()
@@ -161,9 +168,18 @@ class DistributedOptimizer(Optimizer):
         self._synchronized = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """See torch.optim.Optimizer.zero_grad; also forgets that `synchronize` was called."""
-        if self._overlap is not None and self._overlap.under_way:
-            raise RuntimeError("zero_grad() while gradients are under way: call step() or synchronize() first")
+        """See torch.optim.Optimizer.zero_grad; also forgets that `synchronize` was called.
+
+        With `overlap` it also ends a backward that was partial or failed, where nothing has been sent yet.
+        """
+        if self._overlap is not None:
+            if self._overlap.under_way:
+                raise RuntimeError(
+                    "zero_grad() while gradients are under way: call step(), or, to throw their mean away, "
+                    "synchronize() and then zero_grad(), on every rank; synchronize() also sends the other gradients, "
+                    "as they are now, and what was not selected stays in the residuals for later steps"
+                )
+            self._overlap.reset()
         self._synchronized = self._skips = False
         super().zero_grad(set_to_none)
 
@@ -223,6 +239,14 @@ class DistributedOptimizer(Optimizer):
             )
         super().add_param_group(param_group)
 
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """For copy and pickle, which would make an optimizer of other parameters than the model's, or of none."""
+        del protocol
+        raise TypeError(
+            "a DistributedOptimizer cannot be copied or pickled: save its state_dict(), make another one, "
+            "and load that there"
+        )
+
     def _share(self) -> None:
         """The wrapped optimizer's own objects, which it replaces when it loads a state."""
         self.state = self.optimizer.state
@@ -249,6 +273,8 @@ class DistributedOptimizer(Optimizer):
             self._overlap.paused = only
 
     def _start(self, position: int) -> None:
+        if position == 0:  # in backward, where nothing has been sent yet
+            refuse_changes(self.optimizer, self._named, self._trained)
         self._exchange.start(position, self._gradients(self._members[position]))
 
     def _start_all(self) -> None:
@@ -303,6 +329,23 @@ class DistributedOptimizer(Optimizer):
     def _refuse_no_sync(self, what: str) -> None:
         if self._accumulates:
             raise RuntimeError(f"{what} inside no_sync(): leave it before the last backward of the step")
+
+
+def _share_again(distributed: weakref.ref[DistributedOptimizer], optimizer: Optimizer) -> None:
+    """After the wrapped optimizer loaded a state. It must not keep one alive that was replaced, with its residuals."""
+    del optimizer
+    living = distributed()
+    if living is not None:
+        living._share()
+
+
+def _take_over(optimizer: Optimizer, order: BackwardOrder | None) -> None:
+    """An earlier DistributedOptimizer of this one, which a scheduler may still hold, no longer starts exchanges."""
+    earlier = vars(optimizer).pop("_backward_order", lambda: None)()
+    if earlier is not None:
+        earlier.close()
+    if order is not None:
+        vars(optimizer)["_backward_order"] = weakref.ref(order)
 
 
 def _check(optimizer: Optimizer, algorithm: str, entry: Algorithm, momentum: float, nonfinite: str) -> None:

@@ -1,9 +1,9 @@
-"""The named parameters of a distributed optimizer: which they are, and that nobody is left out."""
+"""The named parameters of a distributed optimizer: which they are, and that nobody is left out, then and later."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -32,6 +32,35 @@ def name_parameters(optimizer: Optimizer, named_parameters: Iterable[tuple[str, 
             "give them to it, leave them out of named_parameters, or freeze them with requires_grad_(False)"
         )
     return dict(pairs)
+
+
+def refuse_changes(optimizer: Optimizer, names: Mapping[int, str], exchanged: Sequence[Tensor]) -> None:
+    """Raises ValueError where what the optimizer would step is no longer what is exchanged.
+
+    A parameter that is not exchanged would be stepped with the gradient of each rank alone; one that was frozen would
+    still be moved, by the mean of the others' residuals, momentum and weight decay.
+    requires_grad counts, not only a gradient, because ranks that made the same change must all raise.
+    names: by id, of the parameters that were named.
+    """
+    known = {id(p) for p in exchanged}
+    added = [
+        names.get(id(p), f"(group {g}, shape {tuple(p.shape)})")
+        for g, group in enumerate(optimizer.param_groups)
+        for p in group["params"]
+        if id(p) not in known and p.numel() and (p.requires_grad or p.grad is not None)
+    ]
+    frozen = [names[id(p)] for p in exchanged if not p.requires_grad]
+    remedy = (
+        "before the next backward make a new DistributedOptimizer of the wrapped one, optimizer.optimizer, on every "
+        "rank: that one's state stays, residuals begin at zero"
+    )
+    if added:
+        raise ValueError(
+            f"parameters of the optimizer that have a gradient, or would get one, but are not exchanged: {added}; they "
+            f"were unfrozen, or added to the wrapped optimizer, later: {remedy}"
+        )
+    if frozen:
+        raise ValueError(f"parameters that were frozen later, but are exchanged: {frozen}; unfreeze them, or {remedy}")
 
 
 def _check_pairs(pairs: list[tuple[str, Tensor]]) -> None:

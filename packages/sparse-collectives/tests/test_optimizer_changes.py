@@ -1,0 +1,124 @@
+"""Parameters that are frozen, unfrozen or added after the DistributedOptimizer was made."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from communicators import SimulatedWorld
+from sparse_collectives import DistributedOptimizer
+from torch import nn
+
+either_way = pytest.mark.parametrize("overlap", [False, True])
+
+
+def wrapped(inner, model, comm, **options):
+    return DistributedOptimizer(inner, model.named_parameters(), comm=comm, **options)
+
+
+def made(comm, *, frozen=(), **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    for position in frozen:
+        model[position].requires_grad_(False)
+    torch.manual_seed(comm.rank)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+    return model, wrapped(inner, model, comm, **options)
+
+
+def train_step(model, optimizer):
+    optimizer.zero_grad()
+    model(torch.randn(5, 4)).square().mean().backward()
+    optimizer.step()
+
+
+def flat(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@either_way
+def test_unfreezing_later_is_an_error_on_every_rank_before_anything_is_sent(overlap):
+    def body(comm):
+        model, optimizer = made(comm, frozen=[0], overlap=overlap)
+        train_step(model, optimizer)
+        model[0].requires_grad_(True)
+        sent, before = comm.bytes_sent, flat(model)
+        with pytest.raises(ValueError, match=r"not exchanged: \['0.weight', '0.bias'\]; .* new DistributedOptimizer"):
+            train_step(model, optimizer)
+        assert comm.bytes_sent == sent
+        assert torch.equal(flat(model), before)
+
+    SimulatedWorld(2).run(body)
+
+
+@either_way
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_new_optimizer_of_the_wrapped_one_goes_on(overlap, frozen):
+    """Also while a scheduler, or the user, still holds the one before."""
+
+    def body(comm, trains):
+        model, optimizer = made(comm, frozen=[] if trains else [frozen], overlap=overlap, bucket_bytes=24)
+        train_step(model, optimizer)
+        model[frozen].requires_grad_(not trains)
+        with pytest.raises(ValueError, match="new DistributedOptimizer"):
+            train_step(model, optimizer)
+        before = optimizer
+        optimizer = wrapped(before.optimizer, model, comm, overlap=overlap, bucket_bytes=24)
+        for _ in range(3):
+            train_step(model, optimizer)
+        return flat(model)
+
+    for trains in (False, True):
+        one, other = SimulatedWorld(2).run(lambda comm, trains=trains: body(comm, trains))
+        assert torch.equal(one, other)
+
+
+def test_a_group_added_to_the_wrapped_optimizer_only():
+    def body(comm):
+        model, optimizer = made(comm)
+        extra = nn.Parameter(torch.ones(2))
+        optimizer.optimizer.add_param_group({"params": [extra]})
+        with pytest.raises(ValueError, match=r"not exchanged: \['\(group 1, shape \(2,\)\)'\]"):
+            train_step(model, optimizer)
+
+    SimulatedWorld(2).run(body)
+
+
+def test_a_gradient_from_before_the_freezing_would_be_stepped_by_each_rank_alone():
+    model = nn.Linear(3, 2)
+    model(torch.ones(3)).sum().backward()
+    model.bias.requires_grad_(False)
+    optimizer = wrapped(torch.optim.SGD(model.parameters(), lr=1.0), model, None)
+    with pytest.raises(ValueError, match=r"not exchanged: \['bias'\]"):
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.step()
+
+
+@either_way
+def test_freezing_later_is_an_error_and_moves_nothing(overlap):
+    def body(comm):
+        model, optimizer = made(comm, overlap=overlap)
+        train_step(model, optimizer)
+        model[0].requires_grad_(False)
+        sent, before = comm.bytes_sent, flat(model)
+        with pytest.raises(ValueError, match=r"frozen later, but are exchanged: \['0.*unfreeze them, or"):
+            train_step(model, optimizer)
+        assert (comm.bytes_sent, model[0].weight.grad) == (sent, None)
+        assert torch.equal(flat(model), before)
+        model[0].requires_grad_(True)
+        train_step(model, optimizer)
+        return flat(model)
+
+    one, other = SimulatedWorld(2).run(body)
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_copy_is_refused(duplicate):
+    """It would share the communicator, and its parameters would not be the model's."""
+    model = nn.Linear(3, 2)
+    optimizer = wrapped(torch.optim.SGD(model.parameters(), lr=1.0), model, None)
+    with pytest.raises(TypeError, match=r"cannot be copied or pickled: save its state_dict\(\)"):
+        duplicate(optimizer)
+    copy.deepcopy(optimizer.state_dict())
