@@ -209,6 +209,24 @@ def mixed_precision():
     run.check_conservation()
 
 
+def overflow_before_buckets_are_known():
+    """The first steps are skipped, while DDP cuts its buckets: what the algorithm learns later is kept all the same."""
+    for algorithm in ("oktopk", "spardl"):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
+        run = Run(algorithm=algorithm, grad_scaler=scaler)
+        for step in range(STEPS):
+            run.optimizer.zero_grad()
+            gradients = gradients_of(step, dist.get_rank())
+            if step < 2:
+                gradients["a"] = torch.full((5, 3), float("inf"))
+            scaler.scale(run.ddp(gradients)).backward()
+            scaler.step(run.optimizer)
+            scaler.update()
+        states = run.state.state_dict()["distributed"]["algorithm_state"]
+        assert len(states) > 1, states
+        assert {state["step"] for state in states.values()} == {STEPS - 2}, states
+
+
 def overflow_in_the_sum():
     """Every rank's scaled gradient is finite, their mean with what waited is not: the step is skipped on all."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
@@ -399,6 +417,7 @@ CASES = [
     unused_in_accumulation,
     without_names,
     mixed_precision,
+    overflow_before_buckets_are_known,
     overflow_in_the_sum,
     resume_is_exact,
     resume_into_other_buckets,

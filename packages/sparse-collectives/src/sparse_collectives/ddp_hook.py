@@ -227,10 +227,12 @@ class SparseHookState:
                 for part, flat in kept.items():
                     self._pool[part].update(split({old_key: flat}, self._buckets, self._names))
                 del self._buckets[old_key]
-                self._states.pop(old_key, None)
+                for states in (self._states, self._states_before):  # both, so that a rollback knows these buckets
+                    states.pop(old_key, None)
         self._buckets[key] = bucket
         if self.entry.initial_state is not None:
-            self._states.setdefault(key, self.entry.initial_state())
+            for states in (self._states, self._states_before):
+                states.setdefault(key, self.entry.initial_state())
         residual, velocity = (self._out_of_pool(bucket, part) for part in PARTS)
         if residual is not None:
             self._feedback.adopt(key, residual, velocity)
