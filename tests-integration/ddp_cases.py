@@ -29,18 +29,19 @@ SHAPES = {"a": (5, 3), "b": (7,), "c": (40,), "d": (1,), "e": (4, 4)}
 class Linear(nn.Module):
     """Σ ⟨p, g⟩ over the parameters that are used: the gradient of p is g, exactly."""
 
-    def __init__(self):
+    def __init__(self, shapes=SHAPES):
         super().__init__()
-        for name, shape in SHAPES.items():
+        self.shapes = shapes
+        for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
 
     def forward(self, gradients):
         return sum((getattr(self, name) * g).sum() for name, g in gradients.items())
 
 
-def gradients_of(step, rank, unused=()):
+def gradients_of(step, rank, unused=(), shapes=SHAPES):
     generator = torch.Generator().manual_seed(100 * step + rank)
-    drawn = {name: torch.randint(-9, 10, shape, generator=generator).float() for name, shape in SHAPES.items()}
+    drawn = {name: torch.randint(-9, 10, shape, generator=generator).float() for name, shape in shapes.items()}
     return {name: g for name, g in drawn.items() if name not in unused}
 
 
@@ -56,9 +57,11 @@ class Run:
         grad_scaler=None,
         named=True,
         process_group=None,
+        module=None,
         **ddp,
     ):
-        self.module = Linear()
+        self.module = Linear() if module is None else module
+        self.shapes = self.module.shapes
         small = {"bucket_cap_mb": 1e-4}  # several buckets
         self.ddp = DistributedDataParallel(self.module, process_group=process_group, **small, **ddp)
         names = self.module.named_parameters() if named else ()
@@ -74,13 +77,13 @@ class Run:
         self.ddp.register_comm_hook(self.state, sparse_hook)
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=1.0)
         self.integers = True  # all that is summed, so that rounding takes away what dividing and multiplying adds
-        self.given = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-        self.applied = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+        self.given = {name: torch.zeros(shape) for name, shape in self.shapes.items()}
+        self.applied = {name: torch.zeros(shape) for name, shape in self.shapes.items()}
 
     def step(self, step, unused=(), backwards=1):
         self.optimizer.zero_grad()
         for micro in range(backwards):
-            gradients = gradients_of(10 * step + micro, dist.get_rank(), unused)
+            gradients = gradients_of(10 * step + micro, dist.get_rank(), unused, self.shapes)
             for name, g in gradients.items():
                 self.given[name] += g
             if micro < backwards - 1:
@@ -96,11 +99,11 @@ class Run:
 
     def residuals(self):
         parts = self.state.state_dict()["distributed"]["residuals"]
-        return {name: parts.get(name, torch.zeros(shape)) for name, shape in SHAPES.items()}
+        return {name: parts.get(name, torch.zeros(shape)) for name, shape in self.shapes.items()}
 
     def check_conservation(self):
         """Σ over ranks and steps of the gradients = Σ over steps of what was applied + Σ over ranks of residuals."""
-        for name in SHAPES:
+        for name in self.shapes:
             given, kept = self.given[name].clone(), self.residuals()[name].clone()
             dist.all_reduce(given)
             dist.all_reduce(kept)
@@ -149,6 +152,20 @@ def gradient_as_bucket_view():
 
 def static_graph():
     all_steps(Run(static_graph=True))
+
+
+def other_layouts():
+    """Element by element, also where DDP lays gradients into its buckets by the parameters' strides."""
+    shapes = {"image": (6, 4, 3, 3), "transposed": (5, 8), "gaps": (4, 5)}
+    module = Linear(shapes).to(memory_format=torch.channels_last)
+    module.transposed.data = torch.zeros(8, 5).T
+    module.gaps.data = torch.zeros(4, 10)[:, ::2]  # not dense: DDP takes it as contiguous
+    assert not any(p.is_contiguous() for p in module.parameters())
+    strided, contiguous = Run(module=module), Run(module=Linear(shapes))
+    all_steps(strided, range(3))
+    contiguous.state.load_state_dict(saved(strided.state.state_dict()))
+    contiguous.given, contiguous.applied = strided.given, strided.applied
+    all_steps(contiguous, range(3, STEPS))
 
 
 def accumulation_in_no_sync():
@@ -411,6 +428,7 @@ CASES = [
     fewer_bytes,
     gradient_as_bucket_view,
     static_graph,
+    other_layouts,
     accumulation_in_no_sync,
     locally_and_globally_unused,
     never_used,

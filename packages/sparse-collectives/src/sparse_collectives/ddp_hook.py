@@ -208,7 +208,8 @@ class SparseHookState:
     def _bucket_key(self, parameters: list[Tensor], flat: Tensor) -> str:
         """The name of the bucket; if its parameters were cut otherwise before, their residuals move here."""
         members = tuple(self._position(p) for p in parameters)
-        bucket = Bucket(members, tuple(p.shape for p in parameters), flat.dtype, flat.device)
+        shapes, strides = tuple(p.shape for p in parameters), tuple(map(_strides_in_bucket, parameters))
+        bucket = Bucket(members, shapes, flat.dtype, flat.device, strides)
         key = self._names[members[0]]
         if self._buckets.get(key) != bucket:
             self._move_to(key, bucket)
@@ -273,6 +274,12 @@ def unused_spans(bucket: Bucket, flat: Tensor) -> list[slice]:
         used = torch.stack([flat[span].any() for span in spans]).tolist()
         return [span for span, any_used in zip(spans, used, strict=True) if not any_used]
     return [span for span in spans if not flat[span][:64].any() and not flat[span].any()]
+
+
+def _strides_in_bucket(parameter: Tensor) -> tuple[int, ...]:
+    """How DDP lays its gradient into a bucket: as the parameter lies in memory if that has no gaps, else row by row."""
+    dense = torch.empty_like(parameter, device="meta")  # keeps the strides exactly where there are no gaps
+    return dense.stride() if dense.stride() == parameter.stride() else dense.contiguous().stride()
 
 
 def _refuse_sparse(flat: Tensor) -> None:
