@@ -405,6 +405,18 @@ def dense_with_a_scaler():
         torch.testing.assert_close(p, -sum(steps) / dist.get_world_size())
 
 
+def complex_parameters():
+    """DDP's buckets hold their real views, which the parameters' shapes do not tell."""
+    for algorithm in ("gtopk", "dense"):
+        module = nn.Linear(3, 2, bias=False, dtype=torch.complex64)
+        ddp = DistributedDataParallel(module)
+        ddp.register_comm_hook(SparseHookState(algorithm=algorithm), sparse_hook)
+        with pytest.raises(TypeError, match="complex parameter 'parameter 0'"):
+            ddp(torch.ones(1, 3, dtype=torch.complex64)).abs().sum().backward()
+        with pytest.raises(TypeError, match=r"weight \(torch.complex64\)"):
+            SparseHookState(algorithm=algorithm, named_parameters=module.named_parameters())
+
+
 def nan_in_a_dense_sum():
     run = Run(algorithm="dense", process_group=dist.new_group())
     gradients = gradients_of(0, dist.get_rank())
@@ -443,6 +455,7 @@ CASES = [
     other_world_size,
     states_that_do_not_fit,
     dense_with_a_scaler,
+    complex_parameters,
     nan_in_a_dense_sum,
     nan_without_scaler,  # last: afterwards the group's communicator is of no use
 ]

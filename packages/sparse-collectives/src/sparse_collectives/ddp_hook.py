@@ -25,6 +25,7 @@ from sparse_collectives.auto import AUTO, Choice, choose_for_training, refuse_op
 from sparse_collectives.checkpoint import KEY, PARTS, check_place, refuse_residuals, split
 from sparse_collectives.dense_wire import DenseWire, dense_wire
 from sparse_collectives.nonfinite import finite
+from sparse_collectives.parameters import _check_pairs as check_pairs
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.state import State
 from sparse_collectives.suspects import first_nonfinite, marked, suspect_element
@@ -72,6 +73,7 @@ class SparseHookState:
         self.compressor = compressor if compressor is not None else TopK(density)
         self.choice: Choice | None = None
         named = list(named_parameters)
+        check_pairs(named)
         if algorithm == AUTO:
             refuse_options(options)
             parameters = [p for _, p in named]
@@ -208,6 +210,7 @@ class SparseHookState:
     def _bucket_key(self, parameters: list[Tensor], flat: Tensor) -> str:
         """The name of the bucket; if its parameters were cut otherwise before, their residuals move here."""
         members = tuple(self._position(p) for p in parameters)
+        _refuse_complex([self._names[m] for m, p in zip(members, parameters, strict=True) if p.is_complex()])
         shapes, strides = tuple(p.shape for p in parameters), tuple(map(_strides_in_bucket, parameters))
         bucket = Bucket(members, shapes, flat.dtype, flat.device, strides)
         key = self._names[members[0]]
@@ -285,3 +288,11 @@ def _strides_in_bucket(parameter: Tensor) -> tuple[int, ...]:
 def _refuse_sparse(flat: Tensor) -> None:
     if flat.layout != torch.strided:
         raise TypeError(f"a gradient has layout {flat.layout}, expected a dense one: for an embedding use sparse=False")
+
+
+def _refuse_complex(names: list[str]) -> None:
+    if names:
+        raise TypeError(
+            f"complex parameter {names[0]!r}: give DDP its real view, nn.Parameter(torch.view_as_real(p)), and take "
+            "torch.view_as_complex of that in forward"
+        )
