@@ -417,6 +417,20 @@ def complex_parameters():
             SparseHookState(algorithm=algorithm, named_parameters=module.named_parameters())
 
 
+def wrong_arguments():
+    module = nn.Linear(3, 2)
+    with pytest.raises(TypeError, match=r"pass model.named_parameters\(\), not model.parameters\(\)"):
+        SparseHookState(named_parameters=module.parameters())
+    with pytest.raises(ValueError, match=r"duplicate names in named_parameters: \['p'\]"):
+        SparseHookState(named_parameters=[("p", p) for p in module.parameters()])
+    with pytest.raises(TypeError, match="grad_scaler is True, expected the GradScaler itself"):
+        SparseHookState(grad_scaler=True)
+    ddp = DistributedDataParallel(module)
+    ddp.register_comm_hook(None, sparse_hook)
+    with pytest.raises(TypeError, match=r"ddp.register_comm_hook\(SparseHookState\(...\), sparse_hook\)"):
+        ddp(torch.ones(1, 3)).sum().backward()
+
+
 def nan_in_a_dense_sum():
     run = Run(algorithm="dense", process_group=dist.new_group())
     gradients = gradients_of(0, dist.get_rank())
@@ -456,6 +470,7 @@ CASES = [
     states_that_do_not_fit,
     dense_with_a_scaler,
     complex_parameters,
+    wrong_arguments,
     nan_in_a_dense_sum,
     nan_without_scaler,  # last: afterwards the group's communicator is of no use
 ]

@@ -69,6 +69,8 @@ class SparseHookState:
         compressor: Compressor | None = None,
         named_parameters: Iterable[tuple[str, Tensor]] = (),
     ) -> None:
+        if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
+            raise TypeError(f"grad_scaler is {grad_scaler!r}, expected the GradScaler itself, or None without one")
         self.comm = as_communicator(process_group)
         self.compressor = compressor if compressor is not None else TopK(density)
         self.choice: Choice | None = None
@@ -260,6 +262,8 @@ class SparseHookState:
 
 def sparse_hook(state: SparseHookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """The hook: `ddp.register_comm_hook(state, sparse_hook)`. Backward goes on while buckets are exchanged."""
+    if not isinstance(state, SparseHookState):
+        raise TypeError(f"state is {state!r}: use ddp.register_comm_hook(SparseHookState(...), sparse_hook)")
     return state.exchange(bucket)
 
 
