@@ -239,7 +239,7 @@ def overflow_before_buckets_are_known():
             scaler.scale(run.ddp(gradients)).backward()
             scaler.step(run.optimizer)
             scaler.update()
-        states = run.state.state_dict()["distributed"]["algorithm_state"]
+        states = dict(run.state.state_dict()["distributed"]["algorithm_state"])
         assert len(states) > 1, states
         assert {state["step"] for state in states.values()} == {STEPS - 2}, states
 
@@ -306,16 +306,50 @@ def resume_into_other_buckets():
 
 
 def distributed_checkpoint():
-    run = all_steps(Run())
-    own = {f"rank{dist.get_rank()}": run.state.state_dict()["distributed"]["residuals"]}
-    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(folder)
-    dcp.save(own, checkpoint_id=folder[0])
-    loaded = {key: {name: torch.zeros_like(t) for name, t in tensors.items()} for key, tensors in own.items()}
-    dcp.load(loaded, checkpoint_id=folder[0])
-    for key, tensors in own.items():
-        for name, tensor in tensors.items():
-            assert torch.equal(tensor, loaded[key][name])
+    """The usual resume: what a new state reports is what is loaded into."""
+    for algorithm, momentum in [("gtopk", 0.0), ("oktopk", 0.5), ("spardl", 0.0)]:
+        run, template, stateful = (Run(algorithm=algorithm, momentum=momentum) for _ in range(3))
+        for step in range(3):
+            run.step(step)
+        folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(folder)
+        key = f"hook {dist.get_rank()}"
+        dcp.save({key: run.state}, checkpoint_id=folder[0])
+        loaded = {key: template.state.state_dict()}
+        dcp.load(loaded, checkpoint_id=folder[0])
+        template.state.load_state_dict(loaded[key])
+        dcp.load({key: stateful.state}, checkpoint_id=folder[0])
+        own = run.state.state_dict()["distributed"]
+        for state in (template.state, stateful.state):
+            found = state.state_dict()["distributed"]
+            assert found["algorithm_state"] == own["algorithm_state"]
+            for part in ("residuals", "velocities"):
+                assert sorted(own[part]) == (sorted(SHAPES) if part == "residuals" or momentum else [])
+                assert sorted(found[part]) == sorted(own[part])
+                assert all(torch.equal(found[part][name], tensor) for name, tensor in own[part].items())
+
+
+def new_state():
+    """Zeros for all that learns; the rest has no residual, and zeros of it can be loaded."""
+    module = Linear().to(torch.bfloat16)
+    options = {"momentum": 0.5, "named_parameters": list(module.named_parameters())}
+    state = SparseHookState(**options).state_dict()
+    for part in ("residuals", "velocities"):
+        zeros = state["distributed"][part]
+        assert {name: (tuple(t.shape), t.dtype, bool(t.any())) for name, t in zeros.items()} == {
+            name: (shape, torch.float32, False) for name, shape in SHAPES.items()
+        }
+    module.a.requires_grad_(False)
+    frozen = SparseHookState(**options)
+    assert "a" not in frozen.state_dict()["distributed"]["residuals"]
+    frozen.load_state_dict(state)
+    ddp = DistributedDataParallel(module)
+    ddp.register_comm_hook(frozen, sparse_hook)
+    for step in range(3):
+        ddp(gradients_of(step, dist.get_rank())).backward()
+    assert not SparseHookState(algorithm="dense", named_parameters=options["named_parameters"]).state_dict()[
+        "distributed"
+    ]["residuals"]
 
 
 def other_world_size():
@@ -466,6 +500,7 @@ CASES = [
     resume_is_exact,
     resume_into_other_buckets,
     distributed_checkpoint,
+    new_state,
     other_world_size,
     states_that_do_not_fit,
     dense_with_a_scaler,

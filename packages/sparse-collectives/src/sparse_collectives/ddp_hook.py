@@ -91,7 +91,7 @@ class SparseHookState:
         self.grad_scaler = grad_scaler
         self._feedback = ErrorFeedback(self.compressor, momentum=momentum, tentative=grad_scaler is not None)
         self._names = [name for name, _ in named]
-        self._shapes = {name: p.shape for name, p in named}
+        self._parameters = dict(named)
         self._positions = {id(p): position for position, (_, p) in enumerate(named)}
         self._buckets: dict[str, Bucket] = {}  # by the name of their first member
         self._pool: dict[str, dict[str, Tensor]] = {part: {} for part in PARTS}  # of no bucket yet, by parameter
@@ -103,14 +103,18 @@ class SparseHookState:
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals and momenta by parameter, in the form of `DistributedOptimizer.state_dict()`.
 
-        Another one on every rank. Loadable by torch.load(weights_only=True) and torch.distributed.checkpoint.
+        Another one on every rank. Loadable by torch.load(weights_only=True).
+        With `named_parameters` a new state has zeros for every parameter that learns, so that it is a complete
+        template for torch.distributed.checkpoint, which loads only what it finds there; without them a new state is
+        empty, and nothing would be loaded. DCP merges equal keys of the ranks, so the key holds the rank:
+        dcp.save({f"hook {rank}": state}), dcp.load({f"hook {rank}": state}).
         """
         self._settle()
         own: dict[str, Any] = {
             "rank": self.comm.rank,
             "world_size": self.comm.size,
             "algorithm": self.algorithm,
-            "algorithm_state": self._states,
+            "algorithm_state": list(self._states.items()),  # a list without tensors, which DCP loads as a whole
         }
         if isinstance(self.compressor, StatefulCompressor):
             own["compressor"] = self.compressor.state_dict()
@@ -127,8 +131,8 @@ class SparseHookState:
         if not self.entry.compresses:
             refuse_residuals(own["residuals"])
             own = {**own, **{part: {} for part in PARTS}}
-        if self._shapes:
-            wrong = {n: tuple(t.shape) for n, t in own["residuals"].items() if self._shapes.get(n) != t.shape}
+        if shapes := {name: p.shape for name, p in self._parameters.items()}:
+            wrong = {n: tuple(t.shape) for n, t in own["residuals"].items() if shapes.get(n) != t.shape}
             if wrong:
                 raise ValueError(f"residuals of parameters that the module does not have, or in other shapes: {wrong}")
         pool = {part: {name: tensor.clone() for name, tensor in own[part].items()} for part in PARTS}
@@ -200,7 +204,8 @@ class SparseHookState:
 
     def _settle(self) -> None:
         """Ends the last step: with a GradScaler it stands only if every bucket was finite, alike on every rank."""
-        if self._buckets and (left := sorted(self._pool["residuals"])):
+        waiting = self._pool["residuals"].items() if self._buckets else ()
+        if left := sorted(name for name, residual in waiting if residual.any()):
             raise ValueError(f"residuals were loaded for parameters that DDP does not bring: {left}")
         if not self._finite or bool(torch.stack(self._finite).all()):
             self._feedback.commit()
@@ -257,7 +262,19 @@ class SparseHookState:
 
     def _by_parameter(self) -> dict[str, dict[str, Tensor]]:
         kept = self._feedback.state_dict()
-        return {part: {**self._pool[part], **split(kept[part], self._buckets, self._names)} for part in PARTS}
+        found = {part: {**self._pool[part], **split(kept[part], self._buckets, self._names)} for part in PARTS}
+        if self.entry.compresses:
+            for part in PARTS if self._feedback.momentum else PARTS[:1]:
+                found[part].update(self._zeros_without(found[part]))
+        return found
+
+    def _zeros_without(self, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """For the parameters that learn and are not known yet: those of a new state, or of none of DDP's buckets."""
+        return {
+            name: torch.zeros(p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
+            for name, p in self._parameters.items()
+            if p.requires_grad and name not in known
+        }
 
 
 def sparse_hook(state: SparseHookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
