@@ -35,7 +35,8 @@ from sparse_collectives.wire import wire_named
 class SparseHookState:
     """What `sparse_hook` keeps between steps: residuals and momenta by parameter, and the algorithm's own state.
 
-    process_group: that of the DDP module, default the default group. Every rank makes the state at the same point.
+    process_group: the one that the DDP module uses, default the default group. The state cannot see DDP's: with another
+        group the means are over that one's ranks. Every rank makes the state at the same point.
     density: the share of each bucket's elements that a rank sends; `compressor` in its place for another selection.
     algorithm: a name in `ALGORITHMS`, or "auto": measures the ranks now, and takes what is predicted to be fastest for
         the module's `named_parameters`, which it needs; `choice` then says what and why.
@@ -49,11 +50,17 @@ class SparseHookState:
         names rank and parameter. As DDP raises what a hook raises, it comes out of backward() as a RuntimeError that
         holds the CollectiveError's text, and training ends there: the communicator is of no use afterwards.
     named_parameters: of the module, so that errors and checkpoints name parameters; without them they are numbered in
-        the order in which DDP first brings them.
+        the order in which DDP first brings them, and a new state is no template for torch.distributed.checkpoint.
 
     DDP may cut its buckets anew (it does after the first step): residuals follow their parameters. A parameter whose
     gradient is all zeros on this rank (unused) is left out of the selection, and its residual waits, because DDP
     throws the result away where it is unused on all ranks.
+
+    What a backward brings is sent sooner or later, also where the training loop throws the gradient away, such as the
+    generator's loss in the discriminator of a GAN. Freeze what must not learn with requires_grad_(False) meanwhile.
+
+    With find_unused_parameters, accumulating over several backwards needs no_sync() in all but the last: a parameter
+    that no rank used in this one may still bring an old gradient, and DDP throws away what is selected of it.
     """
 
     def __init__(
@@ -204,8 +211,7 @@ class SparseHookState:
 
     def _settle(self) -> None:
         """Ends the last step: with a GradScaler it stands only if every bucket was finite, alike on every rank."""
-        waiting = self._pool["residuals"].items() if self._buckets else ()
-        if left := sorted(name for name, residual in waiting if residual.any()):
+        if self._buckets and (left := sorted(self._pool["residuals"])):
             raise ValueError(f"residuals were loaded for parameters that DDP does not bring: {left}")
         if not self._finite or bool(torch.stack(self._finite).all()):
             self._feedback.commit()
@@ -263,17 +269,17 @@ class SparseHookState:
     def _by_parameter(self) -> dict[str, dict[str, Tensor]]:
         kept = self._feedback.state_dict()
         found = {part: {**self._pool[part], **split(kept[part], self._buckets, self._names)} for part in PARTS}
-        if self.entry.compresses:
-            for part in PARTS if self._feedback.momentum else PARTS[:1]:
-                found[part].update(self._zeros_without(found[part]))
+        if self.entry.compresses and not found["residuals"]:
+            found["residuals"] = self._zeros()
+            found["velocities"] = self._zeros() if self._feedback.momentum else {}
         return found
 
-    def _zeros_without(self, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """For the parameters that learn and are not known yet: those of a new state, or of none of DDP's buckets."""
+    def _zeros(self) -> dict[str, Tensor]:
+        """Of the parameters that learn: what a state that DDP has brought nothing yet has of them."""
         return {
             name: torch.zeros(p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
             for name, p in self._parameters.items()
-            if p.requires_grad and name not in known
+            if p.requires_grad
         }
 
 
