@@ -29,18 +29,19 @@ SHAPES = {"a": (5, 3), "b": (7,), "c": (40,), "d": (1,), "e": (4, 4)}
 class Linear(nn.Module):
     """Σ ⟨p, g⟩ over the parameters that are used: the gradient of p is g, exactly."""
 
-    def __init__(self):
+    def __init__(self, shapes=SHAPES):
         super().__init__()
-        for name, shape in SHAPES.items():
+        self.shapes = shapes
+        for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
 
     def forward(self, gradients):
         return sum((getattr(self, name) * g).sum() for name, g in gradients.items())
 
 
-def gradients_of(step, rank, unused=()):
+def gradients_of(step, rank, unused=(), shapes=SHAPES):
     generator = torch.Generator().manual_seed(100 * step + rank)
-    drawn = {name: torch.randint(-9, 10, shape, generator=generator).float() for name, shape in SHAPES.items()}
+    drawn = {name: torch.randint(-9, 10, shape, generator=generator).float() for name, shape in shapes.items()}
     return {name: g for name, g in drawn.items() if name not in unused}
 
 
@@ -56,9 +57,11 @@ class Run:
         grad_scaler=None,
         named=True,
         process_group=None,
+        module=None,
         **ddp,
     ):
-        self.module = Linear()
+        self.module = Linear() if module is None else module
+        self.shapes = self.module.shapes
         small = {"bucket_cap_mb": 1e-4}  # several buckets
         self.ddp = DistributedDataParallel(self.module, process_group=process_group, **small, **ddp)
         names = self.module.named_parameters() if named else ()
@@ -74,13 +77,13 @@ class Run:
         self.ddp.register_comm_hook(self.state, sparse_hook)
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=1.0)
         self.integers = True  # all that is summed, so that rounding takes away what dividing and multiplying adds
-        self.given = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-        self.applied = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+        self.given = {name: torch.zeros(shape) for name, shape in self.shapes.items()}
+        self.applied = {name: torch.zeros(shape) for name, shape in self.shapes.items()}
 
     def step(self, step, unused=(), backwards=1):
         self.optimizer.zero_grad()
         for micro in range(backwards):
-            gradients = gradients_of(10 * step + micro, dist.get_rank(), unused)
+            gradients = gradients_of(10 * step + micro, dist.get_rank(), unused, self.shapes)
             for name, g in gradients.items():
                 self.given[name] += g
             if micro < backwards - 1:
@@ -96,11 +99,11 @@ class Run:
 
     def residuals(self):
         parts = self.state.state_dict()["distributed"]["residuals"]
-        return {name: parts.get(name, torch.zeros(shape)) for name, shape in SHAPES.items()}
+        return {name: parts.get(name, torch.zeros(shape)) for name, shape in self.shapes.items()}
 
     def check_conservation(self):
         """Σ over ranks and steps of the gradients = Σ over steps of what was applied + Σ over ranks of residuals."""
-        for name in SHAPES:
+        for name in self.shapes:
             given, kept = self.given[name].clone(), self.residuals()[name].clone()
             dist.all_reduce(given)
             dist.all_reduce(kept)
@@ -149,6 +152,20 @@ def gradient_as_bucket_view():
 
 def static_graph():
     all_steps(Run(static_graph=True))
+
+
+def other_layouts():
+    """Element by element, also where DDP lays gradients into its buckets by the parameters' strides."""
+    shapes = {"image": (6, 4, 3, 3), "transposed": (5, 8), "gaps": (4, 5)}
+    module = Linear(shapes).to(memory_format=torch.channels_last)
+    module.transposed.data = torch.zeros(8, 5).T
+    module.gaps.data = torch.zeros(4, 10)[:, ::2]  # not dense: DDP takes it as contiguous
+    assert not any(p.is_contiguous() for p in module.parameters())
+    strided, contiguous = Run(module=module), Run(module=Linear(shapes))
+    all_steps(strided, range(3))
+    contiguous.state.load_state_dict(saved(strided.state.state_dict()))
+    contiguous.given, contiguous.applied = strided.given, strided.applied
+    all_steps(contiguous, range(3, STEPS))
 
 
 def accumulation_in_no_sync():
@@ -207,6 +224,24 @@ def mixed_precision():
     assert len(asked) == STEPS  # not by every bucket: a GPU waits
     assert scaler.get_scale() == 2.0**8
     run.check_conservation()
+
+
+def overflow_before_buckets_are_known():
+    """The first steps are skipped, while DDP cuts its buckets: what the algorithm learns later is kept all the same."""
+    for algorithm in ("oktopk", "spardl"):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
+        run = Run(algorithm=algorithm, grad_scaler=scaler)
+        for step in range(STEPS):
+            run.optimizer.zero_grad()
+            gradients = gradients_of(step, dist.get_rank())
+            if step < 2:
+                gradients["a"] = torch.full((5, 3), float("inf"))
+            scaler.scale(run.ddp(gradients)).backward()
+            scaler.step(run.optimizer)
+            scaler.update()
+        states = dict(run.state.state_dict()["distributed"]["algorithm_state"])
+        assert len(states) > 1, states
+        assert {state["step"] for state in states.values()} == {STEPS - 2}, states
 
 
 def overflow_in_the_sum():
@@ -271,16 +306,49 @@ def resume_into_other_buckets():
 
 
 def distributed_checkpoint():
-    run = all_steps(Run())
-    own = {f"rank{dist.get_rank()}": run.state.state_dict()["distributed"]["residuals"]}
-    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(folder)
-    dcp.save(own, checkpoint_id=folder[0])
-    loaded = {key: {name: torch.zeros_like(t) for name, t in tensors.items()} for key, tensors in own.items()}
-    dcp.load(loaded, checkpoint_id=folder[0])
-    for key, tensors in own.items():
-        for name, tensor in tensors.items():
-            assert torch.equal(tensor, loaded[key][name])
+    """The usual resume: what a new state reports is what is loaded into."""
+    for algorithm, momentum in [("gtopk", 0.0), ("oktopk", 0.5), ("spardl", 0.0)]:
+        run, template, stateful = (Run(algorithm=algorithm, momentum=momentum) for _ in range(3))
+        for step in range(3):
+            run.step(step)
+        folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(folder)
+        key = f"hook {dist.get_rank()}"
+        dcp.save({key: run.state}, checkpoint_id=folder[0])
+        loaded = {key: template.state.state_dict()}
+        dcp.load(loaded, checkpoint_id=folder[0])
+        template.state.load_state_dict(loaded[key])
+        dcp.load({key: stateful.state}, checkpoint_id=folder[0])
+        own = run.state.state_dict()["distributed"]
+        for state in (template.state, stateful.state):
+            found = state.state_dict()["distributed"]
+            assert found["algorithm_state"] == own["algorithm_state"]
+            for part in ("residuals", "velocities"):
+                assert sorted(own[part]) == (sorted(SHAPES) if part == "residuals" or momentum else [])
+                assert sorted(found[part]) == sorted(own[part])
+                assert all(torch.equal(found[part][name], tensor) for name, tensor in own[part].items())
+
+
+def new_state():
+    """Zeros for all that learns, and only for that: DDP brings nothing else."""
+    module = Linear().to(torch.bfloat16)
+    options = {"momentum": 0.5, "named_parameters": list(module.named_parameters())}
+    state = SparseHookState(**options).state_dict()
+    for part in ("residuals", "velocities"):
+        zeros = state["distributed"][part]
+        assert {name: (tuple(t.shape), t.dtype, bool(t.any())) for name, t in zeros.items()} == {
+            name: (shape, torch.float32, False) for name, shape in SHAPES.items()
+        }
+    dense = SparseHookState(algorithm="dense", named_parameters=options["named_parameters"])
+    assert not dense.state_dict()["distributed"]["residuals"]
+    module.a.requires_grad_(False)
+    state = SparseHookState(**options)
+    state.load_state_dict(state.state_dict())
+    assert "a" not in state.state_dict()["distributed"]["residuals"]
+    ddp = DistributedDataParallel(module)
+    ddp.register_comm_hook(state, sparse_hook)
+    for step in range(3):
+        ddp(gradients_of(step, dist.get_rank())).backward()
 
 
 def other_world_size():
@@ -370,6 +438,32 @@ def dense_with_a_scaler():
         torch.testing.assert_close(p, -sum(steps) / dist.get_world_size())
 
 
+def complex_parameters():
+    """DDP's buckets hold their real views, which the parameters' shapes do not tell."""
+    for algorithm in ("gtopk", "dense"):
+        module = nn.Linear(3, 2, bias=False, dtype=torch.complex64)
+        ddp = DistributedDataParallel(module)
+        ddp.register_comm_hook(SparseHookState(algorithm=algorithm), sparse_hook)
+        with pytest.raises(TypeError, match="complex parameter 'parameter 0'"):
+            ddp(torch.ones(1, 3, dtype=torch.complex64)).abs().sum().backward()
+        with pytest.raises(TypeError, match=r"weight \(torch.complex64\)"):
+            SparseHookState(algorithm=algorithm, named_parameters=module.named_parameters())
+
+
+def wrong_arguments():
+    module = nn.Linear(3, 2)
+    with pytest.raises(TypeError, match=r"pass model.named_parameters\(\), not model.parameters\(\)"):
+        SparseHookState(named_parameters=module.parameters())
+    with pytest.raises(ValueError, match=r"duplicate names in named_parameters: \['p'\]"):
+        SparseHookState(named_parameters=[("p", p) for p in module.parameters()])
+    with pytest.raises(TypeError, match="grad_scaler is True, expected the GradScaler itself"):
+        SparseHookState(grad_scaler=True)
+    ddp = DistributedDataParallel(module)
+    ddp.register_comm_hook(None, sparse_hook)
+    with pytest.raises(TypeError, match=r"ddp.register_comm_hook\(SparseHookState\(...\), sparse_hook\)"):
+        ddp(torch.ones(1, 3)).sum().backward()
+
+
 def nan_in_a_dense_sum():
     run = Run(algorithm="dense", process_group=dist.new_group())
     gradients = gradients_of(0, dist.get_rank())
@@ -393,19 +487,24 @@ CASES = [
     fewer_bytes,
     gradient_as_bucket_view,
     static_graph,
+    other_layouts,
     accumulation_in_no_sync,
     locally_and_globally_unused,
     never_used,
     unused_in_accumulation,
     without_names,
     mixed_precision,
+    overflow_before_buckets_are_known,
     overflow_in_the_sum,
     resume_is_exact,
     resume_into_other_buckets,
     distributed_checkpoint,
+    new_state,
     other_world_size,
     states_that_do_not_fit,
     dense_with_a_scaler,
+    complex_parameters,
+    wrong_arguments,
     nan_in_a_dense_sum,
     nan_without_scaler,  # last: afterwards the group's communicator is of no use
 ]

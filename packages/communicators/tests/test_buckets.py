@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from communicators import buckets_of
@@ -44,6 +46,17 @@ def test_views_share_the_flat_tensor():
     flat = torch.zeros(7)
     bucket.views(flat)[1].fill_(2.0)
     assert flat.tolist() == [0.0] * 4 + [2.0] * 3
+
+
+def test_members_that_lie_in_another_order():
+    rows, columns = torch.arange(6.0).view(2, 3), torch.arange(6.0).view(2, 3).T.contiguous().T
+    [plain] = buckets_of([rows, columns])
+    strided = replace(plain, strides=(rows.stride(), columns.stride()))
+    assert strided != plain
+    flat = strided.gather([rows, columns])
+    assert flat.tolist() == [0, 1, 2, 3, 4, 5, 0, 3, 1, 4, 2, 5]
+    assert all(torch.equal(view, rows) for view in strided.views(flat))
+    assert plain.gather([rows, columns]).tolist() == [0, 1, 2, 3, 4, 5] * 2
 
 
 def test_wrong_size():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -15,12 +14,14 @@ class Bucket:
     """Consecutive spans of one flat tensor, one for each member.
 
     members: positions in the list of tensors that the bucket was made for; shapes: theirs, in the same order.
+    strides: how each member's elements lie in its span, which they fill; empty: all of them row by row.
     """
 
     members: tuple[int, ...]
     shapes: tuple[torch.Size, ...]
     dtype: torch.dtype
     device: torch.device
+    strides: tuple[tuple[int, ...], ...] = ()
 
     @property
     def numel(self) -> int:
@@ -29,8 +30,11 @@ class Bucket:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """The members' spans of a flat tensor, in their shapes, no copy."""
-        ends = list(accumulate(shape.numel() for shape in self.shapes))
-        return [flat[end - shape.numel() : end].view(shape) for end, shape in zip(ends, self.shapes, strict=True)]
+        spans = flat.split_with_sizes([shape.numel() for shape in self.shapes])
+        if not self.strides:
+            return [span.view(shape) for span, shape in zip(spans, self.shapes, strict=True)]
+        layouts = zip(spans, self.shapes, self.strides, strict=True)
+        return [span.as_strided(shape, strides) for span, shape, strides in layouts]
 
     def gather(
         self, tensors: Sequence[Tensor | None] | Mapping[int, Tensor | None], out: Tensor | None = None

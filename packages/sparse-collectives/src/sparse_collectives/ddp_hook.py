@@ -25,6 +25,7 @@ from sparse_collectives.auto import AUTO, Choice, choose_for_training, refuse_op
 from sparse_collectives.checkpoint import KEY, PARTS, check_place, refuse_residuals, split
 from sparse_collectives.dense_wire import DenseWire, dense_wire
 from sparse_collectives.nonfinite import finite
+from sparse_collectives.parameters import _check_pairs as check_pairs
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.state import State
 from sparse_collectives.suspects import first_nonfinite, marked, suspect_element
@@ -34,7 +35,8 @@ from sparse_collectives.wire import wire_named
 class SparseHookState:
     """What `sparse_hook` keeps between steps: residuals and momenta by parameter, and the algorithm's own state.
 
-    process_group: that of the DDP module, default the default group. Every rank makes the state at the same point.
+    process_group: the one that the DDP module uses, default the default group. The state cannot see DDP's: with another
+        group the means are over that one's ranks. Every rank makes the state at the same point.
     density: the share of each bucket's elements that a rank sends; `compressor` in its place for another selection.
     algorithm: a name in `ALGORITHMS`, or "auto": measures the ranks now, and takes what is predicted to be fastest for
         the module's `named_parameters`, which it needs; `choice` then says what and why.
@@ -48,11 +50,17 @@ class SparseHookState:
         names rank and parameter. As DDP raises what a hook raises, it comes out of backward() as a RuntimeError that
         holds the CollectiveError's text, and training ends there: the communicator is of no use afterwards.
     named_parameters: of the module, so that errors and checkpoints name parameters; without them they are numbered in
-        the order in which DDP first brings them.
+        the order in which DDP first brings them, and a new state is no template for torch.distributed.checkpoint.
 
     DDP may cut its buckets anew (it does after the first step): residuals follow their parameters. A parameter whose
     gradient is all zeros on this rank (unused) is left out of the selection, and its residual waits, because DDP
     throws the result away where it is unused on all ranks.
+
+    What a backward brings is sent sooner or later, also where the training loop throws the gradient away, such as the
+    generator's loss in the discriminator of a GAN. Freeze what must not learn with requires_grad_(False) meanwhile.
+
+    With find_unused_parameters, accumulating over several backwards needs no_sync() in all but the last: a parameter
+    that no rank used in this one may still bring an old gradient, and DDP throws away what is selected of it.
     """
 
     def __init__(
@@ -68,10 +76,13 @@ class SparseHookState:
         compressor: Compressor | None = None,
         named_parameters: Iterable[tuple[str, Tensor]] = (),
     ) -> None:
+        if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
+            raise TypeError(f"grad_scaler is {grad_scaler!r}, expected the GradScaler itself, or None without one")
         self.comm = as_communicator(process_group)
         self.compressor = compressor if compressor is not None else TopK(density)
         self.choice: Choice | None = None
         named = list(named_parameters)
+        check_pairs(named)
         if algorithm == AUTO:
             refuse_options(options)
             parameters = [p for _, p in named]
@@ -87,7 +98,7 @@ class SparseHookState:
         self.grad_scaler = grad_scaler
         self._feedback = ErrorFeedback(self.compressor, momentum=momentum, tentative=grad_scaler is not None)
         self._names = [name for name, _ in named]
-        self._shapes = {name: p.shape for name, p in named}
+        self._parameters = dict(named)
         self._positions = {id(p): position for position, (_, p) in enumerate(named)}
         self._buckets: dict[str, Bucket] = {}  # by the name of their first member
         self._pool: dict[str, dict[str, Tensor]] = {part: {} for part in PARTS}  # of no bucket yet, by parameter
@@ -99,14 +110,18 @@ class SparseHookState:
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals and momenta by parameter, in the form of `DistributedOptimizer.state_dict()`.
 
-        Another one on every rank. Loadable by torch.load(weights_only=True) and torch.distributed.checkpoint.
+        Another one on every rank. Loadable by torch.load(weights_only=True).
+        With `named_parameters` a new state has zeros for every parameter that learns, so that it is a complete
+        template for torch.distributed.checkpoint, which loads only what it finds there; without them a new state is
+        empty, and nothing would be loaded. DCP merges equal keys of the ranks, so the key holds the rank:
+        dcp.save({f"hook {rank}": state}), dcp.load({f"hook {rank}": state}).
         """
         self._settle()
         own: dict[str, Any] = {
             "rank": self.comm.rank,
             "world_size": self.comm.size,
             "algorithm": self.algorithm,
-            "algorithm_state": self._states,
+            "algorithm_state": list(self._states.items()),  # a list without tensors, which DCP loads as a whole
         }
         if isinstance(self.compressor, StatefulCompressor):
             own["compressor"] = self.compressor.state_dict()
@@ -123,8 +138,8 @@ class SparseHookState:
         if not self.entry.compresses:
             refuse_residuals(own["residuals"])
             own = {**own, **{part: {} for part in PARTS}}
-        if self._shapes:
-            wrong = {n: tuple(t.shape) for n, t in own["residuals"].items() if self._shapes.get(n) != t.shape}
+        if shapes := {name: p.shape for name, p in self._parameters.items()}:
+            wrong = {n: tuple(t.shape) for n, t in own["residuals"].items() if shapes.get(n) != t.shape}
             if wrong:
                 raise ValueError(f"residuals of parameters that the module does not have, or in other shapes: {wrong}")
         pool = {part: {name: tensor.clone() for name, tensor in own[part].items()} for part in PARTS}
@@ -208,7 +223,9 @@ class SparseHookState:
     def _bucket_key(self, parameters: list[Tensor], flat: Tensor) -> str:
         """The name of the bucket; if its parameters were cut otherwise before, their residuals move here."""
         members = tuple(self._position(p) for p in parameters)
-        bucket = Bucket(members, tuple(p.shape for p in parameters), flat.dtype, flat.device)
+        _refuse_complex([self._names[m] for m, p in zip(members, parameters, strict=True) if p.is_complex()])
+        shapes, strides = tuple(p.shape for p in parameters), tuple(map(_strides_in_bucket, parameters))
+        bucket = Bucket(members, shapes, flat.dtype, flat.device, strides)
         key = self._names[members[0]]
         if self._buckets.get(key) != bucket:
             self._move_to(key, bucket)
@@ -227,10 +244,12 @@ class SparseHookState:
                 for part, flat in kept.items():
                     self._pool[part].update(split({old_key: flat}, self._buckets, self._names))
                 del self._buckets[old_key]
-                self._states.pop(old_key, None)
+                for states in (self._states, self._states_before):  # both, so that a rollback knows these buckets
+                    states.pop(old_key, None)
         self._buckets[key] = bucket
         if self.entry.initial_state is not None:
-            self._states.setdefault(key, self.entry.initial_state())
+            for states in (self._states, self._states_before):
+                states.setdefault(key, self.entry.initial_state())
         residual, velocity = (self._out_of_pool(bucket, part) for part in PARTS)
         if residual is not None:
             self._feedback.adopt(key, residual, velocity)
@@ -249,11 +268,25 @@ class SparseHookState:
 
     def _by_parameter(self) -> dict[str, dict[str, Tensor]]:
         kept = self._feedback.state_dict()
-        return {part: {**self._pool[part], **split(kept[part], self._buckets, self._names)} for part in PARTS}
+        found = {part: {**self._pool[part], **split(kept[part], self._buckets, self._names)} for part in PARTS}
+        if self.entry.compresses and not found["residuals"]:
+            found["residuals"] = self._zeros()
+            found["velocities"] = self._zeros() if self._feedback.momentum else {}
+        return found
+
+    def _zeros(self) -> dict[str, Tensor]:
+        """Of the parameters that learn: what a state that DDP has brought nothing yet has of them."""
+        return {
+            name: torch.zeros(p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
+            for name, p in self._parameters.items()
+            if p.requires_grad
+        }
 
 
 def sparse_hook(state: SparseHookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """The hook: `ddp.register_comm_hook(state, sparse_hook)`. Backward goes on while buckets are exchanged."""
+    if not isinstance(state, SparseHookState):
+        raise TypeError(f"state is {state!r}: use ddp.register_comm_hook(SparseHookState(...), sparse_hook)")
     return state.exchange(bucket)
 
 
@@ -273,6 +306,20 @@ def unused_spans(bucket: Bucket, flat: Tensor) -> list[slice]:
     return [span for span in spans if not flat[span][:64].any() and not flat[span].any()]
 
 
+def _strides_in_bucket(parameter: Tensor) -> tuple[int, ...]:
+    """How DDP lays its gradient into a bucket: as the parameter lies in memory if that has no gaps, else row by row."""
+    dense = torch.empty_like(parameter, device="meta")  # keeps the strides exactly where there are no gaps
+    return dense.stride() if dense.stride() == parameter.stride() else dense.contiguous().stride()
+
+
 def _refuse_sparse(flat: Tensor) -> None:
     if flat.layout != torch.strided:
         raise TypeError(f"a gradient has layout {flat.layout}, expected a dense one: for an embedding use sparse=False")
+
+
+def _refuse_complex(names: list[str]) -> None:
+    if names:
+        raise TypeError(
+            f"complex parameter {names[0]!r}: give DDP its real view, nn.Parameter(torch.view_as_real(p)), and take "
+            "torch.view_as_complex of that in forward"
+        )
