@@ -25,7 +25,7 @@ from sparse_collectives.auto import AUTO, Choice, choose_for_training, refuse_op
 from sparse_collectives.checkpoint import KEY, PARTS, check_place, refuse_residuals, split
 from sparse_collectives.dense_wire import DenseWire, dense_wire
 from sparse_collectives.nonfinite import finite
-from sparse_collectives.parameters import _check_pairs as check_pairs
+from sparse_collectives.parameters import check_pairs
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.state import State
 from sparse_collectives.suspects import first_nonfinite, marked, suspect_element

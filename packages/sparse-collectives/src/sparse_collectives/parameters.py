@@ -16,7 +16,7 @@ def name_parameters(optimizer: Optimizer, named_parameters: Iterable[tuple[str, 
     parameter of the optimizer without a name and for a trainable one that the optimizer does not have.
     """
     pairs = list(named_parameters)
-    _check_pairs(pairs)
+    check_pairs(pairs)
     names = {id(parameter): name for name, parameter in pairs}
     members = {id(p): (g, p) for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
     unnamed = [(g, tuple(p.shape)) for key, (g, p) in members.items() if key not in names]
@@ -63,7 +63,7 @@ def refuse_changes(optimizer: Optimizer, names: Mapping[int, str], exchanged: Se
         raise ValueError(f"parameters that were frozen later, but are exchanged: {frozen}; unfreeze them, or {remedy}")
 
 
-def _check_pairs(pairs: list[tuple[str, Tensor]]) -> None:
+def check_pairs(pairs: list[tuple[str, Tensor]]) -> None:
     for pair in pairs:
         if not (
             isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], Tensor)
