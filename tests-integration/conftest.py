@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -27,7 +28,8 @@ def _run_all(commands, timeout):
         outputs = [process.communicate(timeout=max(0.1, end - time.monotonic())) for process in processes]
     except subprocess.TimeoutExpired:
         for process in processes:
-            os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                os.killpg(process.pid, signal.SIGKILL)
         outputs = [process.communicate() for process in processes]
         pytest.fail(f"{commands[0][0]} on {len(commands)} processes did not end within {timeout} s\n{outputs}")
     done = zip(commands, processes, outputs, strict=True)
