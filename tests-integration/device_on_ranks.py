@@ -11,12 +11,10 @@ from __future__ import annotations
 import json
 import sys
 import time
-import traceback
 
 import torch
 import torch.distributed as dist
 from communicators import (
-    CollectiveError,
     Round,
     SimulatedWorld,
     allgather,
@@ -32,6 +30,7 @@ from communicators.stores import store_of
 from communicators.transport_communicator import TransportCommunicator
 from communicators.untagged import UntaggedTransport
 from devices import DEVICE
+from on_ranks import outcome_of
 from sparse_collectives import ALGORITHMS, SparseHookState, sparse_allreduce, sparse_allreduce_async, sparse_hook
 from sparse_compress import topk
 from torch import nn
@@ -193,16 +192,8 @@ def main(report):
         if case is ddp_hook and device() == DEVICE:
             continue  # DDP keeps to devices that it knows
         comm = as_communicator(None) if case is ddp_hook else communicator()
-        begin, outcome = time.monotonic(), {}
-        try:
-            case(comm)
-        except CollectiveError as error:
-            outcome["reason"] = str(error)
-        except BaseException:
-            outcome["error"] = traceback.format_exc()
-        outcome["seconds"] = time.monotonic() - begin
         gathered = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, outcome)
+        dist.all_gather_object(gathered, outcome_of(case, comm))
         outcomes[case.__name__] = gathered
     if dist.get_rank() == 0:
         with open(report, "w") as file:

@@ -40,20 +40,24 @@ def gloo_world():
     return dist.new_group, gather, dist.get_rank(), dist.get_world_size()
 
 
+def outcome_of(case, comm):
+    """The reason or error of a case on this rank, if it has one, and how long it took."""
+    begin, outcome = time.monotonic(), {}
+    try:
+        case(comm)
+    except CollectiveError as error:
+        outcome["reason"] = str(error)
+    except BaseException:
+        outcome["error"] = traceback.format_exc()
+    return {**outcome, "seconds": time.monotonic() - begin}
+
+
 def main(world, report):
     fresh, gather, rank, size = {"mpi": mpi_world, "gloo": gloo_world}[world]()
     outcomes = {}
     for case in [*LAWS, *(FAILURES if size > 1 else [])]:
         comm = as_communicator(fresh())  # a failed one is of no use to the next case
-        begin, outcome = time.monotonic(), {}
-        try:
-            case(comm)
-        except CollectiveError as error:
-            outcome["reason"] = str(error)
-        except BaseException:
-            outcome["error"] = traceback.format_exc()
-        outcome["seconds"] = time.monotonic() - begin
-        outcomes[case.__name__] = gather(outcome)
+        outcomes[case.__name__] = gather(outcome_of(case, comm))
     if rank == 0:
         with open(report, "w") as file:
             json.dump(outcomes, file)
