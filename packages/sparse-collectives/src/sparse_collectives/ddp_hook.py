@@ -108,7 +108,7 @@ class SparseHookState:
         self._finite: list[Tensor] = []  # of this step, by bucket, 0-D bool, read at its end
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's residuals and momenta by parameter, in the form of `DistributedOptimizer.state_dict()`.
+        """This rank's residuals and momenta by parameter, and the algorithm's state by bucket.
 
         Another one on every rank. Loadable by torch.load(weights_only=True).
         With `named_parameters` a new state has zeros for every parameter that learns, so that it is a complete
