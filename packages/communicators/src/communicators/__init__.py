@@ -4,11 +4,12 @@ from communicators.buckets import Bucket, buckets_of
 from communicators.collectives import allgather, allreduce, allreduce_async, barrier, broadcast
 from communicators.communicator import Communicator, Work, run, start
 from communicators.errors import CollectiveError
+from communicators.faults import Corrupts, Dies
 from communicators.link import Link
 from communicators.measure import measure_link
 from communicators.origin import as_communicator
 from communicators.schedule import SLOT_BYTES, Elapse, Round, Schedule, body, frame, framed_nbytes
-from communicators.simulated import Corrupts, Dies, SimulatedWorld
+from communicators.simulated import SimulatedWorld
 
 __all__ = [
     "SLOT_BYTES",

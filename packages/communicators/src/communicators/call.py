@@ -9,19 +9,28 @@ from __future__ import annotations
 import struct
 import zlib
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from communicators.checksum import checksum
 from communicators.errors import CollectiveError
 from communicators.schedule import SLOT_BYTES, Elapse, Received, Round, Schedule
 
 TAG_BITS = 29
 """MPICH's bound on message tags."""
 
-_STAMP = struct.Struct("<IIII")  # hash of facts and call number, call number, sender, bytes
+_STAMP = struct.Struct("<IIII")  # hash of facts and call number ^ checksum of the body, call number, sender, bytes
 assert _STAMP.size == SLOT_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class NativeSum:
+    """In place of a round: the transport's own sum, posted under the call's number and facts like any other."""
+
+    pending: Any
 
 
 class Call:
@@ -57,7 +66,7 @@ class Call:
         self._heard: Counter[int] = Counter()
         self._doubts: list[Tensor] = []
 
-    def step(self, received: Received) -> Round | Elapse | None:
+    def step(self, received: Received) -> Round | Elapse | NativeSum | None:
         """Hands over what the last round received; returns what comes next, None at the end (`value` is then set)."""
         try:
             action = self._rounds.send(received) if self.turn >= 0 else next(self._rounds)
@@ -73,6 +82,11 @@ class Call:
         if isinstance(action, Round):
             self._check(action)
             self._bounded = action.bounded
+        elif not isinstance(action, Elapse | NativeSum):
+            raise TypeError(
+                f"{self.facts}: the schedule yielded {type(action).__name__}, expected a Round(sends, recvs); what is "
+                "inside another schedule is reached by `yield from`"
+            )
         return action
 
     def close(self) -> None:
@@ -91,7 +105,10 @@ class Call:
         return self._hash(self._heard[peer])
 
     def stamp(self, payload: Tensor) -> None:
-        """Writes call and sender into the slot of a payload, on any device; the host does not wait."""
+        """Writes call and sender into the slot of a payload, on any device; the host does not wait.
+
+        And a checksum of the rest, but for payloads on a device: the host would have to read them.
+        """
         if payload.is_cpu:
             _STAMP.pack_into(_memory(payload), 0, *self._header(self.rank, payload))
         else:
@@ -114,12 +131,18 @@ class Call:
                 f"message too short: rank {source} sent {payload.numel()} bytes, rank {self.rank} expects {capacity} "
                 f"in round {self.turn} of {self.facts}; where sizes depend on data, say Round(..., bounded=True)"
             )
-        expected = self._header(source, payload)
         found = _STAMP.unpack_from(_memory(payload), 0) if payload.numel() >= SLOT_BYTES else None
+        expected = self._header(source, payload)
+        if found is not None and found[0] != expected[0] and found[1:] == expected[1:]:
+            raise CollectiveError(
+                f"corrupted message: what rank {self.rank} got from rank {source} in round {self.turn} of {self.facts} "
+                f"is not what was sent (its checksum differs): a network that changes bits, or a schedule that has "
+                f"changed a payload after it yielded it"
+            )
         if found != expected:
             raise CollectiveError(
                 f"corrupted header: rank {self.rank} got {found} from rank {source}, expected {expected} "
-                f"(hash, call, sender, bytes) in round {self.turn} of {self.facts}"
+                f"(hash ^ checksum, call, sender, bytes) in round {self.turn} of {self.facts}"
             )
 
     def accept_unread(self, source: int, payload: Tensor) -> None:
@@ -136,22 +159,45 @@ class Call:
         return torch.frombuffer(bytearray(_STAMP.pack(*self._header(sender, payload))), dtype=torch.uint8)
 
     def _header(self, sender: int, payload: Tensor) -> tuple[int, int, int, int]:
-        return self._hash(0), self.number, sender, payload.numel()
+        check = checksum(_memory(payload)[SLOT_BYTES:]) if payload.is_cpu else 0
+        return self._hash(0) ^ check, self.number, sender, payload.numel()
 
     def _hash(self, sequence: int) -> int:
         facts = self.facts if self.counted else "agreement"
         return zlib.crc32(f"{facts}|{self.number}|{sequence}".encode()) & ((1 << TAG_BITS) - 1)
 
     def _check(self, action: Round) -> None:
+        """Raises for what its author got wrong."""
         for peer in (*action.sends, *action.recvs):
-            if not 0 <= peer < self.size or peer == self.rank:
+            if not isinstance(peer, int) or not 0 <= peer < self.size or peer == self.rank:
                 raise ValueError(f"{self.facts}: rank {self.rank} of {self.size} cannot exchange with rank {peer}")
+        for peer, capacity in action.recvs.items():
+            if not isinstance(capacity, int) or capacity < SLOT_BYTES:
+                raise ValueError(
+                    f"{self.facts}: {capacity!r} bytes to receive from rank {peer}, expected a whole number with the "
+                    f"slot of {SLOT_BYTES} (see framed_nbytes)"
+                )
         for peer, payload in action.sends.items():
+            if not isinstance(payload, Tensor):
+                raise TypeError(
+                    f"{self.facts}: the payload for rank {peer} is {type(payload).__name__}: see frame(tensor)"
+                )
             if payload.dtype != torch.uint8 or payload.dim() != 1 or payload.numel() < SLOT_BYTES:
                 raise ValueError(
                     f"{self.facts}: the payload for rank {peer} is {payload.dtype} of shape {tuple(payload.shape)}; "
                     f"expected 1-D uint8 with a slot of {SLOT_BYTES} bytes (see frame)"
                 )
+            if payload.is_cpu and not _is_free(payload):
+                raise ValueError(
+                    f"{self.facts}: the payload for rank {peer} has data in its first {SLOT_BYTES} bytes, which belong "
+                    "to the communicator and would be overwritten: put a free slot before them with frame(tensor)"
+                )
+
+
+def _is_free(payload: Tensor) -> bool:
+    """Whether a payload's slot is empty, or holds the stamp of an earlier message: received payloads are handed on."""
+    slot: tuple[int, int, int, int] = _STAMP.unpack_from(_memory(payload), 0)
+    return not any(slot) or slot[3] == payload.numel()
 
 
 def _memory(payload: Tensor) -> Any:

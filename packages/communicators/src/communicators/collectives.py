@@ -27,9 +27,12 @@ def allreduce(tensor: Tensor, comm: Communicator, *, average: bool = False, nati
 
 
 def allreduce_async(tensor: Tensor, comm: Communicator) -> Work[Tensor]:
-    """The sum over ranks in the background, by our schedule; `wait()` gives it, 1-D. The input is copied."""
+    """The sum over ranks in the background, by our schedule; `wait()` gives it, 1-D.
+
+    The input is copied now: what is written into it afterwards is not summed.
+    """
     _check(tensor)
-    schedule = dense.allreduce(_flat(tensor), comm.rank, comm.size)
+    schedule = dense.allreduce(_flat(tensor).clone(), comm.rank, comm.size)
     return start(schedule, comm, facts=_facts("allreduce", tensor), device=tensor.device)
 
 
@@ -60,9 +63,13 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _facts(name: str, tensor: Tensor) -> str:
-    return f"{name}(numel={tensor.numel()}, {tensor.dtype})"
+    return f"{name}(shape={tuple(tensor.shape)}, {tensor.dtype})"
 
 
 def _check(tensor: Tensor) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(
+            f"a dense collective takes a torch tensor, got {type(tensor).__name__}; use torch.as_tensor first"
+        )
     if tensor.layout != torch.strided:
         raise TypeError(f"a dense collective takes a strided tensor, got {tensor.layout}; use .to_dense() first")

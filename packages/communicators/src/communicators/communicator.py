@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Generic, TypeVar
+from collections.abc import Generator
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,15 @@ T = TypeVar("T")
 
 TIMEOUT_SECONDS = 300.0
 """How long a rank waits for a late peer before the collective fails on all of them."""
+
+
+def check_timeout(timeout: float) -> float:
+    """The seconds given; TypeError or ValueError unless they are a number above 0."""
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+        raise TypeError(f"timeout is {timeout!r}, expected seconds as a number above 0")
+    if not timeout > 0:
+        raise ValueError(f"timeout is {timeout} s, expected more than 0: it is how long a late rank is waited for")
+    return float(timeout)
 
 
 class Work(ABC, Generic[T]):
@@ -37,16 +47,24 @@ class Communicator(ABC):
 
     rank, size: this process and how many there are.
     device: where payloads live unless a call names another one.
-    timeout: seconds that a call waits for a late rank unless it says otherwise; may be set, alike on all ranks.
     bytes_sent, messages_sent: what this rank sent in counted rounds so far.
     """
 
     rank: int
     size: int
     device: torch.device = torch.device("cpu")
-    timeout: float = TIMEOUT_SECONDS
     bytes_sent: int = 0
     messages_sent: int = 0
+    _timeout = TIMEOUT_SECONDS
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a call waits for a late rank unless it says otherwise; may be set, alike on all ranks."""
+        return self._timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float) -> None:
+        self._timeout = check_timeout(seconds)
 
     @abstractmethod
     def run(
@@ -81,9 +99,15 @@ class Communicator(ABC):
         return None
 
 
-def name_of(schedule: Schedule[T]) -> str:
-    """The name of the schedule's function: its facts where the caller gives none."""
-    return str(getattr(schedule, "__qualname__", type(schedule).__name__))
+def _settings(schedule: Schedule[T], facts: str | None, timeout: float | None, comm: Communicator) -> dict[str, Any]:
+    """What a call is made with: without facts those are the name of the schedule's function."""
+    if not isinstance(schedule, Generator):
+        raise TypeError(
+            f"the schedule is {type(schedule).__name__}, expected a generator: what a function with "
+            "`yield Round(...)` in it returns when it is called"
+        )
+    waits = comm.timeout if timeout is None else check_timeout(timeout)
+    return {"facts": facts or str(getattr(schedule, "__qualname__", type(schedule).__name__)), "timeout": waits}
 
 
 def run(
@@ -101,8 +125,7 @@ def run(
         `CollectiveError` on every rank.
     device: where received payloads are put, default the communicator's.
     """
-    timeout = comm.timeout if timeout is None else timeout
-    return comm.run(schedule, facts=facts or name_of(schedule), timeout=timeout, device=device)
+    return comm.run(schedule, device=device, **_settings(schedule, facts, timeout, comm))
 
 
 def start(
@@ -117,5 +140,4 @@ def start(
 
     All ranks start their calls in the same order; they may complete in any.
     """
-    timeout = comm.timeout if timeout is None else timeout
-    return comm.start(schedule, facts=facts or name_of(schedule), timeout=timeout, device=device)
+    return comm.start(schedule, device=device, **_settings(schedule, facts, timeout, comm))

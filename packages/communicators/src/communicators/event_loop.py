@@ -14,6 +14,7 @@ from communicators import errors
 from communicators.baton import RankThread
 from communicators.call import Call
 from communicators.errors import CollectiveError
+from communicators.faults import Corrupts, Dies
 from communicators.ports import Message, Ports
 from communicators.schedule import Elapse, Received, Round, Schedule
 
@@ -185,7 +186,7 @@ class EventLoop:
         elif isinstance(action, Elapse):
             seconds = action.seconds * self.world.slowdown[call.rank]
             self._after(seconds, lambda: self._advance(flight, {}), live=lambda: not flight.done)
-        else:
+        elif isinstance(action, Round):
             self._post(flight, action)
 
     def _post(self, flight: Flight, action: Round) -> None:
@@ -194,25 +195,25 @@ class EventLoop:
         flight.received, flight.unsent = {}, len(action.sends)
         for target, payload in action.sends.items():
             fault = self.world.fault(call.rank, self.messages_sent[call.rank])
-            if fault == "dies":
+            if isinstance(fault, Dies):
                 self._ranks[call.rank].dead = True
                 self._fail(f"rank {call.rank} died in {call.facts}")
                 return
             call.stamp(payload)
             self.bytes_sent[call.rank] += payload.numel()
             self.messages_sent[call.rank] += 1
-            self._ports.post(self._message(flight, target, payload, corrupted=fault == "corrupts"))
+            self._ports.post(self._message(flight, target, payload, fault))
         if not action.sends:
             self._after(0.0, lambda: self._try_round(flight))  # an event, so that many such rounds do not recurse
 
-    def _message(self, flight: Flight, target: int, payload: torch.Tensor, *, corrupted: bool) -> Message:
+    def _message(self, flight: Flight, target: int, payload: torch.Tensor, fault: Corrupts | None) -> Message:
         call = flight.call
         address = (call.rank, call.number, call.outgoing_tag(target))
 
         def delivered() -> None:
             arrived = payload.clone()  # only now: a schedule that changes what it yielded is found out
-            if corrupted:
-                arrived[0] ^= 1
+            if fault is not None:
+                arrived[fault.bit // 8 % len(arrived)] ^= 1 << fault.bit % 8
             self._inboxes[target][address] = arrived
             flight.unsent -= 1
             self._try_round(flight)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
 from communicators import errors
-from communicators.call import Call
+from communicators.call import Call, NativeSum
 from communicators.communicator import Work
 from communicators.engine import Engine
 from communicators.errors import CollectiveError
@@ -30,13 +29,6 @@ LEAVE_GRACE_SECONDS = 0.5
 """A message of a peer that has left may still be under way for so long."""
 VERDICT_SECONDS = 5.0
 """Where no verdict comes for so long, a rank raises its own reason."""
-
-
-@dataclass(frozen=True)
-class NativeSum:
-    """In place of a round: the transport's own sum, posted under the call's number and facts like any other."""
-
-    pending: Pending
 
 
 class TransportFlight:

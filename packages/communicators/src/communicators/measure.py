@@ -43,7 +43,7 @@ def _ping_pong(rank: int, size: int, nbytes: int) -> Schedule[None]:
     peer = rank ^ 1
     if peer >= size:
         return
-    ping, pong = Round(sends={peer: torch.empty(nbytes, dtype=torch.uint8)}), Round(recvs={peer: nbytes})
+    ping, pong = Round(sends={peer: torch.zeros(nbytes, dtype=torch.uint8)}), Round(recvs={peer: nbytes})
     first, second = (ping, pong) if rank < peer else (pong, ping)
     yield first
     yield second

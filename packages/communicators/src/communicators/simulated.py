@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +15,7 @@ import torch
 from communicators.communicator import TIMEOUT_SECONDS, Communicator, Work
 from communicators.errors import CollectiveError
 from communicators.event_loop import EventLoop, Flight
+from communicators.faults import Corrupts, Dies
 from communicators.link import Link
 from communicators.schedule import Schedule
 
@@ -23,22 +23,6 @@ T = TypeVar("T")
 
 POLL_SECONDS = 50e-6
 """Virtual cost of one `is_completed()`."""
-
-
-@dataclass(frozen=True)
-class Dies:
-    """Fault: the rank is gone when it would send its message number `message` (0 is its first)."""
-
-    rank: int
-    message: int = 0
-
-
-@dataclass(frozen=True)
-class Corrupts:
-    """Fault: the header of the rank's message number `message` arrives with a flipped bit."""
-
-    rank: int
-    message: int = 0
 
 
 class SimulatedWorld:
@@ -76,7 +60,7 @@ class SimulatedWorld:
         self.bytes_sent = [0] * size
         self.messages_sent = [0] * size
         self._draw = draw
-        self._faults = {(f.rank, f.message): type(f).__name__.lower() for f in faults}
+        self._faults = {(f.rank, f.message): f for f in faults}
 
     def run(self, fn: Callable[[SimulatedCommunicator], T]) -> list[T]:
         """Runs fn(comm) on every rank and returns the results in rank order (None for a rank that died).
@@ -91,8 +75,8 @@ class SimulatedWorld:
         finally:
             self.elapsed = loop.now
 
-    def fault(self, rank: int, message: int) -> str | None:
-        """What befalls this message of this rank: "dies", "corrupts" or nothing."""
+    def fault(self, rank: int, message: int) -> Dies | Corrupts | None:
+        """What befalls this message of this rank."""
         return self._faults.get((rank, message))
 
 

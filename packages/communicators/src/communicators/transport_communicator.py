@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from communicators.agreement import agreement
-from communicators.call import Call
+from communicators.call import Call, NativeSum
 from communicators.communicator import TIMEOUT_SECONDS, Communicator, Work
 from communicators.control import Control, Letters
 from communicators.engine import Engine, engine, part
 from communicators.errors import CollectiveError
-from communicators.flight import NativeSum, TransportFlight, TransportWork
+from communicators.flight import TransportFlight, TransportWork
 from communicators.leftover import Leftover
 from communicators.schedule import SLOT_BYTES, Received, Round, Schedule, frame, powers_of_two
 from communicators.streams import SideStreams, with_index
@@ -74,7 +74,7 @@ class TransportCommunicator(Communicator):
         if not self.transport.can_sum(tensor):
             return None
         total = tensor.detach().clone(memory_format=torch.contiguous_format)
-        facts = f"native allreduce(numel={tensor.numel()}, {tensor.dtype})"
+        facts = f"native allreduce(shape={tuple(tensor.shape)}, {tensor.dtype})"
         self.run(self._native_sum(total), facts=facts, device=tensor.device)
         self.count(2 * total.numel() * total.dtype.itemsize * (self.size - 1) // self.size, messages=1)
         return total

@@ -1,0 +1,22 @@
+"""What can go wrong in a simulated world, as its tests ask for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Dies:
+    """Fault: the rank is gone when it would send its message number `message` (0 is its first)."""
+
+    rank: int
+    message: int = 0
+
+
+@dataclass(frozen=True)
+class Corrupts:
+    """Fault: the rank's message number `message` arrives with one bit flipped, number `bit` modulo the message's."""
+
+    rank: int
+    message: int = 0
+    bit: int = 0

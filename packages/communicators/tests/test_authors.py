@@ -1,0 +1,111 @@
+"""What somebody who writes, or calls, a collective gets wrong is named, before anything is sent."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from communicators import CollectiveError, Round, SimulatedWorld, allreduce, allreduce_async, frame, run, start
+from communicators.alone import Alone
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+def yielding(action):
+    def schedule():
+        yield action
+
+    return schedule()
+
+
+def mistaken(schedule):
+    """What two ranks are told of a schedule that both run."""
+    with pytest.raises(CollectiveError) as caught:
+        SimulatedWorld(2).run(lambda comm: run(schedule(1 - comm.rank), comm, facts="mine"))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("begin", [run, start])
+@pytest.mark.parametrize("schedule", [None, lambda: None, [Round()], iter([Round()]), torch.ones(2)])
+def test_what_is_no_schedule(begin, schedule):
+    with pytest.raises(TypeError, match="expected a generator"):
+        begin(schedule, Alone())
+    with pytest.raises(TypeError, match="expected a generator"):
+        SimulatedWorld(2).run(lambda comm: begin(schedule, comm))
+
+
+@pytest.mark.parametrize("action", [None, torch.ones(3), {1: frame(torch.ones(1))}, yielding(Round())])
+def test_a_yield_that_is_no_round(action):
+    assert "the schedule yielded" in mistaken(lambda peer: yielding(action))
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda peer: Round({peer: torch.arange(1, 40, dtype=torch.uint8)}), "has data in its first 16 bytes"),
+        (lambda peer: Round({peer: torch.ones(9).view(torch.uint8)}), "has data in its first 16 bytes"),
+        (lambda peer: Round({peer: torch.ones(9)}), "expected 1-D uint8 with a slot"),
+        (lambda peer: Round({peer: b"bytes" * 10}), "the payload for rank"),
+        (lambda peer: Round({peer: frame(torch.ones(1))}, {peer: 15}), "15 bytes to receive"),
+        (lambda peer: Round({peer: frame(torch.ones(1))}, {peer: 20.0}), "20.0 bytes to receive"),
+        (lambda peer: Round({1 - peer: frame(torch.ones(1))}), "cannot exchange with rank"),
+        (lambda peer: Round({float(peer): frame(torch.ones(1))}), "cannot exchange with rank"),
+    ],
+)
+def test_a_round_that_cannot_be(make, said):
+    assert said in mistaken(lambda peer: yielding(make(peer)))
+
+
+def test_what_was_received_may_be_handed_on():
+    """Its slot holds the stamp of the message that it came in."""
+
+    def ring(x, rank, size):
+        after, before = (rank + 1) % size, (rank - 1) % size
+        payload = frame(x)
+        for _ in range(size):
+            payload = (yield Round({after: payload}, {before: payload.numel()}))[before]
+        return payload[16:].view(torch.float32)
+
+    for rank, got in enumerate(SimulatedWorld(3).run(lambda c: run(ring(torch.ones(4) * c.rank, c.rank, 3), c))):
+        assert got.tolist() == [rank] * 4
+
+
+@pytest.mark.parametrize("timeout", [0, -1, -0.5, math.nan])
+def test_a_timeout_that_is_none(timeout):
+    comm = Alone()
+    with pytest.raises(ValueError, match="expected more than 0"):
+        run(yielding(Round()), comm, timeout=timeout)
+    with pytest.raises(ValueError, match="expected more than 0"):
+        comm.timeout = timeout
+    for wrong in ("5", True, [5]):
+        with pytest.raises(TypeError, match="expected seconds as a number"):
+            start(yielding(Round()), comm, timeout=wrong)
+    comm.timeout = 7
+    assert comm.timeout == 7.0
+
+
+@pytest.mark.parametrize("given", [[1.0, 2.0], np.ones(2), 3.0])
+def test_what_is_no_tensor(given):
+    with pytest.raises(TypeError, match="takes a torch tensor, got"):
+        allreduce(given, Alone())
+
+
+def test_tensors_of_unlike_shapes_are_refused():
+    """Equally many elements in another order are not the same thing."""
+    with pytest.raises(CollectiveError, match=r"shape=\(3, 2\).*shape=\(2, 3\)"):
+        SimulatedWorld(2).run(lambda comm: allreduce(torch.ones((2, 3) if comm.rank else (3, 2)), comm))
+
+
+@given(size=st.sampled_from([1, 2, 3, 5, 8]), numel=st.sampled_from([1, 5, 40_000]))
+def test_a_background_sum_is_of_what_was_given_when_it_was_called(size, numel):
+    def body(comm):
+        x = torch.full((numel,), 1.0)
+        work = allreduce_async(x, comm)
+        x.fill_(100.0)
+        comm.elapse(1.0)
+        return work.wait()
+
+    for total in SimulatedWorld(size).run(body):
+        assert bool((total == size).all())
