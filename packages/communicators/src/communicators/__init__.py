@@ -3,6 +3,7 @@
 from communicators.buckets import Bucket, buckets_of
 from communicators.collectives import allgather, allreduce, allreduce_async, barrier, broadcast
 from communicators.communicator import Communicator, Work, run, start
+from communicators.engine import leave
 from communicators.errors import CollectiveError
 from communicators.faults import Corrupts, Dies
 from communicators.link import Link
@@ -34,6 +35,7 @@ __all__ = [
     "buckets_of",
     "frame",
     "framed_nbytes",
+    "leave",
     "measure_link",
     "run",
     "start",

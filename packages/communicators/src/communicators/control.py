@@ -1,7 +1,7 @@
 """How ranks come to the same reason when a collective cannot proceed: letters on a channel beside the data.
 
-Pure: letters in, letters out; a world only carries them. Rank 0 is the arbiter: the first reason that reaches it
-becomes the verdict that every rank raises.
+Pure: letters in, letters out; a world only carries them. Rank 0 is the arbiter, or the lowest rank that can still be
+reached: the first reason that reaches it becomes the verdict that every rank raises.
 
 - A rank that has waited for a while writes `waits` to the peers that it waits for. They compare its facts with what
   they called under the same number; a later call is remembered and compared when they come to it.
@@ -13,13 +13,15 @@ becomes the verdict that every rank raises.
 from __future__ import annotations
 
 import json
+import zlib
 from collections import OrderedDict
+from typing import Any
 
 from communicators import errors
 
-ARBITER = 0
 REMEMBERED_CALLS = 1024
 LETTER_BYTES = 2048
+CHECK_BYTES = 4
 Letters = list[tuple[int, bytes]]  # to whom, what
 
 
@@ -27,7 +29,8 @@ class Control:
     """One rank's part.
 
     verdict: the reason that all ranks raise, once there is one. gone: ranks that have left, and why. saw_through: how
-    many of the first calls each of those had ended: what it sent in them may still be under way.
+    many of the first calls each of those had ended: what it sent in them may still be under way. lost: ranks that
+    cannot be reached any more.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -35,8 +38,15 @@ class Control:
         self.verdict: str | None = None
         self.gone: dict[int, str] = {}
         self.saw_through: dict[int, int] = {}
+        self.lost: set[int] = set()
+        self._reason: str | None = None
         self._mine: OrderedDict[int, str] = OrderedDict()
         self._theirs: dict[int, tuple[int, str]] = {}
+
+    @property
+    def arbiter(self) -> int:
+        """Who decides, as far as this rank knows."""
+        return min(set(range(self.size)) - self.lost)
 
     def called(self, number: int, facts: str) -> Letters:
         """This rank makes a call."""
@@ -51,13 +61,19 @@ class Control:
         return [(peer, _letter(kind="waits", rank=self.rank, number=number, facts=facts)) for peer in peers]
 
     def complain(self, reason: str) -> Letters:
-        """This rank has found a reason why a collective cannot proceed."""
-        if self.rank != ARBITER:
-            return [(ARBITER, _letter(kind="reason", reason=reason))]
-        if self.verdict is None:
-            self.verdict = reason
-            return self._to_all(_letter(kind="verdict", reason=reason))
-        return []
+        """This rank has found a reason why a collective cannot proceed; its first one counts."""
+        self._reason = self._reason or reason
+        if self.verdict is not None:
+            return []
+        if self.rank == self.arbiter:
+            return self._decide(self._reason)
+        return [(self.arbiter, _letter(kind="reason", rank=self.rank, reason=self._reason))]
+
+    def lose(self, peer: int) -> Letters:
+        """This peer cannot be reached any more, or does not answer: if it was the arbiter, the next one is asked."""
+        before = self.arbiter
+        self.lost.add(peer)
+        return [] if self._reason is None or self.arbiter == before else self.complain(self._reason)
 
     def leaves(self, why: str, calls: int) -> Letters:
         """This rank exits; its first so many calls are over."""
@@ -65,9 +81,12 @@ class Control:
 
     def receive(self, letter: bytes) -> Letters:
         """A letter has come."""
-        content = json.loads(letter)
-        if content["kind"] == "reason":
-            return self.complain(content["reason"])
+        content = _content(letter)
+        if content is None:
+            return self.complain(f"rank {self.rank} got a corrupted control message: the network changes bits")
+        if content["kind"] == "reason":  # also by one that is not the arbiter here: the sender has lost those before it
+            sender = content["rank"]
+            return self._decide(content["reason"]) or [(sender, _letter(kind="verdict", reason=self.verdict))]
         if content["kind"] == "verdict":
             self.verdict = self.verdict or content["reason"]
         elif content["kind"] == "leaves":
@@ -88,14 +107,30 @@ class Control:
             return []
         return [] if mine == facts else self.complain(errors.mismatch(number, self.rank, mine, rank, facts))
 
+    def _decide(self, reason: str) -> Letters:
+        if self.verdict is not None:
+            return []
+        self.verdict = reason
+        return self._to_all(_letter(kind="verdict", reason=reason))
+
     def _to_all(self, letter: bytes) -> Letters:
-        return [(peer, letter) for peer in range(self.size) if peer != self.rank]
+        return [(peer, letter) for peer in range(self.size) if peer != self.rank and peer not in self.lost]
+
+
+def _content(letter: bytes) -> dict[str, Any] | None:
+    """What a letter says; None for one that is not as it was written."""
+    check, text = letter[:CHECK_BYTES], letter[CHECK_BYTES:]
+    if zlib.crc32(text).to_bytes(CHECK_BYTES, "big") != check:
+        return None
+    content: dict[str, Any] = json.loads(text)
+    return content
 
 
 def _letter(**content: object) -> bytes:
-    letter = json.dumps(content).encode()
+    text = json.dumps(content).encode()
+    letter = zlib.crc32(text).to_bytes(CHECK_BYTES, "big") + text
     if len(letter) <= LETTER_BYTES:
         return letter
     longest = max(content, key=lambda key: len(str(content[key])))
-    text = str(content[longest])
-    return _letter(**{**content, longest: text[: len(text) // 2] + "…"})
+    long = str(content[longest])
+    return _letter(**{**content, longest: long[: len(long) // 2] + "…"})

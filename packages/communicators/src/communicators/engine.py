@@ -32,6 +32,8 @@ BUSY_SECONDS = 50e-6
 SPIN_SECONDS = 100e-6
 LONGEST_NAP_SECONDS = 200e-6
 IDLE_SECONDS = 1e-3
+FAILED_GOODBYE_SECONDS = 5.0
+"""So long the end of a process waits for the peers of a communicator that has failed."""
 FAIL_SECONDS = 10.0
 """A call under way on a communicator that has failed ends much sooner."""
 
@@ -137,8 +139,13 @@ class Engine:
 
     def close(self) -> None:
         """At exit: tells all peers, and reads their letters until they have left too. Not in a forked child."""
-        if os.getpid() != self._process:
+        if os.getpid() != self._process or self._closing:
             return
+        raised = getattr(sys, "last_value", None)
+        self.leave("it exited" if raised is None else errors.describe(raised), None)
+
+    def leave(self, why: str, timeout: float | None) -> list[int]:
+        """Ends everything under way and parts from all peers: see `part`."""
         self._closing = True
         self._wake.set()
         if self._thread is not None:
@@ -147,8 +154,7 @@ class Engine:
             flight.abandon()
         for comm in self._watched():
             self._drain(comm)
-        raised = getattr(sys, "last_value", None)
-        part(self._watched(), "it exited" if raised is None else errors.describe(raised))
+        return part(self._watched(), why, timeout)
 
     def _live(self) -> None:
         while not self._closing:
@@ -206,9 +212,20 @@ class Engine:
         return threading.current_thread() is self._thread
 
 
+def leave(*, timeout: float = FAILED_GOODBYE_SECONDS) -> list[int]:
+    """Says goodbye to all peers of this process's communicators; returns the ranks that did not in `timeout` seconds.
+
+    For the end of a program that has failed. Nothing can be called over them afterwards. Under MPI the end of a process
+    waits in MPI_Finalize for all others, also for those that cannot be reached: where ranks are missing,
+    MPI.COMM_WORLD.Abort(1) is the way out.
+    """
+    return engine().leave("it ended after an error", timeout)
+
+
 def part(comms: Sequence[TransportCommunicator], why: str, timeout: float | None = None) -> list[int]:
     """Says goodbye on all of them, then goes on reading letters until all peers have said so: an arbiter may still
-    be needed. Returns the ranks that have not after `timeout` seconds, default what each transport says."""
+    be needed. Returns the ranks that have not after `timeout` seconds, default what each transport says, and at most
+    FAILED_GOODBYE_SECONDS where a communicator has failed: who does not answer then may never do so."""
     for comm in comms:
         _guarded(comm, partial(comm.leave, why))
     begin = time.monotonic()
@@ -216,13 +233,20 @@ def part(comms: Sequence[TransportCommunicator], why: str, timeout: float | None
     while staying:
         staying = [comm for comm in staying if _guarded(comm, comm.listen)]
         waited = time.monotonic() - begin
-        limits = [comm.transport.goodbye_seconds if timeout is None else timeout for comm in staying]
+        limits = [_goodbye_seconds(comm) if timeout is None else timeout for comm in staying]
         staying = [comm for comm, limit in zip(staying, limits, strict=True) if waited < limit and comm.staying()]
         time.sleep(0.005 if staying else 0.0)
-    missing = [rank for comm in comms for rank in comm.staying()]
+    missing = sorted(
+        {rank for comm in comms for rank in range(comm.size) if rank not in {comm.rank, *comm.control.gone}}
+    )
     for comm in comms:
         _guarded(comm, comm.release)
     return missing
+
+
+def _goodbye_seconds(comm: TransportCommunicator) -> float:
+    usual = comm.transport.goodbye_seconds
+    return usual if comm.control.verdict is None else min(usual, FAILED_GOODBYE_SECONDS)
 
 
 def _guarded(comm: TransportCommunicator, look: Callable[[], None]) -> bool:

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 
 class CollectiveError(RuntimeError):
-    """A collective failed, on every rank with the same reason; its communicator is not usable any more."""
+    """A collective failed, on every rank with the same reason; its communicator is not usable any more.
+
+    It is raised where ranks wait in a call of ours. One that waits in a call of MPI's own, such as MPI.Barrier, is not
+    told: start programs by `mpiexec -n P python -m mpi4py train.py`, where an uncaught exception on any rank ends all
+    of them, also those that could not leave MPI because others do not answer (see `leave`).
+    """
 
 
 def mismatch(number: int, rank: int, facts: str, other: int, other_facts: str) -> str:

@@ -28,7 +28,9 @@ REPORT_SECONDS = 2.0
 LEAVE_GRACE_SECONDS = 0.5
 """A message of a peer that has left may still be under way for so long."""
 VERDICT_SECONDS = 5.0
-"""Where no verdict comes for so long, a rank raises its own reason."""
+"""Where no verdict comes for so long, a rank raises its own reason; after half of it the next arbiter is asked."""
+LATE_VERDICT_SECONDS = 0.8
+"""The same for a rank that has waited for its whole time-out."""
 
 
 class TransportFlight:
@@ -50,6 +52,7 @@ class TransportFlight:
         self._unsent: list[Pending] = []  # rounds before it of which not all is known to have come
         self._cause: BaseException | None = None
         self._reason: str | None = None
+        self._patience, self._asked_again = VERDICT_SECONDS, False
         self._lost: PeerLost | None = None
         self._reported = False
         self._callbacks: list[Callable[[], None]] = []
@@ -72,8 +75,10 @@ class TransportFlight:
             if self._reason is None and self.comm.control.verdict is None and self._advance():
                 self._finish()
                 return True
-        except PeerLost as lost:
-            self._lost = self._lost or lost  # `watch` complains, unless a letter has said why
+        except PeerLost as lost:  # `watch` complains, unless a letter has said why
+            if self._lost is None:
+                self._lost = lost
+                self.comm.lose(lost.peer)
         except Exception as error:
             self._complain(errors.reason(self.comm.rank, self.call.facts, error), error)
         return self._failed()
@@ -92,6 +97,7 @@ class TransportFlight:
         elif self._lost is not None:  # no word of who noticed: if the arbiter is gone, every rank says this by itself
             self._complain(f"rank {self._lost.peer} is gone: its connection was lost", self._lost.error)
         elif waited > self._timeout:
+            self._patience = LATE_VERDICT_SECONDS
             self._complain(f"timed out after {self._timeout:g} s: {waiting}")
         elif waited > REPORT_SECONDS and not self._reported:
             self._reported = True
@@ -167,7 +173,11 @@ class TransportFlight:
         """Ends with the verdict once there is one; a rank that complained waits for it."""
         control = self.comm.control
         if control.verdict is None and self._reason is not None:
-            if time.monotonic() - self.progressed < VERDICT_SECONDS:
+            waited = time.monotonic() - self.progressed
+            if waited > self._patience / 2 and not self._asked_again:
+                self._asked_again = True
+                self.comm.lose(control.arbiter)
+            if waited < self._patience:
                 return False
             control.verdict = self._reason
         if control.verdict is None:

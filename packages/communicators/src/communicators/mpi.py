@@ -10,6 +10,7 @@ import time
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from mpi4py import MPI
 from torch import Tensor
@@ -17,22 +18,33 @@ from torch import Tensor
 from communicators.call import Call
 from communicators.communicator import TIMEOUT_SECONDS
 from communicators.control import LETTER_BYTES
+from communicators.errors import CollectiveError
 from communicators.schedule import Received, Round
 from communicators.staging import host_empty, to_host
 from communicators.transport import Pending, Transport
 from communicators.transport_communicator import TransportCommunicator
 
-DUP_SECONDS = TIMEOUT_SECONDS
+FIRST_CALL_POLL_SECONDS = 1e-3
 CLOSE_SECONDS = 1.0
 """So long the letters of a communicator that is closed may take to be sent."""
 
 
-def from_mpi(comm: MPI.Comm) -> TransportCommunicator:
-    """Our communicator for an mpi4py one; made once and kept as its attribute. Collective at its first use."""
+def from_mpi(comm: MPI.Comm, patience: float | None = None) -> TransportCommunicator:
+    """Our communicator for an mpi4py one; made once and kept as its attribute. Collective at its first use.
+
+    patience: seconds that the first use waits for the other ranks, default TIMEOUT_SECONDS. Raises CollectiveError that
+    names those that did not come; so does every later use, because the others would meet this one half-way.
+    """
     cached = comm.Get_attr(_keyval())
+    if isinstance(cached, CollectiveError):
+        raise CollectiveError(str(cached))
     if isinstance(cached, TransportCommunicator) and not cached.closed:
         return cached
-    made = TransportCommunicator(MPITransport(comm))
+    try:
+        made = TransportCommunicator(MPITransport(comm, TIMEOUT_SECONDS if patience is None else patience))
+    except CollectiveError as error:
+        comm.Set_attr(_keyval(), error)
+        raise
     comm.Set_attr(_keyval(), made)
     return made
 
@@ -40,11 +52,13 @@ def from_mpi(comm: MPI.Comm) -> TransportCommunicator:
 class MPITransport(Transport):
     """Two duplicates of an MPI communicator: one for payloads, one for letters."""
 
-    def __init__(self, comm: MPI.Comm) -> None:
+    def __init__(self, comm: MPI.Comm, patience: float = TIMEOUT_SECONDS) -> None:
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self.device = torch.device("cpu")
         self.threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-        self._data, self._letters = _duplicate(comm), _duplicate(comm)
+        end = time.monotonic() + patience
+        _wait_for_all(comm, end, patience)
+        self._data, self._letters = _duplicate(comm, end), _duplicate(comm, end)
         self._written: list[tuple[MPI.Request, bytes]] = []
         self._abandoned: list[object] = []
 
@@ -168,22 +182,57 @@ class _PendingSum(Pending):
 _SUMMED = {torch.float32, torch.float64, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8}
 
 
+_abandoned: list[object] = []
+"""What MPI may still touch of first calls that failed."""
+
+
 @cache
 def _keyval() -> int:
-    return MPI.Comm.Create_keyval()
+    return MPI.Comm.Create_keyval(delete_fn=_freed)
 
 
-def _duplicate(comm: MPI.Comm) -> MPI.Comm:
-    """A duplicate, or an error where the others do not come for one."""
-    duplicate, request = comm.Idup()
-    end = time.monotonic() + DUP_SECONDS
+def _freed(comm: MPI.Comm, keyval: int, made: object) -> None:
+    """The user frees his communicator, which is collective: so is closing ours."""
+    del comm, keyval
+    if isinstance(made, TransportCommunicator) and not made.released and made.control.verdict is None:
+        made.close()
+
+
+def _wait_for_all(comm: MPI.Comm, end: float, patience: float) -> None:
+    """Returns when all ranks have come.
+
+    A collective, because a message on the user's communicator might be received by him. Every rank sends to every
+    other one, so where some do not come, what has arrived tells who has; MPI calls that undefined, so it is only named.
+    """
+    here = np.zeros(comm.Get_size(), dtype=np.int32)
+    ones = np.ones_like(here)
+    counts, places = np.ones_like(here), np.arange(len(here), dtype=np.int32)
+    request = comm.Ialltoallv([ones, (counts, places), MPI.INT32_T], [here, (counts, places), MPI.INT32_T])
     while not request.Test():
         if time.monotonic() > end:
-            raise RuntimeError(
-                f"rank {comm.Get_rank()} waited {DUP_SECONDS:g} s for the other {comm.Get_size() - 1} ranks to make "
-                "a communicator; every rank of it must call as_communicator"
+            _abandoned.append((request, here, ones, counts, places))
+            missing = [rank for rank in np.flatnonzero(here == 0).tolist() if rank != comm.Get_rank()]
+            raise CollectiveError(
+                f"timed out after {patience:g} s: rank {comm.Get_rank()} waits for ranks {missing} in the first call "
+                "with this MPI communicator, which all of its ranks must make, and in one order where there are several"
             )
-        time.sleep(1e-3)
+        time.sleep(FIRST_CALL_POLL_SECONDS)
+
+
+def _duplicate(comm: MPI.Comm, end: float) -> MPI.Comm:
+    """A duplicate, which all ranks are about to make."""
+    try:
+        duplicate, request = comm.Idup()
+    except MPI.Exception as error:
+        raise RuntimeError(
+            f"MPI gives no further communicator ({error}): close() those that are not needed any more, on every rank, "
+            "or Free() the mpi4py communicators that they were made for, which closes them"
+        ) from error
+    while not request.Test():
+        if time.monotonic() > end:
+            _abandoned.append((duplicate, request))
+            raise CollectiveError(f"timed out: rank {comm.Get_rank()} waits for the others to duplicate a communicator")
+        time.sleep(FIRST_CALL_POLL_SECONDS)
     return duplicate
 
 

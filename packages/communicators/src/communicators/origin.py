@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from communicators.alone import Alone
-from communicators.communicator import Communicator
+from communicators.communicator import Communicator, check_timeout
 
 logger = logging.getLogger(__name__)
 
@@ -22,50 +22,59 @@ _LAUNCHERS = {
 }
 
 
-def as_communicator(comm: Any = None) -> Communicator:
+def as_communicator(comm: Any = None, *, timeout: float | None = None) -> Communicator:
     """A communicator for an mpi4py Comm, a torch ProcessGroup, a Communicator (returned as it is), or None.
 
     None: the default process group if it is initialised, else COMM_WORLD if mpi4py.MPI is imported, else one rank.
     All ranks of a group call this together at its first use, because it is duplicated once.
+    timeout: what `Communicator.timeout` is from now on, alike on all ranks; so long the first use waits for the others
+        too. Default: what a process group was made with, else 300 s, or what was set before.
 
-    Raises TypeError for anything else, RuntimeError for None under a launcher of several ranks with neither.
+    Raises TypeError for anything else, RuntimeError for None under a launcher of several ranks with neither, and
+    CollectiveError that names the ranks that did not come to the first use.
     """
+    made = found(comm, patience=timeout)
+    if timeout is not None:
+        made.timeout = timeout
+    return made
+
+
+def found(comm: Any, *, patience: float | None) -> Communicator:
+    """As `as_communicator`, for a call with a time-out of its own: the first use waits so long, later ones as ever."""
+    if patience is not None:
+        patience = check_timeout(patience)
     if isinstance(comm, Communicator):
         return comm
     if comm is None and dist.is_available() and dist.is_initialized():
         comm = dist.group.WORLD
     if dist.is_available() and isinstance(comm, dist.ProcessGroup):
-        return _from_process_group(comm)
+        return _from_process_group(comm, patience)
     mpi = sys.modules.get("mpi4py.MPI")
     if comm is None:
-        return _world(mpi) if mpi is not None else _one_rank()
+        return _from_mpi(mpi.COMM_WORLD, mpi, patience) if mpi is not None else _one_rank()
     if mpi is not None and isinstance(comm, mpi.Comm):
-        return _from_mpi(comm, mpi)
+        return _from_mpi(comm, mpi, patience)
     raise TypeError(
         f"expected an mpi4py communicator, a torch process group, a Communicator or None, got {type(comm).__name__}"
     )
 
 
-def _world(mpi: Any) -> Communicator:
-    return _from_mpi(mpi.COMM_WORLD, mpi)
-
-
-def _from_process_group(group: dist.ProcessGroup) -> Communicator:
+def _from_process_group(group: dist.ProcessGroup, patience: float | None) -> Communicator:
     if group.size() == 1:
         return Alone()
     from communicators.process_group import from_process_group
 
-    return from_process_group(group)
+    return from_process_group(group, patience)
 
 
-def _from_mpi(comm: Any, mpi: Any) -> Communicator:
+def _from_mpi(comm: Any, mpi: Any, patience: float | None) -> Communicator:
     if comm == mpi.COMM_NULL or comm.Is_inter():
         raise ValueError("expected an intracommunicator, got COMM_NULL or an intercommunicator")
     if comm.Get_size() == 1:
         return Alone()
     from communicators.mpi import from_mpi
 
-    return from_mpi(comm)
+    return from_mpi(comm, patience)
 
 
 def _one_rank() -> Communicator:

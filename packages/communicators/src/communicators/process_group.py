@@ -1,23 +1,29 @@
 """torch.distributed by point-to-point, on a gloo group of our own with the user's ranks.
 
-Letters travel through the group's Store, by a client of our own. CUDA payloads are staged through pinned host memory,
-unless the user's backend for them is NCCL (see `nccl`).
+Letters travel there too, so that the Store, which one rank holds and which may not answer, is needed to meet only. CUDA
+payloads are staged through pinned host memory, unless the user's backend for them is NCCL (see `nccl`).
 """
 
 from __future__ import annotations
 
+import threading
+import time
 import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllreduceOptions, PrefixStore, ProcessGroupGloo, Store
+from torch._C._distributed_c10d import AllreduceOptions, PrefixStore, ProcessGroupGloo
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 
 from communicators.call import TAG_BITS, Call
 from communicators.communicator import TIMEOUT_SECONDS
+from communicators.errors import CollectiveError
+from communicators.mailbox import Mailbox
 from communicators.nccl import nccl_of
 from communicators.schedule import Received, Round
 from communicators.staging import host_empty, to_host
@@ -27,27 +33,61 @@ from communicators.transport_communicator import TransportCommunicator
 from communicators.untagged import UntaggedTransport
 from communicators.waiters import WAIT, Wait, Waiters
 
+T = TypeVar("T")
+
 WATCH_TAG = 1 << TAG_BITS
-STORE_SECONDS = 5.0
+STORE_SECONDS = 0.5
+"""So much longer than its time-out a first call waits for a Store that does not answer at all."""
+CLOSE_SECONDS = 1.0
+"""So long the letters of a communicator that is closed may take to be sent."""
+LOST_SECONDS = 1.0
+"""So long after gloo's own sum has failed it is found out whose connection was lost."""
 TORCH_TIMEOUTS = (default_pg_timeout, default_pg_nccl_timeout)
 
 _made: weakref.WeakKeyDictionary[Any, TransportCommunicator] = weakref.WeakKeyDictionary()
 
 
-def from_process_group(group: dist.ProcessGroup) -> TransportCommunicator:
+def from_process_group(group: dist.ProcessGroup, patience: float | None = None) -> TransportCommunicator:
     """Our communicator for a process group; made once for each. Collective over its ranks at the first use.
 
     Its `timeout` is what the group was made with, TIMEOUT_SECONDS where that is torch's default.
+    patience: seconds that the first use waits for the other ranks, default that `timeout`.
     """
     made = _made.get(group)
     if made is None or made.closed:
-        place, timeout = place_for(group), timeout_of(group)
-        tagged = ProcessGroupTransport(group, place, timeout)
-        line = nccl_of(group, place)
-        made = TransportCommunicator(tagged if line is None else UntaggedTransport(tagged, line))
+        timeout = timeout_of(group)
+        waits = timeout if patience is None else patience
+        made = TransportCommunicator(_in_time(lambda: _connected(group, waits), group.rank(), waits))
         made.timeout = timeout
         _made[group] = made
     return made
+
+
+def _connected(group: dist.ProcessGroup, patience: float) -> Transport:
+    place = place_for(group)
+    tagged = ProcessGroupTransport(group, place, patience)
+    line = nccl_of(group, place)
+    return tagged if line is None else UntaggedTransport(tagged, line)
+
+
+def _in_time(make: Callable[[], T], rank: int, seconds: float) -> T:
+    """What it makes, in a thread that is left behind where a Store blocks it: the kernel waits for many minutes."""
+    made: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            made.set_result(make())
+        except BaseException as error:
+            made.set_exception(error)
+
+    threading.Thread(target=work, name="communicators-first-call", daemon=True).start()
+    try:
+        return made.result(seconds + STORE_SECONDS)
+    except TimeoutError:
+        raise CollectiveError(
+            f"timed out after {seconds:g} s: rank {rank} made its first call with this process group, but the group's "
+            "Store, by which its ranks meet, does not answer"
+        ) from None
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
@@ -62,10 +102,10 @@ def timeout_of(group: dist.ProcessGroup) -> float:
 
 
 class ProcessGroupTransport(Transport):
-    """A gloo group for payloads, a Store for letters."""
+    """A gloo group, for payloads and for letters."""
 
     threaded = True
-    goodbye_seconds = 2.0  # the Store may live in a process that has ended
+    goodbye_seconds = 2.0  # nothing of gloo waits for anybody at the end
 
     def __init__(self, group: dist.ProcessGroup, place: str, timeout: float = TIMEOUT_SECONDS) -> None:
         self.rank, self.size = group.rank(), group.size()
@@ -74,24 +114,24 @@ class ProcessGroupTransport(Transport):
         own = PrefixStore(place, reconnected(group))
         meet(own, self.rank, self.size, timeout)
         self._data: Any = ProcessGroupGloo(PrefixStore(place, store_of(group)), self.rank, self.size, WAIT)
-        self._letters = _Mailbox(own, self.rank)
         self._waiters = Waiters()
+        self._letters = Mailbox(self._data, self._waiters)
         self._watches: dict[int, Wait] = {}  # by peer
-        weakref.finalize(self, _end, self._waiters, self._watches, timeout=1.0).atexit = False  # of a destroyed group
+        self._abandoned: list[Wait] = []
+        ending = (self._waiters, self._letters, self._watches, self._abandoned)
+        weakref.finalize(self, _end, *ending, timeout=1.0).atexit = False  # of a destroyed group
 
     def post(self, call: Call, action: Round, device: torch.device) -> Pending:
         """See `Transport.post`."""
         buffers = {peer: host_empty(capacity, device) for peer, capacity in action.recvs.items()}
-        receives = {
-            peer: self._waiters.wait_for(self._data.recv([buffer], peer, call.incoming_tag(peer)))
-            for peer, buffer in buffers.items()
-        }
+        receives = {peer: self._receive(buffer, peer, call.incoming_tag(peer)) for peer, buffer in buffers.items()}
         sends = {}
         for peer, payload in action.sends.items():
             host = to_host(payload)
             call.stamp(host)
-            sends[peer] = self._waiters.wait_for(self._data.send([host], peer, call.outgoing_tag(peer)))
-        return _PendingRound(call, receives, sends, buffers, device)
+            tag = call.outgoing_tag(peer)
+            sends[peer] = self._waiters.posted(lambda host=host, peer=peer, tag=tag: self._data.send([host], peer, tag))  # type: ignore[misc]
+        return _PendingRound(self, call, receives, sends, buffers, device)
 
     def can_sum(self, tensor: Tensor) -> bool:
         """See `Transport.can_sum`: CPU tensors of the dtypes that gloo knows."""
@@ -119,10 +159,13 @@ class ProcessGroupTransport(Transport):
         if not self._watches:
             for peer in range(self.size):
                 if peer != self.rank:
-                    buffer = host_empty(1, self.device)
-                    self._watches[peer] = self._waiters.wait_for(self._data.recv([buffer], peer, WATCH_TAG))
+                    self._watches[peer] = self._receive(host_empty(1, self.device), peer, WATCH_TAG)
         errors = ((peer, wait.error) for peer, wait in self._watches.items())
         return next((PeerLost(peer, error) for peer, error in errors if error is not None), None)
+
+    def unreachable(self) -> list[int]:
+        """See `Transport.unreachable`."""
+        return self._letters.unreachable()
 
     def closing(self) -> bool:
         """See `Transport.closing`."""
@@ -130,48 +173,28 @@ class ProcessGroupTransport(Transport):
 
     def close(self) -> None:
         """See `Transport.close`."""
-        _end(self._waiters, self._watches, timeout=1.0)
+        self._letters.flush(CLOSE_SECONDS)
+        _end(self._waiters, self._letters, self._watches, self._abandoned, timeout=1.0)
 
+    def abandon(self, waits: list[Wait]) -> None:
+        """Nobody asks for these any more. Giving them up would close their connections, by which letters go too."""
+        self._abandoned += [wait for wait in waits if not wait.done]
 
-class _Mailbox:
-    """Letters as numbered keys of a Store; one that cannot be reached any more has none."""
-
-    def __init__(self, store: Store, rank: int) -> None:
-        store.set_timeout(timedelta(seconds=STORE_SECONDS))
-        self._store, self._rank = PrefixStore("letters", store), rank
-        self._next = 1
-        self.alive = True
-
-    def write(self, peer: int, letter: bytes) -> None:
-        try:
-            number = self._store.add(f"{peer}/written", 1)
-            self._store.set(f"{peer}/{number}", letter.decode())
-        except RuntimeError:
-            self.alive = False
-
-    def read(self) -> list[bytes]:
-        letters = []
-        try:
-            while self.alive and self._store.check([f"{self._rank}/{self._next}"]):
-                key = f"{self._rank}/{self._next}"
-                letters.append(self._store.get(key))
-                self._store.delete_key(key)
-                self._next += 1
-        except RuntimeError:
-            self.alive = False
-        return letters
+    def _receive(self, buffer: Tensor, peer: int, tag: int) -> Wait:
+        return self._waiters.posted(lambda: self._data.recv([buffer], peer, tag))
 
 
 class _PendingRound(Pending):
     def __init__(
         self,
+        transport: ProcessGroupTransport,
         call: Call,
         receives: dict[int, Wait],
         sends: dict[int, Wait],
         buffers: dict[int, torch.Tensor],
         device: torch.device,
     ) -> None:
-        self._call, self._buffers, self._device = call, buffers, device
+        self._transport, self._call, self._buffers, self._device = transport, call, buffers, device
         self._receives, self._waits = receives, [*receives.items(), *sends.items()]
 
     def arrived(self) -> bool:
@@ -199,18 +222,22 @@ class _PendingRound(Pending):
         return sorted({peer for peer, wait in self._waits if not wait.done or wait.error is not None})
 
     def cancel(self) -> None:
-        for _, wait in self._waits:
-            wait.give_up()
+        self._transport.abandon([wait for _, wait in self._waits])
 
 
 class _PendingSum(Pending):
     def __init__(self, wait: Wait, transport: ProcessGroupTransport) -> None:
-        self._wait, self._transport = wait, transport
+        self._wait, self._transport, self._failed = wait, transport, 0.0
 
     def done(self) -> bool:
-        if self._wait.error is not None:
-            raise self._wait.error  # gloo does not say which rank it lost
-        return self._wait.done
+        if self._wait.error is None:
+            return self._wait.done
+        if (lost := self._transport.lost()) is not None:  # gloo does not say which rank it was
+            raise lost
+        self._failed = self._failed or time.monotonic()
+        if time.monotonic() - self._failed > LOST_SECONDS:
+            raise self._wait.error
+        return False
 
     def received(self) -> Received:
         return {}
@@ -219,12 +246,13 @@ class _PendingSum(Pending):
         return [peer for peer in range(self._transport.size) if peer != self._transport.rank]
 
     def cancel(self) -> None:
-        self._wait.give_up()
+        self._transport.abandon([self._wait])
 
 
-def _end(waiters: Waiters, watches: dict[int, Wait], timeout: float) -> None:
+def _end(waiters: Waiters, letters: Mailbox, watches: dict[int, Wait], abandoned: list[Wait], timeout: float) -> None:
     """Lets the threads go: one that still waited when the interpreter ends would abort it."""
-    for wait in watches.values():
+    letters.close()
+    for wait in (*watches.values(), *abandoned):
         wait.give_up()
     waiters.close(timeout)
 

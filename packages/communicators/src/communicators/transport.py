@@ -124,6 +124,10 @@ class Transport(ABC):
         """The transport's own allreduce, in place on a contiguous tensor."""
         raise NotImplementedError(f"{type(self).__name__} has no allreduce of its own")
 
+    def unreachable(self) -> list[int]:
+        """Peers that a letter could not be sent to, each once."""
+        return []
+
     def lost(self) -> PeerLost | None:
         """A peer whose connection is gone, where that is noticed while no message of its is under way."""
         return None

@@ -85,7 +85,8 @@ class TransportCommunicator(Communicator):
             return
         self._engine.forget(self)
         self.closed = True
-        if missing := part([self], "it closed the communicator", self.timeout):
+        missing = part([self], "it closed the communicator", None if self.control.verdict else self.timeout)
+        if missing and self.control.verdict is None:
             raise TimeoutError(f"rank {self.rank} closed its communicator, but ranks {missing} did not: all ranks must")
 
     def count(self, nbytes: int, messages: int) -> None:
@@ -101,11 +102,18 @@ class TransportCommunicator(Communicator):
                 return
             for letter in self.transport.read():
                 self._write(self.control.receive(letter))
+            for peer in self.transport.unreachable():
+                self._write(self.control.lose(peer))
 
     def complain(self, reason: str) -> None:
         """Tells the arbiter why a collective cannot proceed."""
         with self.lock:
             self._write(self.control.complain(reason))
+
+    def lose(self, peer: int) -> None:
+        """This peer cannot be reached any more, or does not answer."""
+        with self.lock:
+            self._write(self.control.lose(peer))
 
     def report(self, call: Call, peers: list[int]) -> None:
         """Tells the peers what this rank waits for."""
@@ -135,7 +143,8 @@ class TransportCommunicator(Communicator):
 
     def staying(self) -> list[int]:
         """The peers that have not said goodbye; none where letters cannot be exchanged any more."""
-        others = [rank for rank in range(self.size) if rank != self.rank and rank not in self.control.gone]
+        known = {self.rank, *self.control.gone, *self.control.lost}
+        others = [rank for rank in range(self.size) if rank not in known]
         return others if others and self.transport.closing() else []
 
     def _launch(

@@ -134,6 +134,10 @@ class UntaggedTransport(Transport):
         """See `Transport.read`."""
         return self._tagged.read()
 
+    def unreachable(self) -> list[int]:
+        """See `Transport.unreachable`."""
+        return self._tagged.unreachable()
+
     def closing(self) -> bool:
         """See `Transport.closing`."""
         return self._tagged.closing()

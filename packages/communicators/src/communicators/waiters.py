@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Protocol
 
@@ -22,11 +23,11 @@ class Waitable(Protocol):
 class Wait:
     """One message under way: `done`, with an `error` if it failed."""
 
-    def __init__(self, work: Waitable, news: threading.Event) -> None:
-        self._work: Waitable | None = work  # none once it is done: see `Waiters.close`
-        self.done = False
+    def __init__(self, work: Waitable | None, news: threading.Event, error: BaseException | None = None) -> None:
+        self._work = work  # none once it is done: see `Waiters.close`
+        self.done = work is None
         self._news = news
-        self.error: BaseException | None = None
+        self.error = error
 
     def block(self) -> None:
         """Called in a waiter thread."""
@@ -60,6 +61,14 @@ class Waiters:
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._busy = 0
+
+    def posted(self, post: Callable[[], Waitable]) -> Wait:
+        """Posts a message and starts to wait; one that cannot be posted has failed."""
+        try:
+            return self.wait_for(post())
+        except RuntimeError as error:
+            self.news.set()
+            return Wait(None, self.news, error)
 
     def wait_for(self, work: Waitable) -> Wait:
         """Starts to wait."""
