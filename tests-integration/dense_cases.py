@@ -172,8 +172,8 @@ LAWS = [
     closed_and_made_again,
 ]
 FAILURES = {
-    other_sizes: "ranks disagree on call 0: rank 0 calls native allreduce(shape=(5,), torch.float32), rank {last} calls "
-    "native allreduce(shape=(6,), torch.float32)",
+    other_sizes: "ranks disagree on call 0: rank 0 calls native allreduce(shape=(5,), torch.float32), rank {last} "
+    "calls native allreduce(shape=(6,), torch.float32)",
     other_order: "ranks disagree on call 2",
     other_order_of_native_sums: "ranks disagree on call 2",
     late_rank: "timed out after 1 s: rank",

@@ -180,3 +180,83 @@ def test_gloo_a_store_that_outlives_its_groups(processes, tmp_path):
     for done in processes(2, script, timeout=60):
         assert (done.returncode, done.stdout) == (0, "over\n"), done.stderr
     assert time.monotonic() - begin < 40
+
+
+NEVER_COMES_BY_MPI = """
+import sys, time
+import torch
+from mpi4py import MPI
+from communicators import CollectiveError, as_communicator
+from sparse_collectives import sparse_allreduce
+world, how = MPI.COMM_WORLD, sys.argv[1]
+if how == "call":
+    first = lambda: sparse_allreduce(torch.ones(9), world, k=3, timeout=2)
+elif how == "order":
+    one, other = world.Dup(), world.Dup()
+    first = lambda: [as_communicator(comm, timeout=2) for comm in ((one, other) if world.rank else (other, one))]
+else:
+    first = lambda: as_communicator(world, timeout=2)
+if how != "order" and world.rank == world.size - 1:
+    time.sleep(4)  # alive, but elsewhere
+for _ in range(2):
+    begin = time.monotonic()
+    try:
+        first()
+        print(f"{world.rank}|{time.monotonic() - begin}|made")
+    except CollectiveError as error:
+        print(f"{world.rank}|{time.monotonic() - begin}|{error}", flush=True)
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("how", ["call", "order", "as_communicator"])
+def test_mpi_the_first_call_has_its_time_out_and_names_who_is_absent(mpiexec, tmp_path, how):
+    """And nobody is caught by a later call that the others do not expect."""
+    script = tmp_path / "never.py"
+    script.write_text(NEVER_COMES_BY_MPI)
+    launch = mpiexec(3, script, how, timeout=60)
+    assert launch.returncode == 0, launch.stderr
+    lines = [line.split("|") for line in launch.stdout.splitlines()]
+    assert len(lines) == 6
+    for rank, seconds, said in lines:
+        assert float(seconds) < 2 + 2, launch.stdout  # the machine may be busy
+        if how == "order":
+            absent = {"0": "[1, 2]", "1": "[0]", "2": "[0]"}[rank]
+        elif rank == "2":
+            continue  # it comes when the others have given up
+        else:
+            absent = "[2]"
+        assert f"timed out after 2 s: rank {rank} waits for ranks {absent} in the first call" in said
+
+
+MANY = """
+import time
+import torch
+from mpi4py import MPI
+from communicators import allreduce, as_communicator
+world = MPI.COMM_WORLD
+for turn in range(690):  # three of MPI's 2,048 each
+    comm = world.Dup()
+    assert allreduce(torch.ones(1), as_communicator(comm), native=False).item() == 2
+    comm.Free()
+comms = [world.Dup() for _ in range(900)]
+made = 0
+try:
+    for made, comm in enumerate(comms):
+        as_communicator(comm)
+except RuntimeError as error:
+    print(f"{made}|{error}".splitlines()[0], flush=True)
+"""
+
+
+@pytest.mark.mpi
+def test_mpi_communicators_end_with_those_that_they_were_made_for(mpiexec, tmp_path):
+    """What is never freed ends with an error that says so."""
+    script = tmp_path / "many.py"
+    script.write_text(MANY)
+    launch = mpiexec(2, script, timeout=200)
+    assert launch.returncode == 0, launch.stderr
+    for line in launch.stdout.splitlines():
+        made, said = line.split("|")
+        assert int(made) > 300
+        assert said.startswith("MPI gives no further communicator")

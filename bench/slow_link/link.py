@@ -24,11 +24,13 @@ _numbers = itertools.count(1)
 class SlowLink(Launcher):
     """A context manager: entering builds the link (`Unavailable` where that cannot be), leaving removes every trace.
 
+    flip_every: one bit is flipped in every so many-th large packet, behind TCP's back; 0: none.
     A signal that would end this process leaves it by an exception meanwhile, so that leaving happens.
     """
 
-    def __init__(self, *, ranks: int, mbit_per_second: float, milliseconds: float) -> None:
+    def __init__(self, *, ranks: int, mbit_per_second: float, milliseconds: float, flip_every: int = 0) -> None:
         super().__init__(ranks=ranks, mbit_per_second=mbit_per_second, milliseconds=milliseconds)
+        self._flip_every = flip_every
         self._number = next(_numbers)
         self._switch: subprocess.Popen[bytes] | None = None
         self._exits = ExitStack()
@@ -69,6 +71,10 @@ class SlowLink(Launcher):
         address = namespaces.address_of(0)
         return {"MASTER_ADDR": address, "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": namespaces.DEVICE}
 
+    def darken(self, rank: int) -> None:
+        """From now on nothing that this rank sends arrives, and nothing reaches it; nobody is told."""
+        namespaces.darken(namespaces.name_of(self._number, rank))
+
     def watch(self) -> None:
         """See `Launcher.watch`."""
         if self._switch is None or self._switch.poll() is not None:
@@ -93,7 +99,8 @@ class SlowLink(Launcher):
                 os.close(device)
 
     def _started_switch(self, devices: list[int]) -> subprocess.Popen[bytes]:
-        words = [sys.executable, "-I", "-S", str(Path(switch.__file__)), str(1 / self.beta), str(self.alpha)]
+        words = [sys.executable, "-I", "-S", str(Path(switch.__file__))]
+        words += [str(1 / self.beta), str(self.alpha), str(self._flip_every)]
         return subprocess.Popen(
             [*words, *map(str, devices)], stdin=subprocess.PIPE, pass_fds=devices, start_new_session=True
         )

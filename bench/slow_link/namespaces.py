@@ -60,6 +60,11 @@ def create(name: str, tun: str, *, rank: int, bits_per_second: float) -> None:
     call("tc", "-n", name, "qdisc", "add", "dev", DEVICE, "root", *shape)
 
 
+def darken(name: str) -> None:
+    """Takes a namespace's device down: connections stay as they are, and TCP tries again for many minutes."""
+    call("ip", "-n", name, "link", "set", DEVICE, "down")
+
+
 def ours(number: int) -> list[str]:
     """Namespaces that exist of this process's link `number`."""
     return [name for name, (owner, link) in _all().items() if (owner, link) == (os.getpid(), number)]

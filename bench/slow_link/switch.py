@@ -1,6 +1,6 @@
 """The switch between the ranks: a star of TUN devices, with the rate and the delay of the emulated links.
 
-    python switch.py BYTES_PER_SECOND SECONDS FD...
+    python switch.py BYTES_PER_SECOND SECONDS FLIP_EVERY FD...
 
 A process of its own that needs the standard library only. FD are open TUN devices in rank order, FD i being the one
 of address x.x.0.i + 1. It ends when its standard input closes: at the latest with the process that started it.
@@ -10,6 +10,9 @@ bit arrives `SECONDS` later, and not before L/rate have passed since the packet 
 
     left    = max(t, left of the sender's packet before) + L / rate
     arrival = max(left + delay, arrival of the receiver's packet before + L / rate)
+
+With FLIP_EVERY > 0 every so many-th large packet arrives with one bit of its data flipped, which no checksum of TCP's
+shows: it is computed by the receiver's device, as where a switch or a card computes it anew.
 
 So nothing is ever faster than the link, and a late wake-up of this process delays packets without changing the rate.
 """
@@ -29,6 +32,11 @@ from collections.abc import Sequence
 VNET_BYTES = 10
 """struct virtio_net_hdr, before each packet: checksum and segmentation left to the receiver."""
 
+LARGE_BYTES = 1000
+"""Packets from here on are corrupted, if any: they carry data, not the transport's own words."""
+HEADERS_BYTES = 128
+"""Of a packet, which are left as they are."""
+
 MOST_BYTES = VNET_BYTES + 65536
 READS = 8
 """From one port before the others, and what is due, get their turn."""
@@ -40,15 +48,16 @@ REALTIME_PRIORITY = 10
 
 
 class Switch:
-    """Packets on their way. ports: file descriptors of TUN devices."""
+    """Packets on their way. ports: file descriptors of TUN devices. flip_every: see above; 0: none."""
 
-    def __init__(self, ports: Sequence[int], *, bytes_per_second: float, seconds: float) -> None:
+    def __init__(self, ports: Sequence[int], *, bytes_per_second: float, seconds: float, flip_every: int = 0) -> None:
         self._ports = list(ports)
         self._seconds_per_byte, self._delay = 1 / bytes_per_second, seconds
         self._left = [0.0] * len(ports)
         self._arrived = [0.0] * len(ports)
         self._travelling: list[tuple[float, int, int, bytes]] = []  # arrival, order, port, packet
         self._taken = 0
+        self._flip_every, self._large = flip_every, 0
 
     def serve(self, until: int) -> None:
         """Carries packets until the file descriptor `until` becomes readable, or is closed at its other end."""
@@ -91,9 +100,19 @@ class Switch:
             if wait > 0:
                 continue
             _, _, port, packet = heapq.heappop(travelling)
+            packet = self._corrupted(packet)
             with contextlib.suppress(OSError):  # a full or closed device loses a packet, as a real one would
                 os.write(port, packet)
         return None
+
+    def _corrupted(self, packet: bytes) -> bytes:
+        if not self._flip_every or len(packet) < LARGE_BYTES:
+            return packet
+        self._large += 1
+        if self._large % self._flip_every:
+            return packet
+        place = HEADERS_BYTES + self._large * 7919 % (len(packet) - HEADERS_BYTES)
+        return packet[:place] + bytes([packet[place] ^ 1 << self._large % 8]) + packet[place + 1 :]
 
 
 def receiver(packet: bytes) -> int:
@@ -113,13 +132,14 @@ def wire_bytes(packet: bytes) -> int:
 
 def main(argv: Sequence[str]) -> None:
     """Serves as the process's whole life."""
-    rate, seconds, *ports = argv
+    rate, seconds, flip_every, *ports = argv
     for interruption in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(interruption, signal.SIG_IGN)  # the starter gets it too, and ends us in its own time
     with contextlib.suppress(OSError):  # ranks that busy-wait would hold it up for whole time slices
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(REALTIME_PRIORITY))
     gc.disable()
-    Switch([int(port) for port in ports], bytes_per_second=float(rate), seconds=float(seconds)).serve(0)
+    link = {"bytes_per_second": float(rate), "seconds": float(seconds)}
+    Switch([int(port) for port in ports], flip_every=int(flip_every), **link).serve(0)
 
 
 if __name__ == "__main__":

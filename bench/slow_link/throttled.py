@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 import torch
 from communicators import Communicator, Link, Round, Schedule, Work, as_communicator
-from communicators.communicator import TIMEOUT_SECONDS
 
 from bench.slow_link.fallback import THROTTLE
 
@@ -37,14 +36,12 @@ class Throttled(Communicator):
         self.rank, self.size, self.device = comm.rank, comm.size, comm.device
         self._comm, self._link = comm, link
 
-    def run(
-        self, schedule: Schedule[T], *, facts: str, timeout: float = TIMEOUT_SECONDS, device: torch.device | None = None
-    ) -> T:
+    def run(self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None) -> T:
         """See `communicators.run`."""
         return self._comm.run(slowed(schedule, self._link), facts=facts, timeout=timeout, device=device)
 
     def start(
-        self, schedule: Schedule[T], *, facts: str, timeout: float = TIMEOUT_SECONDS, device: torch.device | None = None
+        self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None
     ) -> Work[T]:
         """See `communicators.start`."""
         return self._comm.start(slowed(schedule, self._link), facts=facts, timeout=timeout, device=device)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from communicators.call import Call
-from communicators.communicator import TIMEOUT_SECONDS, Communicator, Work
+from communicators.communicator import Communicator, Work
 from communicators.schedule import Schedule
 
 T = TypeVar("T")
@@ -21,9 +21,7 @@ class Alone(Communicator):
     def __init__(self) -> None:
         self.rank, self.size = 0, 1
 
-    def run(
-        self, schedule: Schedule[T], *, facts: str, timeout: float = TIMEOUT_SECONDS, device: torch.device | None = None
-    ) -> T:
+    def run(self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None) -> T:
         """See `communicators.run`; an error of the schedule is raised as it is."""
         del timeout, device
         call = Call(schedule, rank=0, size=1, facts=facts, number=0)
@@ -32,7 +30,7 @@ class Alone(Communicator):
         return cast(T, call.value)
 
     def start(
-        self, schedule: Schedule[T], *, facts: str, timeout: float = TIMEOUT_SECONDS, device: torch.device | None = None
+        self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None
     ) -> Work[T]:
         """See `communicators.start`; over at once."""
         return _Finished(self.run(schedule, facts=facts, timeout=timeout, device=device))

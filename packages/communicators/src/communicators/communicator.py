@@ -67,14 +67,12 @@ class Communicator(ABC):
         self._timeout = check_timeout(seconds)
 
     @abstractmethod
-    def run(
-        self, schedule: Schedule[T], *, facts: str, timeout: float = TIMEOUT_SECONDS, device: torch.device | None = None
-    ) -> T:
+    def run(self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None) -> T:
         """See `communicators.run`."""
 
     @abstractmethod
     def start(
-        self, schedule: Schedule[T], *, facts: str, timeout: float = TIMEOUT_SECONDS, device: torch.device | None = None
+        self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None
     ) -> Work[T]:
         """See `communicators.start`."""
 

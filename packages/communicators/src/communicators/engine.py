@@ -241,7 +241,7 @@ def part(comms: Sequence[TransportCommunicator], why: str, timeout: float | None
     )
     for comm in comms:
         _guarded(comm, comm.release)
-    return missing
+    return sorted(missing)
 
 
 def _goodbye_seconds(comm: TransportCommunicator) -> float:

@@ -223,16 +223,16 @@ def _duplicate(comm: MPI.Comm, end: float) -> MPI.Comm:
     """A duplicate, which all ranks are about to make."""
     try:
         duplicate, request = comm.Idup()
+        while not request.Test():
+            if time.monotonic() > end:
+                _abandoned.append((duplicate, request))
+                raise CollectiveError(f"timed out: rank {comm.Get_rank()} waits for the others to make a communicator")
+            time.sleep(FIRST_CALL_POLL_SECONDS)
     except MPI.Exception as error:
         raise RuntimeError(
-            f"MPI gives no further communicator ({error}): close() those that are not needed any more, on every rank, "
-            "or Free() the mpi4py communicators that they were made for, which closes them"
+            "MPI gives no further communicator: close() those that are not needed any more, on every rank, or Free() the "
+            f"mpi4py communicators that they were made for, which closes them ({error.Get_error_class()}: {error})"
         ) from error
-    while not request.Test():
-        if time.monotonic() > end:
-            _abandoned.append((duplicate, request))
-            raise CollectiveError(f"timed out: rank {comm.Get_rank()} waits for the others to duplicate a communicator")
-        time.sleep(FIRST_CALL_POLL_SECONDS)
     return duplicate
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from communicators.communicator import TIMEOUT_SECONDS, Communicator, Work
+from communicators.communicator import Communicator, Work
 from communicators.errors import CollectiveError
 from communicators.event_loop import EventLoop, Flight
 from communicators.faults import Corrupts, Dies
@@ -97,14 +97,12 @@ class SimulatedCommunicator(Communicator):
         """Messages that this rank sent so far."""
         return self._loop.messages_sent[self.rank]
 
-    def run(
-        self, schedule: Schedule[T], *, facts: str, timeout: float = TIMEOUT_SECONDS, device: torch.device | None = None
-    ) -> T:
+    def run(self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None) -> T:
         """See `communicators.run`; the timeout counts virtual seconds."""
         return self.start(schedule, facts=facts, timeout=timeout, device=device).wait()
 
     def start(
-        self, schedule: Schedule[T], *, facts: str, timeout: float = TIMEOUT_SECONDS, device: torch.device | None = None
+        self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None
     ) -> SimulatedWork[T]:
         """See `communicators.start`; the schedule advances in virtual time while its rank computes or waits."""
         del device

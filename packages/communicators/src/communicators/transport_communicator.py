@@ -16,7 +16,7 @@ from torch import Tensor
 
 from communicators.agreement import agreement
 from communicators.call import Call, NativeSum
-from communicators.communicator import TIMEOUT_SECONDS, Communicator, Work
+from communicators.communicator import Communicator, Work
 from communicators.control import Control, Letters
 from communicators.engine import Engine, engine, part
 from communicators.errors import CollectiveError
@@ -46,16 +46,14 @@ class TransportCommunicator(Communicator):
         self._engine: Engine = engine()
         self._engine.watch(self)
 
-    def run(
-        self, schedule: Schedule[T], *, facts: str, timeout: float = TIMEOUT_SECONDS, device: torch.device | None = None
-    ) -> T:
+    def run(self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None) -> T:
         """See `communicators.run`. Progresses in the calling thread."""
         flight = self._launch(schedule, facts, timeout, device)
         self._engine.drive(flight)
         return cast(T, flight.result())
 
     def start(
-        self, schedule: Schedule[T], *, facts: str, timeout: float = TIMEOUT_SECONDS, device: torch.device | None = None
+        self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None
     ) -> Work[T]:
         """See `communicators.start`. Progresses in the background engine's thread."""
         device = with_index(device if device is not None else self.device)
@@ -75,7 +73,7 @@ class TransportCommunicator(Communicator):
             return None
         total = tensor.detach().clone(memory_format=torch.contiguous_format)
         facts = f"native allreduce(shape={tuple(tensor.shape)}, {tensor.dtype})"
-        self.run(self._native_sum(total), facts=facts, device=tensor.device)
+        self.run(self._native_sum(total), facts=facts, timeout=self.timeout, device=tensor.device)
         self.count(2 * total.numel() * total.dtype.itemsize * (self.size - 1) // self.size, messages=1)
         return total
 

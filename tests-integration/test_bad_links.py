@@ -1,0 +1,125 @@
+"""Links that go dark in the midst of training, or change bits: the same error on all ranks, in time, and an end."""
+
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT))  # benchmarks are run from the root, not installed
+
+from bench.slow_link import SlowLink, missing  # noqa: E402
+
+LACKING = missing()
+pytestmark = pytest.mark.skipif(bool(LACKING), reason=f"no emulated link here: {'; '.join(LACKING)}")
+
+TIMEOUT = 4.0
+TRAINS = """
+import pathlib, sys, time
+import torch
+from communicators import CollectiveError, allreduce, as_communicator, leave
+world, native, begun, timeout = sys.argv[1], sys.argv[2] == "native", pathlib.Path(sys.argv[3]), float(sys.argv[4])
+if world == "mpi":
+    from mpi4py import MPI
+else:
+    import datetime, torch.distributed as dist
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+comm = as_communicator(None, timeout=timeout)
+try:
+    for step in range(100_000):
+        allreduce(torch.ones(1000), comm, native=native)
+        if step == 20 and comm.rank == 0:
+            begun.touch()
+        time.sleep(0.01)
+except CollectiveError as error:
+    print(f"{comm.rank}|{time.monotonic()}|{error}", flush=True)
+    if world == "mpi" and leave(timeout=2.0):
+        MPI.COMM_WORLD.Abort(1)
+    raise SystemExit(1)
+"""
+
+
+def train_behind_a_link_that_goes_dark(world, native, dark, tmp_path):
+    """Of each rank: seconds from the darkness to its error, and what that said; seconds until all had ended."""
+    script, begun, since = tmp_path / "trains.py", tmp_path / "begun", []
+    script.write_text(TRAINS)
+    command = [sys.executable, str(script), world, native, str(begun), str(TIMEOUT)]
+    with SlowLink(ranks=3, mbit_per_second=100, milliseconds=1.0) as link:
+
+        def darken():
+            while not begun.exists():
+                time.sleep(0.05)
+            link.darken(dark)
+            since.append(time.monotonic())
+
+        threading.Thread(target=darken, daemon=True).start()
+        if world == "mpi":
+            printed = link.mpiexec(command, timeout=100).stdout
+        else:
+            printed = "".join(done.stdout for done in link.processes(command, timeout=100))
+        ended = time.monotonic() - since[0]
+    lines = [line.split("|", 2) for line in printed.splitlines() if line.count("|") == 2]
+    return {int(rank): (float(when) - since[0], reason) for rank, when, reason in lines}, ended
+
+
+@pytest.mark.parametrize("native", ["native", "ours"])
+@pytest.mark.parametrize("dark", [0, 2])
+@pytest.mark.parametrize("world", ["gloo", pytest.param("mpi", marks=pytest.mark.mpi)])
+def test_every_rank_raises_in_time_and_ends(world, native, dark, tmp_path):
+    """Rank 0 holds the Store, and is the arbiter."""
+    errors, ended = train_behind_a_link_that_goes_dark(world, native, dark, tmp_path)
+    assert set(errors) == {0, 1, 2}
+    assert max(seconds for seconds, _ in errors.values()) < TIMEOUT + 1 + 2  # the machine may be busy
+    assert len({reason for rank, (_, reason) in errors.items() if rank != dark}) == 1
+    assert all("timed out after 4 s" in reason for _, reason in errors.values())
+    assert ended < 20
+
+
+SUMS = """
+import sys, zlib
+import torch
+from communicators import CollectiveError, allreduce, as_communicator, leave
+from sparse_collectives import sparse_allreduce
+world, algorithm = sys.argv[1:3]
+if world == "mpi":
+    from mpi4py import MPI
+else:
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+comm = as_communicator(None, timeout=20)
+try:
+    for step in range(100):
+        x = torch.randn(60_000)
+        if algorithm == "dense":
+            total = allreduce(x, comm, native=False)
+        else:
+            total = sparse_allreduce(x, comm, k=6000, algorithm=algorithm).total
+        print(f"{comm.rank}|{step}|{zlib.crc32(total.numpy()):08x}", flush=True)
+except CollectiveError as error:
+    print(f"{comm.rank}|error|{error}", flush=True)
+    if world == "mpi" and leave(timeout=2.0):
+        MPI.COMM_WORLD.Abort(1)
+    raise SystemExit(1)
+"""
+
+
+@pytest.mark.parametrize("algorithm", ["dense", "topk-dsa", "spardl"])
+@pytest.mark.parametrize("world", ["gloo", pytest.param("mpi", marks=pytest.mark.mpi)])
+def test_flipped_bits_never_make_ranks_differ(world, algorithm, tmp_path):
+    """In one of forty large packets. Totals are compared up to the error, which all ranks raise."""
+    script = tmp_path / "sums.py"
+    script.write_text(SUMS)
+    command = [sys.executable, str(script), world, algorithm]
+    with SlowLink(ranks=3, mbit_per_second=200, milliseconds=0.2, flip_every=40) as link:
+        if world == "mpi":
+            printed = link.mpiexec(command, timeout=100).stdout
+        else:
+            printed = "".join(done.stdout for done in link.processes(command, timeout=100))
+    said = {}
+    for rank, what, value in [line.split("|", 2) for line in printed.splitlines() if line.count("|") >= 2]:
+        said.setdefault(what, {})[rank] = value
+    assert all(len(set(values.values())) == 1 for values in said.values()), said
+    assert len(said["error"]) == 3
+    assert next(iter(said["error"].values())).startswith("corrupted")
