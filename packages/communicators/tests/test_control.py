@@ -48,6 +48,48 @@ def test_several_complaints_one_verdict(data, size):
     assert None not in verdicts
 
 
+@given(data=st.data(), size=st.integers(2, 8))
+def test_without_the_arbiter_the_next_rank_decides_for_all_that_are_left(data, size):
+    """Those before it may be gone too; a rank learns so before or after it complains, or never."""
+    office = post(data, size)
+    gone = data.draw(st.integers(1, size - 1))
+    alive = range(gone, size)
+    for rank in data.draw(st.permutations(alive)):
+        control = office.controls[rank]
+        lost = [lambda c=control, peer=peer: c.lose(peer) for peer in range(gone)]
+        complaint = [lambda c=control, rank=rank: c.complain(f"reason of rank {rank}")]
+        for act in data.draw(st.permutations(lost + complaint)):
+            office.send(rank, [(to, letter) for to, letter in act() if to in alive])
+        office.queues = {pair: letters for pair, letters in office.queues.items() if pair[1] in alive}
+    office.deliver_all()
+    verdicts = {office.controls[rank].verdict for rank in alive}
+    assert len(verdicts) == 1
+    assert None not in verdicts
+
+
+def test_who_has_not_heard_the_verdict_is_told_again():
+    arbiter = Control(0, 3)
+    arbiter.complain("first")
+    [(_, late)] = Control(2, 3).complain("second")
+    [(target, letter)] = arbiter.receive(late)
+    other = Control(2, 3)
+    other.receive(letter)
+    assert (target, other.verdict) == (2, "first")
+
+
+@given(flip=st.integers(0, 1 << 20), rank=st.integers(0, 1))
+def test_a_letter_that_was_changed_on_its_way_is_a_reason(flip, rank):
+    [(_, letter)] = Control(1, 2).complain("whatever")
+    changed = bytearray(letter)
+    changed[flip // 8 % len(changed)] ^= 1 << flip % 8
+    control = Control(rank, 2)
+    control.receive(bytes(changed))
+    if rank == 0:
+        assert control.verdict == "rank 0 got a corrupted control message: the network changes bits"
+    else:
+        assert control.verdict is None  # it has told the arbiter
+
+
 @given(data=st.data(), size=st.integers(2, 6))
 def test_a_wait_with_other_facts_becomes_a_verdict(data, size):
     """Whether the other rank made its call before the letter came, or makes it after."""

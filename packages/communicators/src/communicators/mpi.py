@@ -230,8 +230,8 @@ def _duplicate(comm: MPI.Comm, end: float) -> MPI.Comm:
             time.sleep(FIRST_CALL_POLL_SECONDS)
     except MPI.Exception as error:
         raise RuntimeError(
-            "MPI gives no further communicator: close() those that are not needed any more, on every rank, or Free() the "
-            f"mpi4py communicators that they were made for, which closes them ({error.Get_error_class()}: {error})"
+            "MPI gives no further communicator: close() those that are not needed any more, on every rank, or Free() "
+            f"the mpi4py communicators that they were made for, which closes them ({error})"
         ) from error
     return duplicate
 
