@@ -13,6 +13,7 @@ from communicators import (
     Round,
     allgather,
     allreduce,
+    allreduce_async,
     as_communicator,
     barrier,
     body,
@@ -157,6 +158,31 @@ def closed_and_made_again(comm):
                 allreduce(torch.ones(1), again)
 
 
+def inputs_changed_after_the_start(comm):
+    """Large enough that the engine has not begun when the caller writes."""
+    for turn in range(20):
+        x = torch.full((300_000,), 1.0)
+        work = allreduce_async(x, comm)
+        x.fill_(100.0 + turn)
+        assert bool((work.wait() == comm.size).all())
+
+
+def duplicates(comm):
+    """Calls on one come in any order to those on the other; an error of one leaves the other alone."""
+    other = comm.duplicate()
+    calls = [lambda c=c, x=x: (c, x, allreduce_async(torch.full((5,), x), c)) for c, x in ((comm, 1.0), (other, 10.0))]
+    for c, x, work in [call() for call in (calls if comm.rank % 2 else reversed(calls))]:
+        assert (c is comm) == (x == 1.0)
+        assert work.wait(timeout=20).tolist() == [x * comm.size] * 5
+    if comm.size > 1:
+        with pytest.raises(CollectiveError, match="ranks disagree"):
+            allreduce(torch.ones(2 + comm.rank), other)
+    other.close()
+    again = comm.duplicate()
+    assert allreduce(torch.ones(1), again).item() == allreduce(torch.ones(1), comm).item() == comm.size
+    again.close()
+
+
 def world():
     from mpi4py import MPI
 
@@ -170,6 +196,8 @@ LAWS = [
     background_leaves_others_alone,
     a_subset_first,
     closed_and_made_again,
+    inputs_changed_after_the_start,
+    duplicates,
 ]
 FAILURES = {
     other_sizes: "ranks disagree on call 0: rank 0 calls native allreduce(shape=(5,), torch.float32), rank {last} "

@@ -25,7 +25,7 @@ from communicators import (
     start,
 )
 from communicators import dense as schedules
-from communicators.process_group import ProcessGroupTransport
+from communicators.process_group import Meeting, ProcessGroupTransport
 from communicators.stores import store_of
 from communicators.transport_communicator import TransportCommunicator
 from communicators.untagged import UntaggedTransport
@@ -48,7 +48,7 @@ def communicator():
     group = dist.new_group()
     if BACKEND != "pretend-untagged":
         return as_communicator(group)
-    tagged = ProcessGroupTransport(group, "here")
+    tagged = ProcessGroupTransport(Meeting.of(group, "here"))
     line = UntaggedGloo(dist.PrefixStore("line", store_of(group)), group.rank(), group.size(), DEVICE.type)
     return TransportCommunicator(UntaggedTransport(tagged, line))
 

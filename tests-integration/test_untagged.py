@@ -46,14 +46,14 @@ import os, signal
 import torch, torch.distributed as dist
 from communicators import allreduce
 from communicators.untagged import UntaggedTransport
-from communicators.process_group import ProcessGroupTransport
+from communicators.process_group import Meeting, ProcessGroupTransport
 from communicators.stores import store_of
 from communicators.transport_communicator import TransportCommunicator
 from untagged_gloo import UntaggedGloo
 dist.init_process_group("gloo")
 group = dist.group.WORLD
 line = UntaggedGloo(dist.PrefixStore("line", store_of(group)), group.rank(), group.size())
-comm = TransportCommunicator(UntaggedTransport(ProcessGroupTransport(group, "here"), line))
+comm = TransportCommunicator(UntaggedTransport(ProcessGroupTransport(Meeting.of(group, "here")), line))
 allreduce(torch.ones(3), comm, native=False)
 if comm.rank == 1:
     line.exchange = lambda sends, recvs: os.kill(os.getpid(), signal.SIGKILL)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from communicators import CollectiveError, Round, body, frame, framed_nbytes, run, start
 from communicators import dense as schedules
-from communicators.process_group import ProcessGroupTransport
+from communicators.process_group import Meeting, ProcessGroupTransport
 from communicators.transport_communicator import TransportCommunicator
 from communicators.untagged import UntaggedTransport
 from untagged_gloo import UntaggedGloo
@@ -138,7 +138,7 @@ def outcome_of(case, store, rank, size):
     group = dist.ProcessGroup(dist.PrefixStore("group", store), rank, size)
     dist.distributed_c10d._world.pg_map[group] = "gloo", dist.PrefixStore("group", store)  # asked before torch 2.9
     line = UntaggedGloo(dist.PrefixStore("line", store), rank, size)
-    comm = TransportCommunicator(UntaggedTransport(ProcessGroupTransport(group, "here"), line))
+    comm = TransportCommunicator(UntaggedTransport(ProcessGroupTransport(Meeting.of(group, "here")), line))
     begin, outcome = time.monotonic(), {}
     try:
         case(comm)

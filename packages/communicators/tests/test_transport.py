@@ -25,7 +25,7 @@ from communicators import (
     start,
     transport_communicator,
 )
-from communicators.engine import LONGEST_NAP_SECONDS, Engine, engine
+from communicators.engine import LISTEN_SECONDS, LONGEST_NAP_SECONDS, Engine, engine
 from communicators.transport import PeerLost, Pending, Transport
 from communicators.transport_communicator import TransportCommunicator
 from communicators.waiters import Waiters
@@ -212,13 +212,69 @@ def test_closing_after_a_failure_waits_for_what_it_ends():
         works[0].wait(timeout=10)
 
 
+class Broken:
+    """Something for the engine that fails when it is looked at for the third time."""
+
+    lingers = False
+
+    def __init__(self, where):
+        self.where, self.looks, self.ended = where, 0, threading.Event()
+        self.progressed = time.monotonic()
+
+    def poll(self):
+        self.look("poll")
+        return False
+
+    def watch(self):
+        self.look("watch")
+
+    def look(self, where):
+        self.looks += where == self.where
+        if self.looks == 3:
+            raise ZeroDivisionError("by hand")
+
+    def abandon(self, error):
+        self.error = error
+        self.ended.set()
+
+
+@pytest.mark.parametrize("where", ["poll", "watch"])
+def test_what_fails_when_the_engine_looks_at_it_ends_alone_and_is_told(where):
+    broken, comms = Broken(where), ranks(2)
+    engine().add(broken)
+    works = [start(ping(comm), comm, facts="ping") for comm in comms]
+    assert broken.ended.wait(10)
+    assert isinstance(broken.error, ZeroDivisionError)
+    assert broken.looks == 3
+    assert [work.wait(timeout=10) for work in works] == [1, 0]
+    assert broken not in engine()._driven
+
+
+def test_what_is_added_is_looked_at_at_once():
+    """The idle engine looks around 20 times a second; fifty in a row take no fifty of its rounds."""
+    begin = time.monotonic()
+    for _ in range(50):
+        broken = Broken("poll")
+        engine().add(broken)
+        assert broken.ended.wait(10)
+    assert time.monotonic() - begin < 50 * LISTEN_SECONDS
+
+
+def test_a_works_times_are_of_the_communicators_clock():
+    comms = ranks(2)
+    begin = comms[0].clock()
+    works = [start(ping(comm), comm, facts="ping") for comm in comms]
+    for work in works:
+        work.wait(timeout=10)
+        assert begin <= work.began <= work.ended <= comms[0].clock()
+
+
 def test_a_call_waits_busily_in_every_round_at_first():
     """Not only in its first: with several rounds, and computation between them, it would nap in all the others."""
     naps = []
 
     class Flight:
-        comm = SimpleNamespace(transport=SimpleNamespace(nap=naps.append))
-        polls, progressed = 0, time.monotonic() - 1.0
+        polls, progressed, lingers = 0, time.monotonic() - 1.0, False
 
         def poll(self):
             self.polls += 1
@@ -229,7 +285,7 @@ def test_a_call_waits_busily_in_every_round_at_first():
         def watch(self):
             pass
 
-    Engine().drive(Flight())
+    Engine().drive(Flight(), naps.append)
     assert naps == [LONGEST_NAP_SECONDS]
 
 
@@ -252,7 +308,8 @@ def soon(condition):
 
 
 def unsent(comms):
-    return [leftover for leftover in list(engine()._unsent) if leftover.comm in comms]
+    controls = [comm.control for comm in comms]
+    return [one for one in list(engine()._driven) if isinstance(one, leftover.Leftover) and one.control in controls]
 
 
 def test_rounds_and_calls_do_not_wait_for_receipts(receipts):
@@ -294,7 +351,7 @@ def test_receipts_of_a_peer_that_has_left_or_is_lost_do_not_come(receipts, monke
     on_all(comms, lambda comm: run(ping(comm), comm, facts="ping"))
     monkeypatch.setattr(Waiting, "missing", lambda pending: list(pending.action.sends))
     comms[1].leave("it exited")
-    assert soon(lambda: [one.comm for one in unsent(comms)] == [comms[1]])
+    assert soon(lambda: [one.control for one in unsent(comms)] == [comms[1].control])
 
     def lost(pending):
         raise PeerLost(0, ConnectionError("reset"))

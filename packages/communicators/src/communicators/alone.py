@@ -33,7 +33,12 @@ class Alone(Communicator):
         self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None
     ) -> Work[T]:
         """See `communicators.start`; over at once."""
-        return _Finished(self.run(schedule, facts=facts, timeout=timeout, device=device))
+        began = self.clock()
+        return _Finished(self.run(schedule, facts=facts, timeout=timeout, device=device), began, self.clock())
+
+    def duplicate(self) -> Alone:
+        """See `Communicator.duplicate`."""
+        return Alone()
 
     def clock(self) -> float:
         """Seconds, monotonic."""
@@ -45,8 +50,16 @@ class Alone(Communicator):
 
 
 class _Finished(Work[T]):
-    def __init__(self, value: T) -> None:
-        self._value = value
+    def __init__(self, value: T, began: float, ended: float) -> None:
+        self._value, self._began, self._ended = value, began, ended
+
+    @property
+    def began(self) -> float:
+        return self._began
+
+    @property
+    def ended(self) -> float:
+        return self._ended
 
     def wait(self, timeout: float | None = None) -> T:
         del timeout

@@ -17,6 +17,16 @@ TIMEOUT_SECONDS = 300.0
 """How long a rank waits for a late peer before the collective fails on all of them."""
 
 
+MOST_DUPLICATES = 64
+"""Of one communicator at a time: MPI has about 2,000 communicators in all."""
+
+
+def refuse_too_many(duplicates: int) -> None:
+    """Raises RuntimeError where a communicator has as many open duplicates as it may."""
+    if duplicates >= MOST_DUPLICATES:
+        raise RuntimeError(f"{MOST_DUPLICATES} duplicates of this communicator are open: close() some, on every rank")
+
+
 def check_timeout(timeout: float) -> float:
     """The seconds given; TypeError or ValueError unless they are a number above 0."""
     if isinstance(timeout, bool) or not isinstance(timeout, int | float):
@@ -28,6 +38,16 @@ def check_timeout(timeout: float) -> float:
 
 class Work(ABC, Generic[T]):
     """A collective that was started and goes on by itself."""
+
+    @property
+    @abstractmethod
+    def began(self) -> float:
+        """When it was started, in seconds by `Communicator.clock`."""
+
+    @property
+    @abstractmethod
+    def ended(self) -> float | None:
+        """When its result was there, or its error; None until then."""
 
     @abstractmethod
     def wait(self, timeout: float | None = None) -> T:
@@ -75,6 +95,14 @@ class Communicator(ABC):
         self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None
     ) -> Work[T]:
         """See `communicators.start`."""
+
+    def duplicate(self) -> Communicator:
+        """Another communicator of the same ranks, with calls, numbers, tags and errors of its own. Collective.
+
+        For a library that shares ranks with its user: their calls may then come in any order to each other. `close()`
+        frees it; RuntimeError where a communicator has MOST_DUPLICATES that are not closed.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot be duplicated")
 
     @abstractmethod
     def clock(self) -> float:

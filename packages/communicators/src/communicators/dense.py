@@ -94,6 +94,16 @@ def broadcast(x: Tensor, rank: int, size: int, root: int = 0) -> Schedule[Tensor
     return body(payload, x.dtype)
 
 
+def barrier(rank: int, size: int) -> Schedule[None]:
+    """Ends when all ranks have begun: every rank hears of every other (Hensgen, Finkel & Manber, 1988).
+
+    ⌈log P⌉ rounds of empty messages, any P.
+    """
+    for distance in powers_of_two(below=size):
+        to, source = (rank + distance) % size, (rank - distance) % size
+        yield Round({to: frame(torch.empty(0))}, {source: SLOT_BYTES})
+
+
 def allgather(x: Tensor, rank: int, size: int) -> Schedule[list[Tensor]]:
     """Every rank's tensor, in rank order; numels may differ. One Bruck gather of the sizes, one of the elements."""
     mine = torch.tensor([x.numel() * x.dtype.itemsize]).view(torch.uint8)

@@ -15,17 +15,9 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import Protocol
 
 from communicators import errors
-from communicators.streams import devices_of
-
-if TYPE_CHECKING:
-    from communicators.flight import TransportFlight
-    from communicators.leftover import Leftover
-    from communicators.transport_communicator import TransportCommunicator
 
 LISTEN_SECONDS = 0.05
 BUSY_SECONDS = 50e-6
@@ -34,10 +26,59 @@ LONGEST_NAP_SECONDS = 200e-6
 IDLE_SECONDS = 1e-3
 FAILED_GOODBYE_SECONDS = 5.0
 """So long the end of a process waits for the peers of a communicator that has failed."""
-FAIL_SECONDS = 10.0
-"""A call under way on a communicator that has failed ends much sooner."""
 
 logger = logging.getLogger(__name__)
+
+
+class Driven(Protocol):
+    """Something that goes on by being looked at, by the engine or by who waits for it; never by both.
+
+    progressed: when it last got on, by time.monotonic(): the longer ago, the rarer it is looked at.
+    lingers: whether its owner has gone on without it. Then it is seen to its end before the process ends.
+    """
+
+    progressed: float
+    lingers: bool
+
+    def poll(self) -> bool:
+        """Goes on as far as it can without blocking; True once it is over, then it is not looked at again."""
+
+    def watch(self) -> None:
+        """Looks at the clock; called every few milliseconds while polls find nothing."""
+
+    def abandon(self, error: BaseException | None) -> None:
+        """It is not looked at again: what it raised itself, None where the process ends."""
+
+
+class Party(Protocol):
+    """A communicator whose letters are read.
+
+    threaded: whether another thread may do that while its owner computes.
+    """
+
+    @property
+    def threaded(self) -> bool: ...
+
+    def listen(self) -> None:
+        """Reads the letters that have come."""
+
+    def leave(self, why: str) -> None:
+        """Says goodbye to all peers."""
+
+    def staying(self) -> list[int]:
+        """The peers whose goodbyes may still come."""
+
+    def missing(self) -> list[int]:
+        """The peers that have not said goodbye."""
+
+    def goodbye_seconds(self) -> float:
+        """How long their goodbyes are waited for."""
+
+    def release(self) -> None:
+        """Lets go of the transport."""
+
+    def fail(self, error: BaseException) -> None:
+        """The transport itself has failed here."""
 
 
 @cache
@@ -49,93 +90,83 @@ def engine() -> Engine:
 
 
 class Engine:
-    """Flights in the background, the last messages of calls that are over, and communicators whose letters are read."""
+    """What is driven in the background, and the communicators whose letters are read."""
 
     def __init__(self) -> None:
-        self._flights: list[TransportFlight] = []
-        self._unsent: list[Leftover] = []
-        self._comms: weakref.WeakSet[TransportCommunicator] = weakref.WeakSet()
+        self._driven: list[Driven] = []
+        self._parties: weakref.WeakSet[Party] = weakref.WeakSet()
         self._lock = threading.Lock()  # of the set, which grows in one thread while another walks it
         self._wake = threading.Event()
         self._closing = False
         self._process = os.getpid()
-        self._inline = False
+        self.inline = False
         self._listened = 0.0
         self._thread: threading.Thread | None = None
 
-    def watch(self, comm: TransportCommunicator) -> None:
-        """From now on this communicator's letters are read."""
+    @property
+    def drives(self) -> bool:
+        """Whether what is added goes on while its owner computes."""
+        return not self.inline and not self._closing
+
+    def listen_to(self, party: Party) -> None:
+        """From now on its letters are read."""
         with self._lock:
-            self._comms.add(comm)
-        if not comm.transport.threaded:
-            if not self._inline:
+            self._parties.add(party)
+        if not party.threaded:
+            if not self.inline:
                 logger.warning("this MPI was not initialised with THREAD_MULTIPLE: progress only inside our calls")
-            self._inline = True
-        elif self._thread is None and not self._inline:
+            self.inline = True
+        elif self._thread is None and not self.inline:
             self._thread = threading.Thread(target=self._live, name="communicators-engine", daemon=True)
             self._thread.start()
 
-    def forget(self, comm: TransportCommunicator) -> None:
-        """This communicator is closed; RuntimeError while calls of it are under way that have not failed."""
-        for flight in [flight for flight in list(self._flights) if flight.comm is comm]:
-            failing = comm.control.verdict is not None
-            if not self.wait(flight, FAIL_SECONDS if failing else 0.0) and not failing:
-                raise RuntimeError("close() while calls that were started are under way: wait() for them first")
-        self._drain(comm)
+    def forget(self, party: Party) -> None:
+        """Its letters are read no longer."""
         with self._lock:
-            self._comms.discard(comm)
+            self._parties.discard(party)
 
-    def add(self, flight: TransportFlight) -> None:
-        """Drives a flight in the background."""
-        self._flights.append(flight)
+    def add(self, driven: Driven) -> None:
+        """Drives it in the background, at once."""
+        self._driven.append(driven)
         self._wake.set()
 
-    def see_through(self, leftover: Leftover) -> bool:
-        """Sees that messages come which a call has left behind; False where no thread would."""
-        if leftover.over():
-            return True
-        if self._inline or self._closing:
-            return False
-        self._unsent.append(leftover)
+    def wake(self) -> None:
+        """Something has come: looks at all of them now."""
         self._wake.set()
-        return True
 
-    def drive(self, flight: TransportFlight) -> None:
-        """Polls a flight to its end in the calling thread.
+    def drive(self, driven: Driven, nap: Callable[[float], None]) -> None:
+        """Polls it to its end in the calling thread.
 
         Busy at first in every round, then with naps in proportion to the wait: ranks beyond the cores would otherwise
         spin in the way of the one that they wait for.
         """
-        try:
-            while not flight.poll():
-                waited = time.monotonic() - flight.progressed
-                if self._inline:  # what was started before has no other thread
-                    self._poll_all()
-                if waited > SPIN_SECONDS:
-                    flight.comm.transport.nap(min(waited / 8, LONGEST_NAP_SECONDS))
-                    self._look_around([flight])
-        except BaseException as error:
-            flight.interrupted(error)
-            raise
+        while not driven.poll():
+            waited = time.monotonic() - driven.progressed
+            if self.inline:  # what was started before has no other thread
+                self._poll_all()
+            if waited > SPIN_SECONDS:
+                nap(min(waited / 8, LONGEST_NAP_SECONDS))
+                self._look_around([driven])
 
-    def wait(self, flight: TransportFlight, timeout: float | None) -> bool:
-        """Waits for a flight that was added; False when it is not over in time."""
-        if not self._inline:
-            return flight.finished.wait(timeout)
+    def wait(self, over: Callable[[], bool], finished: threading.Event, timeout: float | None) -> bool:
+        """Waits for the end of what was added; False when it is not over in time."""
+        if not self.inline:
+            return finished.wait(timeout)
         end = None if timeout is None else time.monotonic() + timeout
         self._poll_all()
-        while not flight.finished.is_set() and (end is None or time.monotonic() < end):
+        while not over() and (end is None or time.monotonic() < end):
             time.sleep(BUSY_SECONDS)
             self._poll_all()
-        return flight.finished.is_set()
+        return over()
 
-    def future(self, flight: TransportFlight) -> torch.futures.Future[Any]:
-        """A future of the flight's result. Without a thread nothing would complete it later, so it is waited for."""
-        if self._inline:
-            self.wait(flight, None)
-        done: torch.futures.Future[None] = torch.futures.Future(devices=devices_of(flight.device))
-        flight.when_finished(lambda: done.set_result(None))
-        return done.then(lambda _: flight.result())  # an error raised here surfaces as itself; set_exception's does not
+    def drain(self, kind: Callable[[Driven], bool] = lambda driven: True) -> None:
+        """Until nothing of this kind that lingers is left; in the calling thread where the engine's has ended."""
+        while any(driven.lingers and kind(driven) for driven in list(self._driven)):
+            if not self.drives:
+                self._poll_all()
+                for party in self._listened_to():
+                    _guarded(party, party.listen)
+            time.sleep(BUSY_SECONDS)
 
     def close(self) -> None:
         """At exit: tells all peers, and reads their letters until they have left too. Not in a forked child."""
@@ -150,63 +181,56 @@ class Engine:
         self._wake.set()
         if self._thread is not None:
             self._thread.join()
-        for flight in self._flights:
-            flight.abandon()
-        for comm in self._watched():
-            self._drain(comm)
-        return part(self._watched(), why, timeout)
+        for driven in [driven for driven in self._driven if not driven.lingers]:
+            self._driven.remove(driven)
+            driven.abandon(None)
+        self.drain()
+        return part(self._listened_to(), why, timeout)
 
     def _live(self) -> None:
         while not self._closing:
-            if self._flights or self._unsent:
+            if self._driven:
                 self._poll_all()
-                time.sleep(self._nap())
+                self._wake.wait(self._nap())
             else:
                 self._look_around([])
                 self._wake.wait(LISTEN_SECONDS)
-                self._wake.clear()
+            self._wake.clear()
 
     def _nap(self) -> float:
         """In proportion to how long nothing has come: each look takes time from the threads that compute."""
-        last = max((flight.progressed for flight in list(self._flights)), default=0.0)
-        last = max([last, *(leftover.since for leftover in list(self._unsent))])
+        last = max((driven.progressed for driven in list(self._driven)), default=0.0)
         return min(max((time.monotonic() - last) / 8, BUSY_SECONDS), IDLE_SECONDS)
 
     def _poll_all(self) -> None:
-        flights = list(self._flights)
-        for flight in flights:
-            if flight.poll():
-                self._flights.remove(flight)
-        self._poll_unsent()
-        self._look_around(flights)
+        for driven in list(self._driven):
+            self._guard(driven, driven.poll)
+        self._look_around(list(self._driven))
 
-    def _drain(self, comm: TransportCommunicator) -> None:
-        """Until the last messages of this communicator's calls have come, or never will."""
-        while any(leftover.comm is comm for leftover in list(self._unsent)):
-            if self._closing:  # the thread has ended
-                self._poll_unsent()
-                _guarded(comm, comm.listen)
-            time.sleep(BUSY_SECONDS)
+    def _guard(self, driven: Driven, look: Callable[[], bool | None]) -> None:
+        """What it raises ends it alone, and not the others, or the thread."""
+        try:
+            over = look()
+        except Exception as error:
+            over = True
+            driven.abandon(error)
+        if over and driven in self._driven:
+            self._driven.remove(driven)
 
-    def _poll_unsent(self) -> None:
-        for leftover in list(self._unsent):
-            if leftover.over():
-                self._unsent.remove(leftover)
-
-    def _look_around(self, flights: list[TransportFlight]) -> None:
-        """At most every LISTEN_SECONDS, a hundredth of the shortest watch: reads letters, looks at the clock."""
+    def _look_around(self, driven: Sequence[Driven]) -> None:
+        """Looks at clocks; at most every LISTEN_SECONDS, a hundredth of the shortest watch, reads letters."""
+        for one in driven:
+            self._guard(one, one.watch)
         now = time.monotonic()
-        for flight in flights:
-            _guarded(flight.comm, flight.watch)
-        if now - self._listened < LISTEN_SECONDS or not (self._inline or self._on_thread()):
+        if now - self._listened < LISTEN_SECONDS or not (self.inline or self._on_thread()):
             return
         self._listened = now
-        for comm in self._watched():
-            _guarded(comm, comm.listen)
+        for party in self._listened_to():
+            _guarded(party, party.listen)
 
-    def _watched(self) -> list[TransportCommunicator]:
+    def _listened_to(self) -> list[Party]:
         with self._lock:
-            return list(self._comms)
+            return list(self._parties)
 
     def _on_thread(self) -> bool:
         return threading.current_thread() is self._thread
@@ -222,38 +246,30 @@ def leave(*, timeout: float = FAILED_GOODBYE_SECONDS) -> list[int]:
     return engine().leave("it ended after an error", timeout)
 
 
-def part(comms: Sequence[TransportCommunicator], why: str, timeout: float | None = None) -> list[int]:
+def part(parties: Sequence[Party], why: str, timeout: float | None = None) -> list[int]:
     """Says goodbye on all of them, then goes on reading letters until all peers have said so: an arbiter may still
-    be needed. Returns the ranks that have not after `timeout` seconds, default what each transport says, and at most
-    FAILED_GOODBYE_SECONDS where a communicator has failed: who does not answer then may never do so."""
-    for comm in comms:
-        _guarded(comm, partial(comm.leave, why))
+    be needed. Returns the ranks that have not after `timeout` seconds, default what each says."""
+    for party in parties:
+        _guarded(party, partial(party.leave, why))
     begin = time.monotonic()
-    staying = list(comms)
+    staying = list(parties)
     while staying:
-        staying = [comm for comm in staying if _guarded(comm, comm.listen)]
+        staying = [party for party in staying if _guarded(party, party.listen)]
         waited = time.monotonic() - begin
-        limits = [_goodbye_seconds(comm) if timeout is None else timeout for comm in staying]
-        staying = [comm for comm, limit in zip(staying, limits, strict=True) if waited < limit and comm.staying()]
+        limits = [party.goodbye_seconds() if timeout is None else timeout for party in staying]
+        staying = [party for party, limit in zip(staying, limits, strict=True) if waited < limit and party.staying()]
         time.sleep(0.005 if staying else 0.0)
-    missing = sorted(
-        {rank for comm in comms for rank in range(comm.size) if rank not in {comm.rank, *comm.control.gone}}
-    )
-    for comm in comms:
-        _guarded(comm, comm.release)
+    missing = {rank for party in parties for rank in party.missing()}
+    for party in parties:
+        _guarded(party, party.release)
     return sorted(missing)
 
 
-def _goodbye_seconds(comm: TransportCommunicator) -> float:
-    usual = comm.transport.goodbye_seconds
-    return usual if comm.control.verdict is None else min(usual, FAILED_GOODBYE_SECONDS)
-
-
-def _guarded(comm: TransportCommunicator, look: Callable[[], None]) -> bool:
-    """An error of the transport itself (False) becomes the reason of its communicator; the others' engine goes on."""
+def _guarded(party: Party, look: Callable[[], None]) -> bool:
+    """An error of the transport itself (False) is its communicator's; the others' engine goes on."""
     try:
         look()
         return True
     except Exception as error:
-        comm.control.verdict = comm.control.verdict or f"rank {comm.rank}'s transport failed: {errors.describe(error)}"
+        party.fail(error)
         return False

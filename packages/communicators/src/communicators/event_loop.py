@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,20 +24,29 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Action = Callable[[], None]
-Address = tuple[int, int, int]  # sender, call number, tag
+Context = tuple[int, ...]
+"""A communicator of the world: () the first one, (2, 0) the first duplicate of its third duplicate."""
+Name = tuple[Context, int]  # a call: of which communicator, its number there
+Address = tuple[int, Name, int]  # sender, call, tag
 
 
 class Flight:
     """A call in the loop: what its current round still lacks, and who waits for its end."""
 
-    def __init__(self, call: Call) -> None:
-        self.call = call
+    def __init__(self, call: Call, context: Context, began: float) -> None:
+        self.call, self.context = call, context
+        self.began, self.ended = began, began
         self.done = False
         self.error: CollectiveError | None = None
         self.lacks: dict[int, tuple[int, int]] = {}  # peer -> tag, capacity
         self.unsent = -1  # -1: not in a round
         self.received: Received = {}
         self.waiter: Action | None = None
+
+    @property
+    def name(self) -> Name:
+        """Which call of which communicator."""
+        return self.context, self.call.number
 
     def waits(self) -> str:
         """Who waits for whom."""
@@ -60,24 +70,25 @@ class EventLoop:
         self._serial = count()
         self._wishes: list[Action] = []
         self._ranks: list[RankThread[Any]] = []
-        self._flights: list[dict[int, Flight]] = [{} for _ in range(world.size)]  # under way, by call number
-        self._calls = [0] * world.size
-        self._facts: list[tuple[int, str]] = []  # of each call: who made it first, and with which
-        self._poison: CollectiveError | None = None
+        self._flights: list[dict[Name, Flight]] = [{} for _ in range(world.size)]  # under way
+        self._calls: list[Counter[Context]] = [Counter() for _ in range(world.size)]
+        self._facts: dict[Name, tuple[int, str]] = {}  # of each call: who made it first, and with which
+        self._poison: dict[Context, CollectiveError] = {}
+        self._dead: CollectiveError | None = None  # of the whole world
         self._blocked: dict[int, Flight] = {}
         self._inboxes: list[dict[Address, torch.Tensor]] = [{} for _ in range(world.size)]
         self._ports = Ports(world.size, self._after, self._seconds_for)
 
     # Called in a rank's thread.
 
-    def submit(self, rank: int, schedule: Schedule[Any], facts: str, timeout: float) -> Flight:
+    def submit(self, rank: int, schedule: Schedule[Any], facts: str, timeout: float, context: Context) -> Flight:
         """Starts a call."""
-        if self._poison is not None:
+        if (poison := self._poisoned(context)) is not None:
             schedule.close()
-            raise CollectiveError(str(self._poison)) from self._poison.__cause__
-        call = Call(schedule, rank=rank, size=self.world.size, facts=facts, number=self._calls[rank])
-        self._calls[rank] += 1
-        flight = Flight(call)
+            raise CollectiveError(str(poison)) from poison.__cause__
+        call = Call(schedule, rank=rank, size=self.world.size, facts=facts, number=self._calls[rank][context])
+        self._calls[rank][context] += 1
+        flight = Flight(call, context, self.now)
         self._wishes.append(lambda: self._begin(flight, timeout))
         return flight
 
@@ -114,7 +125,7 @@ class EventLoop:
         try:
             self._drain()
             while not all(thread.over for thread in self._ranks):
-                self._fail("deadlock: " + "; ".join(self._stuck()))
+                self._fail("deadlock: " + "; ".join(self._stuck()), None)
                 self._drain()
             self._check_end()
         finally:
@@ -142,7 +153,7 @@ class EventLoop:
             flight = ref()
             if flight is not None and not flight.done:
                 self.now = time
-                self._fail(f"timed out after {timeout} virtual seconds: {flight.waits()}")
+                self._fail(f"timed out after {timeout} virtual seconds: {flight.waits()}", flight.context)
 
     def _seconds_for(self, nbytes: int) -> float:
         seconds = self.world.link.seconds(nbytes)
@@ -156,20 +167,18 @@ class EventLoop:
         for wish in wishes:
             wish()
         if thread.error is not None:
-            self._fail(errors.failed(rank, "its own code", thread.error), thread.error)
+            self._fail(errors.failed(rank, "its own code", thread.error), None, thread.error)
 
     def _begin(self, flight: Flight, timeout: float) -> None:
         call = flight.call
-        if self._poison is not None:
-            self._end(flight, self._poison)
+        if (poison := self._poisoned(flight.context)) is not None:
+            self._end(flight, poison)
             return
-        self._flights[call.rank][call.number] = flight
+        self._flights[call.rank][flight.name] = flight
         heapq.heappush(self._deadlines, (self.now + timeout, next(self._serial), timeout, weakref.ref(flight)))
-        if call.number == len(self._facts):
-            self._facts.append((call.rank, call.facts))
-        other, facts = self._facts[call.number]
+        other, facts = self._facts.setdefault(flight.name, (call.rank, call.facts))
         if call.facts != facts:
-            self._fail(errors.mismatch(call.number, call.rank, call.facts, other, facts))
+            self._fail(errors.mismatch(call.number, call.rank, call.facts, other, facts), flight.context)
         else:
             self._advance(flight, {})
 
@@ -179,7 +188,7 @@ class EventLoop:
         try:
             action = call.step(received)
         except Exception as error:
-            self._fail(errors.reason(call.rank, call.facts, error), error)
+            self._fail(errors.reason(call.rank, call.facts, error), flight.context, error)
             return
         if action is None:
             self._end(flight, None)
@@ -197,7 +206,7 @@ class EventLoop:
             fault = self.world.fault(call.rank, self.messages_sent[call.rank])
             if isinstance(fault, Dies):
                 self._ranks[call.rank].dead = True
-                self._fail(f"rank {call.rank} died in {call.facts}")
+                self._fail(f"rank {call.rank} died in {call.facts}", None)
                 return
             call.stamp(payload)
             self.bytes_sent[call.rank] += payload.numel()
@@ -208,7 +217,7 @@ class EventLoop:
 
     def _message(self, flight: Flight, target: int, payload: torch.Tensor, fault: Corrupts | None) -> Message:
         call = flight.call
-        address = (call.rank, call.number, call.outgoing_tag(target))
+        address = (call.rank, flight.name, call.outgoing_tag(target))
 
         def delivered() -> None:
             arrived = payload.clone()  # only now: a schedule that changes what it yielded is found out
@@ -217,8 +226,8 @@ class EventLoop:
             self._inboxes[target][address] = arrived
             flight.unsent -= 1
             self._try_round(flight)
-            if call.number in self._flights[target]:
-                self._try_round(self._flights[target][call.number])
+            if flight.name in self._flights[target]:
+                self._try_round(self._flights[target][flight.name])
 
         return Message(call.rank, target, payload, delivered)
 
@@ -229,7 +238,7 @@ class EventLoop:
         try:
             self._receive(flight)
         except CollectiveError as error:
-            self._fail(str(error))
+            self._fail(str(error), flight.context)
             return
         if not flight.lacks and not flight.unsent:
             flight.unsent = -1
@@ -238,25 +247,34 @@ class EventLoop:
     def _receive(self, flight: Flight) -> None:
         call, inbox = flight.call, self._inboxes[flight.call.rank]
         for source, (tag, capacity) in list(flight.lacks.items()):
-            payload = inbox.pop((source, call.number, tag), None)
+            payload = inbox.pop((source, flight.name, tag), None)
             if payload is not None:
                 del flight.lacks[source]
                 call.accept(source, payload, capacity)
                 flight.received[source] = payload
 
-    def _fail(self, reason: str, cause: BaseException | None = None) -> None:
-        """Every call under way ends with this reason, and so does every later one. The first reason counts."""
-        if self._poison is not None:
+    def _poisoned(self, context: Context) -> CollectiveError | None:
+        return self._poison.get(context, self._dead)
+
+    def _fail(self, reason: str, context: Context | None, cause: BaseException | None = None) -> None:
+        """Every call of a communicator (None: of all) that is under way ends with this reason, and so does every later
+        one. The first reason counts."""
+        if self._dead is not None or context in self._poison:
             return
-        self._poison = CollectiveError(reason)
-        self._poison.__cause__ = cause
+        poison = CollectiveError(reason)
+        poison.__cause__ = cause
+        if context is None:
+            self._dead = poison
+        else:
+            self._poison[context] = poison
         for flights in self._flights:
             for flight in list(flights.values()):
-                self._end(flight, self._poison)
+                if context in (None, flight.context):
+                    self._end(flight, poison)
 
     def _end(self, flight: Flight, error: CollectiveError | None) -> None:
-        flight.done, flight.error = True, error
-        self._flights[flight.call.rank].pop(flight.call.number, None)
+        flight.done, flight.error, flight.ended = True, error, self.now
+        self._flights[flight.call.rank].pop(flight.name, None)
         if error is not None:
             flight.call.close()
         self._wake(flight)
@@ -277,14 +295,16 @@ class EventLoop:
         raised.sort(key=lambda error: isinstance(error, CollectiveError))  # a cause rather than its consequences
         if raised:
             raise raised[0]
-        if self._poison is not None:
+        if self._dead is not None:
             return  # every rank has caught it
         for flights in self._flights:
             for flight in flights.values():
                 raise CollectiveError(f"started, but never completed: {flight.waits()}")
         for rank, inbox in enumerate(self._inboxes):
-            for source, number, _ in inbox:
-                facts = self._facts[number][1]
+            for source, name, _ in inbox:
+                if name[0] in self._poison:
+                    continue
+                facts = self._facts[name][1]
                 raise CollectiveError(
-                    f"rank {source} sent a message to rank {rank} in call {number}, {facts}, which was never received"
+                    f"rank {source} sent a message to rank {rank} in call {name[1]}, {facts}, which was never received"
                 )

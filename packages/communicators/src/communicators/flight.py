@@ -5,21 +5,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
 from communicators import errors
 from communicators.call import Call, NativeSum
 from communicators.communicator import Work
+from communicators.control import Control
 from communicators.engine import Engine
 from communicators.errors import CollectiveError
 from communicators.schedule import Elapse, Received, Round
-from communicators.streams import SideStream, owned_here
-from communicators.transport import PeerLost, Pending, Unsent
-
-if TYPE_CHECKING:
-    from communicators.transport_communicator import TransportCommunicator
+from communicators.streams import SideStream, devices_of, owned_here
+from communicators.transport import PeerLost, Pending, Transport, Unsent
 
 T = TypeVar("T")
 
@@ -33,15 +31,46 @@ LATE_VERDICT_SECONDS = 0.8
 """The same for a rank that has waited for its whole time-out."""
 
 
+class Home(Protocol):
+    """What a call needs of the communicator that it belongs to."""
+
+    rank: int
+    transport: Transport
+    control: Control
+    lock: threading.RLock
+
+    def count(self, nbytes: int, messages: int) -> None:
+        """What this rank has sent."""
+
+    def sees_through(self, unsent: Unsent) -> bool:
+        """Whether the last messages of a call are left to the engine, so that the call is over."""
+
+    def over(self, call: Call) -> None:
+        """A call has ended, or failed."""
+
+    def complain(self, reason: str) -> None:
+        """Tells the arbiter why a collective cannot proceed."""
+
+    def lose(self, peer: int) -> None:
+        """This peer cannot be reached any more, or does not answer."""
+
+    def report(self, call: Call, peers: list[int]) -> None:
+        """Tells the peers what this rank waits for."""
+
+
 class TransportFlight:
     """A call under way over a transport: polled to its end, by the caller or by the engine.
 
     progressed: when its current round was posted, by time.monotonic().
+    began, ended: by time.perf_counter(), the communicator's clock.
     device: where received payloads are put. side: its own stream there, where it has one.
     """
 
-    def __init__(self, comm: TransportCommunicator, call: Call, timeout: float, device: torch.device) -> None:
+    lingers = False
+
+    def __init__(self, comm: Home, call: Call, timeout: float, device: torch.device) -> None:
         self.comm, self.call = comm, call
+        self.began, self.ended = time.perf_counter(), cast(float | None, None)
         self.finished = threading.Event()
         self.error: CollectiveError | None = None
         self.device, self.side = device, cast(SideStream | None, None)
@@ -111,8 +140,13 @@ class TransportFlight:
                 return
         callback()
 
-    def abandon(self) -> None:
-        """Nobody will ask for it any more: at exit, or after a signal."""
+    def abandon(self, error: BaseException | None = None) -> None:
+        """See `Driven.abandon`: at exit, after a signal, or where looking at it raised."""
+        if error is not None:
+            self._complain(errors.failed(self.comm.rank, self.call.facts, error), error)
+            self.error = CollectiveError(self._reason or "")
+            self.call.close()
+            self._finish()
         for pending in (*self._unsent, *filter(None, [self._pending])):
             pending.cancel()
 
@@ -190,6 +224,7 @@ class TransportFlight:
 
     def _finish(self) -> None:
         self.comm.over(self.call)
+        self.ended = time.perf_counter()
         with self.comm.lock:
             self.finished.set()
             callbacks, self._callbacks = self._callbacks, []
@@ -205,7 +240,7 @@ class TransportWork(Work[T]):
 
     def wait(self, timeout: float | None = None) -> T:
         """See `Work.wait`."""
-        if not self._engine.wait(self._flight, timeout):
+        if not self._over_within(timeout):
             call = self._flight.call
             waiting = errors.waits(call.rank, call.number, call.facts, call.turn, self._flight.peers)
             raise TimeoutError(f"not completed within {timeout} s: {waiting}")
@@ -214,8 +249,27 @@ class TransportWork(Work[T]):
 
     def is_completed(self) -> bool:
         """See `Work.is_completed`."""
-        return self._engine.wait(self._flight, 0.0)
+        return self._over_within(0.0)
 
     def get_future(self) -> torch.futures.Future[T]:
-        """See `Work.get_future`."""
-        return self._engine.future(self._flight)
+        """See `Work.get_future`. Without a thread nothing would complete it later, so it is waited for."""
+        flight = self._flight
+        if self._engine.inline:
+            self._over_within(None)
+        done: torch.futures.Future[None] = torch.futures.Future(devices=devices_of(flight.device))
+        flight.when_finished(lambda: done.set_result(None))
+        return done.then(lambda _: flight.result())  # an error raised here surfaces as itself; set_exception's does not
+
+    @property
+    def began(self) -> float:
+        """See `Work.began`."""
+        return self._flight.began
+
+    @property
+    def ended(self) -> float | None:
+        """See `Work.ended`."""
+        return self._flight.ended
+
+    def _over_within(self, timeout: float | None) -> bool:
+        finished = self._flight.finished
+        return self._engine.wait(finished.is_set, finished, timeout)

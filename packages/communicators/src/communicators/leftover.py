@@ -7,26 +7,25 @@ must go on, and its buffers must live.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 from communicators.communicator import TIMEOUT_SECONDS
+from communicators.control import Control
 from communicators.transport import Unsent
-
-if TYPE_CHECKING:
-    from communicators.transport_communicator import TransportCommunicator
 
 GRACE_SECONDS = 0.5
 """For so long the receipt of a peer that has left may still be under way."""
 
 
 class Leftover:
-    """The last messages of one call. since: by time.monotonic()."""
+    """The last messages of one call, for the engine to see through. control: of its communicator."""
 
-    def __init__(self, comm: TransportCommunicator, unsent: Unsent) -> None:
-        self.comm, self.since = comm, time.monotonic()
+    lingers = True
+
+    def __init__(self, control: Control, unsent: Unsent) -> None:
+        self.control, self.progressed = control, time.monotonic()
         self._unsent = unsent
 
-    def over(self) -> bool:
+    def poll(self) -> bool:
         """Whether they have come, or never will: a later call finds out why."""
         try:
             if self._unsent.done():
@@ -39,8 +38,16 @@ class Leftover:
             return True
         return False
 
+    def watch(self) -> None:
+        """Its clock is looked at by `poll`."""
+
+    def abandon(self, error: BaseException | None) -> None:
+        """See `Driven.abandon`."""
+        del error
+        self._unsent.cancel()
+
     def _hopeless(self) -> bool:
-        waited = time.monotonic() - self.since
-        if self.comm.control.verdict is not None or waited > TIMEOUT_SECONDS:
+        waited = time.monotonic() - self.progressed
+        if self.control.verdict is not None or waited > TIMEOUT_SECONDS:
             return True
-        return waited > GRACE_SECONDS and set(self._unsent.missing()) <= set(self.comm.control.gone)
+        return waited > GRACE_SECONDS and set(self._unsent.missing()) <= set(self.control.gone)

@@ -98,6 +98,11 @@ class MPITransport(Transport):
         """See `Transport.post_sum`. Non-blocking, so that a rank that never comes is noticed."""
         return _PendingSum(self, self._data.Iallreduce(MPI.IN_PLACE, tensor.numpy(), MPI.SUM), tensor)
 
+    def duplicate(self, patience: float) -> MPITransport:
+        """See `Transport.duplicate`; of the letters' communicator, on which no collective of a background call is."""
+        self.duplicates += 1
+        return MPITransport(self._letters, patience)
+
     def closing(self) -> bool:
         """See `Transport.closing`."""
         return not MPI.Is_finalized()

@@ -39,6 +39,7 @@ class NCCL:
     def __init__(self, store: Store, rank: int, size: int) -> None:
         from torch._C._distributed_c10d import ProcessGroupNCCL  # not in every build of torch
 
+        self._store, self._duplicates = store, 0
         options = ProcessGroupNCCL.Options()
         options._timeout = WAIT  # the engine watches the clock; NCCL's own watchdog ends the process
         self._group: Any = ProcessGroupNCCL(store, rank, size, options)
@@ -71,6 +72,12 @@ class NCCL:
         """See `Line.sum`."""
         launched: Launched = self._group.allreduce([tensor])
         return launched
+
+    def duplicate(self) -> NCCL:
+        """See `Line.duplicate`."""
+        self._duplicates += 1
+        place = PrefixStore(f"duplicate/{self._duplicates}", self._store)
+        return NCCL(place, self._group.rank(), self._group.size())
 
     def abort(self) -> None:
         """See `Line.abort`. In a thread of its own: it waits for NCCL's."""

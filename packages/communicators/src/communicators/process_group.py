@@ -12,15 +12,15 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllreduceOptions, PrefixStore, ProcessGroupGloo
+from torch._C._distributed_c10d import AllreduceOptions, PrefixStore, ProcessGroupGloo, Store
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 
-from communicators.call import TAG_BITS, Call
+from communicators.call import Call
 from communicators.communicator import TIMEOUT_SECONDS
 from communicators.errors import CollectiveError
 from communicators.mailbox import Mailbox
@@ -35,7 +35,6 @@ from communicators.waiters import WAIT, Wait, Waiters
 
 T = TypeVar("T")
 
-WATCH_TAG = 1 << TAG_BITS
 STORE_SECONDS = 0.5
 """So much longer than its time-out a first call waits for a Store that does not answer at all."""
 CLOSE_SECONDS = 1.0
@@ -65,7 +64,7 @@ def from_process_group(group: dist.ProcessGroup, patience: float | None = None) 
 
 def _connected(group: dist.ProcessGroup, patience: float) -> Transport:
     place = place_for(group)
-    tagged = ProcessGroupTransport(group, place, patience)
+    tagged = ProcessGroupTransport(Meeting.of(group, place), patience)
     line = nccl_of(group, place)
     return tagged if line is None else UntaggedTransport(tagged, line)
 
@@ -101,24 +100,42 @@ def timeout_of(group: dist.ProcessGroup) -> float:
     return TIMEOUT_SECONDS
 
 
+class Meeting(NamedTuple):
+    """Where ranks meet: keys of one Store, by a client of our own and by the group's."""
+
+    rank: int
+    size: int
+    own: Store
+    shared: Store
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup, place: str) -> Meeting:
+        """Under a prefix of a group's keys."""
+        own, shared = PrefixStore(place, reconnected(group)), PrefixStore(place, store_of(group))
+        return cls(group.rank(), group.size(), own, shared)
+
+    def elsewhere(self, place: str) -> Meeting:
+        """Of the same ranks, under a further prefix."""
+        return self._replace(own=PrefixStore(place, self.own), shared=PrefixStore(place, self.shared))
+
+
 class ProcessGroupTransport(Transport):
     """A gloo group, for payloads and for letters."""
 
     threaded = True
     goodbye_seconds = 2.0  # nothing of gloo waits for anybody at the end
 
-    def __init__(self, group: dist.ProcessGroup, place: str, timeout: float = TIMEOUT_SECONDS) -> None:
-        self.rank, self.size = group.rank(), group.size()
+    def __init__(self, meeting: Meeting, patience: float = TIMEOUT_SECONDS) -> None:
+        self.rank, self.size = meeting.rank, meeting.size
         self.device = torch.device("cpu")
+        self._meeting = meeting
         # Not dist.new_group: its names count a rank's groups, so ranks that are in other groups would never meet.
-        own = PrefixStore(place, reconnected(group))
-        meet(own, self.rank, self.size, timeout)
-        self._data: Any = ProcessGroupGloo(PrefixStore(place, store_of(group)), self.rank, self.size, WAIT)
+        meet(meeting.own, self.rank, self.size, patience)
+        self._data: Any = ProcessGroupGloo(meeting.shared, self.rank, self.size, WAIT)
         self._waiters = Waiters()
-        self._letters = Mailbox(self._data, self._waiters)
-        self._watches: dict[int, Wait] = {}  # by peer
+        self._letters = Mailbox(self._data, self.rank, self.size, self._waiters)
         self._abandoned: list[Wait] = []
-        ending = (self._waiters, self._letters, self._watches, self._abandoned)
+        ending = (self._waiters, self._letters, self._abandoned)
         weakref.finalize(self, _end, *ending, timeout=1.0).atexit = False  # of a destroyed group
 
     def post(self, call: Call, action: Round, device: torch.device) -> Pending:
@@ -132,6 +149,12 @@ class ProcessGroupTransport(Transport):
             tag = call.outgoing_tag(peer)
             sends[peer] = self._waiters.posted(lambda host=host, peer=peer, tag=tag: self._data.send([host], peer, tag))  # type: ignore[misc]
         return _PendingRound(self, call, receives, sends, buffers, device)
+
+    def duplicate(self, patience: float) -> ProcessGroupTransport:
+        """See `Transport.duplicate`."""
+        self.duplicates += 1
+        place = self._meeting.elsewhere(f"duplicate/{self.duplicates}")
+        return _in_time(lambda: ProcessGroupTransport(place, patience), self.rank, patience)
 
     def can_sum(self, tensor: Tensor) -> bool:
         """See `Transport.can_sum`: CPU tensors of the dtypes that gloo knows."""
@@ -154,27 +177,18 @@ class ProcessGroupTransport(Transport):
         """See `Transport.read`."""
         return self._letters.read()
 
-    def lost(self) -> PeerLost | None:
-        """See `Transport.lost`: by a receive from each peer of what nobody ever sends; posted the first time."""
-        if not self._watches:
-            for peer in range(self.size):
-                if peer != self.rank:
-                    self._watches[peer] = self._receive(host_empty(1, self.device), peer, WATCH_TAG)
-        errors = ((peer, wait.error) for peer, wait in self._watches.items())
-        return next((PeerLost(peer, error) for peer, error in errors if error is not None), None)
-
     def unreachable(self) -> list[int]:
         """See `Transport.unreachable`."""
         return self._letters.unreachable()
 
-    def closing(self) -> bool:
-        """See `Transport.closing`."""
-        return self._letters.alive
+    def lost(self) -> PeerLost | None:
+        """See `Transport.lost`."""
+        return self._letters.lost()
 
     def close(self) -> None:
         """See `Transport.close`."""
         self._letters.flush(CLOSE_SECONDS)
-        _end(self._waiters, self._letters, self._watches, self._abandoned, timeout=1.0)
+        _end(self._waiters, self._letters, self._abandoned, timeout=1.0)
 
     def abandon(self, waits: list[Wait]) -> None:
         """Nobody asks for these any more. Giving them up would close their connections, by which letters go too."""
@@ -249,10 +263,10 @@ class _PendingSum(Pending):
         self._transport.abandon([self._wait])
 
 
-def _end(waiters: Waiters, letters: Mailbox, watches: dict[int, Wait], abandoned: list[Wait], timeout: float) -> None:
+def _end(waiters: Waiters, letters: Mailbox, abandoned: list[Wait], timeout: float) -> None:
     """Lets the threads go: one that still waited when the interpreter ends would abort it."""
     letters.close()
-    for wait in (*watches.values(), *abandoned):
+    for wait in abandoned:
         wait.give_up()
     waiters.close(timeout)
 

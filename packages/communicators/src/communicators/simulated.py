@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from communicators.communicator import Communicator, Work
+from communicators.communicator import Communicator, Work, refuse_too_many
+from communicators.dense import barrier
 from communicators.errors import CollectiveError
-from communicators.event_loop import EventLoop, Flight
+from communicators.event_loop import Context, EventLoop, Flight
 from communicators.faults import Corrupts, Dies
 from communicators.link import Link
 from communicators.schedule import Schedule
@@ -81,11 +82,13 @@ class SimulatedWorld:
 
 
 class SimulatedCommunicator(Communicator):
-    """One rank's view of a simulated world."""
+    """One rank's view of a simulated world. Its bytes and messages are those of all communicators of the rank."""
 
-    def __init__(self, loop: EventLoop, rank: int) -> None:
-        self._loop = loop
+    def __init__(self, loop: EventLoop, rank: int, context: Context = ()) -> None:
+        self._loop, self._context = loop, context
         self.rank, self.size = rank, loop.world.size
+        self._duplicates: list[SimulatedCommunicator] = []
+        self._made, self._closed = 0, False
 
     @property
     def bytes_sent(self) -> int:  # type: ignore[override]
@@ -106,7 +109,27 @@ class SimulatedCommunicator(Communicator):
     ) -> SimulatedWork[T]:
         """See `communicators.start`; the schedule advances in virtual time while its rank computes or waits."""
         del device
-        return SimulatedWork(self._loop, self.rank, self._loop.submit(self.rank, schedule, facts, timeout))
+        if self._closed:
+            schedule.close()
+            raise CollectiveError("this communicator is closed")
+        flight = self._loop.submit(self.rank, schedule, facts, timeout, self._context)
+        return SimulatedWork(self._loop, self.rank, flight)
+
+    def duplicate(self) -> SimulatedCommunicator:
+        """See `Communicator.duplicate`."""
+        self._duplicates = [made for made in self._duplicates if not made._closed]
+        refuse_too_many(len(self._duplicates))
+        facts = f"duplicate number {self._made}"
+        self.run(barrier(self.rank, self.size), facts=facts, timeout=self.timeout)
+        made = SimulatedCommunicator(self._loop, self.rank, (*self._context, self._made))
+        self._made += 1
+        made.timeout = self.timeout
+        self._duplicates.append(made)
+        return made
+
+    def close(self) -> None:
+        """See `Communicator.close`."""
+        self._closed = True
 
     def clock(self) -> float:
         """Virtual seconds since the run began."""
@@ -122,6 +145,16 @@ class SimulatedWork(Work[T]):
 
     def __init__(self, loop: EventLoop, rank: int, flight: Flight) -> None:
         self._loop, self._rank, self._flight = loop, rank, flight
+
+    @property
+    def began(self) -> float:
+        """See `Work.began`; virtual seconds."""
+        return self._flight.began
+
+    @property
+    def ended(self) -> float | None:
+        """See `Work.ended`; virtual seconds."""
+        return self._flight.ended if self._flight.done else None
 
     def wait(self, timeout: float | None = None) -> T:
         """See `Work.wait`; virtual seconds."""

@@ -76,6 +76,7 @@ class Transport(ABC):
 
     threaded: whether another thread may drive it while the caller computes.
     goodbye_seconds: how long the end of the process waits for other ranks' goodbyes.
+    duplicates: how many were made of it.
     """
 
     rank: int
@@ -83,6 +84,7 @@ class Transport(ABC):
     device: torch.device
     threaded: bool
     goodbye_seconds: float = math.inf
+    duplicates: int = 0
 
     @abstractmethod
     def post(self, call: Call, action: Round, device: torch.device) -> Pending:
@@ -125,7 +127,7 @@ class Transport(ABC):
         raise NotImplementedError(f"{type(self).__name__} has no allreduce of its own")
 
     def unreachable(self) -> list[int]:
-        """Peers that a letter could not be sent to, each once."""
+        """Peers whose connection is known to be gone."""
         return []
 
     def lost(self) -> PeerLost | None:
@@ -135,6 +137,10 @@ class Transport(ABC):
     def closing(self) -> bool:
         """Whether letters can still be exchanged."""
         return True
+
+    def duplicate(self, patience: float) -> Transport:
+        """Another one between the same ranks, which all make it now; waits at most so many seconds for them."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be duplicated")
 
     def close(self) -> None:  # noqa: B027 - most have nothing to do
         """Releases what would keep the process from ending."""

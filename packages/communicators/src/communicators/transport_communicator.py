@@ -8,25 +8,31 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Generator
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from communicators import errors
 from communicators.agreement import agreement
 from communicators.call import Call, NativeSum
-from communicators.communicator import Communicator, Work
+from communicators.communicator import Communicator, Work, refuse_too_many
 from communicators.control import Control, Letters
-from communicators.engine import Engine, engine, part
+from communicators.dense import barrier
+from communicators.engine import FAILED_GOODBYE_SECONDS, Engine, engine, part
 from communicators.errors import CollectiveError
 from communicators.flight import TransportFlight, TransportWork
 from communicators.leftover import Leftover
-from communicators.schedule import SLOT_BYTES, Received, Round, Schedule, frame, powers_of_two
+from communicators.schedule import Received, Schedule
 from communicators.streams import SideStreams, with_index
 from communicators.transport import Transport, Unsent
 
 T = TypeVar("T")
+
+FAIL_SECONDS = 10.0
+"""A call under way on a communicator that has failed ends much sooner."""
 
 
 class TransportCommunicator(Communicator):
@@ -43,13 +49,20 @@ class TransportCommunicator(Communicator):
         self._streams = SideStreams()
         self.lock = threading.RLock()  # the engine's thread listens while the caller's thread calls
         self.closed = self.released = False
+        self._flights: weakref.WeakSet[TransportFlight] = weakref.WeakSet()
+        self._duplicates: weakref.WeakSet[TransportCommunicator] = weakref.WeakSet()
+        self.threaded = transport.threaded
         self._engine: Engine = engine()
-        self._engine.watch(self)
+        self._engine.listen_to(self)
 
     def run(self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None) -> T:
         """See `communicators.run`. Progresses in the calling thread."""
         flight = self._launch(schedule, facts, timeout, device)
-        self._engine.drive(flight)
+        try:
+            self._engine.drive(flight, self.transport.nap)
+        except BaseException as error:
+            flight.interrupted(error)
+            raise
         return cast(T, flight.result())
 
     def start(
@@ -60,6 +73,7 @@ class TransportCommunicator(Communicator):
         side = self._streams.beside(schedule, device)
         flight = self._launch(schedule, facts, timeout, device)
         flight.side = side
+        self._flights.add(flight)
         self._engine.add(flight)
         return TransportWork(flight, self._engine)
 
@@ -81,6 +95,8 @@ class TransportCommunicator(Communicator):
         """See `Communicator.close`."""
         if self.closed:
             return
+        self._end_flights()
+        self._engine.drain(lambda driven: isinstance(driven, Leftover) and driven.control is self.control)
         self._engine.forget(self)
         self.closed = True
         missing = part([self], "it closed the communicator", None if self.control.verdict else self.timeout)
@@ -100,7 +116,7 @@ class TransportCommunicator(Communicator):
                 return
             for letter in self.transport.read():
                 self._write(self.control.receive(letter))
-            for peer in self.transport.unreachable():
+            for peer in set(self.transport.unreachable()) - self.control.lost:
                 self._write(self.control.lose(peer))
 
     def complain(self, reason: str) -> None:
@@ -125,7 +141,13 @@ class TransportCommunicator(Communicator):
 
     def sees_through(self, unsent: Unsent) -> bool:
         """Whether the last messages of a call are left to the engine, so that the call is over."""
-        return self._engine.see_through(Leftover(self, unsent))
+        leftover = Leftover(self.control, unsent)
+        if leftover.poll():
+            return True
+        if not self._engine.drives:
+            return False
+        self._engine.add(leftover)
+        return True
 
     def over(self, call: Call) -> None:
         """A call has ended, or failed."""
@@ -139,11 +161,42 @@ class TransportCommunicator(Communicator):
             self.released = True
             self.transport.close()
 
+    def missing(self) -> list[int]:
+        """The peers that have not said goodbye."""
+        return sorted(set(range(self.size)) - {self.rank, *self.control.gone})
+
     def staying(self) -> list[int]:
-        """The peers that have not said goodbye; none where letters cannot be exchanged any more."""
-        known = {self.rank, *self.control.gone, *self.control.lost}
-        others = [rank for rank in range(self.size) if rank not in known]
+        """Those of them that may still do so; none where letters cannot be exchanged any more."""
+        others = sorted(set(self.missing()) - self.control.lost)
         return others if others and self.transport.closing() else []
+
+    def goodbye_seconds(self) -> float:
+        """How long their goodbyes are waited for: who does not answer after a failure may never do so."""
+        usual = self.transport.goodbye_seconds
+        return usual if self.control.verdict is None else min(usual, FAILED_GOODBYE_SECONDS)
+
+    def fail(self, error: BaseException) -> None:
+        """The transport itself has failed here."""
+        self.control.verdict = self.control.verdict or f"rank {self.rank}'s transport failed: {errors.describe(error)}"
+
+    def duplicate(self) -> TransportCommunicator:
+        """See `Communicator.duplicate`."""
+        self._duplicates = weakref.WeakSet(made for made in self._duplicates if not made.closed)
+        refuse_too_many(len(self._duplicates))
+        facts = f"duplicate number {self.transport.duplicates}"
+        self.run(barrier(self.rank, self.size), facts=facts, timeout=self.timeout, device=torch.device("cpu"))
+        made = TransportCommunicator(self.transport.duplicate(self.timeout))
+        made.timeout = self.timeout
+        self._duplicates.add(made)
+        return made
+
+    def _end_flights(self) -> None:
+        """RuntimeError while calls that were started are under way and have not failed."""
+        for flight in list(self._flights):
+            failing = self.control.verdict is not None
+            over = self._engine.wait(flight.finished.is_set, flight.finished, FAIL_SECONDS if failing else 0.0)
+            if not over and not failing:
+                raise RuntimeError("close() while calls that were started are under way: wait() for them first")
 
     def _launch(
         self, schedule: Schedule[Any], facts: str, timeout: float, device: torch.device | None
@@ -167,13 +220,8 @@ class TransportCommunicator(Communicator):
         return TransportFlight(self, call, timeout, device)
 
     def _native_sum(self, total: Tensor) -> Generator[Any, Received, None]:
-        """Sums have no tags; they must meet no other call's, and wait for no rank that is gone: all ranks meet first.
-
-        ⌈log P⌉ tagged rounds of empty messages, in which every rank hears of every other.
-        """
-        for distance in powers_of_two(below=self.size):
-            to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
-            yield Round({to: frame(torch.empty(0))}, {source: SLOT_BYTES})
+        """Sums have no tags; they must meet no other call's, nor wait for a rank that is gone: all ranks meet first."""
+        yield from barrier(self.rank, self.size)
         yield NativeSum(self.transport.post_sum(total))
 
     def _write(self, letters: Letters) -> None:

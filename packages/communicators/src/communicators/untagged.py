@@ -54,6 +54,9 @@ class Line(Protocol):
     def sum(self, tensor: Tensor) -> Launched:
         """Launches the sum over all ranks, in place."""
 
+    def duplicate(self) -> Line:
+        """Another one between the same ranks."""
+
     def abort(self) -> None:
         """Ends what is launched, and the line; does not block."""
 
@@ -71,7 +74,6 @@ class UntaggedTransport(Transport):
         self._tagged = tagged
         self._queue: deque[int] = deque()  # numbers of calls that are not over; the first one has its turn
         self._abandoned: list[object] = []
-        tagged.lost()  # begins to watch
 
     def untagged(self, device: torch.device) -> bool:
         """See `Transport.untagged`."""
@@ -116,6 +118,11 @@ class UntaggedTransport(Transport):
         if self.untagged(tensor.device):
             return _PendingSum(self, self.line.sum(tensor), tensor)
         return self._tagged.post_sum(tensor)
+
+    def duplicate(self, patience: float) -> UntaggedTransport:
+        """See `Transport.duplicate`."""
+        self.duplicates += 1
+        return UntaggedTransport(self._tagged.duplicate(patience), self.line.duplicate())
 
     def abandon(self, *what: object) -> None:
         """Ends the line, and keeps buffers alive that it may still touch."""

@@ -1,0 +1,68 @@
+"""Duplicates of a communicator: their calls come in any order to each other, and their errors are their own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from communicators import CollectiveError, Link, SimulatedWorld, allreduce, allreduce_async, testing
+from communicators.alone import Alone
+from communicators.communicator import MOST_DUPLICATES
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+@given(size=testing.world_sizes(), data=st.data())
+def test_calls_on_each_come_in_any_order(size, data):
+    orders = [data.draw(st.permutations(range(3))) for _ in range(size)]
+
+    def body(comm):
+        comms = [comm, comm.duplicate()]
+        comms.append(comms[1].duplicate())
+        works = {i: allreduce_async(torch.full((4,), 10.0**i), comms[i]) for i in orders[comm.rank]}
+        return [works[i].wait()[0].item() for i in range(3)]
+
+    assert SimulatedWorld(size).run(body) == [[size * 1.0, size * 10.0, size * 100.0]] * size
+
+
+@given(size=st.sampled_from([2, 3, 5]), data=st.data())
+def test_an_error_of_one_leaves_the_others_alone(size, data):
+    odd = data.draw(st.integers(0, size - 1))
+
+    def body(comm):
+        other = comm.duplicate()
+        with pytest.raises(CollectiveError, match="ranks disagree"):
+            allreduce(torch.ones(3 + (comm.rank == odd)), other)
+        with pytest.raises(CollectiveError, match="ranks disagree"):
+            allreduce(torch.ones(3), other)
+        return allreduce(torch.ones(1), comm).item(), allreduce(torch.ones(1), comm.duplicate()).item()
+
+    assert SimulatedWorld(size).run(body) == [(size, size)] * size
+
+
+def test_they_are_bounded_in_number_and_freed_by_closing():
+    def body(comm):
+        made = [comm.duplicate() for _ in range(MOST_DUPLICATES)]
+        with pytest.raises(RuntimeError, match="close\\(\\) some"):
+            comm.duplicate()
+        made[3].close()
+        with pytest.raises(CollectiveError, match="closed"):
+            allreduce(torch.ones(1), made[3])
+        return allreduce(torch.ones(1), comm.duplicate()).item()
+
+    assert SimulatedWorld(2).run(body) == [2.0, 2.0]
+
+
+def test_alone():
+    assert allreduce(torch.ones(2), Alone().duplicate()).tolist() == [1.0, 1.0]
+
+
+def test_a_works_times_are_virtual():
+    def body(comm):
+        comm.elapse(1.0)
+        work = allreduce_async(torch.ones(4), comm)
+        assert work.ended is None
+        comm.elapse(5.0)
+        work.wait()
+        return work.began, work.ended
+
+    assert SimulatedWorld(2, Link(0.25, 0.0)).run(body) == [(1.0, 1.5)] * 2
