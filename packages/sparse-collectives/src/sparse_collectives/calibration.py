@@ -15,7 +15,8 @@ from communicators.schedule import powers_of_two
 from sparse_compress import ErrorFeedback, SparseVector, TopK
 
 from sparse_collectives.algorithms import ALGORITHMS, Algorithm, algorithm_named
-from sparse_collectives.cost import Handling, merged_entries, on_wire
+from sparse_collectives.cost import Handling, on_wire
+from sparse_collectives.loads import merged_entries
 from sparse_collectives.own_work import seconds_of_calls
 
 MOST_ELEMENTS = 1 << 22
@@ -76,11 +77,15 @@ def measure_handling(
 
 
 def agreed(handling: Handling, comm: Communicator) -> Handling:
-    """The slowest rank's costs."""
-    own = [handling.compress, *handling.prescribed.values(), *handling.merge.values()]
+    """The slowest rank's costs. All ranks give the same names, in any order."""
+    prescribed, merge = sorted(handling.prescribed), sorted(handling.merge)
+    own = [handling.compress, *(handling.prescribed[n] for n in prescribed), *(handling.merge[n] for n in merge)]
     compress, *by_name = slowest(own, comm)
-    prescribed = dict(zip(handling.prescribed, by_name, strict=False))
-    return Handling(compress, prescribed, dict(zip(handling.merge, by_name[len(prescribed) :], strict=True)))
+    return Handling(
+        compress,
+        dict(zip(prescribed, by_name, strict=False)),
+        dict(zip(merge, by_name[len(prescribed) :], strict=True)),
+    )
 
 
 def slowest(values: list[float], comm: Communicator) -> list[float]:
