@@ -21,6 +21,8 @@ from sparse_collectives.own_work import seconds_of_calls
 
 MOST_ELEMENTS = 1 << 22
 """Selecting is measured on at most so many elements: beyond any cache, and the cost of an element is the same."""
+MOST_MERGED = 1 << 17
+"""Merging is measured on at most so many entries of a rank: the cost of an entry is the same."""
 LONG_BYTES = 1 << 20
 SHORT_ROUNDS = 16
 REPEATS = 5
@@ -67,9 +69,10 @@ def measure_handling(
         for name, entry in ALGORITHMS.items()
         if entry.select is not None
     }
-    pair = [gradient, torch.randn_like(gradient)]
+    part = gradient[: max(1, int(MOST_MERGED / density))]
+    pair, merged = [part, torch.randn_like(part)], compressor.entries(part.numel())
     merge = {
-        on_wire(name, wire): _merging(name, wire, pair, k, comm, repeats)
+        on_wire(name, wire): _merging(name, wire, pair, merged, comm, repeats)
         for name, entry in ALGORITHMS.items()
         for wire in (wires if entry.compresses else ())
     }

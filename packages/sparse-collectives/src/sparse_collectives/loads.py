@@ -15,7 +15,7 @@ from sparse_collectives.traffic import Traffic
 from sparse_collectives.wire import PLAIN, wire_named
 
 EXACT_RANKS = 64
-"""Up to so many every rank is looked at. An expression of one rank takes O(P): those of 1,000, in all variants, minutes."""
+"""Up to so many every rank is looked at. An expression of one rank takes O(P): of 1,000, in all variants, minutes."""
 
 
 class Load(NamedTuple):
