@@ -55,7 +55,7 @@ def merged_entries(entry: Algorithm, rank: int, size: int, k: int, numel: int) -
     return k + entry.sent(rank, size, k, numel, torch.float32).nbytes // entry_nbytes(torch.float32)
 
 
-@lru_cache(maxsize=1 << 10)  # every link and every simulated rank asks for the same
+@lru_cache(maxsize=1 << 11)  # every link and every simulated rank asks for the same
 def _loads(
     algorithm: str, options: tuple[tuple[str, Any], ...], wire: str, size: int, numel: int, k: int, dtype: torch.dtype
 ) -> tuple[Load, ...]:
