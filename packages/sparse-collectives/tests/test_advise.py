@@ -125,13 +125,17 @@ def test_model_is_measured(capsys, tmp_path, monkeypatch):
         "import torch\n"
         "def tiny():\n"
         "    model, batch = torch.nn.Linear(30, 10), torch.randn(4, 30)\n"
-        "    return model, lambda: model(batch).square().mean()\n"
+        "    print('made')\n"
+        "    return model, lambda: print('batch') or model(batch).square().mean()\n"
         "def wrong():\n"
         "    return torch.nn.Linear(3, 1)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     assert main(["--model", "tiny_model:tiny", "--link", "1gbit", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    out, err = capsys.readouterr()
+    found = json.loads(out)  # what the factory prints is not in the way
+    assert "made\n" in err
+    assert "batch\n" in err
     assert found["parameters"] == 310
     assert 0 < found["overlapped_seconds"] < found["compute_seconds"]
     assert main(["--model", "tiny_model:wrong", "--link", "1gbit"]) == 2

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 import statistics
+import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
 import torch
@@ -69,9 +70,13 @@ def _step_seconds(
 
 @contextmanager
 def _users(name: str, doing: str) -> Iterator[None]:
-    """Around the user's own code: its errors in one line, with its file and line instead of our traceback."""
+    """Around the user's own code: its errors in one line, with its file and line instead of our traceback.
+
+    What it prints goes to stderr, because stdout is the advice.
+    """
     try:
-        yield
+        with redirect_stdout(sys.stderr):
+            yield
     except (Exception, SystemExit) as error:
         text = (error.msg if isinstance(error, SyntaxError) else str(error)).strip().partition("\n")[0]
         said = f"{type(error).__name__}: {text}" if text else type(error).__name__
