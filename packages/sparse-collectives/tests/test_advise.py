@@ -189,7 +189,7 @@ def test_one_rank_and_no_link(capsys):
         (["--parameters", "nan", "--step-seconds", "1"], "whole number"),
         (["--parameters", "inf", "--step-seconds", "1"], "1,000,000,000,000,000 at most"),
         (["--parameters", "1e300", "--step-seconds", "1"], "1,000,000,000,000,000 at most"),
-        ([*TRAINING, "--link", "1gbit", "--ranks", "1000000"], "10,000 at most"),
+        ([*TRAINING, "--link", "1gbit", "--ranks", "1000000"], "4,096 at most"),
         ([*TRAINING, "--link", "1gbit", "--bandwidth", "1gbit"], "--link stands for"),
         ([*TRAINING, "--link", "1gbit", "--latency", "0"], "--link stands for"),
         ([*TRAINING, "--bandwidth", "1gbit"], "--bandwidth and --latency go together"),

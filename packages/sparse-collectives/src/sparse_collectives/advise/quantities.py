@@ -8,7 +8,7 @@ from argparse import ArgumentTypeError
 from collections.abc import Mapping
 
 MOST_PARAMETERS = 10**15
-MOST_RANKS = 10_000
+MOST_RANKS = 4096
 """Predictions for so many take seconds, and take O(P)."""
 SLOWEST_GBIT, FASTEST_GBIT = 1e-6, 1e5
 MOST_SECONDS = 60.0
