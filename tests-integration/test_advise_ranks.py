@@ -3,10 +3,41 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
-FLAGS = ["-m", "sparse_collectives.advise", "--parameters", "1e5", "--step-seconds", "0.1", "--json"]
+ADVISE = ["-m", "sparse_collectives.advise"]
+FLAGS = [*ADVISE, "--parameters", "1e5", "--step-seconds", "0.1", "--json"]
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+ONE_FAILS = """import os, torch
+def rank():
+    if "RANK" in os.environ:
+        return int(os.environ["RANK"])
+    from mpi4py import MPI
+    return MPI.COMM_WORLD.rank
+def at_once():
+    if rank() == 1:
+        raise ValueError("no data here")
+    return model()
+def model():
+    linear, calls = torch.nn.Linear(9, 1), []
+    def loss():
+        calls.append(1)
+        if rank() == 1 and len(calls) == 2:
+            raise ValueError("no more data here")
+        return linear(torch.ones(2, 9)).sum()
+    return linear, loss
+"""
+
+
+@pytest.fixture
+def factories(tmp_path, monkeypatch):
+    """MODULE of a factory that fails on rank 1 at once, and of one whose loss does later; the path of its file."""
+    path = tmp_path / "one_fails.py"
+    path.write_text(ONE_FAILS)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    return path
 
 
 def check(out, ranks):
@@ -25,7 +56,42 @@ def test_under_mpiexec(mpiexec):
 
 
 def test_under_torchrun(processes):
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    [done] = processes(1, *torchrun, *FLAGS)
+    [done] = processes(1, *TORCHRUN, *FLAGS)
     assert done.returncode == 0, done.stderr
     check(done.stdout, 2)
+
+
+SAID = {
+    "at_once": "rank 1: --model one_fails:at_once: at_once() raised ValueError: no data here ({path}, line 9)",
+    "model": "rank 1: --model one_fails:model: loss() raised ValueError: no more data here ({path}, line 16)",
+}
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("factory", SAID)
+def test_a_factory_that_fails_on_one_rank_ends_all_under_mpiexec(mpiexec, factories, factory):
+    done = mpiexec(3, *ADVISE, "--model", f"one_fails:{factory}")
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert done.stderr.count(SAID[factory].format(path=factories)) == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_a_factory_that_fails_on_one_rank_ends_all_under_torchrun(processes, factories):
+    """torchrun itself adds a report that a worker has failed."""
+    [done] = processes(1, *TORCHRUN, *ADVISE, "--model", "one_fails:at_once")
+    assert done.returncode != 0
+    assert done.stderr.count(SAID["at_once"].format(path=factories)) == 1
+    assert "advise/factory.py" not in done.stderr
+
+
+@pytest.mark.mpi
+def test_what_is_measured_is_told_by_one_rank(mpiexec):
+    done = mpiexec(2, *FLAGS, "--density", "0.01")
+    assert done.returncode == 0, done.stderr
+    told = [line for line in done.stderr.splitlines() if "sparse_collectives.advise: " in line]
+    assert [line.partition("advise: ")[2] for line in told] == [
+        "measuring selecting and merging at density 0.01 (1 of 1)",
+        "measuring the link between 2 ranks",
+        "predicting steps of 2 ranks",
+    ]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from cifar.comparison import GIGABIT
 from cifar.prediction import exchange_seconds, selection_seconds
-from cifar.report import Prediction, Summary, show, summarise
+from cifar.report import Prediction, Summary, reading, show, summarise
 from communicators import as_communicator
 from rich.console import Console
 from trainer.metrics import Row
@@ -23,15 +23,15 @@ def test_figures_are_per_step() -> None:
         }
         for epoch in (1, 2)
     ]
-    summary = summarise(rows)
-    assert summary == Summary(accuracy=0.9, nbytes=50, compute=0.2, communication=0.1)
+    summary = summarise(rows, images=360)
+    assert summary == Summary(accuracy=0.9, images=360, nbytes=50, compute=0.2, communication=0.1)
     assert summary.step == pytest.approx(0.3)
 
 
 def test_the_table_shows_measured_and_predicted_apart() -> None:
     summaries = {
-        "dense": Summary(accuracy=0.99, nbytes=1_000_000, compute=0.01, communication=0.001),
-        "gtopk": Summary(accuracy=0.98, nbytes=10_000, compute=0.01, communication=0.003),
+        "dense": Summary(accuracy=0.99, images=360, nbytes=1_000_000, compute=0.01, communication=0.001),
+        "gtopk": Summary(accuracy=0.98, images=360, nbytes=10_000, compute=0.01, communication=0.003),
     }
     predictions = {
         "dense": Prediction(compute=0.01, selection=0, exchange=0.02),
@@ -42,7 +42,8 @@ def test_the_table_shows_measured_and_predicted_apart() -> None:
         show(summaries, predictions, ranks=4, console=console)
     text = shown.get()
     for expected in (
-        "99.0%",
+        "99.0 ± 0.6 %",
+        "98.0 ± 0.8 %",
         "10,000",
         "13.0 ms",
         "15.0 ms",
@@ -52,6 +53,34 @@ def test_the_table_shows_measured_and_predicted_apart() -> None:
     ):
         assert expected in text
     assert text.index("measured") < text.index("predicted")
+
+
+@pytest.mark.parametrize(
+    ("dense", "sparse", "said"),
+    [
+        (0.990, 0.985, "gtopk is 0.5 points below dense, within ± 0.9,"),
+        (0.985, 0.990, "gtopk is 0.5 points above dense, within ± 0.9,"),
+        (0.992, 0.972, "gtopk is 2.0 points below dense, more than ± 1.1,"),
+        (1.0, 1.0, "gtopk is 0.0 points above dense, within ± 0.4,"),
+    ],
+)
+def test_the_reading_says_whether_accuracies_differ_by_more_than_chance(dense: float, sparse: float, said: str) -> None:
+    runs = {"dense": dense, "gtopk": sparse}
+    measured = {"nbytes": 1.0, "compute": 0.01, "communication": 0.001}
+    summaries = {name: Summary(accuracy=accuracy, images=360, **measured) for name, accuracy in runs.items()}
+    prediction = Prediction(compute=0.01, selection=0, exchange=0.02)
+    text = reading(summaries, dict.fromkeys(runs, prediction))
+    assert text.startswith(said)
+    assert "360 test images" in text
+
+
+def test_the_uncertainty_is_that_of_drawing_so_many_images() -> None:
+    """Of 2,000 tests with 360 images each that a model gets right by 98 %."""
+    rights = torch.distributions.Binomial(360, torch.tensor(0.98))
+    torch.manual_seed(0)
+    spread = (rights.sample(torch.Size([2000])) / 360).std().item()
+    summary = Summary(accuracy=0.98, images=360, nbytes=1, compute=1, communication=1)
+    assert summary.uncertainty == pytest.approx(spread, rel=0.1)
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])

@@ -4,8 +4,11 @@ import json
 import sys
 
 import pytest
+import torch
+from communicators import Link, as_communicator
 from sparse_collectives import ALGORITHMS
 from sparse_collectives.advise.__main__ import main
+from sparse_collectives.calibration import MOST_MERGED, measure_handling
 
 TRAINING = ["--parameters", "25e6", "--step-seconds", "0.5"]
 
@@ -48,7 +51,7 @@ def test_json(capsys):
     numbers = ("nbytes", "rounds", "compression_seconds", "network_seconds", "merging_seconds", "step_seconds")
     assert set(found) == {
         *("parameters", "ranks", "device", "compute_seconds", "overlapped_seconds", "link", "pairs", "handling"),
-        *("predictions", "recommendation"),
+        *("predictions", "recommendation", "taken_by_others", "warning"),
     }
     assert (found["parameters"], found["ranks"], found["pairs"]) == (25_000_000, 14, None)
     assert found["link"] == {"name": "10gbit", "alpha": 30e-6, "beta": 0.8e-9}
@@ -59,7 +62,9 @@ def test_json(capsys):
         assert set(prediction) == {"algorithm", "options", "density", "wire", "speedup", *numbers}
     [dense] = [p for p in found["predictions"] if (p["algorithm"], p["wire"]) == ("dense", "fp32")]
     assert dense["speedup"] == 1
-    assert set(found["recommendation"]) == {"algorithm", "options", "density", "wire", "speedup", "text"}
+    assert set(found["recommendation"]) == {
+        *("algorithm", "options", "density", "wire", "speedup", "rule", "reason", "runner_up", "text")
+    }
 
 
 def test_without_overlap_a_step_is_the_sum_of_its_parts(capsys):
@@ -76,30 +81,89 @@ def test_plot(capsys, tmp_path):
     assert path.stat().st_size > 10_000
 
 
-def test_plot_without_matplotlib_says_what_to_install(capsys, tmp_path, monkeypatch):
+@pytest.fixture
+def nothing_is_measured(monkeypatch):
+    def measured(*args, **kwargs):
+        raise AssertionError("measured before --plot was checked")
+
+    monkeypatch.setattr("sparse_collectives.advise.situation.measure_handling", measured)
+
+
+def test_plot_without_matplotlib_says_what_to_install(capsys, tmp_path, monkeypatch, nothing_is_measured):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main([*TRAINING, "--link", "1gbit", "--plot", str(tmp_path / "x.png")]) == 2
     assert "pip install matplotlib" in capsys.readouterr().err
 
 
-def test_model_is_measured(capsys, tmp_path, monkeypatch):
-    (tmp_path / "tiny_model.py").write_text(
-        "import torch\n"
-        "def tiny():\n"
-        "    model, batch = torch.nn.Linear(30, 10), torch.randn(4, 30)\n"
-        "    return model, lambda: model(batch).square().mean()\n"
-        "def wrong():\n"
-        "    return torch.nn.Linear(3, 1)\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    assert main(["--model", "tiny_model:tiny", "--link", "1gbit", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["parameters"] == 310
-    assert 0 < found["overlapped_seconds"] < found["compute_seconds"]
-    assert main(["--model", "tiny_model:wrong", "--link", "1gbit"]) == 2
-    assert "expected (model, loss)" in capsys.readouterr().err
-    assert main(["--model", "tiny_model:nothing", "--link", "1gbit"]) == 2
-    assert "nothing" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("x.bmp", "expected a file name that ends in"),
+        ("x", "expected a file name that ends in"),
+        ("missing/x.png", "there is no folder"),
+        ("folder.png", "cannot be written there"),
+    ],
+)
+def test_plot_is_checked_first(capsys, tmp_path, nothing_is_measured, name, said):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "folder.png").mkdir()
+    assert main([*TRAINING, "--link", "1gbit", "--plot", str(tmp_path / name)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_measured_share_is_asked_of_every_stage(capsys, monkeypatch):
+    shares = iter([0.0, 0.3, 0.6])
+    monkeypatch.setattr("sparse_collectives.advise.situation.share_taken", lambda comm: next(shares))
+    found = advice(capsys, "--link", "1gbit")
+    assert found["taken_by_others"] == pytest.approx(0.3)
+    assert "30% of the time" in found["warning"]
+
+
+def test_what_takes_long_is_told_on_stderr(capsys):
+    assert main([*TRAINING, "--link", "1gbit", "--ranks", "1000", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["ranks"] == 1000
+    told = [line.partition(": ")[2] for line in err.splitlines()]
+    assert told == [
+        "measuring selecting and merging at density 0.01 (1 of 2)",
+        "measuring selecting and merging at density 0.001 (2 of 2)",
+        "predicting steps of 1000 ranks",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rate", "time", "link"),
+    [
+        ("1gbit", "50us", Link(50e-6, 8e-9)),
+        ("1", "50e-6", Link(50e-6, 8e-9)),
+        ("200 Mbit/s", "0.05 ms", Link(50e-6, 40e-9)),
+        ("0.5Tbit", "0", Link(0.0, 0.016e-9)),
+    ],
+)
+def test_a_link_of_one_s_own(capsys, rate, time, link):
+    found = advice(capsys, "--bandwidth", rate, "--latency", time, "--ranks", "4", "--density", "0.01")
+    assert found["link"]["name"] == "given"
+    assert (found["link"]["alpha"], found["link"]["beta"]) == pytest.approx((link.alpha, link.beta))
+    assert found["ranks"] == 4
+
+
+def test_a_link_of_one_s_own_in_words(capsys):
+    assert main([*TRAINING, "--bandwidth", "2gbit", "--latency", "1.5us", "--density", "0.01"]) == 0
+    assert "32 ranks, assumed to be joined by 1.5 µs a message, 2 Gbit/s" in capsys.readouterr().out
+
+
+def test_half_of_a_gradient_is_measured_on_few_entries(monkeypatch):
+    """All wires of all algorithms, some of which take microseconds an entry."""
+    merged = []
+
+    def counted(algorithm, wire, gradients, k, comm, repeats):
+        merged.append(k)
+        return 0.0
+
+    monkeypatch.setattr("sparse_collectives.calibration._merging", counted)
+    monkeypatch.setattr("sparse_collectives.calibration.MOST_ELEMENTS", 1 << 20)
+    measure_handling(as_communicator(None), numel=1 << 22, density=0.5, device=torch.device("cpu"))
+    assert set(merged) == {MOST_MERGED}
 
 
 def test_one_rank_and_no_link(capsys):
@@ -118,6 +182,26 @@ def test_one_rank_and_no_link(capsys):
         ([*TRAINING, "--step-seconds", "-1"], "seconds > 0"),
         ([*TRAINING, "--density", "0"], "0 < density <= 1"),
         ([*TRAINING, "--density", "nan"], "0 < density <= 1"),
+        ([*TRAINING, "--density", "much"], "0 < density <= 1"),
+        ([*TRAINING, "--density", *(f"0.{n}" for n in range(101, 118))], "16 at most"),
+        ([*TRAINING, "--step-seconds", "nan"], "seconds > 0"),
+        ([*TRAINING, "--step-seconds", "inf"], "seconds > 0"),
+        (["--parameters", "nan", "--step-seconds", "1"], "whole number"),
+        (["--parameters", "inf", "--step-seconds", "1"], "1,000,000,000,000,000 at most"),
+        (["--parameters", "1e300", "--step-seconds", "1"], "1,000,000,000,000,000 at most"),
+        ([*TRAINING, "--link", "1gbit", "--ranks", "1000000"], "4,096 at most"),
+        ([*TRAINING, "--link", "1gbit", "--bandwidth", "1gbit"], "--link stands for"),
+        ([*TRAINING, "--link", "1gbit", "--latency", "0"], "--link stands for"),
+        ([*TRAINING, "--bandwidth", "1gbit"], "--bandwidth and --latency go together"),
+        ([*TRAINING, "--latency", "50us"], "--bandwidth and --latency go together"),
+        ([*TRAINING, "--bandwidth", "0", "--latency", "50us"], "a number alone is Gbit/s"),
+        ([*TRAINING, "--bandwidth", "1e9", "--latency", "50us"], "a number alone is Gbit/s"),
+        ([*TRAINING, "--bandwidth", "nan", "--latency", "50us"], "a rate such as 1gbit"),
+        ([*TRAINING, "--bandwidth", "1GB", "--latency", "50us"], "a rate such as 1gbit"),
+        ([*TRAINING, "--bandwidth", "gbit", "--latency", "50us"], "a rate such as 1gbit"),
+        ([*TRAINING, "--bandwidth", "1gbit", "--latency=-1us"], "expected 0 to 60 s"),
+        ([*TRAINING, "--bandwidth", "1gbit", "--latency", "100"], "a number alone is seconds"),
+        ([*TRAINING, "--bandwidth", "1gbit", "--latency", "soon"], "a time such as 50us"),
         ([*TRAINING, "--link", "2gbit"], "invalid choice"),
         ([*TRAINING, "--ranks", "8"], "--ranks goes with --link"),
         ([*TRAINING, "--link", "1gbit", "--ranks", "1"], "one rank exchanges nothing"),

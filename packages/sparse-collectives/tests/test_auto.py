@@ -1,6 +1,8 @@
 """algorithm="auto": the same choice everywhere, dense where dense is faster, remembered where the caller says."""
 
 import logging
+import random
+import threading
 
 import pytest
 import torch
@@ -26,6 +28,31 @@ def test_ranks_agree_although_each_measured_something_else(size):
     ]
     assert best.compression == pytest.approx(1e-9 * size * 10**5)  # the slowest rank's
     assert set(ALGORITHMS) == {p.algorithm for p in choices[0].predictions}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_ranks_agree_on_busy_machines(monkeypatch, seed):
+    """Whatever time each measurement takes on each rank; costs that were given may be in any order."""
+
+    def body(comm):
+        rng, names = random.Random(f"{seed} {comm.rank}"), list(ALGORITHMS)
+
+        def noisy(call, comm, device, repeats):
+            call()
+            return rng.expovariate(1e3)
+
+        noise[threading.get_ident()] = noisy
+        rng.shuffle(names)
+        merge = {name: rng.expovariate(1e7) for name in names}
+        own = Handling(rng.expovariate(1e8), {"spardl": rng.expovariate(1e8), "oktopk": 1e-9}, merge)
+        return choose(comm, numel=10**5, k=1000, handling=own), choose(comm, numel=10**4, k=100)
+
+    noise = {}
+    seconds_of = "sparse_collectives.calibration.seconds_of"
+    monkeypatch.setattr(seconds_of, lambda *given: noise[threading.get_ident()](*given))
+    choices = SimulatedWorld(5, link=SLOW).run(body)
+    assert all(choice == choices[0] for choice in choices)
+    assert len({p.seconds for choice in choices[0] for p in choice.predictions}) > len(ALGORITHMS)
 
 
 def test_dense_when_dense_is_faster_said_plainly():

@@ -4,10 +4,13 @@ import pytest
 import torch
 from communicators import Link, SimulatedWorld, run
 from sparse_collectives import ALGORITHMS, sparse_allreduce
-from sparse_collectives.algorithms import algorithm_named
+from sparse_collectives.algorithms import Algorithm, algorithm_named
 from sparse_collectives.cost import Handling, Prediction, predict, predict_all, step_seconds
+from sparse_collectives.loads import ranks_of_interest
 from sparse_collectives.oktopk import oktopk_select, oktopk_state
 from sparse_collectives.oktopk_traffic import oktopk_typical
+from sparse_collectives.topk_dsa import topk_dsa_typical
+from sparse_collectives.wire import wire_named
 from sparse_compress import topk, wire_nbytes
 
 MERGE = 4e-9  # little, so that ranks stay in step: where they do not, messages meet at ports, which no model knows
@@ -125,6 +128,47 @@ def test_spardl_in_teams_counts_the_merges_between_them_too(options):
 
     counted = [0] * 12
     assert SimulatedWorld(12).run(body) == counted
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize(("size", "k"), [(65, 7), (96, 2000), (127, 5000), (128, 90), (144, 3000), (200, 20_000)])
+def test_the_ranks_of_interest_stand_for_all(name, size, k):
+    """As many rounds and messages as the busiest of all, and each message as long but for an entry of 12 bytes."""
+    numel = 100_003
+    for options in ALGORITHMS[name].variants(size):
+        for wire in ("fp32", "int8-packed") if ALGORITHMS[name].compresses else ("fp32",):
+            entry = algorithm_named(name, options, size=size, wire=wire_named(wire))
+            sent = [(entry.typical or entry.sent)(rank, size, k, numel, torch.float32) for rank in range(size)]
+            few = [sent[rank] for rank in ranks_of_interest(size)]
+            most = max(sent)
+            assert {traffic.rounds for traffic in few} == {traffic.rounds for traffic in sent}
+            assert max(traffic.messages for traffic in few) == max(traffic.messages for traffic in sent)
+            assert max(few).nbytes >= most.nbytes - 12 * most.messages
+            if entry.merged is not None:
+                merged = [entry.merged(rank, size, k, numel) for rank in range(size)]
+                assert max(merged[rank] for rank in ranks_of_interest(size)) >= max(merged) - 2 * most.messages
+
+
+def test_every_rank_is_looked_at_up_to_64():
+    assert all(list(ranks_of_interest(size)) == list(range(size)) for size in (1, 2, 33, 64))
+
+
+def test_a_thousand_ranks_cost_no_more_than_a_few(monkeypatch):
+    """An expression of one rank costs O(P), so one for each rank and variant would take minutes."""
+    asked = []
+
+    def counted(rank, size, k, numel, dtype, **settings):
+        asked.append(rank)
+        return topk_dsa_typical(rank, size, k, numel, dtype, **settings)
+
+    entry = ALGORITHMS["topk-dsa"]
+    monkeypatch.setitem(ALGORITHMS, "counted", Algorithm(entry.schedule, entry.sent, typical=counted))
+    predicted = predict("counted", size=1000, numel=10**6, k=10**4, link=BANDWIDTH, handling=MERGING)
+    assert predicted.nbytes == predict("topk-dsa", size=1000, numel=10**6, k=10**4, link=BANDWIDTH).nbytes
+    assert 0 < len(asked) <= 6
+    for _ in range(3):
+        predict("counted", size=1000, numel=10**6, k=10**4, link=LATENCY, handling=MERGING)
+    assert len(asked) <= 6
 
 
 def test_one_rank_exchanges_nothing():

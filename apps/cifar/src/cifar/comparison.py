@@ -15,6 +15,7 @@ from trainer.run import run
 from trainer.run_folder import RunFolder
 
 from cifar.__main__ import APP
+from cifar.digits import TEST_SIZE
 from cifar.prediction import exchange_seconds, selection_seconds
 from cifar.report import Prediction, Summary, show, summarise
 
@@ -34,7 +35,7 @@ def compare(comm: Communicator, *, epochs: int, seed: int, output: Path, device:
     selection = selection_seconds(comm, device, numel=numel, density=DENSITY)
     if comm.rank == 0:
         runs = {algorithm: read_metrics(RunFolder(output / algorithm).metrics.path) for algorithm in ALGORITHMS}
-        summaries = {algorithm: summarise(rows) for algorithm, rows in runs.items()}
+        summaries = {algorithm: summarise(rows, images=TEST_SIZE) for algorithm, rows in runs.items()}
         predictions = _predictions(summaries, selection=selection, numel=numel, size=comm.size)
         console = Console()
         show(summaries, predictions, ranks=comm.size, console=console)

@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _flags(argv: Sequence[str]) -> Namespace:
     parser = ArgumentParser(prog="python -m cifar.demo", description=__doc__)
     parser.add_argument("--nworkers", type=quantities.count, default=4, help="default: 4")
-    parser.add_argument("--max-epochs", type=quantities.count, default=14, help="default: 14")
+    parser.add_argument("--max-epochs", type=quantities.count, default=20, help="default: 20")
     parser.add_argument("--seed", type=quantities.count_or_zero, default=0, help="default: 0")
     parser.add_argument("--output", type=Path, default=Path("runs/demo"), metavar="DIR", help="default: runs/demo")
     return parser.parse_args(argv)

@@ -15,11 +15,14 @@ from communicators.schedule import powers_of_two
 from sparse_compress import ErrorFeedback, SparseVector, TopK
 
 from sparse_collectives.algorithms import ALGORITHMS, Algorithm, algorithm_named
-from sparse_collectives.cost import Handling, merged_entries, on_wire
+from sparse_collectives.cost import Handling, on_wire
+from sparse_collectives.loads import merged_entries
 from sparse_collectives.own_work import seconds_of_calls
 
 MOST_ELEMENTS = 1 << 22
 """Selecting is measured on at most so many elements: beyond any cache, and the cost of an element is the same."""
+MOST_MERGED = 1 << 17
+"""Merging is measured on at most so many entries of a rank: the cost of an entry is the same."""
 LONG_BYTES = 1 << 20
 SHORT_ROUNDS = 16
 REPEATS = 5
@@ -66,9 +69,10 @@ def measure_handling(
         for name, entry in ALGORITHMS.items()
         if entry.select is not None
     }
-    pair = [gradient, torch.randn_like(gradient)]
+    part = gradient[: max(1, int(MOST_MERGED / density))]
+    pair, merged = [part, torch.randn_like(part)], compressor.entries(part.numel())
     merge = {
-        on_wire(name, wire): _merging(name, wire, pair, k, comm, repeats)
+        on_wire(name, wire): _merging(name, wire, pair, merged, comm, repeats)
         for name, entry in ALGORITHMS.items()
         for wire in (wires if entry.compresses else ())
     }
@@ -76,11 +80,15 @@ def measure_handling(
 
 
 def agreed(handling: Handling, comm: Communicator) -> Handling:
-    """The slowest rank's costs."""
-    own = [handling.compress, *handling.prescribed.values(), *handling.merge.values()]
+    """The slowest rank's costs. All ranks give the same names, in any order."""
+    prescribed, merge = sorted(handling.prescribed), sorted(handling.merge)
+    own = [handling.compress, *(handling.prescribed[n] for n in prescribed), *(handling.merge[n] for n in merge)]
     compress, *by_name = slowest(own, comm)
-    prescribed = dict(zip(handling.prescribed, by_name, strict=False))
-    return Handling(compress, prescribed, dict(zip(handling.merge, by_name[len(prescribed) :], strict=True)))
+    return Handling(
+        compress,
+        dict(zip(prescribed, by_name, strict=False)),
+        dict(zip(merge, by_name[len(prescribed) :], strict=True)),
+    )
 
 
 def slowest(values: list[float], comm: Communicator) -> list[float]:

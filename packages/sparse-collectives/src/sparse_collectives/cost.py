@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from communicators import Link
 from sparse_compress import TopK
-from sparse_compress.wire import entry_nbytes
 
-from sparse_collectives.algorithms import ALGORITHMS, Algorithm, algorithm_named
+from sparse_collectives.algorithms import ALGORITHMS, algorithm_named
 from sparse_collectives.dense_wire import dense_wire
+from sparse_collectives.loads import loads
 from sparse_collectives.traffic import Traffic
-from sparse_collectives.wire import PLAIN, WIRES, wire_named
+from sparse_collectives.wire import WIRES
 
 DDP_BUCKET_BYTES = 25 << 20
 """DistributedDataParallel's default `bucket_cap_mb`."""
@@ -108,22 +108,18 @@ def predict(
     options: Mapping[str, Any] | None = None,
     wire: str = "fp32",
 ) -> Prediction:
-    """One algorithm's exchange of k of n elements a rank, over P ranks; where bytes depend on the data those of random
-    selections, or the most that they can be.
+    """One algorithm's exchange of k of n elements a rank, over P ranks, as the busiest of `loads` sees it.
 
     dtype: of the gradient. options: the algorithm's own settings. wire: in `WIRES`, for "dense" in `DENSE_WIRES`.
     """
     compresses = algorithm_named(algorithm, size=size).compresses
-    entry = algorithm_named(algorithm, options, size=size, wire=wire_named(wire) if compresses else PLAIN)
     if not compresses:
         dtype = dense_wire(wire).dtype or dtype
-    traffic_of = entry.typical or entry.sent
-    sent = [traffic_of(rank, size, k, numel, dtype) for rank in range(size)]
-    collided, per_entry = _collisions(sent), handling.merge.get(on_wire(algorithm, wire), 0.0)
-    costs = [
-        (*_network(traffic, link, collided), per_entry * merged_entries(entry, rank, size, k, numel))
-        for rank, traffic in enumerate(sent)
-    ]
+    settings = dict(options or {})
+    found = loads(algorithm, settings, wire, size=size, numel=numel, k=k, dtype=dtype)
+    sent, per_entry = [load.sent for load in found], handling.merge.get(on_wire(algorithm, wire), 0.0)
+    collided = _collisions(sent)
+    costs = [(*_network(load.sent, link, collided), per_entry * load.merged) for load in found]
     latency, transfer, merging = max(costs, key=sum)
     return Prediction(
         algorithm,
@@ -136,7 +132,7 @@ def predict(
         latency,
         transfer,
         merging,
-        dict(options or {}),
+        settings,
     )
 
 
@@ -206,12 +202,3 @@ def _collisions(sent: Sequence[Traffic]) -> int:
 
 def _wires_of(algorithm: str, handling: Handling) -> list[str]:
     return [wire for wire in WIRES if wire == "fp32" or on_wire(algorithm, wire) in handling.merge]
-
-
-def merged_entries(entry: Algorithm, rank: int, size: int, k: int, numel: int) -> int:
-    """Entries that a rank merges; of an algorithm that does not say: as many as it sends, and its own."""
-    if not entry.compresses or size == 1:
-        return 0
-    if entry.merged is not None:
-        return entry.merged(rank, size, k, numel)
-    return k + entry.sent(rank, size, k, numel, torch.float32).nbytes // entry_nbytes(torch.float32)

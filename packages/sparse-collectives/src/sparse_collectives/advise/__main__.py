@@ -3,27 +3,52 @@
 from __future__ import annotations
 
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 
+from communicators import Communicator
+
+from sparse_collectives.advise.agreement import NoAdvice, all_or_none
 from sparse_collectives.advise.flags import parse
-from sparse_collectives.advise.plot import plot
+from sparse_collectives.advise.plot import check_plot, plot
 from sparse_collectives.advise.report import as_json, as_text
-from sparse_collectives.advise.situation import NoAdvice, find_out
+from sparse_collectives.advise.situation import find_out, join
 
 
 def main(argv: Sequence[str]) -> int:
     """Prints the advice on rank 0; returns the exit status, 2 where flags or surroundings make no sense."""
-    flags = parse(argv)
+    flags, comm = parse(argv), None
     try:
-        situation, comm = find_out(flags)
-        if comm.rank == 0:
-            print(as_json(situation) if flags.json else as_text(situation))
-            if flags.plot:
-                plot(situation, flags.plot)
+        comm = join(flags)
+        _advise(flags, comm)
     except NoAdvice as reason:
-        print(f"python -m sparse_collectives.advise: {reason}", file=sys.stderr)
+        if comm is None or comm.rank == 0:
+            _say(str(reason))
         return 2
     return 0
+
+
+def _advise(flags: Namespace, comm: Communicator) -> None:
+    """What takes long is told on stderr, so that stdout is the advice alone. Raises NoAdvice."""
+    say = _say if comm.rank == 0 else _be_silent
+    if flags.plot:
+        all_or_none(lambda: check_plot(flags.plot) if comm.rank == 0 else None, comm)
+    situation = find_out(flags, comm, say)
+    if comm.rank != 0:
+        return
+    say(f"predicting steps of {situation.ranks} ranks")
+    print(as_json(situation) if flags.json else as_text(situation))
+    if flags.plot:
+        say(f"drawing {flags.plot}")
+        plot(situation, flags.plot)
+
+
+def _say(text: str) -> None:
+    print(f"python -m sparse_collectives.advise: {text}", file=sys.stderr, flush=True)
+
+
+def _be_silent(text: str) -> None:
+    del text
 
 
 if __name__ == "__main__":

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 from communicators import Link
 
+from sparse_collectives.advise.agreement import NoAdvice
 from sparse_collectives.advise.recommendation import dense_step
-from sparse_collectives.advise.situation import NoAdvice, Situation
+from sparse_collectives.advise.situation import Situation
 from sparse_collectives.cost import Prediction
 
 GIGABITS = tuple(0.05 * 2**i for i in range(14))
 RANKS = (2, 3, 4, 6, 8, 12, 14, 16, 24, 32, 48, 64, 128)
 
 
+def check_plot(path: Path) -> None:
+    """Before anything is measured: raises NoAdvice where matplotlib is missing or the file could not be written."""
+    _, figure = _axes()
+    known, folder = sorted(figure.canvas.get_supported_filetypes()), path.parent
+    if path.suffix[1:].lower() not in known:
+        raise NoAdvice(f"--plot {path}: expected a file name that ends in .{', .'.join(known)}")
+    if not folder.is_dir():
+        raise NoAdvice(f"--plot {path}: there is no folder {folder}; make it first")
+    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise NoAdvice(f"--plot {path}: it cannot be written there")
+
+
 def plot(situation: Situation, path: Path) -> None:
-    """Writes the picture. Raises NoAdvice where matplotlib is missing or the file cannot be written."""
+    """Writes the picture. Raises NoAdvice where the file cannot be written."""
     axes, figure = _axes()
     alpha = situation.link.alpha
     over_bandwidth = [situation.elsewhere(link=Link(alpha, 8e-9 / gigabits)) for gigabits in GIGABITS]

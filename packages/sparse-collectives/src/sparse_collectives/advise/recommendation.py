@@ -1,10 +1,10 @@
-"""From predictions to one plain sentence."""
+"""From predictions to one plain sentence, and to the rule that it follows."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from sparse_collectives.advise.situation import Situation
+from sparse_collectives.advise.situation import Situation, Steps
 from sparse_collectives.cost import Prediction
 
 WORTHWHILE = 1.1
@@ -14,19 +14,27 @@ AS_FAST = 1.05
 
 
 class Recommendation(NamedTuple):
-    """What to use, "dense" in float32 for nothing. speedup: of a step over dense. text: why."""
+    """What to use, "dense" in float32 for nothing.
+
+    speedup: of a step over dense. rule: "fastest", "as fast" (see `AS_FAST`) or "not worthwhile" (see `WORTHWHILE`).
+    reason: the rule in words. runner_up: the fastest of the others, None where nothing else was predicted. text: all
+    of it, with what to do.
+    """
 
     algorithm: str
     options: dict[str, Any]
     density: float
     wire: str
     speedup: float
+    rule: str
+    reason: str
+    runner_up: dict[str, Any] | None
     text: str
 
 
-def dense_step(steps: list[tuple[Prediction, float]]) -> float:
+def dense_step(steps: Steps) -> float:
     """Seconds of a step with whole gradients in float32, what everything is compared with."""
-    return next(step for prediction, step in steps if prediction.name == "dense")
+    return next(step for prediction, step in steps if _is_dense(prediction))
 
 
 def recommend(situation: Situation) -> Recommendation:
@@ -34,40 +42,88 @@ def recommend(situation: Situation) -> Recommendation:
     before fewer bytes.
     """
     steps = situation.predictions()
-    dense, best = dense_step(steps), steps[0][1]
-    nearly = [pair for pair in steps if pair[1] <= AS_FAST * best]
+    dense, (fastest, best) = dense_step(steps), steps[0]
+    worthwhile = dense / best >= WORTHWHILE
+    nearly = [pair for pair in steps if (pair[1] <= AS_FAST * best if worthwhile else _is_dense(pair[0]))]
     taken, step = max(nearly, key=lambda pair: (pair[0].density, pair[0].wire == "fp32"))
-    share = 1 - situation.compute / dense
-    if dense / best < WORTHWHILE:
-        return Recommendation("dense", {}, 1.0, "fp32", 1.0, _leave_off(share, dense / best))
+    other = next((pair for pair in steps if pair[0] is not taken), None)
+    rule = "not worthwhile" if not worthwhile else "fastest" if taken is fastest else "as fast"
+    reason, share = _reason(rule, taken, other), 1 - situation.compute / dense
+    advice = _use(taken, step, dense, share) if worthwhile else _leave_off(share, dense / best)
+    return Recommendation(
+        taken.algorithm,
+        dict(taken.options),
+        taken.density,
+        taken.wire,
+        dense / step,
+        rule,
+        reason,
+        None if other is None else _told(*other),
+        "\n".join([advice[0], reason, *advice[1:]]),
+    )
+
+
+def _reason(rule: str, taken: Prediction, other: tuple[Prediction, float] | None) -> str:
+    if other is None:
+        return "Why: nothing else was predicted."
+    name = f"{other[0].name}{_at(other[0])} ({_seconds(other[1])})"
+    if rule == "fastest":
+        return f"Why: it is the fastest; {name} comes next."
+    if rule == "as fast":
+        wire = ", and of these the one in fp32" if taken.wire == "fp32" else ""
+        return (
+            f"Why: {name} is the fastest, but of steps that are as fast within {AS_FAST - 1:.0%} the one that sends "
+            f"most of the gradient is taken{wire}."
+        )
+    return (
+        f"Why: a gain below {WORTHWHILE - 1:.0%} is not worth a change of how a model learns; the best of the others "
+        f"is {name}."
+    )
+
+
+def _use(taken: Prediction, step: float, dense: float, share: float) -> list[str]:
     gain = f"a step takes {_seconds(step)} instead of {_seconds(dense)}, {dense / step:.1f} times as fast"
-    text = f"Use {taken.name}{_at(taken)}: {gain}. The network is {share:.0%} of a dense step.\n{_how(taken)}"
-    options = dict(taken.options)
-    return Recommendation(taken.algorithm, options, taken.density, taken.wire, dense / step, text)
+    return [f"Use {taken.name}{_at(taken)}: {gain}. The network is {share:.0%} of a dense step.", *_how(taken)]
 
 
-def _leave_off(share: float, most: float) -> str:
+def _leave_off(share: float, most: float) -> list[str]:
     gain = "no algorithm makes it shorter" if most <= 1 else f"the most that any algorithm gains is {most - 1:.0%}"
-    return f"Leave it off: the network is {share:.0%} of your step, and {gain}."
+    return [f"Leave it off: the network is {share:.0%} of your step, and {gain}."]
 
 
 def _at(taken: Prediction) -> str:
     return f" at density {taken.density:.2g}" if taken.density < 1 else ""
 
 
-def _how(taken: Prediction) -> str:
+def _how(taken: Prediction) -> list[str]:
     if taken.density == 1:
-        return "In DDP: ddp.register_comm_hook(None, bf16_compress_hook), from torch's ddp_comm_hooks.default_hooks."
+        return ["In DDP: ddp.register_comm_hook(None, bf16_compress_hook), from torch's ddp_comm_hooks.default_hooks."]
     options = f", options={dict(taken.options)}" if taken.variant != taken.algorithm else ""
     wire = f', wire="{taken.wire}"' if taken.wire != "fp32" else ""
     setting = (
         f'SparseHookState(density={taken.density:.2g}, algorithm="{taken.algorithm}"{options}{wire}, momentum=0.9)'
     )
-    return (
-        f"In DDP: ddp.register_comm_hook({setting}, sparse_hook), and no momentum in the optimizer.\n"
-        "Time is not accuracy: compare the first epochs with dense ones."
-    )
+    return [
+        f"In DDP: ddp.register_comm_hook({setting}, sparse_hook), and no momentum in the optimizer.",
+        "Time is not accuracy: compare the first epochs with dense ones.",
+    ]
+
+
+def _is_dense(prediction: Prediction) -> bool:
+    return prediction.name == "dense"
+
+
+def _told(p: Prediction, step: float) -> dict[str, Any]:
+    return {
+        "algorithm": p.algorithm,
+        "options": dict(p.options),
+        "density": p.density,
+        "wire": p.wire,
+        "step_seconds": step,
+    }
 
 
 def _seconds(seconds: float) -> str:
+    if seconds >= 100:
+        return f"{seconds:,.0f} s"
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

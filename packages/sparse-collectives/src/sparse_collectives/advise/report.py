@@ -6,8 +6,9 @@ import json
 
 from communicators import Link
 
+from sparse_collectives.advise.busy import BUSY
 from sparse_collectives.advise.recommendation import dense_step, recommend
-from sparse_collectives.advise.situation import Situation
+from sparse_collectives.advise.situation import Situation, Steps
 from sparse_collectives.algorithms import ALGORITHMS
 from sparse_collectives.cost import Prediction
 from sparse_collectives.table import amount, milliseconds, table
@@ -42,7 +43,8 @@ def as_text(situation: Situation) -> str:
         )
         for p, step in _shown_of(steps)
     ]
-    return f"{_premises(situation)}\n\n{table(HEADER, rows)}\n\n{recommend(situation).text}"
+    told = [_premises(situation), table(HEADER, rows), recommend(situation).text]
+    return "\n\n".join([*told, warning(situation)] if is_busy(situation) else told)
 
 
 def as_json(situation: Situation) -> str:
@@ -59,6 +61,8 @@ def as_json(situation: Situation) -> str:
             "overlapped_seconds": situation.hidden,
             "link": {"name": situation.link_name, **vars(situation.link)},
             "pairs": None if situation.pairs is None else vars(situation.pairs),
+            "taken_by_others": situation.taken,
+            "warning": warning(situation) if is_busy(situation) else None,
             "handling": [{"density": density, **costs._asdict()} for density, costs in situation.handling.items()],
             "predictions": [
                 {
@@ -82,7 +86,22 @@ def as_json(situation: Situation) -> str:
     )
 
 
-def _shown_of(steps: list[tuple[Prediction, float]]) -> list[tuple[Prediction, float]]:
+def is_busy(situation: Situation) -> bool:
+    """Whether others had the cores so much that what was measured is noise."""
+    return situation.taken >= BUSY
+
+
+def warning(situation: Situation) -> str:
+    """What is wrong with measurements on a busy machine."""
+    longer = 1 / max(0.01, 1 - situation.taken)
+    return (
+        f"Warning: the machine was busy. Other processes, or more ranks than it has cores, held a rank up for "
+        f"{situation.taken:.0%} of the time.\n"
+        f"What was measured may be {longer:.1f} times too long, and the advice rests on it: ask again on an idle one."
+    )
+
+
+def _shown_of(steps: Steps) -> Steps:
     fastest: dict[tuple[str, float], Prediction] = {}
     for p, _ in steps:
         fastest.setdefault((p.algorithm, p.density), p)
@@ -107,6 +126,8 @@ def _premises(situation: Situation) -> str:
 
 def _network(situation: Situation) -> str:
     link = _shown(situation.link)
+    if situation.link_name == "given":
+        return f"assumed to be joined by {link}"
     if situation.pairs is None:
         return f"assumed to be joined by {situation.link_name}: {link}"
     return f"measured: {link} while all send and receive; in pairs, one way at a time: {_shown(situation.pairs)}"
@@ -114,4 +135,5 @@ def _network(situation: Situation) -> str:
 
 def _shown(link: Link) -> str:
     rate = f"{8e-9 / link.beta:.3g} Gbit/s" if link.beta else "no limit of bandwidth"
-    return f"{1e6 * link.alpha:,.0f} µs a message, {rate}"
+    micros = 1e6 * link.alpha
+    return f"{micros:,.0f} µs a message, {rate}" if micros >= 10 else f"{micros:.2g} µs a message, {rate}"

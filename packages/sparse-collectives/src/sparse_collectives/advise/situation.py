@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,19 +11,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from communicators import Communicator, Link, as_communicator, barrier, measure_link
+from communicators import Communicator, Link, as_communicator, measure_link
 from communicators.alone import Alone
 
+from sparse_collectives.advise.agreement import NoAdvice, all_or_none
+from sparse_collectives.advise.busy import share_taken
+from sparse_collectives.advise.factory import model_seconds
 from sparse_collectives.advise.flags import LINKS
-from sparse_collectives.calibration import measure_handling, measure_traffic, slowest
+from sparse_collectives.calibration import measure_handling, measure_traffic
 from sparse_collectives.cost import BACKWARD_SHARE, Handling, Prediction, predict_all, step_seconds
 from sparse_collectives.wire import WIRES
 
-REPEATS = 3
-
-
-class NoAdvice(Exception):  # noqa: N818 - it is what the command says
-    """What was asked for cannot be found out; the text says why and what to do."""
+Steps = list[tuple[Prediction, float]]
+"""Exchanges, each with the seconds of its step."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,9 @@ class Situation:
     """numel: trained parameters. ranks: P. device: where gradients are.
 
     compute: seconds of forward and backward. hidden: seconds of them during which buckets travel, 0 without overlap.
-    link: α and β of the exchange. link_name: as given, or "measured". pairs: α and β of ping-pong in pairs, if
-    measured. handling: a rank's own costs by density.
+    link: α and β of the exchange. link_name: as given, "given" for one's own, or "measured". pairs: α and β of
+    ping-pong in pairs, if measured. handling: a rank's own costs by density. taken: the share of the time that others
+    had the cores meanwhile, see `share_taken`.
     """
 
     numel: int
@@ -45,8 +45,9 @@ class Situation:
     link_name: str
     pairs: Link | None
     handling: dict[float, Handling]
+    taken: float = 0.0
 
-    def predictions(self) -> list[tuple[Prediction, float]]:
+    def predictions(self) -> Steps:
         """All exchanges, each with the seconds of its step, fastest step first; of each only the fastest variant.
 
         Their wires are those on which merging was measured, and fp32.
@@ -63,47 +64,59 @@ class Situation:
         return replace(self, link=link or self.link, ranks=ranks or self.ranks)
 
 
-def find_out(flags: argparse.Namespace) -> tuple[Situation, Communicator]:
-    """The situation, alike on every rank. Collective, unless a link is assumed. Raises NoAdvice."""
-    comm = Alone() if flags.link else _communicator()
-    if comm.size == 1 and not flags.link:
-        raise NoAdvice(
-            "one rank: there is no network to measure. Start several with mpiexec -n P (needs mpi4py) or "
-            f"torchrun --nproc-per-node P, or assume a network: --link {'|'.join(LINKS)} --ranks P"
-        )
-    device = _device(flags.device, comm)
-    if flags.model:
-        numel, compute, backward = _model_seconds(flags.model, comm, device)
-    else:
-        numel, compute, backward = flags.parameters, flags.step_seconds, BACKWARD_SHARE * flags.step_seconds
-    size = flags.ranks or comm.size
-    costs: dict[str, Any] = {"numel": numel, "device": device, "size": size, "wires": WIRES}
-    handling = {density: measure_handling(comm, density=density, **costs) for density in flags.density}
-    situation = Situation(
-        numel=numel,
-        ranks=size,
-        device=device.type,
-        compute=compute,
-        hidden=0.0 if flags.no_overlap else backward,
-        link=LINKS[flags.link] if flags.link else measure_traffic(comm),
-        link_name=flags.link or "measured",
-        pairs=None if flags.link else measure_link(comm),
-        handling=handling,
-    )
-    return situation, comm
+def join(flags: argparse.Namespace) -> Communicator:
+    """The ranks that a launcher started: torchrun's over gloo, else MPI's where mpi4py is there. Raises NoAdvice.
 
-
-def _communicator() -> Communicator:
-    """The ranks that a launcher started: torchrun's over gloo, else MPI's where mpi4py is there."""
+    For an assumed link this rank alone.
+    """
+    if flags.assumed:
+        return Alone()
     if dist.is_available() and dist.is_torchelastic_launched():
         dist.init_process_group("gloo")
     else:
         with contextlib.suppress(ImportError, RuntimeError):  # RuntimeError: mpi4py is there, an MPI library is not
             from mpi4py import MPI  # noqa: F401 - its import is what as_communicator looks for
     try:
-        return as_communicator(None)
+        comm = as_communicator(None)
     except RuntimeError as error:
         raise NoAdvice(str(error)) from error
+    if comm.size == 1:
+        raise NoAdvice(
+            "one rank: there is no network to measure. Start several with mpiexec -n P (needs mpi4py) or "
+            f"torchrun --nproc-per-node P, or assume a network: --link {'|'.join(LINKS)} --ranks P"
+        )
+    return comm
+
+
+def find_out(flags: argparse.Namespace, comm: Communicator, say: Callable[[str], None]) -> Situation:
+    """The situation, alike on every rank. Collective. say: is told what is being measured. Raises NoAdvice on all."""
+    device = all_or_none(lambda: _device(flags.device, comm), comm)
+    taken = [share_taken(comm)]
+    if flags.model:
+        say(f"measuring forward and backward of {flags.model}")
+        numel, compute, backward = model_seconds(flags.model, comm, device)
+    else:
+        numel, compute, backward = flags.parameters, flags.step_seconds, BACKWARD_SHARE * flags.step_seconds
+    costs: dict[str, Any] = {"numel": numel, "device": device, "size": flags.ranks or comm.size, "wires": WIRES}
+    handling = {}
+    for number, density in enumerate(flags.density, 1):
+        say(f"measuring selecting and merging at density {density:g} ({number} of {len(flags.density)})")
+        handling[density] = measure_handling(comm, density=density, **costs)
+        taken.append(share_taken(comm))
+    if not flags.assumed:
+        say(f"measuring the link between {comm.size} ranks")
+    return Situation(
+        numel=numel,
+        ranks=flags.ranks or comm.size,
+        device=device.type,
+        compute=compute,
+        hidden=0.0 if flags.no_overlap else backward,
+        link=flags.assumed or measure_traffic(comm),
+        link_name=(flags.link or "given") if flags.assumed else "measured",
+        pairs=None if flags.assumed else measure_link(comm),
+        handling=handling,
+        taken=statistics.mean(taken),
+    )
 
 
 def _device(name: str | None, comm: Communicator) -> torch.device:
@@ -113,39 +126,3 @@ def _device(name: str | None, comm: Communicator) -> torch.device:
         return torch.empty(0, device=name or "cpu").device
     except (RuntimeError, AssertionError) as error:
         raise NoAdvice(f"--device {name}: {str(error).partition(chr(10))[0]}") from error
-
-
-def _model_seconds(name: str, comm: Communicator, device: torch.device) -> tuple[int, float, float]:
-    """Trained parameters, seconds of forward and backward, seconds of backward; of the slowest rank."""
-    model, loss = _made(name, device)
-    times = []
-    for _ in range(REPEATS + 1):
-        model.zero_grad()
-        barrier(comm)
-        begin = _now(comm, device)
-        value = loss()
-        middle = _now(comm, device)
-        value.backward()  # type: ignore[no-untyped-call]
-        times.append((middle - begin, _now(comm, device) - middle))
-    forward, backward = slowest([statistics.median(part) for part in zip(*times[1:], strict=True)], comm)
-    return sum(p.numel() for p in model.parameters() if p.requires_grad), forward + backward, backward
-
-
-def _made(name: str, device: torch.device) -> tuple[torch.nn.Module, Callable[[], torch.Tensor]]:
-    """What FACTORY() returns. Its own errors are the user's to see as they are."""
-    module, _, factory = name.partition(":")
-    try:
-        make = getattr(importlib.import_module(module), factory)
-    except (ImportError, AttributeError) as error:
-        raise NoAdvice(f"--model {name}: {error}; the module must be importable from here") from error
-    with device:
-        made = make()
-    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], torch.nn.Module) and callable(made[1])):
-        raise NoAdvice(f"--model {name}: it returned {type(made).__name__}, expected (model, loss); see --help")
-    return made
-
-
-def _now(comm: Communicator, device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return comm.clock()

@@ -1,0 +1,81 @@
+"""What advise says of its choice, and of the machine on which it measured."""
+
+import json
+
+import pytest
+from communicators import Link, SimulatedWorld
+from sparse_collectives import ALGORITHMS
+from sparse_collectives.advise.busy import PROBE_SECONDS, share_taken
+from sparse_collectives.advise.recommendation import recommend
+from sparse_collectives.advise.report import as_json, as_text
+from sparse_collectives.advise.situation import Situation
+from sparse_collectives.cost import Handling
+from sparse_collectives.wire import WIRES
+
+
+def situation(**changes):
+    """25 M parameters on 8 ranks over 1 Gbit/s; merging costs nothing."""
+    merge = {name if wire == "fp32" else f"{name} in {wire}": 0.0 for name in ALGORITHMS for wire in WIRES}
+    known = {
+        "numel": 25_000_000,
+        "ranks": 8,
+        "device": "cpu",
+        "compute": 0.3,
+        "hidden": 0.0,
+        "link": Link(50e-6, 8e-9),
+        "link_name": "given",
+        "pairs": None,
+        "handling": {density: Handling(0.0, {}, merge) for density in (0.01, 0.001)},
+    }
+    return Situation(**{**known, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule", "said"),
+    [
+        ({}, "as fast", "of steps that are as fast within 5% the one that sends most of the gradient"),
+        ({"handling": {0.01: Handling(0.0, {}, dict.fromkeys(ALGORITHMS, 0.0))}}, "fastest", "it is the fastest"),
+        ({"compute": 1e3}, "not worthwhile", "a gain below 10% is not worth a change"),
+    ],
+)
+def test_the_reason_says_which_rule_decided_and_what_came_next(changes, rule, said):
+    found = situation(**changes)
+    recommended, steps = recommend(found), found.predictions()
+    fastest = steps[0][0]
+    assert recommended.rule == rule
+    assert said in recommended.reason
+    assert recommended.reason in as_text(found)
+    taken = (recommended.algorithm, recommended.density, recommended.wire)
+    others = [(p, step) for p, step in steps if (p.algorithm, p.density, p.wire) != taken]
+    assert len(others) == len(steps) - 1
+    runner_up, step = others[0]
+    assert recommended.runner_up["step_seconds"] == step
+    assert recommended.runner_up["algorithm"] == runner_up.algorithm
+    assert runner_up.name in recommended.reason
+    assert (taken == (fastest.algorithm, fastest.density, fastest.wire)) == (rule == "fastest")
+    told = json.loads(as_json(found))["recommendation"]
+    assert (told["rule"], told["reason"], told["runner_up"]) == (rule, recommended.reason, recommended.runner_up)
+
+
+@pytest.mark.parametrize(("taken", "busy"), [(0.0, False), (0.09, False), (0.5, True), (1.0, True)])
+def test_a_busy_machine_is_said(taken, busy):
+    found = situation(taken=taken)
+    told = json.loads(as_json(found))
+    assert told["taken_by_others"] == taken
+    assert ("the machine was busy" in as_text(found)) == busy == (told["warning"] is not None)
+    if taken == 0.5:
+        assert "50% of the time" in told["warning"]
+        assert "2.0 times too long" in told["warning"]
+
+
+def test_the_share_that_others_took_is_the_worst_rank_s():
+    def body(comm):
+        now = [0.0]
+
+        def clock():
+            now[0] += PROBE_SECONDS / 64
+            return now[0]
+
+        return share_taken(comm, clock=clock, cpu=lambda: now[0] * (1 - 0.25 * comm.rank))
+
+    assert SimulatedWorld(3).run(body) == pytest.approx([0.5] * 3)
