@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from communicators.waiters import WAIT, Waiters
-from torch._C._distributed_c10d import ProcessGroupGloo
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
 TAG = 0
 
@@ -19,6 +19,8 @@ class UntaggedGloo:
 
     def __init__(self, store, rank, size, device_type="cpu"):
         self.device_type = device_type
+        self.place = store, rank, size
+        self.copies = 0
         self.group = ProcessGroupGloo(store, rank, size, WAIT)
         self.waiters = Waiters()
         self.waits = []
@@ -27,6 +29,11 @@ class UntaggedGloo:
     def ready(self, device):
         self._asked += 1
         return self._asked > 3
+
+    def duplicate(self):
+        store, rank, size = self.place
+        self.copies += 1
+        return UntaggedGloo(PrefixStore(f"copy {self.copies}", store), rank, size, self.device_type)
 
     def exchange(self, sends, recvs):
         return _Exchange(self, sends, recvs)
