@@ -14,9 +14,8 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 def gather_texts(text: str, comm: Communicator) -> list[str]:
     """Every rank's text, in rank order."""
-    encoded = torch.frombuffer(
-        bytearray(text.encode(errors="backslashreplace") + b"\n"), dtype=torch.uint8
-    )  # a buffer may not be empty
+    content = text.encode(errors="backslashreplace") + b"\n"  # a buffer may not be empty
+    encoded = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     return [bytes(received.tolist()).decode()[:-1] for received in allgather(encoded, comm)]
 
 

@@ -11,8 +11,9 @@ import json
 import os
 import zipfile
 from dataclasses import asdict, dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from communicators import Communicator
@@ -125,7 +126,7 @@ def origin_of(step: int, settings: Settings, *, rank: int, size: int) -> State:
     return {"step": step, "rank": rank, "world_size": size, "settings": settings}
 
 
-def _require_stored(file: BinaryIO) -> None:
+def _require_stored(file: BufferedReader) -> None:
     """ValueError if the file is not an uncompressed zip archive, as torch.save writes, or a checksum in it is wrong.
 
     torch.load looks at none of these checksums, and takes older formats too.

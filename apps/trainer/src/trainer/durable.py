@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import torch
 
@@ -52,7 +52,7 @@ def write_tensors(path: Path, state: dict[str, Any]) -> None:
     with replacing(path) as file:
         witness = _Witness(file)
         try:
-            torch.save(state, witness)
+            torch.save(state, cast(BinaryIO, witness))
         except RuntimeError:
             if witness.error is None:
                 raise

@@ -33,9 +33,7 @@ def fitted(state: State, replica: Replica, options: Options, *, step: int, steps
     if divmod(step, steps_per_epoch) != (state["position"]["epoch"], state["position"]["step"]):
         raise DamagedError(f"position {state['position']} is not that of step {step}")
     if state["position"]["epoch"] > options.max_epochs:
-        raise DamagedError(
-            f"it has {state['position']['epoch']} epochs already, --max-epochs {options.max_epochs} asks less"
-        )
+        raise DamagedError(f"it has more epochs than --max-epochs {options.max_epochs} asks for")
     require_equal(state["schedule"]["last_epoch"], step, "the schedule's step")
     require_equal(state["schedule"]["base_lrs"], fresh["schedule"]["base_lrs"], "the schedule's rates")
     _require_settings(state["optimizer"], fresh["optimizer"], step)
@@ -46,9 +44,8 @@ def _completed(state: State, fresh: State) -> State:
     """With the schedule's and the optimizer's settings that this version of torch knows, and no others."""
     optimizer, schedule = state.get("optimizer"), state.get("schedule")
     if isinstance(schedule, dict):
-        state = state | {
-            "schedule": _known(schedule, fresh["schedule"], {"last_epoch", "base_lrs", "_last_lr", "_step_count"})
-        }
+        needed = {"last_epoch", "base_lrs", "_last_lr", "_step_count"}
+        state = state | {"schedule": _known(schedule, fresh["schedule"], needed)}
     if isinstance(optimizer, dict) and isinstance(groups := optimizer.get("param_groups"), list):
         for number, (group, own) in enumerate(zip(groups, fresh["optimizer"]["param_groups"], strict=False)):
             if isinstance(group, dict):
@@ -76,11 +73,9 @@ def _expected_tensors(replica: Replica, options: Options, step: int, *, skipped:
     trained = [p for group in replica.optimizer.param_groups for p in group["params"]]
     named = replica.model.named_parameters()
     wide = {name: _wide(p) for name, p in named if _is_trained(p)} if step and options.algorithm in SPARSE else {}
-    momentum = options.momentum > 0 and options.algorithm not in SPARSE and step != skipped
+    stepped = options.momentum > 0 and options.algorithm not in SPARSE and step != skipped
     return {
-        "state": {i: {"momentum_buffer": p} for i, p in enumerate(trained) if _is_trained(p)}
-        if momentum and step
-        else {},
+        "state": {i: {"momentum_buffer": p} for i, p in enumerate(trained) if stepped and _is_trained(p)},
         "distributed": own | {"residuals": wide, "velocities": wide if options.momentum else {}},
     }
 

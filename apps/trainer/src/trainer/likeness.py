@@ -47,7 +47,7 @@ def _require_tensor(found: object, like: Tensor, name: str) -> None:
         raise DamagedError(
             f"{name} is {tuple(found.shape)} of {found.dtype}, expected {tuple(like.shape)} of {like.dtype}"
         )
-    if torch._debug_has_internal_overlap(found) == 1:  # type: ignore[no-untyped-call]
+    if torch._debug_has_internal_overlap(found) == 1:
         raise DamagedError(f"{name} has elements that share memory")
 
 

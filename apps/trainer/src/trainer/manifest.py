@@ -5,8 +5,9 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
 
 from trainer.durable import write_aside
 from trainer.errors import DamagedError
@@ -31,12 +32,12 @@ class FileRecord:
             return cls._of(path.name, file)
 
     @classmethod
-    def _of(cls, name: str, file: BinaryIO) -> Self:
+    def _of(cls, name: str, file: BufferedReader) -> Self:
         digest = hashlib.file_digest(file, "sha256")
         return cls(name=name, nbytes=file.tell(), sha256=digest.hexdigest())
 
     @contextmanager
-    def checked(self, folder: Path) -> Iterator[BinaryIO]:
+    def checked(self, folder: Path) -> Iterator[BufferedReader]:
         """The file in `folder`, open; DamagedError if it is missing or another one than was written."""
         path = folder / self.name
         with opened(path) as file:
@@ -88,10 +89,8 @@ class Manifest:
         """ValueError for what no run has written."""
         names = [record.name for record in self.files]
         counts = [self.step, self.metrics_nbytes, *(record.nbytes for record in self.files)]
-        digests = [record.sha256 for record in self.files] + [self.metrics_sha256 or ""]
-        if not all(type(count) is int and count >= 0 for count in counts) or not all(
-            isinstance(d, str) for d in digests
-        ):
+        digests = [self.metrics_sha256 or "", *(record.sha256 for record in self.files)]
+        if not all(type(count) is int and count >= 0 for count in counts) or {*map(type, digests)} != {str}:
             raise ValueError("a number of steps or bytes, or a checksum, is none")
         if not isinstance(self.settings, dict):
             raise ValueError("the settings are none")

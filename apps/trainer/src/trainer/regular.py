@@ -4,14 +4,14 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 from trainer.errors import DamagedError
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[BinaryIO]:
+def opened(path: Path) -> Iterator[BufferedReader]:
     """The file, for reading; DamagedError if it is missing or not a regular one. Links are followed."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)

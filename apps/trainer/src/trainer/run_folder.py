@@ -54,7 +54,7 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
 
     def begin(self, config: dict[str, object], *, overwrite: bool) -> None:
-        """Prepare the folder for a new run; RunError if it holds one, or parts of one, that is not to be overwritten."""
+        """Prepare the folder for a new run; RunError if it holds (parts of) one that is not to be overwritten."""
         if any(os.path.lexists(path) for path in self._written):
             if not overwrite:
                 raise RunError(
