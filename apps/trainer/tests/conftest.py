@@ -50,9 +50,14 @@ def build(options: Options, device: torch.device) -> Points:
     return Points(nn.Sequential(*layers).to(device))
 
 
-@pytest.fixture
-def app() -> App:
+@pytest.fixture(scope="session")
+def points_app() -> App:
     return App(module="points", models={"plain": "", "dropout": ""}, datasets={"points": ""}, build=build)
+
+
+@pytest.fixture
+def app(points_app: App) -> App:
+    return points_app
 
 
 @pytest.fixture

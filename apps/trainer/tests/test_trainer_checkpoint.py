@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from trainer.checkpoint import Checkpoints, load
 from trainer.errors import AgreedError, DamagedError, RunError
 from trainer.manifest import NAME, Manifest
+from trainer.metrics import MetricsFile
 
 ALONE = as_communicator(None)
 
@@ -22,7 +23,13 @@ def state(step: int, rank: int = 0) -> dict[str, Any]:
 
 
 def save(checkpoints: Checkpoints, step: int, comm: Communicator = ALONE) -> None:
-    checkpoints.save(step, state(step, comm.rank), comm, metrics_nbytes=10 * step, settings={"lr": 0.1})
+    checkpoints.save(
+        step,
+        state(step, comm.rank),
+        comm,
+        metrics=MetricsFile(checkpoints.path / "metrics.jsonl"),
+        settings={"lr": 0.1},
+    )
 
 
 def load_latest(checkpoints: Checkpoints, rank: int = 0) -> tuple[Manifest, dict[str, Any]]:
@@ -43,7 +50,7 @@ def test_every_rank_gets_its_own_state_back_and_two_checkpoints_are_kept(tmp_pat
     assert [folder.name for folder in checkpoints.complete()] == ["00000002", "00000003"]
     for rank in range(3):
         manifest, loaded = load_latest(checkpoints, rank)
-        assert (manifest.step, manifest.metrics_nbytes, len(manifest.files)) == (3, 30, 3)
+        assert (manifest.step, manifest.metrics_nbytes, len(manifest.files)) == (3, 0, 3)
         assert (loaded["rank"], loaded["weights"].tolist()) == (rank, [3, 4, 5, 6, 7])
     previous = checkpoints.choose("previous")
     assert previous is not None

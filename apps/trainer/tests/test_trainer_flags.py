@@ -6,6 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import sparse_collectives
+import torch
+from communicators import as_communicator
 from sparse_collectives import ALGORITHMS
 from sparse_collectives.dense_wire import DENSE_WIRES as KNOWN_DENSE_WIRES
 from sparse_collectives.wire import WIRES as KNOWN_WIRES
@@ -97,6 +100,21 @@ def test_settings_leave_out_what_shapes_no_number(app: App) -> None:
     assert settings("--max-epochs 3") != settings("--max-epochs 4")
     constant = "--lr-schedule constant --max-epochs"
     assert settings(f"{constant} 3") == settings(f"{constant} 4")
+
+
+@pytest.mark.parametrize("algorithm", ["dense", "gtopk"])
+def test_verification_is_asked_of_the_optimizer(app: App, algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def optimizer(*given: object, **named: object) -> None:
+        asked.append(named.get("verify"))
+
+    monkeypatch.setattr(sparse_collectives, "DistributedOptimizer", optimizer)
+    for flags in ("", "--verify 25"):
+        options = parse(["--algorithm", algorithm, *flags.split()], app, world_size=None)
+        SYNCHRONISATIONS[algorithm](options, torch.nn.Linear(2, 2), as_communicator(None))
+        assert options.settings() == parse(["--algorithm", algorithm], app, world_size=None).settings()
+    assert asked == [None, 25]
 
 
 def test_the_readme_lists_every_flag(app: App, capsys: pytest.CaptureFixture[str]) -> None:

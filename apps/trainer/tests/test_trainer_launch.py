@@ -1,6 +1,8 @@
 """Starting one's own workers: command, exit code, signals. A script stands in for mpiexec."""
 
+import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -47,3 +49,45 @@ def test_without_a_launcher_it_says_how_to_get_one(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(RunError, match="pip install mpich"):
         launch.find_mpiexec()
+
+
+def test_more_workers_than_the_cores_bear_are_asked_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(tmp_path, monkeypatch, "sys.exit(7)")
+    cores = len(os.sched_getaffinity(0))
+    most = launch.WORKERS_A_CORE * cores
+    with pytest.raises(RunError, match=f"--nworkers {most + 1} is more than 8 .*--oversubscribe"):
+        launch.start_workers("points", [], most + 1)
+    assert launch.start_workers("points", [], most) == 7
+    assert launch.start_workers("points", [], 1000, oversubscribe=True) == 7
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child that its parent was killed")
+def test_the_workers_end_when_the_process_that_started_them_is_killed(tmp_path: Path) -> None:
+    script, told = tmp_path / "mpiexec", tmp_path / "told"
+    os.mkfifo(told)
+    script.write_text(
+        f"#!{sys.executable}\nimport signal, sys\n"
+        f"pipe = open({str(told)!r}, 'w')\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (print('ended', file=pipe, flush=True), sys.exit()))\n"
+        "print('up', file=pipe, flush=True)\nsignal.alarm(60)\nwhile True: signal.pause()\n"
+    )
+    script.chmod(0o755)
+    program = (
+        f"from trainer import launch; launch.find_mpiexec = lambda: {str(script)!r}; launch.start_workers('m', [], 2)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program]) as starter, told.open() as lines:
+        assert lines.readline() == "up\n"
+        starter.kill()
+        assert lines.readline() == "ended\n"  # "": it went on until the alarm
+
+
+def test_a_launcher_that_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+os.kill(os.getppid(), signal.SIGTERM)
+signal.alarm(60)
+while True: signal.pause()
+"""
+    stand_in(tmp_path, monkeypatch, program)
+    monkeypatch.setattr(launch, "GRACE", 0.1)
+    assert launch.start_workers("points", [], 2) == 143

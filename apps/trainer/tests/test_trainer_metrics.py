@@ -1,26 +1,41 @@
 """metrics.jsonl."""
 
+import os
 from pathlib import Path
 
 import pytest
-from trainer.errors import RunError
+from trainer.errors import DamagedError
 from trainer.metrics import MetricsFile, read_metrics
 
 
 def test_rows_come_back_and_are_cut_to_a_checkpoint(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "metrics.jsonl")
-    assert file.nbytes == 0
+    assert file.digest()[0] == 0
     file.append({"epoch": 1, "train_loss": 0.1 + 0.2})
-    at_checkpoint = file.nbytes
+    at_checkpoint = file.digest()
     file.append({"epoch": 2, "train_loss": None})
     assert read_metrics(file.path) == [{"epoch": 1, "train_loss": 0.1 + 0.2}, {"epoch": 2, "train_loss": None}]
-    file.truncate(at_checkpoint)
+    file.check(*at_checkpoint)
+    file.truncate(at_checkpoint[0])
     assert [row["epoch"] for row in read_metrics(file.path)] == [1]
+    assert file.digest() == at_checkpoint
 
 
-def test_a_file_shorter_than_at_the_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_does_not_begin_as_at_the_checkpoint_is_refused(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "metrics.jsonl")
     file.truncate(0)
     file.append({"epoch": 1})
-    with pytest.raises(RunError, match="put the file back"):
-        file.truncate(file.nbytes + 1)
+    nbytes, sha256 = file.digest()
+    with pytest.raises(DamagedError, match=f"{nbytes} bytes, .* there were {nbytes + 1}"):
+        file.check(nbytes + 1, sha256)
+    file.path.write_bytes(b'{"epoch": 2}\n')
+    with pytest.raises(DamagedError, match="its checksum is another one"):
+        file.check(nbytes, sha256)
+    file.check(nbytes, None)  # a checkpoint from before there were checksums of it
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    os.mkfifo(file.path)
+    with pytest.raises(DamagedError, match="a pipe"):
+        file.check(0, None)

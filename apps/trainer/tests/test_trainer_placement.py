@@ -11,18 +11,25 @@ SLURM = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"}
     ("environment", "expected"),
     [
         ({}, Placement()),
-        (MPICH, Placement(launcher="mpiexec", rank=2, size=4, local_rank=1)),
+        (MPICH, Placement(launcher="mpiexec", rank=2, size=4, local_rank=1, watches=True)),
         (
             {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
-            Placement(launcher="mpirun", rank=1, size=2, local_rank=0),
+            Placement(launcher="mpirun", rank=1, size=2, local_rank=0, watches=True),
         ),
         (
             {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3"},
             Placement(launcher="torchrun", rank=3, size=4, local_rank=3),
         ),
-        (SLURM, Placement(launcher="srun", rank=5, size=8, local_rank=1)),
-        (SLURM | MPICH, Placement(launcher="mpiexec", rank=2, size=4, local_rank=1)),
-        (SLURM | {"PMI_RANK": "5", "PMI_SIZE": "8"}, Placement(launcher="mpiexec", rank=5, size=8, local_rank=1)),
+        (
+            {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3", "TORCHELASTIC_RUN_ID": "none"},
+            Placement(launcher="torchrun", rank=3, size=4, local_rank=3, watches=True),
+        ),
+        (SLURM, Placement(launcher="srun", rank=5, size=8, local_rank=1, watches=True)),
+        (SLURM | MPICH, Placement(launcher="mpiexec", rank=2, size=4, local_rank=1, watches=True)),
+        (
+            SLURM | {"PMI_RANK": "5", "PMI_SIZE": "8"},
+            Placement(launcher="mpiexec", rank=5, size=8, local_rank=1, watches=True),
+        ),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, Placement()),  # a batch script, not a worker
     ],
 )

@@ -1,22 +1,28 @@
 """Law 7: stopped anywhere and resumed, a run ends in the bits of the one that was never stopped."""
 
 import contextlib
+import copy
+import hashlib
+import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from communicators import CollectiveError, SimulatedWorld
+from communicators import CollectiveError, Communicator, SimulatedWorld
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from trainer import run as run_module
 from trainer.app import App
 from trainer.errors import AgreedError
+from trainer.manifest import FileRecord
 from trainer.metrics import read_metrics
-from trainer.options import Options
+from trainer.options import BEFORE, Options
+from trainer.replica import Replica
 from trainer.run import run
 from trainer.run_folder import RunFolder
 
@@ -181,3 +187,85 @@ def test_metrics_have_the_published_keys(app: App, options: Callable[..., Option
     keys = {"epoch", "steps", "train_loss", "test_loss", "test_accuracy", "bytes_sent", "algorithm", "world_size"}
     assert set(rows[0]) == keys | SECONDS
     assert rows[0]["bytes_sent"] == rows[1]["bytes_sent"] > 0
+
+
+FIRST_SETTINGS = {
+    "dnn", "dataset", "algorithm", "density", "batch_size", "lr", "momentum", "weight_decay",
+    "max_epochs", "warmup_epochs", "lr_schedule", "seed",
+}  # fmt: skip
+"""Of the first version: all that came later say what a run did before."""
+
+
+def older(folder: Path, *names: str) -> None:
+    """Manifests of a version without these settings, without checksums of the metrics, and files without an origin."""
+    for path in folder.glob("checkpoints/*/manifest.json"):
+        content = json.loads(path.read_text())["content"]
+        content["settings"] = {name: value for name, value in content["settings"].items() if name not in names}
+        content.pop("metrics_sha256", None)
+        for record in content["files"]:
+            file = path.parent / record["name"]
+            state = torch.load(file, weights_only=True)
+            state.pop("origin", None)
+            torch.save(state, file)
+            record |= asdict(FileRecord.of(file))
+        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        path.write_text(json.dumps({"content": content, "sha256": digest}, indent=1, sort_keys=True) + "\n")
+
+
+def test_every_setting_that_was_added_says_what_runs_did_before(app: App, options: Callable[..., Options]) -> None:
+    assert set(options().settings()) - FIRST_SETTINGS == set(BEFORE)
+
+
+def test_a_run_from_before_an_option_was_added_is_gone_on_with(
+    app: App, options: Callable[..., Options], tmp_path: Path
+) -> None:
+    straight = options(algorithm="gtopk", output=tmp_path / "straight")
+    train(app, straight, 2)
+    broken = replace(straight, output=tmp_path / "broken", checkpoint_every=2)
+    assert killed_after(20, app, broken, 2)
+    older(broken.output, *BEFORE)
+    train(app, replace(broken, resume="latest", verify=0), 2)
+    assert_same_bits(result(broken), result(straight))
+    older(broken.output, *BEFORE)
+    with pytest.raises(AgreedError, match=r"other settings \(--wire fp32 then, bf16 now\)"):
+        train(app, replace(broken, resume="latest", wire="bf16"), 2)
+
+
+def test_ranks_that_differ_in_whether_they_resume_say_so(app: App, options: Callable[..., Options]) -> None:
+    train(app, options(), 2)
+
+    def body(comm: Communicator) -> None:
+        run(app, options(resume="latest") if comm.rank else options(overwrite=True), comm)
+
+    with pytest.raises(AgreedError, match="rank 0 was started with --resume None, rank 1 with --resume latest"):
+        SimulatedWorld(2).run(body)
+
+
+def test_nothing_is_half_loaded_where_one_rank_cannot(
+    app: App, options: Callable[..., Options], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = options(algorithm="gtopk", momentum=0.9)
+    train(app, given, 2)
+    seen = []
+    real_load, real_resume = Replica.load_state_dict, run_module.resume
+
+    def load(replica: Replica, state: dict[str, Any]) -> None:
+        real_load(replica, state)
+        if replica.optimizer.comm.rank == 1 and state["position"]["epoch"]:  # all but what undoes it
+            raise TypeError("what\nnobody foresaw")
+
+    def watched(replica: Replica, *rest: Any, **named: Any) -> Any:
+        before = copy.deepcopy(replica.state_dict())
+        try:
+            return real_resume(replica, *rest, **named)
+        finally:
+            seen.append((replica.state_dict(), before))
+
+    monkeypatch.setattr(Replica, "load_state_dict", load)
+    monkeypatch.setattr(run_module, "resume", watched)
+    with pytest.raises(AgreedError, match=r"rank1\.pt does not fit this run .TypeError: what"):
+        train(app, replace(given, resume="latest"), 2)
+    assert len(seen) == 2
+    for after, before in seen:
+        after["torch_rng"] = before["torch_rng"]  # the ranks of a simulated world share it
+        assert_same_bits(after, before)

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from communicators import Communicator, Link
 from rich.console import Console
+from trainer.agreement import together
 from trainer.flags import parse
 from trainer.metrics import read_metrics
 from trainer.plot import plot_runs
@@ -33,14 +34,19 @@ def compare(comm: Communicator, *, epochs: int, seed: int, output: Path, device:
         run(APP, options, comm, device=device)
     numel = json.loads(RunFolder(output / "dense").config.read_text())["parameters"]
     selection = selection_seconds(comm, device, numel=numel, density=DENSITY)
-    if comm.rank == 0:
-        runs = {algorithm: read_metrics(RunFolder(output / algorithm).metrics.path) for algorithm in ALGORITHMS}
-        summaries = {algorithm: summarise(rows, images=TEST_SIZE) for algorithm, rows in runs.items()}
-        predictions = _predictions(summaries, selection=selection, numel=numel, size=comm.size)
-        console = Console()
-        show(summaries, predictions, ranks=comm.size, console=console)
-        plot_runs(runs, output / "demo.png", curves=CURVES)
-        console.print(f"Plot: {output / 'demo.png'}", soft_wrap=True)
+    with together(comm):
+        if comm.rank == 0:
+            _show(output, selection=selection, numel=numel, size=comm.size)
+
+
+def _show(output: Path, *, selection: float, numel: int, size: int) -> None:
+    runs = {algorithm: read_metrics(RunFolder(output / algorithm).metrics.path) for algorithm in ALGORITHMS}
+    summaries = {algorithm: summarise(rows, images=TEST_SIZE) for algorithm, rows in runs.items()}
+    predictions = _predictions(summaries, selection=selection, numel=numel, size=size)
+    console = Console()
+    show(summaries, predictions, ranks=size, console=console)
+    plot_runs(runs, output / "demo.png", curves=CURVES)
+    console.print(f"Plot: {output / 'demo.png'}", soft_wrap=True)
 
 
 def _predictions(summaries: dict[str, Summary], *, selection: float, numel: int, size: int) -> dict[str, Prediction]:

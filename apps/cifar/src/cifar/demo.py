@@ -13,6 +13,7 @@ from trainer.command import WRONG_USAGE
 from trainer.errors import RunError
 from trainer.launch import start_workers
 from trainer.placement import Placement, placement
+from trainer.stopping import stoppable
 from trainer.world import joined
 
 
@@ -20,18 +21,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Start the workers and be done, or be one of them; returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
     given, place = _flags(argv), placement(os.environ)
-    if place.launcher is None and given.nworkers > 1:
-        try:
-            return start_workers("cifar.demo", argv, given.nworkers)
-        except RunError as error:
-            print(f"cifar.demo: error: {error}", file=sys.stderr)
-            return WRONG_USAGE
-    return _work(given, place)
+    with stoppable(place, program="cifar.demo"):
+        if place.launcher is None and given.nworkers > 1:
+            try:
+                return start_workers("cifar.demo", argv, given.nworkers, oversubscribe=given.oversubscribe)
+            except RunError as error:
+                print(f"cifar.demo: error: {error}", file=sys.stderr)
+                return WRONG_USAGE
+        return _work(given, place)
 
 
 def _flags(argv: Sequence[str]) -> Namespace:
     parser = ArgumentParser(prog="python -m cifar.demo", description=__doc__)
     parser.add_argument("--nworkers", type=quantities.count, default=4, help="default: 4")
+    parser.add_argument("--oversubscribe", action="store_true", help="more workers than the cores can bear")
     parser.add_argument("--max-epochs", type=quantities.count, default=20, help="default: 20")
     parser.add_argument("--seed", type=quantities.count_or_zero, default=0, help="default: 0")
     parser.add_argument("--output", type=Path, default=Path("runs/demo"), metavar="DIR", help="default: runs/demo")

@@ -1,18 +1,21 @@
 """What ranks agree on outside the training steps: settings, and failures of what each did for itself."""
 
-from collections.abc import Iterator
+import errno
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from communicators import Communicator, allgather
 
 from trainer.errors import AgreedError, RunError
-from trainer.options import Settings
+
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def gather_texts(text: str, comm: Communicator) -> list[str]:
     """Every rank's text, in rank order."""
-    encoded = torch.frombuffer(bytearray(text.encode() + b"\n"), dtype=torch.uint8)  # a buffer may not be empty
+    content = text.encode(errors="backslashreplace") + b"\n"  # a buffer may not be empty
+    encoded = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     return [bytes(received.tolist()).decode()[:-1] for received in allgather(encoded, comm)]
 
 
@@ -27,7 +30,7 @@ def together(comm: Communicator) -> Iterator[None]:
     try:
         yield
     except (RunError, OSError) as error:
-        reason = str(error)
+        reason = describe(error) if isinstance(error, OSError) else str(error)
     reasons = gather_texts(reason, comm)
     failed = [rank for rank, text in enumerate(reasons) if text]
     if failed:
@@ -35,9 +38,16 @@ def together(comm: Communicator) -> Iterator[None]:
         raise AgreedError(reasons[failed[0]] + where)
 
 
-def require_same(settings: Settings, comm: Communicator) -> None:
-    """Raise AgreedError, naming the first rank and flag that differ from rank 0's, if ranks have other settings."""
-    ours = [f"--{name.replace('_', '-')} {value}" for name, value in settings.items()]
+def describe(error: OSError) -> str:
+    """What the system says about which file, and what to do about a full disk."""
+    what = str(error.strerror or error or type(error).__name__)
+    named = f"{error.filename}: {what}" if error.filename is not None else what
+    return f"{named}: make room, then go on with --resume" if error.errno in NO_SPACE else named
+
+
+def require_same(flags: Mapping[str, object], comm: Communicator) -> None:
+    """Raise AgreedError, naming the first rank and flag that differ from rank 0's, if ranks have other flags."""
+    ours = [f"--{name.replace('_', '-')} {value}" for name, value in flags.items()]
     gathered = [text.splitlines() for text in gather_texts("\n".join(ours), comm)]
     for rank, theirs in enumerate(gathered):
         for here, there in zip(gathered[0], theirs, strict=True):

@@ -10,6 +10,7 @@ from trainer.errors import RunError
 from trainer.flags import parse
 from trainer.launch import start_workers
 from trainer.placement import Placement, placement
+from trainer.stopping import stoppable
 from trainer.world import first_complaint, joined
 
 if TYPE_CHECKING:
@@ -19,18 +20,22 @@ WRONG_USAGE = 2
 
 
 def main(app: App, argv: Sequence[str] | None = None) -> int:
-    """Run the app and return the process's exit code: 0, 1 for a run that failed, 2 for a wrong command line."""
+    """Run the app and return the process's exit code: 0, 1 for a run that failed, 2 for a wrong command line.
+
+    128 + the number of a signal that stopped it: the process then ends at once, without returning from here.
+    """
     argv = sys.argv[1:] if argv is None else argv
     place = placement(os.environ)
-    try:
-        options = _checked(app, argv, place)
-        if place.launcher is None and options.nworkers > 1:
-            return start_workers(app.module, argv, options.nworkers)
-    except RunError as error:
-        if place.rank == 0:
-            print(f"{app.module}: error: {error}", file=sys.stderr, flush=True)
-        return WRONG_USAGE
-    return train(app, options, place)
+    with stoppable(place, program=app.module):
+        try:
+            options = _checked(app, argv, place)
+            if place.launcher is None and options.nworkers > 1:
+                return start_workers(app.module, argv, options.nworkers, oversubscribe=options.oversubscribe)
+        except RunError as error:
+            if place.rank == 0:
+                print(f"{app.module}: error: {error}", file=sys.stderr, flush=True)
+            return WRONG_USAGE
+        return train(app, options, place)
 
 
 def train(app: App, options: "Options", place: Placement) -> int:

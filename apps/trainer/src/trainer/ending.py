@@ -20,8 +20,6 @@ def exit_code(work: Callable[[], None], place: Placement, *, program: str) -> in
         return 1
     except RunError as error:
         complain(program, error)
-    except KeyboardInterrupt:  # reaches every rank
-        return 130
     except Exception:
         traceback.print_exc()
     else:
@@ -31,8 +29,8 @@ def exit_code(work: Callable[[], None], place: Placement, *, program: str) -> in
 
 
 def complain(program: str, error: Exception | str) -> None:
-    """The message on standard error."""
-    print(f"{program}: error: {error}", file=sys.stderr, flush=True)
+    """The message on standard error, in one line."""
+    print(f"{program}: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
 
 
 def _abort(place: Placement) -> None:

@@ -112,7 +112,15 @@ def _add_synchronisation(parser: ArgumentParser) -> None:
         help="teams of ranks for spardl (default: 1)",
     )
     add("--wire", choices=WIRES, default="fp32", help="how values travel, and sparse indices (default: fp32)")
+    add(
+        "--verify",
+        type=quantities.count_or_zero,
+        default=0,
+        metavar="STEPS",
+        help="compare the ranks' parameters every so many steps (default: 0, never)",
+    )
     add("--nworkers", type=quantities.count, metavar="N", help="ranks; without a launcher this many are started")
+    add("--oversubscribe", action="store_true", help="start more workers than this machine's cores can bear")
 
 
 def _add_optimisation(parser: ArgumentParser) -> None:

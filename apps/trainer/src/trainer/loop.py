@@ -9,6 +9,7 @@ import torch
 from communicators import Communicator, allgather, allreduce
 from torch import Tensor
 
+from trainer.agreement import together
 from trainer.clock import Clock
 from trainer.evaluation import evaluate
 from trainer.events import Events
@@ -51,14 +52,20 @@ def train(training: Training) -> None:
     while training.replica.position.epoch < training.options.max_epochs:
         train_epoch(training)
         row = end_epoch(training)
-        if training.comm.rank == 0:
-            training.folder.metrics.append(row)
-            training.progress.epoch(row)
-            if training.events:
-                training.events.write(row)
+        with together(training.comm):
+            report(training, row)
         training.replica.position = Position(epoch=training.replica.position.epoch + 1)
         training.replica.totals = Totals()
         save_if_due(training)
+
+
+def report(training: Training, row: Row) -> None:
+    """The end of an epoch, to the disk and the user; rank 0 does it for all."""
+    if training.comm.rank == 0:
+        training.folder.metrics.append(row)
+        training.progress.epoch(row)
+        if training.events:
+            training.events.write(row)
 
 
 def train_epoch(training: Training) -> None:
@@ -142,6 +149,6 @@ def save_if_due(training: Training) -> None:
             training.steps,
             training.replica.state_dict(),
             training.comm,
-            metrics_nbytes=training.folder.metrics.nbytes,
+            metrics=training.folder.metrics,
             settings=training.options.settings(),
         )

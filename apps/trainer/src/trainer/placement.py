@@ -14,6 +14,9 @@ LAUNCHERS = {
 }
 
 
+BY_TORCHRUN = "TORCHELASTIC_RUN_ID"  # a script that sets RANK itself may end before what it started in the background
+
+
 @dataclass(frozen=True, kw_only=True)
 class Placement:
     """Rank, world size and rank on this machine, as the launcher says; alone where there is none."""
@@ -22,6 +25,7 @@ class Placement:
     rank: int = 0
     size: int = 1
     local_rank: int = 0
+    watches: bool = False  # whether this process is to end when the one that started it does
 
     @property
     def uses_mpi(self) -> bool:
@@ -36,6 +40,10 @@ def placement(environment: Mapping[str, str]) -> Placement:
             # srun with PMI sets PMI_RANK but not the wheel's local rank.
             local = environment.get(local_rank, environment.get("SLURM_LOCALID", "0"))
             return Placement(
-                launcher=launcher, rank=int(environment[rank]), size=int(environment[size]), local_rank=int(local)
+                launcher=launcher,
+                rank=int(environment[rank]),
+                size=int(environment[size]),
+                local_rank=int(local),
+                watches=launcher != "torchrun" or BY_TORCHRUN in environment,
             )
     return Placement()

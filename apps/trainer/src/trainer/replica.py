@@ -56,7 +56,7 @@ class Replica:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go back to where `state` was taken."""
+        """Go back to where `state` was taken; what does not fit may be half loaded (see `trainer.fitting`)."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])

@@ -13,6 +13,7 @@ from trainer.buffers import averaged_buffers
 from trainer.clock import clock_of
 from trainer.durable import write_tensors
 from trainer.events import Events
+from trainer.folder_lock import locked
 from trainer.loop import Training, train
 from trainer.options import Options
 from trainer.progress import TrainingProgress
@@ -31,22 +32,32 @@ CPU = torch.device("cpu")
 def run(app: App, options: Options, comm: Communicator, *, device: torch.device = CPU) -> None:
     """Train as `options` say, on every rank of `comm`. Results are in `options.output`.
 
-    device: this rank's (see `trainer.device.own_device`).
+    device: this rank's (see `trainer.device.own_device`). AgreedError where a user can mend what is wrong.
     """
-    require_same(options.settings(), comm)
+    require_same(options.alike(), comm)
     torch.manual_seed(options.seed)  # the model starts alike on all ranks
     with together(comm):
         task = app.build(options, device)
     training = _training(task, options, comm, device)
-    with training.progress:
+    with together(comm):
+        if comm.rank == 0:
+            training.folder.prepare(resume=options.resume is not None)
+    with training.progress, locked(options.output, comm, note=training.progress.note):
         first_step = _begin(training, device)
-        if options.tensorboard and comm.rank == 0:
-            training = replace(training, events=Events(options.output / "events", first_step=first_step))
-        train(training)
+        train(_reporting(training, first_step))
         _export(training)
         if skipped := training.replica.optimizer.skipped:
             training.progress.note(f"{skipped} of {training.steps} steps were skipped: their gradient was not finite")
         training.progress.note(f"{options.algorithm}: metrics and model in {options.output}")
+
+
+def _reporting(training: Training, first_step: int) -> Training:
+    """With TensorBoard, where asked for."""
+    events = None
+    with together(training.comm):
+        if training.options.tensorboard and training.comm.rank == 0:
+            events = Events(training.options.output / "events", first_step=first_step)
+    return replace(training, events=events)
 
 
 def _training(task: Task, options: Options, comm: Communicator, device: torch.device) -> Training:
@@ -86,7 +97,7 @@ def _begin(training: Training, device: torch.device) -> int:
             if comm.rank == 0:
                 folder.begin(_config(training, device), overwrite=options.overwrite)
         return 0
-    step = resume(training.replica, folder, options.resume, options.settings(), comm)
+    step = resume(training.replica, folder, options, comm, steps_per_epoch=training.steps_per_epoch)
     if step is None:
         training.progress.note(f"{folder.path} holds no checkpoint yet: starting from the beginning")
         return 0

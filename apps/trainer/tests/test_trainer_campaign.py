@@ -1,0 +1,555 @@
+"""Hundreds of damaged, exchanged and forged run folders: each is resumed to the same bits, or refused in one line."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import io
+import json
+import os
+import pickle
+import random
+import shutil
+import signal
+import stat
+import sys
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from communicators import CollectiveError, Communicator, SimulatedWorld, as_communicator
+from trainer.app import App
+from trainer.ending import exit_code
+from trainer.metrics import read_metrics
+from trainer.options import Options
+from trainer.placement import Placement
+from trainer.run import run
+
+RUNS = (("dense", 1), ("oktopk", 1), ("gtopk", 2), ("spardl", 2))
+STEPS = 9  # of 12, 6 an epoch: checkpoints at 6 and 8, one epoch in the metrics
+HANG = 30  # seconds
+FORGED = 120  # states, drawn from some 700
+OTHERS: dict[str, dict[str, Any]] = {
+    "another seed": {"seed": 7},
+    "another rate": {"lr": 0.01},
+    "another algorithm": {"algorithm": "topk-allgather"},
+    "another model": {"dnn": "wide"},
+}
+
+
+class Stopped(BaseException):
+    """Stands for kill −9."""
+
+
+class Hung(BaseException):
+    """The alarm went off."""
+
+
+def train(app: App, options: Options, *, ranks: int = 1, steps: int | None = None) -> None:
+    """A run to its end, or until so many steps have begun on rank 0."""
+
+    def build(given: Options, device: torch.device) -> Any:
+        task = app.build(given, device)
+        loss, left = task.loss, steps
+
+        def counted(*args: Any) -> Any:
+            nonlocal left
+            if left is not None:
+                left -= 1
+                if left < 0:
+                    raise Stopped
+            return loss(*args)
+
+        task.loss = counted
+        return task
+
+    with contextlib.suppress(Stopped, CollectiveError), contextlib.redirect_stdout(io.StringIO()):
+        on_ranks(ranks, lambda comm: run(replace(app, build=build), options, comm))
+
+
+def on_ranks(ranks: int, body: Callable[[Communicator], None]) -> None:
+    """A single rank in this thread, where an alarm ends what hangs."""
+    if ranks == 1:
+        body(as_communicator(None))
+    else:
+        SimulatedWorld(ranks).run(body)
+
+
+def bits(value: Any) -> Any:
+    """Comparable, tensors by their bits and without times, which no two runs share."""
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), tuple(value.shape), value.numpy().tobytes()
+    if isinstance(value, dict):
+        return {name: bits(part) for name, part in value.items() if "seconds" not in str(name)}
+    return [bits(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def result(folder: Path) -> Any:
+    """What the run came to: metrics, model, what all ranks hold at the end."""
+    files = sorted(folder.glob("checkpoints/00000012/rank*.pt"))
+    tensors = [torch.load(file, weights_only=True) for file in [folder / "model.pt", *files]]
+    return bits([read_metrics(folder / "metrics.jsonl"), *tensors])
+
+
+@dataclass
+class Campaign:
+    """A stopped run, others like it, what it should come to, and what came of the damaged ones."""
+
+    app: App
+    options: Options
+    path: Path
+    ranks: int = 1
+
+    def __post_init__(self) -> None:
+        self.tried, self.refused, self.faults = 0, 0, dict[str, str]()
+        train(self.app, replace(self.options, output=self.path / "straight"), ranks=self.ranks)
+        self.expected = result(self.path / "straight")
+        train(self.app, replace(self.options, output=self.path / "stopped"), ranks=self.ranks, steps=STEPS)
+        for name, changed in OTHERS.items():
+            other = replace(self.options, output=self.path / name, **changed)
+            train(self.app, other, ranks=self.ranks, steps=STEPS)
+
+    def attempt(self, name: str, damage: Callable[[Path], None], which: str = "latest") -> None:
+        """Damage a copy, resume it, and note what came of it if it is neither right nor refused in one line."""
+        folder = self.path / "damaged"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(self.path / "stopped", folder)
+        damage(folder)
+        self.tried += 1
+        fault = self._fault(folder, which)
+        if fault:
+            self.faults[name] = fault
+
+    def _fault(self, folder: Path, which: str) -> str:
+        error, codes = io.StringIO(), []
+        options = replace(self.options, output=folder, resume=which)
+
+        def rank(comm: Communicator) -> None:
+            place = Placement(launcher="mpiexec", rank=comm.rank, size=1)  # 1: nothing to abort
+            codes.append(exit_code(lambda: run(self.app, options, comm), place, program="points"))
+
+        with contextlib.redirect_stderr(error), contextlib.redirect_stdout(io.StringIO()), alarm():
+            try:
+                on_ranks(self.ranks, rank)
+            except (Exception, Hung) as raised:
+                return f"{type(raised).__name__}: {raised}"
+        if codes == [0] * self.ranks:
+            return "" if result(folder) == self.expected else "went on to other bits"
+        lines = error.getvalue().splitlines()
+        self.refused += 1
+        if codes != [1] * self.ranks or len(lines) != 1 or not lines[0].startswith("points: error: "):
+            return f"exit codes {codes}, {len(lines)} lines, the last: {lines[-1] if lines else ''}"
+        return "" if len(lines[0]) < 1000 else f"a message of {len(lines[0])} characters"
+
+
+@contextlib.contextmanager
+def alarm() -> Iterator[None]:
+    def ring(number: int, frame: Any) -> None:
+        raise Hung(f"nothing came of it within {HANG} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(HANG)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def build(options: Options, device: torch.device, app: App) -> Any:
+    """The small task, or with a wider layer."""
+    task = app.build(options, device)
+    if options.dnn == "wide":
+        task.model = torch.nn.Sequential(torch.nn.Linear(4, 9), torch.nn.ReLU(), torch.nn.Linear(9, 3))
+    return task
+
+
+@pytest.fixture(scope="module", params=RUNS, ids=lambda run: f"{run[0]} on {run[1]}")
+def campaign(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Campaign:
+    points: App = request.getfixturevalue("points_app")
+    wide = replace(points, models={**points.models, "wide": ""}, build=lambda o, d: build(o, d, points))
+    algorithm, ranks = request.param
+    path = tmp_path_factory.mktemp("campaign")
+    from trainer.flags import parse
+
+    flags = f"--algorithm {algorithm} --batch-size {4 // ranks} --max-epochs 2 --lr 0.05 --density 0.2 --momentum 0.9"
+    argv = [*flags.split(), "--checkpoint-every", "2", "--output", str(path / "run")]
+    return Campaign(wide, parse(argv, wide, world_size=None), path, ranks)
+
+
+@pytest.fixture(autouse=True)
+def judged(campaign: Campaign) -> Iterator[None]:
+    campaign.tried, campaign.refused, campaign.faults = 0, 0, {}
+    yield
+    print(f"{campaign.tried} tried, {campaign.refused} refused, {len(campaign.faults)} wrong")
+    assert campaign.tried > 0
+    assert campaign.faults == {}
+
+
+FILES = ("metrics.jsonl", "config.json", *(f"checkpoints/0000000{s}/{n}" for s in (6, 8) for n in ("manifest.json",)))
+FOLDERS = ("checkpoints/00000006", "checkpoints/00000008")
+
+
+def files(campaign: Campaign) -> list[str]:
+    return [*FILES, *(f"{folder}/rank{rank}.pt" for folder in FOLDERS for rank in range(campaign.ranks))]
+
+
+def fit(folder: Path) -> None:
+    """Make the manifests say of every file what it is now."""
+    for path in folder.glob("checkpoints/*/manifest.json"):
+        content = json.loads(path.read_text())["content"]
+        for record in content["files"]:
+            held = (path.parent / record["name"]).read_bytes()
+            record |= {"nbytes": len(held), "sha256": hashlib.sha256(held).hexdigest()}
+        sign(path, content)
+
+
+def sign(path: Path, content: Any) -> None:
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps({"content": content, "sha256": digest}, indent=1, sort_keys=True) + "\n")
+
+
+def flip(content: bytes, drawn: random.Random) -> bytes:
+    place = drawn.randrange(len(content))
+    return content[:place] + bytes([content[place] ^ (1 << drawn.randrange(8))]) + content[place + 1 :]
+
+
+def zeroed(content: bytes, drawn: random.Random) -> bytes:
+    place = drawn.randrange(len(content))
+    return content[:place] + bytes(min(64, len(content) - place)) + content[place + 64 :]
+
+
+DAMAGES: dict[str, Callable[[bytes, random.Random], bytes]] = {
+    "flipped": flip,
+    "flipped again": flip,
+    "flipped elsewhere": flip,
+    "zeroed from somewhere": zeroed,
+    "truncated somewhere": lambda content, drawn: content[: drawn.randrange(len(content))],
+    "without its last byte": lambda content, drawn: content[:-1],
+    "empty": lambda content, drawn: b"",
+    "all zeros": lambda content, drawn: bytes(len(content)),
+    "garbage": lambda content, drawn: drawn.randbytes(len(content)),
+    "garbage at the end": lambda content, drawn: content + drawn.randbytes(50),
+    "twice": lambda content, drawn: content * 2,
+    "a huge number": lambda content, drawn: b"9" * 6000,
+    "deep": lambda content, drawn: b"[" * 100_000,
+}
+
+
+def test_damaged_files(campaign: Campaign) -> None:
+    for name in files(campaign):
+        for number, (how, damage) in enumerate(DAMAGES.items()):
+            drawn = random.Random(f"{name} {number}")
+            for which in ("latest", "previous"):
+                campaign.attempt(
+                    f"{name} {how}, {which}",
+                    lambda folder, name=name, damage=damage, drawn=drawn: (folder / name).write_bytes(
+                        damage((folder / name).read_bytes(), drawn)
+                    ),
+                    which,
+                )
+
+
+def test_damaged_files_with_manifests_that_fit(campaign: Campaign) -> None:
+    for name in (name for name in files(campaign) if name.endswith(".pt")):
+        for number, (how, damage) in enumerate(DAMAGES.items()):
+            drawn = random.Random(f"{name} {number}")
+
+            def forge(folder: Path, name: str = name, damage: Any = damage, drawn: Any = drawn) -> None:
+                (folder / name).write_bytes(damage((folder / name).read_bytes(), drawn))
+                fit(folder)
+
+            campaign.attempt(f"{name} {how}", forge)
+
+
+def put(path: Path, kind: str) -> None:
+    """Something else in place of a file."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+    {
+        "nothing": lambda: None,
+        "a folder": path.mkdir,
+        "a FIFO": lambda: os.mkfifo(path),
+        "a dangling link": lambda: path.symlink_to("nowhere"),
+        "a link to itself": lambda: path.symlink_to(path),
+        "a link to a device": lambda: path.symlink_to("/dev/zero"),
+        "a link to a folder": lambda: path.symlink_to(path.parent),
+    }[kind]()
+
+
+KINDS = ("nothing", "a folder", "a FIFO", "a dangling link", "a link to itself", "a link to a device")
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "a link to a folder"])
+def test_something_else_in_place_of_a_file_or_folder(campaign: Campaign, kind: str) -> None:
+    for name in [*files(campaign), *FOLDERS, "checkpoints", "model.pt", "model.pt.part"]:
+        campaign.attempt(f"{kind} in place of {name}", lambda folder, name=name: put(folder / name, kind))
+
+
+def test_what_lies_about_is_left_alone(campaign: Campaign) -> None:
+    def stray(folder: Path) -> None:
+        (folder / "checkpoints" / "notes.txt").write_text("mine")
+        (folder / "checkpoints" / "00000007").write_text("a file")
+        for name in ("00000008 (copy)", "00000008.bak", "9", "00000099x", "٠٠٠٠٠٠٩٩", "000000099"):
+            shutil.copytree(folder / "checkpoints" / "00000008", folder / "checkpoints" / name)
+        os.mkfifo(folder / "checkpoints" / "pipe")
+        (folder / "notes.txt").write_text("mine")
+
+    campaign.attempt("stray files", stray)
+    assert campaign.refused == 0
+    left = {path.name for path in (campaign.path / "damaged" / "checkpoints").iterdir()}
+    assert {"notes.txt", "00000007", "00000008.bak", "9", "pipe", "٠٠٠٠٠٠٩٩"} <= left
+    assert stat.S_ISFIFO(os.stat(campaign.path / "damaged" / "checkpoints" / "pipe").st_mode)
+
+    def renamed(folder: Path) -> None:
+        (folder / "checkpoints" / "00000006").rename(folder / "checkpoints" / "00000010")
+
+    campaign.attempt("a renamed checkpoint", renamed)
+    assert campaign.refused == 1
+
+
+def test_exchanged_files(campaign: Campaign) -> None:
+    stopped, *others = (campaign.path / name for name in ("stopped", *OTHERS))
+    for name in files(campaign):
+        for other in (*others, stopped):
+            for source in {name, name.replace("00000006", "00000008"), name.replace("00000008", "00000006")}:
+                if (other, source) == (stopped, name) or not (other / source).exists():
+                    continue
+                for fits in (False, True):
+
+                    def exchange(
+                        folder: Path, taken: Path = other / source, name: str = name, fits: Any = fits
+                    ) -> None:
+                        (folder / name).write_bytes(taken.read_bytes())
+                        if fits:
+                            fit(folder)
+
+                    campaign.attempt(f"{source} of {other.name} as {name}{', fitted' if fits else ''}", exchange)
+
+
+def test_exchanged_checkpoints(campaign: Campaign) -> None:
+    for other in OTHERS:
+        for folder in FOLDERS:
+
+            def exchange(damaged: Path, other: str = other, folder: str = folder) -> None:
+                shutil.rmtree(damaged / folder)
+                shutil.copytree(campaign.path / other / folder, damaged / folder)
+
+            campaign.attempt(f"{folder} of {other}", exchange)
+
+
+def test_exchanged_ranks(campaign: Campaign) -> None:
+    def exchange(folder: Path) -> None:
+        for checkpoint in FOLDERS:
+            files = sorted((folder / checkpoint).glob("rank*.pt"))
+            held = [file.read_bytes() for file in files]
+            for file, content in zip(files, held[1:] + held[:1], strict=True):
+                file.write_bytes(content)
+        fit(folder)
+
+    campaign.attempt("ranks exchanged", exchange)
+    assert campaign.refused == (campaign.ranks > 1)
+
+
+VALUES: tuple[Any, ...] = (None, -1, 10**30, 10**7000, 1.5, float("inf"), True, "x", "a\nb", [], [1], {}, {"a": []})
+
+
+def test_forged_manifests(campaign: Campaign) -> None:
+    checkpoint = f"{FOLDERS[-1]}/manifest.json"
+    names = list(json.loads((campaign.path / "stopped" / checkpoint).read_text())["content"])
+    for name in [*names, "unheard-of"]:
+        for value in VALUES:
+
+            def forge(folder: Path, name: str = name, value: Any = value) -> None:
+                content = json.loads((folder / checkpoint).read_text())["content"]
+                with unlimited_integers():
+                    sign(folder / checkpoint, content | {name: value})
+
+            campaign.attempt(f"{name} {str(value)[:20] if value != VALUES[3] else 'huge'}", forge)
+        if name in names:
+
+            def forget(folder: Path, name: str = name) -> None:
+                content = json.loads((folder / checkpoint).read_text())["content"]
+                del content[name]
+                sign(folder / checkpoint, content)
+
+            campaign.attempt(f"no {name}", forget)
+    for name in ("name", "nbytes", "sha256", "unheard-of"):
+        for value in (*VALUES[:3], *VALUES[4:], "../00000006/rank0.pt", "/etc/passwd", "."):
+
+            def forge_record(folder: Path, name: str = name, value: Any = value) -> None:
+                content = json.loads((folder / checkpoint).read_text())["content"]
+                content["files"][0][name] = value
+                sign(folder / checkpoint, content)
+
+            campaign.attempt(f"file's {name} {value}", forge_record)
+
+
+@contextlib.contextmanager
+def unlimited_integers() -> Iterator[None]:
+    before = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(0)
+    try:
+        yield
+    finally:
+        sys.set_int_max_str_digits(before)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """All keys and indices in a nested state."""
+    if path:
+        yield path
+    if isinstance(value, dict | list):
+        for key in value if isinstance(value, dict) else range(len(value)):
+            yield from places(value[key], (*path, key))
+
+
+def forgeries(value: Any) -> dict[str, Any]:
+    """Other values, of another kind or shape."""
+    forged: dict[str, Any] = {"a text": "x", "a list": [1], "a dict": {"a": 1}, "a tensor": torch.zeros(2, 7)}
+    if value is not None:
+        forged["none"] = None
+    if isinstance(value, torch.Tensor):
+        wide = value.to(torch.float64 if value.dtype != torch.float64 else torch.int32)
+        forged |= {"longer": torch.cat([value.flatten(), value.flatten()]), "of another type": wide}
+        forged |= {
+            "sparse": torch.zeros(3, 3).to_sparse(),
+            "without data": value.to("meta"),
+            "flat": value.reshape(1, -1),
+        }
+        forged |= {"a parameter": torch.nn.Parameter(value.float()), "repeated": value.flatten()[:1].expand(5)}
+    elif isinstance(value, list):
+        forged |= {"longer": [*value, *value, 1], "shorter": value[:-1]} if value else {}
+    elif isinstance(value, dict):
+        forged["empty"] = {} if value else {"a": {}}
+    return {how: other for how, other in forged.items() if not is_same(other, value)}
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Whether a forgery is none."""
+    plain = isinstance(one, torch.Tensor) is False or (one.layout == torch.strided and one.device.type == "cpu")
+    return type(one) is type(other) and plain and bits(one) == bits(other)
+
+
+FREE = {"of", "entries", "local", "threshold", "boundaries", "lr_lambdas"}
+"""Whatever stands here, an algorithm begins anew or fails as a collective; or torch's own."""
+
+
+def test_forged_states(campaign: Campaign) -> None:
+    name = f"{FOLDERS[-1]}/rank{campaign.ranks - 1}.pt"
+    state = torch.load(campaign.path / "stopped" / name, weights_only=True)
+    drawn = random.Random(0)
+    forged = []
+    for path in places(state):
+        value = state
+        for key in path:
+            value = value[key]
+        forged += [(path, how, other) for how, other in forgeries(value).items()] + [(path, "missing", Stopped)]
+        if (isinstance(value, int) and path[0] in ("position", "totals")) or path[-1] in (
+            "last_epoch",
+            "rank",
+            "skipped",
+        ):
+            forged += [(path, "huge", 10**30), (path, "negative", -3)]
+    forged = [case for case in forged if not FREE & set(map(str, case[0]))]
+    for path, how, other in drawn.sample(forged, min(len(forged), FORGED)):
+
+        def forge(folder: Path, path: Any = path, other: Any = other) -> None:
+            changed = copy.deepcopy(state)
+            holder = changed
+            for key in path[:-1]:
+                holder = holder[key]
+            if other is Stopped:
+                del holder[path[-1]]
+            else:
+                holder[path[-1]] = other
+            torch.save(changed, folder / name)
+            fit(folder)
+
+        campaign.attempt(f"{'/'.join(map(str, path))} {how}", forge)
+
+
+class Evil:
+    """Would make a folder when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def test_other_formats(campaign: Campaign) -> None:
+    name = f"{FOLDERS[-1]}/rank0.pt"
+    trap = campaign.path / "sprung"
+    state = torch.load(campaign.path / "stopped" / name, weights_only=True)
+
+    def zipped(path: Path, compression: int) -> None:
+        with zipfile.ZipFile(path) as packed:
+            parts = {part.filename: packed.read(part) for part in packed.infolist()}
+        with zipfile.ZipFile(path, "w", compression) as packed:
+            for part, content in parts.items():
+                packed.writestr(part, content)
+
+    def script(path: Path) -> None:
+        with warnings.catch_warnings(action="ignore"):  # that scripts go out of use
+            torch.jit.script(torch.nn.ReLU()).save(str(path))
+
+    formats: dict[str, Callable[[Path], object]] = {
+        "a pickle that runs": lambda path: path.write_bytes(pickle.dumps(Evil(trap))),
+        "a torch file that runs": lambda path: torch.save({**state, "model": Evil(trap)}, path),
+        "an old torch file": lambda path: torch.save(state, path, _use_new_zipfile_serialization=False),
+        "an old torch file that runs": lambda p: torch.save(Evil(trap), p, _use_new_zipfile_serialization=False),
+        "a list": lambda path: torch.save([state], path),
+        "a number": lambda path: torch.save(3, path),
+        "a module": lambda path: torch.save(torch.nn.Linear(2, 2), path),
+        "an empty zip": lambda path: zipfile.ZipFile(path, "w").close(),
+        "compressed": lambda path: zipped(path, zipfile.ZIP_DEFLATED),
+        "packed again": lambda path: zipped(path, zipfile.ZIP_STORED),
+        "a script": script,
+        "a loop": lambda path: torch.save(loop(state), path),
+    }
+    for kind, make in formats.items():
+
+        def forge(folder: Path, make: Any = make) -> None:
+            make(folder / name)
+            fit(folder)
+
+        campaign.attempt(kind, forge)
+    assert not trap.exists()
+
+
+def loop(state: dict[str, Any]) -> dict[str, Any]:
+    """A state that holds itself."""
+    looped = dict(state)
+    looped["totals"] = looped
+    return looped
+
+
+def test_metrics_that_are_not_those_of_the_checkpoint(campaign: Campaign) -> None:
+    def rewritten(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+        return lambda folder: (
+            (folder / "metrics.jsonl").write_bytes(change((folder / "metrics.jsonl").read_bytes())) and None
+        )
+
+    changes: dict[str, Callable[[bytes], bytes]] = {
+        "the line twice": lambda held: held + held,
+        "a line before it": lambda held: held[:40] + b"\n" + held[40:],
+        "another number": lambda held: held.replace(b'"steps": ', b'"steps":9'),
+        "another epoch": lambda held: held.replace(b'"epoch": 1', b'"epoch": 3'),
+        "blanks": lambda held: b" " * len(held),
+        "newlines": lambda held: b"\n" * len(held),
+        "not UTF-8": lambda held: b"\xff\xfe" + held[2:],
+        "no newline": lambda held: held[:-1] + b" ",
+        "another line after it": lambda held: held + b"garbage\n",
+    }
+    for kind, change in changes.items():
+        campaign.attempt(kind, rewritten(change))

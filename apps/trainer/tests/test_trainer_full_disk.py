@@ -1,0 +1,162 @@
+"""A full disk ends a run in one line on all ranks, and leaves the last good checkpoint; so do unusable folders."""
+
+import contextlib
+import io
+import os
+import resource
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from communicators import Communicator, SimulatedWorld
+from trainer.app import App
+from trainer.ending import exit_code
+from trainer.options import Options
+from trainer.placement import Placement
+from trainer.run import run
+from trainer.run_folder import RunFolder
+
+
+def ended(app: App, options: Options, ranks: int = 2) -> tuple[list[int], list[str]]:
+    """Exit codes of all ranks and all that they said."""
+    error, codes = io.StringIO(), [-1] * ranks
+
+    def rank(comm: Communicator) -> None:
+        place = Placement(launcher="mpiexec", rank=comm.rank, size=1)  # 1: nothing to abort
+        codes[comm.rank] = exit_code(lambda: run(app, options, comm), place, program="points")
+
+    with contextlib.redirect_stderr(error), contextlib.redirect_stdout(io.StringIO()):
+        SimulatedWorld(ranks).run(rank)
+    return codes, error.getvalue().splitlines()
+
+
+@contextlib.contextmanager
+def largest_file(nbytes: int) -> Iterator[None]:
+    """Stands for a disk that is full beyond so many bytes a file; Python ignores SIGXFSZ, so that writing fails."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    assert signal.getsignal(signal.SIGXFSZ) == signal.SIG_IGN
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.fixture(scope="module")
+def sizes(points_app: App, tmp_path_factory: pytest.TempPathFactory) -> list[int]:
+    """Of all files that a run writes: below each of them something else is the first that has no room."""
+    from trainer.flags import parse
+
+    folder = tmp_path_factory.mktemp("sizes")
+    flags = f"--algorithm gtopk --batch-size 4 --max-epochs 2 --checkpoint-every 2 --output {folder}"
+    SimulatedWorld(2).run(lambda comm: run(points_app, parse(flags.split(), points_app, world_size=None), comm))
+    return sorted({path.stat().st_size for path in folder.rglob("*") if path.is_file()})
+
+
+def test_without_room_for_a_file_all_ranks_end_with_one_line(
+    app: App, options: Callable[..., Options], sizes: list[int]
+) -> None:
+    assert len(sizes) > 3
+    for size in sizes:
+        for room in (size - 1, size // 2):
+            given = options(algorithm="gtopk", checkpoint_every=2, overwrite=True)
+            with largest_file(room):
+                codes, lines = ended(app, given)
+            assert codes == [1, 1], (room, lines)
+            assert len(lines) == 1, (room, lines)
+            assert "make room, then go on with --resume" in lines[0], room
+
+
+def test_the_last_good_checkpoint_stays_and_is_gone_on_from(app: App, options: Callable[..., Options]) -> None:
+    given = options(algorithm="gtopk", checkpoint_every=2, lr_schedule="constant", max_epochs=1)
+    assert ended(app, given) == ([0, 0], [])
+    folder = RunFolder(given.output)
+    last = folder.checkpoints.complete()[-1]
+    longer = replace(given, max_epochs=2, resume="latest")
+    with largest_file(folder.metrics.path.stat().st_size + 10):
+        codes, lines = ended(app, longer)
+    assert (codes, len(lines)) == ([1, 1], 1)
+    assert folder.checkpoints.complete()[-1] == last
+    assert ended(app, longer) == ([0, 0], [])
+
+
+def test_without_room_for_another_epoch_in_the_metrics(app: App, options: Callable[..., Options]) -> None:
+    given = options(checkpoint_every=0, max_epochs=9)
+    with largest_file(1500):  # the settings fit
+        codes, lines = ended(app, given)
+    assert codes == [1, 1]
+    assert len(lines) == 1
+    assert "metrics.jsonl: File too large: make room" in lines[0]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 KiB, or of whatever mount can make."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]
+    try:
+        done = subprocess.run(mount, capture_output=True, text=True)
+        reason = done.stderr.strip()
+    except FileNotFoundError as error:
+        reason = str(error)
+    if reason:
+        pytest.skip(f"no small file system can be mounted here: {reason}")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_small_disk_fills_up(app: App, options: Callable[..., Options], small_disk: Path) -> None:
+    given = options(algorithm="gtopk", checkpoint_every=2, output=small_disk / "run")
+    codes, lines = ended(app, given)
+    good = RunFolder(given.output).checkpoints.complete()
+    assert codes == [1, 1]
+    assert len(lines) == 1
+    assert "No space left on device: make room" in lines[0]
+    assert good, "64 KiB hold the first checkpoint, not three"
+    subprocess.run(["mount", "-o", "remount,size=1m", str(small_disk)], check=True)
+    assert ended(app, replace(given, resume="latest")) == ([0, 0], [])
+
+
+def test_a_read_only_disk_is_refused_before_training(
+    app: App, options: Callable[..., Options], small_disk: Path
+) -> None:
+    for path in ("run", "new"):
+        given = options(output=small_disk / path, max_epochs=1)
+        if path == "run":
+            assert ended(app, given) == ([0, 0], [])
+        subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+        for second in (given, replace(given, resume="latest"), replace(given, overwrite=True)):
+            codes, lines = ended(never_trained(app), second)
+            assert codes == [1, 1]
+            assert len(lines) == 1
+            assert "Read-only file system" in lines[0] or "holds no run to resume" in lines[0]
+        subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
+
+
+def never_trained(app: App) -> App:
+    def build(options: Options, device: object) -> object:
+        task = app.build(options, device)  # type: ignore[arg-type]
+        task.loss = None  # type: ignore[method-assign, assignment]
+        return task
+
+    return replace(app, build=build)  # type: ignore[arg-type]
+
+
+def test_an_output_that_is_no_folder_is_refused_before_training(app: App, options: Callable[..., Options]) -> None:
+    output = options().output
+    output.write_text("mine")
+    for path in (output, output / "below"):
+        codes, lines = ended(never_trained(app), options(output=path))
+        assert codes == [1, 1]
+        assert len(lines) == 1
+        assert str(output) in lines[0]
+    assert output.read_text() == "mine"
+    output.unlink()
+    os.symlink("nowhere", output)
+    codes, lines = ended(never_trained(app), options())
+    assert (codes, len(lines)) == ([1, 1], 1)
+    assert "is not a folder: give another one with --output" in lines[0]

@@ -1,0 +1,139 @@
+"""Stopping a run, or what started it: no rank is left, one line says so, and --resume goes on at once."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+BESIDE = Path(sys.executable).parent
+TRAIN = [
+    "-m",
+    "cifar",
+    "--algorithm",
+    "gtopk",
+    "--max-epochs",
+    "500",
+    "--lr-schedule",
+    "constant",
+    "--checkpoint-every",
+    "4",
+]
+STARTERS = {
+    "by itself": [sys.executable, *TRAIN],
+    "its own workers": [sys.executable, *TRAIN, "--nworkers", "2"],
+    "mpiexec": [str(BESIDE / "mpiexec"), "-n", "2", sys.executable, *TRAIN],
+    "torchrun": [str(BESIDE / "torchrun"), "--standalone", "--nproc-per-node", "2", *TRAIN],
+}
+MARK = "THINWIRE_TEST_RUN"
+LIMIT = 60  # seconds
+pytestmark = [pytest.mark.mpi, pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs Linux' /proc")]
+
+
+class Job:
+    """A run, started as users do, with all processes that belong to it."""
+
+    def __init__(self, how: str, folder: Path, *flags: str) -> None:
+        self.mark, self.folder = uuid.uuid4().hex, folder
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", MARK: self.mark}
+        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+        command = [*STARTERS[how], "--output", str(folder), *flags]
+        self.starter = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+
+    def left(self) -> list[int]:
+        """Its processes that still run."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                if f"{MARK}={self.mark}".encode() in path.read_bytes():
+                    found.append(int(path.parent.name))
+            except OSError:  # ended meanwhile, or nothing but an exit code
+                continue
+        return found
+
+    def until(self, holds, what: str) -> None:
+        end = time.monotonic() + LIMIT
+        while not holds():
+            assert time.monotonic() < end, f"not within {LIMIT} s: {what}"
+            time.sleep(0.05)
+
+    def newest(self) -> str:
+        return max((path.parent.name for path in self.folder.glob("checkpoints/*/manifest.json")), default="")
+
+    def close(self) -> None:
+        for process in self.left():
+            os.kill(process, signal.SIGKILL)
+        self.starter.communicate()
+
+
+@pytest.fixture
+def job(tmp_path):
+    jobs = []
+
+    def start(how, *flags):
+        jobs.append(Job(how, tmp_path / "run", *flags))
+        return jobs[-1]
+
+    yield start
+    for started in jobs:
+        started.close()
+
+
+@pytest.mark.parametrize(
+    ("how", "number"),
+    [
+        ("by itself", signal.SIGINT),
+        ("by itself", signal.SIGTERM),
+        ("its own workers", signal.SIGINT),
+        ("its own workers", signal.SIGTERM),
+        ("mpiexec", signal.SIGTERM),
+    ],
+)
+def test_a_signal_ends_all_ranks_with_one_line_and_the_run_can_be_resumed(job, how, number):
+    first = job(how)
+    first.until(first.newest, "a checkpoint")
+    first.starter.send_signal(number)
+    _, error = first.starter.communicate(timeout=LIMIT)
+    assert first.starter.returncode == 128 + number
+    assert error == f"cifar: error: stopped by {signal.Signals(number).name}\n"
+    first.until(lambda: not first.left(), "the end of all ranks")
+    reached = first.newest()
+    second = job(how, "--resume")
+    second.until(lambda: second.newest() > reached, "a checkpoint after the resumed one")
+
+
+@pytest.mark.parametrize("how", ["its own workers", "mpiexec", "torchrun"])
+def test_killing_what_started_them_ends_all_ranks_and_the_run_can_be_resumed_at_once(job, how):
+    first = job(how)
+    first.until(first.newest, "a checkpoint")
+    first.starter.kill()
+    first.until(lambda: not first.left(), "the end of all ranks")
+    reached = first.newest()
+    second = job(how, "--resume")
+    second.until(lambda: second.newest() > reached, "a checkpoint after the resumed one")
+
+
+def test_a_second_job_in_the_folder_is_refused_and_the_first_goes_on(job):
+    first = job("its own workers")
+    first.until(first.newest, "a checkpoint")
+    for flags in (["--overwrite"], ["--resume"]):
+        second = job("its own workers", *flags)
+        _, error = second.starter.communicate(timeout=LIMIT)
+        assert second.starter.returncode == 1
+        assert re.fullmatch(r"cifar: error: [^\n]+/run is in use by process \d+ on [^\n]+\n", error), error
+    reached = first.newest()
+    first.until(lambda: first.newest() > reached, "another checkpoint")
+
+
+def test_a_thousand_workers_are_asked_about():
+    command = [sys.executable, "-m", "cifar", "--nworkers", str(1 + 8 * len(os.sched_getaffinity(0)))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 2
+    assert re.fullmatch(r"cifar: error: --nworkers \d+ is more than [^\n]+--oversubscribe[^\n]+\n", done.stderr)
