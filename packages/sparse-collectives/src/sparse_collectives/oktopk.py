@@ -11,6 +11,7 @@ from communicators.dense import halving_doubling_allreduce, largest_power_of_two
 from communicators.schedule import SLOT_BYTES, Elapse, Round, Schedule, frame
 from sparse_compress import SparseVector, add_all
 from sparse_compress.magnitude import magnitude_keys
+from sparse_compress.nonfinite import all_finite
 from sparse_compress.selection import Largest, Reaching, Selection
 from sparse_compress.wire import WIRE_DTYPES
 
@@ -42,6 +43,7 @@ def oktopk(
         gather       where more than k reach it, the k largest; evened out; ⌈log P⌉ rounds
 
     A rank's own entries whose index is not in the total are dropped: their owner has summed them, and kept none.
+    A call whose total is not finite leaves the state as it was: what is due stays due.
     Differs from the paper: the threshold is found by regular samples, not by gathering all sums, and the result is cut
     to k exactly, so 6k elements are a bound on entries from the first call on; ties and zeros are no special case.
 
@@ -63,7 +65,8 @@ def oktopk(
         known["threshold"] = kth
     gathered = yield from gather_evenly(kept, counts, rank, size, wire)
     total = gathered.total
-    state.update(known, step=known["step"] + 1, of=_of(sparse.numel, sparse.dtype, size, k))
+    if bool(all_finite(total.values)):  # alike on all ranks; a threshold that is no number would hide all that follows
+        state.update(known, step=known["step"] + 1, of=_of(sparse.numel, sparse.dtype, size, k))
     return Reduction(total, add_all([without(own, total), dropped, gathered.dropped]))
 
 
@@ -120,7 +123,7 @@ def _global_largest(
 
 
 def oktopk_state() -> State:
-    """step: calls so far. local, threshold: least key (magnitude as an integer) to be selected here, and in the total.
+    """step: calls so far with a finite total. local, threshold: least key (magnitude as an integer) to be selected here, and in the total.
 
     boundaries: edges of the regions. of: k, P, n and dtype that all this is for; for others it starts anew. `local`
     is this rank's own, the rest is alike on all ranks.

@@ -8,6 +8,7 @@ import torch
 from communicators.dense import allgather_blocks, block_bounds
 from communicators.schedule import SLOT_BYTES, Elapse, Round, Schedule, frame, powers_of_two
 from sparse_compress import SparseVector
+from sparse_compress.nonfinite import all_finite
 from sparse_compress.selection import LargestOfBlocks, Selection
 
 from sparse_collectives.among import among
@@ -52,18 +53,20 @@ def spardl(
     mates = range(team * (size // teams), (team + 1) * (size // teams))
     blocks = Blocks(sparse, len(mates), k, state["step"], wire)
     yield from among(mates, spar_reduce_scatter(blocks, position, len(mates), cost))
-    entries = None
+    settings = [k, size, teams]
+    entries = before = state["entries"] if state["of"] == settings else None
     if teams > 1:
         others = range(position, size, len(mates))
-        settings = [k, size, teams]
-        before = state["entries"] if state["of"] == settings else None
         entries = yield from among(others, combine_teams(blocks, position, team, teams, sag, before, cost))
     lengths = [high - low for low, high in blocks.bounds]
     sizes = [wire.block_nbytes(*sized, sparse.dtype) for sized in zip(blocks.budgets, lengths, strict=True)]
     own = blocks.own(position, team, teams)
     bodies = yield from among(mates, allgather_blocks(own, sizes, position, len(mates)))
-    state.update(step=state["step"] + 1, entries=entries, of=[k, size, teams])
-    return Reduction(joined(wire, bodies, blocks.bounds, blocks.budgets, sparse), blocks.dropped())
+    total = joined(wire, bodies, blocks.bounds, blocks.budgets, sparse)
+    if entries != before and not bool(all_finite(total.values)):  # alike on all ranks
+        entries = before
+    state.update(step=state["step"] + 1, entries=entries, of=settings)
+    return Reduction(total, blocks.dropped())
 
 
 def spar_reduce_scatter(
@@ -87,7 +90,7 @@ def spar_reduce_scatter(
 
 
 def spardl_state() -> State:
-    """step: calls so far, which turn the budgets where k < T. entries: B-SAG's h. of: the k, P and d that h is for."""
+    """step: calls so far, which turn the budgets where k < T. entries: B-SAG's h, as the last call with a finite total left it. of: the k, P and d that h is for."""
     return {"step": 0, "entries": None, "of": None}
 
 
