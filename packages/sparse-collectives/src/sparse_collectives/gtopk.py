@@ -64,7 +64,8 @@ def gtopk(
         total, rest = wire.rounded(total)
         dropped.append(share(rest, member=rank, of=group))
     if folded < size:
-        yield Round(sends={folded: wire.message(total)})
+        # A copy: the call is over while this is under way, and the total is then the caller's to write into.
+        yield Round(sends={folded: wire.message(total).clone()})
     return Reduction(total, add_all(dropped))
 
 
