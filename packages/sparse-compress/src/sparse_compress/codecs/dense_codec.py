@@ -18,7 +18,7 @@ class DenseCodec:
     """
 
     def __init__(self, values: str = "bf16") -> None:
-        if values not in VALUES:
+        if values not in list(VALUES):
             raise ValueError(f"values={values!r} given, expected one of {list(VALUES)}")
         self.values = values
 

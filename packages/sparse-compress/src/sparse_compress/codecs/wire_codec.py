@@ -33,7 +33,7 @@ class WireCodec:
     """
 
     def __init__(self, values: str = "bf16", indices: str = "packed") -> None:
-        if values not in VALUES or indices not in ("raw", "packed"):
+        if values not in list(VALUES) or indices not in ("raw", "packed"):
             raise ValueError(
                 f"values={values!r}, indices={indices!r} given, expected values of {list(VALUES)} "
                 "and indices 'raw' or 'packed'"
