@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparse_compress.wire import MAX_NUMEL
+
 
 def integer(value: Any, what: str, *, least: int | None = 0, expected: str) -> int:
     """``value`` as an int of at least ``least``; TypeError for floats, bools and others, ValueError for less.
@@ -24,6 +26,14 @@ def integer(value: Any, what: str, *, least: int | None = 0, expected: str) -> i
     if least is not None and number < least:
         raise ValueError(f"{what} is {number}, expected {expected}{range_}")
     return number
+
+
+def element_count(numel: Any) -> int:
+    """``numel`` as an int; TypeError for what is no integer, ValueError beyond 0 … 2³¹ − 1."""
+    numel = integer(numel, "numel", expected="the number of elements")
+    if numel > MAX_NUMEL:
+        raise ValueError(f"numel is {numel}, expected 0 … {MAX_NUMEL} (int32 indices): split the vector")
+    return numel
 
 
 def share_of(value: Any, what: str, *, expected: str) -> float:
