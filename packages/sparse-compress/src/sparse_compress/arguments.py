@@ -18,7 +18,7 @@ def integer(value: Any, what: str, *, least: int | None = 0, expected: str) -> i
     """
     range_ = "" if least is None else f", {least} or more"
     try:
-        number = operator.index(value) if not isinstance(value, bool) else None
+        number: int | None = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         number = None
     if number is None:
@@ -30,10 +30,10 @@ def integer(value: Any, what: str, *, least: int | None = 0, expected: str) -> i
 
 def element_count(numel: Any) -> int:
     """``numel`` as an int; TypeError for what is no integer, ValueError beyond 0 … 2³¹ − 1."""
-    numel = integer(numel, "numel", expected="the number of elements")
-    if numel > MAX_NUMEL:
-        raise ValueError(f"numel is {numel}, expected 0 … {MAX_NUMEL} (int32 indices): split the vector")
-    return numel
+    count = integer(numel, "numel", expected="the number of elements")
+    if count > MAX_NUMEL:
+        raise ValueError(f"numel is {count}, expected 0 … {MAX_NUMEL} (int32 indices): split the vector")
+    return count
 
 
 def share_of(value: Any, what: str, *, expected: str) -> float:
