@@ -153,7 +153,8 @@ def wrong_arguments(comm):
     for wrong, error, said in (
         (lambda: sparse_allreduce(sparse, comm, k=0), ValueError, "expected the most entries"),
         (lambda: sparse_allreduce(sparse, comm, k=3, algorithm="topk"), ValueError, "known: dense"),
-        (lambda: sparse_allreduce(torch.ones(9).to_sparse(), comm, k=3), TypeError, "expected a SparseVector"),
+        (lambda: sparse_allreduce(torch.ones(9).to_sparse(), comm, k=3), TypeError, "use .to_dense"),
+        (lambda: sparse_allreduce([1.0], comm, k=3), TypeError, "expected a SparseVector"),
         (lambda: sparse_allreduce(topk(torch.ones(0), 3), comm, k=3), ValueError, "nothing to sum"),
         (lambda: topk(torch.ones(9, dtype=torch.int64), 3), TypeError, "expected"),
     ):

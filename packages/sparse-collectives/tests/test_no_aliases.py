@@ -1,4 +1,4 @@
-"""A call sums what it was given at its start, and nothing that it returns is memory that a message is still read from."""
+"""A call sums what it was given at its start, and what it returns is no memory that a message is still read from."""
 
 from types import SimpleNamespace
 

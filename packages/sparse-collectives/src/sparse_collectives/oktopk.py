@@ -19,7 +19,7 @@ from sparse_collectives.entries import split, union_of, where, without
 from sparse_collectives.even_out import gather_evenly
 from sparse_collectives.kth_largest import kth_largest
 from sparse_collectives.reduction import Reduction
-from sparse_collectives.state import State
+from sparse_collectives.state import State, check_values, is_count
 from sparse_collectives.wire import PLAIN, Wire
 
 
@@ -123,12 +123,39 @@ def _global_largest(
 
 
 def oktopk_state() -> State:
-    """step: calls so far with a finite total. local, threshold: least key (magnitude as an integer) to be selected here, and in the total.
+    """step: calls so far with a finite total. local, threshold: least key (magnitude as an integer) to be selected
+    here, and in the total.
 
     boundaries: edges of the regions. of: k, P, n and dtype that all this is for; for others it starts anew. `local`
     is this rank's own, the rest is alike on all ranks.
     """
     return {"step": 0, "local": 0, "threshold": 0, "boundaries": [], "of": None}
+
+
+def check_oktopk_state(state: State) -> None:
+    """Raises ValueError for what `oktopk_state` cannot have become."""
+    of = state.get("of")
+    check_values(
+        state,
+        {
+            "step": is_count,
+            "local": is_count,
+            "threshold": is_count,
+            "of": lambda of: of is None or _is_of(of),
+            "boundaries": lambda edges: isinstance(edges, list) and (of is None or _are_edges(edges, of[2], of[1])),
+        },
+    )
+
+
+def _is_of(of: Any) -> bool:
+    return isinstance(of, list) and len(of) == 4 and all(map(is_count, of[:3])) and isinstance(of[3], str)
+
+
+def _are_edges(boundaries: Sequence[Any], numel: int, size: int) -> bool:
+    """Whether these are the edges of so many regions, which may be empty."""
+    edges = [0, *boundaries, numel]
+    whole = len(boundaries) == size + 1 and boundaries[0] == 0 and boundaries[-1] == numel
+    return whole and all(map(is_count, boundaries)) and all(low <= high for low, high in pairwise(edges))
 
 
 def _of(numel: int, dtype: torch.dtype, size: int, k: int) -> list[Any]:

@@ -16,7 +16,7 @@ from sparse_collectives.budgets import block_budgets
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.spardl_blocks import Blocks
 from sparse_collectives.spardl_teams import SAG, combine_teams, divisors_of
-from sparse_collectives.state import State
+from sparse_collectives.state import State, check_values, is_count
 from sparse_collectives.wire import PLAIN, Wire, joined
 
 
@@ -90,8 +90,21 @@ def spar_reduce_scatter(
 
 
 def spardl_state() -> State:
-    """step: calls so far, which turn the budgets where k < T. entries: B-SAG's h, as the last call with a finite total left it. of: the k, P and d that h is for."""
+    """step: calls so far, which turn the budgets where k < T. entries: B-SAG's h, as the last call with a finite total
+    left it. of: the k, P and d that h is for."""
     return {"step": 0, "entries": None, "of": None}
+
+
+def check_spardl_state(state: State) -> None:
+    """Raises ValueError for what `spardl_state` cannot have become."""
+    check_values(
+        state,
+        {
+            "step": is_count,
+            "entries": lambda entries: entries is None or (is_count(entries) and entries > 0),
+            "of": lambda of: of is None or (isinstance(of, list) and len(of) == 3 and all(map(is_count, of))),
+        },
+    )
 
 
 def spardl_select(

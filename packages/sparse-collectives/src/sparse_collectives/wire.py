@@ -175,8 +175,10 @@ def joined(
 def wire_named(name: str, *, dtype: torch.dtype = torch.float32) -> Wire:
     """The wire for values of that dtype.
 
-    Raises ValueError that lists the known names, TypeError for float64 in fewer bytes.
+    Raises ValueError that lists the known names, TypeError for what is no name, and for float64 in fewer bytes.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"wire is {name!r}, expected a name: {', '.join(WIRES)}")
     if name not in WIRES:
         raise ValueError(f"unknown wire {name!r}; known: {', '.join(WIRES)}")
     wire = WIRES[name]
