@@ -45,10 +45,11 @@ def parts(result):
     return [torch.as_tensor(np.asarray(part)).reshape(-1) for part in whole]
 
 
-def arguments(name):
-    """k where the algorithm takes one of arrays too, and a state where it keeps one."""
+def arguments(name, form):
+    """k unless an array is summed as it is, and a state where the algorithm keeps one."""
     initial = ALGORITHMS[name].initial_state if name != "auto" else dict
-    return {"algorithm": name, "k": K, **({} if initial is None else {"state": initial()})}
+    k = {} if name == "dense" and form != "sparse" else {"k": K}
+    return {"algorithm": name, **k, **({} if initial is None else {"state": initial()})}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -58,11 +59,11 @@ def test_in_the_background_the_input_may_change_at_once(name, form, size):
     values = torch.randint(-9, 10, (size, NUMEL), generator=torch.Generator().manual_seed(1)).float()
 
     def kept(comm):
-        return sparse_allreduce(FORMS[form](values[comm.rank]), comm, **arguments(name))
+        return sparse_allreduce(FORMS[form](values[comm.rank]), comm, **arguments(name, form))
 
     def changed(comm):
         given = FORMS[form](values[comm.rank])
-        work = sparse_allreduce_async(given, comm, **arguments(name))
+        work = sparse_allreduce_async(given, comm, **arguments(name, form))
         overwrite(given)
         return work.wait()
 

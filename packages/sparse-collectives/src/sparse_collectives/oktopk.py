@@ -17,6 +17,7 @@ from sparse_compress.wire import WIRE_DTYPES
 
 from sparse_collectives.entries import split, union_of, where, without
 from sparse_collectives.even_out import gather_evenly
+from sparse_collectives.invalid import InvalidMessageError, given_by
 from sparse_collectives.kth_largest import kth_largest
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.state import State, check_values, is_count
@@ -78,7 +79,10 @@ def _agree_on_boundaries(own: SparseVector, rank: int, size: int) -> Schedule[li
     padded = torch.zeros(2 * largest_power_of_two(size), dtype=torch.int64)
     padded[: size - 1] = torch.tensor(proposal, dtype=torch.int64)
     sums = yield from halving_doubling_allreduce(padded.to(own.device), rank, size)
-    return [0, *(total // size for total in sums[: size - 1].tolist()), n]
+    boundaries = [0, *(total // size for total in sums[: size - 1].tolist()), n]
+    if not _are_edges(boundaries, n, size):
+        raise InvalidMessageError(None, f"boundaries of regions {boundaries}, expected increasing ones")
+    return boundaries
 
 
 def _split_and_reduce(
@@ -99,7 +103,8 @@ def _split_and_reduce(
         to, source = (rank + distance) % size, (rank - distance) % size
         payload = frame(wire.block(parts[to], regions[to]))
         received = yield Round({to: payload}, {source: capacity}, bounded=True)
-        given[source] = wire.entries(received[source][SLOT_BYTES:], regions[rank], own)
+        with given_by(source):
+            given[source] = wire.entries(received[source][SLOT_BYTES:], regions[rank], own)
     if cost is not None:
         yield Elapse(cost(sum(map(len, given.values())) * (size - 1).bit_length()))
     return union_of([given[source] for source in range(size)])
@@ -113,7 +118,7 @@ def _global_largest(
     Also how many they are on every rank, and the key of the k-th largest, 0 where there are no more than k.
     """
     keys = magnitude_keys(region.values)
-    kth, larger, equal = yield from kth_largest(keys, threshold, k, rank, size)
+    kth, larger, equal = yield from kth_largest(keys, threshold, k, rank, size, most=min(k * size, region.numel))
     before = accumulate(equal, initial=sum(larger))
     allowed = [min(max(k - earlier, 0), ties) for earlier, ties in zip(before, equal, strict=False)]
     tied = keys == kth

@@ -62,7 +62,7 @@ def spardl(
     sizes = [wire.block_nbytes(*sized, sparse.dtype) for sized in zip(blocks.budgets, lengths, strict=True)]
     own = blocks.own(position, team, teams)
     bodies = yield from among(mates, allgather_blocks(own, sizes, position, len(mates)))
-    total = joined(wire, bodies, blocks.bounds, blocks.budgets, sparse)
+    total = joined(wire, bodies, blocks.bounds, blocks.budgets, sparse, mates)
     if entries != before and not bool(all_finite(total.values)):  # alike on all ranks
         entries = before
     state.update(step=state["step"] + 1, entries=entries, of=settings)
@@ -83,7 +83,7 @@ def spar_reduce_scatter(
         gives = [(rank + j) % size for j in range(distance, held)]
         takes = [(rank + j) % size for j in range(held - distance)]
         received = yield Round({to: frame(blocks.give(gives))}, {source: SLOT_BYTES + blocks.nbytes(takes)})
-        blocks.add(received[source][SLOT_BYTES:], takes)
+        blocks.add(received[source][SLOT_BYTES:], takes, source)
         if cost is not None:
             yield Elapse(cost(2 * sum(blocks.budgets[b] for b in takes)))
         held = distance
