@@ -50,7 +50,7 @@ WRONG = [
     ({"algorithm": "spardl", "state": {**SPARDL, "step": "3"}}, ValueError, "state's step is '3'"),
     ({"algorithm": "spardl", "state": {**SPARDL, "step": -1}}, ValueError, "state's step is -1"),
     ({"algorithm": "spardl", "state": {**SPARDL, "step": 1.0}}, ValueError, r"state's step is 1\.0"),
-    ({"algorithm": "spardl", "state": {**SPARDL, "entries": 0}}, ValueError, "state's entries is 0"),
+    ({"algorithm": "spardl", "state": {**SPARDL, "entries": -1}}, ValueError, "state's entries is -1"),
     ({"algorithm": "spardl", "state": {**SPARDL, "of": "x"}}, ValueError, "state's of is 'x'"),
     ({"algorithm": "oktopk", "state": {**OKTOPK, "step": True}}, ValueError, "state's step is True"),
     ({"algorithm": "oktopk", "state": {**OKTOPK, "local": None}}, ValueError, "state's local is None"),

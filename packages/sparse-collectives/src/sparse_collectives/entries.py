@@ -96,8 +96,10 @@ def from_body(body: Tensor, span: tuple[int, int], like: SparseVector) -> Sparse
 
 
 def join_in_order(parts: Sequence[tuple[int, SparseVector]]) -> SparseVector:
-    """`join` of what ranks have given, with each. On a CPU InvalidMessageError where indices do not increase from rank to
-    rank."""
+    """`join` of what ranks have given, with each of them.
+
+    Raises InvalidMessageError where indices do not increase from rank to rank, on a CPU.
+    """
     last = -1
     for rank, part in parts:
         if part.values.is_cpu and len(part):

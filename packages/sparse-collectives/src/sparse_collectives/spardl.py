@@ -101,7 +101,7 @@ def check_spardl_state(state: State) -> None:
         state,
         {
             "step": is_count,
-            "entries": lambda entries: entries is None or (is_count(entries) and entries > 0),
+            "entries": lambda entries: entries is None or is_count(entries),
             "of": lambda of: of is None or (isinstance(of, list) and len(of) == 3 and all(map(is_count, of))),
         },
     )
