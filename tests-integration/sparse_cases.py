@@ -86,6 +86,25 @@ def floats_have_the_bits_of_the_simulated_world(comm):
             assert torch.equal(real.dropped.to_dense(), simulated.dropped.to_dense())
 
 
+def inputs_may_change_at_once(comm):
+    """The background sums what was given; results may be written into while messages are still under way."""
+    generator = torch.Generator().manual_seed(3)
+    values = torch.randint(-9, 10, (comm.size, 5, 600), generator=generator).float()
+    for name in ALGORITHMS:
+        works = []
+        for call, x in enumerate(values[comm.rank].clone()):
+            whole = name == "dense" and call % 2
+            k = {} if whole else {"k": 600}
+            given = x.numpy() if call % 2 else topk(x, 600)
+            works.append(sparse_allreduce_async(given, comm, algorithm=name, **k))
+            (x if call % 2 else given.values).fill_(777)
+        for call, work in enumerate(works):
+            total = work.wait().total
+            dense = torch.from_numpy(total) if call % 2 else total.to_dense()
+            assert torch.equal(dense, values[:, call].sum(0)), (name, call)
+            (dense if call % 2 else total.values).fill_(777)
+
+
 def train(comm, name):
     """A few steps with integer gradients, so that a native dense sum has the same bits too."""
     model = nn.ParameterDict({key: nn.Parameter(torch.full((5, 3), float(comm.rank))) for key in "abc"})
@@ -153,7 +172,8 @@ def wrong_arguments(comm):
     for wrong, error, said in (
         (lambda: sparse_allreduce(sparse, comm, k=0), ValueError, "expected the most entries"),
         (lambda: sparse_allreduce(sparse, comm, k=3, algorithm="topk"), ValueError, "known: dense"),
-        (lambda: sparse_allreduce(torch.ones(9).to_sparse(), comm, k=3), TypeError, "expected a SparseVector"),
+        (lambda: sparse_allreduce(torch.ones(9).to_sparse(), comm, k=3), TypeError, "use .to_dense"),
+        (lambda: sparse_allreduce([1.0], comm, k=3), TypeError, "expected a SparseVector"),
         (lambda: sparse_allreduce(topk(torch.ones(0), 3), comm, k=3), ValueError, "nothing to sum"),
         (lambda: topk(torch.ones(9, dtype=torch.int64), 3), TypeError, "expected"),
     ):
@@ -171,6 +191,7 @@ LAWS = [
     laws_in_fewer_bytes,
     bytes_stay_within_the_bound,
     floats_have_the_bits_of_the_simulated_world,
+    inputs_may_change_at_once,
     training_has_the_bits_of_the_simulated_world,
     wrong_arguments,
 ]

@@ -254,7 +254,9 @@ def test_the_kth_largest_is_exact(data):
     everything = np.sort(np.concatenate(keys))[::-1]
     k = data.draw(st.integers(1, len(everything) + 2))
     world = SimulatedWorld(size)
-    found = world.run(lambda c: run(kth_largest(torch.from_numpy(given[c.rank]), least, k, c.rank, size), c))
+    found = world.run(
+        lambda c: run(kth_largest(torch.from_numpy(given[c.rank]), least, k, c.rank, size, most=10**4), c)
+    )
     spans = spans_of(keys, k)
     kth = -1 if spans is None else int(everything[k - 1])
     assert found == [KthLargest(kth, [sum(own > kth) for own in keys], [sum(own == kth) for own in keys])] * size
@@ -284,7 +286,7 @@ def test_many_keys_lie_in_small_spans():
     spans = spans_of(keys, k)
     assert sum(spans) <= 4 * sample_count(k)
     world = SimulatedWorld(4)
-    found = world.run(lambda c: run(kth_largest(torch.from_numpy(keys[c.rank]), 0, k, c.rank, 4), c))
+    found = world.run(lambda c: run(kth_largest(torch.from_numpy(keys[c.rank]), 0, k, c.rank, 4, most=4 * k), c))
     assert found[0].key == np.sort(np.concatenate(keys))[-k]
 
 

@@ -9,14 +9,15 @@ from typing import Any
 
 from communicators.schedule import Schedule
 from sparse_compress import SparseVector
+from sparse_compress.arguments import integer
 from torch import Tensor
 
 from sparse_collectives.dense import dense, dense_sent
 from sparse_collectives.gtopk import gtopk, gtopk_merged, gtopk_sent
-from sparse_collectives.oktopk import check_oktopk, oktopk, oktopk_select, oktopk_state
+from sparse_collectives.oktopk import check_oktopk, check_oktopk_state, oktopk, oktopk_select, oktopk_state
 from sparse_collectives.oktopk_traffic import oktopk_merged, oktopk_sent, oktopk_typical
 from sparse_collectives.reduction import Reduction
-from sparse_collectives.spardl import check_spardl, spardl, spardl_select, spardl_state
+from sparse_collectives.spardl import check_spardl, check_spardl_state, spardl, spardl_select, spardl_state
 from sparse_collectives.spardl_traffic import spardl_merged, spardl_sent, spardl_typical, spardl_variants
 from sparse_collectives.state import State
 from sparse_collectives.topk_allgather import topk_allgather, topk_allgather_merged, topk_allgather_sent
@@ -41,9 +42,11 @@ class Algorithm:
         a function from what has accumulated, 1-D, to a SparseVector; like: a tensor of the gradient's numel and dtype.
         Neither changes the state.
     initial_state: the state before the first call, where there is one.
+    check_state: raises ValueError for a dict that is no state of it.
     compresses: whether a gradient is selected from before it is sent, and so leaves a residual. Schedule, sent and
         typical then take `wire=`, how vectors travel, where that is not as they are.
-    options: its own settings, with their defaults; schedule, sent and select take them as keywords.
+    options: its own settings, with their defaults, whose types they have; schedule, sent and select take them as
+        keywords.
     check: (size, **options), raises ValueError for settings that do not fit.
     variants: (size) -> the settings among which predictions look for the best; default: none but the defaults.
     """
@@ -52,6 +55,7 @@ class Algorithm:
     sent: Callable[..., Traffic]
     select: Callable[..., Callable[[Tensor], SparseVector]] | None = None
     initial_state: Callable[[], State] | None = None
+    check_state: Callable[[State], None] | None = None
     compresses: bool = True
     merged: Callable[..., int] | None = None
     typical: Callable[..., Traffic] | None = None
@@ -78,6 +82,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         typical=oktopk_typical,
         select=oktopk_select,
         initial_state=oktopk_state,
+        check_state=check_oktopk_state,
         exact=False,
         options={"thresholds_every": 32, "boundaries_every": 64},
         check=check_oktopk,
@@ -89,6 +94,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         typical=spardl_typical,
         select=spardl_select,
         initial_state=spardl_state,
+        check_state=check_spardl_state,
         options={"teams": 1, "sag": "auto"},
         check=check_spardl,
         variants=spardl_variants,
@@ -99,14 +105,16 @@ ALGORITHMS: dict[str, Algorithm] = {
 def algorithm_named(name: str, options: Mapping[str, Any] | None = None, *, size: int, wire: Wire = PLAIN) -> Algorithm:
     """The algorithm of that name for `size` ranks, with its options and its wire set.
 
-    Raises ValueError that lists the known names or options, and for values that do not fit.
+    Raises ValueError that lists the known names or options, and for values that do not fit; TypeError for what is no
+    name, and for options of another type than their defaults.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"algorithm is {name!r}, expected a name: {', '.join(ALGORITHMS)}")
     if name not in ALGORITHMS:
         raise ValueError(f"unknown algorithm {name!r}; known: {', '.join(ALGORITHMS)}")
-    entry, given = ALGORITHMS[name], dict(options or {})
-    if unknown := sorted(set(given) - set(entry.options)):
-        raise ValueError(f"{name} has no option {', '.join(unknown)}; it takes: {', '.join(entry.options) or 'none'}")
-    settings = {**entry.options, **given}
+    check_are_options(options)
+    entry = ALGORITHMS[name]
+    settings = _settings(name, entry.options, options or {})
     if entry.check is not None:
         entry.check(size, **settings)
     sending = settings if wire is PLAIN else {**settings, "wire": wire}
@@ -119,3 +127,25 @@ def algorithm_named(name: str, options: Mapping[str, Any] | None = None, *, size
         select=None if entry.select is None else partial(entry.select, **settings),
         options=settings,
     )
+
+
+def check_are_options(options: object) -> None:
+    """Raises TypeError for what is no dict, nor None."""
+    if options is not None and not isinstance(options, Mapping):
+        raise TypeError(f"options is {options!r}, expected a dict of the algorithm's own settings")
+
+
+def _settings(name: str, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    if unknown := [str(key) for key in given if key not in defaults]:
+        known = ", ".join(defaults) or "none"
+        raise ValueError(f"{name} has no option {', '.join(sorted(unknown))}; it takes: {known}")
+    return {key: _like(default, given[key], key) if key in given else default for key, default in defaults.items()}
+
+
+def _like(default: Any, value: Any, key: str) -> Any:
+    """The value of an option in the type of its default."""
+    if isinstance(default, int) and not isinstance(default, bool):
+        return integer(value, key, least=None, expected=f"as {default}, the default")
+    if isinstance(default, (str, bool)) and not isinstance(value, type(default)):
+        raise TypeError(f"{key} is {value!r}, expected a {type(default).__name__}, as {default!r}, the default")
+    return value

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from typing import Any, overload
 
-import numpy as np
 import torch
 from communicators import Communicator, Work, as_communicator, run, start
 from communicators.schedule import Schedule
-from sparse_compress import SparseVector, add, merge
-from torch import Tensor
+from sparse_compress import SparseVector, add, merge, topk
+from sparse_compress.arguments import integer
 
-from sparse_collectives.algorithms import algorithm_named
-from sparse_collectives.arrays import Array, DenseReduction, densified, densify, select
-from sparse_collectives.auto import AUTO, refuse_options, remembered
+from sparse_collectives.algorithms import ALGORITHMS
+from sparse_collectives.arrays import Array, DenseReduction, densified, flat_of, form_of, is_array, summed
 from sparse_collectives.reduction import Reduction
+from sparse_collectives.settled import Settled, settled
 from sparse_collectives.state import State
-from sparse_collectives.wire import PLAIN, wire_named
 
 
 @overload
@@ -40,7 +37,7 @@ def sparse_allreduce(
     sparse: Array,
     comm: Any,
     *,
-    k: int,
+    k: int | None = ...,
     algorithm: str = ...,
     options: Mapping[str, Any] | None = ...,
     state: State | None = ...,
@@ -53,7 +50,7 @@ def sparse_allreduce(
     sparse: Any,
     comm: Any,
     *,
-    k: int,
+    k: int | None = None,
     algorithm: str = "gtopk",
     options: Mapping[str, Any] | None = None,
     state: State | None = None,
@@ -68,9 +65,11 @@ def sparse_allreduce(
 
     sparse: this rank's vector, float32 or float64. Fewer than k entries are filled up with explicit zeros at the lowest
         unused indices; of more, the k largest are sent, and the others are in `dropped`. Or a dense NumPy array or
-        tensor of floats: its k largest entries are sent, and total and dropped are dense, of its kind and shape.
+        tensor of floats, of the same shape and dtype on every rank: its k largest entries are sent, by "dense" all of
+        it, and total and dropped are dense, of its kind, shape and dtype.
     comm: whatever `communicators.as_communicator` takes: an mpi4py or torch group, or a simulated world's communicator.
     k: the most entries that a rank may contribute. numel, dtype, k and algorithm must be the same on every rank.
+        Left out where "dense" sums an array. ("auto" needs it; where that takes "dense", all of an array is summed.)
     algorithm: a name in `ALGORITHMS`, or "auto": what is predicted to be fastest on these ranks, measured in the first
         call with these numel, k and dtype; it remembers that in `state`, {} at first.
     options: the algorithm's own settings, such as {"teams": 2} for "spardl"; the same on every rank. "auto" chooses
@@ -81,16 +80,13 @@ def sparse_allreduce(
     timeout: seconds to wait for late ranks, default `comm.timeout`.
 
     With one rank the total is the input, filled up or cut.
-    Raises TypeError or ValueError for arguments that are wrong by themselves, CollectiveError, the same on every rank,
-    where ranks disagree or one of them fails.
+    Raises TypeError or ValueError for arguments that are wrong by themselves, before anything is sent; CollectiveError,
+    the same on every rank, where ranks disagree or one of them fails.
     """
     comm = as_communicator(comm)
-    if isinstance(sparse, np.ndarray) or (isinstance(sparse, Tensor) and sparse.layout == torch.strided):
-        sent = select(sparse, k)
-        schedule, facts = prepare(sent, comm, k, algorithm, options, state, wire)
-        return densify(run(schedule, comm, facts=facts, timeout=timeout, device=sent.device), sparse, sent)
-    schedule, facts = prepare(sparse, comm, k, algorithm, options, state, wire)
-    return run(schedule, comm, facts=facts, timeout=timeout, device=sparse.device)
+    schedule, facts, device = _prepared(sparse, comm, k, algorithm, options, state, wire)
+    reduction: Reduction | DenseReduction[Any] = run(schedule, comm, facts=facts, timeout=timeout, device=device)
+    return reduction
 
 
 @overload
@@ -112,7 +108,7 @@ def sparse_allreduce_async(
     sparse: Array,
     comm: Any,
     *,
-    k: int,
+    k: int | None = ...,
     algorithm: str = ...,
     options: Mapping[str, Any] | None = ...,
     state: State | None = ...,
@@ -125,7 +121,7 @@ def sparse_allreduce_async(
     sparse: Any,
     comm: Any,
     *,
-    k: int,
+    k: int | None = None,
     algorithm: str = "gtopk",
     options: Mapping[str, Any] | None = None,
     state: State | None = None,
@@ -138,13 +134,8 @@ def sparse_allreduce_async(
     copied, so it may be changed, or sent again, at once.
     """
     comm = as_communicator(comm)
-    if isinstance(sparse, np.ndarray) or (isinstance(sparse, Tensor) and sparse.layout == torch.strided):
-        sent = select(sparse, k)
-        schedule, facts = prepare(sent, comm, k, algorithm, options, state, wire)
-        dense: Schedule[DenseReduction[Any]] = densified(schedule, sparse, sent)
-        return start(dense, comm, facts=facts, timeout=timeout, device=sent.device)
-    schedule, facts = prepare(sparse, comm, k, algorithm, options, state, wire)
-    return start(schedule, comm, facts=facts, timeout=timeout, device=sparse.device)
+    schedule, facts, device = _prepared(sparse, comm, k, algorithm, options, state, wire)
+    return start(schedule, comm, facts=facts, timeout=timeout, device=device)
 
 
 def prepare(
@@ -157,30 +148,64 @@ def prepare(
     wire: str = "fp32",
 ) -> tuple[Schedule[Reduction], str]:
     """The schedule for a vector of any number of entries, and the facts that ranks must share."""
-    _check(sparse)
-    k = operator.index(k)
-    if k < 1:
-        raise ValueError(f"k is {k}, expected the most entries that a rank may contribute, 1 or more")
-    wire_named(wire, dtype=sparse.dtype)
-    if algorithm == AUTO:
-        refuse_options(options)
-        algorithm, options, state, wire = remembered(state, sparse, comm, k, wire)
-    way = wire_named(wire) if comm.size > 1 else PLAIN  # alone, nothing travels and nothing is rounded
-    entry = algorithm_named(algorithm, options, size=comm.size, wire=way)
-    if not entry.compresses and wire != "fp32":
-        raise ValueError(f"{algorithm} sums all values as they are, but wire={wire!r} was given: leave wire out")
-    kept_between: dict[str, Any] = {}
-    if entry.initial_state is not None:
-        kept_between["state"] = entry.initial_state() if state is None else state
-    elif state is not None:
-        raise ValueError(f"{algorithm} keeps no state between calls: leave state out")
+    _refuse_empty(sparse.numel)
+    k = _most_entries(k)
+    way = settled(sparse, comm, k, algorithm, options, state, wire)
     # Every call stamps its own number into the payload it sends: calls must not share one, nor the caller's.
     own = SparseVector.unpack(sparse.pack().clone(), like=sparse)
-    kept, cut = merge(own, SparseVector.empty(sparse.numel, sparse.dtype, device=sparse.device), k)
-    schedule = _returning(cut, entry.schedule(kept, comm.rank, comm.size, k, **kept_between))
-    in_fewer_bytes = [f"wire={wire}"] if way is not PLAIN else []
-    settings = ", ".join([f"numel={sparse.numel}", f"{sparse.dtype}", f"k={k}", *entry.settings, *in_fewer_bytes])
-    return schedule, f"{algorithm}({settings})"
+    return _scheduled(own, comm, k, way), way.facts(f"numel={sparse.numel}", f"{sparse.dtype}", f"k={k}")
+
+
+def _prepared(
+    given: Any,
+    comm: Communicator,
+    k: int | None,
+    algorithm: str,
+    options: Mapping[str, Any] | None,
+    state: State | None,
+    wire: str,
+) -> tuple[Schedule[Any], str, torch.device]:
+    """`prepare` for whatever can be given, and the device that it is on."""
+    if isinstance(given, SparseVector):
+        return *prepare(given, comm, _most_entries(k), algorithm, options, state, wire), given.device
+    if not is_array(given):
+        raise TypeError(
+            f"sparse is {type(given).__name__}, expected a SparseVector, as topk(tensor, k) makes it, or a dense "
+            "array of floats, a NumPy array or a tensor: np.asarray(…) makes one of numbers"
+        )
+    return _prepared_array(given, comm, k, algorithm, options, state, wire)
+
+
+def _prepared_array(
+    array: Any,
+    comm: Communicator,
+    k: int | None,
+    algorithm: str,
+    options: Mapping[str, Any] | None,
+    state: State | None,
+    wire: str,
+) -> tuple[Schedule[Any], str, torch.device]:
+    """Selected from, unless it is summed as it is."""
+    flat, form = flat_of(array), form_of(array)
+    _refuse_empty(len(flat))
+    whole = isinstance(algorithm, str) and algorithm in ALGORITHMS and not ALGORITHMS[algorithm].compresses
+    if whole and k is not None:
+        raise ValueError(f"{algorithm} sums all of an array, but k={k!r} was given: leave k out")
+    k = len(flat) if whole else _most_entries(k)
+    like = SparseVector.empty(len(flat), flat.dtype, device=flat.device)
+    way = settled(like, comm, k, algorithm, options, state, wire)
+    what = (f"shape={form.shape}", f"{flat.dtype}")
+    if not way.entry.compresses:
+        return summed(flat, comm.rank, comm.size, form), way.facts(*what), flat.device
+    sent = topk(flat, k)
+    schedule = densified(_scheduled(sent, comm, k, way), flat, sent, form)
+    return schedule, way.facts(*what, f"k={k}"), flat.device
+
+
+def _scheduled(own: SparseVector, comm: Communicator, k: int, way: Settled) -> Schedule[Reduction]:
+    """own: in memory that is this call's, with any number of entries."""
+    kept, cut = merge(own, SparseVector.empty(own.numel, own.dtype, device=own.device), k)
+    return _returning(cut, way.entry.schedule(kept, comm.rank, comm.size, k, **way.kept))
 
 
 def _returning(cut: SparseVector, schedule: Schedule[Reduction]) -> Schedule[Reduction]:
@@ -189,10 +214,10 @@ def _returning(cut: SparseVector, schedule: Schedule[Reduction]) -> Schedule[Red
     return Reduction(reduction.total, add(reduction.dropped, cut))
 
 
-def _check(sparse: SparseVector) -> None:
-    if not isinstance(sparse, SparseVector):
-        raise TypeError(
-            f"sparse is {type(sparse).__name__}, expected a SparseVector: make one of a tensor with topk(tensor, k)"
-        )
-    if not sparse.numel:
+def _most_entries(k: int | None) -> int:
+    return integer(k, "k", least=1, expected="the most entries that a rank may contribute")
+
+
+def _refuse_empty(numel: int) -> None:
+    if not numel:
         raise ValueError("sparse has numel=0, so there is nothing to sum: leave the call out on every rank")

@@ -7,6 +7,8 @@ from typing import TypeVar
 
 from communicators.schedule import Elapse, Received, Round, Schedule
 
+from sparse_collectives.invalid import InvalidMessageError
+
 T = TypeVar("T")
 
 
@@ -26,6 +28,9 @@ def among(ranks: Sequence[int], schedule: Schedule[T]) -> Schedule[T]:
     except StopIteration as stop:
         result: T = stop.value
         return result
+    except InvalidMessageError as error:
+        rank = None if error.rank is None else ranks[error.rank]
+        raise InvalidMessageError(rank, error.problem) from error
 
 
 def _translated(action: Round | Elapse, ranks: Sequence[int]) -> Round | Elapse:

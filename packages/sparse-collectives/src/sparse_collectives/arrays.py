@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from communicators.schedule import Schedule
 from numpy.typing import NDArray
-from sparse_compress import SparseVector, topk
+from sparse_compress import SparseVector
+from sparse_compress.dense import flatten
+from sparse_compress.wire import WIRE_DTYPES
 from torch import Tensor
 
+from sparse_collectives.dense import dense_sum
 from sparse_collectives.reduction import Reduction
 
 Array = TypeVar("Array", Tensor, NDArray[np.floating])
+FLOATS = (np.float16, np.float32, np.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,48 +29,74 @@ class DenseReduction(Generic[Array]):
     dropped: Array
 
 
-def select(array: Tensor | NDArray[np.floating], k: int) -> SparseVector:
-    """The k largest entries of a dense float array of any shape. Raises TypeError for other dtypes and layouts."""
-    if not isinstance(array, Tensor) and array.dtype not in (np.float16, np.float32, np.float64):
-        raise TypeError(f"the array has dtype {array.dtype}, expected float16, float32 or float64")
-    return topk(_tensor(array), k)
+class Form(NamedTuple):
+    """Shape, dtype and kind of an array, as they are now."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    is_tensor: bool
+
+    def made_of(self, flat: Tensor) -> Any:
+        """The elements in this form."""
+        shaped = flat.view(self.shape)
+        return shaped.to(self.dtype) if self.is_tensor else shaped.numpy().astype(self.dtype, copy=False)
 
 
-def densify(reduction: Reduction, given: Array, sent: SparseVector) -> DenseReduction[Array]:
-    """What was given but not sent was dropped too."""
-    return _dense(reduction, _unsent(given, sent), given)
+def is_array(given: object) -> bool:
+    """Whether it is a NumPy array or a tensor, of whatever kind."""
+    return isinstance(given, (np.ndarray, Tensor))
 
 
-def densified(schedule: Schedule[Reduction], given: Array, sent: SparseVector) -> Schedule[DenseReduction[Array]]:
-    """A schedule whose result is dense; what was given may change from now on."""
-    return _densifying(schedule, _unsent(given, sent), given)
+def form_of(array: Tensor | NDArray[np.floating]) -> Form:
+    """What a result is to look like."""
+    return Form(tuple(array.shape), array.dtype, isinstance(array, Tensor))
 
 
-def _densifying(schedule: Schedule[Reduction], unsent: Tensor, given: Array) -> Schedule[DenseReduction[Array]]:
-    return _dense((yield from schedule), unsent, given)
+def flat_of(array: Tensor | NDArray[np.floating]) -> Tensor:
+    """The elements as a 1-D tensor, to read only: it may share the array's memory.
+
+    Raises TypeError for other dtypes, byte orders and layouts, and for arrays that are more than their elements.
+    """
+    return flatten(_plain(array) if isinstance(array, Tensor) else _from_numpy(array))
 
 
-def _unsent(given: Array, sent: SparseVector) -> Tensor:
-    """What was given, flat, as a copy, with zeros where it is sent."""
-    flat = _tensor(given).reshape(-1).to(sent.dtype, copy=True)
-    flat[sent.indices] = 0
-    return flat
+def densified(schedule: Schedule[Reduction], flat: Tensor, sent: SparseVector, form: Form) -> Schedule[Any]:
+    """A schedule whose result is dense; what was given, but not sent, was dropped too. `flat` may change at once."""
+    unsent = flat.to(sent.dtype, copy=True)
+    unsent[sent.indices] = 0
+    return _densifying(schedule, unsent, form)
 
 
-def _dense(reduction: Reduction, unsent: Tensor, given: Array) -> DenseReduction[Array]:
+def summed(flat: Tensor, rank: int, size: int, form: Form) -> Schedule[Any]:
+    """A schedule for the sum of all elements; nothing is dropped. `flat` may change at once."""
+    return _summing(flat.to(WIRE_DTYPES[flat.dtype], copy=True), rank, size, form)
+
+
+def _densifying(schedule: Schedule[Reduction], unsent: Tensor, form: Form) -> Schedule[DenseReduction[Any]]:
+    reduction = yield from schedule
     unsent.index_add_(0, reduction.dropped.indices, reduction.dropped.values)
-    return DenseReduction(_like(reduction.total.to_dense(), given), _like(unsent, given))
+    return DenseReduction(form.made_of(reduction.total.to_dense()), form.made_of(unsent))
 
 
-def _tensor(array: Tensor | NDArray[np.floating]) -> Tensor:
-    """To read only: it may share the array's memory. Torch takes no negative strides, and warns of read-only memory."""
-    if isinstance(array, Tensor):
-        return array.detach()
+def _summing(flat: Tensor, rank: int, size: int, form: Form) -> Schedule[DenseReduction[Any]]:
+    total = yield from dense_sum(flat, rank, size)
+    return DenseReduction(form.made_of(total), form.made_of(torch.zeros_like(total)))
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    if tensor.is_meta:
+        raise TypeError("the tensor is on the meta device, which holds no elements: give one that has some")
+    if hasattr(tensor, "__tensor_flatten__") and not tensor.is_nested:
+        raise TypeError(f"{type(tensor).__name__} is made of other tensors: give its local one, as by .to_local()")
+    return tensor
+
+
+def _from_numpy(array: NDArray[np.floating]) -> Tensor:
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError("a masked array was given, whose mask would be ignored: use .filled(0), or .data for all of it")
+    if not any(array.dtype == known for known in FLOATS):
+        raise TypeError(
+            f"the array has dtype {array.dtype}, expected float16, float32 or float64 in this machine's byte order"
+        )
+    # Torch takes no negative strides, and warns of read-only memory.
     return torch.from_numpy(np.require(array, requirements=["C", "ALIGNED", "WRITEABLE"]))
-
-
-def _like(flat: Tensor, given: Array) -> Array:
-    shaped = flat.view(tuple(given.shape))
-    if isinstance(given, Tensor):
-        return shaped.to(given.dtype)
-    return shaped.numpy().astype(given.dtype, copy=False)

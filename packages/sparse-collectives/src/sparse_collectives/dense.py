@@ -8,6 +8,7 @@ import torch
 from communicators.dense import block_bounds, halving_doubling_allreduce, ring_allreduce
 from communicators.schedule import SLOT_BYTES, Schedule, powers_of_two
 from sparse_compress import SparseVector, topk
+from torch import Tensor
 
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.traffic import Traffic
@@ -24,10 +25,15 @@ def dense(
     k and cost do not matter here: the sum is never cut, and adding dense vectors costs next to nothing.
     """
     del k, cost
-    allreduce = ring_allreduce if size & (size - 1) else halving_doubling_allreduce
-    total = yield from allreduce(sparse.to_dense(), rank, size)
+    total = yield from dense_sum(sparse.to_dense(), rank, size)
     nothing = SparseVector.empty(sparse.numel, sparse.dtype, device=sparse.device)
     return Reduction(topk(total, total.numel()), nothing)
+
+
+def dense_sum(x: Tensor, rank: int, size: int) -> Schedule[Tensor]:
+    """The sum of 1-D tensors over ranks, in memory of its own."""
+    allreduce = ring_allreduce if size & (size - 1) else halving_doubling_allreduce
+    return allreduce(x, rank, size)
 
 
 def dense_sent(rank: int, size: int, k: int, numel: int, dtype: torch.dtype) -> Traffic:

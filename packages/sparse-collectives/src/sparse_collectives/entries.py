@@ -11,8 +11,11 @@ from itertools import pairwise
 import numpy as np
 import torch
 from sparse_compress import SparseVector, add_all
+from sparse_compress.order import check_indices
 from sparse_compress.wire import entry_nbytes
 from torch import Tensor
+
+from sparse_collectives.invalid import InvalidMessageError
 
 Bounds = Sequence[tuple[int, int]]
 """[low, high) of every block of the index range, in order and without gaps."""
@@ -76,11 +79,34 @@ def body_nbytes(entries: int, dtype: torch.dtype) -> int:
     return entries * entry_nbytes(dtype)
 
 
-def from_body(body: Tensor, like: SparseVector) -> SparseVector:
-    """The vector with these entries, of the numel and dtype of `like`. Copies, so that it is aligned and packed."""
-    sparse = SparseVector.allocate(body.numel() // entry_nbytes(like.dtype), like.numel, like.dtype, body.device)
+def from_body(body: Tensor, span: tuple[int, int], like: SparseVector) -> SparseVector:
+    """The vector with these entries, of the numel and dtype of `like`. Copies, so that it is aligned and packed.
+
+    Raises ValueError for no whole number of entries, and on a CPU for indices that do not increase within the span; a
+    GPU is not asked.
+    """
+    entries, rest = divmod(body.numel(), entry_nbytes(like.dtype))
+    if rest:
+        raise ValueError(f"{body.numel()} bytes are no whole number of {like.dtype} entries")
+    sparse = SparseVector.allocate(entries, like.numel, like.dtype, body.device)
     sparse.body.copy_(body)
+    if body.is_cpu:
+        check_indices(sparse.indices, *span)
     return sparse
+
+
+def join_in_order(parts: Sequence[tuple[int, SparseVector]]) -> SparseVector:
+    """`join` of what ranks have given, with each of them.
+
+    Raises InvalidMessageError where indices do not increase from rank to rank, on a CPU.
+    """
+    last = -1
+    for rank, part in parts:
+        if part.values.is_cpu and len(part):
+            if int(part.indices[0]) <= last:
+                raise InvalidMessageError(rank, f"index {int(part.indices[0])} comes after {last} of a rank before")
+            last = int(part.indices[-1])
+    return join([part for _, part in parts])
 
 
 def join(vectors: Sequence[SparseVector]) -> SparseVector:

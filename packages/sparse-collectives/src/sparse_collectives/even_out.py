@@ -9,7 +9,8 @@ from communicators.dense import allgather_blocks
 from communicators.schedule import SLOT_BYTES, Round, Schedule, frame
 from sparse_compress import SparseVector, add
 
-from sparse_collectives.entries import join, take
+from sparse_collectives.entries import join_in_order, take
+from sparse_collectives.invalid import given_by
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.wire import PLAIN, Wire, joined
 
@@ -29,7 +30,7 @@ def gather_evenly(
         dropped, counts = add(dropped, rest), even_counts(sum(counts), size)
     nbytes = [wire.block_nbytes(count, mine.numel, mine.dtype) for count in counts]
     blocks = yield from allgather_blocks(wire.block(mine, span), nbytes, rank, size)
-    return Reduction(joined(wire, blocks, [span] * size, counts, mine), dropped)
+    return Reduction(joined(wire, blocks, [span] * size, counts, mine, range(size)), dropped)
 
 
 def _even_out(mine: SparseVector, counts: Sequence[int], rank: int, size: int, wire: Wire) -> Schedule[SparseVector]:
@@ -40,11 +41,11 @@ def _even_out(mine: SparseVector, counts: Sequence[int], rank: int, size: int, w
     sends = {to: frame(wire.block(take(mine, [run]), span)) for to, run in runs.items() if to != rank}
     recvs = {other: SLOT_BYTES + wire.block_nbytes(n, mine.numel, mine.dtype) for other, n in coming.items()}
     received = (yield Round(sends, recvs)) if sends or recvs else {}
-    parts = {
-        other: wire.entries(payload[SLOT_BYTES:], span, mine, coming[other]) for other, payload in received.items()
-    }
-    parts[rank] = take(mine, [runs.get(rank, slice(0, 0))])
-    return join([parts[other] for other in sorted(parts)])
+    parts = {rank: take(mine, [runs.get(rank, slice(0, 0))])}
+    for other, payload in received.items():
+        with given_by(other):
+            parts[other] = wire.entries(payload[SLOT_BYTES:], span, mine, coming[other])
+    return join_in_order([(other, parts[other]) for other in sorted(parts)])
 
 
 def is_uneven(counts: Sequence[int]) -> bool:

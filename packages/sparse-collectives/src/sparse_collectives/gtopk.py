@@ -9,6 +9,7 @@ from communicators.dense import largest_power_of_two
 from communicators.schedule import Elapse, Round, Schedule, powers_of_two
 from sparse_compress import SparseVector, add_all, merge, share
 
+from sparse_collectives.invalid import given_by
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.traffic import Traffic
 from sparse_collectives.wire import PLAIN, Wire
@@ -45,7 +46,9 @@ def gtopk(
     folded, capacity = rank + group, wire.nbytes(len(sparse), sparse.numel, sparse.dtype)
     if folded < size:
         received = yield Round(recvs={folded: capacity})
-        total, cut = merge(total, wire.vector(received[folded], len(sparse), sparse), k)
+        with given_by(folded):
+            theirs = wire.vector(received[folded], len(sparse), sparse)
+        total, cut = merge(total, theirs, k)
         dropped.append(cut)
         if cost is not None:
             yield Elapse(cost(2 * len(sparse)))
@@ -54,7 +57,8 @@ def gtopk(
         total, rest = wire.rounded(total)
         dropped.append(share(rest, member=rank % distance, of=distance))
         received = yield Round({peer: wire.message(total)}, {peer: capacity})
-        theirs = wire.vector(received[peer], len(sparse), sparse)
+        with given_by(peer):
+            theirs = wire.vector(received[peer], len(sparse), sparse)
         # Lower ranks first: NaN payloads do not commute.
         total, cut = merge(total, theirs, k) if rank < peer else merge(theirs, total, k)
         dropped.append(share(cut, member=rank % (2 * distance), of=2 * distance))
@@ -64,7 +68,8 @@ def gtopk(
         total, rest = wire.rounded(total)
         dropped.append(share(rest, member=rank, of=group))
     if folded < size:
-        yield Round(sends={folded: wire.message(total)})
+        # A copy: the call is over while this is under way, and the total is then the caller's to write into.
+        yield Round(sends={folded: wire.message(total).clone()})
     return Reduction(total, add_all(dropped))
 
 
@@ -73,7 +78,8 @@ def _fold_into(partner: int, sparse: SparseVector, wire: Wire) -> Schedule[Reduc
     given, rest = wire.rounded(sparse)
     yield Round(sends={partner: wire.message(given)})
     received = yield Round(recvs={partner: wire.nbytes(len(sparse), sparse.numel, sparse.dtype)})
-    return Reduction(wire.vector(received[partner], len(sparse), sparse), rest)
+    with given_by(partner):
+        return Reduction(wire.vector(received[partner], len(sparse), sparse), rest)
 
 
 def gtopk_sent(rank: int, size: int, k: int, numel: int, dtype: torch.dtype, *, wire: Wire = PLAIN) -> Traffic:

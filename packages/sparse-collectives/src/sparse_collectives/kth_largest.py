@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from sparse_compress.wire import WIRE_DTYPES
 from torch import Tensor
 
+from sparse_collectives.invalid import InvalidMessageError
 from sparse_collectives.traffic import Traffic, bruck_sent, together
 
 Keys = NDArray[np.signedinteger[Any]]
@@ -40,7 +41,7 @@ class Bracket(NamedTuple):
     spans: list[tuple[int, int]]
 
 
-def kth_largest(keys: Tensor, least: int, k: int, rank: int, size: int) -> Schedule[KthLargest]:
+def kth_largest(keys: Tensor, least: int, k: int, rank: int, size: int, *, most: int) -> Schedule[KthLargest]:
     """The k-th largest of all ranks' keys from `least` on, the same on every rank; -1 where they are no more than k.
 
         1. all-gather   of the number m of a rank's keys and every g-th of them, g = ⌈m/S⌉, S = ⌊√2k⌋ + 1
@@ -50,7 +51,8 @@ def kth_largest(keys: Tensor, least: int, k: int, rank: int, size: int) -> Sched
     Selection by regular samples (as in Shi & Schaeffer's sort, JPDC 1992), 2⌈log P⌉ rounds. Less than 2M/S of the M
     keys are gathered whatever they are, so S balances the two: 4(P − 1)·(S + 2k/S) bytes where M = k·P, evenly spread.
 
-    keys: 1-D int32 or int64, not negative, this rank's; k ≥ 1.
+    keys: 1-D int32 or int64, not negative, this rank's; k ≥ 1. most: keys that all ranks can have together, agreed:
+    what they say is held against it before anything is made room for. InvalidMessageError where it cannot be.
     """
     rising = _rising(keys)
     rising = rising[torch.searchsorted(rising, least) :]
@@ -60,6 +62,7 @@ def kth_largest(keys: Tensor, least: int, k: int, rank: int, size: int) -> Sched
     mine[0], mine[1 : 1 + m // gap] = m, rising[m % gap :: gap]
     sampled = yield from _gathered(mine, [len(mine)] * size, rank, size)
     counts = [int(numbers[0]) for numbers in sampled]
+    _check_counts(counts, most)
     if sum(counts) <= k:
         return KthLargest(-1, counts, [0] * size)
     low, high, spans = bracket(counts, [numbers[1:] for numbers in sampled], k)
@@ -68,7 +71,9 @@ def kth_largest(keys: Tensor, least: int, k: int, rank: int, size: int) -> Sched
     first, last = spans[rank]
     mine = torch.cat([m - upto[1:], (upto - below).flip(0), rising[m - last : m - first]]).to(keys.dtype)
     gathered = yield from _gathered(mine, [3 + last - first for first, last in spans], rank, size)
-    return _settle(gathered, low, high, k)
+    found = _settle(gathered, low, high, k)
+    _check_found(found, counts, k)
+    return found
 
 
 def bracket(counts: Sequence[int], samples: Sequence[Keys], k: int) -> Bracket:
@@ -119,6 +124,23 @@ def _settle(gathered: Sequence[Keys], low: int, high: int, k: int) -> KthLargest
     key = int(np.partition(inside, len(inside) - wanted)[len(inside) - wanted])
     larger = [more + int(np.count_nonzero(own > key)) for more, own in zip(from_high, between, strict=True)]
     return KthLargest(key, larger, [int(np.count_nonzero(own == key)) for own in between])
+
+
+def _check_counts(counts: Sequence[int], most: int) -> None:
+    for source, so_far in enumerate(accumulate(counts)):
+        if counts[source] < 0 or so_far > most:
+            raise InvalidMessageError(
+                source, f"{counts[source]} keys, expected 0 or more, and {most} of all ranks at most"
+            )
+
+
+def _check_found(found: KthLargest, counts: Sequence[int], k: int) -> None:
+    for source, (larger, equal, count) in enumerate(zip(found.larger, found.equal, counts, strict=True)):
+        if larger < 0 or equal < 0 or larger + equal > count:
+            raise InvalidMessageError(source, f"{larger} larger and {equal} equal keys of {count}")
+    larger, equal = sum(found.larger), sum(found.equal)
+    if not larger < k <= larger + equal:
+        raise InvalidMessageError(None, f"{larger} keys are larger than the {k}-th largest, and {equal} equal it")
 
 
 def _gap(count: int, samples: int) -> int:

@@ -11,14 +11,16 @@ from communicators.dense import halving_doubling_allreduce, largest_power_of_two
 from communicators.schedule import SLOT_BYTES, Elapse, Round, Schedule, frame
 from sparse_compress import SparseVector, add_all
 from sparse_compress.magnitude import magnitude_keys
+from sparse_compress.nonfinite import all_finite
 from sparse_compress.selection import Largest, Reaching, Selection
 from sparse_compress.wire import WIRE_DTYPES
 
 from sparse_collectives.entries import split, union_of, where, without
 from sparse_collectives.even_out import gather_evenly
+from sparse_collectives.invalid import InvalidMessageError, given_by
 from sparse_collectives.kth_largest import kth_largest
 from sparse_collectives.reduction import Reduction
-from sparse_collectives.state import State
+from sparse_collectives.state import State, check_values, is_count
 from sparse_collectives.wire import PLAIN, Wire
 
 
@@ -42,6 +44,7 @@ def oktopk(
         gather       where more than k reach it, the k largest; evened out; ⌈log P⌉ rounds
 
     A rank's own entries whose index is not in the total are dropped: their owner has summed them, and kept none.
+    A call whose total is not finite leaves the state as it was: what is due stays due.
     Differs from the paper: the threshold is found by regular samples, not by gathering all sums, and the result is cut
     to k exactly, so 6k elements are a bound on entries from the first call on; ties and zeros are no special case.
 
@@ -63,7 +66,8 @@ def oktopk(
         known["threshold"] = kth
     gathered = yield from gather_evenly(kept, counts, rank, size, wire)
     total = gathered.total
-    state.update(known, step=known["step"] + 1, of=_of(sparse.numel, sparse.dtype, size, k))
+    if bool(all_finite(total.values)):  # alike on all ranks; a threshold that is no number would hide all that follows
+        state.update(known, step=known["step"] + 1, of=_of(sparse.numel, sparse.dtype, size, k))
     return Reduction(total, add_all([without(own, total), dropped, gathered.dropped]))
 
 
@@ -75,7 +79,10 @@ def _agree_on_boundaries(own: SparseVector, rank: int, size: int) -> Schedule[li
     padded = torch.zeros(2 * largest_power_of_two(size), dtype=torch.int64)
     padded[: size - 1] = torch.tensor(proposal, dtype=torch.int64)
     sums = yield from halving_doubling_allreduce(padded.to(own.device), rank, size)
-    return [0, *(total // size for total in sums[: size - 1].tolist()), n]
+    boundaries = [0, *(total // size for total in sums[: size - 1].tolist()), n]
+    if not _are_edges(boundaries, n, size):
+        raise InvalidMessageError(None, f"boundaries of regions {boundaries}, expected increasing ones")
+    return boundaries
 
 
 def _split_and_reduce(
@@ -96,7 +103,8 @@ def _split_and_reduce(
         to, source = (rank + distance) % size, (rank - distance) % size
         payload = frame(wire.block(parts[to], regions[to]))
         received = yield Round({to: payload}, {source: capacity}, bounded=True)
-        given[source] = wire.entries(received[source][SLOT_BYTES:], regions[rank], own)
+        with given_by(source):
+            given[source] = wire.entries(received[source][SLOT_BYTES:], regions[rank], own)
     if cost is not None:
         yield Elapse(cost(sum(map(len, given.values())) * (size - 1).bit_length()))
     return union_of([given[source] for source in range(size)])
@@ -110,7 +118,7 @@ def _global_largest(
     Also how many they are on every rank, and the key of the k-th largest, 0 where there are no more than k.
     """
     keys = magnitude_keys(region.values)
-    kth, larger, equal = yield from kth_largest(keys, threshold, k, rank, size)
+    kth, larger, equal = yield from kth_largest(keys, threshold, k, rank, size, most=min(k * size, region.numel))
     before = accumulate(equal, initial=sum(larger))
     allowed = [min(max(k - earlier, 0), ties) for earlier, ties in zip(before, equal, strict=False)]
     tied = keys == kth
@@ -120,12 +128,39 @@ def _global_largest(
 
 
 def oktopk_state() -> State:
-    """step: calls so far. local, threshold: least key (magnitude as an integer) to be selected here, and in the total.
+    """step: calls so far with a finite total. local, threshold: least key (magnitude as an integer) to be selected
+    here, and in the total.
 
     boundaries: edges of the regions. of: k, P, n and dtype that all this is for; for others it starts anew. `local`
     is this rank's own, the rest is alike on all ranks.
     """
     return {"step": 0, "local": 0, "threshold": 0, "boundaries": [], "of": None}
+
+
+def check_oktopk_state(state: State) -> None:
+    """Raises ValueError for what `oktopk_state` cannot have become."""
+    of = state.get("of")
+    check_values(
+        state,
+        {
+            "step": is_count,
+            "local": is_count,
+            "threshold": is_count,
+            "of": lambda of: of is None or _is_of(of),
+            "boundaries": lambda edges: isinstance(edges, list) and (of is None or _are_edges(edges, of[2], of[1])),
+        },
+    )
+
+
+def _is_of(of: Any) -> bool:
+    return isinstance(of, list) and len(of) == 4 and all(map(is_count, of[:3])) and isinstance(of[3], str)
+
+
+def _are_edges(boundaries: Sequence[Any], numel: int, size: int) -> bool:
+    """Whether these are the edges of so many regions, which may be empty."""
+    edges = [0, *boundaries, numel]
+    whole = len(boundaries) == size + 1 and boundaries[0] == 0 and boundaries[-1] == numel
+    return whole and all(map(is_count, boundaries)) and all(low <= high for low, high in pairwise(edges))
 
 
 def _of(numel: int, dtype: torch.dtype, size: int, k: int) -> list[Any]:

@@ -8,6 +8,7 @@ import torch
 from communicators.dense import allgather_blocks, block_bounds
 from communicators.schedule import SLOT_BYTES, Elapse, Round, Schedule, frame, powers_of_two
 from sparse_compress import SparseVector
+from sparse_compress.nonfinite import all_finite
 from sparse_compress.selection import LargestOfBlocks, Selection
 
 from sparse_collectives.among import among
@@ -15,7 +16,7 @@ from sparse_collectives.budgets import block_budgets
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.spardl_blocks import Blocks
 from sparse_collectives.spardl_teams import SAG, combine_teams, divisors_of
-from sparse_collectives.state import State
+from sparse_collectives.state import State, check_values, is_count
 from sparse_collectives.wire import PLAIN, Wire, joined
 
 
@@ -52,18 +53,20 @@ def spardl(
     mates = range(team * (size // teams), (team + 1) * (size // teams))
     blocks = Blocks(sparse, len(mates), k, state["step"], wire)
     yield from among(mates, spar_reduce_scatter(blocks, position, len(mates), cost))
-    entries = None
+    settings = [k, size, teams]
+    entries = before = state["entries"] if state["of"] == settings else None
     if teams > 1:
         others = range(position, size, len(mates))
-        settings = [k, size, teams]
-        before = state["entries"] if state["of"] == settings else None
         entries = yield from among(others, combine_teams(blocks, position, team, teams, sag, before, cost))
     lengths = [high - low for low, high in blocks.bounds]
     sizes = [wire.block_nbytes(*sized, sparse.dtype) for sized in zip(blocks.budgets, lengths, strict=True)]
     own = blocks.own(position, team, teams)
     bodies = yield from among(mates, allgather_blocks(own, sizes, position, len(mates)))
-    state.update(step=state["step"] + 1, entries=entries, of=[k, size, teams])
-    return Reduction(joined(wire, bodies, blocks.bounds, blocks.budgets, sparse), blocks.dropped())
+    total = joined(wire, bodies, blocks.bounds, blocks.budgets, sparse, mates)
+    if entries != before and not bool(all_finite(total.values)):  # alike on all ranks
+        entries = before
+    state.update(step=state["step"] + 1, entries=entries, of=settings)
+    return Reduction(total, blocks.dropped())
 
 
 def spar_reduce_scatter(
@@ -80,15 +83,28 @@ def spar_reduce_scatter(
         gives = [(rank + j) % size for j in range(distance, held)]
         takes = [(rank + j) % size for j in range(held - distance)]
         received = yield Round({to: frame(blocks.give(gives))}, {source: SLOT_BYTES + blocks.nbytes(takes)})
-        blocks.add(received[source][SLOT_BYTES:], takes)
+        blocks.add(received[source][SLOT_BYTES:], takes, source)
         if cost is not None:
             yield Elapse(cost(2 * sum(blocks.budgets[b] for b in takes)))
         held = distance
 
 
 def spardl_state() -> State:
-    """step: calls so far, which turn the budgets where k < T. entries: B-SAG's h. of: the k, P and d that h is for."""
+    """step: calls so far, which turn the budgets where k < T. entries: B-SAG's h, as the last call with a finite total
+    left it. of: the k, P and d that h is for."""
     return {"step": 0, "entries": None, "of": None}
+
+
+def check_spardl_state(state: State) -> None:
+    """Raises ValueError for what `spardl_state` cannot have become."""
+    check_values(
+        state,
+        {
+            "step": is_count,
+            "entries": lambda entries: entries is None or is_count(entries),
+            "of": lambda of: of is None or (isinstance(of, list) and len(of) == 3 and all(map(is_count, of))),
+        },
+    )
 
 
 def spardl_select(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
 import torch
 from communicators.dense import block_bounds
 from sparse_compress import SparseVector, add_all, share
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from sparse_collectives.budgets import block_budgets, cut_to_budgets, merge_to_budgets
 from sparse_collectives.entries import take
+from sparse_collectives.invalid import given_by
 from sparse_collectives.wire import PLAIN, Wire
 
 
@@ -47,9 +49,14 @@ class Blocks:
         self.cuts.append(rest)
         return self.wire.block(given, self.everywhere)
 
-    def add(self, body: Tensor, members: Sequence[int]) -> None:
-        """Adds what another rank gives of these blocks, which are held, and cuts the sums to the budgets."""
-        theirs = self.wire.entries(body, self.everywhere, self.kept, self._entries(members))
+    def add(self, body: Tensor, members: Sequence[int], source: int) -> None:
+        """Adds what another rank gives of these blocks, which are held, and cuts the sums to the budgets.
+
+        InvalidMessageError where it is not that; on a GPU it is trusted to be.
+        """
+        with given_by(source):
+            theirs = self.wire.entries(body, self.everywhere, self.kept, self._entries(members))
+            self._check(theirs, members)
         bounds, budgets = zip(*((self.bounds[b], self.budgets[b]) for b in self.held), strict=True)
         self.kept, cut = merge_to_budgets(self.kept, theirs, bounds, budgets)
         self.cuts.append(cut)
@@ -67,6 +74,16 @@ class Blocks:
     def nbytes(self, members: Sequence[int]) -> int:
         """Bytes of these blocks in one message."""
         return self.wire.block_nbytes(self._entries(members), self.kept.numel, self.kept.dtype)
+
+    def _check(self, theirs: SparseVector, members: Sequence[int]) -> None:
+        """Raises ValueError unless these blocks have as many entries as their budgets, each."""
+        if not theirs.values.is_cpu:
+            return
+        edges = np.array([self.bounds[b] for b in members], np.int32)
+        found = np.diff(np.searchsorted(theirs.indices.numpy(), edges), axis=1)[:, 0].tolist()
+        expected = [self.budgets[b] for b in members]
+        if found != expected:
+            raise ValueError(f"blocks {list(members)} have {found} entries, expected {expected}")
 
     def _entries(self, members: Sequence[int]) -> int:
         return sum(self.budgets[b] for b in members)

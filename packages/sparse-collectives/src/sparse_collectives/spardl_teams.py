@@ -11,6 +11,7 @@ from sparse_compress import SparseVector, add_all, merge, share
 
 from sparse_collectives.entries import assemble
 from sparse_collectives.gtopk import gtopk, gtopk_sent
+from sparse_collectives.invalid import given_by
 from sparse_collectives.spardl_blocks import Blocks
 from sparse_collectives.traffic import Traffic, bruck_sent
 from sparse_collectives.wire import PLAIN, Wire
@@ -74,7 +75,10 @@ def b_sag(
     given, rest = wire.rounded(given)
     span, nbytes = (0, block.numel), [wire.block_nbytes(h, block.numel, block.dtype)] * teams
     bodies = yield from allgather_blocks(wire.block(given, span), nbytes, team, teams)
-    vectors = [wire.entries(body, span, block, h) for body in bodies]
+    vectors = []
+    for source, body in enumerate(bodies):
+        with given_by(source):
+            vectors.append(wire.entries(body, span, block, h))
     total, cut = merge(add_all(vectors), _nothing(block), budget)
     if cost is not None:
         yield Elapse(cost(teams * h * (teams - 1).bit_length()))

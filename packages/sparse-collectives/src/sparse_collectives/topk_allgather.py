@@ -9,6 +9,7 @@ from communicators.dense import allgather_blocks
 from communicators.schedule import SLOT_BYTES, Elapse, Schedule
 from sparse_compress import SparseVector, add_all
 
+from sparse_collectives.invalid import given_by
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.traffic import Traffic
 from sparse_collectives.wire import PLAIN, Wire
@@ -34,7 +35,11 @@ def topk_allgather(
     given, rest = wire.rounded(sparse)
     nbytes = wire.nbytes(len(sparse), sparse.numel, sparse.dtype)
     messages = yield from allgather_blocks(wire.message(given), [nbytes] * size, rank, size)
-    total = add_all([wire.vector(message, len(sparse), sparse) for message in messages])
+    vectors = []
+    for source, message in enumerate(messages):
+        with given_by(source):
+            vectors.append(wire.vector(message, len(sparse), sparse))
+    total = add_all(vectors)
     if cost is not None:
         yield Elapse(cost(size * len(sparse) * (size - 1).bit_length()))
     return Reduction(total, rest)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from communicators.dense import allgather, block_bounds
+from communicators.dense import allgather_blocks, block_bounds
 from communicators.schedule import SLOT_BYTES, Elapse, Round, Schedule, frame
 from sparse_compress import SparseVector, add
 from torch import Tensor
 
 from sparse_collectives.entries import assemble, join, split, union_of
+from sparse_collectives.invalid import InvalidMessageError, given_by
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.traffic import Traffic, bruck_sent, together
 from sparse_collectives.wire import PLAIN, Span, Wire
@@ -46,13 +47,14 @@ def topk_dsa(
         to, source = (rank + distance) % size, (rank - distance) % size
         payload = frame(_encode(blocks[to], bounds[to], wire))
         received = yield Round({to: payload}, {source: capacity}, bounded=True)
-        given[source] = _decode(received[source][SLOT_BYTES:], bounds[rank], sparse, wire)
+        given[source] = _decode(received[source][SLOT_BYTES:], bounds[rank], sparse, wire, source)
     total = union_of([given[source] for source in range(size)])
     if cost is not None:
         yield Elapse(cost(sum(map(len, given.values())) * (size - 1).bit_length()))
     total, rest = wire.rounded(total)
-    sums = yield from allgather(_encode(total, bounds[rank], wire), rank, size)
-    decoded = [_decode(block, span, sparse, wire) for block, span in zip(sums, bounds, strict=True)]
+    lengths = [wire.dense_nbytes(high - low, sparse.dtype) for low, high in bounds]
+    sums = yield from _gather(_encode(total, bounds[rank], wire), lengths, rank, size)
+    decoded = [_decode(block, span, sparse, wire, r) for r, (block, span) in enumerate(zip(sums, bounds, strict=True))]
     return Reduction(join(decoded), add(dropped, rest))
 
 
@@ -70,12 +72,28 @@ def _encode(block: SparseVector, span: Span, wire: Wire) -> Tensor:
     return wire.dense(dense.index_copy_(0, block.indices.long() - low, block.values))
 
 
-def _decode(encoded: Tensor, span: Span, like: SparseVector, wire: Wire) -> SparseVector:
+def _decode(encoded: Tensor, span: Span, like: SparseVector, wire: Wire, rank: int) -> SparseVector:
+    """What a rank's bytes say; InvalidMessageError where they are no block."""
     low, high = span
-    if encoded.numel() < wire.dense_nbytes(high - low, like.dtype):
-        return wire.entries(encoded, span, like)
-    indices = torch.arange(low, high, dtype=torch.int32, device=encoded.device)
-    return assemble(indices, wire.values(encoded, high - low, like), like.numel)
+    dense_nbytes = wire.dense_nbytes(high - low, like.dtype)
+    if encoded.numel() > dense_nbytes:
+        raise InvalidMessageError(rank, f"a block of {encoded.numel()} bytes, expected at most {dense_nbytes}")
+    with given_by(rank):
+        if encoded.numel() < dense_nbytes:
+            return wire.entries(encoded, span, like)
+        indices = torch.arange(low, high, dtype=torch.int32, device=encoded.device)
+        return assemble(indices, wire.values(encoded, high - low, like), like.numel)
+
+
+def _gather(block: Tensor, most: Sequence[int], rank: int, size: int) -> Schedule[list[Tensor]]:
+    """All ranks' blocks, in rank order; their sizes go first. most: bytes that each can have, known beforehand."""
+    own = torch.tensor([block.numel()]).view(torch.uint8).to(block.device)
+    sizes = yield from allgather_blocks(own, [own.numel()] * size, rank, size)
+    nbytes: list[int] = torch.cat(sizes).view(torch.int64).tolist()
+    for source, (said, limit) in enumerate(zip(nbytes, most, strict=True)):
+        if not 0 <= said <= limit:  # not a byte is made room for because a message says so
+            raise InvalidMessageError(source, f"a block of {said} bytes, expected 0 … {limit}")
+    return (yield from allgather_blocks(block, nbytes, rank, size))
 
 
 def topk_dsa_traffic(

@@ -16,7 +16,8 @@ from sparse_compress.codecs.rounding import VALUES
 from sparse_compress.wire import WIRE_DTYPES
 from torch import Tensor
 
-from sparse_collectives.entries import assemble, body_nbytes, from_body, join
+from sparse_collectives.entries import assemble, body_nbytes, from_body, join_in_order
+from sparse_collectives.invalid import given_by
 
 Span = tuple[int, int]
 """[low, high): the part of the index range in which a block's entries lie."""
@@ -27,6 +28,9 @@ class Wire(Protocol):
 
     What is sent was rounded before: packing loses nothing. Sizes follow from the number of entries, so where that is
     known nothing is read back from a GPU.
+
+    `vector` and `entries` raise ValueError for bytes of another length, and on a CPU for what is no vector or not all
+    in the span; indices on a GPU are trusted, because looking at them would wait for it.
 
     overhead: bytes by which blocks together may exceed one block with all their entries in all their spans, for each of
         them; and by which a block may exceed one with more entries in the same span.
@@ -89,7 +93,10 @@ class AsTheyAre:
         return sparse.body
 
     def entries(self, block: Tensor, span: Span, like: SparseVector, count: int | None = None) -> SparseVector:
-        return from_body(block, like)
+        sparse = from_body(block, span, like)
+        if count is not None and len(sparse) != count:
+            raise ValueError(f"{len(sparse)} entries given, expected {count}")
+        return sparse
 
     def dense_nbytes(self, length: int, dtype: torch.dtype) -> int:
         return length * WIRE_DTYPES[dtype].itemsize
@@ -165,18 +172,31 @@ WIRES: dict[str, Wire] = {
 
 
 def joined(
-    wire: Wire, blocks: Sequence[Tensor], spans: Sequence[Span], counts: Sequence[int], like: SparseVector
+    wire: Wire,
+    blocks: Sequence[Tensor],
+    spans: Sequence[Span],
+    counts: Sequence[int],
+    like: SparseVector,
+    ranks: Sequence[int],
 ) -> SparseVector:
-    """The entries of all blocks, whose spans increase, and of which each holds so many."""
-    each = zip(blocks, spans, counts, strict=True)
-    return join([wire.entries(block, span, like, count) for block, span, count in each])
+    """The entries of all blocks, which increase from block to block, and of which each holds so many.
+
+    ranks: whose the blocks are. Raises InvalidMessageError where they are not so, on a CPU.
+    """
+    parts = []
+    for block, span, count, rank in zip(blocks, spans, counts, ranks, strict=True):
+        with given_by(rank):
+            parts.append((rank, wire.entries(block, span, like, count)))
+    return join_in_order(parts)
 
 
 def wire_named(name: str, *, dtype: torch.dtype = torch.float32) -> Wire:
     """The wire for values of that dtype.
 
-    Raises ValueError that lists the known names, TypeError for float64 in fewer bytes.
+    Raises ValueError that lists the known names, TypeError for what is no name, and for float64 in fewer bytes.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"wire is {name!r}, expected a name: {', '.join(WIRES)}")
     if name not in WIRES:
         raise ValueError(f"unknown wire {name!r}; known: {', '.join(WIRES)}")
     wire = WIRES[name]

@@ -16,10 +16,15 @@ def flatten(tensor: Tensor) -> Tensor:
 
 
 def check_dense(tensor: Tensor, what: str) -> None:
-    """Raises TypeError for sparse layouts and other dtypes than float16, bfloat16, float32 and float64.
+    """Raises TypeError for what is no tensor, for nested ones, sparse layouts, and other dtypes than float16, bfloat16,
+    float32 and float64.
 
     And ValueError beyond 2³¹ − 1 elements; ``what`` names the culprit in the message.
     """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{what} is {type(tensor).__name__}, expected a tensor: use torch.as_tensor(…)")
+    if tensor.is_nested:
+        raise TypeError(f"{what} is a nested tensor, expected a plain one: give its parts")
     if tensor.layout != torch.strided:
         raise TypeError(f"{what} has layout {tensor.layout}, expected a dense one: use .to_dense()")
     if tensor.dtype not in WIRE_DTYPES:

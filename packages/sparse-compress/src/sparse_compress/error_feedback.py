@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from sparse_compress.accumulator import Accumulator
+from sparse_compress.arguments import check_compressor, fraction_below_1
 from sparse_compress.compressors import Compressor, FusedCompressor, StatefulCompressor
 from sparse_compress.dense import check_dense
 from sparse_compress.feedback_state import read_state, write_state
@@ -32,12 +33,13 @@ class ErrorFeedback:
     ``tentative=True`` doubles it: every step then works on a copy until ``commit`` or ``rollback``, which
     brings the state before the step back bit for bit (subtracting a gradient again would not be exact).
 
-    ``momentum``: 0 ≤ momentum < 1, and a compressor that is not ``unbiased``, else ValueError.
+    ``momentum``: 0 ≤ momentum < 1, and a compressor that is not ``unbiased``, else ValueError. TypeError for what is no
+    compressor or no number.
     """
 
     def __init__(self, compressor: Compressor, *, momentum: float = 0.0, tentative: bool = False) -> None:
-        if not 0 <= momentum < 1:
-            raise ValueError(f"momentum is {momentum}, expected 0 ≤ momentum < 1")
+        check_compressor(compressor)
+        momentum = fraction_below_1(momentum, "momentum")
         if getattr(compressor, "unbiased", False):
             raise ValueError(f"{compressor} scales what it sends, so the rest is no residual: use unbiased=False")
         self.compressor = compressor

@@ -1,10 +1,10 @@
 """Addition of sparse vectors, exact or cut to the k largest."""
 
-import operator
 from collections.abc import Sequence
 
 import torch
 
+from sparse_compress.arguments import integer
 from sparse_compress.compact import compact
 from sparse_compress.magnitude import Keys, bits_of, largest, magnitude_keys, magnitude_mask
 from sparse_compress.pad import pad
@@ -24,9 +24,7 @@ def merge(a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, Spars
     group of lower ranks first. No scratch grows with numel.
     Raises ValueError for k < 0, and where numel, dtype or device of a and b differ.
     """
-    k = operator.index(k)
-    if k < 0:
-        raise ValueError(f"k is {k}, expected the number of entries to keep, 0 or more")
+    k = integer(k, "k", expected="the number of entries to keep")
     _check_alike(a, b)
     k = min(k, a.numel)
     if len(a) + len(b) <= k:
@@ -71,6 +69,8 @@ def share(cut: SparseVector, member: int, of: int) -> SparseVector:
     every entry returns to one residual and no member collects them all.
     Raises ValueError unless 0 ≤ member < of.
     """
+    member = integer(member, "member", least=None, expected="the place of one in a group")
+    of = integer(of, "of", least=None, expected="the size of the group")
     if not 0 <= member < of:
         raise ValueError(f"member {member} of {of} given, expected 0 ≤ member < of")
     if of == 1 or not len(cut):
@@ -82,6 +82,9 @@ def share(cut: SparseVector, member: int, of: int) -> SparseVector:
 
 
 def _check_alike(a: SparseVector, b: SparseVector) -> None:
+    for vector in (a, b):
+        if not isinstance(vector, SparseVector):
+            raise TypeError(f"{type(vector).__name__} given, expected a SparseVector: make one with topk(tensor, k)")
     for what in ("numel", "dtype", "device"):
         if getattr(a, what) != getattr(b, what):
             raise ValueError(f"cannot add vectors of unlike {what}: {getattr(a, what)} and {getattr(b, what)}")

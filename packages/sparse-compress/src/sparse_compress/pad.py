@@ -1,10 +1,9 @@
 """Explicit zeros that bring a vector to a fixed size on the wire."""
 
-import operator
-
 import numpy as np
 import torch
 
+from sparse_compress.arguments import integer
 from sparse_compress.compact import compact
 from sparse_compress.vector import SparseVector
 
@@ -14,7 +13,7 @@ def pad(vector: SparseVector, count: int) -> SparseVector:
 
     Raises ValueError unless len(vector) ≤ count ≤ numel.
     """
-    count = operator.index(count)
+    count = integer(count, "count", expected="the number of entries")
     if not len(vector) <= count <= vector.numel:
         raise ValueError(f"count is {count}, expected {len(vector)} (entries) … {vector.numel} (numel)")
     if count == len(vector):

@@ -1,11 +1,10 @@
 """Exact top-k by magnitude."""
 
-import operator
-
 import numpy as np
 import torch
 from torch import Tensor
 
+from sparse_compress.arguments import integer
 from sparse_compress.chunks import Positions
 from sparse_compress.dense import flatten
 from sparse_compress.gpu.available import kernels_take
@@ -27,11 +26,10 @@ def topk(x: Tensor, k: int) -> SparseVector:
 
     On a CPU one sweep over x as a rule and no temporary of its size; on a GPU radix select in Triton (``gpu``), and
     without Triton, or for float64, a stable sort with temporaries of x's size. Neither waits for the device.
-    Raises TypeError for other dtypes and layouts, ValueError for k < 0 or more than 2³¹ − 1 elements.
+    Raises TypeError for other dtypes and layouts, and for a k that is no integer, ValueError for k < 0 or more than
+    2³¹ − 1 elements.
     """
-    k = operator.index(k)
-    if k < 0:
-        raise ValueError(f"k is {k}, expected the number of entries to select, 0 or more")
+    k = integer(k, "k", expected="the number of entries to select")
     flat = flatten(x)
     k = min(k, len(flat))
     if k == len(flat):

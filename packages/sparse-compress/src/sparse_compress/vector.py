@@ -1,14 +1,14 @@
 """A sparse vector that always lives in its own wire form."""
 
-import operator
 from typing import Self
 
 import torch
 from torch import Tensor
 
+from sparse_compress.arguments import check_bytes, element_count
+from sparse_compress.order import check_indices
 from sparse_compress.wire import (
     HEADER_BYTES,
-    MAX_NUMEL,
     WIRE_DTYPES,
     Header,
     entry_nbytes,
@@ -41,7 +41,7 @@ class SparseVector:
     _unwritten: Header | None  # what the buffer lacks until it is asked for: most vectors never travel
 
     def __init__(self, indices: Tensor, values: Tensor, numel: int) -> None:
-        numel = operator.index(numel)
+        numel = element_count(numel)
         _check(indices, values, numel)
         header = Header(numel, len(indices), WIRE_DTYPES[values.dtype])
         self._allocate(header, values.device)
@@ -79,9 +79,9 @@ class SparseVector:
         """A vector without entries, of the value dtype in which gradients of ``dtype`` travel."""
         if dtype not in WIRE_DTYPES:
             raise TypeError(f"dtype {dtype} given, expected one of {list(WIRE_DTYPES)}")
-        numel = operator.index(numel)
-        _check_numel(numel)
-        return cls.allocate(0, numel, WIRE_DTYPES[dtype], torch.get_default_device() if device is None else device)
+        return cls.allocate(
+            0, element_count(numel), WIRE_DTYPES[dtype], torch.get_default_device() if device is None else device
+        )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -125,12 +125,12 @@ class SparseVector:
         """The vector that ``pack`` put into ``buffer``, as views of it; only a misaligned slice is copied.
 
         With ``like``, which tells numel and dtype, nothing is read back from a GPU: the entries follow from
-        the length of the buffer. On a CPU the header is read, and compared, in either case.
+        the length of the buffer. On a CPU the header is read, and compared, in either case, and so are the indices:
+        what comes back is a valid vector. Indices on a GPU are trusted, because looking at them would wait for it.
         Raises TypeError for a buffer that is no 1-D contiguous uint8 tensor, ValueError for a corrupted
-        or unexpected header.
+        or unexpected header, and for indices that do not increase strictly or are beyond numel.
         """
-        if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
-            raise TypeError(f"expected a contiguous 1-D uint8 tensor, got {buffer.dtype}, {tuple(buffer.shape)}")
+        check_bytes(buffer)
         if buffer.numel() < HEADER_BYTES:
             raise ValueError(f"{buffer.numel()} bytes given, but the header alone has {HEADER_BYTES}")
         if buffer.data_ptr() % 8 or buffer.storage_offset() % 8:
@@ -145,10 +145,16 @@ class SparseVector:
             raise ValueError(
                 f"the message holds {header.numel} elements of {header.dtype}, expected {like.numel} of {like.dtype}"
             )
-        return cls._view(buffer, header)
+        vector = cls._view(buffer, header)
+        if buffer.is_cpu:
+            check_indices(vector.indices, 0, header.numel)
+        return vector
 
 
 def _check(indices: Tensor, values: Tensor, numel: int) -> None:
+    for what, given in (("indices", indices), ("values", values)):
+        if not isinstance(given, Tensor):
+            raise TypeError(f"{what} is {type(given).__name__}, expected a tensor")
     if indices.dtype != torch.int32:
         raise TypeError(f"indices are {indices.dtype}, expected torch.int32: use indices.to(torch.int32)")
     if values.dtype not in WIRE_DTYPES:
@@ -159,15 +165,4 @@ def _check(indices: Tensor, values: Tensor, numel: int) -> None:
         )
     if indices.device != values.device:
         raise ValueError(f"indices on {indices.device} but values on {values.device}: move one of them")
-    _check_numel(numel)
-    if not len(indices):
-        return
-    if not bool((indices[1:] > indices[:-1]).all()):
-        raise ValueError("indices are not strictly increasing: sort them, and add up the values of equal ones")
-    if indices[0] < 0 or indices[-1] >= numel:
-        raise ValueError(f"indices run from {int(indices[0])} to {int(indices[-1])}, expected 0 … {numel - 1}")
-
-
-def _check_numel(numel: int) -> None:
-    if not 0 <= numel <= MAX_NUMEL:
-        raise ValueError(f"numel is {numel}, expected 0 … {MAX_NUMEL} (int32 indices): split the vector")
+    check_indices(indices, 0, numel)

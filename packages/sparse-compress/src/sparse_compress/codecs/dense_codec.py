@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from sparse_compress.codecs.rounding import VALUES, leftover
+from sparse_compress.arguments import check_bytes, element_count
+from sparse_compress.codecs.rounding import VALUES, aligned, leftover
 from sparse_compress.dense import flatten
 
 
@@ -18,7 +19,7 @@ class DenseCodec:
     """
 
     def __init__(self, values: str = "bf16") -> None:
-        if values not in VALUES:
+        if values not in list(VALUES):
             raise ValueError(f"values={values!r} given, expected one of {list(VALUES)}")
         self.values = values
 
@@ -39,10 +40,15 @@ class DenseCodec:
         return VALUES[self.values].pack(flat)
 
     def decode(self, message: Tensor, numel: int) -> Tensor:
-        """The tensor, float32, (numel,), which may share the message's memory; ValueError for another length."""
+        """The tensor, float32, (numel,), which may share the message's memory.
+
+        ValueError for another length, and on a CPU for a corrupted scale; TypeError for what are no bytes.
+        """
+        check_bytes(message)
+        numel = element_count(numel)
         if message.numel() != self.nbytes(numel):
             raise ValueError(f"{message.numel()} bytes given, but {numel} elements take {self.nbytes(numel)}")
-        return VALUES[self.values].unpack(message, numel)
+        return VALUES[self.values].unpack(aligned(message), numel)
 
     def __repr__(self) -> str:
         return f"DenseCodec(values={self.values!r})"

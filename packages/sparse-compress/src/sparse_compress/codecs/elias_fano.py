@@ -25,7 +25,13 @@ def pack(indices: Tensor, numel: int) -> Tensor:
 
 
 def unpack(data: Tensor, numel: int, count: int) -> Tensor:
-    """The indices, int32, (count,); nothing is read back."""
+    """The indices, int32, (count,); nothing is read back.
+
+    Raises ValueError for another length, and on a CPU where there are not ``count`` indices. Whether they increase, and
+    are below ``numel``, is for the caller to look at; on a GPU what is corrupted stays within the memory, no more.
+    """
+    if data.numel() != nbytes(numel, count):
+        raise ValueError(f"{data.numel()} bytes given, but {count} indices below {numel} take {nbytes(numel, count)}")
     return _unpack_on_cpu(data, numel, count) if data.is_cpu else _unpack_on_device(data, numel, count)
 
 
@@ -45,6 +51,8 @@ def _unpack_on_cpu(data: Tensor, numel: int, count: int) -> Tensor:
     lows, unary = np.split(data.numpy(), [low * -(-count // 8)])
     planes = [np.unpackbits(plane, count=count, bitorder="little") for plane in lows.reshape(low, -(-count // 8))]
     places = np.flatnonzero(np.unpackbits(unary, count=high, bitorder="little"))
+    if len(places) != count:
+        raise ValueError(f"corrupted indices: {len(places)} given, expected {count}")
     indices = (places - np.arange(len(places))).astype(np.int32) << low
     for first in range(0, low, 8):  # bytes first: their sums are a fourth of the memory
         octet = np.zeros(count, np.uint8)
@@ -67,7 +75,7 @@ def _unpack_on_device(data: Tensor, numel: int, count: int) -> Tensor:
     plane = -(-count // 8)
     unary = _to_bits(data[low * plane :])[:high]
     # The j-th set bit, for all j: each set bit knows its j, the others write to a place that is cut off.
-    place = (unary.cumsum(0) - 1).masked_fill(unary == 0, count)
+    place = (unary.cumsum(0) - 1).masked_fill(unary == 0, count).clamp_(max=count)
     positions = torch.arange(high, device=data.device, dtype=torch.int32)
     found = torch.zeros(count + 1, dtype=torch.int32, device=data.device).index_copy_(0, place, positions)
     indices = found[:count] - torch.arange(count, device=data.device, dtype=torch.int32) << low

@@ -22,7 +22,7 @@ class Values(Protocol):
         """``x``, float32, (k,), as uint8, (nbytes(k),); rounded to nearest, ties to even. inf and NaN stay so."""
 
     def unpack(self, data: Tensor, count: int) -> Tensor:
-        """float32, (count,)."""
+        """float32, (count,), of as many bytes at least; on a CPU ValueError for what cannot have been packed."""
 
 
 class Float32(NamedTuple):
@@ -82,6 +82,8 @@ class Int8(NamedTuple):
 
     def unpack(self, data: Tensor, count: int) -> Tensor:
         exponent = data[:4].view(torch.int32)
+        if exponent.is_cpu and not -126 <= int(exponent) <= 126:
+            raise ValueError(f"corrupted scale: 2^{int(exponent)}, expected 2^−126 … 2^126")
         steps = data[SCALE_BYTES : SCALE_BYTES + count].view(torch.int8)
         return (steps.float() * power_of_two(exponent)).masked_fill(steps == -128, torch.nan)
 
@@ -92,6 +94,13 @@ VALUES: dict[str, Values] = {
     "fp16": Float16(torch.float16),
     "int8": Int8(),
 }
+
+
+def aligned(data: Tensor) -> Tensor:
+    """Bytes that can be viewed as 4-byte numbers: copied only where they lie in the middle of a word."""
+    if not len(data):
+        return data.new_empty(0)  # NumPy gives empty ones a stride of 0
+    return data.clone() if data.data_ptr() % 4 or data.storage_offset() % 4 else data
 
 
 def power_of_two(exponent: Tensor) -> Tensor:

@@ -1,19 +1,22 @@
 """Sparse vectors in fewer bytes."""
 
 from math import lgamma, log
+from struct import Struct
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from sparse_compress.arguments import check_bytes, element_count, integer
 from sparse_compress.codecs import elias_fano
-from sparse_compress.codecs.rounding import VALUES, leftover
+from sparse_compress.codecs.rounding import VALUES, aligned, leftover
+from sparse_compress.order import check_indices
 from sparse_compress.vector import SparseVector
 from sparse_compress.wire import HEADER_BYTES, SLOT_BYTES, Header, write_header
 
 OWN_HEADER_BYTES = HEADER_BYTES - SLOT_BYTES
-ENTRIES_AT = 8
-"""Byte of a block's header where the count of entries stands, after numel."""
+_WORDS = Struct("=2q")  # of a block's header: numel, then entries and the code of float32
+FLOAT32 = 1
 
 
 class WireCodec:
@@ -33,7 +36,7 @@ class WireCodec:
     """
 
     def __init__(self, values: str = "bf16", indices: str = "packed") -> None:
-        if values not in VALUES or indices not in ("raw", "packed"):
+        if values not in list(VALUES) or indices not in ("raw", "packed"):
             raise ValueError(
                 f"values={values!r}, indices={indices!r} given, expected values of {list(VALUES)} "
                 "and indices 'raw' or 'packed'"
@@ -65,30 +68,40 @@ class WireCodec:
         """The vector of a message, in memory of its own.
 
         entries: how many it holds; without, its header says so, and a GPU is asked for it.
-        Raises ValueError where the length, or on a CPU the header, says something else.
+        Raises TypeError for what are no bytes, ValueError where the length says something else, or on a CPU the header
+        does, or the indices do not increase strictly within numel. On a GPU they are trusted, because looking at them
+        would wait for it.
         """
         return self.decode_block(message[SLOT_BYTES:], numel, entries)
 
     def decode_block(self, block: Tensor, numel: int, entries: int | None = None) -> SparseVector:
         """``decode`` of a message without its slot, as when several are sent in one."""
-        if block.data_ptr() % 4 or block.storage_offset() % 4:
-            block = block.clone()
-        if entries is None:
-            entries = int(block[ENTRIES_AT : ENTRIES_AT + 4].view(torch.int32))
+        check_bytes(block)
+        block, numel = aligned(block), element_count(numel)
+        if block.numel() < OWN_HEADER_BYTES:
+            raise ValueError(f"{SLOT_BYTES + block.numel()} bytes given, but the header alone takes {HEADER_BYTES}")
+        said = _read_header(block) if entries is None or block.is_cpu else None
+        entries = said.entries if entries is None and said else integer(entries, "entries", expected="their number")
+        if entries > numel:
+            raise ValueError(f"{entries} entries of {numel} elements, expected 0 … {numel}")
         sizes = self._sizes(entries, numel)
         if block.numel() != OWN_HEADER_BYTES + sizes.total:
             raise ValueError(
                 f"{SLOT_BYTES + block.numel()} bytes given, but {entries} entries of {numel} "
                 f"take {HEADER_BYTES + sizes.total}"
             )
-        if block.is_cpu:
-            _check_header(block, numel, entries)
+        if said is not None:
+            said.check(numel, entries)
         body = block[OWN_HEADER_BYTES:]
         vector = SparseVector.allocate(entries, numel, torch.float32, block.device)
         vector.values.copy_(VALUES[self.values].unpack(body, entries))
         data = body[sizes.indices_at :]
-        raw = self.indices == "raw"
-        vector.indices.copy_(data[: 4 * entries].view(torch.int32) if raw else elias_fano.unpack(data, numel, entries))
+        if self.indices == "raw":
+            vector.indices.copy_(data[: 4 * entries].view(torch.int32))
+        else:
+            vector.indices.copy_(elias_fano.unpack(data[: elias_fano.nbytes(numel, entries)], numel, entries))
+        if block.is_cpu:
+            check_indices(vector.indices, 0, numel)
         return vector
 
     def _sizes(self, entries: int, numel: int) -> "_Sizes":
@@ -101,6 +114,22 @@ class WireCodec:
         return f"WireCodec(values={self.values!r}, indices={self.indices!r})"
 
 
+class _Said(NamedTuple):
+    """What a block's header says."""
+
+    numel: int
+    entries: int
+    code: int
+
+    def check(self, numel: int, entries: int) -> None:
+        if (self.numel, self.entries) != (numel, entries):
+            raise ValueError(
+                f"the message holds {self.entries} entries of {self.numel} elements, expected {entries} of {numel}"
+            )
+        if self.code != FLOAT32:
+            raise ValueError(f"corrupted header: dtype code {self.code}, expected {FLOAT32}")
+
+
 class _Sizes(NamedTuple):
     """Bytes after the header: of the values, where the indices start, of both with padding to 4."""
 
@@ -109,16 +138,15 @@ class _Sizes(NamedTuple):
     total: int
 
 
+def _read_header(block: Tensor) -> _Said:
+    numel, word = _WORDS.unpack_from(block[:OWN_HEADER_BYTES].cpu().numpy().data)
+    return _Said(numel, word & 0xFFFFFFFF, word >> 32)
+
+
 def index_entropy(entries: int, numel: int) -> float:
     """log₂ of the number of ways to choose the indices, in bytes an entry: no code is shorter for all of them."""
     nats = lgamma(numel + 1) - lgamma(entries + 1) - lgamma(numel - entries + 1)
     return nats / log(2) / 8 / entries
-
-
-def _check_header(block: Tensor, numel: int, entries: int) -> None:
-    low, high, count = block[:12].view(torch.int32).tolist()
-    if (low, high, count) != (numel, 0, entries):
-        raise ValueError(f"the message holds {count} entries of {low} elements, expected {entries} of {numel}")
 
 
 def _raw(indices: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from sparse_compress.arguments import check_compressor, integer
 from sparse_compress.compressors.compressor import Compressor
 from sparse_compress.dense import flatten
 from sparse_compress.vector import SparseVector
@@ -18,13 +19,15 @@ class ByParts:
     that is not empty (or all zero, with thresholds) sends at least one entry. To select over a bucket or over the
     whole model instead, give its flat tensor to the compressor itself.
     ``compressor`` is stateless: one threshold or one count for all parts would be none of theirs (TypeError).
+    TypeError for what is no shape, ValueError for a negative one.
     """
 
     def __init__(self, compressor: Compressor, shapes: Sequence[int | Sequence[int]]) -> None:
+        check_compressor(compressor)
         if hasattr(compressor, "state_dict"):
             raise TypeError(f"{compressor} keeps state, expected a stateless compressor for the parts")
         self.compressor = compressor
-        self.numels = [shape if isinstance(shape, int) else prod(shape) for shape in shapes]
+        self.numels = _numels(shapes)
         self.finds_nonfinite = getattr(compressor, "finds_nonfinite", False)
 
     def __call__(self, tensor: Tensor) -> SparseVector:
@@ -42,6 +45,16 @@ class ByParts:
 
     def __repr__(self) -> str:
         return f"ByParts({self.compressor}, {self.numels})"
+
+
+def _numels(shapes: Sequence[int | Sequence[int]]) -> list[int]:
+    if not isinstance(shapes, Sequence) or isinstance(shapes, str):
+        raise TypeError(f"shapes is {shapes!r}, expected shapes or element counts of the parts, in order")
+    sides = [shape if isinstance(shape, Sequence) else [shape] for shape in shapes]
+    return [
+        prod(integer(side, f"part {number} has {side!r} elements, which", expected="a number") for side in shape)
+        for number, shape in enumerate(sides)
+    ]
 
 
 def concatenate(vectors: Sequence[SparseVector]) -> SparseVector:

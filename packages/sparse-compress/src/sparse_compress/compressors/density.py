@@ -2,16 +2,28 @@
 
 from collections.abc import Sequence
 
+from sparse_compress.arguments import integer, share_of
+
+SHARE = "the fraction of elements to send"
+
 
 class Density:
-    """k = max(1, round(density · n)), 0 only for an empty tensor. ``density``: 0 < density ≤ 1, else ValueError."""
+    """k = max(1, round(density · n)), 0 only for an empty tensor. ``density``: 0 < density ≤ 1, else ValueError.
 
-    density: float
+    It may be set anew; TypeError for what is no number.
+    """
 
     def __init__(self, density: float) -> None:
-        if not 0 < density <= 1:
-            raise ValueError(f"density is {density}, expected the fraction of elements to send, 0 < density ≤ 1")
         self.density = density
+
+    @property
+    def density(self) -> float:
+        """The fraction of elements to send."""
+        return self._density
+
+    @density.setter
+    def density(self, density: float) -> None:
+        self._density = share_of(density, "density", expected=SHARE)
 
     def entries(self, numel: int) -> int:
         """k: the most entries that are sent of ``numel`` elements, alike on every rank."""
@@ -28,5 +40,12 @@ def warm_up(epoch: int, density: float, stages: Sequence[float] = (0.25, 0.0625,
     0.4 %, 0.1 %. Never below ``density``. Set it on every rank at the same step:
 
         compressor.density = warm_up(epoch, density=0.001)
+
+    TypeError for what is no number, ValueError for a negative epoch and for densities beyond (0, 1].
     """
+    epoch, density = (
+        integer(epoch, "epoch", expected="the number of the epoch"),
+        share_of(density, "density", expected=SHARE),
+    )
+    stages = [share_of(stage, f"stage {number}", expected=SHARE) for number, stage in enumerate(stages)]
     return max(density, stages[epoch]) if epoch < len(stages) else density

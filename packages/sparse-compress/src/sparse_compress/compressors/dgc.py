@@ -6,6 +6,7 @@ from math import ceil
 import torch
 from torch import Tensor
 
+from sparse_compress.arguments import integer, positive, share_of
 from sparse_compress.compressors.at_least import select_at_least
 from sparse_compress.compressors.density import Density
 from sparse_compress.dense import flatten
@@ -31,9 +32,7 @@ class DGCTopK(Density):
 
     def __init__(self, density: float = 0.001, *, sample: float = 0.01) -> None:
         super().__init__(density)
-        if not 0 < sample <= 1:
-            raise ValueError(f"sample is {sample}, expected the fraction of elements to look at, 0 < sample ≤ 1")
-        self.sample = sample
+        self.sample = share_of(sample, "sample", expected="the fraction of elements to look at")
 
     def __call__(self, tensor: Tensor) -> SparseVector:
         flat = flatten(tensor)
@@ -54,7 +53,13 @@ def clip_locally(gradients: Iterable[Tensor], max_norm: float, ranks: int) -> Te
 
     Before they are accumulated, on every rank by itself (section 3.2): the norm of a sum of ``ranks`` independent
     gradients grows as √ranks, so the sum is clipped to about ``max_norm``. Returns the norm before, 0-D.
+
+    TypeError for one tensor in place of several and for what is no number, ValueError unless max_norm > 0, ranks ≥ 1.
     """
+    if isinstance(gradients, Tensor):
+        raise TypeError("gradients is a tensor, whose rows would be taken for gradients: give [tensor]")
+    max_norm = positive(max_norm, "max_norm", expected="the norm of the sum over ranks")
+    ranks = integer(ranks, "ranks", least=1, expected="the number of ranks")
     gradients = list(gradients)
     norm = torch.nn.utils.get_total_norm(gradients)
     scale = (max_norm * ranks**-0.5 / (norm + 1e-6)).clamp(max=1.0)

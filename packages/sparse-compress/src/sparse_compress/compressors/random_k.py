@@ -7,7 +7,9 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from sparse_compress.arguments import integer
 from sparse_compress.compressors.density import Density
+from sparse_compress.compressors.saved import by_name
 from sparse_compress.dense import flatten
 from sparse_compress.topk import gather
 from sparse_compress.vector import SparseVector
@@ -32,7 +34,9 @@ class RandomK(Density):
 
     def __init__(self, density: float = 0.01, *, seed: int = 0, unbiased: bool = False) -> None:
         super().__init__(density)
-        self.seed, self.unbiased = seed, unbiased
+        if not isinstance(unbiased, bool):
+            raise TypeError(f"unbiased is {unbiased!r}, expected True or False")
+        self.seed, self.unbiased = integer(seed, "seed", least=None, expected="the same on all ranks"), unbiased
         self._calls: dict[str, int] = {}
 
     def __call__(self, tensor: Tensor, *, name: str = "") -> SparseVector:
@@ -57,8 +61,8 @@ class RandomK(Density):
         return {"calls": dict(self._calls)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was saved."""
-        self._calls = {name: int(calls) for name, calls in state["calls"].items()}
+        """Go on where ``state`` was saved; ValueError for what is no such state, and nothing is changed."""
+        self._calls = by_name(state, "calls", integers=True)
 
     def __repr__(self) -> str:
         return f"RandomK(density={self.density}, seed={self.seed}, unbiased={self.unbiased})"

@@ -2,8 +2,10 @@
 
 from torch import Tensor
 
+from sparse_compress.arguments import positive
 from sparse_compress.compressors.at_least import select_at_least
 from sparse_compress.compressors.density import Density
+from sparse_compress.dense import check_dense
 from sparse_compress.vector import SparseVector
 
 
@@ -12,18 +14,17 @@ class Threshold(Density):
 
     Differs from the paper: values are sent as they are, not as ± threshold; the bound k = max(1, round(density · n))
     makes the size on the wire one that all ranks know; where no element reaches, the largest is sent.
-    ``threshold`` > 0, else ValueError. Stateless and deterministic.
+    ``threshold`` > 0 and finite, else ValueError. Stateless and deterministic.
     """
 
     finds_nonfinite = True
 
     def __init__(self, threshold: float, density: float = 0.01) -> None:
         super().__init__(density)
-        if not threshold > 0:
-            raise ValueError(f"threshold is {threshold}, expected a magnitude, threshold > 0")
-        self.threshold = threshold
+        self.threshold = positive(threshold, "threshold", expected="a magnitude")
 
     def __call__(self, tensor: Tensor) -> SparseVector:
+        check_dense(tensor, "tensor")
         return select_at_least(tensor, self.threshold, self.entries(tensor.numel()))
 
     def __repr__(self) -> str:

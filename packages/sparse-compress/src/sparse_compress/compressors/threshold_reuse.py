@@ -5,8 +5,11 @@ from typing import Any
 
 from torch import Tensor
 
+from sparse_compress.arguments import integer
 from sparse_compress.compressors.at_least import select_at_least
 from sparse_compress.compressors.density import Density
+from sparse_compress.compressors.saved import by_name
+from sparse_compress.dense import check_dense
 from sparse_compress.topk import topk
 from sparse_compress.vector import SparseVector
 
@@ -24,13 +27,12 @@ class ThresholdReuse(Density):
 
     def __init__(self, density: float = 0.01, *, every: int = 32) -> None:
         super().__init__(density)
-        if every < 1:
-            raise ValueError(f"every is {every}, expected a number of calls, 1 or more")
-        self.every = every
+        self.every = integer(every, "every", least=1, expected="a number of calls")
         self._calls: dict[str, int] = {}
         self._thresholds: dict[str, float] = {}
 
     def __call__(self, tensor: Tensor, *, name: str = "") -> SparseVector:
+        check_dense(tensor, "tensor")
         call, k = self._calls.get(name, 0), self.entries(tensor.numel())
         if call % self.every and self._thresholds[name] > 0:
             selected = select_at_least(tensor, self._thresholds[name], k)
@@ -46,8 +48,12 @@ class ThresholdReuse(Density):
         return {"calls": dict(self._calls), "thresholds": dict(self._thresholds)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was saved."""
-        calls, thresholds = dict(state["calls"]), dict(state["thresholds"])
+        """Go on where ``state`` was saved; ValueError for what is no such state, and nothing is changed."""
+        calls, thresholds = by_name(state, "calls", integers=True), by_name(state, "thresholds")
+        if set(calls) != set(thresholds):
+            raise ValueError(
+                f"the state has calls of {list(calls)}, expected those of the thresholds {list(thresholds)}"
+            )
         self._calls, self._thresholds = calls, thresholds
 
     def __repr__(self) -> str:

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from sparse_compress.accumulator import Accumulator
 from sparse_compress.compressors.density import Density
+from sparse_compress.dense import check_dense
 from sparse_compress.fused import step_topk
 from sparse_compress.topk import topk
 from sparse_compress.vector import SparseVector
@@ -21,6 +22,7 @@ class TopK(Density):
         super().__init__(density)
 
     def __call__(self, tensor: Tensor) -> SparseVector:
+        check_dense(tensor, "tensor")
         return topk(tensor, self.entries(tensor.numel()))
 
     def step(self, before: Accumulator, gradient: Tensor, momentum: float, out: Accumulator) -> SparseVector:

@@ -1,0 +1,77 @@
+"""How a call goes: its algorithm with options, wire and state, checked, or as "auto" has chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from communicators import Communicator
+from sparse_compress import SparseVector
+
+from sparse_collectives.algorithms import Algorithm, algorithm_named, check_are_options
+from sparse_collectives.auto import AUTO, refuse_options, remembered
+from sparse_collectives.state import State, check_is_state
+from sparse_collectives.wire import PLAIN, wire_named
+
+CHOSEN = {"algorithm", "options", "wire", "state", "table"}
+"""What "auto" remembers of a choice."""
+
+
+class Settled(NamedTuple):
+    """name, entry: the algorithm. kept: its state as a keyword, where it has one. settings: the rest, as text."""
+
+    name: str
+    entry: Algorithm
+    kept: dict[str, State]
+    settings: list[str]
+
+    def facts(self, *what: str) -> str:
+        """What all ranks must share."""
+        return f"{self.name}({', '.join([*what, *self.settings])})"
+
+
+def settled(
+    like: SparseVector,
+    comm: Communicator,
+    k: int,
+    algorithm: str,
+    options: Mapping[str, Any] | None,
+    state: State | None,
+    wire: str,
+) -> Settled:
+    """like: a vector of the numel, dtype and device in question. Raises TypeError and ValueError for what is wrong."""
+    wire_named(wire, dtype=like.dtype)
+    check_are_options(options)
+    if isinstance(algorithm, str) and algorithm == AUTO:
+        refuse_options(options)
+        _check_remembered(state)
+        algorithm, options, state, wire = remembered(state, like, comm, k, wire)
+    way = wire_named(wire) if comm.size > 1 else PLAIN  # alone, nothing travels and nothing is rounded
+    entry = algorithm_named(algorithm, options, size=comm.size, wire=way)
+    if not entry.compresses and wire != "fp32":
+        raise ValueError(f"{algorithm} sums all values as they are, but wire={wire!r} was given: leave wire out")
+    in_fewer_bytes = [f"wire={wire}"] if way is not PLAIN else []
+    return Settled(algorithm, entry, _kept(algorithm, entry, state), [*entry.settings, *in_fewer_bytes])
+
+
+def _kept(name: str, entry: Algorithm, state: State | None) -> dict[str, State]:
+    if entry.initial_state is None:
+        if state is not None:
+            raise ValueError(f"{name} keeps no state between calls: leave state out")
+        return {}
+    if state is None:
+        return {"state": entry.initial_state()}
+    check_is_state(state, name)
+    if entry.check_state is not None:
+        entry.check_state(state)
+    return {"state": state}
+
+
+def _check_remembered(state: State | None) -> None:
+    if state is None:
+        return
+    check_is_state(state, AUTO)
+    for choice in state.values():
+        if not isinstance(choice, dict) or set(choice) != CHOSEN or not isinstance(choice["algorithm"], str):
+            keys = sorted(map(str, state))
+            raise ValueError(f'this is the state of another algorithm than "auto", with the keys {keys}: give {{}}')

@@ -1,0 +1,85 @@
+"""What callers give, checked at the public edge: what it is, and what was expected."""
+
+import operator
+from math import isfinite
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparse_compress.wire import MAX_NUMEL
+
+
+def integer(value: Any, what: str, *, least: int | None = 0, expected: str) -> int:
+    """``value`` as an int of at least ``least``; TypeError for floats, bools and others, ValueError for less.
+
+    ``what`` names it in the message, ``expected`` says what it means.
+    """
+    range_ = "" if least is None else f", {least} or more"
+    try:
+        number: int | None = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None:
+        raise TypeError(f"{what} is {value!r} ({type(value).__name__}), expected an integer: {expected}{range_}")
+    if least is not None and number < least:
+        raise ValueError(f"{what} is {number}, expected {expected}{range_}")
+    return number
+
+
+def element_count(numel: Any) -> int:
+    """``numel`` as an int; TypeError for what is no integer, ValueError beyond 0 … 2³¹ − 1."""
+    count = integer(numel, "numel", expected="the number of elements")
+    if count > MAX_NUMEL:
+        raise ValueError(f"numel is {count}, expected 0 … {MAX_NUMEL} (int32 indices): split the vector")
+    return count
+
+
+def share_of(value: Any, what: str, *, expected: str) -> float:
+    """``value`` as a float of (0, 1]; TypeError for what is no number, ValueError for others."""
+    if not _is_real(value):
+        raise TypeError(f"{what} is {value!r} ({type(value).__name__}), expected {expected}, 0 < {what} ≤ 1")
+    if not 0 < value <= 1:
+        raise ValueError(f"{what} is {value}, expected {expected}, 0 < {what} ≤ 1")
+    return float(value)
+
+
+def positive(value: Any, what: str, *, expected: str) -> float:
+    """``value`` as a finite float above 0; TypeError for what is no number, ValueError for others."""
+    if not _is_real(value):
+        raise TypeError(f"{what} is {value!r} ({type(value).__name__}), expected {expected}, {what} > 0")
+    if not (value > 0 and isfinite(value)):
+        raise ValueError(f"{what} is {value}, expected {expected}, {what} > 0, and finite")
+    return float(value)
+
+
+def fraction_below_1(value: Any, what: str) -> float:
+    """``value`` as a float of [0, 1); TypeError for what is no number, ValueError for others."""
+    if not _is_real(value):
+        raise TypeError(f"{what} is {value!r} ({type(value).__name__}), expected 0 ≤ {what} < 1")
+    if not 0 <= value < 1:
+        raise ValueError(f"{what} is {value}, expected 0 ≤ {what} < 1")
+    return float(value)
+
+
+def check_compressor(compressor: Any) -> None:
+    """Raises TypeError for what cannot be called with a tensor, as the class in place of a compressor."""
+    if isinstance(compressor, type):
+        raise TypeError(
+            f"compressor is the class {compressor.__name__}, expected one of it, as {compressor.__name__}()"
+        )
+    if not callable(compressor):
+        raise TypeError(f"compressor is {compressor!r}, expected a compressor, as TopK(density=0.01)")
+
+
+def check_bytes(buffer: Any) -> None:
+    """Raises TypeError for what is no contiguous 1-D uint8 tensor."""
+    if not isinstance(buffer, Tensor):
+        raise TypeError(f"expected a contiguous 1-D uint8 tensor, got {type(buffer).__name__}")
+    if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
+        raise TypeError(f"expected a contiguous 1-D uint8 tensor, got {buffer.dtype}, {tuple(buffer.shape)}")
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
