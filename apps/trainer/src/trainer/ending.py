@@ -4,7 +4,7 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from communicators import CollectiveError
+from communicators import CollectiveError, leave
 
 from trainer.errors import AgreedError, RunError
 from trainer.placement import Placement
@@ -17,6 +17,8 @@ def exit_code(work: Callable[[], None], place: Placement, *, program: str) -> in
     except (AgreedError, CollectiveError) as error:  # all ranks have the same message
         if place.rank == 0:
             complain(program, error)
+        if place.uses_mpi and leave():  # MPI's own end would wait for those that do not answer
+            _abort(place)
         return 1
     except RunError as error:
         complain(program, error)

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any, overload
 
 import torch
-from communicators import Communicator, Work, as_communicator, run, start
+from communicators import Communicator, Work, run, start
+from communicators.origin import found
 from communicators.schedule import Schedule
 from sparse_compress import SparseVector, add, merge, topk
 from sparse_compress.arguments import integer
@@ -83,7 +84,7 @@ def sparse_allreduce(
     Raises TypeError or ValueError for arguments that are wrong by themselves, before anything is sent; CollectiveError,
     the same on every rank, where ranks disagree or one of them fails.
     """
-    comm = as_communicator(comm)
+    comm = found(comm, patience=timeout)
     schedule, facts, device = _prepared(sparse, comm, k, algorithm, options, state, wire)
     reduction: Reduction | DenseReduction[Any] = run(schedule, comm, facts=facts, timeout=timeout, device=device)
     return reduction
@@ -133,7 +134,7 @@ def sparse_allreduce_async(
     All ranks start their calls in the same order; several may be in flight, and complete in any order. The input is
     copied, so it may be changed, or sent again, at once.
     """
-    comm = as_communicator(comm)
+    comm = found(comm, patience=timeout)
     schedule, facts, device = _prepared(sparse, comm, k, algorithm, options, state, wire)
     return start(schedule, comm, facts=facts, timeout=timeout, device=device)
 
