@@ -7,6 +7,7 @@ from communicators.errors import CollectiveError
 from communicators.link import Link
 from communicators.measure import measure_link
 from communicators.origin import as_communicator
+from communicators.replicas import hash_bits, refuse_unlike
 from communicators.schedule import SLOT_BYTES, Elapse, Round, Schedule, body, frame, framed_nbytes
 from communicators.simulated import Corrupts, Dies, SimulatedWorld
 
@@ -33,7 +34,9 @@ __all__ = [
     "buckets_of",
     "frame",
     "framed_nbytes",
+    "hash_bits",
     "measure_link",
+    "refuse_unlike",
     "run",
     "start",
 ]
