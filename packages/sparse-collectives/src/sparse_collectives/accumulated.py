@@ -87,9 +87,9 @@ class Accumulated:
             return None
         if not self._seen and bool(view.any()):
             raise RuntimeError(
-                "a second synchronised backward adds to gradients that have been exchanged, and no hook of the "
-                "parameters ran that tells old from new: accumulate inside no_sync(), all but the last backward of a "
-                "step, or call zero_grad() before each"
+                "the hooks did not run that tell a gradient's new part from the mean that it may have held; they were "
+                "removed from the parameters: make a new SparseHookState, and accumulate inside no_sync(), all but "
+                "the last backward of a step"
             )
         return view.clone()
 

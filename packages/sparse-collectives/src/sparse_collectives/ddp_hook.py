@@ -172,7 +172,7 @@ class SparseHookState:
         exchange.load_state_dict({**own, "algorithm_state": states})
 
     def exchange(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Starts the exchange of one bucket; the future holds the mean."""
+        """Starts the exchange of one bucket; the future holds the mean, in the bucket's buffer."""
         _, _, _, exchange = self._world()
         if bucket.index() == 0:
             self._begin()
@@ -186,7 +186,13 @@ class SparseHookState:
             self._accumulated.whole()
         unused = unused_spans(known, flat) if exchange.scheme.parts else ()
         work = exchange.start(known, flat, scale=self._scale, unused=unused)
-        return work.get_future().then(lambda mean: put_back(known, mean.wait(), held))
+
+        def whole(mean: torch.futures.Future[Tensor]) -> Tensor:
+            """In the bucket's own buffer: DDP takes no tensor that begins amid its storage."""
+            found = mean.wait()
+            return put_back(known, found if found is flat else flat.copy_(found), held)
+
+        return work.get_future().then(whole)
 
     def _world(self) -> tuple[Any, Communicator, Chosen, Exchange]:
         """The default group, the ranks, the algorithm, and the exchange among them: looked up and made once."""
