@@ -60,6 +60,7 @@ class Run:
         named=True,
         process_group=None,
         module=None,
+        settings=None,
         **ddp,
     ):
         self.module = Linear() if module is None else module
@@ -75,6 +76,7 @@ class Run:
             momentum=momentum,
             grad_scaler=grad_scaler,
             named_parameters=names,
+            **(settings or {}),
         )
         self.ddp.register_comm_hook(self.state, sparse_hook)
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=1.0)

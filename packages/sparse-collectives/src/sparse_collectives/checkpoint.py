@@ -38,7 +38,7 @@ def check_place(state: Mapping[str, Any], rank: int, size: int) -> Mapping[str, 
             f"a state with the keys {sorted(map(str, state))} given, expected one of a DistributedOptimizer or of a "
             f"SparseHookState, with {KEY!r}; give a plain optimizer's state to the wrapped optimizer"
         )
-    own: Mapping[str, Any] = state[KEY]
+    own = _whole(state[KEY])
     if own["world_size"] != size:
         raise ValueError(
             f"the state is of {own['world_size']} ranks, but there are {size} now: "
@@ -101,7 +101,7 @@ def reshard_residuals(states: Sequence[Mapping[str, Any]], size: int, *, drop: b
     Nothing is written to `states`.
     Raises ValueError where states are missing, or of several runs.
     """
-    owns = [state[KEY] for state in states]
+    owns = [_whole(state[KEY]) for state in states]
     places = [(own["rank"], own["world_size"]) for own in owns]
     if size < 1 or not owns or places != [(rank, len(states)) for rank in range(len(states))]:
         raise ValueError(
@@ -125,6 +125,11 @@ def _total(
     for heir in heirs:
         total += heir[part][name]
     return total.mul_(size).div_(len(owns))
+
+
+def _whole(own: Mapping[str, Any]) -> dict[str, Any]:
+    """With the parts that are empty, which torch.distributed.checkpoint does not write."""
+    return {**{part: {} for part in PARTS}, **own}
 
 
 def _size_key(size: int) -> str:

@@ -17,7 +17,7 @@ DENSITY = 0.01
 
 
 def check_compressor(compressor: Any, density: Any = None) -> Compressor:
-    """What is sent of a gradient: the compressor, or TopK of the density. TypeError where wrong, ValueError for both."""
+    """What is sent of a gradient: the compressor, or TopK of the density. TypeError or ValueError, also for both."""
     if compressor is None:
         if density is not None and (isinstance(density, bool) or not isinstance(density, Real)):
             raise TypeError(f"density is {density!r}, expected the fraction of elements to send, 0 < density ≤ 1")

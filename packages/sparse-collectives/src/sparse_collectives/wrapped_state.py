@@ -27,7 +27,12 @@ def wrapped_state(optimizer: Optimizer) -> tuple[dict[str, Any], str | list[str]
 
 
 def check_loaded(state: dict[str, Any], held: Any) -> dict[str, Any]:
-    """What the wrapped optimizer loads. Raises ValueError where the checkpoint held more than was loaded of it."""
+    """What the wrapped optimizer loads. Raises ValueError where the checkpoint held more than was loaded of it.
+
+    A file of torch.distributed.checkpoint has text for numbers, and no empty parts.
+    """
+    by_parameter = state.get("state", {})
+    state = {**state, "state": {int(p) if str(p).isdigit() else p: kept for p, kept in by_parameter.items()}}
     if held == _NEW:
         return {**state, "state": {}}
     if held is not None and (lost := sorted(set(held) - set(_held(state)))):
