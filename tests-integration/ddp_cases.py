@@ -15,12 +15,14 @@ import sys
 import tempfile
 import traceback
 from contextlib import nullcontext
+from itertools import product
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from sparse_collectives import ALGORITHMS, SparseHookState, reshard_residuals, sparse_hook
+from sparse_compress import RandomK
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -70,13 +72,12 @@ class Run:
         names = self.module.named_parameters() if named else ()
         self.state = SparseHookState(
             process_group,
-            density=0.1,
             algorithm=algorithm,
             wire=wire,
             momentum=momentum,
             grad_scaler=grad_scaler,
             named_parameters=names,
-            **(settings or {}),
+            **{"density": 0.1, **(settings or {})},
         )
         self.ddp.register_comm_hook(self.state, sparse_hook)
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=1.0)
@@ -487,7 +488,7 @@ def wrong_arguments():
 
 
 def nan_in_a_dense_sum():
-    run = Run(algorithm="dense", process_group=dist.new_group())
+    run = Run(algorithm="dense")
     gradients = gradients_of(0, dist.get_rank())
     if dist.get_rank() == 1:
         gradients["c"][3] = float("nan")
@@ -496,12 +497,17 @@ def nan_in_a_dense_sum():
 
 
 def nan_without_scaler():
-    run = Run()
-    gradients = gradients_of(0, dist.get_rank())
-    if dist.get_rank() == 1:
-        gradients["c"][3] = float("nan")
-    with pytest.raises(RuntimeError, match="rank 1: the gradient of 'c' is not finite"):
-        run.ddp(gradients).backward()
+    """Whatever the algorithm, wire and compressor; the ranks can still be used afterwards."""
+    choices = [(name, None) for name, entry in ALGORITHMS.items() if entry.compresses] + [("gtopk", RandomK(0.05))]
+    for (algorithm, compressor), wire in product(choices, ["fp32", "bf16-packed", "int8"]):
+        settings = {"density": 0.1} if compressor is None else {"density": None, "compressor": compressor}
+        run = Run(algorithm=algorithm, wire=wire, settings=settings)
+        gradients = gradients_of(0, dist.get_rank())
+        if dist.get_rank() == 1:
+            gradients["c"][3] = float("nan")
+        with pytest.raises(RuntimeError, match="rank 1: the gradient of 'c' is not finite"):
+            run.ddp(gradients).backward()
+    all_steps(Run())
 
 
 CASES = [
@@ -528,7 +534,7 @@ CASES = [
     complex_parameters,
     wrong_arguments,
     nan_in_a_dense_sum,
-    nan_without_scaler,  # last: afterwards the group's communicator is of no use
+    nan_without_scaler,
 ]
 
 

@@ -26,7 +26,7 @@ def check_compressor(compressor: Any, density: Any = None) -> Compressor:
         raise ValueError(
             f"density={density} and compressor={compressor} were given, and both say how much: leave out one"
         )
-    if not isinstance(compressor, Compressor):
+    if isinstance(compressor, type) or not isinstance(compressor, Compressor):
         raise TypeError(f"compressor is {compressor!r}, expected one such as TopK(0.01)")
     return compressor
 
