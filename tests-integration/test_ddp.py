@@ -1,4 +1,4 @@
-"""Every feature of DDP with the sparse hook, on 2 and 3 gloo ranks; the cases are in ddp_cases.py."""
+"""Every feature of DDP with the sparse hook, and checkpoints, on 2 and 3 gloo ranks; the cases are in scripts."""
 
 from __future__ import annotations
 
@@ -6,30 +6,29 @@ import json
 from pathlib import Path
 
 import pytest
-from ddp_cases import CASES
 from sparse_collectives import ALGORITHMS
 
-SCRIPT = Path(__file__).parent / "ddp_cases.py"
+HERE = Path(__file__).parent
+SCRIPTS = ["ddp_cases.py", "ddp_accumulation.py", "ddp_states.py", "late_groups.py"]
 SPARSE = [name for name, entry in ALGORITHMS.items() if entry.compresses]
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def outcomes(request, processes, tmp_path_factory):
-    report = tmp_path_factory.mktemp("ddp") / "report.json"
-    for done in processes(request.param, SCRIPT, report):
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_features(processes, tmp_path, script, size):
+    report = tmp_path / "report.json"
+    for done in processes(size, HERE / script, report, timeout=280):
         assert done.returncode == 0, done.stderr
-    return json.loads(report.read_text())
-
-
-@pytest.mark.parametrize("case", [case.__name__ for case in CASES])
-def test_feature(outcomes, case):
-    errors = [error for error in outcomes[case] if error]
-    assert not errors, errors[0]
+    outcomes = json.loads(report.read_text())
+    failed = {case: next(filter(None, errors)) for case, errors in outcomes.items() if any(errors)}
+    assert outcomes
+    assert not failed, "\n\n".join(f"{case}: {error}" for case, error in failed.items())
 
 
 def accuracies(processes, folder, size, algorithms):
     report = folder / "digits.json"
-    for done in processes(size, SCRIPT.parent / "digits_on_ranks.py", report, *algorithms, timeout=840):
+    for done in processes(size, HERE / "digits_on_ranks.py", report, *algorithms, timeout=840):
         assert done.returncode == 0, done.stderr
     return {name: sum(found) / len(found) for name, found in json.loads(report.read_text()).items()}
 

@@ -47,7 +47,10 @@ def flat(model):
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("options", [{}, {"nonfinite": "skip"}, {"bucket_bytes": 16}, {"compressor": RandomK}])
 def test_resumed_runs_end_in_the_same_bits(name, momentum, options):
-    options = {**options, "momentum": momentum if ALGORITHMS[name].compresses else 0.0}
+    entry = ALGORITHMS[name]
+    if "compressor" in options and (entry.select is not None or not entry.compresses):
+        options = {}  # it has no use for another selection
+    options = {**options, "momentum": momentum if entry.compresses else 0.0}
 
     def whole(comm):
         model, optimizer = make(comm, name=name, **options)
@@ -176,10 +179,7 @@ def test_states_that_do_not_fit_change_nothing(size, change, says):
             optimizer.load_state_dict(state)
         return optimizer.state_dict()["distributed"]["residuals"]
 
-    if size == 1:
-        assert SimulatedWorld(1).run(body) == [{}]
-    else:
-        assert SimulatedWorld(2).run(body)[0] == {}
+    assert not any(residual.any() for residual in SimulatedWorld(size).run(body)[0].values())
 
 
 def test_dense_does_not_swallow_residuals():

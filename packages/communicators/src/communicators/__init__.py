@@ -9,6 +9,7 @@ from communicators.faults import Corrupts, Dies
 from communicators.link import Link
 from communicators.measure import measure_link
 from communicators.origin import as_communicator
+from communicators.replicas import hash_bits, refuse_unlike
 from communicators.schedule import SLOT_BYTES, Elapse, Round, Schedule, body, frame, framed_nbytes
 from communicators.simulated import SimulatedWorld
 
@@ -35,8 +36,10 @@ __all__ = [
     "buckets_of",
     "frame",
     "framed_nbytes",
+    "hash_bits",
     "leave",
     "measure_link",
+    "refuse_unlike",
     "run",
     "start",
 ]

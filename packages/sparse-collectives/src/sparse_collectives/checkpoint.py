@@ -1,31 +1,44 @@
-"""What a distributed optimizer adds to a checkpoint: residuals and velocities by parameter, one state a rank.
+"""What distributed training adds to a checkpoint: residuals and velocities by parameter, one state a rank.
 
-By parameter, not by bucket, so that a checkpoint outlives another `bucket_bytes`.
+By parameter, not by bucket, so that a checkpoint outlives another cut of the buckets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from communicators import Bucket
+from communicators import Communicator
 from torch import Tensor
 
-KEY = "distributed"
-"""Where a distributed optimizer's state_dict has this part; the rest is the wrapped optimizer's."""
+from sparse_collectives.bucket_parts import PARTS
 
-PARTS = ("residuals", "velocities")
+KEY = "distributed"
+"""Where a state_dict has this part; the rest is the wrapped optimizer's."""
+
+DENSE_ADVICE = "drop them with reshard_residuals(states, size, drop=True)"
+
+
+def numbered(position: int) -> str:
+    """How a parameter is called that nobody has named."""
+    return f"parameter {position}"
+
+
+def place(comm: Communicator) -> dict[str, Any]:
+    """Which rank of how many; the first key says it too, for torch.distributed.checkpoint, which names missing keys."""
+    return {_size_key(comm.size): True, "rank": comm.rank, "world_size": comm.size}
 
 
 def check_place(state: Mapping[str, Any], rank: int, size: int) -> Mapping[str, Any]:
     """This part of a state_dict; ValueError unless it is of this rank and this world size."""
     if KEY not in state:
         raise ValueError(
-            f"a state with the keys {sorted(state)} given, expected one of a DistributedOptimizer, with {KEY!r}; "
-            "give a plain optimizer's state to the wrapped optimizer"
+            f"a state with the keys {sorted(map(str, state))} given, expected one of a DistributedOptimizer or of a "
+            f"SparseHookState, with {KEY!r}; give a plain optimizer's state to the wrapped optimizer"
         )
-    own: Mapping[str, Any] = state[KEY]
+    own = _whole(state[KEY])
     if own["world_size"] != size:
         raise ValueError(
             f"the state is of {own['world_size']} ranks, but there are {size} now: "
@@ -36,50 +49,43 @@ def check_place(state: Mapping[str, Any], rank: int, size: int) -> Mapping[str, 
     return own
 
 
+def complete(
+    kept: Mapping[str, Mapping[str, Tensor]], parts: Sequence[str], trained: Iterable[tuple[str, Tensor]]
+) -> dict[str, dict[str, Tensor]]:
+    """Every part of every trained parameter, zeros where nothing is kept yet.
+
+    So that a new state is a complete template: torch.distributed.checkpoint loads only what it finds there.
+    """
+    found = {part: dict(kept[part]) for part in PARTS}
+    for name, p in trained:
+        for part in parts:
+            if name not in found[part]:
+                dtype = torch.promote_types(p.dtype, torch.float32)
+                found[part][name] = torch.zeros(p.shape, dtype=dtype, device=p.device)
+    return found
+
+
+def check_fit(own: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> None:
+    """Raises ValueError that names the parameters for parts of others than those of `shapes`; none at all is fine."""
+    for part in PARTS:
+        if not (tensors := own[part]):
+            continue
+        _check_numbering(tensors, shapes)
+        if wrong := sorted(set(shapes) ^ set(tensors)):
+            raise ValueError(f"{part}: only the checkpoint, or only the model, has {wrong}")
+        wrong = [
+            f"{name}: {tuple(tensors[name].shape)}, not {tuple(shape)}"
+            for name, shape in shapes.items()
+            if tensors[name].shape != shape
+        ]
+        if wrong:
+            raise ValueError(f"{part} of other shapes than the parameters: {wrong}")
+
+
 def refuse_residuals(residuals: Mapping[str, Tensor]) -> None:
     """Raises ValueError for residuals that are not zero: a dense sum would lose them."""
     if any(bool(residual.any()) for residual in residuals.values()):
-        raise ValueError(
-            "the state holds residuals, which a dense exchange has no use for: "
-            "drop them with reshard_residuals(states, size, drop=True)"
-        )
-
-
-def split(flats: Mapping[str, Tensor], buckets: Mapping[str, Bucket], names: Sequence[str]) -> dict[str, Tensor]:
-    """Tensors by parameter, as views of those by bucket; names are those of the buckets' members."""
-    return {
-        names[member]: view
-        for key, flat in flats.items()
-        for member, view in zip(buckets[key].members, buckets[key].views(flat), strict=True)
-    }
-
-
-def join(
-    tensors: Mapping[str, Tensor], buckets: Mapping[str, Bucket], names: Sequence[str], what: str
-) -> dict[str, Tensor]:
-    """Tensors by bucket out of those by parameter; none at all stays none.
-
-    Raises ValueError that names the parameters that do not fit.
-    """
-    if not tensors:
-        return {}
-    shapes = {
-        names[member]: shape
-        for bucket in buckets.values()
-        for member, shape in zip(bucket.members, bucket.shapes, strict=True)
-    }
-    wrong = sorted(set(shapes) ^ set(tensors))
-    if wrong:
-        raise ValueError(f"{what}: only the checkpoint, or only the model, has {wrong}")
-    wrong = [
-        f"{name}: {tuple(tensors[name].shape)}, not {tuple(s)}"
-        for name, s in shapes.items()
-        if tensors[name].shape != s
-    ]
-    if wrong:
-        raise ValueError(f"{what} of other shapes than the parameters: {wrong}")
-    ordered = [tensors.get(name) for name in names]
-    return {key: bucket.gather(ordered, out=_like(bucket)) for key, bucket in buckets.items()}
+        raise ValueError(f"the state holds residuals, which a dense exchange has no use for: {DENSE_ADVICE}")
 
 
 def reshard_residuals(states: Sequence[Mapping[str, Any]], size: int, *, drop: bool = False) -> list[dict[str, Any]]:
@@ -88,14 +94,14 @@ def reshard_residuals(states: Sequence[Mapping[str, Any]], size: int, *, drop: b
         states = [torch.load(f"rank{r}.pt") for r in range(4)]
         optimizer.load_state_dict(reshard_residuals(states, size=2)[rank])
 
-    states: `DistributedOptimizer.state_dict()` of ranks 0 … P − 1, in order.
+    states: `DistributedOptimizer.state_dict()` or `SparseHookState.state_dict()` of ranks 0 … P − 1, in order.
     Residuals and velocities of old rank r go to rank r mod size, times size/P because updates are means over ranks:
     what is still to be applied stays the same. With `drop` all of them start at zero instead. The wrapped optimizer's
     state, which is the same on all ranks, goes to every rank; what an algorithm learnt about P ranks is forgotten.
     Nothing is written to `states`.
     Raises ValueError where states are missing, or of several runs.
     """
-    owns = [state[KEY] for state in states]
+    owns = [_whole(state[KEY]) for state in states]
     places = [(own["rank"], own["world_size"]) for own in owns]
     if size < 1 or not owns or places != [(rank, len(states)) for rank in range(len(states))]:
         raise ValueError(
@@ -108,7 +114,8 @@ def reshard_residuals(states: Sequence[Mapping[str, Any]], size: int, *, drop: b
 def _reshard(owns: Sequence[Mapping[str, Any]], rank: int, size: int, *, drop: bool) -> dict[str, Any]:
     heirs = [] if drop else owns[rank::size]
     parts = {part: {name: _total(name, part, owns, heirs, size) for name in owns[0][part]} for part in PARTS}
-    return {**owns[0], **parts, "rank": rank, "world_size": size, "algorithm_state": {}}
+    rest = {key: value for key, value in owns[0].items() if key != _size_key(len(owns))}
+    return {_size_key(size): True, **rest, **parts, "rank": rank, "world_size": size, "algorithm_state": []}
 
 
 def _total(
@@ -120,6 +127,24 @@ def _total(
     return total.mul_(size).div_(len(owns))
 
 
-def _like(bucket: Bucket) -> Tensor:
-    dtype = torch.promote_types(bucket.dtype, torch.float32)
-    return torch.empty(bucket.numel, dtype=dtype, device=bucket.device)
+def _whole(own: Mapping[str, Any]) -> dict[str, Any]:
+    """With the parts that are empty, which torch.distributed.checkpoint does not write."""
+    return {**{part: {} for part in PARTS}, **own}
+
+
+def _size_key(size: int) -> str:
+    return f"of {size} ranks; a state of another number of ranks goes through reshard_residuals"
+
+
+def _check_numbering(tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
+    saved, here = (all(re.fullmatch(r"parameter \d+", name) for name in names) for names in (tensors, shapes))
+    if saved and not here:
+        raise ValueError(
+            "the state was saved without named_parameters, so it numbers parameters in the order in which DDP brought "
+            "them: load it into a new SparseHookState without named_parameters, or drop its residuals"
+        )
+    if here and not saved:
+        raise ValueError(
+            "the state was saved with named_parameters: give this SparseHookState "
+            "named_parameters=model.named_parameters() too"
+        )

@@ -1,209 +1,274 @@
-"""From the gradients of this rank to their mean over all ranks, bucket by bucket.
+"""From the gradients of this rank to their mean over all ranks, bucket by bucket: dense in, dense out.
 
-Two ways: whole gradients by a dense allreduce, or what a compressor selects of them by a sparse one, with error
-feedback. `start` takes a bucket's gradients, `finish` gives the means of all that were started.
+An `Exchange` carries them and ends steps. How a bucket's gradient travels, and what is kept of it between steps, is
+its `Scheme`'s: whole gradients (`WholeGradients`), or selections with error feedback (`Selections`). Another one is
+one file.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
-from communicators import Bucket, Communicator, Work, allreduce, allreduce_async
-from sparse_compress import Compressor, ErrorFeedback, SparseVector
+from communicators import Bucket, Communicator, Schedule, Work, run, start
 from torch import Tensor
 
-from sparse_collectives.algorithms import algorithm_named
-from sparse_collectives.allreduce import sparse_allreduce_async
-from sparse_collectives.checkpoint import refuse_residuals
-from sparse_collectives.dense_wire import dense_wire
-from sparse_collectives.reduction import Reduction
-from sparse_collectives.state import State
-from sparse_collectives.suspects import first_nonfinite, marked, suspect_element
-from sparse_collectives.wire import wire_named
-
-Gradients = Mapping[int, Tensor | None]  # by their position among the trained parameters
+from sparse_collectives.bucket_parts import PARTS, empty_like, split
+from sparse_collectives.nonfinite import Checked, checked, is_finite, unlawful
 
 
-@dataclass(frozen=True)
-class Mean:
-    """flat: a bucket's, 1-D, the same bits on every rank, and valid until that bucket is started again.
+class Transfer(Protocol):
+    """One bucket's gradient on its way to the mean, in one step. R is what its schedule returns.
 
-    finite: whether all of it is. suspect: where not, the first element (in the bucket) of what this rank gave that is
-    not finite, -1 if all of it was.
+    facts: what the ranks must share. summed: where R is the plain sum of this tensor over the ranks, so that the
+    transport's own allreduce may take the schedule's place; else None.
     """
 
-    flat: Tensor
-    finite: bool
-    suspect: int = -1
+    @property
+    def facts(self) -> str: ...
+    @property
+    def schedule(self) -> Schedule[Any]: ...
+    @property
+    def summed(self) -> Tensor | None: ...
+
+    def agreed(self, result: Any) -> Tensor:
+        """What of R is the same on every rank: where a NaN or inf of any rank shows."""
+
+    def own(self, result: Any) -> Tensor:
+        """What of R only this rank has and keeps: to be finite where `agreed` is."""
+
+    def suspect(self) -> int:
+        """The first element in the bucket of which this rank gave something not finite, −1 if none."""
+
+    def end(self, result: Any, flat: Tensor) -> tuple[Tensor, Tensor]:
+        """The mean as `flat` is, which it may overwrite, and of the mean what may be other than zero."""
 
 
-class Exchange(Protocol):
-    """What the optimizer needs. One step: start each bucket, finish, then commit or rollback."""
+class Scheme(Protocol):
+    """How gradients become means, and what is kept between steps, by bucket; keys name buckets.
 
-    def start(self, position: int, gradients: Gradients) -> None:
-        """Takes the gradients of the members of bucket number `position`; None counts as zeros."""
+    parts: which of `PARTS` are kept, tensors of a bucket's shape that belong to its parameters.
+    """
 
-    def finish(self) -> list[Mean]:
-        """Waits; the means of all buckets, in their order. Raises CollectiveError."""
+    parts: Sequence[str]
+
+    def meet(self, key: str, bucket: Bucket, kept: Mapping[str, Tensor]) -> None:
+        """A bucket that is not known yet, with what was kept of its parameters, flat, by part; {} if nothing."""
+
+    def forget(self, key: str) -> dict[str, Tensor]:
+        """Lets go of a bucket; what was kept, by part. Only between steps."""
+
+    def transfer(self, key: str, flat: Tensor, scale: float, unused: Sequence[slice]) -> Transfer:
+        """For a gradient that is `scale` times the one that counts; `unused` spans of it take no part."""
 
     def commit(self) -> None:
         """The step stands."""
 
     def rollback(self) -> None:
-        """As if a tentative step had not been: residuals and algorithm states are what they were, bit for bit."""
+        """As if the step had not been, bit for bit; only where steps may be skipped."""
+
+    def kept(self) -> dict[str, dict[str, Tensor]]:
+        """By part and bucket: references."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Residuals, velocities and algorithm states of this rank, by bucket name; references."""
+        """What else is kept, in plain values."""
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replaces them by copies. Raises ValueError, before anything is changed, for what does not fit."""
-
-
-class DenseExchange:
-    """Sums whole gradients; keeps nothing between steps. Half-precision gradients are summed in float32.
-
-    wire: "bf16" or "fp16": gradients are divided by P, rounded, and summed in that; what is rounded off is lost.
-    background: each sum goes on by itself from its start, by our schedule; else all are done in `finish`, by the
-    transport's own allreduce where it has one.
-    """
-
-    def __init__(
-        self, buckets: Sequence[Bucket], comm: Communicator, *, wire: str = "fp32", background: bool = False
-    ) -> None:
-        self._comm, self._background = comm, background
-        self._wire = dense_wire(wire)
-        self._works: dict[int, Work[Tensor]] = {}
-        self._buckets = buckets
-        self._flats = [_flat(bucket) for bucket in buckets]
-
-    def start(self, position: int, gradients: Gradients) -> None:
-        """See `Exchange.start`."""
-        flat = self._buckets[position].gather(gradients, out=self._flats[position])
-        if self._background:
-            self._works[position] = allreduce_async(self._wire.given(flat, self._comm.size), self._comm)
-
-    def finish(self) -> list[Mean]:
-        """See `Exchange.finish`."""
-        works, self._works = self._works, {}
-        return [self._mean(flat, works.get(position)) for position, flat in enumerate(self._flats)]
-
-    def commit(self) -> None:
-        """Nothing to do."""
-
-    def rollback(self) -> None:
-        """Nothing to do."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Empty."""
-        return {"residuals": {}, "velocities": {}, "algorithm": {}}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing to do; ValueError for residuals that are not zero, which would be lost here."""
-        refuse_residuals(state["residuals"])
-
-    def _mean(self, flat: Tensor, work: Work[Tensor] | None) -> Mean:
-        size = self._comm.size
-        total = allreduce(self._wire.given(flat, size), self._comm) if work is None else work.wait()
-        mean = self._wire.mean(total, size, flat.dtype)
-        finite = _is_finite(mean)
-        return Mean(mean, finite, -1 if finite else first_nonfinite(flat))
+    def reset(self, state: Mapping[str, Any]) -> None:
+        """Forgets all buckets, and goes on with what `state_dict` gave; ValueError, changing nothing, if that does
+        not fit."""
 
 
-class SparseExchange:
-    """Sums selections; what is not sent, and what the algorithm drops, waits in the residuals.
+class Exchange:
+    """Means of buckets, and the steps that they make up.
 
-    The algorithm's own selection takes the compressor's place where it has one; the compressor then only says k.
-    wire: how selections travel, a name in `WIRES`. tentative: residuals and states can be rolled back, for twice the
-    memory. Raises TypeError for float64 gradients on a wire of fewer bytes.
+    names: of the parameters, which buckets have by position; the list may grow. place: for messages.
+    nonfinite: "raise": a NaN or inf of any rank is an error on all of them, raised by each `Work`'s wait. "skip":
+        `settle` tells whether the step stands, and undoes it where not. "pass": nobody looks.
+    native: whole sums are left to the transport, where it has one, when their `Work` is waited for.
     """
 
     def __init__(
         self,
-        buckets: Mapping[str, Bucket],
+        scheme: Scheme,
         comm: Communicator,
+        names: Sequence[str],
         *,
-        compressor: Compressor,
-        algorithm: str,
-        options: Mapping[str, Any],
-        wire: str = "fp32",
-        momentum: float,
-        tentative: bool,
+        place: str,
+        nonfinite: str,
+        native: bool = False,
     ) -> None:
-        self._comm, self._compressor, self._algorithm, self._wire = comm, compressor, algorithm, wire
-        self._entry = algorithm_named(algorithm, options, size=comm.size)
-        for bucket in buckets.values():
-            wire_named(wire, dtype=torch.promote_types(bucket.dtype, torch.float32))
-        self._names = list(buckets)
-        self._buckets = list(buckets.values())
-        self._flats = [_flat(bucket) for bucket in self._buckets]
-        self._feedback = ErrorFeedback(compressor, momentum=momentum, tentative=tentative)
-        self._tentative = tentative
-        initial = self._entry.initial_state
-        self._states: dict[str, State] = {} if initial is None else {name: initial() for name in self._names}
-        self._before: dict[str, State] = {}
-        self._flights: dict[int, tuple[SparseVector, Work[Reduction]]] = {}
+        self.scheme, self.comm = scheme, comm
+        self._names, self._place, self._nonfinite, self._native = names, place, nonfinite, native
+        self._buckets: dict[str, Bucket] = {}  # by the name of their first member
+        self._pool: dict[str, dict[str, Tensor]] = {part: {} for part in PARTS}  # of no bucket yet, by parameter
+        self._agreed: list[Tensor] = []  # of this step, by bucket, 0-D bool: a GPU is asked once, at its end
+        self._own: list[Tensor] = []
 
-    def start(self, position: int, gradients: Gradients) -> None:
-        """See `Exchange.start`."""
-        name, flat = self._names[position], self._flats[position]
-        self._buckets[position].gather(gradients, out=flat)
-        k, state = self._compressor.entries(flat.numel()), self._states.get(name)
-        if self._tentative and state is not None:
-            self._before[name] = copy.deepcopy(state)
-        select, rank, size = self._entry.select, self._comm.rank, self._comm.size
-        prescribed = None if select is None else select(flat, rank, size, k, state)
-        sent = marked(self._feedback.compress(name, flat, select=prescribed), self._feedback, name)
-        settings: dict[str, Any] = {"algorithm": self._algorithm, "options": self._entry.options, "wire": self._wire}
-        work = sparse_allreduce_async(sent, self._comm, k=k, state=state, **settings)
-        self._flights[position] = (sent, work)
+    def start(self, bucket: Bucket, flat: Tensor, *, scale: float = 1.0, unused: Sequence[slice] = ()) -> Work[Tensor]:
+        """Starts one bucket: `flat`, 1-D, belongs to the exchange until the work, its mean, has been waited for.
 
-    def finish(self) -> list[Mean]:
-        """See `Exchange.finish`."""
-        flights, self._flights = self._flights, {}
-        return [self._mean(position, *flights[position]) for position in sorted(flights)]
+        scale: of the loss; residuals are without it. unused: spans whose residuals wait; their gradient is zero.
+        """
+        key = self.meet(bucket)
+        transfer = self.scheme.transfer(key, flat, scale, unused)
+        native = self._native and transfer.summed is not None
+        work: Work[Checked] = _Later(partial(self._sum, transfer, bucket)) if native else self._launch(transfer, bucket)
+        return _Mean(work, partial(self._end, transfer, flat))
 
-    def commit(self) -> None:
-        """See `Exchange.commit`."""
-        self._feedback.commit()
-        self._before.clear()
+    def meet(self, bucket: Bucket) -> str:
+        """The name of a bucket; if its parameters were cut otherwise before, what was kept of them moves here."""
+        key = self._names[bucket.members[0]]
+        if self._buckets.get(key) == bucket:
+            return key
+        for old_key, old in list(self._buckets.items()):
+            if set(old.members) & set(bucket.members):
+                if self._agreed:  # a skipped step could not be undone in other buckets
+                    self.settle()
+                for part, flat in self.scheme.forget(old_key).items():
+                    self._pool[part].update(split({old_key: flat}, self._buckets, self._names))
+                del self._buckets[old_key]
+        kept = {part: self._out_of_pool(bucket, part) for part in self.scheme.parts}
+        self.scheme.meet(key, bucket, {part: flat for part, flat in kept.items() if flat is not None})
+        self._buckets[key] = bucket
+        return key
 
-    def rollback(self) -> None:
-        """See `Exchange.rollback`."""
-        if not self._tentative:
-            return
-        self._feedback.rollback()
-        self._states.update(self._before)
-        self._before.clear()
+    def settle(self) -> bool:
+        """Ends the step, on every rank alike: whether it stands, or was undone because a mean is not finite."""
+        agreed, own = self._agreed, self._own
+        self._agreed, self._own = [], []
+        if agreed and not bool(torch.stack(agreed).all()):
+            self.scheme.rollback()
+            return False
+        if own and not bool(torch.stack(own).all()):
+            raise unlawful(self._place, self.comm.rank)
+        self.scheme.commit()
+        return True
+
+    def undo(self) -> None:
+        """Ends a step that has failed: what can be taken back is."""
+        self._agreed, self._own = [], []
+        if self._nonfinite == "skip":
+            self.scheme.rollback()
+
+    @property
+    def left_over(self) -> list[str]:
+        """Parameters of which something was loaded, but no bucket has brought them."""
+        return sorted(self._pool["residuals"])
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Of the parameters that buckets have brought, by name."""
+        return {
+            self._names[member]: shape
+            for bucket in self._buckets.values()
+            for member, shape in zip(bucket.members, bucket.shapes, strict=True)
+        }
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Exchange.state_dict`."""
-        return {**self._feedback.state_dict(), "algorithm": self._states}
+        """What is kept, by parameter, and the scheme's own state: references."""
+        kept = self.scheme.kept()
+        by_parameter = {part: split(kept.get(part, {}), self._buckets, self._names) for part in PARTS}
+        return {**{part: {**self._pool[part], **by_parameter[part]} for part in PARTS}, **self.scheme.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Exchange.load_state_dict`."""
-        self._feedback.load_state_dict({part: state[part] for part in state if part != "algorithm"})
-        self._states.update(copy.deepcopy(dict(state["algorithm"])))
+        """Replaces all by copies of what `state_dict` gave. Raises ValueError, before anything is changed."""
+        pool = {part: {name: tensor.clone() for name, tensor in state[part].items()} for part in PARTS}
+        self.scheme.reset(state)
+        buckets, self._buckets, self._pool = self._buckets, {}, pool
+        self._agreed, self._own = [], []
+        for bucket in buckets.values():
+            self.meet(bucket)
 
-    def _mean(self, position: int, sent: SparseVector, work: Work[Reduction]) -> Mean:
-        reduction = work.wait()
-        self._feedback.restore(self._names[position], reduction.dropped)
-        total, mean = reduction.total, self._flats[position]
-        mean.zero_().index_copy_(0, total.indices.long(), total.values / self._comm.size)
-        finite = _is_finite(total.values)
-        suspect = -1 if finite else suspect_element(sent, self._feedback.residual(self._names[position]))
-        return Mean(mean, finite, suspect)
+    def _launch(self, transfer: Transfer, bucket: Bucket) -> Work[Checked]:
+        facts = f"{transfer.facts} in {self._place}"
+        return start(self._looked_at(transfer.schedule, transfer, bucket), self.comm, facts=facts, device=bucket.device)
+
+    def _sum(self, transfer: Transfer, bucket: Bucket) -> Checked:
+        """The plain sum, by the transport where it has one."""
+        assert transfer.summed is not None
+        total = self.comm.native_allreduce(transfer.summed)
+        if total is None:
+            return self._launch(transfer, bucket).wait()
+        if self._nonfinite != "raise" or is_finite(total):
+            return total, None
+        again = self._looked_at(_done(total), transfer, bucket)
+        return run(again, self.comm, facts=f"what is not finite in {transfer.facts}", device=bucket.device)
+
+    def _looked_at(self, schedule: Schedule[Any], transfer: Transfer, bucket: Bucket) -> Schedule[Checked]:
+        if self._nonfinite != "raise":
+            return _unchecked(schedule)
+        place = f"{transfer.facts} in {self._place}"
+        return checked(schedule, transfer, bucket, self._names, self.comm.rank, self.comm.size, place=place)
+
+    def _end(self, transfer: Transfer, flat: Tensor, outcome: Checked) -> Tensor:
+        result, error = outcome
+        if error is not None:
+            raise error
+        mean, seen = transfer.end(result, flat)
+        if self._nonfinite == "skip":
+            self._agreed.append(torch.isfinite(seen).all())
+            self._own.append(torch.isfinite(transfer.own(result)).all())
+        return mean
+
+    def _out_of_pool(self, bucket: Bucket, part: str) -> Tensor | None:
+        """The members' residuals or velocities as one flat tensor, zeros where there is none; None without any."""
+        found: dict[int, Tensor | None] = {}
+        for member, shape in zip(bucket.members, bucket.shapes, strict=True):
+            tensor = found[member] = self._pool[part].pop(self._names[member], None)
+            if tensor is not None and tensor.shape != shape:
+                raise ValueError(f"{part} of {self._names[member]!r}: {tuple(tensor.shape)}, expected {tuple(shape)}")
+        if all(tensor is None for tensor in found.values()):
+            return None
+        return bucket.gather(found, out=empty_like(bucket))
 
 
-def _flat(bucket: Bucket) -> Tensor:
-    """Where the bucket's gradients, and then their means, lie: float32, or the bucket's dtype where it is wider."""
-    dtype = torch.promote_types(bucket.dtype, torch.float32)
-    return torch.zeros(bucket.numel, dtype=dtype, device=bucket.device)
+class _Mean(Work[Tensor]):
+    """A work whose result is put back once, by whoever asks first."""
+
+    def __init__(self, work: Work[Checked], end: Any) -> None:
+        self._work, self._end = work, end
+        self._mean: Tensor | None = None
+
+    def wait(self, timeout: float | None = None) -> Tensor:
+        return self._ended(self._work.wait(timeout))
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def get_future(self) -> torch.futures.Future[Tensor]:
+        return self._work.get_future().then(lambda future: self._ended(future.wait()))
+
+    def _ended(self, outcome: Checked) -> Tensor:
+        if self._mean is None:
+            self._mean = self._end(outcome)
+        return self._mean
 
 
-def _is_finite(tensor: Tensor) -> bool:
-    """Whether all elements are: so they are if their sum is, which takes one pass; else it may have overflowed."""
-    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
+class _Later(Work[Checked]):
+    """Done when it is waited for."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    def wait(self, timeout: float | None = None) -> Checked:
+        del timeout
+        outcome: Checked = self._call()
+        return outcome
+
+    def is_completed(self) -> bool:
+        return False
+
+    def get_future(self) -> torch.futures.Future[Checked]:
+        raise NotImplementedError("a sum by the transport's own allreduce is waited for")
+
+
+def _done(result: Any) -> Schedule[Any]:
+    """A schedule that has its result already."""
+    yield from ()
+    return result
+
+
+def _unchecked(schedule: Schedule[Any]) -> Schedule[Checked]:
+    return (yield from schedule), None

@@ -2,55 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
-from communicators import Bucket, CollectiveError, Communicator, Schedule, allgather
+from communicators import Bucket, CollectiveError, Schedule
 from communicators.dense import allgather_blocks
 from torch import Tensor
 
-from sparse_collectives.exchange import Mean
-
-T = TypeVar("T")
-
-
-def nonfinite_error(
-    means: Sequence[Mean], buckets: Sequence[Bucket], names: Sequence[str], comm: Communicator
-) -> CollectiveError:
-    """The error that all ranks raise after they have all seen a mean that is not finite.
-
-    One gather of 8 bytes a rank; the lowest rank with a culprit is named, with its first parameter.
-    names: of the tensors that the buckets are made of.
-    """
-    own = torch.tensor([_culprit(means, buckets)], device=comm.device)
-    return _error([int(position) for position in allgather(own, comm)], names, "with nonfinite='skip'")
+Checked = tuple[Any, CollectiveError | None]
+"""A schedule's result, and the error that every rank is to raise where it is not finite."""
 
 
-def finite(
-    schedule: Schedule[T],
-    values: Callable[[T], Tensor],
-    suspect: Callable[[], int],
+class Suspected(Protocol):
+    """What `checked` asks of a transfer."""
+
+    def agreed(self, result: Any) -> Tensor: ...
+    def own(self, result: Any) -> Tensor: ...
+    def suspect(self) -> int: ...
+
+
+def checked(
+    schedule: Schedule[Any],
+    transfer: Suspected,
     bucket: Bucket,
     names: Sequence[str],
     rank: int,
     size: int,
-) -> Schedule[T]:
-    """The schedule's result, or, in the same call, the error that all ranks raise where its values are not finite.
+    *,
+    place: str,
+) -> Schedule[Checked]:
+    """The schedule's result and, in the same call, which rank gave what was not finite, where its result is not.
 
-    suspect: finds the first element of the flat bucket of which this rank gave something not finite, -1 if none.
+    All ranks see the same total, so all enter this gather of 8 bytes a rank. Where only what this rank is to keep is
+    not finite, the algorithm has hidden it from the others: then the call fails, which all of them learn.
     """
     result = yield from schedule
-    if bool(torch.isfinite(values(result)).all()):
-        return result
-    found = suspect()
-    culprit = -1 if found < 0 else _member(bucket, found)
-    own = torch.tensor([culprit], device=bucket.device).view(torch.uint8)
+    if is_finite(transfer.agreed(result)):
+        if not is_finite(transfer.own(result)):
+            raise unlawful(place, rank)
+        return result, None
+    found = transfer.suspect()
+    own = torch.tensor([-1 if found < 0 else _member(bucket, found)], device=bucket.device).view(torch.uint8)
     blocks = yield from allgather_blocks(own, [own.numel()] * size, rank, size)
-    raise _error([int(block.clone().view(torch.int64)) for block in blocks], names, "by giving a grad_scaler")
+    return result, _error([int(block.clone().view(torch.int64)) for block in blocks], names)
 
 
-def _error(culprits: Sequence[int], names: Sequence[str], how_to_skip: str) -> CollectiveError:
+def unlawful(place: str, rank: int) -> CollectiveError:
+    """For a NaN that would wait in one rank's residual while nobody else hears of it."""
+    return CollectiveError(
+        f"{place}: what rank {rank} is to keep is not finite although the total is; an algorithm must let NaN and inf "
+        "of any rank show in the total"
+    )
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all elements are: so they are if their sum is, which takes one pass; else it may have overflowed."""
+    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
+
+
+def first_nonfinite(tensor: Tensor) -> int:
+    """Its position in a 1-D tensor, -1 if there is none."""
+    positions = (~torch.isfinite(tensor)).nonzero()
+    return int(positions[0]) if len(positions) else -1
+
+
+def _error(culprits: Sequence[int], names: Sequence[str]) -> CollectiveError:
+    how_to_skip = "with nonfinite='skip' (DistributedOptimizer) or by giving a grad_scaler (SparseHookState)"
     for rank, position in enumerate(culprits):
         if position >= 0:
             return CollectiveError(
@@ -62,12 +80,6 @@ def _error(culprits: Sequence[int], names: Sequence[str], how_to_skip: str) -> C
         f"took the step; clip the gradients, lower the loss scale or take a wire of more range than fp16, or skip such "
         f"steps {how_to_skip}"
     )
-
-
-def _culprit(means: Sequence[Mean], buckets: Sequence[Bucket]) -> int:
-    """Position among the tensors of the first one of which this rank gave something not finite, -1 if none."""
-    found = [_member(bucket, mean.suspect) for mean, bucket in zip(means, buckets, strict=True) if mean.suspect >= 0]
-    return min(found, default=-1)
 
 
 def _member(bucket: Bucket, element: int) -> int:

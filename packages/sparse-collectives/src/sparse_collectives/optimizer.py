@@ -10,19 +10,27 @@ from functools import partial
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
-from communicators import Communicator, as_communicator, buckets_of
-from sparse_compress import Compressor, TopK
+from communicators import CollectiveError, Communicator, Work, as_communicator, buckets_of, refuse_unlike
+from sparse_compress import Compressor
 from torch import Tensor
 from torch.optim import Optimizer
 
-from sparse_collectives.algorithms import Algorithm, algorithm_named
-from sparse_collectives.auto import AUTO, Choice, choose_for_training, refuse_options
+from sparse_collectives.auto import Choice
 from sparse_collectives.backward_order import BUCKET_BYTES, BackwardOrder
-from sparse_collectives.checkpoint import KEY, PARTS, check_place, join, split
-from sparse_collectives.exchange import DenseExchange, Exchange, Mean, SparseExchange
+from sparse_collectives.bucket_parts import empty_like
+from sparse_collectives.checkpoint import KEY, check_fit, check_place, complete, place
+from sparse_collectives.exchange import Exchange
 from sparse_collectives.initial import broadcast_parameters
-from sparse_collectives.nonfinite import nonfinite_error
 from sparse_collectives.parameters import name_parameters, refuse_changes
+from sparse_collectives.scheme import choose_scheme
+from sparse_collectives.settings import check_compressor, check_count, check_momentum, check_settings, check_text, fixed
+from sparse_collectives.world import refuse_alone
+from sparse_collectives.wrapped_state import check_loaded, refuse_torch_helpers, wrapped_state
+
+SETTINGS = frozenset(
+    {"algorithm", "bucket_bytes", "choice", "comm", "compressor", "density", "momentum", "nonfinite", "options"}
+    | {"overlap", "verify", "wire"}
+)
 
 
 class DistributedOptimizer(Optimizer):
@@ -44,7 +52,8 @@ class DistributedOptimizer(Optimizer):
     named_parameters: of the whole model. Frozen ones (requires_grad False, now) are left out of the exchange.
         Freezing, unfreezing or adding some later is an error of the next step: it takes a new DistributedOptimizer.
     comm: see `communicators.as_communicator`; its `timeout` is how long a step waits for a late rank.
-    compressor: what is sent of a gradient, default TopK(0.01).
+    compressor: what is sent of a gradient, default TopK(0.01). "oktopk", "spardl" and "dense" have no use for another
+        selection than TopK, of which they take k.
     algorithm: a name in `ALGORITHMS`. "dense" sums whole gradients, without compressor and residuals. "auto" measures
         the ranks now and takes what is predicted to be fastest; `choice` then says what and why.
     options: the algorithm's own settings, such as {"teams": 2} for "spardl"; "auto" chooses them too.
@@ -60,6 +69,10 @@ class DistributedOptimizer(Optimizer):
         parameter; no parameter changes, but what residuals took in that step is lost. "skip": every rank skips the
         step, counts it in `skipped`, and keeps residuals and momenta as they were, bit for bit, for twice their
         memory; p.grad then holds the non-finite mean on every rank.
+    verify: every so many steps the ranks compare a hash of the parameters, and where they differ it is a
+        CollectiveError on every rank that says who and where; None or 0: never.
+
+    Settings are fixed at construction; a compressor's own density may change, alike on every rank.
 
     A parameter without a gradient counts as zeros, and gets its part of the mean like the others: all ranks update
     the same parameters, even those that only some of them used.
@@ -84,45 +97,77 @@ class DistributedOptimizer(Optimizer):
         bucket_bytes: int | None = None,
         overlap: bool = False,
         nonfinite: str = "raise",
+        verify: int | None = None,
     ) -> None:
-        comm = as_communicator(comm)
-        self.choice: Choice | None = None
-        if algorithm == AUTO:
-            refuse_options(options)
-            named_parameters = list(named_parameters)
-            trainable = [p for _, p in named_parameters if p.requires_grad]
-            self.choice = choose_for_training(trainable, comm, compressor or TopK(0.01), momentum=momentum, wire=wire)
-            algorithm, options, wire = self.choice.algorithm, self.choice.options, self.choice.wire
-        entry = algorithm_named(algorithm, options, size=comm.size)
-        _check(optimizer, algorithm, entry, momentum, nonfinite)
+        compressor, momentum = check_compressor(compressor), check_momentum(momentum)
+        check_settings(algorithm, options, wire, compressor, momentum, "the wrapped optimizer")
+        bucket_bytes, verify = check_count("bucket_bytes", bucket_bytes, "bytes"), _check_verify(verify)
+        _check(optimizer, momentum, nonfinite)
+        self._by_default, comm = comm is None, as_communicator(comm)
         named = name_parameters(optimizer, named_parameters)
+        trained = {name: p for name, p in named.items() if p.requires_grad and p.numel()}
+        chosen = choose_scheme(
+            comm,
+            algorithm=algorithm,
+            options=options,
+            wire=wire,
+            compressor=compressor,
+            momentum=momentum,
+            parameters=list(trained.values()),
+            tentative=nonfinite == "skip",
+        )
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.optimizer = optimizer
         self._share()
         optimizer.register_load_state_dict_post_hook(partial(_share_again, weakref.ref(self)))
-        self.comm: Communicator = comm
-        self.skipped = 0
-        self._algorithm, self._entry, self._nonfinite = algorithm, entry, nonfinite
-        trained = {name: p for name, p in named.items() if p.requires_grad and p.numel()}
+        self._comm, self._chosen, self._nonfinite = comm, chosen, nonfinite
+        self._compressor, self._verify, self._steps, self.skipped = compressor, verify, 0, 0
         if overlap:  # gradients come in about the reverse order of the parameters
             trained, bucket_bytes = dict(reversed(trained.items())), bucket_bytes or BUCKET_BYTES
         self._names, self._trained = list(trained), list(trained.values())
-        self._named = {id(p): name for name, p in named.items()}
-        self._buckets = {self._names[b.members[0]]: b for b in buckets_of(self._trained, bucket_bytes)}
-        self._members = [bucket.members for bucket in self._buckets.values()]
+        self._all, self._named = named, {id(p): name for name, p in named.items()}
+        self._buckets = buckets_of(self._trained, bucket_bytes)
+        self._flats = [empty_like(bucket) for bucket in self._buckets]
+        self._works: dict[int, Work[Tensor]] = {}
         self._synchronized = self._skips = self._accumulates = False
-        compressor = compressor if compressor is not None else TopK(0.01)
-        self._exchange = self._make_exchange(compressor, wire, momentum, overlap)
-        self._overlap = BackwardOrder(self._trained, list(self._buckets.values()), self._start) if overlap else None
+        self._exchange = Exchange(
+            chosen.scheme, comm, self._names, place="a DistributedOptimizer", nonfinite=nonfinite, native=not overlap
+        )
+        for bucket in self._buckets:
+            self._exchange.meet(bucket)
+        self._overlap = BackwardOrder(self._trained, self._buckets, self._start) if overlap else None
         _take_over(optimizer, self._overlap)
-        settings = f"{algorithm}, {wire=}, {momentum=}, {bucket_bytes=}, {overlap=}, {nonfinite=}"
-        broadcast_parameters(named, self.comm, settings=", ".join([settings, *entry.settings]))
+        settings = f"{chosen.algorithm}, wire={chosen.wire!r}, {momentum=}, {bucket_bytes=}, {overlap=}, {nonfinite=}"
+        settings = ", ".join([settings, *([f"{verify=}"] if verify else []), *chosen.entry.settings])
+        broadcast_parameters(named, comm, settings=settings)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in SETTINGS:
+            raise fixed(type(self).__name__, name)
+        super().__setattr__(name, value)
+
+    @property
+    def comm(self) -> Communicator:
+        """The ranks."""
+        ranks: Communicator = self._comm
+        return ranks
+
+    @property
+    def choice(self) -> Choice | None:
+        """What "auto" chose, and why; None with an algorithm by name."""
+        return self._chosen.choice
+
+    @property
+    def compressor(self) -> Compressor:
+        """What is sent of a gradient."""
+        return self._compressor
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Synchronizes, unless `synchronize` was called since the last step, and takes the wrapped optimizer's step.
 
         closure: computes the loss and its gradients; it is called once, before the exchange.
         """
+        refuse_torch_helpers()
         self._refuse_no_sync("step()")
         loss = None
         if closure is not None:
@@ -138,6 +183,9 @@ class DistributedOptimizer(Optimizer):
         else:
             self.optimizer.step()
         self._synchronized = self._skips = False
+        self._steps += 1
+        if self._verify and self._steps % self._verify == 0:
+            refuse_unlike(self._all, self._comm)
         return loss
 
     def synchronize(self) -> None:
@@ -150,20 +198,16 @@ class DistributedOptimizer(Optimizer):
         self._refuse_no_sync("synchronize()")
         if self._synchronized and not self._skips:
             raise RuntimeError("synchronize() was called twice for one step(): the mean would be exchanged again")
+        if self._by_default and self._comm.size == 1:
+            refuse_alone("a DistributedOptimizer")
         refuse_changes(self.optimizer, self._named, self._trained)
         try:
             self._start_all()
-            means = self._exchange.finish()
-            self._skips = not all(mean.finite for mean in means)
-            if self._skips and self._nonfinite == "raise":
-                raise nonfinite_error(means, list(self._buckets.values()), self._names, self.comm)
+            means = self._finish()
+            self._skips = not self._exchange.settle()
         except Exception:
-            self._exchange.rollback()
+            self._exchange.undo()
             raise
-        if self._skips:
-            self._exchange.rollback()
-        else:
-            self._exchange.commit()
         self._put(means)
         self._synchronized = True
 
@@ -199,18 +243,19 @@ class DistributedOptimizer(Optimizer):
         Another one on every rank: each saves its own. References; loadable by torch.load(weights_only=True).
         Raises RuntimeError between backward, or synchronize(), and step(): what is under way belongs to neither.
         """
+        refuse_torch_helpers()
         self._refuse_mid_step("state_dict()")
-        exchanged = self._exchange.state_dict()
+        kept = self._exchange.state_dict()
         own = {
-            "rank": self.comm.rank,
-            "world_size": self.comm.size,
-            "algorithm": self._algorithm,
-            "algorithm_state": exchanged["algorithm"],
+            **place(self._comm),
+            "algorithm": self._chosen.algorithm,
             "skipped": self.skipped,
-            **{part: split(exchanged[part], self._buckets, self._names) for part in PARTS},
-            **({"compressor": exchanged["compressor"]} if "compressor" in exchanged else {}),
+            "steps": self._steps,
+            **kept,
+            **complete(kept, self._chosen.scheme.parts, zip(self._names, self._trained, strict=True)),
         }
-        return {**self.optimizer.state_dict(), KEY: own}
+        wrapped, own["wrapped"] = wrapped_state(self.optimizer)
+        return {**wrapped, KEY: own}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on where this rank's `state_dict` was taken, with the same bits.
@@ -218,16 +263,17 @@ class DistributedOptimizer(Optimizer):
         Raises, before anything is changed, ValueError for the state of another rank or another world size (see
         `reshard_residuals`), and where parameters do not fit; RuntimeError while gradients are under way.
         """
+        refuse_torch_helpers()
         if self._overlap is not None and self._overlap.under_way:
             raise RuntimeError("load_state_dict() while gradients are under way: call step() first")
-        own = check_place(state_dict, self.comm.rank, self.comm.size)
-        exchanged: dict[str, Any] = {part: join(own[part], self._buckets, self._names, part) for part in PARTS}
-        exchanged["algorithm"] = own["algorithm_state"] if own["algorithm"] == self._algorithm else {}
-        if "compressor" in own:
-            exchanged["compressor"] = own["compressor"]
-        self._exchange.load_state_dict(exchanged)
-        self.optimizer.load_state_dict({key: value for key, value in state_dict.items() if key != KEY})
-        self.skipped = own["skipped"]
+        own = check_place(state_dict, self._comm.rank, self._comm.size)
+        wrapped = check_loaded({key: value for key, value in state_dict.items() if key != KEY}, own.get("wrapped"))
+        if self._chosen.entry.compresses:
+            check_fit(own, {name: p.shape for name, p in zip(self._names, self._trained, strict=True)})
+        states = own["algorithm_state"] if own["algorithm"] == self._chosen.algorithm else []
+        self._exchange.load_state_dict({**own, "algorithm_state": states})
+        self.optimizer.load_state_dict(wrapped)
+        self.skipped, self._steps = own["skipped"], own.get("steps", 0)
         self._synchronized = self._skips = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -253,20 +299,6 @@ class DistributedOptimizer(Optimizer):
         self.param_groups = self.optimizer.param_groups
         self.defaults = self.optimizer.defaults
 
-    def _make_exchange(self, compressor: Compressor, wire: str, momentum: float, overlap: bool) -> Exchange:
-        if not self._entry.compresses:
-            return DenseExchange(list(self._buckets.values()), self.comm, wire=wire, background=overlap)
-        return SparseExchange(
-            self._buckets,
-            self.comm,
-            compressor=compressor,
-            algorithm=self._algorithm,
-            options=self._entry.options,
-            wire=wire,
-            momentum=momentum,
-            tentative=self._nonfinite == "skip",
-        )
-
     def _accumulate(self, only: bool) -> None:
         self._accumulates = only
         if self._overlap is not None:
@@ -275,7 +307,11 @@ class DistributedOptimizer(Optimizer):
     def _start(self, position: int) -> None:
         if position == 0:  # in backward, where nothing has been sent yet
             refuse_changes(self.optimizer, self._named, self._trained)
-        self._exchange.start(position, self._gradients(self._members[position]))
+        self._launch(position, self._gradients(self._buckets[position].members))
+
+    def _launch(self, position: int, gradients: Mapping[int, Tensor | None]) -> None:
+        bucket, flat = self._buckets[position], self._flats[position]
+        self._works[position] = self._exchange.start(bucket, bucket.gather(gradients, out=flat))
 
     def _start_all(self) -> None:
         """Starts the exchange of all buckets that backward has not started."""
@@ -285,7 +321,20 @@ class DistributedOptimizer(Optimizer):
             return
         gradients = self._gradients(range(len(self._trained)))  # all are looked at before anything is sent
         for position in range(len(self._buckets)):
-            self._exchange.start(position, gradients)
+            self._launch(position, gradients)
+
+    def _finish(self) -> list[Tensor]:
+        """The means of all buckets; the first error once all of them are over, so that none is under way after it."""
+        works, self._works = self._works, {}
+        means, errors = [], []
+        for position in sorted(works):
+            try:
+                means.append(works[position].wait())
+            except CollectiveError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return means
 
     def _gradients(self, members: Iterable[int]) -> dict[int, Tensor | None]:
         gradients = {member: self._trained[member].grad for member in members}
@@ -297,14 +346,14 @@ class DistributedOptimizer(Optimizer):
                 )
         return gradients
 
-    def _put(self, means: list[Mean]) -> None:
+    def _put(self, means: list[Tensor]) -> None:
         """The means into p.grad, which is made where there is none."""
         for p in self._trained:
             if p.grad is None:
                 p.grad = torch.empty_like(p)
         gradients = [p.grad for p in self._trained if p.grad is not None]
-        for mean, bucket in zip(means, self._buckets.values(), strict=True):
-            bucket.scatter(mean.flat, gradients)
+        for mean, bucket in zip(means, self._buckets, strict=True):
+            bucket.scatter(mean, gradients)
 
     def _unscale(self) -> None:
         """Divides by the scale that a GradScaler hands over, unless the user had it unscale the gradients."""
@@ -348,13 +397,16 @@ def _take_over(optimizer: Optimizer, order: BackwardOrder | None) -> None:
         vars(optimizer)["_backward_order"] = weakref.ref(order)
 
 
-def _check(optimizer: Optimizer, algorithm: str, entry: Algorithm, momentum: float, nonfinite: str) -> None:
+def _check_verify(verify: Any) -> int | None:
+    return check_count("verify", verify, "steps", least=0)
+
+
+def _check(optimizer: Optimizer, momentum: float, nonfinite: Any) -> None:
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer is {type(optimizer).__name__}, expected a torch.optim.Optimizer")
+    check_text("nonfinite", nonfinite, "raise")
     if nonfinite not in ("raise", "skip"):
         raise ValueError(f"nonfinite is {nonfinite!r}, expected 'raise' or 'skip'")
-    if momentum and not entry.compresses:
-        raise ValueError(f"{algorithm} selects nothing, so momentum={momentum} belongs into the wrapped optimizer")
     if momentum and any(group.get("momentum", 0) for group in optimizer.param_groups):
         warnings.warn(
             "momentum is on twice: before the selection (momentum=) and in the wrapped optimizer; "

@@ -6,30 +6,21 @@ import torch
 from sparse_compress import ErrorFeedback, SparseVector
 from torch import Tensor
 
+from sparse_collectives.nonfinite import first_nonfinite
+
 
 def marked(sent: SparseVector, feedback: ErrorFeedback, name: str) -> SparseVector:
-    """What is sent; with a NaN in it where what had accumulated was not finite and none of that was selected.
+    """What is sent: all NaN where what had accumulated was not finite, whatever of that was selected.
 
-    A selection by magnitude takes NaN and inf first, any other may leave them behind.
+    All of it, so that it shows in the total however an algorithm cuts, rounds and compares. The step is lost anyway.
     """
-    if name not in feedback.suspects() or not bool(torch.isfinite(sent.values).all()):
+    if name not in feedback.suspects():
         return sent
-    values = sent.values.clone()
-    values[0] = torch.nan
-    return SparseVector(sent.indices, values, sent.numel)
+    return SparseVector(sent.indices, torch.full_like(sent.values, torch.nan), sent.numel)
 
 
 def suspect_element(sent: SparseVector, residual: Tensor) -> int:
-    """The first element of which this rank gave, or has left in its residual, something not finite; -1 if none."""
+    """The first element of which this rank selected, or has left in its residual, something not finite; -1 if none."""
     position, left_behind = first_nonfinite(sent.values), first_nonfinite(residual.view(-1))
-    if position < 0 or left_behind < 0:
-        return max(left_behind, -1 if position < 0 else int(sent.indices[position]))
-    # Both: a selection by magnitude fills up with NaN in the order of their indices; a mark is a lone first entry.
-    marked_only = position == 0 and int((~torch.isfinite(sent.values)).sum()) == 1
-    return left_behind if marked_only else min(left_behind, int(sent.indices[position]))
-
-
-def first_nonfinite(tensor: Tensor) -> int:
-    """Its position in a 1-D tensor, -1 if there is none."""
-    positions = (~torch.isfinite(tensor)).nonzero()
-    return int(positions[0]) if len(positions) else -1
+    found = [element for element in (left_behind, int(sent.indices[position]) if position >= 0 else -1) if element >= 0]
+    return min(found, default=-1)

@@ -1,0 +1,60 @@
+"""From settings to the way in which gradients become means."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from communicators import Communicator
+from sparse_compress import Compressor
+from torch import Tensor
+
+from sparse_collectives.algorithms import Algorithm, algorithm_named
+from sparse_collectives.auto import AUTO, Choice, choose_for_training
+from sparse_collectives.exchange import Scheme
+from sparse_collectives.selections import Selections
+from sparse_collectives.whole_gradients import WholeGradients
+
+
+class Chosen(NamedTuple):
+    """algorithm, entry, wire: what is taken. choice: why, where "auto" chose."""
+
+    algorithm: str
+    entry: Algorithm
+    wire: str
+    choice: Choice | None
+    scheme: Scheme
+
+
+def choose_scheme(
+    comm: Communicator,
+    *,
+    algorithm: str,
+    options: Mapping[str, Any] | None,
+    wire: str,
+    compressor: Compressor,
+    momentum: float,
+    parameters: Sequence[Tensor],
+    tentative: bool,
+) -> Chosen:
+    """For settings that `check_settings` has passed; "auto" measures the ranks, so all of them call together.
+
+    Raises ValueError for options that do not fit so many ranks, and without parameters to choose for.
+    """
+    choice = None
+    if algorithm == AUTO:
+        choice = choose_for_training(parameters, comm, compressor, momentum=momentum, wire=wire)
+        algorithm, options, wire = choice.algorithm, choice.options, choice.wire
+    entry = algorithm_named(algorithm, options, size=comm.size)
+    if not entry.compresses:
+        return Chosen(algorithm, entry, wire, choice, WholeGradients(comm, wire=wire))
+    scheme = Selections(
+        comm,
+        algorithm=algorithm,
+        entry=entry,
+        compressor=compressor,
+        wire=wire,
+        momentum=momentum,
+        tentative=tentative,
+    )
+    return Chosen(algorithm, entry, wire, choice, scheme)
