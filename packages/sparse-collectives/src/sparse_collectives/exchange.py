@@ -7,9 +7,9 @@ one file.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from communicators import Bucket, Communicator, Schedule, Work, run, start
@@ -114,7 +114,8 @@ class Exchange:
         key = self.meet(bucket)
         transfer = self.scheme.transfer(key, flat, scale, unused)
         native = self._native and transfer.summed is not None
-        work: Work[Checked] = _Later(partial(self._sum, transfer, bucket)) if native else self._launch(transfer, bucket)
+        later = partial(self._sum, transfer, bucket)
+        work: Work[Checked] = _Later(later, self.comm.clock) if native else self._launch(transfer, bucket)
         return _Mean(work, partial(self._end, transfer, flat))
 
     def meet(self, bucket: Bucket) -> str:
@@ -231,6 +232,14 @@ class _Mean(Work[Tensor]):
         self._work, self._end = work, end
         self._mean: Tensor | None = None
 
+    @property
+    def began(self) -> float:
+        return self._work.began
+
+    @property
+    def ended(self) -> float | None:
+        return self._work.ended
+
     def wait(self, timeout: float | None = None) -> Tensor:
         return self._ended(self._work.wait(timeout))
 
@@ -249,12 +258,22 @@ class _Mean(Work[Tensor]):
 class _Later(Work[Checked]):
     """Done when it is waited for."""
 
-    def __init__(self, call: Any) -> None:
-        self._call = call
+    def __init__(self, call: Callable[[], Checked], clock: Callable[[], float]) -> None:
+        self._call, self._clock = call, clock
+        self._began, self._ended = clock(), cast(float | None, None)
+
+    @property
+    def began(self) -> float:
+        return self._began
+
+    @property
+    def ended(self) -> float | None:
+        return self._ended
 
     def wait(self, timeout: float | None = None) -> Checked:
         del timeout
-        outcome: Checked = self._call()
+        outcome = self._call()
+        self._ended = self._clock()
         return outcome
 
     def is_completed(self) -> bool:
