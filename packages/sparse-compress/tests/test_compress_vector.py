@@ -162,6 +162,15 @@ def test_the_constructor_copies_and_widens():
     assert vector.to_dense().tolist() == [1.5, 0, 0, 0, -2]
 
 
+def test_a_clone_is_a_copy():
+    for vector in (topk(torch.randn(9), 3), SparseVector.empty(4, torch.float64)):
+        copy = vector.clone()
+        assert torch.equal(copy.pack(), vector.pack())
+        copy.values.zero_()
+        assert copy.dtype == vector.dtype
+        assert not len(vector) or vector.values.any()
+
+
 def test_largest_numel():
     vector = SparseVector(int32(0, MAX_NUMEL - 1), torch.ones(2), MAX_NUMEL)
     assert SparseVector.unpack(vector.pack()).indices.tolist() == [0, MAX_NUMEL - 1]

@@ -153,8 +153,7 @@ def prepare(
     k = _most_entries(k)
     way = settled(sparse, comm, k, algorithm, options, state, wire)
     # Every call stamps its own number into the payload it sends: calls must not share one, nor the caller's.
-    own = SparseVector.unpack(sparse.pack().clone(), like=sparse)
-    return _scheduled(own, comm, k, way), way.facts(f"numel={sparse.numel}", f"{sparse.dtype}", f"k={k}")
+    return _scheduled(sparse.clone(), comm, k, way), way.facts(f"numel={sparse.numel}", f"{sparse.dtype}", f"k={k}")
 
 
 def _prepared(

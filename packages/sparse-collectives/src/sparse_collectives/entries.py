@@ -103,9 +103,10 @@ def join_in_order(parts: Sequence[tuple[int, SparseVector]]) -> SparseVector:
     last = -1
     for rank, part in parts:
         if part.values.is_cpu and len(part):
-            if int(part.indices[0]) <= last:
-                raise InvalidMessageError(rank, f"index {int(part.indices[0])} comes after {last} of a rank before")
-            last = int(part.indices[-1])
+            indices = part.indices.numpy()
+            if indices[0] <= last:
+                raise InvalidMessageError(rank, f"index {indices[0]} comes after {last} of a rank before")
+            last = int(indices[-1])
     return join([part for _, part in parts])
 
 

@@ -35,10 +35,10 @@ def topk_allgather(
     given, rest = wire.rounded(sparse)
     nbytes = wire.nbytes(len(sparse), sparse.numel, sparse.dtype)
     messages = yield from allgather_blocks(wire.message(given), [nbytes] * size, rank, size)
-    vectors = []
-    for source, message in enumerate(messages):
+    vectors = [given] * size
+    for source in (source for source in range(size) if source != rank):
         with given_by(source):
-            vectors.append(wire.vector(message, len(sparse), sparse))
+            vectors[source] = wire.vector(messages[source], len(sparse), sparse)
     total = add_all(vectors)
     if cost is not None:
         yield Elapse(cost(size * len(sparse) * (size - 1).bit_length()))

@@ -108,6 +108,10 @@ class SparseVector:
     def __repr__(self) -> str:
         return f"SparseVector(entries={len(self)}, numel={self.numel}, dtype={self.dtype}, device={self.device})"
 
+    def clone(self) -> Self:
+        """A copy in memory of its own."""
+        return self._view(self.pack().clone(), Header(self.numel, len(self), self.dtype))
+
     def to_dense(self) -> Tensor:
         """The whole vector, shape (numel,)."""
         dense = torch.zeros(self.numel, dtype=self.dtype, device=self.device)
