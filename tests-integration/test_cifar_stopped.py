@@ -14,18 +14,8 @@ from pathlib import Path
 import pytest
 
 BESIDE = Path(sys.executable).parent
-TRAIN = [
-    "-m",
-    "cifar",
-    "--algorithm",
-    "gtopk",
-    "--max-epochs",
-    "500",
-    "--lr-schedule",
-    "constant",
-    "--checkpoint-every",
-    "4",
-]
+FLAGS = "--algorithm gtopk --max-epochs 500 --lr-schedule constant --checkpoint-every 4"
+TRAIN = ["-m", "cifar", *FLAGS.split()]
 STARTERS = {
     "by itself": [sys.executable, *TRAIN],
     "its own workers": [sys.executable, *TRAIN, "--nworkers", "2"],

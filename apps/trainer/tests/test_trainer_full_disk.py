@@ -1,6 +1,7 @@
 """A full disk ends a run in one line on all ranks, and leaves the last good checkpoint; so do unusable folders."""
 
 import contextlib
+import errno
 import io
 import os
 import resource
@@ -20,16 +21,16 @@ from trainer.run import run
 from trainer.run_folder import RunFolder
 
 
-def ended(app: App, options: Options, ranks: int = 2) -> tuple[list[int], list[str]]:
-    """Exit codes of all ranks and all that they said."""
-    error, codes = io.StringIO(), [-1] * ranks
+def ended(app: App, options: Options, *, output: io.StringIO | None = None) -> tuple[list[int], list[str]]:
+    """Exit codes of two ranks and all that they said."""
+    error, codes = io.StringIO(), [-1, -1]
 
     def rank(comm: Communicator) -> None:
         place = Placement(launcher="mpiexec", rank=comm.rank, size=1)  # 1: nothing to abort
         codes[comm.rank] = exit_code(lambda: run(app, options, comm), place, program="points")
 
-    with contextlib.redirect_stderr(error), contextlib.redirect_stdout(io.StringIO()):
-        SimulatedWorld(ranks).run(rank)
+    with contextlib.redirect_stderr(error), contextlib.redirect_stdout(output or io.StringIO()):
+        SimulatedWorld(2).run(rank)
     return codes, error.getvalue().splitlines()
 
 
@@ -160,3 +161,19 @@ def test_an_output_that_is_no_folder_is_refused_before_training(app: App, option
     codes, lines = ended(never_trained(app), options())
     assert (codes, len(lines)) == ([1, 1], 1)
     assert "is not a folder: give another one with --output" in lines[0]
+
+
+class Full(io.StringIO):
+    """Standard output on a full disk."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_standard_output_without_room_ends_all_ranks(app: App, options: Callable[..., Options]) -> None:
+    assert ended(app, options()) == ([0, 0], [])
+    for given in (options(overwrite=True), options(resume="latest")):
+        codes, lines = ended(app, given, output=Full())
+        assert codes == [1, 1]
+        assert len(lines) == 1
+        assert "standard output: No space left on device" in lines[0]

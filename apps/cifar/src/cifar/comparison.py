@@ -10,6 +10,7 @@ from communicators import Communicator, Link
 from rich.console import Console
 from trainer.agreement import together
 from trainer.flags import parse
+from trainer.folder_lock import locked
 from trainer.metrics import read_metrics
 from trainer.plot import plot_runs
 from trainer.run import run
@@ -28,15 +29,21 @@ CURVES = {"train_loss": "training loss", "test_accuracy": "test accuracy"}
 
 def compare(comm: Communicator, *, epochs: int, seed: int, output: Path, device: torch.device) -> None:
     """Train with each algorithm, show a table and plot; rank 0 writes to `output`."""
-    for algorithm in ALGORITHMS:
-        argv = f"--algorithm {algorithm} --density {DENSITY} --max-epochs {epochs} --seed {seed} --overwrite".split()
-        options = parse([*argv, f"--output={output / algorithm}"], APP, world_size=comm.size)
-        run(APP, options, comm, device=device)
-    numel = json.loads(RunFolder(output / "dense").config.read_text())["parameters"]
-    selection = selection_seconds(comm, device, numel=numel, density=DENSITY)
     with together(comm):
         if comm.rank == 0:
-            _show(output, selection=selection, numel=numel, size=comm.size)
+            RunFolder(output).prepare(resume=False)
+    with locked(output, comm):
+        for algorithm in ALGORITHMS:
+            argv = (
+                f"--algorithm {algorithm} --density {DENSITY} --max-epochs {epochs} --seed {seed} --overwrite".split()
+            )
+            options = parse([*argv, f"--output={output / algorithm}"], APP, world_size=comm.size)
+            run(APP, options, comm, device=device)
+        numel = json.loads(RunFolder(output / "dense").config.read_text())["parameters"]
+        selection = selection_seconds(comm, device, numel=numel, density=DENSITY)
+        with together(comm):
+            if comm.rank == 0:
+                _show(output, selection=selection, numel=numel, size=comm.size)
 
 
 def _show(output: Path, *, selection: float, numel: int, size: int) -> None:

@@ -45,6 +45,11 @@ class Training:
         """Steps taken since the beginning of the run."""
         return self.replica.position.epoch * self.steps_per_epoch + self.replica.position.step
 
+    def note(self, text: str) -> None:
+        """One line for the user, from rank 0; for every rank to call. AgreedError if it cannot be written."""
+        with together(self.comm):
+            self.progress.note(text)
+
 
 def train(training: Training) -> None:
     """From the replica's position to the last epoch."""

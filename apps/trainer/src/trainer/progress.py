@@ -1,11 +1,13 @@
 """What the user sees while training runs: a bar in a terminal, one line an epoch everywhere. Rank 0 only."""
 
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from trainer.durable import naming
 from trainer.metrics import Row
 
 
@@ -38,8 +40,9 @@ class TrainingProgress:
         self._bar.stop()
 
     def note(self, text: str) -> None:
-        """One line of its own."""
-        self._console.print(text, highlight=False, soft_wrap=True)
+        """One line of its own. Raises OSError where it cannot be written, such as to a full disk."""
+        with naming(Path("standard output")):
+            self._console.print(text, highlight=False, soft_wrap=True)
 
     def step(self, steps: int, loss: float) -> None:
         """So many steps since the beginning, the last with this training loss."""

@@ -47,8 +47,8 @@ def run(app: App, options: Options, comm: Communicator, *, device: torch.device 
         train(_reporting(training, first_step))
         _export(training)
         if skipped := training.replica.optimizer.skipped:
-            training.progress.note(f"{skipped} of {training.steps} steps were skipped: their gradient was not finite")
-        training.progress.note(f"{options.algorithm}: metrics and model in {options.output}")
+            training.note(f"{skipped} of {training.steps} steps were skipped: their gradient was not finite")
+        training.note(f"{options.algorithm}: metrics and model in {options.output}")
 
 
 def _reporting(training: Training, first_step: int) -> Training:
@@ -99,9 +99,9 @@ def _begin(training: Training, device: torch.device) -> int:
         return 0
     step = resume(training.replica, folder, options, comm, steps_per_epoch=training.steps_per_epoch)
     if step is None:
-        training.progress.note(f"{folder.path} holds no checkpoint yet: starting from the beginning")
+        training.note(f"{folder.path} holds no checkpoint yet: starting from the beginning")
         return 0
-    training.progress.note(f"resumed {folder.path} at step {step}")
+    training.note(f"resumed {folder.path} at step {step}")
     return step
 
 
