@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
 from trainer.errors import RunError
+from trainer.shared_memory import remove_left_behind
 
 WORKERS_A_CORE = 8  # more is rather a slip of the finger: each takes a few hundred megabytes and its share of a core
 GRACE = 10.0  # seconds that the workers have to end, after a signal
@@ -42,6 +44,7 @@ def start_workers(module: str, argv: Sequence[str], workers: int, *, oversubscri
         stopped = number
         process.send_signal(number)
 
+    began = time.time()
     before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         process = subprocess.Popen(
@@ -51,6 +54,8 @@ def start_workers(module: str, argv: Sequence[str], workers: int, *, oversubscri
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    if code:
+        remove_left_behind(began)
     if code < 0:
         code = 128 + (stopped or -code)  # as a shell reports death by a signal
     return code
