@@ -47,7 +47,7 @@ def device():
 def communicator():
     group = dist.new_group()
     if BACKEND != "pretend-untagged":
-        return as_communicator(group)
+        return as_communicator(group, transport="nccl" if BACKEND == "nccl" else None)
     tagged = ProcessGroupTransport(Meeting.of(group, "here"))
     line = UntaggedGloo(dist.PrefixStore("line", store_of(group)), group.rank(), group.size(), DEVICE.type)
     return TransportCommunicator(UntaggedTransport(tagged, line))

@@ -26,6 +26,14 @@ def test_one_rank_alone():
         run((_ for _ in [Round(recvs={1: 16})]), comm)
 
 
+def test_a_transport_that_is_not_there():
+    with pytest.raises(ValueError, match="expected 'host' or 'nccl'"):
+        as_communicator(Alone(), transport="tcp")
+    with pytest.raises(ValueError, match="is for a torch process group with NCCL"):
+        as_communicator(Alone(), transport="nccl")
+    assert as_communicator(Alone(), transport="host").size == 1
+
+
 def test_a_communicator_is_itself():
     comm = Alone()
     assert as_communicator(comm) is comm

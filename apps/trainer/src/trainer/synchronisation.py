@@ -8,7 +8,7 @@ selection amplifies the few entries that were sent and learns badly at small den
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from communicators import Communicator
@@ -31,7 +31,7 @@ def dense(options: Options, model: nn.Module, comm: Communicator) -> Distributed
         algorithm="dense",
         wire=options.wire,
         nonfinite=options.nonfinite,
-        **_verification(options),
+        verify=options.verify,
     )
 
 
@@ -56,13 +56,8 @@ def sparse(options: Options, model: nn.Module, comm: Communicator) -> Distribute
         wire=options.wire,
         momentum=options.momentum,
         nonfinite=options.nonfinite,
-        **_verification(options),
+        verify=options.verify,
     )
-
-
-def _verification(options: Options) -> dict[str, Any]:
-    """Only where it is asked for."""
-    return {"verify": options.verify} if options.verify else {}
 
 
 Synchronisation = Callable[["Options", "nn.Module", "Communicator"], "DistributedOptimizer"]

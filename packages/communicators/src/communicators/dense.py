@@ -11,8 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from communicators.errors import CollectiveError
 from communicators.schedule import SLOT_BYTES, Round, Schedule, body, frame, framed_nbytes, powers_of_two
 
+MOST_NBYTES = 1 << 40
+"""Of one rank's part of a gather: a size from a peer is not trusted beyond."""
 RING_NBYTES = 1 << 16
 """From this size on bandwidth counts more than rounds, and P that is no power of two takes the ring."""
 
@@ -109,6 +112,9 @@ def allgather(x: Tensor, rank: int, size: int) -> Schedule[list[Tensor]]:
     mine = torch.tensor([x.numel() * x.dtype.itemsize]).view(torch.uint8)
     sizes = yield from allgather_blocks(mine.to(x.device), [mine.numel()] * size, rank, size)
     nbytes = [int(block.clone().view(torch.int64)) for block in sizes]
+    for source, size_of_one in enumerate(nbytes):
+        if not 0 <= size_of_one <= MOST_NBYTES or size_of_one % x.dtype.itemsize:
+            raise CollectiveError(f"rank {source} says that it has {size_of_one} bytes of {x.dtype} to gather")
     blocks = yield from allgather_blocks(x.view(torch.uint8), nbytes, rank, size)
     return [block.clone().view(x.dtype) for block in blocks]
 

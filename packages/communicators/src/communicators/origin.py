@@ -22,33 +22,39 @@ _LAUNCHERS = {
 }
 
 
-def as_communicator(comm: Any = None, *, timeout: float | None = None) -> Communicator:
+def as_communicator(comm: Any = None, *, timeout: float | None = None, transport: str | None = None) -> Communicator:
     """A communicator for an mpi4py Comm, a torch ProcessGroup, a Communicator (returned as it is), or None.
 
     None: the default process group if it is initialised, else COMM_WORLD if mpi4py.MPI is imported, else one rank.
     All ranks of a group call this together at its first use, because it is duplicated once.
     timeout: what `Communicator.timeout` is from now on, alike on all ranks; so long the first use waits for the others
         too. Default: what a process group was made with, else 300 s, or what was set before.
+    transport: of data on a GPU, for a torch process group at its first use: "host" (default), through host memory, or
+        "nccl", by a NCCL communicator of our own, where that is the group's backend for CUDA. Not yet run on a GPU.
 
     Raises TypeError for anything else, RuntimeError for None under a launcher of several ranks with neither, and
     CollectiveError that names the ranks that did not come to the first use.
     """
-    made = found(comm, patience=timeout)
+    made = found(comm, patience=timeout, transport=transport)
     if timeout is not None:
         made.timeout = timeout
     return made
 
 
-def found(comm: Any, *, patience: float | None) -> Communicator:
+def found(comm: Any, *, patience: float | None, transport: str | None = None) -> Communicator:
     """As `as_communicator`, for a call with a time-out of its own: the first use waits so long, later ones as ever."""
     if patience is not None:
         patience = check_timeout(patience)
+    if transport not in (None, "host", "nccl"):
+        raise ValueError(f"transport is {transport!r}, expected 'host' or 'nccl'")
     if isinstance(comm, Communicator):
+        _refuse_nccl(transport)
         return comm
     if comm is None and dist.is_available() and dist.is_initialized():
         comm = dist.group.WORLD
     if dist.is_available() and isinstance(comm, dist.ProcessGroup):
-        return _from_process_group(comm, patience)
+        return _from_process_group(comm, patience, transport)
+    _refuse_nccl(transport)
     mpi = sys.modules.get("mpi4py.MPI")
     if comm is None:
         return _from_mpi(mpi.COMM_WORLD, mpi, patience) if mpi is not None else _one_rank()
@@ -59,12 +65,17 @@ def found(comm: Any, *, patience: float | None) -> Communicator:
     )
 
 
-def _from_process_group(group: dist.ProcessGroup, patience: float | None) -> Communicator:
+def _refuse_nccl(transport: str | None) -> None:
+    if transport == "nccl":
+        raise ValueError('transport="nccl" is for a torch process group with NCCL for CUDA tensors, at its first use')
+
+
+def _from_process_group(group: dist.ProcessGroup, patience: float | None, transport: str | None) -> Communicator:
     if group.size() == 1:
         return Alone()
     from communicators.process_group import from_process_group
 
-    return from_process_group(group, patience)
+    return from_process_group(group, patience, transport)
 
 
 def _from_mpi(comm: Any, mpi: Any, patience: float | None) -> Communicator:

@@ -1,7 +1,7 @@
 """torch.distributed by point-to-point, on a gloo group of our own with the user's ranks.
 
 Letters travel there too, so that the Store, which one rank holds and which may not answer, is needed to meet only. CUDA
-payloads are staged through pinned host memory, unless the user's backend for them is NCCL (see `nccl`).
+payloads are staged through pinned host memory, unless NCCL is asked for (see `nccl`).
 """
 
 from __future__ import annotations
@@ -46,26 +46,33 @@ TORCH_TIMEOUTS = (default_pg_timeout, default_pg_nccl_timeout)
 _made: weakref.WeakKeyDictionary[Any, TransportCommunicator] = weakref.WeakKeyDictionary()
 
 
-def from_process_group(group: dist.ProcessGroup, patience: float | None = None) -> TransportCommunicator:
+def from_process_group(
+    group: dist.ProcessGroup, patience: float | None = None, transport: str | None = None
+) -> TransportCommunicator:
     """Our communicator for a process group; made once for each. Collective over its ranks at the first use.
 
     Its `timeout` is what the group was made with, TIMEOUT_SECONDS where that is torch's default.
-    patience: seconds that the first use waits for the other ranks, default that `timeout`.
+    patience: seconds that the first use waits for the other ranks, default that `timeout`. transport: "nccl" for data
+    on a GPU by NCCL; ValueError where the group does not use it, or is in use with another one already.
     """
     made = _made.get(group)
+    if made is not None and not made.closed and transport not in (None, made.transport.name):
+        raise ValueError(f"transport={transport!r}, but this process group is in use with {made.transport.name!r}")
     if made is None or made.closed:
         timeout = timeout_of(group)
         waits = timeout if patience is None else patience
-        made = TransportCommunicator(_in_time(lambda: _connected(group, waits), group.rank(), waits))
+        made = TransportCommunicator(_in_time(lambda: _connected(group, waits, transport), group.rank(), waits))
         made.timeout = timeout
         _made[group] = made
     return made
 
 
-def _connected(group: dist.ProcessGroup, patience: float) -> Transport:
+def _connected(group: dist.ProcessGroup, patience: float, transport: str | None) -> Transport:
     place = place_for(group)
+    line = nccl_of(group, place) if transport == "nccl" else None
+    if transport == "nccl" and line is None:
+        raise ValueError('transport="nccl", but the process group does not use NCCL for CUDA tensors: leave it out')
     tagged = ProcessGroupTransport(Meeting.of(group, place), patience)
-    line = nccl_of(group, place)
     return tagged if line is None else UntaggedTransport(tagged, line)
 
 

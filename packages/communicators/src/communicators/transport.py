@@ -75,6 +75,7 @@ class Transport(ABC):
     """Carries rounds and letters between ranks.
 
     threaded: whether another thread may drive it while the caller computes.
+    name: of how data on a GPU travel, "host" or "nccl".
     goodbye_seconds: how long the end of the process waits for other ranks' goodbyes.
     duplicates: how many were made of it.
     """
@@ -85,6 +86,7 @@ class Transport(ABC):
     threaded: bool
     goodbye_seconds: float = math.inf
     duplicates: int = 0
+    name: str = "host"
 
     @abstractmethod
     def post(self, call: Call, action: Round, device: torch.device) -> Pending:

@@ -69,7 +69,7 @@ class UntaggedTransport(Transport):
 
     def __init__(self, tagged: Transport, line: Line) -> None:
         self.rank, self.size, self.device, self.threaded = tagged.rank, tagged.size, tagged.device, tagged.threaded
-        self.goodbye_seconds = tagged.goodbye_seconds
+        self.goodbye_seconds, self.name = tagged.goodbye_seconds, "nccl"
         self.line = line
         self._tagged = tagged
         self._queue: deque[int] = deque()  # numbers of calls that are not over; the first one has its turn
