@@ -254,7 +254,7 @@ class DistributedOptimizer(Optimizer):
             **kept,
             **complete(kept, self._chosen.scheme.parts, zip(self._names, self._trained, strict=True)),
         }
-        wrapped, own["wrapped"] = wrapped_state(self.optimizer)
+        wrapped, own["wrapped"] = wrapped_state(self.optimizer, stepped=self._steps > self.skipped)
         return {**wrapped, KEY: own}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -14,14 +14,14 @@ _HELPERS = "torch.distributed.checkpoint.state_dict"
 _NEW = "new"
 
 
-def wrapped_state(optimizer: Optimizer) -> tuple[dict[str, Any], str | list[str]]:
-    """Its state_dict, and what that holds by parameter.
+def wrapped_state(optimizer: Optimizer, *, stepped: bool) -> tuple[dict[str, Any], str | list[str]]:
+    """Its state_dict, and what that holds by parameter. stepped: it has all the state that it will have.
 
     torch.distributed.checkpoint loads only what it finds, and a new optimizer has no state yet. So of a new one it is
     what it will have after a step, to be loaded into, and said to be `_NEW`, to be left out where it was not.
     """
     state = optimizer.state_dict()
-    if state["state"]:
+    if state["state"] or stepped:
         return state, _held(state)
     return {**state, "state": _foreseen(optimizer)}, _NEW
 
