@@ -160,13 +160,14 @@ def test_a_finished_run_is_neither_overwritten_nor_invented(app: App, options: C
     with pytest.raises(AgreedError, match="holds no run to resume"):
         train(app, options(resume="latest"), 2)
     train(app, options(), 2)
-    bystander = options().output / "notes.txt"
-    bystander.write_text("mine")
+    bystanders = [options().output / "notes.txt", options().output / "checkpoints" / "notes.txt"]
+    for bystander in bystanders:
+        bystander.write_text("mine")
     with pytest.raises(AgreedError, match="already holds a run"):
         train(app, options(), 2)
     train(app, options(overwrite=True, max_epochs=1), 2)
     assert len(read_metrics(options().output / "metrics.jsonl")) == 1
-    assert bystander.exists()
+    assert [bystander.read_text() for bystander in bystanders] == ["mine", "mine"]
 
 
 def test_a_longer_run_at_a_constant_rate_goes_on_where_it_ended(

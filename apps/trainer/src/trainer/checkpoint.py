@@ -10,6 +10,7 @@ Only folders with such a name are checkpoints; whatever else lies there is left 
 import json
 import os
 import zipfile
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -87,6 +88,13 @@ class Checkpoints:
         found = self.complete()
         for folder in found[found.index(chosen) + 1 :]:
             remove_folder(folder, first=NAME)
+
+    def delete(self) -> None:
+        """Delete all checkpoints, complete or not, and nothing else that may lie there."""
+        for folder in self._folders():
+            remove_folder(folder, first=NAME)
+        with suppress(OSError):  # there is none, or it holds something else
+            self.path.rmdir()
 
     def _prune(self) -> None:
         kept = self.complete()[-KEPT:]

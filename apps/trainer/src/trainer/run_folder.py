@@ -9,7 +9,6 @@ OUTPUT/lock             while a run writes there (see `trainer.folder_lock`)
 
 import json
 import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,8 +69,6 @@ class RunFolder:
 
     def _delete_run(self) -> None:
         """Delete what a run writes and nothing else that may lie in the folder."""
-        for path in self._written:
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+        self.checkpoints.delete()
+        for file in (self.metrics.path, self.model, self.config):
+            file.unlink(missing_ok=True)
