@@ -64,9 +64,15 @@ def train_behind_a_link_that_goes_dark(world, native, dark, tmp_path):
     return {int(rank): (float(when) - since[0], reason) for rank, when, reason in lines}, ended
 
 
-@pytest.mark.parametrize("native", ["native", "ours"])
-@pytest.mark.parametrize("dark", [0, 2])
-@pytest.mark.parametrize("world", ["gloo", pytest.param("mpi", marks=pytest.mark.mpi)])
+@pytest.mark.parametrize(
+    ("world", "native", "dark"),
+    [
+        ("gloo", "native", 0),
+        ("gloo", "ours", 2),
+        pytest.param("mpi", "native", 2, marks=pytest.mark.mpi),
+        pytest.param("mpi", "ours", 0, marks=pytest.mark.mpi),
+    ],
+)
 def test_every_rank_raises_in_time_and_ends(world, native, dark, tmp_path):
     """Rank 0 holds the Store, and is the arbiter."""
     errors, ended = train_behind_a_link_that_goes_dark(world, native, dark, tmp_path)
@@ -105,8 +111,10 @@ except CollectiveError as error:
 """
 
 
-@pytest.mark.parametrize("algorithm", ["dense", "topk-dsa", "spardl"])
-@pytest.mark.parametrize("world", ["gloo", pytest.param("mpi", marks=pytest.mark.mpi)])
+@pytest.mark.parametrize(
+    ("world", "algorithm"),
+    [("gloo", "topk-dsa"), ("gloo", "spardl"), pytest.param("mpi", "dense", marks=pytest.mark.mpi)],
+)
 def test_flipped_bits_never_make_ranks_differ(world, algorithm, tmp_path):
     """In one of forty large packets. Totals are compared up to the error, which all ranks raise."""
     script = tmp_path / "sums.py"
