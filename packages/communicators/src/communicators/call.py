@@ -110,7 +110,8 @@ class Call:
         And a checksum of the rest, but for payloads on a device: the host would have to read them.
         """
         if payload.is_cpu:
-            _STAMP.pack_into(_memory(payload), 0, *self._header(self.rank, payload))
+            memory = _memory(payload)
+            _STAMP.pack_into(memory, 0, *self._header(self.rank, payload.numel(), memory))
         else:
             payload[:SLOT_BYTES].copy_(self._slot(self.rank, payload), non_blocking=True)
 
@@ -131,8 +132,9 @@ class Call:
                 f"message too short: rank {source} sent {payload.numel()} bytes, rank {self.rank} expects {capacity} "
                 f"in round {self.turn} of {self.facts}; where sizes depend on data, say Round(..., bounded=True)"
             )
-        found = _STAMP.unpack_from(_memory(payload), 0) if payload.numel() >= SLOT_BYTES else None
-        expected = self._header(source, payload)
+        memory = _memory(payload)
+        found = _STAMP.unpack_from(memory, 0) if len(memory) >= SLOT_BYTES else None
+        expected = self._header(source, payload.numel(), memory if payload.is_cpu else None)
         if found is not None and found[0] != expected[0] and found[1:] == expected[1:]:
             raise CollectiveError(
                 f"corrupted message: what rank {self.rank} got from rank {source} in round {self.turn} of {self.facts} "
@@ -156,11 +158,13 @@ class Call:
             raise CollectiveError(f"corrupted header: rank {self.rank} got a message of another call in {self.facts}")
 
     def _slot(self, sender: int, payload: Tensor) -> Tensor:
-        return torch.frombuffer(bytearray(_STAMP.pack(*self._header(sender, payload))), dtype=torch.uint8)
+        header = self._header(sender, payload.numel(), _memory(payload) if payload.is_cpu else None)
+        return torch.frombuffer(bytearray(_STAMP.pack(*header)), dtype=torch.uint8)
 
-    def _header(self, sender: int, payload: Tensor) -> tuple[int, int, int, int]:
-        check = checksum(_memory(payload)[SLOT_BYTES:]) if payload.is_cpu else 0
-        return self._hash(0) ^ check, self.number, sender, payload.numel()
+    def _header(self, sender: int, nbytes: int, memory: memoryview | None) -> tuple[int, int, int, int]:
+        """memory: the payload's, None where it cannot be read: it has no checksum then."""
+        check = 0 if memory is None else checksum(memory[SLOT_BYTES:])
+        return self._hash(0) ^ check, self.number, sender, nbytes
 
     def _hash(self, sequence: int) -> int:
         facts = self.facts if self.counted else "agreement"
