@@ -224,6 +224,17 @@ def verified_under_ddp():
             run.step(5)
 
 
+def names_of_another_model():
+    """What is kept would be saved under names that nobody finds again."""
+    for named in (nn.Linear(3, 2).named_parameters(), [("weight", None)]):
+        module = nn.Linear(3, 2)
+        ddp = DistributedDataParallel(module)
+        named = [(name, module.weight if p is None else p) for name, p in named]
+        ddp.register_comm_hook(SparseHookState(named_parameters=named), sparse_hook)
+        with pytest.raises(RuntimeError, match="that is not among named_parameters: give those of the module"):
+            ddp(torch.ones(1, 3)).sum().backward()
+
+
 def python_reducer():
     """DDP then gives the hook a tuple and takes nothing back."""
     module = nn.Linear(3, 2)
@@ -244,6 +255,7 @@ CASES = [
     by_dcp_on_other_ranks,
     verified,
     verified_under_ddp,
+    names_of_another_model,
     python_reducer,
 ]
 

@@ -98,6 +98,12 @@ def test_tensors_of_unlike_shapes_are_refused():
         SimulatedWorld(2).run(lambda comm: allreduce(torch.ones((2, 3) if comm.rank else (3, 2)), comm))
 
 
+@pytest.mark.parametrize("native", [True, False])
+def test_a_mean_is_no_sum(native):
+    with pytest.raises(CollectiveError, match=r"rank 0 calls allreduce.*rank 1 calls mean by allreduce"):
+        SimulatedWorld(2).run(lambda c: allreduce(torch.ones(3), c, average=c.rank == 1, native=native))
+
+
 @given(size=st.sampled_from([1, 2, 3, 5, 8]), numel=st.sampled_from([1, 5, 40_000]))
 def test_a_background_sum_is_of_what_was_given_when_it_was_called(size, numel):
     def body(comm):

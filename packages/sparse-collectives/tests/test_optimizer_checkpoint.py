@@ -158,6 +158,7 @@ def test_states_that_do_not_belong_together(choose, size):
         (1, lambda state: None, "of 2 ranks, but there are 1 now.*reshard_residuals"),
         (2, lambda state: state["distributed"].update(rank=1), "the state of rank 1 given to rank 0"),
         (2, lambda state: state.pop("distributed"), "expected one of a DistributedOptimizer"),
+        (2, lambda state: state["distributed"].pop("rank"), r"the state lacks \['rank'\]: it was cut"),
         (
             2,
             lambda state: state["distributed"]["residuals"].pop("a"),

@@ -76,7 +76,8 @@ def _expected_tensors(replica: Replica, options: Options, step: int, *, skipped:
     stepped = options.momentum > 0 and options.algorithm not in SPARSE and step != skipped
     return {
         "state": {i: {"momentum_buffer": p} for i, p in enumerate(trained) if stepped and _is_trained(p)},
-        "distributed": own | {"residuals": wide, "velocities": wide if options.momentum else {}},
+        # What SGD holds by parameter, as a list, or that it has taken no step; its keys were looked at above.
+        "distributed": own | {"residuals": wide, "velocities": wide if options.momentum else {}, "wrapped": None},
     }
 
 

@@ -80,6 +80,8 @@ def _check_wire(given: Namespace) -> None:
 def _check_output(given: Namespace) -> None:
     if given.resume and given.overwrite:
         raise RunError("--resume goes on with a run and --overwrite deletes it: give one of them")
+    if given.output is not None and not given.output.name:
+        raise RunError(f"--output {str(given.output)!r} names no folder: give one of its own, or leave --output out")
     if given.tensorboard and find_spec("tensorboard") is None:
         raise RunError("--tensorboard needs the tensorboard package: pip install tensorboard")
 

@@ -18,10 +18,11 @@ def allreduce(tensor: Tensor, comm: Communicator, *, average: bool = False, nati
     _check(tensor)
     if average and not (tensor.is_floating_point() or tensor.is_complex()):
         raise TypeError(f"the mean of {tensor.dtype} is not exact: convert to a float dtype or use average=False")
-    total = comm.native_allreduce(tensor) if native else None
+    facts = _facts("mean by allreduce" if average else "allreduce", tensor)
+    total = comm.native_allreduce(tensor, facts=facts) if native else None
     if total is None:
         schedule = dense.allreduce(_flat(tensor), comm.rank, comm.size)
-        total = run(schedule, comm, facts=_facts("allreduce", tensor), device=tensor.device)
+        total = run(schedule, comm, facts=facts, device=tensor.device)
     total = total.view(tensor.shape)
     return total.div_(comm.size) if average else total
 

@@ -119,9 +119,9 @@ class Communicator(ABC):
         Raises RuntimeError while a started call of this rank is under way, TimeoutError if a rank does not come.
         """
 
-    def native_allreduce(self, tensor: Tensor) -> Tensor | None:
+    def native_allreduce(self, tensor: Tensor, *, facts: str) -> Tensor | None:
         """The transport's own sum over ranks, out of place; None where it has none for this tensor."""
-        del tensor
+        del tensor, facts
         return None
 
 

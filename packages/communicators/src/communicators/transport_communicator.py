@@ -81,13 +81,12 @@ class TransportCommunicator(Communicator):
         """Seconds, monotonic."""
         return time.perf_counter()
 
-    def native_allreduce(self, tensor: Tensor) -> Tensor | None:
+    def native_allreduce(self, tensor: Tensor, *, facts: str) -> Tensor | None:
         """See `Communicator.native_allreduce`; counted as the 2(P − 1)/P of its bytes that the best algorithms send."""
         if not self.transport.can_sum(tensor):
             return None
         total = tensor.detach().clone(memory_format=torch.contiguous_format)
-        facts = f"native allreduce(shape={tuple(tensor.shape)}, {tensor.dtype})"
-        self.run(self._native_sum(total), facts=facts, timeout=self.timeout, device=tensor.device)
+        self.run(self._native_sum(total), facts=f"native {facts}", timeout=self.timeout, device=tensor.device)
         self.count(2 * total.numel() * total.dtype.itemsize * (self.size - 1) // self.size, messages=1)
         return total
 

@@ -67,7 +67,8 @@ def sparse_allreduce(
     sparse: this rank's vector, float32 or float64. Fewer than k entries are filled up with explicit zeros at the lowest
         unused indices; of more, the k largest are sent, and the others are in `dropped`. Or a dense NumPy array or
         tensor of floats, of the same shape and dtype on every rank: its k largest entries are sent, by "dense" all of
-        it, and total and dropped are dense, of its kind, shape and dtype.
+        it, and total and dropped are dense, of its kind, shape and dtype; of 16-bit floats in float32, so that nothing
+        is lost by rounding.
     comm: whatever `communicators.as_communicator` takes: an mpi4py or torch group, or a simulated world's communicator.
     k: the most entries that a rank may contribute. numel, dtype, k and algorithm must be the same on every rank.
         Left out where "dense" sums an array. ("auto" needs it; where that takes "dense", all of an array is summed.)
@@ -75,7 +76,8 @@ def sparse_allreduce(
         call with these numel, k and dtype; it remembers that in `state`, {} at first.
     options: the algorithm's own settings, such as {"teams": 2} for "spardl"; the same on every rank. "auto" chooses
         them too.
-    state: what the algorithm keeps between calls, from its `initial_state()`; changed in place.
+    state: what the algorithm keeps between calls: {} for "auto", else from its `ALGORITHMS[name].initial_state()`, where
+        that is not None; changed in place.
     wire: a name in `WIRES`, the same on every rank: "fp32" (values as they are, int32 indices), or fewer bytes, as
         "bf16-packed"; what that rounds off is in `dropped`. float32 only, and not for "dense".
     timeout: seconds to wait for late ranks, default `comm.timeout`.

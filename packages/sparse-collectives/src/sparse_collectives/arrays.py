@@ -23,14 +23,18 @@ FLOATS = (np.float16, np.float32, np.float64)
 
 @dataclass(frozen=True, slots=True)
 class DenseReduction(Generic[Array]):
-    """A `Reduction` as dense arrays in the shape, dtype and kind (NumPy or torch) of what was given."""
+    """A `Reduction` as dense arrays in the shape and kind (NumPy or torch) of what was given.
+
+    In its dtype too, but for 16-bit floats, which are summed in float32 and given back in it: rounding them here would
+    lose what no residual has.
+    """
 
     total: Array
     dropped: Array
 
 
 class Form(NamedTuple):
-    """Shape, dtype and kind of an array, as they are now."""
+    """Shape, dtype and kind of an array, as they are now. Ranks must share all three."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -39,7 +43,7 @@ class Form(NamedTuple):
     def made_of(self, flat: Tensor) -> Any:
         """The elements in this form."""
         shaped = flat.view(self.shape)
-        return shaped.to(self.dtype) if self.is_tensor else shaped.numpy().astype(self.dtype, copy=False)
+        return shaped if self.is_tensor else shaped.numpy()
 
 
 def is_array(given: object) -> bool:

@@ -38,6 +38,8 @@ def check_place(state: Mapping[str, Any], rank: int, size: int) -> Mapping[str, 
             f"a state with the keys {sorted(map(str, state))} given, expected one of a DistributedOptimizer or of a "
             f"SparseHookState, with {KEY!r}; give a plain optimizer's state to the wrapped optimizer"
         )
+    if lacking := [key for key in ("rank", "world_size", "algorithm", "algorithm_state") if key not in state[KEY]]:
+        raise ValueError(f"the state lacks {lacking}: it was cut, or is no state of a distributed optimizer or hook")
     own = _whole(state[KEY])
     if own["world_size"] != size:
         raise ValueError(

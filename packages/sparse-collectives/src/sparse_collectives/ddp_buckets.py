@@ -17,6 +17,7 @@ class Buckets:
 
     def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
         self.names = [name for name, _ in named]
+        self._all_are_named = bool(named)
         self._positions = {id(p): position for position, (_, p) in enumerate(named)}
         self._parameters = [p for _, p in named]  # kept, so that no id is used twice
         self._known: dict[tuple[int, ...], Bucket] = {}
@@ -42,6 +43,11 @@ class Buckets:
 
     def _position(self, parameter: Tensor) -> int:
         if id(parameter) not in self._positions:
+            if self._all_are_named:
+                raise ValueError(
+                    f"DDP brings a parameter of shape {tuple(parameter.shape)} that is not among named_parameters: "
+                    "give those of the module that DDP wraps, all of them"
+                )
             self._positions[id(parameter)] = len(self.names)
             self.names.append(numbered(len(self.names)))
             self._parameters.append(parameter)

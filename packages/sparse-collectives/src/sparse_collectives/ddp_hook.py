@@ -48,10 +48,11 @@ class SparseHookState:
         the scaler skips by optimizer. Without a scaler, a gradient that is not finite is an error on every rank that
         names rank and parameter. As DDP raises what a hook raises, it comes out of backward() as a RuntimeError that
         holds the CollectiveError's text.
-    named_parameters: of the module, so that errors and checkpoints name parameters; without them they are numbered in
-        the order in which DDP first brings them, and a new state is no template for torch.distributed.checkpoint.
-    verify: every so many steps the ranks compare a hash of the parameters, and where they differ it is an error on
-        every rank that says who and where; None or 0: never.
+    named_parameters: of the module, all of them, so that errors and checkpoints name parameters; without them they are
+        numbered in the order in which DDP first brings them, and a new state is no template for
+        torch.distributed.checkpoint.
+    verify: every so many steps the ranks compare a hash of the parameters (those that DDP brings; with named_parameters
+        all of them), and where they differ it is an error on every rank that says who and where; None or 0: never.
 
     DDP may cut its buckets anew (it does after the first step): residuals follow their parameters. A parameter whose
     gradient is all zeros on this rank (unused) is left out of the selection, and its residual waits, because DDP

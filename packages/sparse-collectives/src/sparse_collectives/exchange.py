@@ -189,7 +189,7 @@ class Exchange:
     def _sum(self, transfer: Transfer, bucket: Bucket) -> Checked:
         """The plain sum, by the transport where it has one."""
         assert transfer.summed is not None
-        total = self.comm.native_allreduce(transfer.summed)
+        total = self.comm.native_allreduce(transfer.summed, facts=f"{transfer.facts} in {self._place}")
         if total is None:
             return self._launch(transfer, bucket).wait()
         if self._nonfinite != "raise" or is_finite(total):

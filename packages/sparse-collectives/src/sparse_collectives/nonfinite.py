@@ -68,7 +68,7 @@ def first_nonfinite(tensor: Tensor) -> int:
 
 
 def _error(culprits: Sequence[int], names: Sequence[str]) -> CollectiveError:
-    how_to_skip = "with nonfinite='skip' (DistributedOptimizer) or by giving a grad_scaler (SparseHookState)"
+    how_to_skip = "with nonfinite='skip' (DistributedOptimizer; --nonfinite skip) or a grad_scaler (SparseHookState)"
     for rank, position in enumerate(culprits):
         if position >= 0:
             return CollectiveError(

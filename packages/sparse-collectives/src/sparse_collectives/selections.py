@@ -106,10 +106,14 @@ class Selections:
             raise ValueError("the state was saved with another momentum setting: with momentum there are velocities")
         if ("compressor" in state) != isinstance(self._compressor, StatefulCompressor):
             raise ValueError(f"the state was saved with another compressor than {self._compressor}")
+        states = copy.deepcopy(dict(state["algorithm_state"]))
+        if self._entry.check_state is not None:
+            for kept in states.values():
+                self._entry.check_state(kept)
         if isinstance(self._compressor, StatefulCompressor):
             self._compressor.load_state_dict(dict(state["compressor"]))
         self._feedback = self._new_feedback()
-        self._states, self._before = copy.deepcopy(dict(state["algorithm_state"])), {}
+        self._states, self._before = states, {}
 
     def _new_feedback(self) -> ErrorFeedback:
         return ErrorFeedback(self._compressor, momentum=self._momentum, tentative=self._tentative)
