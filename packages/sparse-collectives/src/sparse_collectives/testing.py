@@ -185,7 +185,8 @@ def _check_rounds(entry: Algorithm, size: int) -> None:
 
     def call(comm: Communicator) -> int:
         rounds: list[int] = []
-        schedule = entry.schedule(topk(torch.ones(numel), k), comm.rank, size, k)
+        kept = {} if entry.initial_state is None else {"state": entry.initial_state()}
+        schedule = entry.schedule(topk(torch.ones(numel), k), comm.rank, size, k, **kept)
         run(counted(schedule, rounds), comm, facts="counted")
         return sum(rounds)
 
