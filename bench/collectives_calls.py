@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from communicators import Communicator, Round, Schedule, run
 from communicators.schedule import Received
-from sparse_collectives.algorithms import Algorithm
+from sparse_collectives import Algorithm
 from sparse_collectives.allreduce import prepare
 from sparse_compress import ErrorFeedback, TopK
 

@@ -15,6 +15,7 @@ from sparse_collectives.wire import WIRES as KNOWN_WIRES
 from trainer.app import App
 from trainer.errors import RunError
 from trainer.flags import parse
+from trainer.literals import literal_dict
 from trainer.synchronisation import DENSE_WIRES, SYNCHRONISATIONS, WIRES
 
 
@@ -81,9 +82,17 @@ def test_tensorboard_is_asked_for_only_where_it_is(app: App, monkeypatch: pytest
 
 
 def test_every_sparse_algorithm_can_be_trained_with() -> None:
-    assert set(ALGORITHMS) <= set(SYNCHRONISATIONS)
+    assert list(ALGORITHMS) == list(SYNCHRONISATIONS)
     assert list(KNOWN_WIRES) == list(WIRES)
     assert list(KNOWN_DENSE_WIRES) == list(DENSE_WIRES)
+
+
+def test_a_new_line_in_the_table_is_a_new_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "__init__.py").write_text("raise ImportError('only read')")
+    (tmp_path / "mine" / "algorithms.py").write_text('ALGORITHMS: dict[str, object] = {"dense": f(1), "new": f(2)}')
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert literal_dict("algorithms", "ALGORITHMS", package="mine") == ["dense", "new"]
 
 
 def test_flags_are_checked_before_anything_heavy_is_imported() -> None:

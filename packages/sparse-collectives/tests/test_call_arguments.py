@@ -20,7 +20,7 @@ WRONG = [
     ({"algorithm": 3}, TypeError, "algorithm is 3, expected a name: dense, topk-allgather"),
     ({"algorithm": ["gtopk"]}, TypeError, r"algorithm is \['gtopk'\]"),
     ({"algorithm": None}, TypeError, "algorithm is None"),
-    ({"algorithm": ALGORITHMS["gtopk"]}, TypeError, "expected a name"),
+    ({"algorithm": ALGORITHMS["gtopk"].schedule}, TypeError, "or an Algorithm of your own"),
     ({"algorithm": np.array(["gtopk", "dense"])}, TypeError, "expected a name"),
     ({"wire": 16}, TypeError, "wire is 16, expected a name: fp32, bf16"),
     ({"wire": ["bf16"]}, TypeError, r"wire is \['bf16'\]"),

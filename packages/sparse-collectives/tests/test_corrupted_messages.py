@@ -96,7 +96,7 @@ def test_a_damaged_message_is_a_result_or_an_error(name, wire):
     assert refused or name == "dense"  # whose bytes are all values
 
 
-@pytest.mark.parametrize("name", ["gtopk", "topk-allgather", "topk-dsa", "spardl", "oktopk"])
+@pytest.mark.parametrize("name", [name for name, entry in ALGORITHMS.items() if entry.compresses])
 def test_the_error_names_the_rank_that_it_came_from(name):
     """Indices that decrease, in the last message that rank 0 gets: from rank 1."""
 

@@ -3,10 +3,19 @@
 from pathlib import Path
 
 import torch
-from sparse_collectives.algorithms import ALGORITHMS, algorithm_named
+from sparse_collectives.algorithms import algorithm_named
 
-COLUMNS = [(name, {}) for name in ALGORITHMS] + [("spardl", {"teams": 2})]
 README = Path(__file__).parent.parent / "README.md"
+HEADER = next(line for line in README.read_text().splitlines() if line.startswith("| P | "))
+
+
+def column(title):
+    """A name, and its options as key=value."""
+    name, *options = title.split()
+    return name, {key: int(value) for key, value in (option.split("=") for option in options)}
+
+
+COLUMNS = [column(title) for title in HEADER.strip("| ").split(" | ")[1:]]
 
 
 def cell(size, name, options):

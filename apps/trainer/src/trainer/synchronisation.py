@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from trainer.literals import literal_dict
+
 if TYPE_CHECKING:
     from communicators import Communicator
     from sparse_collectives import DistributedOptimizer
@@ -61,7 +63,7 @@ def sparse(options: Options, model: nn.Module, comm: Communicator) -> Distribute
 
 
 Synchronisation = Callable[["Options", "nn.Module", "Communicator"], "DistributedOptimizer"]
-SPARSE = ("topk-allgather", "topk-dsa", "gtopk", "oktopk", "spardl")
-DENSE_WIRES = ("fp32", "bf16", "fp16")
-WIRES = (*DENSE_WIRES, "int8", "fp32-packed", "bf16-packed", "fp16-packed", "int8-packed")
+SPARSE = tuple(name for name in literal_dict("algorithms", "ALGORITHMS") if name != "dense")
+DENSE_WIRES = tuple(literal_dict("dense_wire", "DENSE_WIRES"))
+WIRES = tuple(literal_dict("wire", "WIRES"))
 SYNCHRONISATIONS: dict[str, Synchronisation] = {"dense": dense, **dict.fromkeys(SPARSE, sparse)}

@@ -2,73 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from communicators.schedule import Schedule
-from sparse_compress import SparseVector
 from sparse_compress.arguments import integer
-from torch import Tensor
 
+from sparse_collectives.algorithm import Algorithm
 from sparse_collectives.dense import dense, dense_sent
 from sparse_collectives.gtopk import gtopk, gtopk_merged, gtopk_sent
 from sparse_collectives.oktopk import check_oktopk, check_oktopk_state, oktopk, oktopk_select, oktopk_state
 from sparse_collectives.oktopk_traffic import oktopk_merged, oktopk_sent, oktopk_typical
-from sparse_collectives.reduction import Reduction
 from sparse_collectives.spardl import check_spardl, check_spardl_state, spardl, spardl_select, spardl_state
 from sparse_collectives.spardl_traffic import spardl_merged, spardl_sent, spardl_typical, spardl_variants
-from sparse_collectives.state import State
 from sparse_collectives.topk_allgather import topk_allgather, topk_allgather_merged, topk_allgather_sent
 from sparse_collectives.topk_dsa import topk_dsa, topk_dsa_merged, topk_dsa_sent, topk_dsa_typical
-from sparse_collectives.traffic import Traffic
 from sparse_collectives.wire import PLAIN, Wire
-
-
-@dataclass(frozen=True, slots=True)
-class Algorithm:
-    """What the rest of the package asks of an algorithm.
-
-    schedule: (sparse, rank, size, k, *, cost=None) -> Schedule[Reduction], with sparse of exactly min(k, n) entries;
-        one that has `initial_state` takes `state=` too.
-    sent: (rank, size, k, numel, dtype) -> Traffic of a call without a state: the exact expression, or, where `exact` is
-        False because it depends on what the ranks hold, the most that it can be.
-    typical: where that is something else than `sent`, what a call in the midst of training sends if every rank selects
-        at random; predictions are based on it.
-    merged: (rank, size, k, numel) -> entries that the rank merges, as `schedule` tells its `cost`; typically, where
-        that depends on the data.
-    select: where the algorithm prescribes what is sent, (like, rank, size, k, state) -> the selection of the next call,
-        a function from what has accumulated, 1-D, to a SparseVector; like: a tensor of the gradient's numel and dtype.
-        Neither changes the state.
-    initial_state: the state before the first call, where there is one.
-    check_state: raises ValueError for a dict that is no state of it.
-    compresses: whether a gradient is selected from before it is sent, and so leaves a residual. Schedule, sent and
-        typical then take `wire=`, how vectors travel, where that is not as they are.
-    options: its own settings, with their defaults, whose types they have; schedule, sent and select take them as
-        keywords.
-    check: (size, **options), raises ValueError for settings that do not fit.
-    variants: (size) -> the settings among which predictions look for the best; default: none but the defaults.
-    """
-
-    schedule: Callable[..., Schedule[Reduction]]
-    sent: Callable[..., Traffic]
-    select: Callable[..., Callable[[Tensor], SparseVector]] | None = None
-    initial_state: Callable[[], State] | None = None
-    check_state: Callable[[State], None] | None = None
-    compresses: bool = True
-    merged: Callable[..., int] | None = None
-    typical: Callable[..., Traffic] | None = None
-    exact: bool = True
-    options: Mapping[str, Any] = field(default_factory=dict)
-    check: Callable[..., None] | None = None
-    variants: Callable[[int], Sequence[Mapping[str, Any]]] = lambda size: [{}]
-
-    @property
-    def settings(self) -> list[str]:
-        """The options as text, which all ranks must share."""
-        return [f"{key}={value}" for key, value in self.options.items()]
-
 
 ALGORITHMS: dict[str, Algorithm] = {
     "dense": Algorithm(dense, dense_sent, compresses=False),
@@ -102,21 +52,47 @@ ALGORITHMS: dict[str, Algorithm] = {
 }
 
 
-def algorithm_named(name: str, options: Mapping[str, Any] | None = None, *, size: int, wire: Wire = PLAIN) -> Algorithm:
-    """The algorithm of that name for `size` ranks, with its options and its wire set.
+AUTO = "auto"
+"""No algorithm: takes one of them."""
+
+
+def known(algorithm: object) -> Algorithm:
+    """The algorithm of that name, or one's own, with its name set.
+
+    Raises ValueError that lists the known names, and for one's own whose name stands for another; TypeError for what is
+    neither.
+    """
+    if isinstance(algorithm, str):
+        if algorithm not in ALGORITHMS:
+            raise ValueError(f"unknown algorithm {algorithm!r}; known: {', '.join([*ALGORITHMS, AUTO])}")
+        return replace(ALGORITHMS[algorithm], name=algorithm)
+    if not isinstance(algorithm, Algorithm):
+        raise TypeError(
+            f"algorithm is {algorithm!r}, expected a name: {', '.join([*ALGORITHMS, AUTO])}; "
+            "or an Algorithm of your own"
+        )
+    for name, entry in ALGORITHMS.items():
+        if entry is algorithm:
+            return replace(entry, name=name)
+    _check_own(algorithm)
+    return replace(algorithm, name=_own_name(algorithm))
+
+
+def algorithm_named(
+    algorithm: str | Algorithm, options: Mapping[str, Any] | None = None, *, size: int, wire: Wire = PLAIN
+) -> Algorithm:
+    """The algorithm of that name, or one's own, for `size` ranks, with its name, its options and its wire set.
 
     Raises ValueError that lists the known names or options, and for values that do not fit; TypeError for what is no
-    name, and for options of another type than their defaults.
+    algorithm, and for options of another type than their defaults.
     """
-    if not isinstance(name, str):
-        raise TypeError(f"algorithm is {name!r}, expected a name: {', '.join(ALGORITHMS)}")
-    if name not in ALGORITHMS:
-        raise ValueError(f"unknown algorithm {name!r}; known: {', '.join(ALGORITHMS)}")
+    entry = known(algorithm)
     check_are_options(options)
-    entry = ALGORITHMS[name]
-    settings = _settings(name, entry.options, options or {})
+    settings = _settings(entry.name, entry.options, options or {})
     if entry.check is not None:
         entry.check(size, **settings)
+    if wire is not PLAIN:
+        check_takes_wire(entry)
     sending = settings if wire is PLAIN else {**settings, "wire": wire}
     return replace(
         entry,
@@ -125,8 +101,17 @@ def algorithm_named(name: str, options: Mapping[str, Any] | None = None, *, size
         typical=None if entry.typical is None else partial(entry.typical, **sending),
         merged=None if entry.merged is None else partial(entry.merged, **settings),
         select=None if entry.select is None else partial(entry.select, **settings),
+        reference=None if entry.reference is None else partial(entry.reference, **settings),
         options=settings,
     )
+
+
+def check_takes_wire(entry: Algorithm) -> None:
+    """Raises ValueError for an algorithm that sends vectors only as they are."""
+    if not entry.takes_wire:
+        raise ValueError(
+            f"{entry.name} sends vectors as they are, because its schedule takes no wire=: leave wire at 'fp32'"
+        )
 
 
 def check_are_options(options: object) -> None:
@@ -149,3 +134,27 @@ def _like(default: Any, value: Any, key: str) -> Any:
     if isinstance(default, (str, bool)) and not isinstance(value, type(default)):
         raise TypeError(f"{key} is {value!r}, expected a {type(default).__name__}, as {default!r}, the default")
     return value
+
+
+def _own_name(own: Algorithm) -> str:
+    """Raises TypeError or ValueError where there is none, or it is another's."""
+    name = own.name or getattr(own.schedule, "__name__", "")
+    if not isinstance(name, str):
+        raise TypeError(f"an Algorithm's name is {name!r}, expected text")
+    if not name or name == "<lambda>":
+        raise ValueError(f"the Algorithm of {own.schedule!r} has no name: give it one, Algorithm(..., name='mine')")
+    if name in ALGORITHMS or name == AUTO:
+        raise ValueError(f"the name of your Algorithm is {name!r}, which is another's: give it one of its own, name=")
+    return name
+
+
+def _check_own(own: Algorithm) -> None:
+    """Raises TypeError or ValueError for an Algorithm that cannot be called."""
+    for part in ("schedule", "sent"):
+        if not callable(getattr(own, part)):
+            raise TypeError(f"an Algorithm's {part} is {getattr(own, part)!r}, expected a function")
+    if not own.compresses:
+        raise ValueError(
+            "an Algorithm of your own has compresses=False, but whole gradients are summed by 'dense' only: leave it "
+            "out, or write a collective for communicators.run"
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from typing import Any, overload
 
 import torch
@@ -12,7 +12,8 @@ from communicators.schedule import Schedule
 from sparse_compress import SparseVector, add, merge, topk
 from sparse_compress.arguments import integer
 
-from sparse_collectives.algorithms import ALGORITHMS
+from sparse_collectives.algorithm import Algorithm
+from sparse_collectives.algorithms import AUTO, known
 from sparse_collectives.arrays import Array, DenseReduction, densified, flat_of, form_of, is_array, summed
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.settled import Settled, settled
@@ -25,7 +26,7 @@ def sparse_allreduce(
     comm: Any,
     *,
     k: int,
-    algorithm: str = ...,
+    algorithm: str | Algorithm = ...,
     options: Mapping[str, Any] | None = ...,
     state: State | None = ...,
     wire: str = ...,
@@ -39,7 +40,7 @@ def sparse_allreduce(
     comm: Any,
     *,
     k: int | None = ...,
-    algorithm: str = ...,
+    algorithm: str | Algorithm = ...,
     options: Mapping[str, Any] | None = ...,
     state: State | None = ...,
     wire: str = ...,
@@ -52,7 +53,7 @@ def sparse_allreduce(
     comm: Any,
     *,
     k: int | None = None,
-    algorithm: str = "gtopk",
+    algorithm: str | Algorithm = "gtopk",
     options: Mapping[str, Any] | None = None,
     state: State | None = None,
     wire: str = "fp32",
@@ -72,8 +73,8 @@ def sparse_allreduce(
     comm: whatever `communicators.as_communicator` takes: an mpi4py or torch group, or a simulated world's communicator.
     k: the most entries that a rank may contribute. numel, dtype, k and algorithm must be the same on every rank.
         Left out where "dense" sums an array. ("auto" needs it; where that takes "dense", all of an array is summed.)
-    algorithm: a name in `ALGORITHMS`, or "auto": what is predicted to be fastest on these ranks, measured in the first
-        call with these numel, k and dtype; it remembers that in `state`, {} at first.
+    algorithm: a name in `ALGORITHMS`, an `Algorithm` of one's own, or "auto": what is predicted to be fastest on these
+        ranks, measured in the first call with these numel, k and dtype; it remembers that in `state`, {} at first.
     options: the algorithm's own settings, such as {"teams": 2} for "spardl"; the same on every rank. "auto" chooses
         them too.
     state: what the algorithm keeps between calls: {} for "auto", else from its `ALGORITHMS[name].initial_state()`, where
@@ -98,7 +99,7 @@ def sparse_allreduce_async(
     comm: Any,
     *,
     k: int,
-    algorithm: str = ...,
+    algorithm: str | Algorithm = ...,
     options: Mapping[str, Any] | None = ...,
     state: State | None = ...,
     wire: str = ...,
@@ -112,7 +113,7 @@ def sparse_allreduce_async(
     comm: Any,
     *,
     k: int | None = ...,
-    algorithm: str = ...,
+    algorithm: str | Algorithm = ...,
     options: Mapping[str, Any] | None = ...,
     state: State | None = ...,
     wire: str = ...,
@@ -125,7 +126,7 @@ def sparse_allreduce_async(
     comm: Any,
     *,
     k: int | None = None,
-    algorithm: str = "gtopk",
+    algorithm: str | Algorithm = "gtopk",
     options: Mapping[str, Any] | None = None,
     state: State | None = None,
     wire: str = "fp32",
@@ -145,7 +146,7 @@ def prepare(
     sparse: SparseVector,
     comm: Communicator,
     k: int,
-    algorithm: str,
+    algorithm: str | Algorithm,
     options: Mapping[str, Any] | None,
     state: State | None,
     wire: str = "fp32",
@@ -162,7 +163,7 @@ def _prepared(
     given: Any,
     comm: Communicator,
     k: int | None,
-    algorithm: str,
+    algorithm: str | Algorithm,
     options: Mapping[str, Any] | None,
     state: State | None,
     wire: str,
@@ -182,7 +183,7 @@ def _prepared_array(
     array: Any,
     comm: Communicator,
     k: int | None,
-    algorithm: str,
+    algorithm: str | Algorithm,
     options: Mapping[str, Any] | None,
     state: State | None,
     wire: str,
@@ -190,9 +191,9 @@ def _prepared_array(
     """Selected from, unless it is summed as it is."""
     flat, form = flat_of(array), form_of(array)
     _refuse_empty(len(flat))
-    whole = isinstance(algorithm, str) and algorithm in ALGORITHMS and not ALGORITHMS[algorithm].compresses
+    whole = not (isinstance(algorithm, str) and algorithm == AUTO) and not known(algorithm).compresses
     if whole and k is not None:
-        raise ValueError(f"{algorithm} sums all of an array, but k={k!r} was given: leave k out")
+        raise ValueError(f"dense sums all of an array, but k={k!r} was given: leave k out")
     k = len(flat) if whole else _most_entries(k)
     like = SparseVector.empty(len(flat), flat.dtype, device=flat.device)
     way = settled(like, comm, k, algorithm, options, state, wire)
@@ -207,12 +208,17 @@ def _prepared_array(
 def _scheduled(own: SparseVector, comm: Communicator, k: int, way: Settled) -> Schedule[Reduction]:
     """own: in memory that is this call's, with any number of entries."""
     kept, cut = merge(own, SparseVector.empty(own.numel, own.dtype, device=own.device), k)
-    return _returning(cut, way.entry.schedule(kept, comm.rank, comm.size, k, **way.kept))
+    schedule = way.entry.schedule(kept, comm.rank, comm.size, k, **way.kept)
+    if not isinstance(schedule, Generator):
+        raise TypeError(f"the schedule of {way.entry.name} is {schedule!r}, expected a generator that yields Rounds")
+    return _returning(cut, schedule, way.entry.name)
 
 
-def _returning(cut: SparseVector, schedule: Schedule[Reduction]) -> Schedule[Reduction]:
+def _returning(cut: SparseVector, schedule: Schedule[Reduction], name: str) -> Schedule[Reduction]:
     """The schedule's result, with what was cut before it among the dropped."""
     reduction = yield from schedule
+    if not isinstance(reduction, Reduction):
+        raise TypeError(f"{name} returned {type(reduction).__name__}, expected a Reduction(total, dropped)")
     return Reduction(reduction.total, add(reduction.dropped, cut))
 
 

@@ -22,8 +22,6 @@ from sparse_collectives.wire import wire_named
 
 logger = logging.getLogger(__name__)
 
-AUTO = "auto"
-
 
 @dataclass(frozen=True, slots=True)
 class Choice:

@@ -14,7 +14,8 @@ from communicators import SLOT_BYTES, Communicator, Link, Round, Schedule, allga
 from communicators.schedule import powers_of_two
 from sparse_compress import ErrorFeedback, SparseVector, TopK
 
-from sparse_collectives.algorithms import ALGORITHMS, Algorithm, algorithm_named
+from sparse_collectives.algorithm import Algorithm
+from sparse_collectives.algorithms import ALGORITHMS, algorithm_named
 from sparse_collectives.cost import Handling, on_wire
 from sparse_collectives.loads import merged_entries
 from sparse_collectives.own_work import seconds_of_calls

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket  # torch.distributed has it, but not for type checkers
 
 from sparse_collectives.accumulated import Accumulated, put_back
-from sparse_collectives.algorithms import Algorithm
-from sparse_collectives.auto import AUTO, Choice
+from sparse_collectives.algorithm import Algorithm
+from sparse_collectives.algorithms import AUTO
+from sparse_collectives.auto import Choice
 from sparse_collectives.checkpoint import KEY, check_fit, check_place, complete, place, refuse_residuals
 from sparse_collectives.ddp_buckets import Buckets, unused_spans
 from sparse_collectives.exchange import Exchange
@@ -37,8 +38,9 @@ class SparseHookState:
         makes, and first uses, the state at the same point.
     density: the share of each bucket's elements that a rank sends, default 0.01; `compressor` in its place for another
         selection, which "oktopk", "spardl" and "dense" have no use for.
-    algorithm: a name in `ALGORITHMS`, or "auto": measures the ranks at the first use, and takes what is predicted to be
-        fastest for the module's `named_parameters`, which it needs; `choice` then says what and why.
+    algorithm: a name in `ALGORITHMS`, an `Algorithm` of one's own, or "auto": measures the ranks at the first use, and
+        takes what is predicted to be fastest for the module's `named_parameters`, which it needs; `choice` then says
+        what and why.
     options: the algorithm's own settings, such as {"teams": 2} for "spardl"; "auto" chooses them too.
     wire: how values travel: "fp32"; fewer bytes for selections, see `WIRES`, where what is rounded off stays in the
         residual; for "dense" "bf16" or "fp16", where it is lost.
@@ -72,7 +74,7 @@ class SparseHookState:
         process_group: Any = None,
         *,
         density: float | None = None,
-        algorithm: str = "gtopk",
+        algorithm: str | Algorithm = "gtopk",
         options: Mapping[str, Any] | None = None,
         wire: str = "fp32",
         momentum: float = 0.0,
@@ -88,7 +90,7 @@ class SparseHookState:
         named = list(named_parameters)
         check_pairs(named)
         check_settings(algorithm, options, wire, self._compressor, self._momentum, "the optimizer")
-        if algorithm == AUTO and not any(p.numel() for _, p in named):
+        if isinstance(algorithm, str) and algorithm == AUTO and not any(p.numel() for _, p in named):
             raise ValueError('algorithm="auto" chooses by the size of the model: give named_parameters')
         self._given = (algorithm, options, wire)
         self._group, self._grad_scaler = process_group, grad_scaler

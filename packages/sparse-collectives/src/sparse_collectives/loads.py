@@ -10,7 +10,8 @@ import torch
 from communicators.dense import largest_power_of_two
 from sparse_compress.wire import entry_nbytes
 
-from sparse_collectives.algorithms import Algorithm, algorithm_named
+from sparse_collectives.algorithm import Algorithm
+from sparse_collectives.algorithms import algorithm_named
 from sparse_collectives.traffic import Traffic
 from sparse_collectives.wire import PLAIN, wire_named
 

@@ -15,6 +15,7 @@ from sparse_compress import Compressor
 from torch import Tensor
 from torch.optim import Optimizer
 
+from sparse_collectives.algorithm import Algorithm
 from sparse_collectives.auto import Choice
 from sparse_collectives.backward_order import BUCKET_BYTES, BackwardOrder
 from sparse_collectives.bucket_parts import empty_like
@@ -54,8 +55,9 @@ class DistributedOptimizer(Optimizer):
     comm: see `communicators.as_communicator`; its `timeout` is how long a step waits for a late rank.
     compressor: what is sent of a gradient, default TopK(0.01). "oktopk", "spardl" and "dense" have no use for another
         selection than TopK, of which they take k.
-    algorithm: a name in `ALGORITHMS`. "dense" sums whole gradients, without compressor and residuals. "auto" measures
-        the ranks now and takes what is predicted to be fastest; `choice` then says what and why.
+    algorithm: a name in `ALGORITHMS`, or an `Algorithm` of one's own. "dense" sums whole gradients, without compressor
+        and residuals. "auto" measures the ranks now and takes what is predicted to be fastest; `choice` then says what
+        and why.
     options: the algorithm's own settings, such as {"teams": 2} for "spardl"; "auto" chooses them too.
     wire: how values travel: "fp32"; fewer bytes for selections, see `WIRES`, where what is rounded off stays in the
         residual; for "dense" "bf16" or "fp16", where it is lost.
@@ -90,7 +92,7 @@ class DistributedOptimizer(Optimizer):
         *,
         comm: Any = None,
         compressor: Compressor | None = None,
-        algorithm: str = "gtopk",
+        algorithm: str | Algorithm = "gtopk",
         options: Mapping[str, Any] | None = None,
         wire: str = "fp32",
         momentum: float = 0.0,

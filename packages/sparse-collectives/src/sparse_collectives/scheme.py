@@ -9,15 +9,16 @@ from communicators import Communicator
 from sparse_compress import Compressor
 from torch import Tensor
 
-from sparse_collectives.algorithms import Algorithm, algorithm_named
-from sparse_collectives.auto import AUTO, Choice, choose_for_training
+from sparse_collectives.algorithm import Algorithm
+from sparse_collectives.algorithms import AUTO, algorithm_named
+from sparse_collectives.auto import Choice, choose_for_training
 from sparse_collectives.exchange import Scheme
 from sparse_collectives.selections import Selections
 from sparse_collectives.whole_gradients import WholeGradients
 
 
 class Chosen(NamedTuple):
-    """algorithm, entry, wire: what is taken. choice: why, where "auto" chose."""
+    """algorithm: its name. entry, wire: what is taken. choice: why, where "auto" chose."""
 
     algorithm: str
     entry: Algorithm
@@ -29,7 +30,7 @@ class Chosen(NamedTuple):
 def choose_scheme(
     comm: Communicator,
     *,
-    algorithm: str,
+    algorithm: str | Algorithm,
     options: Mapping[str, Any] | None,
     wire: str,
     compressor: Compressor,
@@ -42,12 +43,12 @@ def choose_scheme(
     Raises ValueError for options that do not fit so many ranks, and without parameters to choose for.
     """
     choice = None
-    if algorithm == AUTO:
+    if isinstance(algorithm, str) and algorithm == AUTO:
         choice = choose_for_training(parameters, comm, compressor, momentum=momentum, wire=wire)
         algorithm, options, wire = choice.algorithm, choice.options, choice.wire
     entry = algorithm_named(algorithm, options, size=comm.size)
     if not entry.compresses:
-        return Chosen(algorithm, entry, wire, choice, WholeGradients(comm, wire=wire))
+        return Chosen(entry.name, entry, wire, choice, WholeGradients(comm, wire=wire))
     scheme = Selections(
         comm,
         algorithm=algorithm,
@@ -57,4 +58,4 @@ def choose_scheme(
         momentum=momentum,
         tentative=tentative,
     )
-    return Chosen(algorithm, entry, wire, choice, scheme)
+    return Chosen(entry.name, entry, wire, choice, scheme)

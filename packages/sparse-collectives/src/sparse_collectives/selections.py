@@ -12,7 +12,7 @@ from communicators import Bucket, Communicator, Schedule
 from sparse_compress import Compressor, ErrorFeedback, SparseVector, StatefulCompressor
 from torch import Tensor
 
-from sparse_collectives.algorithms import Algorithm
+from sparse_collectives.algorithm import Algorithm
 from sparse_collectives.allreduce import prepare
 from sparse_collectives.bucket_parts import PARTS
 from sparse_collectives.exchange import Transfer
@@ -25,7 +25,7 @@ from sparse_collectives.wire import wire_named
 class Selections:
     """See `Scheme`. The algorithm's own selection takes the compressor's place where it has one.
 
-    entry: the algorithm, with its options set. wire: how selections travel, a name in `WIRES`.
+    algorithm: as it was given; entry: the same, with its options set. wire: how selections travel, a name in `WIRES`.
     tentative: steps can be rolled back, for twice the memory.
     """
 
@@ -33,7 +33,7 @@ class Selections:
         self,
         comm: Communicator,
         *,
-        algorithm: str,
+        algorithm: str | Algorithm,
         entry: Algorithm,
         compressor: Compressor,
         wire: str = "fp32",

@@ -8,10 +8,11 @@ from typing import Any
 
 from sparse_compress import Compressor, TopK
 
-from sparse_collectives.algorithms import ALGORITHMS, Algorithm
-from sparse_collectives.auto import AUTO, refuse_options
+from sparse_collectives.algorithm import Algorithm
+from sparse_collectives.algorithms import AUTO, check_takes_wire, known
+from sparse_collectives.auto import refuse_options
 from sparse_collectives.dense_wire import dense_wire
-from sparse_collectives.wire import wire_named
+from sparse_collectives.wire import PLAIN, wire_named
 
 DENSITY = 0.01
 
@@ -31,7 +32,7 @@ def check_compressor(compressor: Any, density: Any = None) -> Compressor:
     return compressor
 
 
-def check_selects(compressor: Compressor, algorithm: str, entry: Algorithm | None) -> None:
+def check_selects(compressor: Compressor, entry: Algorithm | None) -> None:
     """Raises ValueError for a compressor whose selection would be ignored. Of a TopK only its k counts everywhere.
 
     entry: the algorithm, None where "auto" may take any.
@@ -41,9 +42,9 @@ def check_selects(compressor: Compressor, algorithm: str, entry: Algorithm | Non
     if entry is None:
         why = f"algorithm={AUTO!r} may take one that prescribes its selection"
     elif entry.compresses:
-        why = f"{algorithm} prescribes its selection"
+        why = f"{entry.name} prescribes its selection"
     else:
-        why = f"{algorithm} selects nothing"
+        why = f"{entry.name} selects nothing"
     raise ValueError(f"{why}, so {compressor} would have no effect but its k: give TopK(density), or none")
 
 
@@ -66,23 +67,19 @@ def check_settings(
     check_text("wire", wire, "fp32")
     if options is not None and not isinstance(options, Mapping):
         raise TypeError(f"options is {options!r}, expected a mapping such as {{'teams': 2}}")
-    if algorithm == AUTO:
+    if isinstance(algorithm, str) and algorithm == AUTO:
         refuse_options(options)
         wire_named(wire)
-        check_selects(compressor, algorithm, None)
+        check_selects(compressor, None)
         return
-    if not isinstance(algorithm, str):
-        raise TypeError(f"algorithm is {algorithm!r}, expected a name, one of {', '.join([*ALGORITHMS, AUTO])}")
-    if algorithm not in ALGORITHMS:
-        raise ValueError(f"unknown algorithm {algorithm!r}; known: {', '.join([*ALGORITHMS, AUTO])}")
-    entry = ALGORITHMS[algorithm]
+    entry = known(algorithm)
     if momentum and not entry.compresses:
-        raise ValueError(f"{algorithm} selects nothing, so momentum={momentum} belongs into {optimizer}")
-    check_selects(compressor, algorithm, entry)
-    if entry.compresses:
-        wire_named(wire)
-    else:
+        raise ValueError(f"{entry.name} selects nothing, so momentum={momentum} belongs into {optimizer}")
+    check_selects(compressor, entry)
+    if not entry.compresses:
         dense_wire(wire)
+    elif wire_named(wire) is not PLAIN:
+        check_takes_wire(entry)
 
 
 def check_text(name: str, value: Any, example: str) -> None:

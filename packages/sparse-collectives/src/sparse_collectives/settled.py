@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 from communicators import Communicator
 from sparse_compress import SparseVector
 
-from sparse_collectives.algorithms import Algorithm, algorithm_named, check_are_options
-from sparse_collectives.auto import AUTO, refuse_options, remembered
+from sparse_collectives.algorithm import Algorithm
+from sparse_collectives.algorithms import AUTO, algorithm_named, check_are_options
+from sparse_collectives.auto import refuse_options, remembered
 from sparse_collectives.state import State, check_is_state
 from sparse_collectives.wire import PLAIN, wire_named
 
@@ -18,23 +19,22 @@ CHOSEN = {"algorithm", "options", "wire", "state", "table"}
 
 
 class Settled(NamedTuple):
-    """name, entry: the algorithm. kept: its state as a keyword, where it has one. settings: the rest, as text."""
+    """entry: the algorithm. kept: its state as a keyword, where it has one. settings: the rest, as text."""
 
-    name: str
     entry: Algorithm
     kept: dict[str, State]
     settings: list[str]
 
     def facts(self, *what: str) -> str:
         """What all ranks must share."""
-        return f"{self.name}({', '.join([*what, *self.settings])})"
+        return f"{self.entry.name}({', '.join([*what, *self.settings])})"
 
 
 def settled(
     like: SparseVector,
     comm: Communicator,
     k: int,
-    algorithm: str,
+    algorithm: str | Algorithm,
     options: Mapping[str, Any] | None,
     state: State | None,
     wire: str,
@@ -49,19 +49,19 @@ def settled(
     way = wire_named(wire) if comm.size > 1 else PLAIN  # alone, nothing travels and nothing is rounded
     entry = algorithm_named(algorithm, options, size=comm.size, wire=way)
     if not entry.compresses and wire != "fp32":
-        raise ValueError(f"{algorithm} sums all values as they are, but wire={wire!r} was given: leave wire out")
+        raise ValueError(f"{entry.name} sums all values as they are, but wire={wire!r} was given: leave wire out")
     in_fewer_bytes = [f"wire={wire}"] if way is not PLAIN else []
-    return Settled(algorithm, entry, _kept(algorithm, entry, state), [*entry.settings, *in_fewer_bytes])
+    return Settled(entry, _kept(entry, state), [*entry.settings, *in_fewer_bytes])
 
 
-def _kept(name: str, entry: Algorithm, state: State | None) -> dict[str, State]:
+def _kept(entry: Algorithm, state: State | None) -> dict[str, State]:
     if entry.initial_state is None:
         if state is not None:
-            raise ValueError(f"{name} keeps no state between calls: leave state out")
+            raise ValueError(f"{entry.name} keeps no state between calls: leave state out")
         return {}
     if state is None:
         return {"state": entry.initial_state()}
-    check_is_state(state, name)
+    check_is_state(state, entry.name)
     if entry.check_state is not None:
         entry.check_state(state)
     return {"state": state}

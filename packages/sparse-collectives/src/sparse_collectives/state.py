@@ -16,8 +16,8 @@ def check_is_state(state: object, algorithm: str) -> None:
     """Raises TypeError for what is no dict."""
     if not isinstance(state, dict):
         raise TypeError(
-            f"state is {type(state).__name__}, expected a dict that all such calls of {algorithm} share: at first "
-            f"ALGORITHMS[{algorithm!r}].initial_state(), {{}} for 'auto'"
+            f"state is {type(state).__name__}, expected a dict that all such calls of {algorithm} share: at first what "
+            "the initial_state() of that Algorithm gives, {} for 'auto'"
         )
 
 

@@ -1,0 +1,219 @@
+"""The laws of a sparse allreduce, for tests of one's own. Needs hypothesis, as `communicators.testing` does.
+
+    def test_laws():
+        check_sparse_laws(MINE)
+
+asserts them on inputs made to break them; `check_sparse_call` on inputs of your choice, and on real ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from communicators import Communicator, Round, Schedule, SimulatedWorld, run, testing
+from sparse_compress import SparseVector, topk
+from torch import Tensor
+
+from sparse_collectives.algorithm import Algorithm
+from sparse_collectives.algorithms import algorithm_named
+from sparse_collectives.allreduce import sparse_allreduce
+from sparse_collectives.reduction import Reduction
+from sparse_collectives.state import State
+from sparse_collectives.wire import PLAIN, WIRES, wire_named
+
+SIZES = (1, 2, 3, 5, 8)
+"""Numbers of ranks: powers of two, and not."""
+SHAPES = ((1, 1), (2, 1), (33, 1), (33, 5), (33, 33), (60, 70))
+"""(n, k): fewer elements than ranks, one entry, all of them, and more than there are."""
+CODED_SHAPES = ((2, 1), (33, 5))
+"""On wires of fewer bytes."""
+CALLS = 3
+
+
+def check_sparse_laws(
+    algorithm: str | Algorithm, *, options: Mapping[str, Any] | None = None, sizes: Sequence[int] = SIZES
+) -> None:
+    """Asserts of a sparse allreduce, in worlds of these sizes, on every wire that it takes, in float32 and float64:
+
+    the laws of `check_sparse_call`, of several calls in a row where it keeps a state; that with k ≥ n the total is the
+    whole sum; that ranks agree on any floats, and a total shows what is not finite; rounds; its `reference`, if any.
+
+    algorithm: an `Algorithm` of one's own, or a name. options: its own settings. Raises AssertionError.
+    """
+    for size in sizes:
+        entry = algorithm_named(algorithm, options, size=size)
+        _check_rounds(entry, size)
+        _check_reference(algorithm, entry, size, options)
+        for wire in WIRES if entry.compresses and entry.takes_wire else ("fp32",):
+            for numel, k in SHAPES if wire == "fp32" else CODED_SHAPES:
+                settings: dict[str, Any] = {"k": k, "options": options, "wire": wire}
+                _check_calls(algorithm, entry, size, numel, settings)
+                _check_floats(algorithm, size, numel, settings)
+
+
+def check_sparse_call(
+    algorithm: str | Algorithm,
+    vectors: Sequence[SparseVector],
+    *,
+    k: int,
+    options: Mapping[str, Any] | None = None,
+    wire: str = "fp32",
+    states: Sequence[State] | None = None,
+    comm: Communicator | None = None,
+) -> list[Reduction]:
+    """Asserts conservation, agreement, that worlds agree, and that bytes and messages are what `sent` says.
+
+    vectors: of every rank, of any number of entries, with values whose sums are exact (integers). states: of every
+    rank, left as they are; `sent` is of calls without. comm: of real ranks, see `communicators.testing.check_laws`.
+    Returns the results in rank order. Raises AssertionError.
+    """
+    size, numel, dtype = len(vectors), vectors[0].numel, vectors[0].dtype
+    entry = algorithm_named(algorithm, options, size=size, wire=wire_named(wire, dtype=dtype) if size > 1 else PLAIN)
+
+    def sent(rank: int, size: int) -> testing.Traffic:
+        said = entry.sent(rank, size, k, numel, dtype)
+        return testing.Traffic(said.nbytes, said.messages)
+
+    def collective(comm: Communicator, sparse: SparseVector) -> Reduction:
+        before = comm.bytes_sent, comm.messages_sent
+        state = None if states is None else copy.deepcopy(states[comm.rank])
+        result = sparse_allreduce(sparse, comm, k=k, algorithm=algorithm, options=options, wire=wire, state=state)
+        if states is None:
+            counted = testing.Traffic(comm.bytes_sent - before[0], comm.messages_sent - before[1])
+            most = sent(comm.rank, size)
+            within = counted.nbytes <= most.nbytes and counted.messages <= most.messages
+            assert within, f"bytes: rank {comm.rank} of {size}: {counted}, but at most {most} as it says"
+        return result
+
+    return testing.check_laws(
+        collective,
+        vectors,
+        dense=SparseVector.to_dense,
+        total=lambda reduction: reduction.total.to_dense(),
+        dropped=lambda reduction: reduction.dropped.to_dense(),
+        traffic=sent if entry.exact and states is None else None,
+        comm=comm,
+    )
+
+
+def _check_calls(algorithm: str | Algorithm, entry: Algorithm, size: int, numel: int, settings: dict[str, Any]) -> None:
+    """Of other numbers of entries than k, then in a row, of what the algorithm selects itself if it does."""
+    k, plain = settings["k"], settings["wire"] == "fp32"
+    generator = torch.Generator().manual_seed(size)
+    for dtype in (torch.float32, torch.float64) if plain else (torch.float32,):
+        dense = _integers(size, numel, generator, dtype)
+        counts = [(k + rank) % (numel + 1) for rank in range(size)]
+        check_sparse_call(algorithm, [topk(x, count) for x, count in zip(dense, counts, strict=True)], **settings)
+        results = check_sparse_call(algorithm, [topk(x, k) for x in dense], **settings)
+        if k >= numel and plain:
+            whole = torch.equal(results[0].total.to_dense(), torch.stack(dense).sum(0))
+            assert whole, f"density 1: with k={k} of {numel} elements the total is not the whole sum"
+    states = [{} if entry.initial_state is None else entry.initial_state() for _ in range(size)]
+    for _ in range(CALLS if entry.initial_state is not None or entry.select is not None else 0):
+        dense = _integers(size, numel, generator)
+        vectors = [_selected(entry, x, rank, size, k, states[rank]) for rank, x in enumerate(dense)]
+        kept = None if entry.initial_state is None else states
+        check_sparse_call(algorithm, vectors, **settings, states=kept)
+        _advance(algorithm, vectors, kept, settings)
+
+
+def _selected(entry: Algorithm, x: Tensor, rank: int, size: int, k: int, state: State) -> SparseVector:
+    if entry.select is None:
+        return topk(x, k)
+    before = repr(state)
+    vector = entry.select(x, rank, size, k, None if entry.initial_state is None else state)(x)
+    assert repr(state) == before, f"select changed the state from {before} to {state}: only a call may"
+    at = vector.indices.long()
+    assert torch.equal(vector.values, x[at]), f"select gave other values than those at its indices {at.tolist()}"
+    return vector
+
+
+def _advance(
+    algorithm: str | Algorithm,
+    vectors: Sequence[SparseVector],
+    states: Sequence[State] | None,
+    settings: dict[str, Any],
+) -> None:
+    """A call that changes the states."""
+
+    def call(comm: Communicator) -> Reduction:
+        state = None if states is None else states[comm.rank]
+        return sparse_allreduce(vectors[comm.rank], comm, algorithm=algorithm, state=state, **settings)
+
+    SimulatedWorld(len(vectors)).run(call)
+
+
+def _check_floats(algorithm: str | Algorithm, size: int, numel: int, settings: dict[str, Any]) -> None:
+    """NaN, whose payloads do not commute, infinities, denormals, ties and both zeros."""
+    strange = torch.tensor([0.0, -0.0, 1e-40, 1.0, -1.0, 1.0, 0.1, 3e38, float("inf"), -float("inf")])
+    for seed, bad in enumerate((None, 8, "nan")):
+        generator = torch.Generator().manual_seed(seed)
+        dense = [strange[torch.randint(8, (numel,), generator=generator)] for _ in range(size)]
+        for rank in range(size) if bad == "nan" else range(size - 1, size) if bad else ():
+            payload = torch.tensor([0x7FC00001 + rank], dtype=torch.int32).view(torch.float32)
+            dense[rank][numel // 2] = payload if bad == "nan" else strange[8]
+
+        def call(comm: Communicator, dense: list[Tensor] = dense) -> Reduction:
+            return sparse_allreduce(topk(dense[comm.rank], settings["k"]), comm, algorithm=algorithm, **settings)
+
+        results = SimulatedWorld(size, seed=1, jitter=1e-3).run(call)
+        first = results[0].total
+        for rank, result in enumerate(results):
+            same = torch.equal(result.total.pack()[16:], first.pack()[16:])
+            assert same, f"agreement: rank {rank} has {result.total.values}, rank 0 {first.values}"
+        seen = not bool(first.values.isfinite().all())
+        assert seen or bad is None, f"an input was not finite, but the total is: {first.values}"
+
+
+def _check_rounds(entry: Algorithm, size: int) -> None:
+    numel, k = 50, 4
+
+    def counted(schedule: Schedule[Reduction], rounds: list[int]) -> Schedule[Reduction]:
+        received = None
+        while True:
+            try:
+                action = next(schedule) if received is None else schedule.send(received)
+            except StopIteration as stop:
+                result: Reduction = stop.value
+                return result
+            rounds.append(int(isinstance(action, Round)))
+            received = yield action
+
+    def call(comm: Communicator) -> int:
+        rounds: list[int] = []
+        kept = {} if entry.initial_state is None else {"state": entry.initial_state()}
+        schedule = entry.schedule(topk(torch.ones(numel), k), comm.rank, size, k, **kept)
+        run(counted(schedule, rounds), comm, facts="counted")
+        return sum(rounds)
+
+    for rank, rounds in enumerate(SimulatedWorld(size).run(call)):
+        said = entry.sent(rank, size, k, numel, torch.float32).rounds
+        right = rounds == said if entry.exact else rounds <= said
+        assert right, f"rounds: rank {rank} of {size} took part in {rounds}, but sent says {said}"
+
+
+def _check_reference(
+    algorithm: str | Algorithm, entry: Algorithm, size: int, options: Mapping[str, Any] | None
+) -> None:
+    if entry.reference is None:
+        return
+    numel, k, generator = 33, 5, torch.Generator().manual_seed(size)
+    dense = _integers(size, numel, generator)
+
+    def call(comm: Communicator) -> Reduction:
+        return sparse_allreduce(topk(dense[comm.rank], k), comm, k=k, algorithm=algorithm, options=options)
+
+    expected = entry.reference([x.numpy() for x in dense], k)
+    for rank, result in enumerate(SimulatedWorld(size).run(call)):
+        got = result.total.to_dense().numpy()
+        assert np.array_equal(got, expected), f"reference: rank {rank} of {size} has {got}, expected {expected}"
+
+
+def _integers(size: int, numel: int, generator: torch.Generator, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Of up to 10,000, so that most wires must round them, and with ties."""
+    most = 10_000 if numel % 2 else 4
+    return [torch.randint(-most, most, (numel,), generator=generator).to(dtype) for _ in range(size)]

@@ -1,0 +1,185 @@
+"""An Algorithm, and a compressor, of one's own: used wherever ours are, and called by its own name."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from communicators import CollectiveError, SimulatedWorld
+from communicators.alone import Alone
+from sparse_collectives import (
+    ALGORITHMS,
+    Algorithm,
+    DistributedOptimizer,
+    Reduction,
+    SparseHookState,
+    sparse_allreduce,
+    sparse_allreduce_async,
+)
+from sparse_collectives.gtopk import gtopk, gtopk_sent
+from sparse_collectives.testing import check_sparse_call, check_sparse_laws
+from sparse_collectives.topk_allgather import topk_allgather, topk_allgather_sent
+from sparse_compress import SparseVector, topk
+from torch import nn
+
+
+def counting(sparse, rank, size, k, *, state, twice=False):
+    """gTop-k, which counts its calls."""
+    reduction = yield from gtopk(sparse, rank, size, k)
+    state["calls"] += 1 + twice
+    return reduction
+
+
+def losing(sparse, rank, size, k):
+    """Forgets what gTop-k drops."""
+    reduction = yield from gtopk(sparse, rank, size, k)
+    return Reduction(reduction.total, SparseVector.empty(sparse.numel, sparse.dtype))
+
+
+def silent(sparse, rank, size, k):
+    """Makes 0 of what is not finite."""
+    reduction = yield from topk_allgather(sparse, rank, size, k)
+    return Reduction(topk(reduction.total.to_dense().nan_to_num(0, 0, 0), k * size), reduction.dropped)
+
+
+def sent(rank, size, k, numel, dtype, *, twice=False):
+    return gtopk_sent(rank, size, k, numel, dtype)
+
+
+COUNTING = Algorithm(counting, sent, initial_state=lambda: {"calls": 0}, options={"twice": False})
+
+
+@pytest.mark.parametrize("call", [sparse_allreduce, lambda *a, **named: sparse_allreduce_async(*a, **named).wait()])
+def test_a_call(call):
+    states = [COUNTING.initial_state() for _ in range(3)]
+    vectors = [topk(torch.arange(9.0) * (rank - 1), 3) for rank in range(3)]
+
+    def body(comm):
+        options = {"algorithm": COUNTING, "options": {"twice": True}, "state": states[comm.rank]}
+        return call(vectors[comm.rank], comm, k=3, **options).total.to_dense()
+
+    expected = SimulatedWorld(3).run(lambda comm: call(vectors[comm.rank], comm, k=3).total.to_dense())
+    assert all(map(torch.equal, SimulatedWorld(3).run(body), expected))
+    assert states == [{"calls": 2}] * 3
+
+
+def test_an_array():
+    [result] = SimulatedWorld(1).run(lambda comm: sparse_allreduce(torch.ones(4), comm, k=2, algorithm=COUNTING))
+    assert result.total.tolist() == [1, 1, 0, 0]
+
+
+def test_facts_and_errors_name_it():
+    def body(comm):
+        with pytest.raises(CollectiveError) as error:
+            sparse_allreduce(topk(torch.ones(9), 3), comm, k=3 + comm.rank, algorithm=replace(COUNTING, name="mine"))
+        return str(error.value)
+
+    [told] = set(SimulatedWorld(2).run(body))
+    assert "mine(numel=9" in told
+
+
+def train(comm, algorithm, compressor=None, saved=None):
+    model = nn.ParameterDict({"w": nn.Parameter(torch.zeros(30))})
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = DistributedOptimizer(
+        inner, model.named_parameters(), comm=comm, algorithm=algorithm, compressor=compressor
+    )
+    if saved is not None:
+        optimizer.load_state_dict(saved)
+    for step in range(3):
+        model["w"].grad = torch.randn(30, generator=torch.Generator().manual_seed(10 * step + comm.rank))
+        optimizer.step()
+    return model["w"].detach(), optimizer.state_dict()
+
+
+def test_the_optimizer_trains_with_it_and_saves_its_state():
+    ours = SimulatedWorld(3).run(lambda comm: train(comm, "gtopk")[0])
+    results = SimulatedWorld(3).run(lambda comm: train(comm, COUNTING))
+    assert all(torch.equal(mine, known) for (mine, _), known in zip(results, ours, strict=True))
+    own = results[0][1]["distributed"]
+    assert (own["algorithm"], own["algorithm_state"]) == ("counting", [("w", {"calls": 3})])
+    again = SimulatedWorld(3).run(lambda comm: train(comm, COUNTING, saved=results[comm.rank][1]))
+    assert again[0][1]["distributed"]["algorithm_state"] == [("w", {"calls": 6})]
+
+
+def test_the_hook_takes_it():
+    state = SparseHookState(Alone(), algorithm=COUNTING)
+    assert (state.algorithm, state.entry.name) == ("counting", "counting")
+
+
+class EveryOther:
+    """A compressor of one's own: k elements of even index."""
+
+    def entries(self, numel):
+        return max(1, numel // 10)
+
+    def __call__(self, tensor):
+        at = torch.arange(0, tensor.numel(), 2, dtype=torch.int32)[: self.entries(tensor.numel())]
+        return SparseVector(at, tensor.reshape(-1)[at.long()], tensor.numel())
+
+
+def test_a_compressor_of_ones_own():
+    (model, state), *_ = SimulatedWorld(2).run(lambda comm: train(comm, "topk-allgather", EveryOther()))
+    assert model.nonzero().view(-1).tolist() == [0, 2, 4]
+    assert state["distributed"]["residuals"]["w"].count_nonzero() == 27
+    assert isinstance(SparseHookState(Alone(), compressor=EveryOther()).compressor, EveryOther)
+
+
+LAMBDA = Algorithm(lambda sparse, rank, size, k: gtopk(sparse, rank, size, k), sent)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "wire", "error", "says"),
+    [
+        (replace(COUNTING, name="gtopk"), "fp32", ValueError, "'gtopk', which is another's"),
+        (replace(COUNTING, name="auto"), "fp32", ValueError, "'auto', which is another's"),
+        (replace(ALGORITHMS["gtopk"], exact=False), "fp32", ValueError, "'gtopk', which is another's"),
+        (LAMBDA, "fp32", ValueError, "no name"),
+        (replace(COUNTING, name=3), "fp32", TypeError, "name is 3, expected text"),
+        (replace(COUNTING, compresses=False), "fp32", ValueError, "compresses=False"),
+        (replace(COUNTING, sent=None), "fp32", TypeError, "sent is None, expected a function"),
+        (COUNTING, "bf16", ValueError, "counting sends vectors as they are"),
+        (gtopk, "fp32", TypeError, "or an Algorithm of your own"),
+    ],
+)
+def test_what_cannot_be_used(algorithm, wire, error, says):
+    sparse, inner = topk(torch.ones(9), 3), nn.Linear(2, 2)
+    with pytest.raises(error, match=says):
+        SimulatedWorld(2).run(lambda comm: sparse_allreduce(sparse, comm, k=3, algorithm=algorithm, wire=wire))
+    with pytest.raises(error, match=says):
+        SparseHookState(Alone(), algorithm=algorithm, wire=wire)
+    optimizer = torch.optim.SGD(inner.parameters(), lr=1.0)
+    with pytest.raises(error, match=says):
+        DistributedOptimizer(optimizer, inner.named_parameters(), comm=Alone(), algorithm=algorithm, wire=wire)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "says"),
+    [(lambda *given: None, "expected a generator"), (lambda *given: iter([]), "expected a generator")],
+)
+def test_a_schedule_that_is_none(schedule, says):
+    with pytest.raises(TypeError, match=says):
+        sparse_allreduce(topk(torch.ones(9), 3), Alone(), k=3, algorithm=Algorithm(schedule, sent, name="none"))
+
+
+def test_the_laws_hold_of_one_with_a_state():
+    check_sparse_laws(COUNTING, sizes=(1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (Algorithm(losing, gtopk_sent), "conservation"),
+        (Algorithm(silent, topk_allgather_sent), "not finite"),
+        (Algorithm(gtopk, topk_allgather_sent, name="too few"), "rounds|bytes"),
+        (Algorithm(gtopk, lambda *_: gtopk_sent(0, 2, 1, 1, torch.float32), exact=False, name="more"), "rounds|bytes"),
+        (replace(ALGORITHMS["gtopk"], name="other", reference=lambda inputs, k: sum(inputs)), "reference"),
+    ],
+)
+def test_the_laws_find_what_is_wrong(wrong, says):
+    with pytest.raises(AssertionError, match=says):
+        check_sparse_laws(wrong, sizes=(3,))
+
+
+def test_the_laws_of_a_call_are_told_of_wrong_bytes():
+    with pytest.raises(AssertionError, match="bytes"):
+        check_sparse_call(Algorithm(gtopk, topk_allgather_sent, name="few"), [topk(torch.ones(9), 3)] * 3, k=3)
