@@ -121,8 +121,8 @@ class SparseHookState:
         return self._world()[2].algorithm
 
     @property
-    def entry(self) -> Algorithm:
-        """The algorithm with its options."""
+    def entry(self) -> Algorithm | None:
+        """The algorithm with its options; None for what is no sparse allreduce ("powersgd", "dense-int8")."""
         return self._world()[2].entry
 
     @property
@@ -161,7 +161,7 @@ class SparseHookState:
         """
         _, comm, chosen, exchange = self._world()
         own = check_place(state_dict, comm.rank, comm.size)
-        if chosen.entry.compresses:
+        if chosen.scheme.parts:
             trained = {name: p.shape for name, p in self._parameters.items() if p.requires_grad}
             if shapes := trained or exchange.shapes:
                 check_fit(own, shapes)

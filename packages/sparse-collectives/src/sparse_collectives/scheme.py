@@ -14,16 +14,21 @@ from sparse_collectives.auto import AUTO, Choice, choose_for_training
 from sparse_collectives.exchange import Scheme
 from sparse_collectives.selections import Selections
 from sparse_collectives.whole_gradients import WholeGradients
+from sparse_collectives.whole_schemes import WHOLE, whole_scheme
 
 
 class Chosen(NamedTuple):
-    """algorithm, entry, wire: what is taken. choice: why, where "auto" chose."""
+    """algorithm, entry, wire: what is taken. choice: why, where "auto" chose. settings: options, as text.
+
+    entry: None for what is no sparse allreduce (`WHOLE`).
+    """
 
     algorithm: str
-    entry: Algorithm
+    entry: Algorithm | None
     wire: str
     choice: Choice | None
     scheme: Scheme
+    settings: list[str]
 
 
 def choose_scheme(
@@ -42,12 +47,15 @@ def choose_scheme(
     Raises ValueError for options that do not fit so many ranks, and without parameters to choose for.
     """
     choice = None
+    if algorithm in WHOLE:
+        whole, settings = whole_scheme(algorithm, options, comm)
+        return Chosen(algorithm, None, wire, choice, whole, settings)
     if algorithm == AUTO:
         choice = choose_for_training(parameters, comm, compressor, momentum=momentum, wire=wire)
         algorithm, options, wire = choice.algorithm, choice.options, choice.wire
     entry = algorithm_named(algorithm, options, size=comm.size)
     if not entry.compresses:
-        return Chosen(algorithm, entry, wire, choice, WholeGradients(comm, wire=wire))
+        return Chosen(algorithm, entry, wire, choice, WholeGradients(comm, wire=wire), entry.settings)
     scheme = Selections(
         comm,
         algorithm=algorithm,
@@ -57,4 +65,4 @@ def choose_scheme(
         momentum=momentum,
         tentative=tentative,
     )
-    return Chosen(algorithm, entry, wire, choice, scheme)
+    return Chosen(algorithm, entry, wire, choice, scheme, entry.settings)

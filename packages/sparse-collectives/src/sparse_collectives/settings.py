@@ -11,6 +11,7 @@ from sparse_compress import Compressor, TopK
 from sparse_collectives.algorithms import ALGORITHMS, Algorithm
 from sparse_collectives.auto import AUTO, refuse_options
 from sparse_collectives.dense_wire import dense_wire
+from sparse_collectives.whole_schemes import WHOLE, check_whole
 from sparse_collectives.wire import wire_named
 
 DENSITY = 0.01
@@ -63,6 +64,7 @@ def check_settings(
 
     optimizer: where momentum belongs when nothing is selected, for the message.
     """
+    known = [*ALGORITHMS, *WHOLE, AUTO]
     check_text("wire", wire, "fp32")
     if options is not None and not isinstance(options, Mapping):
         raise TypeError(f"options is {options!r}, expected a mapping such as {{'teams': 2}}")
@@ -72,9 +74,13 @@ def check_settings(
         check_selects(compressor, algorithm, None)
         return
     if not isinstance(algorithm, str):
-        raise TypeError(f"algorithm is {algorithm!r}, expected a name, one of {', '.join([*ALGORITHMS, AUTO])}")
+        raise TypeError(f"algorithm is {algorithm!r}, expected a name, one of {', '.join(known)}")
+    if algorithm in WHOLE:
+        check_whole(algorithm, options, wire, momentum, optimizer)
+        check_selects(compressor, algorithm, ALGORITHMS["dense"])
+        return
     if algorithm not in ALGORITHMS:
-        raise ValueError(f"unknown algorithm {algorithm!r}; known: {', '.join([*ALGORITHMS, AUTO])}")
+        raise ValueError(f"unknown algorithm {algorithm!r}; known: {', '.join(known)}")
     entry = ALGORITHMS[algorithm]
     if momentum and not entry.compresses:
         raise ValueError(f"{algorithm} selects nothing, so momentum={momentum} belongs into {optimizer}")
