@@ -54,7 +54,8 @@ class DistributedOptimizer(Optimizer):
     comm: see `communicators.as_communicator`; its `timeout` is how long a step waits for a late rank.
     compressor: what is sent of a gradient, default TopK(0.01). "oktopk", "spardl" and "dense" have no use for another
         selection than TopK, of which they take k.
-    algorithm: a name in `ALGORITHMS`. "dense" sums whole gradients, without compressor and residuals. "auto" measures
+    algorithm: a name in `ALGORITHMS`. "dense" sums whole gradients, without compressor and residuals;
+        "powersgd" and "dense-int8" send something of every element, with residuals, without compressor. "auto" measures
         the ranks now and takes what is predicted to be fastest; `choice` then says what and why.
     options: the algorithm's own settings, such as {"teams": 2} for "spardl"; "auto" chooses them too.
     wire: how values travel: "fp32"; fewer bytes for selections, see `WIRES`, where what is rounded off stays in the

@@ -1,4 +1,4 @@
-"""PowerSGD: of every matrix of gradients a few singular directions travel, followed by power iteration from step to step.
+"""PowerSGD: of every matrix of gradients a few singular directions travel, by power iteration from step to step.
 
 Vogels, Karimireddy & Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
 NeurIPS 2019, algorithms 1 and 2.
@@ -26,7 +26,7 @@ Shapes = Sequence[torch.Size]
 
 
 class LowRank(NamedTuple):
-    """What an exchange gives. whole: the sum of all members that go whole; p: P̂ by matrix; q: Σ Q, own_q: this rank's."""
+    """whole: the sum of all members that go whole; by matrix p: P̂, q: Σ Q, own_q: this rank's Q."""
 
     whole: Tensor
     p: list[Tensor]
@@ -43,8 +43,8 @@ class PowerSGD:
     A tensor of more than two dimensions is a matrix of its first by the others. Vectors, and matrices whose P and Q
     would have as many elements as they have, are summed whole, in the message that P's of the bucket go in.
 
-    Differs from the paper: Q is orthonormalised before it is used, as torch's powerSGD_hook does, so that P keeps within
-    the gradients' range; a direction that has died out (its gradients were zero) begins anew.
+    Differs from the paper: Q is orthonormalised before it is used, as torch's powerSGD_hook does, so that P keeps
+    within the gradients' range; a direction that has died out (its gradients were zero) begins anew.
 
     Residuals need no agreement about Q: with other Q's on a rank, nothing is lost either.
     rank: r, columns of P and Q.
@@ -105,14 +105,16 @@ class PowerSGD:
         return self._residuals.kept()
 
     def state_dict(self) -> dict[str, Any]:
-        """Directions by the matrix's position, as numbers: torch.distributed.checkpoint loads such a list as a whole."""
+        """Directions by the matrix's position, as numbers, which torch.distributed.checkpoint loads as a whole."""
         return {"algorithm_state": [(member, str(q.dtype)[6:], q.tolist()) for member, q in sorted(self._q.items())]}
 
     def reset(self, state: Mapping[str, Any]) -> None:
         """See `Scheme.reset`. ValueError for directions of another rank."""
         loaded = {member: torch.tensor(q, dtype=getattr(torch, dtype)) for member, dtype, q in state["algorithm_state"]}
         if wrong := sorted({q.shape[1] for q in loaded.values()} - {self._columns}):
-            raise ValueError(f"the state was saved with rank={wrong[0]}, but this is powersgd with rank={self._columns}")
+            raise ValueError(
+                f"the state was saved with rank={wrong[0]}, but this is powersgd with rank={self._columns}"
+            )
         self._residuals.reset(state)
         self._buckets, self._q, self._open = {}, loaded, {}
 
@@ -246,9 +248,7 @@ def powersgd_elements(shapes: Shapes, columns: int) -> tuple[int, int]:
     return first, second
 
 
-def powersgd_sent(
-    rank: int, size: int, shapes: Shapes, columns: int, *, dtype: torch.dtype = torch.float32
-) -> Traffic:
+def powersgd_sent(rank: int, size: int, shapes: Shapes, columns: int, *, dtype: torch.dtype = torch.float32) -> Traffic:
     """What a rank sends for a bucket of these shapes, exactly: two dense sums, or one without matrices."""
     sums = [numel for i, numel in enumerate(powersgd_elements(shapes, columns)) if i == 0 or numel]
     return together(*(dense_sent(rank, size, 0, numel, dtype) for numel in sums))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -85,4 +86,4 @@ def laid_out(bucket: Bucket) -> list[tuple[int, int]]:
     edges = [0]
     for shape in bucket.shapes:
         edges.append(edges[-1] + shape.numel())
-    return list(zip(edges, edges[1:], strict=False))
+    return list(pairwise(edges))
