@@ -37,8 +37,9 @@ class SparseHookState:
         makes, and first uses, the state at the same point.
     density: the share of each bucket's elements that a rank sends, default 0.01; `compressor` in its place for another
         selection, which "oktopk", "spardl" and "dense" have no use for.
-    algorithm: a name in `ALGORITHMS`, "powersgd" or "dense-int8" (see `DistributedOptimizer`), or "auto": measures the ranks at the first use, and takes what is predicted to be
-        fastest for the module's `named_parameters`, which it needs; `choice` then says what and why.
+    algorithm: a name in `ALGORITHMS`, "powersgd" or "dense-int8" (see `DistributedOptimizer`), or "auto": measures the
+        ranks at the first use, and takes what is predicted to be fastest for the module's `named_parameters`, which it
+        needs; `choice` then says what and why.
     options: the algorithm's own settings, such as {"teams": 2} for "spardl"; "auto" chooses them too.
     wire: how values travel: "fp32"; fewer bytes for selections, see `WIRES`, where what is rounded off stays in the
         residual; for "dense" "bf16" or "fp16", where it is lost.
