@@ -54,7 +54,11 @@ def test_density_and_compressor():
         ({"wire": None}, TypeError, "wire is None"),
         ({"wire": "fp8"}, ValueError, "unknown wire 'fp8'"),
         ({"wire": "int8", "algorithm": "dense"}, ValueError, "one of fp32, bf16, fp16"),
-        ({"algorithm": "top"}, ValueError, "unknown algorithm 'top'; known: dense, .*spardl, auto"),
+        (
+            {"algorithm": "top"},
+            ValueError,
+            "unknown algorithm 'top'; known: dense, .*spardl, powersgd, dense-int8, auto",
+        ),
         ({"algorithm": None}, TypeError, "algorithm is None, expected a name"),
         ({"algorithm": "dense", "momentum": 0.9}, ValueError, "momentum=0.9 belongs into the"),
         ({"options": ["teams"]}, TypeError, r"options is \['teams'\], expected a mapping"),

@@ -77,8 +77,8 @@ def sparse_allreduce(
         ranks, measured in the first call with these numel, k and dtype; it remembers that in `state`, {} at first.
     options: the algorithm's own settings, such as {"teams": 2} for "spardl"; the same on every rank. "auto" chooses
         them too.
-    state: what the algorithm keeps between calls: {} for "auto", else from its `ALGORITHMS[name].initial_state()`, where
-        that is not None; changed in place.
+    state: what the algorithm keeps between calls: {} for "auto", else from its entry's `initial_state()` where it has
+        one; changed in place.
     wire: a name in `WIRES`, the same on every rank: "fp32" (values as they are, int32 indices), or fewer bytes, as
         "bf16-packed"; what that rounds off is in `dropped`. float32 only, and not for "dense".
     timeout: seconds to wait for late ranks, default `comm.timeout`.

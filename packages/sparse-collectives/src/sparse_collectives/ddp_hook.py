@@ -38,9 +38,9 @@ class SparseHookState:
         makes, and first uses, the state at the same point.
     density: the share of each bucket's elements that a rank sends, default 0.01; `compressor` in its place for another
         selection, which "oktopk", "spardl" and "dense" have no use for.
-    algorithm: a name in `ALGORITHMS`, an `Algorithm` of one's own, or "auto": measures the ranks at the first use, and
-        takes what is predicted to be fastest for the module's `named_parameters`, which it needs; `choice` then says
-        what and why.
+    algorithm: a name in `ALGORITHMS`, an `Algorithm` of one's own, "powersgd" or "dense-int8" (see
+        `DistributedOptimizer`), or "auto": measures the ranks at the first use, and takes what is predicted to be
+        fastest for the module's `named_parameters`, which it needs; `choice` then says what and why.
     options: the algorithm's own settings, such as {"teams": 2} for "spardl"; "auto" chooses them too.
     wire: how values travel: "fp32"; fewer bytes for selections, see `WIRES`, where what is rounded off stays in the
         residual; for "dense" "bf16" or "fp16", where it is lost.
@@ -124,8 +124,8 @@ class SparseHookState:
         return self._world()[2].algorithm
 
     @property
-    def entry(self) -> Algorithm:
-        """The algorithm with its options."""
+    def entry(self) -> Algorithm | None:
+        """The algorithm with its options; None for what is no sparse allreduce ("powersgd", "dense-int8")."""
         return self._world()[2].entry
 
     @property
@@ -164,7 +164,7 @@ class SparseHookState:
         """
         _, comm, chosen, exchange = self._world()
         own = check_place(state_dict, comm.rank, comm.size)
-        if chosen.entry.compresses:
+        if chosen.scheme.parts:
             trained = {name: p.shape for name, p in self._parameters.items() if p.requires_grad}
             if shapes := trained or exchange.shapes:
                 check_fit(own, shapes)

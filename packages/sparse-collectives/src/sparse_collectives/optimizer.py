@@ -56,8 +56,8 @@ class DistributedOptimizer(Optimizer):
     compressor: what is sent of a gradient, default TopK(0.01). "oktopk", "spardl" and "dense" have no use for another
         selection than TopK, of which they take k.
     algorithm: a name in `ALGORITHMS`, or an `Algorithm` of one's own. "dense" sums whole gradients, without compressor
-        and residuals. "auto" measures the ranks now and takes what is predicted to be fastest; `choice` then says what
-        and why.
+        and residuals; "powersgd" and "dense-int8" send something of every element, with residuals, without compressor.
+        "auto" measures the ranks now and takes what is predicted to be fastest; `choice` then says what and why.
     options: the algorithm's own settings, such as {"teams": 2} for "spardl"; "auto" chooses them too.
     wire: how values travel: "fp32"; fewer bytes for selections, see `WIRES`, where what is rounded off stays in the
         residual; for "dense" "bf16" or "fp16", where it is lost.
@@ -140,7 +140,7 @@ class DistributedOptimizer(Optimizer):
         self._overlap = BackwardOrder(self._trained, self._buckets, self._start) if overlap else None
         _take_over(optimizer, self._overlap)
         settings = f"{chosen.algorithm}, wire={chosen.wire!r}, {momentum=}, {bucket_bytes=}, {overlap=}, {nonfinite=}"
-        settings = ", ".join([settings, *([f"{verify=}"] if verify else []), *chosen.entry.settings])
+        settings = ", ".join([settings, *([f"{verify=}"] if verify else []), *chosen.settings])
         broadcast_parameters(named, comm, settings=settings)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -270,7 +270,7 @@ class DistributedOptimizer(Optimizer):
             raise RuntimeError("load_state_dict() while gradients are under way: call step() first")
         own = check_place(state_dict, self._comm.rank, self._comm.size)
         wrapped = check_loaded({key: value for key, value in state_dict.items() if key != KEY}, own.get("wrapped"))
-        if self._chosen.entry.compresses:
+        if self._chosen.scheme.parts:
             check_fit(own, {name: p.shape for name, p in zip(self._names, self._trained, strict=True)})
         states = own["algorithm_state"] if own["algorithm"] == self._chosen.algorithm else []
         self._exchange.load_state_dict({**own, "algorithm_state": states})

@@ -15,16 +15,21 @@ from sparse_collectives.auto import Choice, choose_for_training
 from sparse_collectives.exchange import Scheme
 from sparse_collectives.selections import Selections
 from sparse_collectives.whole_gradients import WholeGradients
+from sparse_collectives.whole_schemes import WHOLE, whole_scheme
 
 
 class Chosen(NamedTuple):
-    """algorithm: its name. entry, wire: what is taken. choice: why, where "auto" chose."""
+    """algorithm: its name. entry, wire: what is taken. choice: why, where "auto" chose. settings: options, as text.
+
+    entry: None for what is no sparse allreduce (`WHOLE`).
+    """
 
     algorithm: str
-    entry: Algorithm
+    entry: Algorithm | None
     wire: str
     choice: Choice | None
     scheme: Scheme
+    settings: list[str]
 
 
 def choose_scheme(
@@ -43,12 +48,15 @@ def choose_scheme(
     Raises ValueError for options that do not fit so many ranks, and without parameters to choose for.
     """
     choice = None
+    if isinstance(algorithm, str) and algorithm in WHOLE:
+        whole, settings = whole_scheme(algorithm, options, comm)
+        return Chosen(algorithm, None, wire, choice, whole, settings)
     if isinstance(algorithm, str) and algorithm == AUTO:
         choice = choose_for_training(parameters, comm, compressor, momentum=momentum, wire=wire)
         algorithm, options, wire = choice.algorithm, choice.options, choice.wire
     entry = algorithm_named(algorithm, options, size=comm.size)
     if not entry.compresses:
-        return Chosen(entry.name, entry, wire, choice, WholeGradients(comm, wire=wire))
+        return Chosen(entry.name, entry, wire, choice, WholeGradients(comm, wire=wire), entry.settings)
     scheme = Selections(
         comm,
         algorithm=algorithm,
@@ -58,4 +66,4 @@ def choose_scheme(
         momentum=momentum,
         tentative=tentative,
     )
-    return Chosen(entry.name, entry, wire, choice, scheme)
+    return Chosen(entry.name, entry, wire, choice, scheme, entry.settings)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from numbers import Real
 from typing import Any
 
 from sparse_compress import Compressor, TopK
 
 from sparse_collectives.algorithm import Algorithm
-from sparse_collectives.algorithms import AUTO, check_takes_wire, known
+from sparse_collectives.algorithms import ALGORITHMS, AUTO, check_takes_wire, known
 from sparse_collectives.auto import refuse_options
 from sparse_collectives.dense_wire import dense_wire
+from sparse_collectives.whole_schemes import WHOLE, check_whole
 from sparse_collectives.wire import PLAIN, wire_named
 
 DENSITY = 0.01
@@ -72,6 +74,12 @@ def check_settings(
         wire_named(wire)
         check_selects(compressor, None)
         return
+    if isinstance(algorithm, str) and algorithm in WHOLE:
+        check_whole(algorithm, options, wire, momentum, optimizer)
+        check_selects(compressor, replace(known("dense"), name=algorithm))
+        return
+    if isinstance(algorithm, str) and algorithm not in ALGORITHMS:
+        raise ValueError(f"unknown algorithm {algorithm!r}; known: {', '.join([*ALGORITHMS, *WHOLE, AUTO])}")
     entry = known(algorithm)
     if momentum and not entry.compresses:
         raise ValueError(f"{entry.name} selects nothing, so momentum={momentum} belongs into {optimizer}")
