@@ -17,6 +17,7 @@ import torch.distributed as dist
 from ddp_cases import SHAPES, Run, gradients_of, main
 from sklearn.datasets import load_digits
 from sparse_collectives import ALGORITHMS, SparseHookState, sparse_hook
+from sparse_collectives.whole_schemes import WHOLE
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -45,7 +46,7 @@ def ranks_agree(run):
 
 
 def every_backward_synchronised():
-    for algorithm in ALGORITHMS:
+    for algorithm in [*ALGORITHMS, *WHOLE]:
         for options in SETTINGS if algorithm == "gtopk" else SETTINGS[:2]:
             run = run_of(algorithm=algorithm, **options)
             for step in range(4):

@@ -9,6 +9,7 @@ import torch
 from communicators import SimulatedWorld, testing
 from sparse_collectives import ALGORITHMS, DistributedOptimizer, sparse_allreduce, sparse_allreduce_async
 from sparse_collectives.algorithms import algorithm_named
+from sparse_collectives.whole_schemes import WHOLE
 from sparse_compress import SparseVector, TopK, topk
 from torch import nn
 
@@ -113,6 +114,7 @@ def train(comm, name):
         model.named_parameters(),
         comm=comm,
         algorithm=name,
+        options={"rank": 1} if name == "powersgd" else None,
         compressor=TopK(0.1),
         bucket_bytes=100,
     )
@@ -126,7 +128,7 @@ def train(comm, name):
 
 
 def training_has_the_bits_of_the_simulated_world(comm):
-    for name in ALGORITHMS:
+    for name in [*ALGORITHMS, *WHOLE]:
         simulated = SimulatedWorld(comm.size).run(lambda c, name=name: train(c, name))
         assert torch.equal(train(comm, name), simulated[comm.rank])
 

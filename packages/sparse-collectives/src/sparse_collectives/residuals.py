@@ -29,8 +29,10 @@ class Residuals:
             self._kept[key] = kept["residuals"]
 
     def forget(self, key: str) -> dict[str, Tensor]:
-        """Lets go of a bucket; what was kept of it, by part."""
-        return {"residuals": self._kept.pop(key)} if key in self._kept else {}
+        """Lets go of a bucket; what was kept of it, by part. A step that may still be undone has ended before that."""
+        before, after = self._kept.pop(key, None), self._open.pop(key, None)
+        latest = before if after is None else after
+        return {} if latest is None else {"residuals": latest}
 
     def accumulated(self, key: str, gradient: Tensor, unused: Sequence[slice]) -> Tensor:
         """Residual + gradient, in memory of its own; zeros in `unused`, whose residuals wait."""
