@@ -25,7 +25,7 @@ from communicators import (
     start,
     transport_communicator,
 )
-from communicators.engine import LISTEN_SECONDS, LONGEST_NAP_SECONDS, Engine, engine
+from communicators.engine import LISTEN_SECONDS, LONGEST_NAP_SECONDS, Engine, engine, leave
 from communicators.transport import PeerLost, Pending, Transport
 from communicators.transport_communicator import TransportCommunicator
 from communicators.waiters import Waiters
@@ -448,3 +448,19 @@ def test_a_forked_child_says_no_goodbyes(monkeypatch):
     monkeypatch.setattr(os, "getpid", lambda: -1)
     made.close()
     assert not made._closing
+
+
+def test_leaving_ends_the_communicators_that_there_are_and_no_later_ones():
+    comms = ranks(2)
+    on_all(comms, lambda comm: allreduce(torch.ones(1), comm))
+    assert leave(timeout=10.0) == []
+    assert all(comm.transport.is_closed for comm in comms)
+    later = ranks(2)
+    works = [start(ping(comm), comm, facts="ping") for comm in later]
+    assert [work.wait(timeout=10) for work in works] == [1, 0]
+
+
+def test_leaving_names_who_does_not_answer():
+    comms = ranks(3)
+    comms[1].transport.read_error = comms[2].transport.read_error = ConnectionError("dark")
+    assert set(leave(timeout=0.2)) >= {1, 2}

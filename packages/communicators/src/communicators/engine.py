@@ -172,11 +172,6 @@ class Engine:
         """At exit: tells all peers, and reads their letters until they have left too. Not in a forked child."""
         if os.getpid() != self._process or self._closing:
             return
-        raised = getattr(sys, "last_value", None)
-        self.leave("it exited" if raised is None else errors.describe(raised), None)
-
-    def leave(self, why: str, timeout: float | None) -> list[int]:
-        """Ends everything under way and parts from all peers: see `part`."""
         self._closing = True
         self._wake.set()
         if self._thread is not None:
@@ -185,7 +180,16 @@ class Engine:
             self._driven.remove(driven)
             driven.abandon(None)
         self.drain()
-        return part(self._listened_to(), why, timeout)
+        raised = getattr(sys, "last_value", None)
+        self.leave("it exited" if raised is None else errors.describe(raised))
+
+    def leave(self, why: str, timeout: float | None = None) -> list[int]:
+        """Parts from all peers of all communicators, which end with that: see `part`."""
+        parties = self._listened_to()
+        missing = part(parties, why, timeout)
+        for party in parties:
+            self.forget(party)
+        return missing
 
     def _live(self) -> None:
         while not self._closing:
@@ -239,8 +243,8 @@ class Engine:
 def leave(*, timeout: float = FAILED_GOODBYE_SECONDS) -> list[int]:
     """Says goodbye to all peers of this process's communicators; returns the ranks that did not in `timeout` seconds.
 
-    For the end of a program that has failed. Nothing can be called over them afterwards. Under MPI the end of a process
-    waits in MPI_Finalize for all others, also for those that cannot be reached: where ranks are missing,
+    For the end of a program that has failed. Nothing can be called over those afterwards. Under MPI the end of a
+    process waits in MPI_Finalize for all others, also for those that cannot be reached: where ranks are missing,
     MPI.COMM_WORLD.Abort(1) is the way out.
     """
     return engine().leave("it ended after an error", timeout)

@@ -157,7 +157,7 @@ class TransportCommunicator(Communicator):
     def release(self) -> None:
         """Closes the transport, which nobody uses from then on."""
         with self.lock:
-            self.released = True
+            self.released = self.closed = True
             self.transport.close()
 
     def missing(self) -> list[int]:
