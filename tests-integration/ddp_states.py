@@ -231,7 +231,7 @@ def names_of_another_model():
         ddp = DistributedDataParallel(module)
         named = [(name, module.weight if p is None else p) for name, p in named]
         ddp.register_comm_hook(SparseHookState(named_parameters=named), sparse_hook)
-        with pytest.raises(RuntimeError, match="that is not among named_parameters: give those of the module"):
+        with pytest.raises(ValueError, match="that is not among named_parameters: give those of the module"):
             ddp(torch.ones(1, 3)).sum().backward()
 
 

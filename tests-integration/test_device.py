@@ -155,8 +155,9 @@ def test_oktopk_keeps_no_zeros_of_other_regions():
 class GradBucket:
     """What the hook asks of DDP's, which DDP makes only on devices that it knows."""
 
-    def __init__(self, flat, parameters, index):
-        self.buffer, self.parameters, self.index = (lambda: flat), (lambda: parameters), (lambda: index)
+    def __init__(self, flat, parameters, index, is_last):
+        self.buffer, self.parameters = (lambda: flat), (lambda: parameters)
+        self.index, self.is_last = (lambda: index), (lambda: is_last)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -178,7 +179,9 @@ def test_a_hook_loses_nothing(name, scale):
             for index, (members, span) in enumerate(spans.items()):
                 gradient = integers(comm.size, 31, 9)[comm.rank][span] * (step % 2 or comm.rank % 2 or index == 0)
                 given[span] += gradient
-                bucket = GradBucket((gradient * scale).to(DEVICE), [parameters[key] for key in members], index)
+                bucket = GradBucket(
+                    (gradient * scale).to(DEVICE), [parameters[key] for key in members], index, index == 1
+                )
                 applied[span] += sparse_hook(state, bucket).wait().cpu() / scale * comm.size
         residuals = state.state_dict()["distributed"]["residuals"]
         assert {residual.device for residual in residuals.values()} <= {DEVICE}

