@@ -182,6 +182,41 @@ def test_gloo_a_store_that_outlives_its_groups(processes, tmp_path):
     assert time.monotonic() - begin < 40
 
 
+STORE_IS_SILENT = """
+import os, pathlib, signal, subprocess, sys, time
+import torch.distributed as dist
+from communicators import CollectiveError, as_communicator
+dist.init_process_group("gloo")
+stopped = pathlib.Path(sys.argv[1])
+if dist.get_rank() == 0:  # it holds the Store
+    stopped.write_text(str(os.getpid()))
+    os.kill(os.getpid(), signal.SIGSTOP)
+    os._exit(0)
+while not stopped.exists() or not stopped.read_text():
+    time.sleep(0.05)
+while pathlib.Path(f"/proc/{stopped.read_text()}/stat").read_text().split()[2] != "T":
+    time.sleep(0.05)
+begin = time.monotonic()
+try:
+    as_communicator(None, timeout=2)
+except CollectiveError as error:
+    print(f"{time.monotonic() - begin}|{error}", flush=True)
+finally:  # it goes on once this rank has ended, which does not wait for it either
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
+    subprocess.Popen(["sh", "-c", f"sleep 5; kill -CONT {stopped.read_text()}"], **quiet)
+"""
+
+
+def test_gloo_a_store_that_does_not_answer_at_the_first_call(processes, tmp_path):
+    script = tmp_path / "silent.py"
+    script.write_text(STORE_IS_SILENT)
+    zero, one = processes(2, script, tmp_path / "stopped", timeout=60)
+    assert (zero.returncode, one.returncode) == (0, 0), one.stderr
+    seconds, said = one.stdout.split("|")
+    assert float(seconds) < 2 + 2  # the machine may be busy
+    assert said.startswith("timed out after 2 s: rank 1 made its first call with this process group, but")
+
+
 NEVER_COMES_BY_MPI = """
 import sys, time
 import torch

@@ -142,13 +142,14 @@ class TransportFlight:
 
     def abandon(self, error: BaseException | None = None) -> None:
         """See `Driven.abandon`: at exit, after a signal, or where looking at it raised."""
-        if error is not None:
-            self._complain(errors.failed(self.comm.rank, self.call.facts, error), error)
-            self.error = CollectiveError(self._reason or "")
-            self.call.close()
-            self._finish()
         for pending in (*self._unsent, *filter(None, [self._pending])):
             pending.cancel()
+        if error is not None:
+            reason = errors.failed(self.comm.rank, self.call.facts, error)
+            self.error, self._cause = CollectiveError(reason), error
+            self.call.close()
+            self._finish()
+            self.comm.complain(reason)
 
     def interrupted(self, error: BaseException) -> None:
         """A signal came while its rank waited: later calls would be out of step, so it ends on all ranks."""

@@ -224,5 +224,7 @@ class TransportCommunicator(Communicator):
         yield NativeSum(self.transport.post_sum(total))
 
     def _write(self, letters: Letters) -> None:
+        if self.released:
+            return
         for peer, letter in letters:
             self.transport.write(peer, letter)
