@@ -10,35 +10,10 @@ from communicators import Round, SimulatedWorld, run, testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_collectives import ALGORITHMS, sparse_allreduce
-from sparse_compress import SparseVector, topk
+from sparse_collectives.testing import check_sparse_call
+from sparse_compress import topk
 
 every_algorithm = pytest.mark.parametrize("name", ALGORITHMS)
-
-
-def check_laws(name, vectors, k):
-    """The laws on vectors of any number of entries; returns the results in rank order."""
-    numel, dtype = vectors[0].numel, vectors[0].dtype
-
-    def traffic(rank, size):
-        sent = ALGORITHMS[name].sent(rank, size, k, numel, dtype)
-        return testing.Traffic(sent.nbytes, sent.messages)
-
-    def collective(comm, sparse):
-        before = comm.bytes_sent, comm.messages_sent
-        reduction = sparse_allreduce(sparse, comm, k=k, algorithm=name)
-        most = traffic(comm.rank, comm.size)
-        assert comm.bytes_sent - before[0] <= most.nbytes
-        assert comm.messages_sent - before[1] <= most.messages
-        return reduction
-
-    return testing.check_laws(
-        collective,
-        vectors,
-        dense=SparseVector.to_dense,
-        total=lambda reduction: reduction.total.to_dense(),
-        dropped=lambda reduction: reduction.dropped.to_dense(),
-        traffic=traffic if ALGORITHMS[name].exact else None,
-    )
 
 
 @every_algorithm
@@ -49,7 +24,7 @@ def test_laws(name, dtype, data):
     dense = data.draw(testing.inputs(numels=st.integers(1, 60), dtype=dtype))
     k = data.draw(st.integers(1, len(dense[0]) + 3), label="k")
     entries = [data.draw(st.integers(0, len(dense[0])), label="entries") for _ in dense]  # fewer or more than k
-    check_laws(name, [topk(x, count) for x, count in zip(dense, entries, strict=True)], k)
+    check_sparse_call(name, [topk(x, count) for x, count in zip(dense, entries, strict=True)], k=k)
 
 
 @every_algorithm
@@ -57,14 +32,14 @@ def test_laws(name, dtype, data):
 def test_laws_with_many_ranks(name, size):
     generator = torch.Generator().manual_seed(size)
     dense = [torch.randint(-99, 100, (257,), generator=generator).float() for _ in range(size)]
-    check_laws(name, [topk(x, 7) for x in dense], 7)
+    check_sparse_call(name, [topk(x, 7) for x in dense], k=7)
 
 
 @every_algorithm
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
 def test_tiny_vectors_have_more_ranks_than_elements(name, n, size):
-    check_laws(name, [topk(torch.arange(rank, rank + n).float(), n) for rank in range(size)], 1)
+    check_sparse_call(name, [topk(torch.arange(rank, rank + n).float(), n) for rank in range(size)], k=1)
 
 
 @every_algorithm

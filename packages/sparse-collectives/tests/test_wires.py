@@ -9,36 +9,14 @@ from hypothesis import strategies as st
 from sparse_collectives import ALGORITHMS, DistributedOptimizer, SparseHookState, sparse_allreduce
 from sparse_collectives.algorithms import algorithm_named
 from sparse_collectives.cost import Handling, predict
+from sparse_collectives.testing import check_sparse_call
 from sparse_collectives.wire import WIRES
-from sparse_compress import SparseVector, TopK, topk
+from sparse_compress import TopK, topk
 from torch import nn
 
 SPARSE = [name for name, entry in ALGORITHMS.items() if entry.compresses]
 every_algorithm = pytest.mark.parametrize("name", SPARSE)
 every_wire = pytest.mark.parametrize("wire", [wire for wire in WIRES if wire != "fp32"])
-
-
-def check_laws(name, vectors, k, wire, **options):
-    size, numel = len(vectors), vectors[0].numel
-    entry = algorithm_named(name, options, size=size, wire=WIRES[wire])
-
-    def most(rank, size):
-        sent = entry.sent(rank, size, k, numel, torch.float32)
-        return testing.Traffic(sent.nbytes, sent.messages)
-
-    def collective(comm, sparse):
-        reduction = sparse_allreduce(sparse, comm, k=k, algorithm=name, wire=wire, options=options)
-        assert comm.bytes_sent <= most(comm.rank, size).nbytes
-        return reduction
-
-    return testing.check_laws(
-        collective,
-        vectors,
-        dense=SparseVector.to_dense,
-        total=lambda reduction: reduction.total.to_dense(),
-        dropped=lambda reduction: reduction.dropped.to_dense(),
-        traffic=most if entry.exact else None,
-    )
 
 
 @every_wire
@@ -51,7 +29,7 @@ def test_laws(name, wire, data):
     k, seed = data.draw(st.integers(1, numel + 3)), data.draw(st.integers(0, 99))
     generator = torch.Generator().manual_seed(seed)
     dense = [torch.randint(-(10**4), 10**4, (numel,), generator=generator).float() for _ in range(size)]
-    check_laws(name, [topk(x, data.draw(st.integers(0, numel))) for x in dense], k, wire)
+    check_sparse_call(name, [topk(x, data.draw(st.integers(0, numel))) for x in dense], k=k, wire=wire)
 
 
 @pytest.mark.parametrize("options", [{"teams": 2}, {"teams": 3}, {"teams": 6}, {"teams": 6, "sag": "b-sag"}], ids=str)
@@ -60,7 +38,7 @@ def test_laws_in_teams(wire, options):
     dense = [
         torch.randint(-999, 999, (70,), generator=torch.Generator().manual_seed(rank)).float() for rank in range(6)
     ]
-    check_laws("spardl", [topk(x, 30) for x in dense], 20, wire, **options)
+    check_sparse_call("spardl", [topk(x, 30) for x in dense], k=20, wire=wire, options=options)
 
 
 @every_algorithm
@@ -68,7 +46,7 @@ def test_laws_in_teams(wire, options):
 def test_laws_with_many_ranks(name, size):
     generator = torch.Generator().manual_seed(size)
     dense = [torch.randint(-999, 1000, (257,), generator=generator).float() for _ in range(size)]
-    check_laws(name, [topk(x, 7) for x in dense], 7, "bf16-packed")
+    check_sparse_call(name, [topk(x, 7) for x in dense], k=7, wire="bf16-packed")
 
 
 @every_wire
