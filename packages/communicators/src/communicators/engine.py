@@ -130,10 +130,6 @@ class Engine:
         self._driven.append(driven)
         self._wake.set()
 
-    def wake(self) -> None:
-        """Something has come: looks at all of them now."""
-        self._wake.set()
-
     def drive(self, driven: Driven, nap: Callable[[float], None]) -> None:
         """Polls it to its end in the calling thread.
 
