@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from communicators import Communicator, Link
 from sparse_collectives import ALGORITHMS
-from sparse_collectives.table import table
+from sparse_collectives.prediction.plain_table import table
 
 from bench.collectives_calls import Times
 

@@ -22,14 +22,14 @@ from pathlib import Path
 
 import torch
 from communicators import Communicator, as_communicator, barrier, buckets_of, run
-from communicators.call import Call
-from communicators.dense import ring_allreduce
-from communicators.flight import TransportWork
+from communicators.background.call import Call
+from communicators.background.communicator import TransportCommunicator
+from communicators.background.flight import TransportWork
+from communicators.background.transport import Pending, Transport
+from communicators.dense_schedules import ring_allreduce
 from communicators.schedule import Received, Round
-from communicators.transport import Pending, Transport
-from communicators.transport_communicator import TransportCommunicator
 from sparse_collectives import DistributedOptimizer, sparse_allreduce_async
-from sparse_collectives.backward_order import BUCKET_BYTES
+from sparse_collectives.training.backward_order import BUCKET_BYTES
 from sparse_compress import TopK, topk
 from torch import nn
 

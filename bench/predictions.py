@@ -22,9 +22,9 @@ from typing import Any, TypeAlias
 import torch
 from communicators import Communicator, barrier, buckets_of
 from sparse_collectives import ALGORITHMS, DistributedOptimizer
-from sparse_collectives.calibration import measure_handling, measure_traffic, slowest
-from sparse_collectives.cost import Handling, predict, step_seconds
-from sparse_collectives.table import table
+from sparse_collectives.prediction.calibration import measure_handling, measure_traffic, slowest
+from sparse_collectives.prediction.cost import Handling, predict, step_seconds
+from sparse_collectives.prediction.plain_table import table
 from sparse_compress import TopK
 from torch import nn
 

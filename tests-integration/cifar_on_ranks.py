@@ -27,7 +27,7 @@ SHORT = "--algorithm gtopk --batch-size 128 --max-epochs 1 --checkpoint-every 1"
 def killed(folder):
     """A run to its end; then the same, killed by SIGKILL in mid-epoch while a rank writes its second checkpoint."""
     assert main(APP, [*TRAIN.split(), "--output", f"{folder}/straight"]) == 0
-    from trainer import checkpoint
+    from trainer.records import checkpoint
 
     write = checkpoint._write
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ddp_cases import SHAPES, Run, gradients_of, main
 from sklearn.datasets import load_digits
 from sparse_collectives import ALGORITHMS, SparseHookState, sparse_hook
-from sparse_collectives.whole_schemes import WHOLE
+from sparse_collectives.training.schemes.table import WHOLE
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -24,7 +24,7 @@ from communicators import (
     start,
     testing,
 )
-from communicators import dense as schedules
+from communicators import dense_schedules as schedules
 
 
 def integers(comm, seed, numel):

@@ -24,11 +24,11 @@ from communicators import (
     run,
     start,
 )
-from communicators import dense as schedules
-from communicators.process_group import Meeting, ProcessGroupTransport
-from communicators.stores import store_of
-from communicators.transport_communicator import TransportCommunicator
-from communicators.untagged import UntaggedTransport
+from communicators import dense_schedules as schedules
+from communicators.background.communicator import TransportCommunicator
+from communicators.worlds.nccl.untagged import UntaggedTransport
+from communicators.worlds.process_group import Meeting, ProcessGroupTransport
+from communicators.worlds.stores import store_of
 from devices import DEVICE
 from on_ranks import outcome_of
 from sparse_collectives import ALGORITHMS, SparseHookState, sparse_allreduce, sparse_allreduce_async, sparse_hook

@@ -8,8 +8,8 @@ import pytest
 import torch
 from communicators import SimulatedWorld, testing
 from sparse_collectives import ALGORITHMS, DistributedOptimizer, sparse_allreduce, sparse_allreduce_async
-from sparse_collectives.algorithms import algorithm_named
-from sparse_collectives.whole_schemes import WHOLE
+from sparse_collectives.algorithms.table import algorithm_named
+from sparse_collectives.training.schemes.table import WHOLE
 from sparse_compress import SparseVector, TopK, topk
 from torch import nn
 

@@ -45,10 +45,10 @@ DIES = """
 import os, signal
 import torch, torch.distributed as dist
 from communicators import allreduce
-from communicators.untagged import UntaggedTransport
-from communicators.process_group import Meeting, ProcessGroupTransport
-from communicators.stores import store_of
-from communicators.transport_communicator import TransportCommunicator
+from communicators.worlds.nccl.untagged import UntaggedTransport
+from communicators.worlds.process_group import Meeting, ProcessGroupTransport
+from communicators.worlds.stores import store_of
+from communicators.background.communicator import TransportCommunicator
 from untagged_gloo import UntaggedGloo
 dist.init_process_group("gloo")
 group = dist.group.WORLD

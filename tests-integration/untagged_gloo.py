@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from communicators.waiters import WAIT, Waiters
+from communicators.worlds.waiters import WAIT, Waiters
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
 TAG = 0

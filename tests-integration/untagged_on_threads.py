@@ -17,10 +17,10 @@ import sparse_cases
 import torch
 import torch.distributed as dist
 from communicators import CollectiveError, Round, body, frame, framed_nbytes, run, start
-from communicators import dense as schedules
-from communicators.process_group import Meeting, ProcessGroupTransport
-from communicators.transport_communicator import TransportCommunicator
-from communicators.untagged import UntaggedTransport
+from communicators import dense_schedules as schedules
+from communicators.background.communicator import TransportCommunicator
+from communicators.worlds.nccl.untagged import UntaggedTransport
+from communicators.worlds.process_group import Meeting, ProcessGroupTransport
 from untagged_gloo import UntaggedGloo
 
 SIZES = (2, 3)

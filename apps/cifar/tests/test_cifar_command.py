@@ -6,8 +6,8 @@ import pytest
 from cifar import cifar10
 from cifar.__main__ import APP
 from trainer.command import main
-from trainer.metrics import read_metrics
-from trainer.placement import LAUNCHERS
+from trainer.launching.placement import LAUNCHERS
+from trainer.records.metrics import read_metrics
 
 
 @pytest.fixture(autouse=True)

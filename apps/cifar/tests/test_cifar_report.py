@@ -7,7 +7,7 @@ from cifar.prediction import exchange_seconds, selection_seconds
 from cifar.report import Prediction, Summary, reading, show, summarise
 from communicators import as_communicator
 from rich.console import Console
-from trainer.metrics import Row
+from trainer.records.metrics import Row
 
 NUMEL, DENSITY = 10_000, 0.01
 

@@ -10,8 +10,8 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn.functional import cross_entropy
 from trainer.app import App
-from trainer.flags import parse
-from trainer.options import Options
+from trainer.command_line.flags import parse
+from trainer.command_line.options import Options
 
 FEATURES, CLASSES = 4, 3
 

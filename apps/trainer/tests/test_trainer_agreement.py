@@ -4,8 +4,8 @@ import pytest
 from communicators import Communicator, SimulatedWorld
 from hypothesis import given
 from hypothesis import strategies as st
-from trainer.agreement import gather_texts, require_same, together
 from trainer.errors import AgreedError, RunError
+from trainer.launching.same_on_all import gather_texts, require_same, together
 
 
 @given(texts=st.lists(st.text(max_size=20), min_size=1, max_size=6))

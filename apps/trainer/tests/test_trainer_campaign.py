@@ -25,10 +25,10 @@ import pytest
 import torch
 from communicators import CollectiveError, Communicator, SimulatedWorld, as_communicator
 from trainer.app import App
-from trainer.ending import exit_code
-from trainer.metrics import read_metrics
-from trainer.options import Options
-from trainer.placement import Placement
+from trainer.command_line.options import Options
+from trainer.launching.ending import exit_code
+from trainer.launching.placement import Placement
+from trainer.records.metrics import read_metrics
 from trainer.run import run
 
 RUNS = (("dense", 1), ("oktopk", 1), ("gtopk", 2), ("spardl", 2))
@@ -176,7 +176,7 @@ def campaign(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     wide = replace(points, models={**points.models, "wide": ""}, build=lambda o, d: build(o, d, points))
     algorithm, ranks = request.param
     path = tmp_path_factory.mktemp("campaign")
-    from trainer.flags import parse
+    from trainer.command_line.flags import parse
 
     flags = f"--algorithm {algorithm} --batch-size {4 // ranks} --max-epochs 2 --lr 0.05 --density 0.2 --momentum 0.9"
     argv = [*flags.split(), "--checkpoint-every", "2", "--output", str(path / "run")]

@@ -7,9 +7,9 @@ import torch
 from communicators import Communicator, SimulatedWorld
 from torch import nn
 from trainer.app import App
-from trainer.buffers import averaged_buffers
-from trainer.evaluation import evaluate
-from trainer.options import Options
+from trainer.command_line.options import Options
+from trainer.training.buffers import averaged_buffers
+from trainer.training.evaluation import evaluate
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 16])  # 16 ranks have 11 test samples: some have none

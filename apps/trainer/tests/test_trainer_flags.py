@@ -10,13 +10,13 @@ import sparse_collectives
 import torch
 from communicators import as_communicator
 from sparse_collectives import ALGORITHMS
-from sparse_collectives.dense_wire import DENSE_WIRES as KNOWN_DENSE_WIRES
-from sparse_collectives.wire import WIRES as KNOWN_WIRES
+from sparse_collectives.wire.half import DENSE_WIRES as KNOWN_DENSE_WIRES
+from sparse_collectives.wire.wire import WIRES as KNOWN_WIRES
 from trainer.app import App
+from trainer.command_line.flags import parse
+from trainer.command_line.literals import literal_dict
 from trainer.errors import RunError
-from trainer.flags import parse
-from trainer.literals import literal_dict
-from trainer.synchronisation import DENSE_WIRES, SYNCHRONISATIONS, WIRES
+from trainer.training.synchronisation import DENSE_WIRES, SYNCHRONISATIONS, WIRES
 
 
 def test_the_published_command(app: App) -> None:
@@ -74,10 +74,10 @@ def test_a_wrong_flag_is_named_with_what_was_expected(app: App, flags: str, says
 
 
 def test_tensorboard_is_asked_for_only_where_it_is(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.flags.find_spec", lambda name: None)
+    monkeypatch.setattr("trainer.command_line.flags.find_spec", lambda name: None)
     with pytest.raises(RunError, match="pip install tensorboard"):
         parse(["--tensorboard"], app, world_size=None)
-    monkeypatch.setattr("trainer.flags.find_spec", lambda name: name)
+    monkeypatch.setattr("trainer.command_line.flags.find_spec", lambda name: name)
     assert parse(["--tensorboard"], app, world_size=None).tensorboard
 
 

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 from communicators import Communicator, SimulatedWorld, as_communicator
-from trainer import folder_lock
 from trainer.app import App
+from trainer.command_line.options import Options
 from trainer.errors import AgreedError
-from trainer.folder_lock import locked
-from trainer.metrics import read_metrics
-from trainer.options import Options
+from trainer.records import folder_lock
+from trainer.records.folder_lock import locked
+from trainer.records.metrics import read_metrics
 from trainer.run import run
 
 ALONE = as_communicator(None)
@@ -26,7 +26,7 @@ HOLDER = """
 import sys
 from pathlib import Path
 from communicators import as_communicator
-from trainer.folder_lock import locked
+from trainer.records.folder_lock import locked
 with locked(Path(sys.argv[1]), as_communicator(None)):
     print("held", flush=True)
     sys.stdin.read()

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from communicators import Communicator, SimulatedWorld
 from trainer.app import App
-from trainer.ending import exit_code
-from trainer.options import Options
-from trainer.placement import Placement
+from trainer.command_line.options import Options
+from trainer.launching.ending import exit_code
+from trainer.launching.placement import Placement
+from trainer.records.run_folder import RunFolder
 from trainer.run import run
-from trainer.run_folder import RunFolder
 
 
 def ended(app: App, options: Options, *, output: io.StringIO | None = None) -> tuple[list[int], list[str]]:
@@ -49,7 +49,7 @@ def largest_file(nbytes: int) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def sizes(points_app: App, tmp_path_factory: pytest.TempPathFactory) -> list[int]:
     """Of all files that a run writes: below each of them something else is the first that has no room."""
-    from trainer.flags import parse
+    from trainer.command_line.flags import parse
 
     folder = tmp_path_factory.mktemp("sizes")
     flags = f"--algorithm gtopk --batch-size 4 --max-epochs 2 --checkpoint-every 2 --output {folder}"

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from trainer import launch
 from trainer.errors import RunError
+from trainer.launching import launch
 
 
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> None:
@@ -72,9 +72,7 @@ def test_the_workers_end_when_the_process_that_started_them_is_killed(tmp_path: 
         "print('up', file=pipe, flush=True)\nsignal.alarm(60)\nwhile True: signal.pause()\n"
     )
     script.chmod(0o755)
-    program = (
-        f"from trainer import launch; launch.find_mpiexec = lambda: {str(script)!r}; launch.start_workers('m', [], 2)"
-    )
+    program = f"from trainer.launching import launch; launch.find_mpiexec = lambda: {str(script)!r}; launch.start_workers('m', [], 2)"
     with subprocess.Popen([sys.executable, "-c", program]) as starter, told.open() as lines:
         assert lines.readline() == "up\n"
         starter.kill()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from trainer.errors import DamagedError
-from trainer.metrics import MetricsFile, read_metrics
+from trainer.records.metrics import MetricsFile, read_metrics
 
 
 def test_rows_come_back_and_are_cut_to_a_checkpoint(tmp_path: Path) -> None:

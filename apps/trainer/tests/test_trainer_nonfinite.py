@@ -8,10 +8,10 @@ import pytest
 import torch
 from communicators import CollectiveError, SimulatedWorld
 from trainer.app import App
-from trainer.metrics import read_metrics
-from trainer.options import Options
+from trainer.command_line.options import Options
+from trainer.records.metrics import read_metrics
+from trainer.records.run_folder import RunFolder
 from trainer.run import run
-from trainer.run_folder import RunFolder
 
 
 def app_with_one_bad_image(app: App) -> App:

@@ -18,13 +18,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from trainer import run as run_module
 from trainer.app import App
+from trainer.command_line.options import BEFORE, Options
 from trainer.errors import AgreedError
-from trainer.manifest import FileRecord
-from trainer.metrics import read_metrics
-from trainer.options import BEFORE, Options
-from trainer.replica import Replica
+from trainer.records.manifest import FileRecord
+from trainer.records.metrics import read_metrics
+from trainer.records.run_folder import RunFolder
 from trainer.run import run
-from trainer.run_folder import RunFolder
+from trainer.training.replica import Replica
 
 SECONDS = {"seconds", "compute_seconds", "communication_seconds"}
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from trainer.schedule import SHAPES, factor, rate_schedule
+from trainer.training.learning_rate import SHAPES, factor, rate_schedule
 
 
 @given(

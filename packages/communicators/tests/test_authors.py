@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from communicators import CollectiveError, Round, SimulatedWorld, allreduce, allreduce_async, frame, run, start
-from communicators.alone import Alone
+from communicators.worlds.alone import Alone
 from hypothesis import given
 from hypothesis import strategies as st
 

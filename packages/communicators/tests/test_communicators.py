@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 from communicators import Link, Round, SimulatedWorld, allreduce, as_communicator, barrier, measure_link, run, start
-from communicators.alone import Alone
-from communicators.dense import ring_allreduce
+from communicators.dense_schedules import ring_allreduce
+from communicators.worlds.alone import Alone
 
 
 def test_one_rank_alone():

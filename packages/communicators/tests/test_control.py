@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from communicators import CollectiveError, SimulatedWorld, run, testing
-from communicators.agreement import FACTS_BYTES, agreement
-from communicators.control import LETTER_BYTES, Control
+from communicators.background.abort import LETTER_BYTES, Control
+from communicators.background.facts import FACTS_BYTES, agreement
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from communicators import SLOT_BYTES, SimulatedWorld, allgather, allreduce, broadcast, run, testing
-from communicators import dense as schedules
+from communicators import dense_schedules as schedules
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

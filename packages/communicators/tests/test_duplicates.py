@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from communicators import CollectiveError, Link, SimulatedWorld, allreduce, allreduce_async, testing
-from communicators.alone import Alone
 from communicators.communicator import MOST_DUPLICATES
+from communicators.worlds.alone import Alone
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -6,7 +6,7 @@ import struct
 import pytest
 import torch
 from communicators import SLOT_BYTES, CollectiveError, SimulatedWorld, hash_bits, refuse_unlike
-from communicators.replicas import CHUNK_BYTES
+from communicators.replicas.unlike import CHUNK_BYTES
 from hypothesis import given
 from hypothesis import strategies as st
 

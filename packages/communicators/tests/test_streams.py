@@ -10,12 +10,12 @@ import weakref
 import pytest
 import torch
 from communicators import Round, frame
-from communicators.call import Call
-from communicators.dense import ring_allreduce
-from communicators.engine import Engine
+from communicators.background.call import Call
+from communicators.background.engine import Engine
+from communicators.background.flight import TransportFlight, TransportWork
+from communicators.background.streams import SideStreams, devices_of, given, owned_here, with_index
+from communicators.dense_schedules import ring_allreduce
 from communicators.errors import CollectiveError
-from communicators.flight import TransportFlight, TransportWork
-from communicators.streams import SideStreams, devices_of, given, owned_here, with_index
 
 CPU = torch.device("cpu")
 

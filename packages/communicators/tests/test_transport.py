@@ -18,17 +18,16 @@ from communicators import (
     allreduce,
     body,
     broadcast,
-    flight,
     frame,
-    leftover,
     run,
     start,
-    transport_communicator,
 )
-from communicators.engine import LISTEN_SECONDS, LONGEST_NAP_SECONDS, Engine, engine, leave
-from communicators.transport import PeerLost, Pending, Transport
-from communicators.transport_communicator import TransportCommunicator
-from communicators.waiters import Waiters
+from communicators.background import communicator as transport_communicator
+from communicators.background import flight, leftover
+from communicators.background.communicator import TransportCommunicator
+from communicators.background.engine import LISTEN_SECONDS, LONGEST_NAP_SECONDS, Engine, engine, leave
+from communicators.background.transport import PeerLost, Pending, Transport
+from communicators.worlds.waiters import Waiters
 
 
 class Network:

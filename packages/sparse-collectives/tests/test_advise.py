@@ -8,7 +8,7 @@ import torch
 from communicators import Link, as_communicator
 from sparse_collectives import ALGORITHMS
 from sparse_collectives.advise.__main__ import main
-from sparse_collectives.calibration import MOST_MERGED, measure_handling
+from sparse_collectives.prediction.calibration import MOST_MERGED, measure_handling
 
 TRAINING = ["--parameters", "25e6", "--step-seconds", "0.5"]
 
@@ -20,7 +20,7 @@ def advice(capsys, *flags):
 
 @pytest.fixture(autouse=True)
 def _little_work(monkeypatch):
-    monkeypatch.setattr("sparse_collectives.calibration.MOST_ELEMENTS", 1 << 18)
+    monkeypatch.setattr("sparse_collectives.prediction.calibration.MOST_ELEMENTS", 1 << 18)
 
 
 def test_100gbit_leave_it_off(capsys):
@@ -160,8 +160,8 @@ def test_half_of_a_gradient_is_measured_on_few_entries(monkeypatch):
         merged.append(k)
         return 0.0
 
-    monkeypatch.setattr("sparse_collectives.calibration._merging", counted)
-    monkeypatch.setattr("sparse_collectives.calibration.MOST_ELEMENTS", 1 << 20)
+    monkeypatch.setattr("sparse_collectives.prediction.calibration._merging", counted)
+    monkeypatch.setattr("sparse_collectives.prediction.calibration.MOST_ELEMENTS", 1 << 20)
     measure_handling(as_communicator(None), numel=1 << 22, density=0.5, device=torch.device("cpu"))
     assert set(merged) == {MOST_MERGED}
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 from communicators import SimulatedWorld
 from sparse_collectives.advise.__main__ import main
-from sparse_collectives.advise.agreement import NoAdvice, all_or_none
+from sparse_collectives.advise.all_or_none import NoAdvice, all_or_none
 from sparse_collectives.advise.factory import model_seconds
 
 
 @pytest.fixture(autouse=True)
 def _little_work(monkeypatch):
-    monkeypatch.setattr("sparse_collectives.calibration.MOST_ELEMENTS", 1 << 18)
+    monkeypatch.setattr("sparse_collectives.prediction.calibration.MOST_ELEMENTS", 1 << 18)
 
 
 def test_model_is_measured(capsys, tmp_path, monkeypatch):

@@ -9,8 +9,8 @@ from sparse_collectives.advise.busy import PROBE_SECONDS, share_taken
 from sparse_collectives.advise.recommendation import recommend
 from sparse_collectives.advise.report import as_json, as_text
 from sparse_collectives.advise.situation import Situation
-from sparse_collectives.cost import Handling
-from sparse_collectives.wire import WIRES
+from sparse_collectives.prediction.cost import Handling
+from sparse_collectives.wire.wire import WIRES
 
 
 def situation(**changes):

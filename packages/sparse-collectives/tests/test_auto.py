@@ -8,8 +8,8 @@ import pytest
 import torch
 from communicators import Link, SimulatedWorld, as_communicator
 from sparse_collectives import ALGORITHMS, DistributedOptimizer, SparseHookState, choose, sparse_allreduce
-from sparse_collectives.algorithms import algorithm_named
-from sparse_collectives.cost import Handling
+from sparse_collectives.algorithms.table import algorithm_named
+from sparse_collectives.prediction.cost import Handling
 from sparse_compress import TopK, topk
 
 SLOW, FAST = Link(1e-4, 1e-6), Link(1e-4, 1e-12)
@@ -48,7 +48,7 @@ def test_ranks_agree_on_busy_machines(monkeypatch, seed):
         return choose(comm, numel=10**5, k=1000, handling=own), choose(comm, numel=10**4, k=100)
 
     noise = {}
-    seconds_of = "sparse_collectives.calibration.seconds_of"
+    seconds_of = "sparse_collectives.prediction.calibration.seconds_of"
     monkeypatch.setattr(seconds_of, lambda *given: noise[threading.get_ident()](*given))
     choices = SimulatedWorld(5, link=SLOW).run(body)
     assert all(choice == choices[0] for choice in choices)

@@ -4,13 +4,13 @@ import pytest
 import torch
 from communicators import Link, SimulatedWorld, run
 from sparse_collectives import ALGORITHMS, sparse_allreduce
-from sparse_collectives.algorithms import Algorithm, algorithm_named
-from sparse_collectives.cost import Handling, Prediction, predict, predict_all, step_seconds
-from sparse_collectives.loads import ranks_of_interest
-from sparse_collectives.oktopk import oktopk_select, oktopk_state
-from sparse_collectives.oktopk_traffic import oktopk_typical
-from sparse_collectives.topk_dsa import topk_dsa_typical
-from sparse_collectives.wire import wire_named
+from sparse_collectives.algorithms.oktopk import oktopk_select, oktopk_state
+from sparse_collectives.algorithms.oktopk_traffic import oktopk_typical
+from sparse_collectives.algorithms.table import Algorithm, algorithm_named
+from sparse_collectives.algorithms.topk_dsa import topk_dsa_typical
+from sparse_collectives.prediction.cost import Handling, Prediction, predict, predict_all, step_seconds
+from sparse_collectives.prediction.loads import ranks_of_interest
+from sparse_collectives.wire.wire import wire_named
 from sparse_compress import topk, wire_nbytes
 
 MERGE = 4e-9  # little, so that ranks stay in step: where they do not, messages meet at ports, which no model knows

@@ -8,7 +8,7 @@ from communicators import SimulatedWorld, testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_collectives import ALGORITHMS, WIRES, sparse_allreduce
-from sparse_collectives.algorithms import algorithm_named
+from sparse_collectives.algorithms.table import algorithm_named
 from sparse_compress import topk
 
 PATTERNS = [0x7F800000, 0x7F800001, 0x7FC00000, 0x7FFFFFFF]  # inf, and NaN with several payloads

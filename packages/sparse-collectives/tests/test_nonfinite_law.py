@@ -10,8 +10,8 @@ from communicators.schedule import Schedule
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_collectives import ALGORITHMS, Algorithm, DistributedOptimizer, Reduction
-from sparse_collectives.gtopk import gtopk, gtopk_sent
-from sparse_collectives.wire import WIRES
+from sparse_collectives.algorithms.gtopk import gtopk, gtopk_sent
+from sparse_collectives.wire.wire import WIRES
 from sparse_compress import DGCTopK, GaussianK, RandomK, SparseVector, Threshold, ThresholdReuse, TopK
 from torch import nn
 

@@ -10,10 +10,10 @@ from communicators import CollectiveError, Dies, SimulatedWorld, run, testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_collectives import ALGORITHMS, sparse_allreduce
-from sparse_collectives.even_out import even_counts, gather_evenly, is_uneven
-from sparse_collectives.kth_largest import KthLargest, bracket, kth_largest, kth_largest_sent, sample_count
-from sparse_collectives.oktopk import oktopk_select, oktopk_state
-from sparse_collectives.oktopk_traffic import SPAN, oktopk_traffic
+from sparse_collectives.algorithms.even_out import even_counts, gather_evenly, is_uneven
+from sparse_collectives.algorithms.kth_largest import KthLargest, bracket, kth_largest, kth_largest_sent, sample_count
+from sparse_collectives.algorithms.oktopk import oktopk_select, oktopk_state
+from sparse_collectives.algorithms.oktopk_traffic import SPAN, oktopk_traffic
 from sparse_compress import SparseVector, topk
 
 OFTEN = {"thresholds_every": 2, "boundaries_every": 3}

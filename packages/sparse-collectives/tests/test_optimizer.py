@@ -4,7 +4,7 @@ import pytest
 import torch
 from communicators import SimulatedWorld
 from sparse_collectives import ALGORITHMS, Algorithm, DistributedOptimizer
-from sparse_collectives.gtopk import gtopk, gtopk_sent
+from sparse_collectives.algorithms.gtopk import gtopk, gtopk_sent
 from sparse_compress import TopK, topk
 from torch import nn
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from communicators import CollectiveError, SimulatedWorld
-from communicators.alone import Alone
+from communicators.worlds.alone import Alone
 from sparse_collectives import (
     ALGORITHMS,
     Algorithm,
@@ -15,9 +15,9 @@ from sparse_collectives import (
     sparse_allreduce,
     sparse_allreduce_async,
 )
-from sparse_collectives.gtopk import gtopk, gtopk_sent
+from sparse_collectives.algorithms.gtopk import gtopk, gtopk_sent
+from sparse_collectives.algorithms.topk_allgather import topk_allgather, topk_allgather_sent
 from sparse_collectives.testing import check_sparse_call, check_sparse_laws
-from sparse_collectives.topk_allgather import topk_allgather, topk_allgather_sent
 from sparse_compress import SparseVector, topk
 from torch import nn
 

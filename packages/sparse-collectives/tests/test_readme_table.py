@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from sparse_collectives.algorithms import algorithm_named
+from sparse_collectives.algorithms.table import algorithm_named
 
 README = Path(__file__).parent.parent / "README.md"
 HEADER = next(line for line in README.read_text().splitlines() if line.startswith("| P | "))

@@ -8,9 +8,9 @@ from communicators import CollectiveError, Dies, SimulatedWorld, testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_collectives import DistributedOptimizer, sparse_allreduce
-from sparse_collectives.budgets import block_budgets
-from sparse_collectives.spardl import spardl_select, spardl_state
-from sparse_collectives.spardl_traffic import spardl_sent, spardl_typical
+from sparse_collectives.algorithms.budgets import block_budgets
+from sparse_collectives.algorithms.spardl import spardl_select, spardl_state
+from sparse_collectives.algorithms.spardl_traffic import spardl_sent, spardl_typical
 from sparse_compress import SparseVector, topk
 from torch import nn
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from communicators import SimulatedWorld, as_communicator
 from sparse_collectives import ALGORITHMS, Algorithm, Reduction, sparse_allreduce, sparse_allreduce_async
-from sparse_collectives.gtopk import gtopk, gtopk_sent
+from sparse_collectives.algorithms.gtopk import gtopk, gtopk_sent
 from sparse_compress import SparseVector, topk
 
 alone = as_communicator(None)

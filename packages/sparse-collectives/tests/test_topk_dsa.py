@@ -7,8 +7,8 @@ from communicators import SimulatedWorld
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_collectives import ALGORITHMS, sparse_allreduce
-from sparse_collectives.topk_dsa import topk_dsa_traffic
-from sparse_collectives.wire import WIRES
+from sparse_collectives.algorithms.topk_dsa import topk_dsa_traffic
+from sparse_collectives.wire.wire import WIRES
 from sparse_compress import topk
 
 

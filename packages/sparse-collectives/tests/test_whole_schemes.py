@@ -8,10 +8,10 @@ from communicators import CollectiveError, SimulatedWorld
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_collectives import DistributedOptimizer, SparseHookState, reshard_residuals
-from sparse_collectives.dense_int8 import dense_int8_sent
-from sparse_collectives.gram_schmidt import orthonormal, outer_sum
-from sparse_collectives.int8_blocks import packed, packed_nbytes, unpacked
-from sparse_collectives.powersgd import powersgd_sent
+from sparse_collectives.training.schemes.dense_int8 import dense_int8_sent
+from sparse_collectives.training.schemes.gram_schmidt import orthonormal, outer_sum
+from sparse_collectives.training.schemes.int8_blocks import packed, packed_nbytes, unpacked
+from sparse_collectives.training.schemes.powersgd import powersgd_sent
 from torch import nn
 
 SHAPES = {"matrix": (30, 40), "vector": (7,), "filters": (8, 3, 3, 3), "flat": (2, 3), "scalar": ()}

@@ -3,14 +3,14 @@
 import pytest
 import torch
 from communicators import CollectiveError, Corrupts, Link, SimulatedWorld, testing
-from communicators.alone import Alone
+from communicators.worlds.alone import Alone
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_collectives import ALGORITHMS, DistributedOptimizer, SparseHookState, sparse_allreduce
-from sparse_collectives.algorithms import algorithm_named
-from sparse_collectives.cost import Handling, predict
+from sparse_collectives.algorithms.table import algorithm_named
+from sparse_collectives.prediction.cost import Handling, predict
 from sparse_collectives.testing import check_sparse_call
-from sparse_collectives.wire import WIRES
+from sparse_collectives.wire.wire import WIRES
 from sparse_compress import TopK, topk
 from torch import nn
 

@@ -8,7 +8,7 @@ import torch
 from sparse_compress import DenseCodec, SparseVector, WireCodec, topk
 from sparse_compress.codecs import elias_fano
 from sparse_compress.codecs.rounding import VALUES
-from sparse_compress.wire import MAX_NUMEL
+from sparse_compress.vector_format import MAX_NUMEL
 
 CODECS = [WireCodec(values, indices) for values, indices in product(VALUES, ("raw", "packed"))]
 CASES = 3000

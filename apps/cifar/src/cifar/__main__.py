@@ -12,7 +12,7 @@ from cifar.catalogue import DATASETS, MODELS
 
 if TYPE_CHECKING:
     import torch
-    from trainer.options import Options
+    from trainer.command_line.options import Options
 
     from cifar.classification import Classification
 

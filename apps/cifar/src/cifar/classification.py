@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor, nn
 from torch.nn.functional import cross_entropy
-from trainer.options import Options
+from trainer.command_line.options import Options
 
 from cifar.catalogue import DATASETS, MODELS
 from cifar.images import Images, Split

@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 from communicators import Communicator, Link
 from rich.console import Console
-from trainer.agreement import together
-from trainer.flags import parse
-from trainer.folder_lock import locked
-from trainer.metrics import read_metrics
+from trainer.command_line.flags import parse
+from trainer.launching.same_on_all import together
 from trainer.plot import plot_runs
+from trainer.records.folder_lock import locked
+from trainer.records.metrics import read_metrics
+from trainer.records.run_folder import RunFolder
 from trainer.run import run
-from trainer.run_folder import RunFolder
 
 from cifar.__main__ import APP
 from cifar.digits import TEST_SIZE

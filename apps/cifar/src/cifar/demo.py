@@ -8,13 +8,13 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer import quantities
 from trainer.command import WRONG_USAGE
+from trainer.command_line import quantities
 from trainer.errors import RunError
-from trainer.launch import start_workers
-from trainer.placement import Placement, placement
-from trainer.stopping import stoppable
-from trainer.world import joined
+from trainer.launching.launch import start_workers
+from trainer.launching.placement import Placement, placement
+from trainer.launching.stopping import stoppable
+from trainer.launching.world import joined
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,8 +42,8 @@ def _flags(argv: Sequence[str]) -> Namespace:
 
 
 def _work(given: Namespace, place: Placement) -> int:
-    from trainer.device import own_device  # brings torch
-    from trainer.ending import exit_code
+    from trainer.launching.device import own_device  # brings torch
+    from trainer.launching.ending import exit_code
 
     from cifar.comparison import compare
 

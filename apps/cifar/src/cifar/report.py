@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
-from trainer.metrics import Row
+from trainer.records.metrics import Row
 
 
 @dataclass(frozen=True, kw_only=True)

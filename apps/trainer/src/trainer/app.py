@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from trainer.options import Options
+    from trainer.command_line.options import Options
     from trainer.task import Task
 
 

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from trainer.app import App
+from trainer.command_line.flags import parse
 from trainer.errors import RunError
-from trainer.flags import parse
-from trainer.launch import start_workers
-from trainer.placement import Placement, placement
-from trainer.stopping import stoppable
-from trainer.world import first_complaint, joined
+from trainer.launching.launch import start_workers
+from trainer.launching.placement import Placement, placement
+from trainer.launching.stopping import stoppable
+from trainer.launching.world import first_complaint, joined
 
 if TYPE_CHECKING:
-    from trainer.options import Options
+    from trainer.command_line.options import Options
 
 WRONG_USAGE = 2
 
@@ -40,8 +40,8 @@ def main(app: App, argv: Sequence[str] | None = None) -> int:
 
 def train(app: App, options: "Options", place: Placement) -> int:
     """One rank's run, to its exit code."""
-    from trainer.device import own_device
-    from trainer.ending import exit_code
+    from trainer.launching.device import own_device
+    from trainer.launching.ending import exit_code
     from trainer.run import run
 
     def work() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from trainer.metrics import Row
+from trainer.records.metrics import Row
 
 MEBI = 1 << 20
 

@@ -7,24 +7,24 @@ from pathlib import Path
 import torch
 from communicators import Communicator
 
-from trainer.agreement import require_same, together
 from trainer.app import App
-from trainer.buffers import averaged_buffers
-from trainer.clock import clock_of
-from trainer.durable import write_tensors
-from trainer.events import Events
-from trainer.folder_lock import locked
-from trainer.loop import Training, train
-from trainer.options import Options
-from trainer.progress import TrainingProgress
-from trainer.replica import Replica
-from trainer.resume import resume
-from trainer.run_folder import RunFolder
-from trainer.schedule import rate_schedule
-from trainer.seeds import AUGMENT, DROPOUT, derived_seed
-from trainer.sharding import steps_per_epoch
-from trainer.synchronisation import SYNCHRONISATIONS
+from trainer.command_line.options import Options
+from trainer.launching.same_on_all import require_same, together
+from trainer.records.durable import write_tensors
+from trainer.records.events import Events
+from trainer.records.folder_lock import locked
+from trainer.records.progress import TrainingProgress
+from trainer.records.run_folder import RunFolder
+from trainer.resuming.resume import resume
 from trainer.task import Task
+from trainer.training.buffers import averaged_buffers
+from trainer.training.clock import clock_of
+from trainer.training.learning_rate import rate_schedule
+from trainer.training.loop import Training, train
+from trainer.training.replica import Replica
+from trainer.training.seeds import AUGMENT, DROPOUT, derived_seed
+from trainer.training.sharding import steps_per_epoch
+from trainer.training.synchronisation import SYNCHRONISATIONS
 
 CPU = torch.device("cpu")
 
@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 def run(app: App, options: Options, comm: Communicator, *, device: torch.device = CPU) -> None:
     """Train as `options` say, on every rank of `comm`. Results are in `options.output`.
 
-    device: this rank's (see `trainer.device.own_device`). AgreedError where a user can mend what is wrong.
+    device: this rank's (see `trainer.launching.device.own_device`). AgreedError where a user can mend what is wrong.
     """
     require_same(options.alike(), comm)
     torch.manual_seed(options.seed)  # the model starts alike on all ranks

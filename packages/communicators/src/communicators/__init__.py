@@ -1,17 +1,17 @@
 """Collectives written as schedules, carried by MPI, torch.distributed or a simulated world."""
 
+from communicators.background.engine import leave
 from communicators.buckets import Bucket, buckets_of
 from communicators.collectives import allgather, allreduce, allreduce_async, barrier, broadcast
 from communicators.communicator import Communicator, Work, run, start
-from communicators.engine import leave
 from communicators.errors import CollectiveError
-from communicators.faults import Corrupts, Dies
 from communicators.link import Link
 from communicators.measure import measure_link
 from communicators.origin import as_communicator
-from communicators.replicas import hash_bits, refuse_unlike
+from communicators.replicas.unlike import hash_bits, refuse_unlike
 from communicators.schedule import SLOT_BYTES, Elapse, Round, Schedule, body, frame, framed_nbytes
-from communicators.simulated import SimulatedWorld
+from communicators.simulated.faults import Corrupts, Dies
+from communicators.simulated.world import SimulatedWorld
 
 __all__ = [
     "SLOT_BYTES",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from communicators import dense
+from communicators import dense_schedules as dense
 from communicators.communicator import Communicator, Work, run, start
 
 

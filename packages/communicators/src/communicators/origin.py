@@ -9,8 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from communicators.alone import Alone
 from communicators.communicator import Communicator, check_timeout
+from communicators.worlds.alone import Alone
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def _refuse_nccl(transport: str | None) -> None:
 def _from_process_group(group: dist.ProcessGroup, patience: float | None, transport: str | None) -> Communicator:
     if group.size() == 1:
         return Alone()
-    from communicators.process_group import from_process_group
+    from communicators.worlds.process_group import from_process_group
 
     return from_process_group(group, patience, transport)
 
@@ -83,7 +83,7 @@ def _from_mpi(comm: Any, mpi: Any, patience: float | None) -> Communicator:
         raise ValueError("expected an intracommunicator, got COMM_NULL or an intercommunicator")
     if comm.Get_size() == 1:
         return Alone()
-    from communicators.mpi import from_mpi
+    from communicators.worlds.mpi import from_mpi
 
     return from_mpi(comm, patience)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from communicators.communicator import Communicator
 from communicators.link import Link
-from communicators.simulated import SimulatedWorld
+from communicators.simulated.world import SimulatedWorld
 
 X = TypeVar("X")
 R = TypeVar("R")

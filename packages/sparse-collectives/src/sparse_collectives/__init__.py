@@ -1,17 +1,17 @@
 """Sparse allreduce for PyTorch: gTop-k and its relatives, as calls and as a distributed optimizer."""
 
 from sparse_collectives.algorithm import Algorithm
-from sparse_collectives.algorithms import ALGORITHMS
+from sparse_collectives.algorithms.table import ALGORITHMS
 from sparse_collectives.allreduce import sparse_allreduce, sparse_allreduce_async
 from sparse_collectives.arrays import DenseReduction
-from sparse_collectives.auto import Choice, choose
-from sparse_collectives.checkpoint import reshard_residuals
-from sparse_collectives.ddp_hook import SparseHookState, sparse_hook
-from sparse_collectives.invalid import given_by
-from sparse_collectives.optimizer import DistributedOptimizer
+from sparse_collectives.prediction.auto import Choice, choose
+from sparse_collectives.prediction.traffic import Traffic
 from sparse_collectives.reduction import Reduction
-from sparse_collectives.traffic import Traffic
-from sparse_collectives.wire import WIRES, Wire
+from sparse_collectives.training.ddp.hook import SparseHookState, sparse_hook
+from sparse_collectives.training.optimizer import DistributedOptimizer
+from sparse_collectives.training.state_dict import reshard_residuals
+from sparse_collectives.wire.invalid import given_by
+from sparse_collectives.wire.wire import WIRES, Wire
 
 __all__ = [
     "ALGORITHMS",

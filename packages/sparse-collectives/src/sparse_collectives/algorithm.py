@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from sparse_compress import SparseVector
 from torch import Tensor
 
+from sparse_collectives.prediction.traffic import Traffic
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.state import State
-from sparse_collectives.traffic import Traffic
 
 Array: TypeAlias = NDArray[np.floating]
 

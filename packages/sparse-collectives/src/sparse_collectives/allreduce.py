@@ -13,7 +13,7 @@ from sparse_compress import SparseVector, add, merge, topk
 from sparse_compress.arguments import integer
 
 from sparse_collectives.algorithm import Algorithm
-from sparse_collectives.algorithms import AUTO, known
+from sparse_collectives.algorithms.table import AUTO, known
 from sparse_collectives.arrays import Array, DenseReduction, densified, flat_of, form_of, is_array, summed
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.settled import Settled, settled

@@ -10,11 +10,11 @@ import torch
 from communicators.schedule import Schedule
 from numpy.typing import NDArray
 from sparse_compress import SparseVector
-from sparse_compress.dense import flatten
-from sparse_compress.wire import WIRE_DTYPES
+from sparse_compress.dense_input import flatten
+from sparse_compress.vector_format import WIRE_DTYPES
 from torch import Tensor
 
-from sparse_collectives.dense import dense_sum
+from sparse_collectives.algorithms.dense_sum import dense_sum
 from sparse_collectives.reduction import Reduction
 
 Array = TypeVar("Array", Tensor, NDArray[np.floating])

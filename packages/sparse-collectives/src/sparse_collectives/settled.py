@@ -9,10 +9,10 @@ from communicators import Communicator
 from sparse_compress import SparseVector
 
 from sparse_collectives.algorithm import Algorithm
-from sparse_collectives.algorithms import AUTO, algorithm_named, check_are_options
-from sparse_collectives.auto import refuse_options, remembered
+from sparse_collectives.algorithms.table import AUTO, algorithm_named, check_are_options
+from sparse_collectives.prediction.auto import refuse_options, remembered
 from sparse_collectives.state import State, check_is_state
-from sparse_collectives.wire import PLAIN, wire_named
+from sparse_collectives.wire.wire import PLAIN, wire_named
 
 CHOSEN = {"algorithm", "options", "wire", "state", "table"}
 """What "auto" remembers of a choice."""

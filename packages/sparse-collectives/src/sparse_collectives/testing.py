@@ -19,11 +19,11 @@ from sparse_compress import SparseVector, topk
 from torch import Tensor
 
 from sparse_collectives.algorithm import Algorithm
-from sparse_collectives.algorithms import algorithm_named
+from sparse_collectives.algorithms.table import algorithm_named
 from sparse_collectives.allreduce import sparse_allreduce
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.state import State
-from sparse_collectives.wire import PLAIN, WIRES, wire_named
+from sparse_collectives.wire.wire import PLAIN, WIRES, wire_named
 
 SIZES = (1, 2, 3, 5, 8)
 """Numbers of ranks: powers of two, and not."""

@@ -21,7 +21,7 @@ from sparse_compress.merge import add, add_all, merge, share
 from sparse_compress.pad import pad
 from sparse_compress.topk import topk
 from sparse_compress.vector import SparseVector
-from sparse_compress.wire import HEADER_BYTES, MAX_NUMEL, SLOT_BYTES, wire_nbytes
+from sparse_compress.vector_format import HEADER_BYTES, MAX_NUMEL, SLOT_BYTES, wire_nbytes
 
 __all__ = [
     "HEADER_BYTES",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparse_compress.chunks import CHUNK
 from sparse_compress.vector import SparseVector
-from sparse_compress.wire import WIRE_DTYPES
+from sparse_compress.vector_format import WIRE_DTYPES
 
 ONE_THREAD = 30_000  # elements: torch wakes other threads for 32,768 and more
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparse_compress.wire import MAX_NUMEL
+from sparse_compress.vector_format import MAX_NUMEL
 
 
 def integer(value: Any, what: str, *, least: int | None = 0, expected: str) -> int:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sparse_compress.accumulator import Accumulator
-from sparse_compress.wire import WIRE_DTYPES
+from sparse_compress.vector_format import WIRE_DTYPES
 
 KEYS = {"residuals", "velocities"}
 

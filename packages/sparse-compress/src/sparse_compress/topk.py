@@ -6,12 +6,12 @@ from torch import Tensor
 
 from sparse_compress.arguments import integer
 from sparse_compress.chunks import Positions
-from sparse_compress.dense import flatten
+from sparse_compress.dense_input import flatten
 from sparse_compress.gpu.available import kernels_take
 from sparse_compress.magnitude import Bits, bits_of, largest_on_device
 from sparse_compress.topk_cpu import largest_entries
 from sparse_compress.vector import SparseVector
-from sparse_compress.wire import WIRE_DTYPES
+from sparse_compress.vector_format import WIRE_DTYPES
 
 
 def topk(x: Tensor, k: int) -> SparseVector:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sparse_compress.arguments import check_bytes, element_count
 from sparse_compress.order import check_indices
-from sparse_compress.wire import (
+from sparse_compress.vector_format import (
     HEADER_BYTES,
     WIRE_DTYPES,
     Header,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from communicators import Communicator
 
-from sparse_collectives.advise.agreement import NoAdvice, all_or_none
+from sparse_collectives.advise.all_or_none import NoAdvice, all_or_none
 from sparse_collectives.advise.flags import parse
 from sparse_collectives.advise.plot import check_plot, plot
 from sparse_collectives.advise.report import as_json, as_text

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from communicators import Communicator, barrier
 
-from sparse_collectives.calibration import slowest
+from sparse_collectives.prediction.calibration import slowest
 
 PROBE_SECONDS = 0.1
 BUSY = 0.1

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from communicators import Communicator
 
-from sparse_collectives.advise.agreement import NoAdvice, all_or_none
-from sparse_collectives.calibration import slowest
+from sparse_collectives.advise.all_or_none import NoAdvice, all_or_none
+from sparse_collectives.prediction.calibration import slowest
 
 REPEATS = 3
 Loss = Callable[[], torch.Tensor]

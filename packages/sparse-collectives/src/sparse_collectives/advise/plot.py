@@ -8,10 +8,10 @@ from typing import Any
 
 from communicators import Link
 
-from sparse_collectives.advise.agreement import NoAdvice
+from sparse_collectives.advise.all_or_none import NoAdvice
 from sparse_collectives.advise.recommendation import dense_step
 from sparse_collectives.advise.situation import Situation
-from sparse_collectives.cost import Prediction
+from sparse_collectives.prediction.cost import Prediction
 
 GIGABITS = tuple(0.05 * 2**i for i in range(14))
 RANKS = (2, 3, 4, 6, 8, 12, 14, 16, 24, 32, 48, 64, 128)

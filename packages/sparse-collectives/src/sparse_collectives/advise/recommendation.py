@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from sparse_collectives.advise.situation import Situation, Steps
-from sparse_collectives.cost import Prediction
+from sparse_collectives.prediction.cost import Prediction
 
 WORTHWHILE = 1.1
 """Less speed-up than this is not worth a change of how a model learns, and within what predictions miss."""

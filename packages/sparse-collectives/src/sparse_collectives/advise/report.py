@@ -9,9 +9,9 @@ from communicators import Link
 from sparse_collectives.advise.busy import BUSY
 from sparse_collectives.advise.recommendation import dense_step, recommend
 from sparse_collectives.advise.situation import Situation, Steps
-from sparse_collectives.algorithms import ALGORITHMS
-from sparse_collectives.cost import Prediction
-from sparse_collectives.table import amount, milliseconds, table
+from sparse_collectives.algorithms.table import ALGORITHMS
+from sparse_collectives.prediction.cost import Prediction
+from sparse_collectives.prediction.plain_table import amount, milliseconds, table
 
 HEADER = (
     "algorithm",

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from communicators import Communicator, Link, as_communicator, measure_link
-from communicators.alone import Alone
+from communicators.worlds.alone import Alone
 
-from sparse_collectives.advise.agreement import NoAdvice, all_or_none
+from sparse_collectives.advise.all_or_none import NoAdvice, all_or_none
 from sparse_collectives.advise.busy import share_taken
 from sparse_collectives.advise.factory import model_seconds
 from sparse_collectives.advise.flags import LINKS
-from sparse_collectives.calibration import measure_handling, measure_traffic
-from sparse_collectives.cost import BACKWARD_SHARE, Handling, Prediction, predict_all, step_seconds
-from sparse_collectives.wire import WIRES
+from sparse_collectives.prediction.calibration import measure_handling, measure_traffic
+from sparse_collectives.prediction.cost import BACKWARD_SHARE, Handling, Prediction, predict_all, step_seconds
+from sparse_collectives.wire.wire import WIRES
 
 Steps = list[tuple[Prediction, float]]
 """Exchanges, each with the seconds of its step."""

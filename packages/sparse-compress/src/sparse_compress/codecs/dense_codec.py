@@ -5,7 +5,7 @@ from torch import Tensor
 
 from sparse_compress.arguments import check_bytes, element_count
 from sparse_compress.codecs.rounding import VALUES, aligned, leftover
-from sparse_compress.dense import flatten
+from sparse_compress.dense_input import flatten
 
 
 class DenseCodec:

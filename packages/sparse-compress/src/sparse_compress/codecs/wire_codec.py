@@ -12,7 +12,7 @@ from sparse_compress.codecs import elias_fano
 from sparse_compress.codecs.rounding import VALUES, aligned, leftover
 from sparse_compress.order import check_indices
 from sparse_compress.vector import SparseVector
-from sparse_compress.wire import HEADER_BYTES, SLOT_BYTES, Header, write_header
+from sparse_compress.vector_format import HEADER_BYTES, SLOT_BYTES, Header, write_header
 
 OWN_HEADER_BYTES = HEADER_BYTES - SLOT_BYTES
 _WORDS = Struct("=2q")  # of a block's header: numel, then entries and the code of float32

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from sparse_compress.chunks import count_above
-from sparse_compress.dense import flatten
+from sparse_compress.dense_input import flatten
 from sparse_compress.magnitude import bits_of, magnitude_keys
 from sparse_compress.reaching import reaching
 from sparse_compress.topk import topk

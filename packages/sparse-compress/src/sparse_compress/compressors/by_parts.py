@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sparse_compress.arguments import check_compressor, integer
 from sparse_compress.compressors.compressor import Compressor
-from sparse_compress.dense import flatten
+from sparse_compress.dense_input import flatten
 from sparse_compress.vector import SparseVector
 
 

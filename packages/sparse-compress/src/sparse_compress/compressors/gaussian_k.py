@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sparse_compress.compressors.at_least import count_at_least, select_at_least
 from sparse_compress.compressors.density import Density
-from sparse_compress.dense import flatten
+from sparse_compress.dense_input import flatten
 from sparse_compress.topk import topk
 from sparse_compress.vector import SparseVector
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from sparse_compress.arguments import integer
 from sparse_compress.compressors.density import Density
 from sparse_compress.compressors.saved import by_name
-from sparse_compress.dense import flatten
+from sparse_compress.dense_input import flatten
 from sparse_compress.topk import gather
 from sparse_compress.vector import SparseVector
 

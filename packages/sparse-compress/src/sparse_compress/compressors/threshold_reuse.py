@@ -9,7 +9,7 @@ from sparse_compress.arguments import integer
 from sparse_compress.compressors.at_least import select_at_least
 from sparse_compress.compressors.density import Density
 from sparse_compress.compressors.saved import by_name
-from sparse_compress.dense import check_dense
+from sparse_compress.dense_input import check_dense
 from sparse_compress.topk import topk
 from sparse_compress.vector import SparseVector
 

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from sparse_compress.accumulator import Accumulator
 from sparse_compress.compressors.density import Density
-from sparse_compress.dense import check_dense
+from sparse_compress.dense_input import check_dense
 from sparse_compress.fused import step_topk
 from sparse_compress.topk import topk
 from sparse_compress.vector import SparseVector

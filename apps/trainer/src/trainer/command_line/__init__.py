@@ -1,0 +1,1 @@
+"""From the command line to checked options, before anything heavy is imported."""

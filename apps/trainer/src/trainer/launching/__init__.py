@@ -1,0 +1,1 @@
+"""Processes: where they run, how they start and meet, and how they end."""

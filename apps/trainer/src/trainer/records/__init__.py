@@ -1,0 +1,1 @@
+"""What a run writes to its folder, such that it survives a kill."""

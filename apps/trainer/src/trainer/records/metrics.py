@@ -1,0 +1,59 @@
+"""metrics.jsonl: one JSON object an epoch, kept in step with the checkpoints."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+from trainer.errors import DamagedError
+from trainer.records.durable import naming
+from trainer.records.regular import opened
+
+Row = dict[str, int | float | str | None]
+"""epoch, steps, train_loss, the task's test metrics, seconds, compute_seconds, communication_seconds, bytes_sent
+(by the busiest rank, in training steps), algorithm, world_size."""
+
+
+class MetricsFile:
+    """The growing metrics of one run; written by rank 0 only."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def digest(self) -> tuple[int, str]:
+        """Length of the file so far and its SHA-256; a checkpoint keeps them."""
+        content = self._content()
+        return len(content), hashlib.sha256(content).hexdigest()
+
+    def append(self, row: Row) -> None:
+        """Add one epoch; on return it has reached the disk, because a checkpoint that follows counts on it."""
+        with naming(self.path), self.path.open("a") as file:
+            file.write(json.dumps(row, allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def check(self, nbytes: int, sha256: str | None) -> None:
+        """DamagedError unless the file begins with so many bytes of this checksum (None: of any)."""
+        content = self._content()[:nbytes]
+        if len(content) < nbytes:
+            raise DamagedError(
+                f"{self.path} is damaged: {len(content)} bytes, but the checkpoint was made when there were {nbytes}"
+            )
+        if sha256 not in (None, hashlib.sha256(content).hexdigest()):
+            raise DamagedError(f"{self.path} is damaged: its checksum is another one than when the checkpoint was made")
+
+    def truncate(self, nbytes: int) -> None:
+        """Forget the epochs after the checkpoint that this length belongs to."""
+        if self.path.exists():
+            os.truncate(self.path, nbytes)
+
+    def _content(self) -> bytes:
+        if not os.path.lexists(self.path):
+            return b""
+        with opened(self.path) as file:
+            return file.read()
+
+
+def read_metrics(path: Path) -> list[Row]:
+    """The rows of a metrics file, first epoch first."""
+    return [json.loads(line) for line in path.read_text().splitlines()]

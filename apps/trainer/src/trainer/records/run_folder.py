@@ -1,0 +1,74 @@
+"""What a run leaves behind.
+
+OUTPUT/config.json      its settings, and on what it ran
+OUTPUT/metrics.jsonl    one object an epoch
+OUTPUT/checkpoints/     for --resume
+OUTPUT/model.pt         the trained model's state_dict, buffers averaged over ranks
+OUTPUT/lock             while a run writes there (see `trainer.records.folder_lock`)
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.errors import RunError
+from trainer.records.checkpoint import Checkpoints
+from trainer.records.durable import write_aside
+from trainer.records.metrics import MetricsFile
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The output folder of one run. Ranks read it; only rank 0 writes, except for checkpoints."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """Written first: a folder that has it holds a run."""
+        return self.path / "config.json"
+
+    @property
+    def model(self) -> Path:
+        """Written when training has ended."""
+        return self.path / "model.pt"
+
+    @property
+    def metrics(self) -> MetricsFile:
+        """The epochs so far."""
+        return MetricsFile(self.path / "metrics.jsonl")
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """The newest two."""
+        return Checkpoints(self.path / "checkpoints")
+
+    def prepare(self, *, resume: bool) -> None:
+        """Make the folder, or RunError if there is none to resume, or something else lies there."""
+        if os.path.lexists(self.path) and not self.path.is_dir():
+            raise RunError(f"{self.path} is not a folder: give another one with --output")
+        if resume and not os.path.lexists(self.config):
+            raise RunError(f"{self.path} holds no run to resume: check --output, or leave --resume out")
+        self.path.mkdir(parents=True, exist_ok=True)
+
+    def begin(self, config: dict[str, object], *, overwrite: bool) -> None:
+        """Prepare the folder for a new run; RunError if it holds (parts of) one that is not to be overwritten."""
+        if any(os.path.lexists(path) for path in self._written):
+            if not overwrite:
+                raise RunError(
+                    f"{self.path} already holds a run: give --resume to go on with it, --overwrite to delete it, "
+                    f"or another folder with --output"
+                )
+            self._delete_run()
+        write_aside(self.config, json.dumps(config, indent=1) + "\n")
+
+    @property
+    def _written(self) -> tuple[Path, ...]:
+        return self.checkpoints.path, self.metrics.path, self.model, self.config
+
+    def _delete_run(self) -> None:
+        """Delete what a run writes and nothing else that may lie in the folder."""
+        self.checkpoints.delete()
+        for file in (self.metrics.path, self.model, self.config):
+            file.unlink(missing_ok=True)

@@ -1,0 +1,121 @@
+"""Going on with a run that was stopped, killed or finished: the same bits as if it had never stopped."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from pathlib import Path
+
+from communicators import Communicator
+
+from trainer.command_line.options import Options, Settings, with_defaults
+from trainer.errors import AgreedError, DamagedError, RunError
+from trainer.launching.same_on_all import gather_texts, together
+from trainer.records.checkpoint import State, load
+from trainer.records.manifest import Manifest, file_name
+from trainer.records.run_folder import RunFolder
+from trainer.resuming.fitting import fitted
+from trainer.training.replica import Replica
+
+ADVICE = {
+    "latest": "take the checkpoint before it with --resume previous",
+    "previous": "start the run again with --overwrite",
+}
+
+
+def resume(
+    replica: Replica, folder: RunFolder, options: Options, comm: Communicator, *, steps_per_epoch: int
+) -> int | None:
+    """Put `replica` and the metrics back to the checkpoint that --resume names, and return its step.
+
+    replica: one that has taken no step. None if the run was stopped before its first checkpoint: it then starts from
+    the beginning. AgreedError if the checkpoint is damaged, does not fit, or belongs to other settings or another
+    number of ranks: the replica and the folder are then as they were.
+    """
+    which = options.resume or "latest"
+    chosen = _agreed_choice(folder, which, comm)
+    if chosen is None:
+        with together(comm):
+            if comm.rank == 0:
+                folder.metrics.check(0, None)
+                folder.metrics.truncate(0)
+        return None
+    with together(comm), _advising(which):
+        manifest, state = _read(chosen, options.settings(), comm)
+        path = chosen / file_name(comm.rank)
+        with _naming(path):
+            state = fitted(state, replica, options, step=manifest.step, steps_per_epoch=steps_per_epoch)
+        if comm.rank == 0:
+            folder.metrics.check(manifest.metrics_nbytes, manifest.metrics_sha256)
+    _load(replica, state, path, which, comm)
+    with together(comm):
+        if comm.rank == 0:
+            folder.metrics.truncate(manifest.metrics_nbytes)
+            folder.checkpoints.discard_after(chosen)
+    return manifest.step
+
+
+def _agreed_choice(folder: RunFolder, which: str, comm: Communicator) -> Path | None:
+    """Rank 0's choice, because another machine may not see the newest entries of a shared folder at once."""
+    name = ""
+    with together(comm):
+        if comm.rank == 0:
+            chosen = folder.checkpoints.choose(which)
+            name = chosen.name if chosen else ""
+    name = gather_texts(name, comm)[0]
+    return folder.checkpoints.path / name if name else None
+
+
+def _read(chosen: Path, settings: Settings, comm: Communicator) -> tuple[Manifest, State]:
+    manifest = Manifest.read(chosen)
+    _check_world(manifest, comm.size)
+    _check_settings(manifest.settings, settings)
+    return manifest, load(chosen, manifest, comm.rank)
+
+
+def _load(replica: Replica, state: State, path: Path, which: str, comm: Communicator) -> None:
+    """All ranks load, or none: what one of them cannot take after all is undone on all."""
+    before = deepcopy(replica.state_dict())
+    try:
+        with together(comm), _advising(which), _naming(path):
+            try:
+                replica.load_state_dict(state)
+            except Exception as error:
+                raise DamagedError(f"{type(error).__name__}: {error}") from None
+    except AgreedError:
+        replica.load_state_dict(before)
+        raise
+
+
+@contextmanager
+def _advising(which: str) -> Iterator[None]:
+    try:
+        yield
+    except DamagedError as error:
+        raise RunError(f"{error}: {ADVICE[which]}") from None
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except DamagedError as error:
+        raise DamagedError(f"{path} does not fit this run ({error})") from None
+
+
+def _check_world(manifest: Manifest, size: int) -> None:
+    if len(manifest.files) != size:
+        raise RunError(
+            f"the run to resume has {len(manifest.files)} ranks, now there are {size}: "
+            f"start it with --nworkers {len(manifest.files)}"
+        )
+
+
+def _check_settings(then: Settings, now: Settings) -> None:
+    then = with_defaults(then, now)
+    changed = [
+        f"--{name.replace('_', '-')} {then.get(name)!s:.40} then, {now.get(name)} now"
+        for name in then | now
+        if then.get(name) != now.get(name)
+    ]
+    if changed:
+        raise RunError(f"the run to resume has other settings ({'; '.join(changed)}): give the same flags again")

@@ -1,0 +1,159 @@
+"""The training loop: epochs of steps, an evaluation after each, checkpoints in between."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from communicators import Communicator, allgather, allreduce
+from torch import Tensor
+
+from trainer.command_line.options import Options
+from trainer.launching.same_on_all import together
+from trainer.records.events import Events
+from trainer.records.metrics import Row
+from trainer.records.progress import TrainingProgress
+from trainer.records.run_folder import RunFolder
+from trainer.task import Task
+from trainer.training.clock import Clock
+from trainer.training.evaluation import evaluate
+from trainer.training.replica import Position, Replica, Totals
+from trainer.training.sharding import batches, steps_per_epoch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What one rank trains, with whom, how, and where it reports."""
+
+    task: Task
+    replica: Replica
+    comm: Communicator
+    options: Options
+    folder: RunFolder
+    progress: TrainingProgress
+    clock: Clock
+    events: Events | None = None  # TensorBoard, rank 0
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """The same on every rank."""
+        return steps_per_epoch(self.task.train_size, size=self.comm.size, batch_size=self.options.batch_size)
+
+    @property
+    def steps(self) -> int:
+        """Steps taken since the beginning of the run."""
+        return self.replica.position.epoch * self.steps_per_epoch + self.replica.position.step
+
+    def note(self, text: str) -> None:
+        """One line for the user, from rank 0; for every rank to call. AgreedError if it cannot be written."""
+        with together(self.comm):
+            self.progress.note(text)
+
+
+def train(training: Training) -> None:
+    """From the replica's position to the last epoch."""
+    training.task.model.train()
+    while training.replica.position.epoch < training.options.max_epochs:
+        train_epoch(training)
+        row = end_epoch(training)
+        with together(training.comm):
+            report(training, row)
+        training.replica.position = Position(epoch=training.replica.position.epoch + 1)
+        training.replica.totals = Totals()
+        save_if_due(training)
+
+
+def report(training: Training, row: Row) -> None:
+    """The end of an epoch, to the disk and the user; rank 0 does it for all."""
+    if training.comm.rank == 0:
+        training.folder.metrics.append(row)
+        training.progress.epoch(row)
+        if training.events:
+            training.events.write(row)
+
+
+def train_epoch(training: Training) -> None:
+    """The rest of the epoch that the replica is in."""
+    position, options, comm = training.replica.position, training.options, training.comm
+    shard = batches(
+        training.task.train_size,
+        rank=comm.rank,
+        size=comm.size,
+        batch_size=options.batch_size,
+        seed=options.seed,
+        epoch=position.epoch,
+    )
+    while position.step < len(shard):
+        loss = train_step(training, shard[position.step])
+        position.step += 1
+        training.progress.step(training.steps, loss)
+        if position.step < len(shard):  # the end of an epoch is saved after its evaluation
+            save_if_due(training)
+
+
+def train_step(training: Training, indices: Tensor) -> float:
+    """One step on this rank's batch; returns the batch's mean loss."""
+    replica, totals, clock = training.replica, training.replica.totals, training.clock
+    began = clock()
+    replica.optimizer.zero_grad()
+    loss = training.task.loss(indices, replica.generator)
+    loss.backward()  # type: ignore[no-untyped-call]
+    if training.options.clip_norm is not None:
+        torch.nn.utils.clip_grad_norm_(replica.model.parameters(), training.options.clip_norm)
+    exchange_began, sent = clock(), training.comm.bytes_sent
+    replica.optimizer.synchronize()
+    exchange_ended = clock()
+    totals.bytes_sent += training.comm.bytes_sent - sent
+    replica.optimizer.step()
+    replica.schedule.step()
+    totals.loss += loss.item() * len(indices)
+    totals.samples += len(indices)
+    seconds, communication = clock() - began, exchange_ended - exchange_began
+    totals.seconds += seconds
+    totals.communication_seconds += communication
+    totals.compute_seconds += seconds - communication
+    return loss.item()
+
+
+def end_epoch(training: Training) -> Row:
+    """Evaluate, and sum the epoch up over ranks; seconds are this rank's."""
+    totals, comm = training.replica.totals, training.comm
+    began = training.clock()
+    tested = evaluate(training.task, comm)
+    totals.seconds += training.clock() - began
+    loss, samples = allreduce(torch.tensor([totals.loss, totals.samples], dtype=torch.float64), comm).tolist()
+    bytes_sent = allgather(torch.tensor([totals.bytes_sent]), comm)
+    row: Row = {
+        "epoch": training.replica.position.epoch + 1,
+        "steps": training.steps,
+        "train_loss": loss / samples,
+        **tested,
+        "seconds": totals.seconds,
+        "compute_seconds": totals.compute_seconds,
+        "communication_seconds": totals.communication_seconds,
+        "bytes_sent": max(int(sent) for sent in bytes_sent),
+        "algorithm": training.options.algorithm,
+        "world_size": comm.size,
+    }
+    return {name: _written(value) for name, value in row.items()}
+
+
+def _written(value: float | str | None) -> float | str | None:
+    """JSON has no word for a loss that is infinite or not a number: null."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def save_if_due(training: Training) -> None:
+    """Write a checkpoint if --checkpoint-every asks for one at this step."""
+    every, position = training.options.checkpoint_every, training.replica.position
+    ended = position.epoch == training.options.max_epochs
+    due = position.step == 0 if every is None else every > 0 and (training.steps % every == 0 or ended)
+    if due:
+        training.folder.checkpoints.save(
+            training.steps,
+            training.replica.state_dict(),
+            training.comm,
+            metrics=training.folder.metrics,
+            settings=training.options.settings(),
+        )

@@ -1,0 +1,68 @@
+"""One rank's copy of the training state: all that a checkpoint holds."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from sparse_collectives import DistributedOptimizer
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+
+@dataclass
+class Position:
+    """Where training is: `step` steps into `epoch` (both from 0)."""
+
+    epoch: int = 0
+    step: int = 0
+
+
+@dataclass
+class Totals:
+    """What has been added up in the current epoch, on this rank."""
+
+    loss: float = 0.0  # sum over samples
+    samples: int = 0
+    seconds: float = 0.0  # training and evaluation
+    compute_seconds: float = 0.0  # forward, backward, update
+    communication_seconds: float = 0.0  # compression, exchange, waiting for others
+    bytes_sent: int = 0  # in training steps
+
+
+@dataclass
+class Replica:
+    """Model, optimizer (with residuals and momenta), rate schedule, random numbers, position."""
+
+    model: nn.Module
+    optimizer: DistributedOptimizer
+    schedule: LambdaLR
+    generator: torch.Generator  # of this rank's augmentation
+    position: Position = field(default_factory=Position)
+    totals: Totals = field(default_factory=Totals)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that later steps depend on; this rank's own buffers, not their mean."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "generator": self.generator.get_state(),
+            "torch_rng": torch.get_rng_state(),
+            "cuda_rng": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+            "position": asdict(self.position),
+            "totals": asdict(self.totals),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go back to where `state` was taken; what does not fit may be half loaded (see `trainer.resuming.fitting`)."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.schedule.load_state_dict(state["schedule"])
+        self.generator.set_state(state["generator"])
+        torch.set_rng_state(state["torch_rng"])
+        if state["cuda_rng"] is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda_rng"])
+        self.position = Position(**state["position"])
+        self.totals = Totals(**state["totals"])

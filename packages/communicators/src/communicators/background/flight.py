@@ -1,0 +1,276 @@
+"""One call under way over a transport: its rounds, its clock, and how it ends alike on all ranks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+
+from communicators import errors
+from communicators.background.abort import Control
+from communicators.background.call import Call, NativeSum
+from communicators.background.engine import Engine
+from communicators.background.streams import SideStream, devices_of, owned_here
+from communicators.background.transport import PeerLost, Pending, Transport, Unsent
+from communicators.communicator import Work
+from communicators.errors import CollectiveError
+from communicators.schedule import Elapse, Received, Round
+
+T = TypeVar("T")
+
+REPORT_SECONDS = 2.0
+"""After so long a rank tells those it waits for what it waits for."""
+LEAVE_GRACE_SECONDS = 0.5
+"""A message of a peer that has left may still be under way for so long."""
+VERDICT_SECONDS = 5.0
+"""Where no verdict comes for so long, a rank raises its own reason; after half of it the next arbiter is asked."""
+LATE_VERDICT_SECONDS = 0.8
+"""The same for a rank that has waited for its whole time-out."""
+
+
+class Home(Protocol):
+    """What a call needs of the communicator that it belongs to."""
+
+    rank: int
+    transport: Transport
+    control: Control
+    lock: threading.RLock
+
+    def count(self, nbytes: int, messages: int) -> None:
+        """What this rank has sent."""
+
+    def sees_through(self, unsent: Unsent) -> bool:
+        """Whether the last messages of a call are left to the engine, so that the call is over."""
+
+    def over(self, call: Call) -> None:
+        """A call has ended, or failed."""
+
+    def complain(self, reason: str) -> None:
+        """Tells the arbiter why a collective cannot proceed."""
+
+    def lose(self, peer: int) -> None:
+        """This peer cannot be reached any more, or does not answer."""
+
+    def report(self, call: Call, peers: list[int]) -> None:
+        """Tells the peers what this rank waits for."""
+
+
+class TransportFlight:
+    """A call under way over a transport: polled to its end, by the caller or by the engine.
+
+    progressed: when its current round was posted, by time.monotonic().
+    began, ended: by time.perf_counter(), the communicator's clock.
+    device: where received payloads are put. side: its own stream there, where it has one.
+    """
+
+    lingers = False
+
+    def __init__(self, comm: Home, call: Call, timeout: float, device: torch.device) -> None:
+        self.comm, self.call = comm, call
+        self.began, self.ended = time.perf_counter(), cast(float | None, None)
+        self.finished = threading.Event()
+        self.error: CollectiveError | None = None
+        self.device, self.side = device, cast(SideStream | None, None)
+        self._timeout = timeout
+        self._stepped_through = False
+        self.peers: list[int] = []  # of the current round
+        self._pending: Pending | None = None
+        self._unsent: list[Pending] = []  # rounds before it of which not all is known to have come
+        self._cause: BaseException | None = None
+        self._reason: str | None = None
+        self._patience, self._asked_again = VERDICT_SECONDS, False
+        self._lost: PeerLost | None = None
+        self._reported = False
+        self._callbacks: list[Callable[[], None]] = []
+        self.progressed = self._turn_came = time.monotonic()
+
+    def poll(self) -> bool:
+        """Goes on as far as it can without blocking; True at the end."""
+        if self.side is None:
+            return self._poll()
+        try:
+            with self.side.current():
+                return self._poll()
+        except Exception as error:  # the GPU itself has failed: without it the flight can still say so
+            self.side = None
+            self._complain(errors.failed(self.comm.rank, self.call.facts, error), error)
+            return self._poll()
+
+    def _poll(self) -> bool:
+        try:
+            if self._reason is None and self.comm.control.verdict is None and self._advance():
+                self._finish()
+                return True
+        except PeerLost as lost:  # `watch` complains, unless a letter has said why
+            if self._lost is None:
+                self._lost = lost
+                self.comm.lose(lost.peer)
+        except Exception as error:
+            self._complain(errors.reason(self.comm.rank, self.call.facts, error), error)
+        return self._failed()
+
+    def watch(self) -> None:
+        """Looks at the clock; called every few milliseconds while a poll finds nothing."""
+        if self._pending is not None and self._pending.waits_its_turn():
+            self._turn_came = time.monotonic()
+        waited = time.monotonic() - max(self.progressed, self._turn_came)
+        if self._reason is not None or self._pending is None or waited < LEAVE_GRACE_SECONDS:
+            return
+        missing, control = self._pending.missing(), self.comm.control
+        waiting = errors.waits(self.comm.rank, self.call.number, self.call.facts, self.call.turn, missing)
+        if lost := control.deserters(self.call.number, missing):
+            self._complain(errors.left(lost[0], control.gone[lost[0]], waiting))
+        elif self._lost is not None:  # no word of who noticed: if the arbiter is gone, every rank says this by itself
+            self._complain(f"rank {self._lost.peer} is gone: its connection was lost", self._lost.error)
+        elif waited > self._timeout:
+            self._patience = LATE_VERDICT_SECONDS
+            self._complain(f"timed out after {self._timeout:g} s: {waiting}")
+        elif waited > REPORT_SECONDS and not self._reported:
+            self._reported = True
+            self.comm.report(self.call, missing)
+
+    def when_finished(self, callback: Callable[[], None]) -> None:
+        """Calls back at the end, or at once if that has been."""
+        with self.comm.lock:
+            if not self.finished.is_set():
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def abandon(self, error: BaseException | None = None) -> None:
+        """See `Driven.abandon`: at exit, after a signal, or where looking at it raised."""
+        for pending in (*self._unsent, *filter(None, [self._pending])):
+            pending.cancel()
+        if error is not None:
+            reason = errors.failed(self.comm.rank, self.call.facts, error)
+            self.error, self._cause = CollectiveError(reason), error
+            self.call.close()
+            self._finish()
+            self.comm.complain(reason)
+
+    def interrupted(self, error: BaseException) -> None:
+        """A signal came while its rank waited: later calls would be out of step, so it ends on all ranks."""
+        self.abandon()
+        self.comm.complain(errors.failed(self.comm.rank, self.call.facts, error))
+
+    def result(self) -> Any:
+        """The schedule's result, or its error."""
+        if self.error is not None:
+            raise CollectiveError(str(self.error)) from self._cause
+        return self.call.value
+
+    def _advance(self) -> bool:
+        received: Received = {}
+        while True:
+            if self._pending is not None:
+                if not self._pending.arrived():
+                    return False
+                received = self._pending.received()
+                self._unsent, self._pending = [*self._still_unsent(), self._pending], None
+            if self._stepped_through:
+                break
+            action = self.call.step(received)
+            received = {}
+            if action is None:
+                unsent, self._unsent = Unsent(self._still_unsent()), []
+                self._stepped_through = True
+                self._pending = None if self.comm.sees_through(unsent) else unsent
+            elif not isinstance(action, Elapse):
+                self._post(action)
+        if self.side is not None and not self.side.is_idle():
+            return False
+        self.call.settle()
+        return True
+
+    def _still_unsent(self) -> list[Pending]:
+        return [pending for pending in self._unsent if not pending.done()]
+
+    def _post(self, action: Round | NativeSum) -> None:
+        if isinstance(action, NativeSum):
+            self._pending = action.pending
+        else:
+            device = self.device if self.call.counted else torch.device("cpu")  # an agreement is read by the host
+            self._pending = self.comm.transport.post(self.call, action, device)
+            self.peers = sorted({*action.sends, *action.recvs})
+            if self.call.counted:
+                self.comm.count(sum(payload.numel() for payload in action.sends.values()), len(action.sends))
+        self.progressed, self._reported = time.monotonic(), False
+
+    def _complain(self, reason: str, cause: BaseException | None = None) -> None:
+        self._reason, self._cause = reason, cause
+        self.progressed = time.monotonic()
+        self.comm.complain(reason)
+
+    def _failed(self) -> bool:
+        """Ends with the verdict once there is one; a rank that complained waits for it."""
+        control = self.comm.control
+        if control.verdict is None and self._reason is not None:
+            waited = time.monotonic() - self.progressed
+            if waited > self._patience / 2 and not self._asked_again:
+                self._asked_again = True
+                self.comm.lose(control.arbiter)
+            if waited < self._patience:
+                return False
+            control.verdict = self._reason
+        if control.verdict is None:
+            return False
+        self.error = CollectiveError(control.verdict)
+        self.abandon()
+        self.call.close()
+        self._finish()
+        return True
+
+    def _finish(self) -> None:
+        self.comm.over(self.call)
+        self.ended = time.perf_counter()
+        with self.comm.lock:
+            self.finished.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+
+class TransportWork(Work[T]):
+    """A started call; the engine drives it."""
+
+    def __init__(self, flight: TransportFlight, engine: Engine) -> None:
+        self._flight, self._engine = flight, engine
+
+    def wait(self, timeout: float | None = None) -> T:
+        """See `Work.wait`."""
+        if not self._over_within(timeout):
+            call = self._flight.call
+            waiting = errors.waits(call.rank, call.number, call.facts, call.turn, self._flight.peers)
+            raise TimeoutError(f"not completed within {timeout} s: {waiting}")
+        result = cast(T, self._flight.result())
+        return result if self._flight.side is None else owned_here(result, self._flight.device)
+
+    def is_completed(self) -> bool:
+        """See `Work.is_completed`."""
+        return self._over_within(0.0)
+
+    def get_future(self) -> torch.futures.Future[T]:
+        """See `Work.get_future`. Without a thread nothing would complete it later, so it is waited for."""
+        flight = self._flight
+        if self._engine.inline:
+            self._over_within(None)
+        done: torch.futures.Future[None] = torch.futures.Future(devices=devices_of(flight.device))
+        flight.when_finished(lambda: done.set_result(None))
+        return done.then(lambda _: flight.result())  # an error raised here surfaces as itself; set_exception's does not
+
+    @property
+    def began(self) -> float:
+        """See `Work.began`."""
+        return self._flight.began
+
+    @property
+    def ended(self) -> float | None:
+        """See `Work.ended`."""
+        return self._flight.ended
+
+    def _over_within(self, timeout: float | None) -> bool:
+        finished = self._flight.finished
+        return self._engine.wait(finished.is_set, finished, timeout)

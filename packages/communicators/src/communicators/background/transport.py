@@ -1,0 +1,148 @@
+"""What a new world must provide: a transport, for the messages of a round and for short letters beside them."""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from communicators.background.call import Call
+from communicators.schedule import Received, Round
+
+
+class PeerLost(Exception):  # noqa: N818 - news, not yet an error: a letter may say why it left
+    """The connection to a peer is gone."""
+
+    def __init__(self, peer: int, error: BaseException) -> None:
+        super().__init__(peer, error)
+        self.peer, self.error = peer, error
+
+
+class Pending(ABC):
+    """Messages under way."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether all are sent and received; does not block. Raises PeerLost."""
+
+    def arrived(self) -> bool:
+        """Whether all that this rank receives has come, which may be long before the last of what it sends is known to
+        have: a transport that waits for receipts needs another α for that. Does not block. Raises PeerLost."""
+        return self.done()
+
+    @abstractmethod
+    def received(self) -> Received:
+        """What came, by peer, once it has `arrived`; checks each against the call."""
+
+    @abstractmethod
+    def missing(self) -> list[int]:
+        """The peers that this rank still waits for."""
+
+    def waits_its_turn(self) -> bool:
+        """Whether nothing is under way yet because an earlier call is, whose clock counts."""
+        return False
+
+    @abstractmethod
+    def cancel(self) -> None:
+        """Gives up; buffers that are still in use stay alive."""
+
+
+class Unsent(Pending):
+    """What earlier rounds have sent, and is not known to have come."""
+
+    def __init__(self, rounds: Sequence[Pending]) -> None:
+        self._rounds = rounds
+
+    def done(self) -> bool:
+        return all(pending.done() for pending in self._rounds)
+
+    def received(self) -> Received:
+        return {}
+
+    def missing(self) -> list[int]:
+        return sorted({peer for pending in self._rounds for peer in pending.missing()})
+
+    def cancel(self) -> None:
+        for pending in self._rounds:
+            pending.cancel()
+
+
+class Transport(ABC):
+    """Carries rounds and letters between ranks.
+
+    threaded: whether another thread may drive it while the caller computes.
+    name: of how data on a GPU travel, "host" or "nccl".
+    goodbye_seconds: how long the end of the process waits for other ranks' goodbyes.
+    duplicates: how many were made of it.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    threaded: bool
+    goodbye_seconds: float = math.inf
+    duplicates: int = 0
+    name: str = "host"
+
+    @abstractmethod
+    def post(self, call: Call, action: Round, device: torch.device) -> Pending:
+        """Posts all sends and receives of a round; received payloads are put on `device`."""
+
+    def untagged(self, device: torch.device) -> bool:
+        """Whether messages of calls on this device bear no tags.
+
+        Such a call is agreed on by all ranks before its first message, and has the device in its facts: a rank whose
+        data lie elsewhere would send another way.
+        """
+        del device
+        return False
+
+    def began(self, call: Call) -> None:  # noqa: B027 - only who has no tags needs it
+        """An untagged call is made; in the order of their numbers."""
+
+    def ended(self, call: Call) -> None:  # noqa: B027
+        """A call is over, or has failed."""
+
+    @abstractmethod
+    def write(self, peer: int, letter: bytes) -> None:
+        """Sends a letter (at most control.LETTER_BYTES); does not block."""
+
+    @abstractmethod
+    def read(self) -> list[bytes]:
+        """The letters that have come; does not block."""
+
+    def nap(self, seconds: float) -> None:
+        """Waits so long for messages to come, or less where the transport notices that they have."""
+        time.sleep(seconds)
+
+    def can_sum(self, tensor: Tensor) -> bool:
+        """Whether the transport has an allreduce of its own for this dtype and device."""
+        del tensor
+        return False
+
+    def post_sum(self, tensor: Tensor) -> Pending:
+        """The transport's own allreduce, in place on a contiguous tensor."""
+        raise NotImplementedError(f"{type(self).__name__} has no allreduce of its own")
+
+    def unreachable(self) -> list[int]:
+        """Peers whose connection is known to be gone."""
+        return []
+
+    def lost(self) -> PeerLost | None:
+        """A peer whose connection is gone, where that is noticed while no message of its is under way."""
+        return None
+
+    def closing(self) -> bool:
+        """Whether letters can still be exchanged."""
+        return True
+
+    def duplicate(self, patience: float) -> Transport:
+        """Another one between the same ranks, which all make it now; waits at most so many seconds for them."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be duplicated")
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to do
+        """Releases what would keep the process from ending."""

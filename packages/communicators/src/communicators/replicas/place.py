@@ -1,0 +1,45 @@
+"""Which rank of how many a state was saved by: every rank saves its own, and loads its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from communicators.communicator import Communicator
+
+KEY = "distributed"
+"""Where a wrapper's state_dict has its own part; the rest is the wrapped optimizer's."""
+
+
+def place(comm: Communicator, advice: str) -> dict[str, Any]:
+    """Which rank of how many; the first key says it too, for torch.distributed.checkpoint, which names missing keys.
+
+    advice: what to do with a state of another number of ranks.
+    """
+    return {size_key(comm.size, advice): True, "rank": comm.rank, "world_size": comm.size}
+
+
+def check_place(
+    state: Mapping[str, Any], rank: int, size: int, *, of: str, needs: tuple[str, ...], advice: str
+) -> None:
+    """Raises ValueError unless the state holds a part of this rank and this world size with all that it needs.
+
+    of: who writes such states; needs: keys besides rank and world size.
+    """
+    if KEY not in state:
+        raise ValueError(
+            f"a state with the keys {sorted(map(str, state))} given, expected one of {of}, with {KEY!r}; give a plain "
+            "optimizer's state to the wrapped optimizer"
+        )
+    own = state[KEY]
+    if lacking := [key for key in ("rank", "world_size", *needs) if key not in own]:
+        raise ValueError(f"the state lacks {lacking}: it was cut, or is no state of {of}")
+    if own["world_size"] != size:
+        raise ValueError(f"the state is of {own['world_size']} ranks, but there are {size} now: {advice}")
+    if own["rank"] != rank:
+        raise ValueError(f"the state of rank {own['rank']} given to rank {rank}: every rank saves and loads its own")
+
+
+def size_key(size: int, advice: str) -> str:
+    """The key that names the number of ranks."""
+    return f"of {size} ranks; {advice}"

@@ -1,0 +1,1 @@
+"""The simulated world: many ranks in one process, deterministic, with a virtual clock."""

@@ -1,0 +1,310 @@
+"""The event loop of a simulated world: everything that happens, in order of virtual time."""
+
+from __future__ import annotations
+
+import heapq
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from itertools import count
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from communicators import errors
+from communicators.background.call import Call
+from communicators.errors import CollectiveError
+from communicators.schedule import Elapse, Received, Round, Schedule
+from communicators.simulated.baton import RankThread
+from communicators.simulated.faults import Corrupts, Dies
+from communicators.simulated.ports import Message, Ports
+
+if TYPE_CHECKING:
+    from communicators.simulated.world import SimulatedWorld
+
+T = TypeVar("T")
+Action = Callable[[], None]
+Context = tuple[int, ...]
+"""A communicator of the world: () the first one, (2, 0) the first duplicate of its third duplicate."""
+Name = tuple[Context, int]  # a call: of which communicator, its number there
+Address = tuple[int, Name, int]  # sender, call, tag
+
+
+class Flight:
+    """A call in the loop: what its current round still lacks, and who waits for its end."""
+
+    def __init__(self, call: Call, context: Context, began: float) -> None:
+        self.call, self.context = call, context
+        self.began, self.ended = began, began
+        self.done = False
+        self.error: CollectiveError | None = None
+        self.lacks: dict[int, tuple[int, int]] = {}  # peer -> tag, capacity
+        self.unsent = -1  # -1: not in a round
+        self.received: Received = {}
+        self.waiter: Action | None = None
+
+    @property
+    def name(self) -> Name:
+        """Which call of which communicator."""
+        return self.context, self.call.number
+
+    def waits(self) -> str:
+        """Who waits for whom."""
+        call = self.call
+        return errors.waits(call.rank, call.number, call.facts, call.turn, list(self.lacks))
+
+
+class EventLoop:
+    """The events of one run of a world.
+
+    Rank threads call `submit`, `sleep` and `wait`. These only enter a wish; the loop's thread carries it out as soon
+    as it has the baton back, so that `draw` is always called there (hypothesis asks for that).
+    """
+
+    def __init__(self, world: SimulatedWorld, draw: Callable[[], float]) -> None:
+        self.world, self._draw = world, draw
+        self.now = 0.0
+        self.bytes_sent, self.messages_sent = [0] * world.size, [0] * world.size
+        self._events: list[tuple[float, float, int, Action, Callable[[], bool] | None]] = []
+        self._deadlines: list[tuple[float, int, float, weakref.ref[Flight]]] = []
+        self._serial = count()
+        self._wishes: list[Action] = []
+        self._ranks: list[RankThread[Any]] = []
+        self._flights: list[dict[Name, Flight]] = [{} for _ in range(world.size)]  # under way
+        self._calls: list[Counter[Context]] = [Counter() for _ in range(world.size)]
+        self._facts: dict[Name, tuple[int, str]] = {}  # of each call: who made it first, and with which
+        self._poison: dict[Context, CollectiveError] = {}
+        self._dead: CollectiveError | None = None  # of the whole world
+        self._blocked: dict[int, Flight] = {}
+        self._inboxes: list[dict[Address, torch.Tensor]] = [{} for _ in range(world.size)]
+        self._ports = Ports(world.size, self._after, self._seconds_for)
+
+    # Called in a rank's thread.
+
+    def submit(self, rank: int, schedule: Schedule[Any], facts: str, timeout: float, context: Context) -> Flight:
+        """Starts a call."""
+        if (poison := self._poisoned(context)) is not None:
+            schedule.close()
+            raise CollectiveError(str(poison)) from poison.__cause__
+        call = Call(schedule, rank=rank, size=self.world.size, facts=facts, number=self._calls[rank][context])
+        self._calls[rank][context] += 1
+        flight = Flight(call, context, self.now)
+        self._wishes.append(lambda: self._begin(flight, timeout))
+        return flight
+
+    def sleep(self, rank: int, seconds: float) -> None:
+        """Lets so many virtual seconds pass on this rank."""
+        self._wishes.append(lambda: self._after(seconds, lambda: self._resume(rank)))
+        self._ranks[rank].give_back()
+
+    def wait(self, rank: int, flight: Flight, timeout: float | None) -> None:
+        """Waits for the end of a call."""
+
+        def wish() -> None:
+            if flight.done:
+                self._after(0.0, lambda: self._resume(rank))
+                return
+            self._blocked[rank] = flight
+            flight.waiter = lambda: self._resume(rank)
+            if timeout is not None:
+                self._after(timeout, lambda: self._wake(flight), live=lambda: self._blocked.get(rank) is flight)
+
+        if not flight.done:
+            self._wishes.append(wish)
+            self._ranks[rank].give_back()
+        if not flight.done:
+            raise TimeoutError(f"not completed within {timeout} virtual seconds: {flight.waits()}")
+
+    # Called in the loop's thread.
+
+    def run(self, bodies: list[Callable[[], T]]) -> list[T]:
+        """Runs one body per rank to its end; returns their results."""
+        self._ranks = [RankThread(body) for body in bodies]
+        for rank in range(len(bodies)):
+            self._after(0.0, lambda rank=rank: self._resume(rank))  # type: ignore[misc]
+        try:
+            self._drain()
+            while not all(thread.over for thread in self._ranks):
+                self._fail("deadlock: " + "; ".join(self._stuck()), None)
+                self._drain()
+            self._check_end()
+        finally:
+            for thread in self._ranks:
+                thread.kill()
+        return [thread.result for thread in self._ranks]
+
+    def _after(self, seconds: float, action: Action, live: Callable[[], bool] | None = None) -> None:
+        """An event; if it is not `live` any more when its time comes, it never happened."""
+        heapq.heappush(self._events, (self.now + seconds, self._draw(), next(self._serial), action, live))
+
+    def _drain(self) -> None:
+        while self._events:
+            time, _, _, action, live = heapq.heappop(self._events)
+            if live is not None and not live():
+                continue
+            self._expire(before=time)
+            self.now = max(self.now, time)
+            action()
+
+    def _expire(self, before: float) -> None:
+        """Fails the calls whose deadline has come; where nothing else would happen, a deadlock is reported instead."""
+        while self._deadlines and self._deadlines[0][0] < before:
+            time, _, timeout, ref = heapq.heappop(self._deadlines)
+            flight = ref()
+            if flight is not None and not flight.done:
+                self.now = time
+                self._fail(f"timed out after {timeout} virtual seconds: {flight.waits()}", flight.context)
+
+    def _seconds_for(self, nbytes: int) -> float:
+        seconds = self.world.link.seconds(nbytes)
+        return seconds + self.world.jitter * self._draw() if self.world.jitter else seconds
+
+    def _resume(self, rank: int) -> None:
+        thread = self._ranks[rank]
+        self._blocked.pop(rank, None)
+        thread.resume()
+        wishes, self._wishes = self._wishes, []
+        for wish in wishes:
+            wish()
+        if thread.error is not None:
+            self._fail(errors.failed(rank, "its own code", thread.error), None, thread.error)
+
+    def _begin(self, flight: Flight, timeout: float) -> None:
+        call = flight.call
+        if (poison := self._poisoned(flight.context)) is not None:
+            self._end(flight, poison)
+            return
+        self._flights[call.rank][flight.name] = flight
+        heapq.heappush(self._deadlines, (self.now + timeout, next(self._serial), timeout, weakref.ref(flight)))
+        other, facts = self._facts.setdefault(flight.name, (call.rank, call.facts))
+        if call.facts != facts:
+            self._fail(errors.mismatch(call.number, call.rank, call.facts, other, facts), flight.context)
+        else:
+            self._advance(flight, {})
+
+    def _advance(self, flight: Flight, received: Received) -> None:
+        """Steps the schedule; then it waits for messages or for time, or has ended."""
+        call = flight.call
+        try:
+            action = call.step(received)
+        except Exception as error:
+            self._fail(errors.reason(call.rank, call.facts, error), flight.context, error)
+            return
+        if action is None:
+            self._end(flight, None)
+        elif isinstance(action, Elapse):
+            seconds = action.seconds * self.world.slowdown[call.rank]
+            self._after(seconds, lambda: self._advance(flight, {}), live=lambda: not flight.done)
+        elif isinstance(action, Round):
+            self._post(flight, action)
+
+    def _post(self, flight: Flight, action: Round) -> None:
+        call = flight.call
+        flight.lacks = {peer: (call.incoming_tag(peer), capacity) for peer, capacity in action.recvs.items()}
+        flight.received, flight.unsent = {}, len(action.sends)
+        for target, payload in action.sends.items():
+            fault = self.world.fault(call.rank, self.messages_sent[call.rank])
+            if isinstance(fault, Dies):
+                self._ranks[call.rank].dead = True
+                self._fail(f"rank {call.rank} died in {call.facts}", None)
+                return
+            call.stamp(payload)
+            self.bytes_sent[call.rank] += payload.numel()
+            self.messages_sent[call.rank] += 1
+            self._ports.post(self._message(flight, target, payload, fault))
+        if not action.sends:
+            self._after(0.0, lambda: self._try_round(flight))  # an event, so that many such rounds do not recurse
+
+    def _message(self, flight: Flight, target: int, payload: torch.Tensor, fault: Corrupts | None) -> Message:
+        call = flight.call
+        address = (call.rank, flight.name, call.outgoing_tag(target))
+
+        def delivered() -> None:
+            arrived = payload.clone()  # only now: a schedule that changes what it yielded is found out
+            if fault is not None:
+                arrived[fault.bit // 8 % len(arrived)] ^= 1 << fault.bit % 8
+            self._inboxes[target][address] = arrived
+            flight.unsent -= 1
+            self._try_round(flight)
+            if flight.name in self._flights[target]:
+                self._try_round(self._flights[target][flight.name])
+
+        return Message(call.rank, target, payload, delivered)
+
+    def _try_round(self, flight: Flight) -> None:
+        """Takes what has arrived; steps on when the round lacks nothing more."""
+        if flight.done or flight.unsent < 0:
+            return
+        try:
+            self._receive(flight)
+        except CollectiveError as error:
+            self._fail(str(error), flight.context)
+            return
+        if not flight.lacks and not flight.unsent:
+            flight.unsent = -1
+            self._advance(flight, flight.received)
+
+    def _receive(self, flight: Flight) -> None:
+        call, inbox = flight.call, self._inboxes[flight.call.rank]
+        for source, (tag, capacity) in list(flight.lacks.items()):
+            payload = inbox.pop((source, flight.name, tag), None)
+            if payload is not None:
+                del flight.lacks[source]
+                call.accept(source, payload, capacity)
+                flight.received[source] = payload
+
+    def _poisoned(self, context: Context) -> CollectiveError | None:
+        return self._poison.get(context, self._dead)
+
+    def _fail(self, reason: str, context: Context | None, cause: BaseException | None = None) -> None:
+        """Every call of a communicator (None: of all) that is under way ends with this reason, and so does every later
+        one. The first reason counts."""
+        if self._dead is not None or context in self._poison:
+            return
+        poison = CollectiveError(reason)
+        poison.__cause__ = cause
+        if context is None:
+            self._dead = poison
+        else:
+            self._poison[context] = poison
+        for flights in self._flights:
+            for flight in list(flights.values()):
+                if context in (None, flight.context):
+                    self._end(flight, poison)
+
+    def _end(self, flight: Flight, error: CollectiveError | None) -> None:
+        flight.done, flight.error, flight.ended = True, error, self.now
+        self._flights[flight.call.rank].pop(flight.name, None)
+        if error is not None:
+            flight.call.close()
+        self._wake(flight)
+
+    def _wake(self, flight: Flight) -> None:
+        waiter, flight.waiter = flight.waiter, None
+        if waiter is not None:
+            self._after(0.0, waiter)
+
+    def _stuck(self) -> list[str]:
+        waiting = [self._blocked[rank].waits() for rank in sorted(self._blocked)]
+        gone = [str(rank) for rank, thread in enumerate(self._ranks) if thread.over]
+        return waiting + ([f"already returned: rank {', '.join(gone)}"] if gone else [])
+
+    def _check_end(self) -> None:
+        """Raises what went wrong on a rank, or what a schedule left behind."""
+        raised = [thread.error for thread in self._ranks if thread.error is not None]
+        raised.sort(key=lambda error: isinstance(error, CollectiveError))  # a cause rather than its consequences
+        if raised:
+            raise raised[0]
+        if self._dead is not None:
+            return  # every rank has caught it
+        for flights in self._flights:
+            for flight in flights.values():
+                raise CollectiveError(f"started, but never completed: {flight.waits()}")
+        for rank, inbox in enumerate(self._inboxes):
+            for source, name, _ in inbox:
+                if name[0] in self._poison:
+                    continue
+                facts = self._facts[name][1]
+                raise CollectiveError(
+                    f"rank {source} sent a message to rank {rank} in call {name[1]}, {facts}, which was never received"
+                )

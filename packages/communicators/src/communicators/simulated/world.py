@@ -1,0 +1,195 @@
+"""A world in one process: deterministic, with a virtual clock that charges α + β·bytes per message.
+
+One event loop in the caller's thread. Each rank is a thread, but only the one that holds the baton runs, and it gives
+the baton back in communicator calls alone; schedules are advanced by the loop itself.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from communicators.communicator import Communicator, Work, refuse_too_many
+from communicators.dense_schedules import barrier
+from communicators.errors import CollectiveError
+from communicators.link import Link
+from communicators.schedule import Schedule
+from communicators.simulated.event_loop import Context, EventLoop, Flight
+from communicators.simulated.faults import Corrupts, Dies
+
+T = TypeVar("T")
+
+POLL_SECONDS = 50e-6
+"""Virtual cost of one `is_completed()`."""
+
+
+class SimulatedWorld:
+    """Ranks 0 … size − 1, joined pairwise by equal links. Data may be on any device, and stay there.
+
+    link: seconds per message and per byte.
+    seed: draws the order of events that happen at the same virtual time.
+    slowdown: per rank, a factor on the time of its computation (`comm.elapse`, `Elapse`); default 1 each.
+    jitter: at most so many seconds are added to each message, drawn like the order.
+    draw: returns numbers in [0, 1) for order and jitter, in place of `seed`; hypothesis can drive it.
+    faults: `Dies` and `Corrupts`.
+
+    After `run`: bytes_sent and messages_sent per rank, in counted rounds; elapsed, in virtual seconds.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        link: Link | None = None,
+        seed: int = 0,
+        *,
+        slowdown: Sequence[float] | None = None,
+        jitter: float = 0.0,
+        draw: Callable[[], float] | None = None,
+        faults: Iterable[Dies | Corrupts] = (),
+    ) -> None:
+        if size < 1:
+            raise ValueError(f"a world needs at least 1 rank, got size={size}")
+        if slowdown is not None and len(slowdown) != size:
+            raise ValueError(f"slowdown names {len(slowdown)} factors, expected one for each of {size} ranks")
+        self.size, self.seed, self.jitter = size, seed, jitter
+        self.link = link if link is not None else Link()
+        self.slowdown = tuple(slowdown) if slowdown is not None else (1.0,) * size
+        self.elapsed = 0.0
+        self.bytes_sent = [0] * size
+        self.messages_sent = [0] * size
+        self._draw = draw
+        self._faults = {(f.rank, f.message): f for f in faults}
+
+    def run(self, fn: Callable[[SimulatedCommunicator], T]) -> list[T]:
+        """Runs fn(comm) on every rank and returns the results in rank order (None for a rank that died).
+
+        An exception on one rank fails the others' collectives and is raised here. Counts start again at each run.
+        """
+        loop = EventLoop(self, self._draw if self._draw is not None else random.Random(self.seed).random)
+        self.bytes_sent, self.messages_sent = loop.bytes_sent, loop.messages_sent
+        comms = [SimulatedCommunicator(loop, rank) for rank in range(self.size)]
+        try:
+            return loop.run([lambda comm=comm: fn(comm) for comm in comms])  # type: ignore[misc]
+        finally:
+            self.elapsed = loop.now
+
+    def fault(self, rank: int, message: int) -> Dies | Corrupts | None:
+        """What befalls this message of this rank."""
+        return self._faults.get((rank, message))
+
+
+class SimulatedCommunicator(Communicator):
+    """One rank's view of a simulated world. Its bytes and messages are those of all communicators of the rank."""
+
+    def __init__(self, loop: EventLoop, rank: int, context: Context = ()) -> None:
+        self._loop, self._context = loop, context
+        self.rank, self.size = rank, loop.world.size
+        self._duplicates: list[SimulatedCommunicator] = []
+        self._made, self._closed = 0, False
+
+    @property
+    def bytes_sent(self) -> int:  # type: ignore[override]
+        """Bytes that this rank sent so far."""
+        return self._loop.bytes_sent[self.rank]
+
+    @property
+    def messages_sent(self) -> int:  # type: ignore[override]
+        """Messages that this rank sent so far."""
+        return self._loop.messages_sent[self.rank]
+
+    def run(self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None) -> T:
+        """See `communicators.run`; the timeout counts virtual seconds."""
+        return self.start(schedule, facts=facts, timeout=timeout, device=device).wait()
+
+    def start(
+        self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None
+    ) -> SimulatedWork[T]:
+        """See `communicators.start`; the schedule advances in virtual time while its rank computes or waits."""
+        del device
+        if self._closed:
+            schedule.close()
+            raise CollectiveError("this communicator is closed")
+        flight = self._loop.submit(self.rank, schedule, facts, timeout, self._context)
+        return SimulatedWork(self._loop, self.rank, flight)
+
+    def duplicate(self) -> SimulatedCommunicator:
+        """See `Communicator.duplicate`."""
+        self._duplicates = [made for made in self._duplicates if not made._closed]
+        refuse_too_many(len(self._duplicates))
+        facts = f"duplicate number {self._made}"
+        self.run(barrier(self.rank, self.size), facts=facts, timeout=self.timeout)
+        made = SimulatedCommunicator(self._loop, self.rank, (*self._context, self._made))
+        self._made += 1
+        made.timeout = self.timeout
+        self._duplicates.append(made)
+        return made
+
+    def close(self) -> None:
+        """See `Communicator.close`."""
+        self._closed = True
+
+    def clock(self) -> float:
+        """Virtual seconds since the run began."""
+        return self._loop.now
+
+    def elapse(self, seconds: float) -> None:
+        """Computes for so many virtual seconds, times this rank's slowdown."""
+        self._loop.sleep(self.rank, seconds * self._loop.world.slowdown[self.rank])
+
+
+class SimulatedWork(Work[T]):
+    """A started call; waiting for it, or for its futures, lets the other ranks go on."""
+
+    def __init__(self, loop: EventLoop, rank: int, flight: Flight) -> None:
+        self._loop, self._rank, self._flight = loop, rank, flight
+
+    @property
+    def began(self) -> float:
+        """See `Work.began`; virtual seconds."""
+        return self._flight.began
+
+    @property
+    def ended(self) -> float | None:
+        """See `Work.ended`; virtual seconds."""
+        return self._flight.ended if self._flight.done else None
+
+    def wait(self, timeout: float | None = None) -> T:
+        """See `Work.wait`; virtual seconds."""
+        self._loop.wait(self._rank, self._flight, timeout)
+        error = self._flight.error
+        if error is not None:
+            raise CollectiveError(str(error)) from error.__cause__
+        result: T = self._flight.call.value
+        return result
+
+    def is_completed(self) -> bool:
+        """See `Work.is_completed`; costs POLL_SECONDS."""
+        self._loop.sleep(self._rank, POLL_SECONDS)
+        return self._flight.done
+
+    def get_future(self) -> torch.futures.Future[T]:
+        """See `Work.get_future`."""
+        return _SimulatedFuture(self.wait)
+
+
+class _SimulatedFuture(torch.futures.Future[T]):
+    """Completes when somebody waits for it: in a simulated world nothing happens in between."""
+
+    def __init__(self, compute: Callable[[], T]) -> None:
+        super().__init__()
+        self._compute = compute
+
+    def wait(self) -> T:
+        if not self.done():
+            self.set_result(self._compute())
+        return super().wait()
+
+    def then(self, callback: Callable[..., Any]) -> torch.futures.Future[Any]:
+        def after() -> Any:
+            self.wait()
+            return callback(self)
+
+        return _SimulatedFuture(after)

@@ -1,0 +1,1 @@
+"""The worlds of real ranks: one alone, MPI, torch.distributed."""

@@ -1,0 +1,75 @@
+"""A world of one rank: schedules run to their end, and there is nobody to talk to."""
+
+from __future__ import annotations
+
+import time
+from typing import TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from communicators.background.call import Call
+from communicators.communicator import Communicator, Work
+from communicators.schedule import Schedule
+
+T = TypeVar("T")
+
+
+class Alone(Communicator):
+    """Rank 0 of 1."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = 0, 1
+
+    def run(self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None) -> T:
+        """See `communicators.run`; an error of the schedule is raised as it is."""
+        del timeout, device
+        call = Call(schedule, rank=0, size=1, facts=facts, number=0)
+        while call.step({}) is not None:
+            pass
+        return cast(T, call.value)
+
+    def start(
+        self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None
+    ) -> Work[T]:
+        """See `communicators.start`; over at once."""
+        began = self.clock()
+        return _Finished(self.run(schedule, facts=facts, timeout=timeout, device=device), began, self.clock())
+
+    def duplicate(self) -> Alone:
+        """See `Communicator.duplicate`."""
+        return Alone()
+
+    def clock(self) -> float:
+        """Seconds, monotonic."""
+        return time.perf_counter()
+
+    def native_allreduce(self, tensor: Tensor, *, facts: str) -> Tensor:
+        """The tensor itself, copied."""
+        del facts
+        return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+class _Finished(Work[T]):
+    def __init__(self, value: T, began: float, ended: float) -> None:
+        self._value, self._began, self._ended = value, began, ended
+
+    @property
+    def began(self) -> float:
+        return self._began
+
+    @property
+    def ended(self) -> float:
+        return self._ended
+
+    def wait(self, timeout: float | None = None) -> T:
+        del timeout
+        return self._value
+
+    def is_completed(self) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future[T]:
+        future: torch.futures.Future[T] = torch.futures.Future()
+        future.set_result(self._value)
+        return future

@@ -1,0 +1,245 @@
+"""MPI by mpi4py: point-to-point with buffers, on communicators of our own.
+
+Data and letters travel on two duplicates of the user's communicator, so that nothing of ours can match a message of
+his. CUDA payloads are staged through pinned host memory.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from communicators.background.abort import LETTER_BYTES
+from communicators.background.call import Call
+from communicators.background.communicator import TransportCommunicator
+from communicators.background.transport import Pending, Transport
+from communicators.communicator import TIMEOUT_SECONDS
+from communicators.errors import CollectiveError
+from communicators.schedule import Received, Round
+from communicators.worlds.staging import host_empty, to_host
+
+FIRST_CALL_POLL_SECONDS = 1e-3
+CLOSE_SECONDS = 1.0
+"""So long the letters of a communicator that is closed may take to be sent."""
+
+
+def from_mpi(comm: MPI.Comm, patience: float | None = None) -> TransportCommunicator:
+    """Our communicator for an mpi4py one; made once and kept as its attribute. Collective at its first use.
+
+    patience: seconds that the first use waits for the other ranks, default TIMEOUT_SECONDS. Raises CollectiveError that
+    names those that did not come; so does every later use, because the others would meet this one half-way.
+    """
+    cached = comm.Get_attr(_keyval())
+    if isinstance(cached, CollectiveError):
+        raise CollectiveError(str(cached))
+    if isinstance(cached, TransportCommunicator) and not cached.closed:
+        return cached
+    try:
+        made = TransportCommunicator(MPITransport(comm, TIMEOUT_SECONDS if patience is None else patience))
+    except CollectiveError as error:
+        comm.Set_attr(_keyval(), error)
+        raise
+    comm.Set_attr(_keyval(), made)
+    return made
+
+
+class MPITransport(Transport):
+    """Two duplicates of an MPI communicator: one for payloads, one for letters."""
+
+    def __init__(self, comm: MPI.Comm, patience: float = TIMEOUT_SECONDS) -> None:
+        self.rank, self.size = comm.Get_rank(), comm.Get_size()
+        self.device = torch.device("cpu")
+        self.threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        end = time.monotonic() + patience
+        _wait_for_all(comm, end, patience)
+        self._data, self._letters = _duplicate(comm, end), _duplicate(comm, end)
+        self._written: list[tuple[MPI.Request, bytes]] = []
+        self._abandoned: list[object] = []
+
+    def post(self, call: Call, action: Round, device: torch.device) -> Pending:
+        """See `Transport.post`."""
+        buffers = {peer: host_empty(capacity, device) for peer, capacity in action.recvs.items()}
+        receives = {
+            peer: self._data.Irecv(_bytes_of(buffer), peer, call.incoming_tag(peer)) for peer, buffer in buffers.items()
+        }
+        payloads = {peer: to_host(payload) for peer, payload in action.sends.items()}
+        sends = {}
+        for peer, payload in payloads.items():
+            call.stamp(payload)
+            sends[peer] = self._data.Isend(_bytes_of(payload), peer, call.outgoing_tag(peer))
+        return _PendingRound(self, call, receives, sends, buffers, payloads, device)
+
+    def write(self, peer: int, letter: bytes) -> None:
+        """See `Transport.write`."""
+        self._written = [(request, kept) for request, kept in self._written if not request.Test()]
+        self._written.append((self._letters.Isend([letter, MPI.BYTE], peer), letter))
+
+    def read(self) -> list[bytes]:
+        """See `Transport.read`."""
+        letters = []
+        status = MPI.Status()
+        while self._letters.Iprobe(status=status):
+            buffer = bytearray(LETTER_BYTES)
+            self._letters.Recv([buffer, MPI.BYTE], status.Get_source(), status=status)
+            letters.append(bytes(buffer[: status.Get_count(MPI.BYTE)]))
+        return letters
+
+    def can_sum(self, tensor: Tensor) -> bool:
+        """See `Transport.can_sum`: CPU tensors of the dtypes that MPI knows."""
+        return tensor.device.type == "cpu" and tensor.dtype in _SUMMED
+
+    def post_sum(self, tensor: Tensor) -> Pending:
+        """See `Transport.post_sum`. Non-blocking, so that a rank that never comes is noticed."""
+        return _PendingSum(self, self._data.Iallreduce(MPI.IN_PLACE, tensor.numpy(), MPI.SUM), tensor)
+
+    def duplicate(self, patience: float) -> MPITransport:
+        """See `Transport.duplicate`; of the letters' communicator, on which no collective of a background call is."""
+        self.duplicates += 1
+        return MPITransport(self._letters, patience)
+
+    def closing(self) -> bool:
+        """See `Transport.closing`."""
+        return not MPI.Is_finalized()
+
+    def close(self) -> None:
+        """See `Transport.close`. MPI has a few thousand communicators at most."""
+        end = time.monotonic() + CLOSE_SECONDS
+        while not MPI.Is_finalized() and not self._abandoned and time.monotonic() < end:
+            if all(request.Test() for request, _ in self._written):
+                self._data.Free()
+                self._letters.Free()
+                return
+            time.sleep(1e-3)
+
+    def abandon(self, *what: object) -> None:
+        """Keeps buffers alive that MPI may still touch."""
+        self._abandoned.append(what)
+
+
+class _PendingRound(Pending):
+    """Requests by peer. Over TCP a send ends with the receiver's receipt, one α after the message has come."""
+
+    def __init__(
+        self,
+        transport: MPITransport,
+        call: Call,
+        receives: dict[int, MPI.Request],
+        sends: dict[int, MPI.Request],
+        buffers: dict[int, Tensor],
+        payloads: dict[int, Tensor],
+        device: torch.device,
+    ) -> None:
+        self._transport, self._call, self._receives, self._sends = transport, call, receives, sends
+        self._buffers, self._payloads, self._device = buffers, payloads, device
+        self._requests = list(receives.values()), list(sends.values())  # Testall puts nulls where they end
+        self._statuses = [MPI.Status() for _ in receives]
+        self._arrived = False
+
+    def arrived(self) -> bool:
+        self._arrived = self._arrived or bool(MPI.Request.Testall(self._requests[0], self._statuses))
+        return self._arrived
+
+    def done(self) -> bool:
+        return self.arrived() and bool(MPI.Request.Testall(self._requests[1]))
+
+    def received(self) -> Received:
+        received = {}
+        for (peer, buffer), status in zip(self._buffers.items(), self._statuses, strict=False):
+            payload = buffer[: status.Get_count(MPI.BYTE)]
+            self._call.accept(peer, payload, buffer.numel())
+            received[peer] = payload.to(self._device)
+        return received
+
+    def missing(self) -> list[int]:
+        requests = [*self._receives.items(), *self._sends.items()]
+        return sorted({peer for peer, request in requests if request and not request.Get_status()})
+
+    def cancel(self) -> None:
+        for request in self._receives.values():
+            if request:
+                request.Cancel()
+        self._transport.abandon(self._requests, self._buffers, self._payloads)
+
+
+class _PendingSum(Pending):
+    def __init__(self, transport: MPITransport, request: MPI.Request, tensor: Tensor) -> None:
+        self._transport, self._request, self._tensor = transport, request, tensor
+
+    def done(self) -> bool:
+        return bool(self._request.Test())
+
+    def received(self) -> Received:
+        return {}
+
+    def missing(self) -> list[int]:
+        return [peer for peer in range(self._transport.size) if peer != self._transport.rank]
+
+    def cancel(self) -> None:
+        self._transport.abandon(self._request, self._tensor)
+
+
+_SUMMED = {torch.float32, torch.float64, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8}
+
+
+_abandoned: list[object] = []
+"""What MPI may still touch of first calls that failed."""
+
+
+@cache
+def _keyval() -> int:
+    return MPI.Comm.Create_keyval(delete_fn=_freed)
+
+
+def _freed(comm: MPI.Comm, keyval: int, made: object) -> None:
+    """The user frees his communicator, which is collective: so is closing ours."""
+    del comm, keyval
+    if isinstance(made, TransportCommunicator) and not made.released and made.control.verdict is None:
+        made.close()
+
+
+def _wait_for_all(comm: MPI.Comm, end: float, patience: float) -> None:
+    """Returns when all ranks have come.
+
+    A collective, because a message on the user's communicator might be received by him. Every rank sends to every
+    other one, so where some do not come, what has arrived tells who has; MPI calls that undefined, so it is only named.
+    """
+    here = np.zeros(comm.Get_size(), dtype=np.int32)
+    ones = np.ones_like(here)
+    counts, places = np.ones_like(here), np.arange(len(here), dtype=np.int32)
+    request = comm.Ialltoallv([ones, (counts, places), MPI.INT32_T], [here, (counts, places), MPI.INT32_T])
+    while not request.Test():
+        if time.monotonic() > end:
+            _abandoned.append((request, here, ones, counts, places))
+            missing = [rank for rank in np.flatnonzero(here == 0).tolist() if rank != comm.Get_rank()]
+            raise CollectiveError(
+                f"timed out after {patience:g} s: rank {comm.Get_rank()} waits for ranks {missing} in the first call "
+                "with this MPI communicator, which all of its ranks must make, and in one order where there are several"
+            )
+        time.sleep(FIRST_CALL_POLL_SECONDS)
+
+
+def _duplicate(comm: MPI.Comm, end: float) -> MPI.Comm:
+    """A duplicate, which all ranks are about to make."""
+    try:
+        duplicate, request = comm.Idup()
+        while not request.Test():
+            if time.monotonic() > end:
+                _abandoned.append((duplicate, request))
+                raise CollectiveError(f"timed out: rank {comm.Get_rank()} waits for the others to make a communicator")
+            time.sleep(FIRST_CALL_POLL_SECONDS)
+    except MPI.Exception as error:
+        raise RuntimeError(
+            "MPI gives no further communicator: close() those that are not needed any more, on every rank, or Free() "
+            f"the mpi4py communicators that they were made for, which closes them ({error})"
+        ) from error
+    return duplicate
+
+
+def _bytes_of(buffer: Tensor) -> list[Any]:
+    return [buffer.numpy(), MPI.BYTE]

@@ -1,0 +1,281 @@
+"""torch.distributed by point-to-point, on a gloo group of our own with the user's ranks.
+
+Letters travel there too, so that the Store, which one rank holds and which may not answer, is needed to meet only. CUDA
+payloads are staged through pinned host memory, unless NCCL is asked for (see `nccl`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllreduceOptions, PrefixStore, ProcessGroupGloo, Store
+from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
+
+from communicators.background.call import Call
+from communicators.background.communicator import TransportCommunicator
+from communicators.background.transport import PeerLost, Pending, Transport
+from communicators.communicator import TIMEOUT_SECONDS
+from communicators.errors import CollectiveError
+from communicators.schedule import Received, Round
+from communicators.worlds.mailbox import Mailbox
+from communicators.worlds.nccl.point_to_point import nccl_of
+from communicators.worlds.nccl.untagged import UntaggedTransport
+from communicators.worlds.staging import host_empty, to_host
+from communicators.worlds.stores import meet, place_for, reconnected, store_of
+from communicators.worlds.waiters import WAIT, Wait, Waiters
+
+T = TypeVar("T")
+
+STORE_SECONDS = 0.5
+"""So much longer than its time-out a first call waits for a Store that does not answer at all."""
+CLOSE_SECONDS = 1.0
+"""So long the letters of a communicator that is closed may take to be sent."""
+LOST_SECONDS = 1.0
+"""So long after gloo's own sum has failed it is found out whose connection was lost."""
+TORCH_TIMEOUTS = (default_pg_timeout, default_pg_nccl_timeout)
+
+_made: weakref.WeakKeyDictionary[Any, TransportCommunicator] = weakref.WeakKeyDictionary()
+
+
+def from_process_group(
+    group: dist.ProcessGroup, patience: float | None = None, transport: str | None = None
+) -> TransportCommunicator:
+    """Our communicator for a process group; made once for each. Collective over its ranks at the first use.
+
+    Its `timeout` is what the group was made with, TIMEOUT_SECONDS where that is torch's default.
+    patience: seconds that the first use waits for the other ranks, default that `timeout`. transport: "nccl" for data
+    on a GPU by NCCL; ValueError where the group does not use it, or is in use with another one already.
+    """
+    made = _made.get(group)
+    if made is not None and not made.closed and transport not in (None, made.transport.name):
+        raise ValueError(f"transport={transport!r}, but this process group is in use with {made.transport.name!r}")
+    if made is None or made.closed:
+        timeout = timeout_of(group)
+        waits = timeout if patience is None else patience
+        made = TransportCommunicator(_in_time(lambda: _connected(group, waits, transport), group.rank(), waits))
+        made.timeout = timeout
+        _made[group] = made
+    return made
+
+
+def _connected(group: dist.ProcessGroup, patience: float, transport: str | None) -> Transport:
+    place = place_for(group)
+    line = nccl_of(group, place) if transport == "nccl" else None
+    if transport == "nccl" and line is None:
+        raise ValueError('transport="nccl", but the process group does not use NCCL for CUDA tensors: leave it out')
+    tagged = ProcessGroupTransport(Meeting.of(group, place), patience)
+    return tagged if line is None else UntaggedTransport(tagged, line)
+
+
+def _in_time(make: Callable[[], T], rank: int, seconds: float) -> T:
+    """What it makes, in a thread that is left behind where a Store blocks it: the kernel waits for many minutes."""
+    made: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            made.set_result(make())
+        except BaseException as error:
+            made.set_exception(error)
+
+    threading.Thread(target=work, name="communicators-first-call", daemon=True).start()
+    try:
+        return made.result(seconds + STORE_SECONDS)
+    except TimeoutError:
+        raise CollectiveError(
+            f"timed out after {seconds:g} s: rank {rank} made its first call with this process group, but the group's "
+            "Store, by which its ranks meet, does not answer"
+        ) from None
+
+
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """Seconds that the group was given; TIMEOUT_SECONDS where nobody gave it any."""
+    for kind in ("cpu", "cuda"):
+        try:
+            given: timedelta = group._get_backend(torch.device(kind)).options._timeout
+        except (AttributeError, RuntimeError):  # no backend for this kind, or one without settings
+            continue
+        return TIMEOUT_SECONDS if given in TORCH_TIMEOUTS else given.total_seconds()
+    return TIMEOUT_SECONDS
+
+
+class Meeting(NamedTuple):
+    """Where ranks meet: keys of one Store, by a client of our own and by the group's."""
+
+    rank: int
+    size: int
+    own: Store
+    shared: Store
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup, place: str) -> Meeting:
+        """Under a prefix of a group's keys."""
+        own, shared = PrefixStore(place, reconnected(group)), PrefixStore(place, store_of(group))
+        return cls(group.rank(), group.size(), own, shared)
+
+    def elsewhere(self, place: str) -> Meeting:
+        """Of the same ranks, under a further prefix."""
+        return self._replace(own=PrefixStore(place, self.own), shared=PrefixStore(place, self.shared))
+
+
+class ProcessGroupTransport(Transport):
+    """A gloo group, for payloads and for letters."""
+
+    threaded = True
+    goodbye_seconds = 2.0  # nothing of gloo waits for anybody at the end
+
+    def __init__(self, meeting: Meeting, patience: float = TIMEOUT_SECONDS) -> None:
+        self.rank, self.size = meeting.rank, meeting.size
+        self.device = torch.device("cpu")
+        self._meeting = meeting
+        # Not dist.new_group: its names count a rank's groups, so ranks that are in other groups would never meet.
+        meet(meeting.own, self.rank, self.size, patience)
+        self._data: Any = ProcessGroupGloo(meeting.shared, self.rank, self.size, WAIT)
+        self._waiters = Waiters()
+        self._letters = Mailbox(self._data, self.rank, self.size, self._waiters)
+        self._abandoned: list[Wait] = []
+        ending = (self._waiters, self._letters, self._abandoned)
+        weakref.finalize(self, _end, *ending, timeout=1.0).atexit = False  # of a destroyed group
+
+    def post(self, call: Call, action: Round, device: torch.device) -> Pending:
+        """See `Transport.post`."""
+        buffers = {peer: host_empty(capacity, device) for peer, capacity in action.recvs.items()}
+        receives = {peer: self._receive(buffer, peer, call.incoming_tag(peer)) for peer, buffer in buffers.items()}
+        sends = {}
+        for peer, payload in action.sends.items():
+            host = to_host(payload)
+            call.stamp(host)
+            tag = call.outgoing_tag(peer)
+            sends[peer] = self._waiters.posted(lambda host=host, peer=peer, tag=tag: self._data.send([host], peer, tag))  # type: ignore[misc]
+        return _PendingRound(self, call, receives, sends, buffers, device)
+
+    def duplicate(self, patience: float) -> ProcessGroupTransport:
+        """See `Transport.duplicate`."""
+        self.duplicates += 1
+        place = self._meeting.elsewhere(f"duplicate/{self.duplicates}")
+        return _in_time(lambda: ProcessGroupTransport(place, patience), self.rank, patience)
+
+    def can_sum(self, tensor: Tensor) -> bool:
+        """See `Transport.can_sum`: CPU tensors of the dtypes that gloo knows."""
+        return tensor.device.type == "cpu" and tensor.dtype in _SUMMED
+
+    def post_sum(self, tensor: Tensor) -> Pending:
+        """See `Transport.post_sum`. gloo aborts the process if ranks' sizes differ: they have agreed on them here."""
+        return _PendingSum(self._waiters.wait_for(self._data.allreduce([tensor], AllreduceOptions())), self)
+
+    def nap(self, seconds: float) -> None:
+        """See `Transport.nap`: until a waiter has something."""
+        self._waiters.news.wait(seconds)
+        self._waiters.news.clear()
+
+    def write(self, peer: int, letter: bytes) -> None:
+        """See `Transport.write`."""
+        self._letters.write(peer, letter)
+
+    def read(self) -> list[bytes]:
+        """See `Transport.read`."""
+        return self._letters.read()
+
+    def unreachable(self) -> list[int]:
+        """See `Transport.unreachable`."""
+        return self._letters.unreachable()
+
+    def lost(self) -> PeerLost | None:
+        """See `Transport.lost`."""
+        return self._letters.lost()
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        self._letters.flush(CLOSE_SECONDS)
+        _end(self._waiters, self._letters, self._abandoned, timeout=1.0)
+
+    def abandon(self, waits: list[Wait]) -> None:
+        """Nobody asks for these any more. Giving them up would close their connections, by which letters go too."""
+        self._abandoned += [wait for wait in waits if not wait.done]
+
+    def _receive(self, buffer: Tensor, peer: int, tag: int) -> Wait:
+        return self._waiters.posted(lambda: self._data.recv([buffer], peer, tag))
+
+
+class _PendingRound(Pending):
+    def __init__(
+        self,
+        transport: ProcessGroupTransport,
+        call: Call,
+        receives: dict[int, Wait],
+        sends: dict[int, Wait],
+        buffers: dict[int, torch.Tensor],
+        device: torch.device,
+    ) -> None:
+        self._transport, self._call, self._buffers, self._device = transport, call, buffers, device
+        self._receives, self._waits = receives, [*receives.items(), *sends.items()]
+
+    def arrived(self) -> bool:
+        self._raise_lost()
+        return all(wait.done for wait in self._receives.values())
+
+    def done(self) -> bool:
+        self._raise_lost()
+        return all(wait.done for _, wait in self._waits)
+
+    def _raise_lost(self) -> None:
+        for peer, wait in self._waits:
+            if wait.error is not None:
+                raise PeerLost(peer, wait.error)
+
+    def received(self) -> Received:
+        received = {}
+        for peer, buffer in self._buffers.items():
+            payload = buffer[: self._call.stamped_nbytes(buffer)]  # gloo does not say how much has come
+            self._call.accept(peer, payload, buffer.numel())
+            received[peer] = payload.to(self._device)
+        return received
+
+    def missing(self) -> list[int]:
+        return sorted({peer for peer, wait in self._waits if not wait.done or wait.error is not None})
+
+    def cancel(self) -> None:
+        self._transport.abandon([wait for _, wait in self._waits])
+
+
+class _PendingSum(Pending):
+    def __init__(self, wait: Wait, transport: ProcessGroupTransport) -> None:
+        self._wait, self._transport, self._failed = wait, transport, 0.0
+
+    def done(self) -> bool:
+        if self._wait.error is None:
+            return self._wait.done
+        if (lost := self._transport.lost()) is not None:  # gloo does not say which rank it was
+            raise lost
+        self._failed = self._failed or time.monotonic()
+        if time.monotonic() - self._failed > LOST_SECONDS:
+            raise self._wait.error
+        return False
+
+    def received(self) -> Received:
+        return {}
+
+    def missing(self) -> list[int]:
+        return [peer for peer in range(self._transport.size) if peer != self._transport.rank]
+
+    def cancel(self) -> None:
+        self._transport.abandon([self._wait])
+
+
+def _end(waiters: Waiters, letters: Mailbox, abandoned: list[Wait], timeout: float) -> None:
+    """Lets the threads go: one that still waited when the interpreter ends would abort it."""
+    letters.close()
+    for wait in abandoned:
+        wait.give_up()
+    waiters.close(timeout)
+
+
+_SUMMED = {torch.float32, torch.float64, torch.int8, torch.int32, torch.int64, torch.uint8}

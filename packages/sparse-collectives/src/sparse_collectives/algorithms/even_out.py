@@ -1,0 +1,66 @@
+"""All ranks' entries on all ranks, by few rounds even where one rank holds most of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+from communicators.dense_schedules import allgather_blocks
+from communicators.schedule import SLOT_BYTES, Round, Schedule, frame
+from sparse_compress import SparseVector, add
+
+from sparse_collectives.reduction import Reduction
+from sparse_collectives.wire.entries import join_in_order, take
+from sparse_collectives.wire.invalid import given_by
+from sparse_collectives.wire.wire import PLAIN, Wire, joined
+
+
+def gather_evenly(
+    mine: SparseVector, counts: Sequence[int], rank: int, size: int, wire: Wire = PLAIN
+) -> Schedule[Reduction]:
+    """The entries of all ranks, whose indices increase from rank to rank; dropped: what the wire has rounded off here.
+
+    counts: of all ranks' entries, known everywhere. Bruck's all-gather hands a rank's own entries on log P times, so
+    a rank with more than twice the mean first gives some to the others (see `shifts`).
+    """
+    span = (0, mine.numel)
+    mine, dropped = wire.rounded(mine)
+    if is_uneven(counts):
+        mine, rest = wire.rounded((yield from _even_out(mine, counts, rank, size, wire)))  # int8 scales may differ
+        dropped, counts = add(dropped, rest), even_counts(sum(counts), size)
+    nbytes = [wire.block_nbytes(count, mine.numel, mine.dtype) for count in counts]
+    blocks = yield from allgather_blocks(wire.block(mine, span), nbytes, rank, size)
+    return Reduction(joined(wire, blocks, [span] * size, counts, mine, range(size)), dropped)
+
+
+def _even_out(mine: SparseVector, counts: Sequence[int], rank: int, size: int, wire: Wire) -> Schedule[SparseVector]:
+    """This rank's share of all entries, in one round."""
+    runs, span = shifts(counts, rank), (0, mine.numel)
+    sources = {other: shifts(counts, other).get(rank) for other in range(size) if other != rank}
+    coming = {other: run.stop - run.start for other, run in sources.items() if run is not None}
+    sends = {to: frame(wire.block(take(mine, [run]), span)) for to, run in runs.items() if to != rank}
+    recvs = {other: SLOT_BYTES + wire.block_nbytes(n, mine.numel, mine.dtype) for other, n in coming.items()}
+    received = (yield Round(sends, recvs)) if sends or recvs else {}
+    parts = {rank: take(mine, [runs.get(rank, slice(0, 0))])}
+    for other, payload in received.items():
+        with given_by(other):
+            parts[other] = wire.entries(payload[SLOT_BYTES:], span, mine, coming[other])
+    return join_in_order([(other, parts[other]) for other in sorted(parts)])
+
+
+def is_uneven(counts: Sequence[int]) -> bool:
+    """Whether one rank has more than twice the mean. (The paper: four times; two is what keeps 6k elements a bound.)"""
+    return max(counts) * len(counts) > 2 * sum(counts)
+
+
+def even_counts(total: int, size: int) -> list[int]:
+    """Entries that each rank has afterwards."""
+    return [(rank + 1) * total // size - rank * total // size for rank in range(size)]
+
+
+def shifts(counts: Sequence[int], rank: int) -> dict[int, slice]:
+    """Which of its entries a rank gives to whom, itself included, so that all have about as many, in the same order."""
+    begin, end = list(pairwise(accumulate(counts, initial=0)))[rank]
+    edges = pairwise(accumulate(even_counts(sum(counts), len(counts)), initial=0))
+    runs = {to: slice(max(low, begin) - begin, min(high, end) - begin) for to, (low, high) in enumerate(edges)}
+    return {to: run for to, run in runs.items() if run.start < run.stop}

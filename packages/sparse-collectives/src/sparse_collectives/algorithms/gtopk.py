@@ -1,0 +1,102 @@
+"""gTop-k: the k largest entries of the sum, by pairwise merges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from communicators.dense_schedules import largest_power_of_two
+from communicators.schedule import Elapse, Round, Schedule, powers_of_two
+from sparse_compress import SparseVector, add_all, merge, share
+
+from sparse_collectives.prediction.traffic import Traffic
+from sparse_collectives.reduction import Reduction
+from sparse_collectives.wire.invalid import given_by
+from sparse_collectives.wire.wire import PLAIN, Wire
+
+
+def gtopk(
+    sparse: SparseVector,
+    rank: int,
+    size: int,
+    k: int,
+    *,
+    wire: Wire = PLAIN,
+    cost: Callable[[int], float] | None = None,
+) -> Schedule[Reduction]:
+    """Sum over ranks, cut to the k largest at every merge (Shi et al., ICDCS 2019, algorithm 3).
+
+    Ranks r ≥ Q, the largest power of two, fold into r − Q first and get the result last. Then log Q rounds of a
+    hypercube: after round i the 2^(i + 1) ranks that agree in the higher bits hold the same vector.
+
+        total, cut ← merge(total, received, k)      k largest of the sum; ties to the lowest index
+        dropped ← dropped + my share of cut         entry i of the cut is kept by member i mod 2^(i + 1)
+
+    Differs from the paper: hypercube instead of tree and broadcast, half the rounds and bytes; any P; and what a merge
+    cuts goes back to exactly one residual. (The paper clears the residual at every index of the final result; so an
+    entry that is cut on the way is lost when the same index of another rank survives.)
+
+    wire: what rounding leaves over of a vector that several ranks hold is shared among their residuals, as the cut is.
+    sparse: min(k, n) entries; cost: seconds to merge so many entries, which a simulated world charges.
+    """
+    group = largest_power_of_two(size)
+    if rank >= group:
+        return (yield from _fold_into(rank - group, sparse, wire))
+    total, dropped = sparse, [SparseVector.empty(sparse.numel, sparse.dtype, device=sparse.device)]
+    folded, capacity = rank + group, wire.nbytes(len(sparse), sparse.numel, sparse.dtype)
+    if folded < size:
+        received = yield Round(recvs={folded: capacity})
+        with given_by(folded):
+            theirs = wire.vector(received[folded], len(sparse), sparse)
+        total, cut = merge(total, theirs, k)
+        dropped.append(cut)
+        if cost is not None:
+            yield Elapse(cost(2 * len(sparse)))
+    for distance in powers_of_two(below=group):
+        peer = rank ^ distance
+        total, rest = wire.rounded(total)
+        dropped.append(share(rest, member=rank % distance, of=distance))
+        received = yield Round({peer: wire.message(total)}, {peer: capacity})
+        with given_by(peer):
+            theirs = wire.vector(received[peer], len(sparse), sparse)
+        # Lower ranks first: NaN payloads do not commute.
+        total, cut = merge(total, theirs, k) if rank < peer else merge(theirs, total, k)
+        dropped.append(share(cut, member=rank % (2 * distance), of=2 * distance))
+        if cost is not None:
+            yield Elapse(cost(2 * len(sparse)))
+    if group < size:  # the folded ranks get what all hold
+        total, rest = wire.rounded(total)
+        dropped.append(share(rest, member=rank, of=group))
+    if folded < size:
+        # A copy: the call is over while this is under way, and the total is then the caller's to write into.
+        yield Round(sends={folded: wire.message(total).clone()})
+    return Reduction(total, add_all(dropped))
+
+
+def _fold_into(partner: int, sparse: SparseVector, wire: Wire) -> Schedule[Reduction]:
+    """Gives the vector to the partner, which keeps what is cut of it; gets the result last."""
+    given, rest = wire.rounded(sparse)
+    yield Round(sends={partner: wire.message(given)})
+    received = yield Round(recvs={partner: wire.nbytes(len(sparse), sparse.numel, sparse.dtype)})
+    with given_by(partner):
+        return Reduction(wire.vector(received[partner], len(sparse), sparse), rest)
+
+
+def gtopk_sent(rank: int, size: int, k: int, numel: int, dtype: torch.dtype, *, wire: Wire = PLAIN) -> Traffic:
+    """One packed vector a message: 8k bytes (float64: 12k) and its header, or what another wire takes.
+
+    log P messages where P is a power of two. Else, with Q the largest below: 1 for ranks r ≥ Q; log Q for the others,
+    one more for those that have a folded partner.
+    """
+    group = largest_power_of_two(size)
+    levels = group.bit_length() - 1
+    has_partner = rank + group < size
+    messages, rounds = (1, 2) if rank >= group else (levels + has_partner, levels + 2 * has_partner)
+    return Traffic(messages * wire.nbytes(min(k, numel), numel, dtype), messages, rounds)
+
+
+def gtopk_merged(rank: int, size: int, k: int, numel: int) -> int:
+    """Entries that the merges of this rank take in: two vectors each."""
+    group = largest_power_of_two(size)
+    levels = group.bit_length() - 1
+    return 0 if rank >= group else 2 * min(k, numel) * (levels + (rank + group < size))

@@ -1,0 +1,161 @@
+"""The k-th largest of numbers that are spread over ranks: samples enclose it, and what lies between is gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from math import isqrt
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from communicators.dense_schedules import allgather_blocks
+from communicators.schedule import Schedule
+from numpy.typing import NDArray
+from sparse_compress.vector_format import WIRE_DTYPES
+from torch import Tensor
+
+from sparse_collectives.prediction.traffic import Traffic, bruck_sent, together
+from sparse_collectives.wire.invalid import InvalidMessageError
+
+Keys = NDArray[np.signedinteger[Any]]
+MANY = 1 << 15  # keys: from here on torch sorts by radix, in a quarter of the time; fewer NumPy sorts faster
+
+
+class KthLargest(NamedTuple):
+    """key: the k-th largest. larger, equal: how many of each rank's keys are larger, and how many equal it."""
+
+    key: int
+    larger: list[int]
+    equal: list[int]
+
+
+class Bracket(NamedTuple):
+    """low, high: they enclose the k-th largest key. spans: [first, last) of each rank's keys, the largest first.
+
+    Outside its span no key of a rank lies strictly between low and high.
+    """
+
+    low: int
+    high: int
+    spans: list[tuple[int, int]]
+
+
+def kth_largest(keys: Tensor, least: int, k: int, rank: int, size: int, *, most: int) -> Schedule[KthLargest]:
+    """The k-th largest of all ranks' keys from `least` on, the same on every rank; -1 where they are no more than k.
+
+        1. all-gather   of the number m of a rank's keys and every g-th of them, g = ⌈m/S⌉, S = ⌊√2k⌋ + 1
+           bracket      every sample stands for g keys, g − 1 more may be as large: two samples enclose the k-th
+        2. all-gather   of the keys between the two, and how many lie above
+
+    Selection by regular samples (as in Shi & Schaeffer's sort, JPDC 1992), 2⌈log P⌉ rounds. Less than 2M/S of the M
+    keys are gathered whatever they are, so S balances the two: 4(P − 1)·(S + 2k/S) bytes where M = k·P, evenly spread.
+
+    keys: 1-D int32 or int64, not negative, this rank's; k ≥ 1. most: keys that all ranks can have together, agreed:
+    what they say is held against it before anything is made room for. InvalidMessageError where it cannot be.
+    """
+    rising = _rising(keys)
+    rising = rising[torch.searchsorted(rising, least) :]
+    m, samples = len(rising), sample_count(k)
+    gap = _gap(m, samples)
+    mine = rising.new_zeros(1 + samples)
+    mine[0], mine[1 : 1 + m // gap] = m, rising[m % gap :: gap]
+    sampled = yield from _gathered(mine, [len(mine)] * size, rank, size)
+    counts = [int(numbers[0]) for numbers in sampled]
+    _check_counts(counts, most)
+    if sum(counts) <= k:
+        return KthLargest(-1, counts, [0] * size)
+    low, high, spans = bracket(counts, [numbers[1:] for numbers in sampled], k)
+    ends = rising.new_tensor([low, high])
+    below, upto = torch.searchsorted(rising, ends), torch.searchsorted(rising, ends, right=True)
+    first, last = spans[rank]
+    mine = torch.cat([m - upto[1:], (upto - below).flip(0), rising[m - last : m - first]]).to(keys.dtype)
+    gathered = yield from _gathered(mine, [3 + last - first for first, last in spans], rank, size)
+    found = _settle(gathered, low, high, k)
+    _check_found(found, counts, k)
+    return found
+
+
+def bracket(counts: Sequence[int], samples: Sequence[Keys], k: int) -> Bracket:
+    """Around the k-th largest of `counts` keys of each rank, of which every g-th is among its samples; k < Σ counts.
+
+    Let L(v) count the keys that samples of at least v stand for. L(v) ≤ keys ≥ v ≤ L(v) + Σ (g − 1). So the largest
+    sample with L ≥ k is not above the k-th key, and the first with L ≥ k − Σ (g − 1) not below it.
+    """
+    gaps = [_gap(count, len(own)) for count, own in zip(counts, samples, strict=True)]
+    taken = [own[: count // gap] for count, gap, own in zip(counts, gaps, samples, strict=True)]
+    values = np.concatenate(taken)
+    order = np.argsort(-values, kind="stable")
+    reached = np.repeat(gaps, [len(own) for own in taken])[order].cumsum()
+    at_low, at_high = np.searchsorted(reached, [k, k - sum(gaps) + len(gaps)])
+    low = int(values[order[at_low]]) if at_low < len(values) else -1
+    high = int(values[order[at_high]]) if k > sum(gaps) - len(gaps) else int(np.iinfo(values.dtype).max)
+    spans = []
+    for count, gap, own in zip(counts, gaps, taken, strict=True):
+        first = int(np.count_nonzero(own >= high)) * gap
+        last = min(int(np.count_nonzero(own > low)) * gap + gap - 1, count)
+        spans.append((first, max(first, last)))
+    return Bracket(low, high, spans)
+
+
+def sample_count(k: int) -> int:
+    """S: keys that each rank gives as samples."""
+    return isqrt(2 * k) + 1
+
+
+def kth_largest_sent(rank: int, k: int, dtype: torch.dtype, spans: Sequence[int] | None, size: int) -> Traffic:
+    """Bruck's share of P times 1 + S keys, as wide as the values; then of 3 + what each rank's span has, if any do."""
+    sampled = bruck_sent([WIRE_DTYPES[dtype].itemsize * (1 + sample_count(k))] * size, rank)
+    if spans is None:
+        return sampled
+    return together(sampled, bruck_sent([WIRE_DTYPES[dtype].itemsize * (3 + span) for span in spans], rank))
+
+
+def _settle(gathered: Sequence[Keys], low: int, high: int, k: int) -> KthLargest:
+    """The k-th largest is high, between the two, or low."""
+    above, at_high, at_low = ([int(numbers[i]) for numbers in gathered] for i in range(3))
+    between = [numbers[3:][(numbers[3:] > low) & (numbers[3:] < high)] for numbers in gathered]
+    from_high = [more + equal for more, equal in zip(above, at_high, strict=True)]
+    wanted, inside = k - sum(from_high), np.concatenate(between)
+    if wanted <= 0:
+        return KthLargest(high, above, at_high)
+    if wanted > len(inside):
+        return KthLargest(low, [more + len(own) for more, own in zip(from_high, between, strict=True)], at_low)
+    key = int(np.partition(inside, len(inside) - wanted)[len(inside) - wanted])
+    larger = [more + int(np.count_nonzero(own > key)) for more, own in zip(from_high, between, strict=True)]
+    return KthLargest(key, larger, [int(np.count_nonzero(own == key)) for own in between])
+
+
+def _check_counts(counts: Sequence[int], most: int) -> None:
+    for source, so_far in enumerate(accumulate(counts)):
+        if counts[source] < 0 or so_far > most:
+            raise InvalidMessageError(
+                source, f"{counts[source]} keys, expected 0 or more, and {most} of all ranks at most"
+            )
+
+
+def _check_found(found: KthLargest, counts: Sequence[int], k: int) -> None:
+    for source, (larger, equal, count) in enumerate(zip(found.larger, found.equal, counts, strict=True)):
+        if larger < 0 or equal < 0 or larger + equal > count:
+            raise InvalidMessageError(source, f"{larger} larger and {equal} equal keys of {count}")
+    larger, equal = sum(found.larger), sum(found.equal)
+    if not larger < k <= larger + equal:
+        raise InvalidMessageError(None, f"{larger} keys are larger than the {k}-th largest, and {equal} equal it")
+
+
+def _gap(count: int, samples: int) -> int:
+    return max(-(-count // samples), 1)
+
+
+def _rising(keys: Tensor) -> Tensor:
+    if keys.is_cpu and len(keys) < MANY:
+        return torch.from_numpy(np.sort(keys.numpy()))
+    return torch.sort(keys).values
+
+
+def _gathered(mine: Tensor, lengths: Sequence[int], rank: int, size: int) -> Schedule[list[Keys]]:
+    """All ranks' keys, `lengths` of them, in rank order."""
+    nbytes = [length * mine.dtype.itemsize for length in lengths]
+    blocks = yield from allgather_blocks(mine.view(torch.uint8), nbytes, rank, size)
+    everything: Keys = torch.cat(blocks).view(mine.dtype).cpu().numpy()  # one copy from the device
+    return np.split(everything, list(accumulate(lengths[:-1])))

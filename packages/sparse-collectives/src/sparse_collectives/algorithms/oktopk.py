@@ -1,0 +1,195 @@
+"""Ok-Topk: regions of about equally many entries, and thresholds that are estimated now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from communicators.dense_schedules import halving_doubling_allreduce, largest_power_of_two
+from communicators.schedule import SLOT_BYTES, Elapse, Round, Schedule, frame
+from sparse_compress import SparseVector, add_all
+from sparse_compress.magnitude import magnitude_keys
+from sparse_compress.nonfinite import all_finite
+from sparse_compress.selection import Largest, Reaching, Selection
+from sparse_compress.vector_format import WIRE_DTYPES
+
+from sparse_collectives.algorithms.even_out import gather_evenly
+from sparse_collectives.algorithms.kth_largest import kth_largest
+from sparse_collectives.reduction import Reduction
+from sparse_collectives.state import State, check_values, is_count
+from sparse_collectives.wire.entries import split, union_of, where, without
+from sparse_collectives.wire.invalid import InvalidMessageError, given_by
+from sparse_collectives.wire.wire import PLAIN, Wire
+
+
+def oktopk(
+    sparse: SparseVector,
+    rank: int,
+    size: int,
+    k: int,
+    *,
+    thresholds_every: int = 32,
+    boundaries_every: int = 64,
+    state: State | None = None,
+    wire: Wire = PLAIN,
+    cost: Callable[[int], float] | None = None,
+) -> Schedule[Reduction]:
+    """The entries of the sum from about its k-th largest on, at most k (Li & Hoefler, PPoPP 2022, algorithm 1).
+
+        boundaries   every τ calls: P regions; each boundary is the integer mean of the ranks' proposals
+        split        own entries of region j to rank j, P − 1 messages; rank j adds them (`add_all`)
+        threshold    every τ' calls: the k-th largest sum, exactly; rank j keeps its sums that reach the last one
+        gather       where more than k reach it, the k largest; evened out; ⌈log P⌉ rounds
+
+    A rank's own entries whose index is not in the total are dropped: their owner has summed them, and kept none.
+    A call whose total is not finite leaves the state as it was: what is due stays due.
+    Differs from the paper: the threshold is found by regular samples, not by gathering all sums, and the result is cut
+    to k exactly, so 6k elements are a bound on entries from the first call on; ties and zeros are no special case.
+
+    sparse: min(k, n) entries; explicit zeros are not sent. thresholds_every, boundaries_every: τ', τ, in calls.
+    state: see `oktopk_state`. wire: what it rounds off, of own entries and of kept sums, is dropped.
+    cost: seconds to merge so many entries, which a simulated world charges.
+    """
+    state = oktopk_state() if state is None else state
+    known = dict(state) if state["of"] == _of(sparse.numel, sparse.dtype, size, k) else oktopk_state()
+    own, dropped = wire.rounded(where(sparse, sparse.values != 0))
+    if known["step"] % boundaries_every == 0:
+        known["boundaries"] = yield from _agree_on_boundaries(own, rank, size)
+    region = yield from _split_and_reduce(own, known["boundaries"], rank, size, k, wire, cost)
+    most = min(k, sparse.numel)
+    if renewed := known["step"] % thresholds_every == 0:
+        known["local"] = int(magnitude_keys(sparse.values).min())
+    kept, counts, kth = yield from _global_largest(region, 0 if renewed else known["threshold"], most, rank, size)
+    if renewed:
+        known["threshold"] = kth
+    gathered = yield from gather_evenly(kept, counts, rank, size, wire)
+    total = gathered.total
+    if bool(all_finite(total.values)):  # alike on all ranks; a threshold that is no number would hide all that follows
+        state.update(known, step=known["step"] + 1, of=_of(sparse.numel, sparse.dtype, size, k))
+    return Reduction(total, add_all([without(own, total), dropped, gathered.dropped]))
+
+
+def _agree_on_boundaries(own: SparseVector, rank: int, size: int) -> Schedule[list[int]]:
+    """Edges of P regions: each rank proposes those with as many of its entries, and the mean of proposals stands."""
+    n, m = own.numel, len(own)
+    indices = own.indices.tolist()
+    proposal = [indices[b * m // size] if m else b * n // size for b in range(1, size)]
+    padded = torch.zeros(2 * largest_power_of_two(size), dtype=torch.int64)
+    padded[: size - 1] = torch.tensor(proposal, dtype=torch.int64)
+    sums = yield from halving_doubling_allreduce(padded.to(own.device), rank, size)
+    boundaries = [0, *(total // size for total in sums[: size - 1].tolist()), n]
+    if not _are_edges(boundaries, n, size):
+        raise InvalidMessageError(None, f"boundaries of regions {boundaries}, expected increasing ones")
+    return boundaries
+
+
+def _split_and_reduce(
+    own: SparseVector,
+    boundaries: Sequence[int],
+    rank: int,
+    size: int,
+    k: int,
+    wire: Wire,
+    cost: Callable[[int], float] | None,
+) -> Schedule[SparseVector]:
+    """The sum of this rank's region over all ranks."""
+    regions = list(pairwise(boundaries))
+    parts, length = split(own, regions), boundaries[rank + 1] - boundaries[rank]
+    given = {rank: parts[rank]}
+    capacity = SLOT_BYTES + wire.block_nbytes(min(k, length), length, own.dtype) + wire.overhead
+    for distance in range(1, size):  # so that no two ranks send to the same one at a time
+        to, source = (rank + distance) % size, (rank - distance) % size
+        payload = frame(wire.block(parts[to], regions[to]))
+        received = yield Round({to: payload}, {source: capacity}, bounded=True)
+        with given_by(source):
+            given[source] = wire.entries(received[source][SLOT_BYTES:], regions[rank], own)
+    if cost is not None:
+        yield Elapse(cost(sum(map(len, given.values())) * (size - 1).bit_length()))
+    return union_of([given[source] for source in range(size)])
+
+
+def _global_largest(
+    region: SparseVector, threshold: int, k: int, rank: int, size: int
+) -> Schedule[tuple[SparseVector, list[int], int]]:
+    """This rank's sums that reach the threshold, or belong to the k largest where all ranks' are more.
+
+    Also how many they are on every rank, and the key of the k-th largest, 0 where there are no more than k.
+    """
+    keys = magnitude_keys(region.values)
+    kth, larger, equal = yield from kth_largest(keys, threshold, k, rank, size, most=min(k * size, region.numel))
+    before = accumulate(equal, initial=sum(larger))
+    allowed = [min(max(k - earlier, 0), ties) for earlier, ties in zip(before, equal, strict=False)]
+    tied = keys == kth
+    earlier = tied.cumsum(0) <= allowed[rank]  # ties to the lowest index: regions are in rank order
+    kept = (keys > max(kth, threshold - 1)) | (tied & earlier)
+    return where(region, kept), [n + ties for n, ties in zip(larger, allowed, strict=True)], max(kth, 0)
+
+
+def oktopk_state() -> State:
+    """step: calls so far with a finite total. local, threshold: least key (magnitude as an integer) to be selected
+    here, and in the total.
+
+    boundaries: edges of the regions. of: k, P, n and dtype that all this is for; for others it starts anew. `local`
+    is this rank's own, the rest is alike on all ranks.
+    """
+    return {"step": 0, "local": 0, "threshold": 0, "boundaries": [], "of": None}
+
+
+def check_oktopk_state(state: State) -> None:
+    """Raises ValueError for what `oktopk_state` cannot have become."""
+    of = state.get("of")
+    check_values(
+        state,
+        {
+            "step": is_count,
+            "local": is_count,
+            "threshold": is_count,
+            "of": lambda of: of is None or _is_of(of),
+            "boundaries": lambda edges: isinstance(edges, list) and (of is None or _are_edges(edges, of[2], of[1])),
+        },
+    )
+
+
+def _is_of(of: Any) -> bool:
+    return isinstance(of, list) and len(of) == 4 and all(map(is_count, of[:3])) and isinstance(of[3], str)
+
+
+def _are_edges(boundaries: Sequence[Any], numel: int, size: int) -> bool:
+    """Whether these are the edges of so many regions, which may be empty."""
+    edges = [0, *boundaries, numel]
+    whole = len(boundaries) == size + 1 and boundaries[0] == 0 and boundaries[-1] == numel
+    return whole and all(map(is_count, boundaries)) and all(low <= high for low, high in pairwise(edges))
+
+
+def _of(numel: int, dtype: torch.dtype, size: int, k: int) -> list[Any]:
+    return [min(k, numel), size, numel, str(dtype)]
+
+
+def oktopk_select(
+    like: torch.Tensor,
+    rank: int,
+    size: int,
+    k: int,
+    state: State | None,
+    *,
+    thresholds_every: int = 32,
+    boundaries_every: int = 64,
+) -> Selection:
+    """The entries that reach the local threshold, at most k; the k largest themselves where it is due to be renewed."""
+    del rank, boundaries_every
+    numel = like.numel()
+    known = state is not None and state["of"] == _of(numel, WIRE_DTYPES[like.dtype], size, k)
+    if state is None or not known or state["step"] % thresholds_every == 0 or k >= numel:
+        return Largest(k)
+    return Reaching(state["local"], k)
+
+
+def check_oktopk(size: int, *, thresholds_every: int, boundaries_every: int) -> None:
+    """Raises ValueError for less than every call."""
+    del size
+    if thresholds_every < 1 or boundaries_every < 1:
+        raise ValueError(
+            f"thresholds_every is {thresholds_every} and boundaries_every {boundaries_every}, expected 1 call or more"
+        )

@@ -1,0 +1,144 @@
+"""Top-k, dynamic sparse allreduce (Top-kDSA): every block is summed at its owner, then gathered; exact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from communicators.dense_schedules import allgather_blocks, block_bounds
+from communicators.schedule import SLOT_BYTES, Elapse, Round, Schedule, frame
+from sparse_compress import SparseVector, add
+from torch import Tensor
+
+from sparse_collectives.prediction.traffic import Traffic, bruck_sent, together
+from sparse_collectives.reduction import Reduction
+from sparse_collectives.wire.entries import assemble, join, split, union_of
+from sparse_collectives.wire.invalid import InvalidMessageError, given_by
+from sparse_collectives.wire.wire import PLAIN, Span, Wire
+
+
+def topk_dsa(
+    sparse: SparseVector,
+    rank: int,
+    size: int,
+    k: int,
+    *,
+    wire: Wire = PLAIN,
+    cost: Callable[[int], float] | None = None,
+) -> Schedule[Reduction]:
+    """The exact sum of all selections; nothing is dropped (SparCML: Renggli et al., SC 2019, section 5.3.2).
+
+        split        block j of the index range to rank j, P − 1 messages; rank j adds them (`add_all`)
+        all-gather   of the sums' sizes, 8 bytes each, then of the sums: ⌈log P⌉ rounds each (Bruck)
+
+    A block goes dense, as its values alone, where its entries would take as many bytes or more.
+    Differs from the published code, which selects by a strict > and so loses the k-th value and those that tie with it.
+
+    wire: what it rounds off, of the selection and of the own block's sum, is dropped.
+    sparse: min(k, n) entries; cost: seconds to merge so many entries, which a simulated world charges.
+    """
+    del k  # all vectors are as long as this one
+    own, dropped = wire.rounded(sparse)
+    bounds = block_bounds(sparse.numel, size)
+    blocks, (low, high) = split(own, bounds), bounds[rank]
+    given = {rank: blocks[rank]}
+    capacity = SLOT_BYTES + block_nbytes(len(own), high - low, sparse.dtype, wire) + wire.overhead
+    for distance in range(1, size):  # so that no two ranks send to the same one at a time
+        to, source = (rank + distance) % size, (rank - distance) % size
+        payload = frame(_encode(blocks[to], bounds[to], wire))
+        received = yield Round({to: payload}, {source: capacity}, bounded=True)
+        given[source] = _decode(received[source][SLOT_BYTES:], bounds[rank], sparse, wire, source)
+    total = union_of([given[source] for source in range(size)])
+    if cost is not None:
+        yield Elapse(cost(sum(map(len, given.values())) * (size - 1).bit_length()))
+    total, rest = wire.rounded(total)
+    lengths = [wire.dense_nbytes(high - low, sparse.dtype) for low, high in bounds]
+    sums = yield from _gather(_encode(total, bounds[rank], wire), lengths, rank, size)
+    decoded = [_decode(block, span, sparse, wire, r) for r, (block, span) in enumerate(zip(sums, bounds, strict=True))]
+    return Reduction(join(decoded), add(dropped, rest))
+
+
+def block_nbytes(entries: int, length: int, dtype: torch.dtype, wire: Wire = PLAIN) -> int:
+    """Bytes of a block: sparse, 8 an entry (float64: 12), or dense, 4 an element (8), whichever is less."""
+    return min(wire.block_nbytes(min(entries, length), length, dtype), wire.dense_nbytes(length, dtype))
+
+
+def _encode(block: SparseVector, span: Span, wire: Wire) -> Tensor:
+    """The entries in the span as bytes; dense ones are as many as the dense block has, sparse ones fewer."""
+    low, high = span
+    if wire.block_nbytes(len(block), high - low, block.dtype) < wire.dense_nbytes(high - low, block.dtype):
+        return wire.block(block, span)
+    dense = torch.zeros(high - low, dtype=block.dtype, device=block.device)
+    return wire.dense(dense.index_copy_(0, block.indices.long() - low, block.values))
+
+
+def _decode(encoded: Tensor, span: Span, like: SparseVector, wire: Wire, rank: int) -> SparseVector:
+    """What a rank's bytes say; InvalidMessageError where they are no block."""
+    low, high = span
+    dense_nbytes = wire.dense_nbytes(high - low, like.dtype)
+    if encoded.numel() > dense_nbytes:
+        raise InvalidMessageError(rank, f"a block of {encoded.numel()} bytes, expected at most {dense_nbytes}")
+    with given_by(rank):
+        if encoded.numel() < dense_nbytes:
+            return wire.entries(encoded, span, like)
+        indices = torch.arange(low, high, dtype=torch.int32, device=encoded.device)
+        return assemble(indices, wire.values(encoded, high - low, like), like.numel)
+
+
+def _gather(block: Tensor, most: Sequence[int], rank: int, size: int) -> Schedule[list[Tensor]]:
+    """All ranks' blocks, in rank order; their sizes go first. most: bytes that each can have, known beforehand."""
+    own = torch.tensor([block.numel()]).view(torch.uint8).to(block.device)
+    sizes = yield from allgather_blocks(own, [own.numel()] * size, rank, size)
+    nbytes: list[int] = torch.cat(sizes).view(torch.int64).tolist()
+    for source, (said, limit) in enumerate(zip(nbytes, most, strict=True)):
+        if not 0 <= said <= limit:  # not a byte is made room for because a message says so
+            raise InvalidMessageError(source, f"a block of {said} bytes, expected 0 … {limit}")
+    return (yield from allgather_blocks(block, nbytes, rank, size))
+
+
+def topk_dsa_traffic(
+    rank: int,
+    size: int,
+    numel: int,
+    dtype: torch.dtype,
+    given: Sequence[int],
+    summed: Sequence[int],
+    *,
+    wire: Wire = PLAIN,
+) -> Traffic:
+    """What a rank sends, exactly, where it gives so many entries to each block and the sums have so many.
+
+    Its other blocks, then Bruck's share of the sizes and of the sums; (P − 1) + 2⌈log P⌉ messages with a slot each.
+    """
+    lengths = [high - low for low, high in block_bounds(numel, size)]
+    split_nbytes, sum_nbytes = (
+        [block_nbytes(entries, length, dtype, wire) for entries, length in zip(counts, lengths, strict=True)]
+        for counts in (given, summed)
+    )
+    splits = sum(split_nbytes) - split_nbytes[rank] + (size - 1) * SLOT_BYTES
+    return together(Traffic(splits, size - 1, size - 1), bruck_sent([8] * size, rank), bruck_sent(sum_nbytes, rank))
+
+
+def topk_dsa_sent(rank: int, size: int, k: int, numel: int, dtype: torch.dtype, *, wire: Wire = PLAIN) -> Traffic:
+    """The most that `topk_dsa_traffic` can be: nobody selects in its own block, and no two ranks select alike."""
+    if size == 1:
+        return Traffic(0, 0, 0)
+    lengths = [high - low for low, high in block_bounds(numel, size)]
+    gathered = topk_dsa_traffic(rank, size, numel, dtype, [0] * size, [k * size] * size, wire=wire)
+    given = block_nbytes(k, numel - lengths[rank], dtype, wire)
+    messages = gathered.messages * wire.overhead
+    return gathered._replace(nbytes=gathered.nbytes + given + messages)
+
+
+def topk_dsa_typical(rank: int, size: int, k: int, numel: int, dtype: torch.dtype, *, wire: Wire = PLAIN) -> Traffic:
+    """`topk_dsa_traffic` where every rank selects at random: n(1 − (1 − k/n)^P) entries in the sum, spread evenly."""
+    k = min(k, numel)
+    union = round(numel * (1 - (1 - k / numel) ** size))
+    spread = [[high - low for low, high in block_bounds(entries, size)] for entries in (k, union)]
+    return topk_dsa_traffic(rank, size, numel, dtype, *spread, wire=wire)
+
+
+def topk_dsa_merged(rank: int, size: int, k: int, numel: int) -> int:
+    """Entries that a rank sums where selections spread evenly: its block's share of all ranks'."""
+    del rank
+    return min(k, numel) * (size - 1).bit_length()

@@ -1,0 +1,154 @@
+"""algorithm="auto": measure the ranks once, predict every algorithm, take the fastest, the same one on all ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from communicators import Communicator
+from sparse_compress import Compressor, SparseVector
+from torch import Tensor
+
+from sparse_collectives.algorithms.table import ALGORITHMS
+from sparse_collectives.prediction.calibration import agreed, measure_handling, measure_traffic
+from sparse_collectives.prediction.cost import Handling, Prediction, fastest_first, predict_variants
+from sparse_collectives.prediction.plain_table import amount, milliseconds, table
+from sparse_collectives.state import State
+from sparse_collectives.wire.half import DENSE_WIRES
+from sparse_collectives.wire.wire import wire_named
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """algorithm, options, wire: what is taken. predictions: of all that could have been, fastest first.
+
+    reason: one sentence. Alike on every rank. `print(choice)` shows the table.
+    """
+
+    algorithm: str
+    options: Mapping[str, Any]
+    wire: str
+    predictions: tuple[Prediction, ...]
+    reason: str
+
+    def __str__(self) -> str:
+        header = ("algorithm", "sent", "rounds", "compression", "network", "merging", "ms")
+        rows = [
+            (
+                p.name,
+                amount(p.nbytes),
+                str(p.rounds),
+                *map(milliseconds, (p.compression, p.latency + p.transfer, p.merging, p.seconds)),
+            )
+            for p in self.predictions
+        ]
+        return f"{table(header, rows)}\n{self.reason}"
+
+
+def choose(
+    comm: Communicator,
+    *,
+    numel: int,
+    k: int,
+    device: torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
+    selected: bool = False,
+    dense: bool = True,
+    wire: str = "fp32",
+    handling: Handling | None = None,
+) -> Choice:
+    """Measures the link, selecting and merging, and predicts one exchange of k of n elements by every algorithm.
+
+    Collective. Every rank computes with the slowest rank's measurements, so that all come to the same choice.
+    selected: the entries are selected already, so that selecting is no part of the comparison.
+    dense: whether whole gradients may be sent.
+    wire: how selections travel; whole gradients as they are, or as "bf16" or "fp16" where it is that.
+    handling: this rank's own costs, if they were measured already.
+    """
+    wire_named(wire, dtype=dtype)
+    if handling is None:
+        density = min(1.0, k / numel)
+        handling = measure_handling(comm, numel=numel, density=density, device=device or comm.device, wires=[wire])
+    costs = agreed(handling, comm)
+    costs = Handling(merge=costs.merge) if selected else costs
+    link = measure_traffic(comm)
+    exchange: dict[str, Any] = {"size": comm.size, "numel": numel, "k": min(k, numel), "link": link, "dtype": dtype}
+    whole = wire if wire in DENSE_WIRES and not selected else "fp32"
+    wires = {name: wire if entry.compresses else whole for name, entry in ALGORITHMS.items()}
+    found = fastest_first(
+        [p for name in ALGORITHMS for p in predict_variants(name, handling=costs, wire=wires[name], **exchange)]
+    )
+    taken = next(p for p in found if dense or ALGORITHMS[p.algorithm].compresses)
+    return Choice(taken.algorithm, taken.options, taken.wire, tuple(found), _reason(taken, found))
+
+
+def choose_for_training(
+    parameters: Iterable[Tensor], comm: Communicator, compressor: Compressor, *, momentum: float, wire: str
+) -> Choice:
+    """The choice for a model's gradients, logged on rank 0.
+
+    With momentum before the selection there must be one: then only the sparse algorithms are chosen among.
+    Raises ValueError without parameters.
+    """
+    sizes = [(p.numel(), p.device) for p in parameters if p.numel()]
+    if not sizes:
+        raise ValueError('algorithm="auto" chooses by the size of the model: give named_parameters')
+    numel = sum(count for count, _ in sizes)
+    k, device = compressor.entries(numel), sizes[0][1]
+    choice = choose(comm, numel=numel, k=k, device=device, dense=not momentum, wire=wire)
+    if comm.rank == 0:
+        unexpected = not ALGORITHMS[choice.predictions[0].algorithm].compresses
+        logger.log(logging.WARNING if unexpected and comm.size > 1 else logging.INFO, "algorithm auto\n%s", choice)
+    return choice
+
+
+def refuse_options(options: Mapping[str, Any] | None) -> None:
+    """Raises ValueError for settings of an algorithm that is not chosen yet."""
+    if options:
+        raise ValueError(f'algorithm="auto" chooses options too, but {dict(options)} was given: name their algorithm')
+
+
+def remembered(
+    state: State | None, sparse: SparseVector, comm: Communicator, k: int, wire: str
+) -> tuple[str, Mapping[str, Any], State | None, str]:
+    """The algorithm for such calls, its settings, own state and wire, out of "auto"'s state, where the first puts it.
+
+    Plain values, so that it can be saved. Raises ValueError without a state: every call would measure again.
+    """
+    if state is None:
+        raise ValueError('algorithm="auto" measures once and remembers: give a state, {} at first, to all such calls')
+    key = f"numel={sparse.numel}, {sparse.dtype}, k={k}, wire={wire}, {comm.size} ranks"
+    if key not in state:
+        choice = choose(
+            comm, numel=sparse.numel, k=k, device=sparse.device, dtype=sparse.dtype, selected=True, wire=wire
+        )
+        initial = ALGORITHMS[choice.algorithm].initial_state
+        state[key] = {
+            "algorithm": choice.algorithm,
+            "options": dict(choice.options),
+            "wire": choice.wire,
+            "state": None if initial is None else initial(),
+            "table": str(choice),
+        }
+    known = state[key]
+    return known["algorithm"], known["options"], known["state"], known["wire"]
+
+
+def _reason(taken: Prediction, found: list[Prediction]) -> str:
+    others = [p for p in found if p is not taken]
+    if not taken.seconds and not others[0].seconds:
+        return f"{taken.name}: one rank exchanges nothing."
+    if others[0].seconds < taken.seconds:
+        return (
+            f"{others[0].name} is faster ({milliseconds(others[0].seconds)} ms) than {taken.name} "
+            f"({milliseconds(taken.seconds)} ms), which is taken because momentum before the selection needs one: "
+            f"leave compression off, and give momentum to the optimizer."
+        )
+    if not ALGORITHMS[taken.algorithm].compresses:
+        return f"{taken.name} is the fastest: compression costs more than it saves here, leave it off."
+    return f"{taken.name} is the fastest, {others[0].name} comes next."

@@ -1,0 +1,172 @@
+"""Measuring what the cost model needs, on the ranks and the device that will train.
+
+Times are by the communicator's clock, so in a simulated world the link costs what it charges, and work nothing.
+Collective; every rank returns the slowest one's.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Collection
+
+import torch
+from communicators import SLOT_BYTES, Communicator, Link, Round, Schedule, allgather, barrier, run
+from communicators.schedule import powers_of_two
+from sparse_compress import ErrorFeedback, SparseVector, TopK
+
+from sparse_collectives.algorithm import Algorithm
+from sparse_collectives.algorithms.table import ALGORITHMS, algorithm_named
+from sparse_collectives.prediction.cost import Handling, on_wire
+from sparse_collectives.prediction.loads import merged_entries
+from sparse_collectives.prediction.own_work import seconds_of_calls
+
+MOST_ELEMENTS = 1 << 22
+"""Selecting is measured on at most so many elements: beyond any cache, and the cost of an element is the same."""
+MOST_MERGED = 1 << 17
+"""Merging is measured on at most so many entries of a rank: the cost of an entry is the same."""
+LONG_BYTES = 1 << 20
+SHORT_ROUNDS = 16
+REPEATS = 5
+
+
+def measure_traffic(comm: Communicator, *, nbytes: int = LONG_BYTES, repeats: int = REPEATS) -> Link:
+    """α and β while all ranks send and receive at once, as they do in a collective.
+
+    Each repeat is ⌈log P⌉ rounds in which rank r sends to r + 1, r + 2, r + 4, … (mod P). Where it is slower than
+    `measure_link`, whose pairs play ping-pong, ranks share what carries them: a switch, a card, the cores.
+    """
+    if comm.size == 1:
+        return Link(0.0, 0.0)
+    small, large = (_round_seconds(comm, size, repeats) for size in (SLOT_BYTES, nbytes))
+    beta = max(0.0, (large - small) / (nbytes - SLOT_BYTES))
+    alpha, beta = slowest([max(0.0, small - beta * SLOT_BYTES), beta], comm)
+    return Link(alpha, beta)
+
+
+def measure_handling(
+    comm: Communicator,
+    *,
+    numel: int,
+    density: float,
+    device: torch.device,
+    size: int | None = None,
+    wires: Collection[str] = ("fp32",),
+    repeats: int = REPEATS,
+) -> Handling:
+    """Selecting, by the compressor and as algorithms prescribe it, and merging, while all ranks do it at once.
+
+    size: for how many ranks algorithms select, where that is not the communicator's. wires: on which they merge.
+    """
+    compressor, size = TopK(density), size or comm.size
+    gradient = torch.randn(min(numel, MOST_ELEMENTS), device=device)
+    k = compressor.entries(gradient.numel())
+
+    def compressing(select: Callable[[torch.Tensor], SparseVector] | None) -> float:
+        handle = _feedback_step(gradient, compressor, select, size)
+        return seconds_of(handle, comm, device, repeats) / gradient.numel()
+
+    prescribed = {
+        name: compressing(_selection(algorithm_named(name, size=size), gradient, comm.rank, size, k))
+        for name, entry in ALGORITHMS.items()
+        if entry.select is not None
+    }
+    part = gradient[: max(1, int(MOST_MERGED / density))]
+    pair, merged = [part, torch.randn_like(part)], compressor.entries(part.numel())
+    merge = {
+        on_wire(name, wire): _merging(name, wire, pair, merged, comm, repeats)
+        for name, entry in ALGORITHMS.items()
+        for wire in (wires if entry.compresses else ())
+    }
+    return agreed(Handling(compressing(None), prescribed, merge), comm)
+
+
+def agreed(handling: Handling, comm: Communicator) -> Handling:
+    """The slowest rank's costs. All ranks give the same names, in any order."""
+    prescribed, merge = sorted(handling.prescribed), sorted(handling.merge)
+    own = [handling.compress, *(handling.prescribed[n] for n in prescribed), *(handling.merge[n] for n in merge)]
+    compress, *by_name = slowest(own, comm)
+    return Handling(
+        compress,
+        dict(zip(prescribed, by_name, strict=False)),
+        dict(zip(merge, by_name[len(prescribed) :], strict=True)),
+    )
+
+
+def slowest(values: list[float], comm: Communicator) -> list[float]:
+    """The largest of each value over all ranks, so that all ranks compute with the same."""
+    gathered = allgather(torch.tensor(values, dtype=torch.float64, device=comm.device), comm)
+    largest: list[float] = torch.stack(gathered).max(dim=0).values.tolist()
+    return largest
+
+
+def seconds_of(call: Callable[[], object], comm: Communicator, device: torch.device, repeats: int) -> float:
+    """Median seconds of a call that all ranks make at once; a first one warms up."""
+    times = []
+    for _ in range(repeats + 1):
+        barrier(comm)
+        begin = comm.clock()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(comm.clock() - begin)
+    return statistics.median(times[1:])
+
+
+def _feedback_step(
+    gradient: torch.Tensor, compressor: TopK, select: Callable[[torch.Tensor], SparseVector] | None, size: int
+) -> Callable[[], object]:
+    """What a step does besides the exchange: select, take back what was dropped, write the mean."""
+    feedback, mean = ErrorFeedback(compressor), torch.zeros_like(gradient)
+    nothing = SparseVector.empty(gradient.numel(), gradient.dtype, device=gradient.device)
+
+    def step() -> None:
+        sparse = feedback.compress("gradient", gradient, select=select)
+        feedback.restore("gradient", nothing)
+        mean.zero_().index_copy_(0, sparse.indices.long(), sparse.values / size)
+
+    return step
+
+
+def _merging(
+    algorithm: str, wire: str, gradients: list[torch.Tensor], k: int, comm: Communicator, repeats: int
+) -> float:
+    """Seconds per entry that the algorithm merges; the median of calls that all ranks make at once."""
+    device = gradients[0].device
+
+    def clock() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return comm.clock()
+
+    calls, times = seconds_of_calls(algorithm, wire, gradients, k, clock), []
+    for _ in range(repeats + 1):
+        barrier(comm)
+        times.append(next(calls))
+    entries = merged_entries(algorithm_named(algorithm, size=2), 0, 2, k, gradients[0].numel())
+    return statistics.median(times[1:]) / max(entries, 1)
+
+
+def _selection(
+    entry: Algorithm, like: torch.Tensor, rank: int, size: int, k: int
+) -> Callable[[torch.Tensor], SparseVector]:
+    select = entry.select
+    assert select is not None
+    state = None if entry.initial_state is None else entry.initial_state()
+    return select(like, rank, size, k, state)
+
+
+def _round_seconds(comm: Communicator, nbytes: int, repeats: int) -> float:
+    """Median seconds of a round. Short ones come in a row, so that it does not matter who leaves the barrier last."""
+    distances = list(powers_of_two(below=comm.size)) * (1 if nbytes > SLOT_BYTES else SHORT_ROUNDS)
+    payload = torch.zeros(nbytes, dtype=torch.uint8)
+
+    def shift() -> None:
+        run(_shifts(payload, distances, comm.rank, comm.size), comm, facts=f"shifts({nbytes})")
+
+    return seconds_of(shift, comm, comm.device, repeats) / len(distances)
+
+
+def _shifts(payload: torch.Tensor, distances: list[int], rank: int, size: int) -> Schedule[None]:
+    for distance in distances:
+        to, source = (rank + distance) % size, (rank - distance) % size
+        yield Round({to: payload}, {source: payload.numel()})

@@ -1,0 +1,204 @@
+"""What an exchange will take, from what was measured: α, β, and the seconds of selecting and merging.
+
+    exchange = compression + Σ over rounds (α + β·bytes) + merging          of the busiest rank
+
+Bytes, messages and rounds are the algorithms' own expressions (`Algorithm.sent`, `Algorithm.merged`), the same that
+the tests hold against what a simulated world counts. Pure functions; seconds and bytes throughout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from communicators import Link
+from sparse_compress import TopK
+
+from sparse_collectives.algorithms.table import ALGORITHMS, algorithm_named
+from sparse_collectives.prediction.loads import loads
+from sparse_collectives.prediction.traffic import Traffic
+from sparse_collectives.wire.half import dense_wire
+from sparse_collectives.wire.wire import WIRES
+
+DDP_BUCKET_BYTES = 25 << 20
+"""DistributedDataParallel's default `bucket_cap_mb`."""
+
+BACKWARD_SHARE = 2 / 3
+"""Of forward and backward together: backward multiplies twice where forward does once."""
+
+
+class Handling(NamedTuple):
+    """What a rank's own work costs, at one k/n.
+
+    compress: seconds per element of the gradient to accumulate, select and put back; prescribed: the same, by name, of
+    the algorithms that prescribe the selection. merge: by algorithm and wire (see `on_wire`), seconds per entry that it
+    merges of all that it computes between its rounds.
+    """
+
+    compress: float = 0.0
+    prescribed: Mapping[str, float] = MappingProxyType({})
+    merge: Mapping[str, float] = MappingProxyType({})
+
+
+NO_WORK = Handling()
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """One exchange of one gradient, as the busiest rank sees it.
+
+    numel: n elements. density: k/n, 1 where whole gradients are sent. wire: how values travel, see `WIRES`. nbytes:
+    that a rank sends. compression, latency (the α of all rounds), transfer (β·bytes), merging (and coding): seconds.
+    options: the algorithm's own settings that were given.
+    """
+
+    algorithm: str
+    numel: int
+    density: float
+    wire: str
+    nbytes: int
+    rounds: int
+    compression: float
+    latency: float
+    transfer: float
+    merging: float
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def exchange(self) -> float:
+        """Seconds after the selection: network and merging."""
+        return self.latency + self.transfer + self.merging
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the whole exchange."""
+        return self.compression + self.exchange
+
+    @property
+    def name(self) -> str:
+        """The variant, with the wire where that is not the usual one."""
+        return on_wire(self.variant, self.wire)
+
+    @property
+    def variant(self) -> str:
+        """The algorithm, with its settings where they are not the usual ones."""
+        usual = ALGORITHMS[self.algorithm].options
+        settings = [f"{key}={value}" for key, value in self.options.items() if value != usual[key]]
+        return " ".join([self.algorithm, *settings])
+
+
+def on_wire(algorithm: str, wire: str) -> str:
+    """How an algorithm on a wire is called: by its name alone on the usual one."""
+    return algorithm if wire == "fp32" else f"{algorithm} in {wire}"
+
+
+def predict(
+    algorithm: str,
+    *,
+    size: int,
+    numel: int,
+    k: int,
+    link: Link,
+    handling: Handling = NO_WORK,
+    dtype: torch.dtype = torch.float32,
+    options: Mapping[str, Any] | None = None,
+    wire: str = "fp32",
+) -> Prediction:
+    """One algorithm's exchange of k of n elements a rank, over P ranks, as the busiest of `loads` sees it.
+
+    dtype: of the gradient. options: the algorithm's own settings. wire: in `WIRES`, for "dense" in `DENSE_WIRES`.
+    """
+    compresses = algorithm_named(algorithm, size=size).compresses
+    if not compresses:
+        dtype = dense_wire(wire).dtype or dtype
+    settings = dict(options or {})
+    found = loads(algorithm, settings, wire, size=size, numel=numel, k=k, dtype=dtype)
+    sent, per_entry = [load.sent for load in found], handling.merge.get(on_wire(algorithm, wire), 0.0)
+    collided = _collisions(sent)
+    costs = [(*_network(load.sent, link, collided), per_entry * load.merged) for load in found]
+    latency, transfer, merging = max(costs, key=sum)
+    return Prediction(
+        algorithm,
+        numel,
+        k / numel if compresses else 1.0,
+        wire,
+        max(traffic.nbytes for traffic in sent),
+        max(traffic.rounds for traffic in sent),
+        handling.prescribed.get(algorithm, handling.compress) * numel if compresses else 0.0,
+        latency,
+        transfer,
+        merging,
+        settings,
+    )
+
+
+def predict_all(*, size: int, numel: int, link: Link, handling: dict[float, Handling]) -> list[Prediction]:
+    """Every algorithm, in all its variants, at every density of `handling` and on every wire whose merging it knows;
+    the dense sum in float32 and bfloat16. Fastest first.
+    """
+    exchange: dict[str, Any] = {"size": size, "numel": numel, "link": link}
+    found = []
+    for name, entry in ALGORITHMS.items():
+        if entry.compresses:
+            for density, costs in handling.items():
+                k = TopK(density).entries(numel)
+                for wire in _wires_of(name, costs):
+                    found += predict_variants(name, k=k, handling=costs, wire=wire, **exchange)
+        else:
+            found += [predict(name, k=numel, wire=wire, **exchange) for wire in ("fp32", "bf16")]
+    return fastest_first(found)
+
+
+def predict_variants(algorithm: str, *, size: int, **exchange: Any) -> list[Prediction]:
+    """`predict` for all settings of the algorithm that are worth a comparison."""
+    variants = ALGORITHMS[algorithm].variants(size)
+    return [predict(algorithm, size=size, options=options, **exchange) for options in variants]
+
+
+def fastest_first(predictions: Sequence[Prediction]) -> list[Prediction]:
+    """By seconds; among equals the one that sends more of the gradient, then by name: the same order everywhere."""
+    return sorted(predictions, key=lambda p: (p.seconds, -p.density, p.name))
+
+
+def step_seconds(
+    prediction: Prediction, *, compute: float, backward: float = 0.0, bucket_bytes: int = DDP_BUCKET_BYTES
+) -> float:
+    """One training step: forward and backward (`compute` seconds), compression, and what is not hidden of the exchange.
+
+    backward: seconds of `compute` during which buckets travel already; 0 where the exchange comes after it. Buckets
+    cost their α each; the last one, whose gradients come when backward ends, is never hidden (Li et al., VLDB 2020).
+    """
+    if not backward:
+        return compute + prediction.seconds
+    buckets = max(1, math.ceil(4 * prediction.numel / bucket_bytes))
+    exchange = buckets * prediction.latency + prediction.transfer + prediction.merging
+    return compute + prediction.compression + max(exchange / buckets, exchange - backward)
+
+
+def _network(traffic: Traffic, link: Link, collisions: int) -> tuple[float, float]:
+    """Seconds of latency and of transfer of one rank.
+
+    Links are full duplex, so a round takes what its longer direction takes. Where a rank sends in fewer messages than
+    it has rounds, it receives in the others, and messages as long as its own.
+    """
+    if not traffic.messages:
+        return 0.0, 0.0
+    turns = max(traffic.messages, traffic.rounds) + collisions
+    return turns * link.alpha, link.beta * traffic.nbytes * turns / traffic.messages
+
+
+def _collisions(sent: Sequence[Traffic]) -> int:
+    """Messages that wait for others which came early: 1 where some ranks take part in more rounds than others.
+
+    So it is in gtopk where P is no power of two: ranks with a folded partner begin later, and what the others have
+    sent by then is in the way. In simulated worlds it is 0 or 1, mostly 1, as events fall.
+    """
+    return int(len({traffic.rounds for traffic in sent}) > 1)
+
+
+def _wires_of(algorithm: str, handling: Handling) -> list[str]:
+    return [wire for wire in WIRES if wire == "fp32" or on_wire(algorithm, wire) in handling.merge]

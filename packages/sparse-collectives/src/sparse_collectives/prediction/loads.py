@@ -1,0 +1,69 @@
+"""What the ranks of one exchange send and merge; of very many ranks, those between which all others lie."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from communicators.dense_schedules import largest_power_of_two
+from sparse_compress.vector_format import entry_nbytes
+
+from sparse_collectives.algorithm import Algorithm
+from sparse_collectives.algorithms.table import algorithm_named
+from sparse_collectives.prediction.traffic import Traffic
+from sparse_collectives.wire.wire import PLAIN, wire_named
+
+EXACT_RANKS = 64
+"""Up to so many every rank is looked at. An expression of one rank takes O(P): of 1,000, in all variants, minutes."""
+
+
+class Load(NamedTuple):
+    """Of one rank. merged: entries."""
+
+    sent: Traffic
+    merged: int
+
+
+def loads(
+    algorithm: str, options: Mapping[str, Any], wire: str, *, size: int, numel: int, k: int, dtype: torch.dtype
+) -> Sequence[Load]:
+    """Of the ranks that `ranks_of_interest` names; where bytes depend on the data those of random selections, or the
+    most that they can be.
+    """
+    return _loads(algorithm, tuple(sorted(options.items())), wire, size, numel, k, dtype)
+
+
+def ranks_of_interest(size: int) -> Sequence[int]:
+    """All ranks, or of very many the first and the last one of each role that an algorithm has.
+
+    The roles: r < P − Q with a partner that folds into it, Q the largest power of two; other r < Q; r ≥ Q. Ranks of
+    one role differ by an entry or an element a message, as blocks fall.
+    """
+    if size <= EXACT_RANKS:
+        return range(size)
+    group = largest_power_of_two(size)
+    return sorted({0, size - group - 1, size - group, group - 1, group, size - 1} & set(range(size)))
+
+
+def merged_entries(entry: Algorithm, rank: int, size: int, k: int, numel: int) -> int:
+    """Entries that a rank merges; of an algorithm that does not say: as many as it sends, and its own."""
+    if not entry.compresses or size == 1:
+        return 0
+    if entry.merged is not None:
+        return entry.merged(rank, size, k, numel)
+    return k + entry.sent(rank, size, k, numel, torch.float32).nbytes // entry_nbytes(torch.float32)
+
+
+@lru_cache(maxsize=1 << 11)  # every link and every simulated rank asks for the same
+def _loads(
+    algorithm: str, options: tuple[tuple[str, Any], ...], wire: str, size: int, numel: int, k: int, dtype: torch.dtype
+) -> tuple[Load, ...]:
+    compresses = algorithm_named(algorithm, size=size).compresses
+    entry = algorithm_named(algorithm, dict(options), size=size, wire=wire_named(wire) if compresses else PLAIN)
+    sent = entry.typical or entry.sent
+    return tuple(
+        Load(sent(rank, size, k, numel, dtype), merged_entries(entry, rank, size, k, numel))
+        for rank in ranks_of_interest(size)
+    )

@@ -1,0 +1,48 @@
+"""What a rank sends in one collective, known beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from communicators.dense_schedules import largest_power_of_two
+from communicators.schedule import SLOT_BYTES, powers_of_two
+
+
+class Traffic(NamedTuple):
+    """nbytes: bytes that this rank sends, headers included; messages: in so many; rounds: that it takes part in."""
+
+    nbytes: int
+    messages: int
+    rounds: int
+
+
+def together(*parts: Traffic) -> Traffic:
+    """One after the other."""
+    return Traffic(*(sum(column) for column in zip(*parts, strict=True)))
+
+
+def bruck_sent(nbytes: Sequence[int], rank: int) -> Traffic:
+    """Bruck's all-gather of a block of nbytes[r] bytes from every rank r: ⌈log P⌉ messages, each with a slot.
+
+    With distance D = 1, 2, 4, … a rank hands on the min(D, P − D) blocks from its own on.
+    """
+    size = len(nbytes)
+    onwards = [*nbytes[rank:], *nbytes[:rank]]
+    sent = [SLOT_BYTES + sum(onwards[: min(distance, size - distance)]) for distance in powers_of_two(below=size)]
+    return Traffic(sum(sent), len(sent), len(sent))
+
+
+def sum_sent(rank: int, size: int, nbytes: int) -> Traffic:
+    """A halving-doubling sum of so many bytes, split evenly among Q, the largest power of two in P.
+
+    2·(Q − 1)/Q of the bytes in 2 log Q messages; all of them once more from a rank with a folded partner, whose own
+    message is its only one.
+    """
+    group = largest_power_of_two(size)
+    if rank >= group:
+        return Traffic(nbytes + SLOT_BYTES, 1, 2)
+    levels, has_partner = group.bit_length() - 1, rank + group < size
+    messages = 2 * levels + has_partner
+    sent = 2 * (nbytes - nbytes // group) + has_partner * nbytes
+    return Traffic(sent + messages * SLOT_BYTES, messages, 2 * levels + 2 * has_partner)

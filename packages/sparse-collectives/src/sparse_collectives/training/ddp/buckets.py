@@ -1,0 +1,78 @@
+"""DDP's buckets as ours: which parameters lie where."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import torch
+from communicators import Bucket
+from torch import Tensor
+
+from sparse_collectives.training.state_dict import numbered
+
+
+class Buckets:
+    """names: of all parameters by position; those that nobody named are numbered as DDP first brings them."""
+
+    def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        self.names = [name for name, _ in named]
+        self._all_are_named = bool(named)
+        self._positions = {id(p): position for position, (_, p) in enumerate(named)}
+        self._parameters = [p for _, p in named]  # kept, so that no id is used twice
+        self._known: dict[tuple[int, ...], Bucket] = {}
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """All that are known, by name."""
+        return dict(zip(self.names, self._parameters, strict=True))
+
+    def of(self, parameters: Sequence[Tensor], flat: Tensor) -> Bucket:
+        """The bucket of these parameters, which DDP has laid into `flat`. TypeError for a complex one."""
+        key = tuple(map(id, parameters))
+        known = self._known.get(key)
+        if known is None or (known.numel, known.dtype, known.device) != (flat.numel(), flat.dtype, flat.device):
+            known = self._known[key] = self._made(parameters, flat)
+        return known
+
+    def _made(self, parameters: Sequence[Tensor], flat: Tensor) -> Bucket:
+        members = tuple(self._position(p) for p in parameters)
+        _refuse_complex([self.names[m] for m, p in zip(members, parameters, strict=True) if p.is_complex()])
+        shapes, strides = tuple(p.shape for p in parameters), tuple(map(_strides_in_bucket, parameters))
+        return Bucket(members, shapes, flat.dtype, flat.device, strides)
+
+    def _position(self, parameter: Tensor) -> int:
+        if id(parameter) not in self._positions:
+            if self._all_are_named:
+                raise ValueError(
+                    f"DDP brings a parameter of shape {tuple(parameter.shape)} that is not among named_parameters: "
+                    "give those of the module that DDP wraps, all of them"
+                )
+            self._positions[id(parameter)] = len(self.names)
+            self.names.append(numbered(len(self.names)))
+            self._parameters.append(parameter)
+        return self._positions[id(parameter)]
+
+
+def unused_spans(bucket: Bucket, flat: Tensor) -> list[slice]:
+    """Where members lie whose gradient is all zeros. Most are seen not to be at their first elements."""
+    edges = pairwise(accumulate((shape.numel() for shape in bucket.shapes), initial=0))
+    spans = [slice(*edge) for edge in edges]
+    if not flat.is_cpu:  # one look for all of them, because each waits for the device
+        used = torch.stack([flat[span].any() for span in spans]).tolist()
+        return [span for span, any_used in zip(spans, used, strict=True) if not any_used]
+    return [span for span in spans if not flat[span][:64].any() and not flat[span].any()]
+
+
+def _strides_in_bucket(parameter: Tensor) -> tuple[int, ...]:
+    """How DDP lays its gradient into a bucket: as the parameter lies in memory if that has no gaps, else row by row."""
+    dense = torch.empty_like(parameter, device="meta")  # keeps the strides exactly where there are no gaps
+    return dense.stride() if dense.stride() == parameter.stride() else dense.contiguous().stride()
+
+
+def _refuse_complex(names: list[str]) -> None:
+    if names:
+        raise TypeError(
+            f"complex parameter {names[0]!r}: give DDP its real view, nn.Parameter(torch.view_as_real(p)), and take "
+            "torch.view_as_complex of that in forward"
+        )

@@ -1,0 +1,255 @@
+"""A communication hook for DistributedDataParallel: sparse allreduce in two lines of a training script.
+
+state = SparseHookState(density=0.01, algorithm="gtopk", momentum=0.9)
+ddp.register_comm_hook(state, sparse_hook)
+"""
+
+# No `from __future__ import annotations`: DDP looks at the hook's annotations as objects.
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from communicators import Communicator, as_communicator, refuse_unlike
+from communicators.replicas.default_group import default_group, refuse_other_world
+from communicators.replicas.parameters import check_pairs
+from communicators.replicas.place import KEY
+from sparse_compress import Compressor
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket  # torch.distributed has it, but not for type checkers
+
+from sparse_collectives.algorithm import Algorithm
+from sparse_collectives.algorithms.table import AUTO
+from sparse_collectives.prediction.auto import Choice
+from sparse_collectives.training.ddp.accumulated import Accumulated, put_back
+from sparse_collectives.training.ddp.buckets import Buckets, unused_spans
+from sparse_collectives.training.exchange import Exchange
+from sparse_collectives.training.scheme import Chosen, choose_scheme
+from sparse_collectives.training.settings import check_compressor, check_count, check_momentum, check_settings, fixed
+from sparse_collectives.training.state_dict import check_fit, check_place, complete, place, refuse_residuals
+
+PLACE = "a DDP hook"
+
+
+class SparseHookState:
+    """What `sparse_hook` keeps between steps: residuals and momenta by parameter, and the algorithm's own state.
+
+    process_group: the one that the DDP module uses, default the default group. The state cannot see DDP's: with another
+        group the means are over that one's ranks. Without a group yet it is looked up at the first use. Every rank
+        makes, and first uses, the state at the same point.
+    density: the share of each bucket's elements that a rank sends, default 0.01; `compressor` in its place for another
+        selection, which "oktopk", "spardl" and "dense" have no use for.
+    algorithm: a name in `ALGORITHMS`, an `Algorithm` of one's own, "powersgd" or "dense-int8" (see
+        `DistributedOptimizer`), or "auto": measures the ranks at the first use, and takes what is predicted to be
+        fastest for the module's `named_parameters`, which it needs; `choice` then says what and why.
+    options: the algorithm's own settings, such as {"teams": 2} for "spardl"; "auto" chooses them too.
+    wire: how values travel: "fp32"; fewer bytes for selections, see `WIRES`, where what is rounded off stays in the
+        residual; for "dense" "bf16" or "fp16", where it is lost.
+    momentum: DGC's correction before the selection; then give the optimizer none (see the README).
+    grad_scaler: the GradScaler of mixed-precision training. Residuals are then kept unscaled, and a step that it
+        skips leaves them as they were, bit for bit, for twice their memory; one optimizer for all parameters, because
+        the scaler skips by optimizer. Without a scaler, a gradient that is not finite is an error on every rank that
+        names rank and parameter. As DDP raises what a hook raises, it comes out of backward() as a RuntimeError that
+        holds the CollectiveError's text.
+    named_parameters: of the module, all of them, so that errors and checkpoints name parameters; without them they are
+        numbered in the order in which DDP first brings them, and a new state is no template for
+        torch.distributed.checkpoint.
+    verify: every so many steps the ranks compare a hash of the parameters (those that DDP brings; with named_parameters
+        all of them), and where they differ it is an error on every rank that says who and where; None or 0: never.
+
+    DDP may cut its buckets anew (it does after the first step): residuals follow their parameters. A parameter whose
+    gradient is all zeros on this rank (unused) is left out of the selection, and its residual waits, because DDP
+    throws the result away where it is unused on all ranks.
+
+    Gradients may accumulate over several backwards, in `no_sync()` or not: only what is new is exchanged. With
+    `no_sync()` that is one exchange a step, without it one a backward.
+
+    What a backward brings is sent sooner or later, also where the training loop throws the gradient away, such as the
+    generator's loss in the discriminator of a GAN. Freeze what must not learn with requires_grad_(False) meanwhile.
+
+    Settings are fixed when the state is made; a compressor's own density may change, alike on every rank.
+    """
+
+    def __init__(
+        self,
+        process_group: Any = None,
+        *,
+        density: float | None = None,
+        algorithm: str | Algorithm = "gtopk",
+        options: Mapping[str, Any] | None = None,
+        wire: str = "fp32",
+        momentum: float = 0.0,
+        grad_scaler: torch.amp.GradScaler | None = None,
+        compressor: Compressor | None = None,
+        named_parameters: Iterable[tuple[str, Tensor]] = (),
+        verify: int | None = None,
+    ) -> None:
+        if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
+            raise TypeError(f"grad_scaler is {grad_scaler!r}, expected the GradScaler itself, or None without one")
+        self._compressor = check_compressor(compressor, density)
+        self._momentum, self._verify = check_momentum(momentum), check_count("verify", verify, "steps", least=0)
+        named = list(named_parameters)
+        check_pairs(named)
+        check_settings(algorithm, options, wire, self._compressor, self._momentum, "the optimizer")
+        if isinstance(algorithm, str) and algorithm == AUTO and not any(p.numel() for _, p in named):
+            raise ValueError('algorithm="auto" chooses by the size of the model: give named_parameters')
+        self._given = (algorithm, options, wire)
+        self._group, self._grad_scaler = process_group, grad_scaler
+        self._parameters = dict(named)
+        self._buckets = Buckets(named)
+        self._accumulated = Accumulated()
+        self._scale = 1.0  # of this step: a GPU is asked for it once
+        self._steps = 0
+        self._found: tuple[Any, Communicator, Chosen, Exchange] | None = None
+        if process_group is not None or default_group() is not None:
+            self._world()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_"):
+            raise fixed(type(self).__name__, name)
+        super().__setattr__(name, value)
+
+    @property
+    def comm(self) -> Communicator:
+        """The ranks; looks them up if that was not yet done, as do `algorithm`, `entry`, `wire` and `choice`."""
+        return self._world()[1]
+
+    @property
+    def compressor(self) -> Compressor:
+        """What is sent of a gradient."""
+        return self._compressor
+
+    @property
+    def algorithm(self) -> str:
+        """Its name; of "auto" what was chosen."""
+        return self._world()[2].algorithm
+
+    @property
+    def entry(self) -> Algorithm | None:
+        """The algorithm with its options; None for what is no sparse allreduce ("powersgd", "dense-int8")."""
+        return self._world()[2].entry
+
+    @property
+    def wire(self) -> str:
+        """How values travel."""
+        return self._world()[2].wire
+
+    @property
+    def choice(self) -> Choice | None:
+        """What "auto" chose, and why; None with an algorithm by name."""
+        return self._world()[2].choice
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's residuals and momenta by parameter, and the algorithm's state by bucket.
+
+        Another one on every rank. Loadable by torch.load(weights_only=True).
+        With `named_parameters` it has all that learn, with zeros where nothing is kept yet, so that a new state is a
+        complete template for torch.distributed.checkpoint, which loads only what it finds there; without them a new
+        state is empty, and nothing would be loaded. DCP merges equal keys of the ranks, so the key holds the rank:
+        dcp.save({f"hook {rank}": state}), dcp.load({f"hook {rank}": state}).
+        """
+        _, comm, chosen, exchange = self._world()
+        self._settle()
+        kept = exchange.state_dict()
+        trained = [(name, p) for name, p in self._parameters.items() if p.requires_grad]
+        parts = complete(kept, exchange.scheme.parts, trained)
+        return {KEY: {**place(comm), "algorithm": chosen.algorithm, **kept, **parts}}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes on where this rank's `state_dict` was taken.
+
+        Raises ValueError, before anything is changed, for one of another rank or world size (`reshard_residuals`
+        first), for one with names where this state has none or the other way round, and for residuals that the module
+        has no parameters for, or that a dense sum has no use for. Where neither is known yet, without
+        `named_parameters` and before the first step, residuals that are left over are an error in the second step.
+        """
+        _, comm, chosen, exchange = self._world()
+        own = check_place(state_dict, comm.rank, comm.size)
+        if chosen.scheme.parts:
+            trained = {name: p.shape for name, p in self._parameters.items() if p.requires_grad}
+            if shapes := trained or exchange.shapes:
+                check_fit(own, shapes)
+        else:
+            refuse_residuals(own["residuals"])
+            own = {**own, "residuals": {}, "velocities": {}}
+        states = own["algorithm_state"] if own["algorithm"] == chosen.algorithm else []
+        exchange.load_state_dict({**own, "algorithm_state": states})
+
+    def exchange(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """Starts the exchange of one bucket; the future holds the mean, in the bucket's buffer."""
+        _, _, _, exchange = self._world()
+        if bucket.index() == 0:
+            self._begin()
+        flat = bucket.buffer()
+        _refuse_sparse(flat)
+        parameters = bucket.parameters()
+        known = self._buckets.of(parameters, flat)
+        self._accumulated.watch(known.members, parameters)
+        held = self._accumulated.take_out(known, flat)
+        if bucket.is_last():
+            self._accumulated.whole()
+        unused = unused_spans(known, flat) if exchange.scheme.parts else ()
+        work = exchange.start(known, flat, scale=self._scale, unused=unused)
+
+        def whole(mean: torch.futures.Future[Tensor]) -> Tensor:
+            """In the bucket's own buffer: DDP takes no tensor that begins amid its storage."""
+            found = mean.wait()
+            return put_back(known, found if found is flat else flat.copy_(found), held)
+
+        return work.get_future().then(whole)
+
+    def _world(self) -> tuple[Any, Communicator, Chosen, Exchange]:
+        """The default group, the ranks, the algorithm, and the exchange among them: looked up and made once."""
+        if self._found is None:
+            group, comm = default_group(), as_communicator(self._group)
+            algorithm, options, wire = self._given
+            chosen = choose_scheme(
+                comm,
+                algorithm=algorithm,
+                options=options,
+                wire=wire,
+                compressor=self._compressor,
+                momentum=self._momentum,
+                parameters=list(self._parameters.values()),
+                tentative=self._grad_scaler is not None,
+            )
+            nonfinite = "raise" if self._grad_scaler is None else "skip" if chosen.scheme.parts else "pass"
+            exchange = Exchange(chosen.scheme, comm, self._buckets.names, place=PLACE, nonfinite=nonfinite)
+            self._found = group, comm, chosen, exchange
+        return self._found
+
+    def _begin(self) -> None:
+        """The first bucket of a backward."""
+        group, comm, _, _ = self._world()
+        if self._group is None:
+            refuse_other_world(group, "a SparseHookState")
+        if not self._accumulated.goes_on:  # else the step of the last backward is still under way
+            self._settle()
+            self._steps += 1
+            if self._verify and self._steps % self._verify == 0:
+                refuse_unlike(self._parameters or self._buckets.parameters, comm)
+        self._scale = 1.0 if self._grad_scaler is None else float(self._grad_scaler.get_scale())
+
+    def _settle(self) -> None:
+        """Ends the last step: with a GradScaler it stands only if every bucket was finite, alike on every rank."""
+        exchange = self._world()[3]
+        if exchange.shapes and (left := exchange.left_over):
+            raise ValueError(f"residuals were loaded for parameters that DDP does not bring: {left}")
+        exchange.settle()
+
+
+def sparse_hook(state: SparseHookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """The hook: `ddp.register_comm_hook(state, sparse_hook)`. Backward goes on while buckets are exchanged."""
+    if not isinstance(state, SparseHookState):
+        raise TypeError(f"state is {state!r}: use ddp.register_comm_hook(SparseHookState(...), sparse_hook)")
+    if isinstance(bucket, tuple):
+        raise TypeError(
+            "under torch._dynamo.config.optimize_ddp = 'python_reducer' DDP hands hooks a single gradient, inside the "
+            "compiled graph, and takes no result: set torch._dynamo.config.optimize_ddp = True (its default)"
+        )
+    return state.exchange(bucket)
+
+
+def _refuse_sparse(flat: Tensor) -> None:
+    if flat.layout != torch.strided:
+        raise TypeError(f"a gradient has layout {flat.layout}, expected a dense one: for an embedding use sparse=False")

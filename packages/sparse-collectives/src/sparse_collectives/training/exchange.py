@@ -1,0 +1,294 @@
+"""From the gradients of this rank to their mean over all ranks, bucket by bucket: dense in, dense out.
+
+An `Exchange` carries them and ends steps. How a bucket's gradient travels, and what is kept of it between steps, is
+its `Scheme`'s: whole gradients (`WholeGradients`), or selections with error feedback (`Selections`). Another one is
+one file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol, cast
+
+import torch
+from communicators import Bucket, Communicator, Schedule, Work, run, start
+from communicators.replicas.bucket_parts import empty_like, split
+from torch import Tensor
+
+from sparse_collectives.training.nonfinite import Checked, checked, is_finite, unlawful
+from sparse_collectives.training.parts import PARTS
+
+
+class Transfer(Protocol):
+    """One bucket's gradient on its way to the mean, in one step. R is what its schedule returns.
+
+    facts: what the ranks must share. summed: where R is the plain sum of this tensor over the ranks, so that the
+    transport's own allreduce may take the schedule's place; else None.
+    """
+
+    @property
+    def facts(self) -> str: ...
+    @property
+    def schedule(self) -> Schedule[Any]: ...
+    @property
+    def summed(self) -> Tensor | None: ...
+
+    def agreed(self, result: Any) -> Tensor:
+        """What of R is the same on every rank: where a NaN or inf of any rank shows."""
+
+    def own(self, result: Any) -> Tensor:
+        """What of R only this rank has and keeps: to be finite where `agreed` is."""
+
+    def suspect(self) -> int:
+        """The first element in the bucket of which this rank gave something not finite, −1 if none."""
+
+    def end(self, result: Any, flat: Tensor) -> tuple[Tensor, Tensor]:
+        """The mean as `flat` is, which it may overwrite, and of the mean what may be other than zero."""
+
+
+class Scheme(Protocol):
+    """How gradients become means, and what is kept between steps, by bucket; keys name buckets.
+
+    parts: which of `PARTS` are kept, tensors of a bucket's shape that belong to its parameters.
+    """
+
+    parts: Sequence[str]
+
+    def meet(self, key: str, bucket: Bucket, kept: Mapping[str, Tensor]) -> None:
+        """A bucket that is not known yet, with what was kept of its parameters, flat, by part; {} if nothing."""
+
+    def forget(self, key: str) -> dict[str, Tensor]:
+        """Lets go of a bucket; what was kept, by part. Only between steps."""
+
+    def transfer(self, key: str, flat: Tensor, scale: float, unused: Sequence[slice]) -> Transfer:
+        """For a gradient that is `scale` times the one that counts; `unused` spans of it take no part."""
+
+    def commit(self) -> None:
+        """The step stands."""
+
+    def rollback(self) -> None:
+        """As if the step had not been, bit for bit; only where steps may be skipped."""
+
+    def kept(self) -> dict[str, dict[str, Tensor]]:
+        """By part and bucket: references."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What else is kept, in plain values."""
+
+    def reset(self, state: Mapping[str, Any]) -> None:
+        """Forgets all buckets, and goes on with what `state_dict` gave; ValueError, changing nothing, if that does
+        not fit."""
+
+
+class Exchange:
+    """Means of buckets, and the steps that they make up.
+
+    names: of the parameters, which buckets have by position; the list may grow. place: for messages.
+    nonfinite: "raise": a NaN or inf of any rank is an error on all of them, raised by each `Work`'s wait. "skip":
+        `settle` tells whether the step stands, and undoes it where not. "pass": nobody looks.
+    native: whole sums are left to the transport, where it has one, when their `Work` is waited for.
+    """
+
+    def __init__(
+        self,
+        scheme: Scheme,
+        comm: Communicator,
+        names: Sequence[str],
+        *,
+        place: str,
+        nonfinite: str,
+        native: bool = False,
+    ) -> None:
+        self.scheme, self.comm = scheme, comm
+        self._names, self._place, self._nonfinite, self._native = names, place, nonfinite, native
+        self._buckets: dict[str, Bucket] = {}  # by the name of their first member
+        self._pool: dict[str, dict[str, Tensor]] = {part: {} for part in PARTS}  # of no bucket yet, by parameter
+        self._agreed: list[Tensor] = []  # of this step, by bucket, 0-D bool: a GPU is asked once, at its end
+        self._own: list[Tensor] = []
+
+    def start(self, bucket: Bucket, flat: Tensor, *, scale: float = 1.0, unused: Sequence[slice] = ()) -> Work[Tensor]:
+        """Starts one bucket: `flat`, 1-D, belongs to the exchange until the work, its mean, has been waited for.
+
+        scale: of the loss; residuals are without it. unused: spans whose residuals wait; their gradient is zero.
+        """
+        key = self.meet(bucket)
+        transfer = self.scheme.transfer(key, flat, scale, unused)
+        native = self._native and transfer.summed is not None
+        later = partial(self._sum, transfer, bucket)
+        work: Work[Checked] = _Later(later, self.comm.clock) if native else self._launch(transfer, bucket)
+        return _Mean(work, partial(self._end, transfer, flat))
+
+    def meet(self, bucket: Bucket) -> str:
+        """The name of a bucket; if its parameters were cut otherwise before, what was kept of them moves here."""
+        key = self._names[bucket.members[0]]
+        if self._buckets.get(key) == bucket:
+            return key
+        for old_key, old in list(self._buckets.items()):
+            if set(old.members) & set(bucket.members):
+                if self._agreed:  # a skipped step could not be undone in other buckets
+                    self.settle()
+                for part, flat in self.scheme.forget(old_key).items():
+                    self._pool[part].update(split({old_key: flat}, self._buckets, self._names))
+                del self._buckets[old_key]
+        kept = {part: self._out_of_pool(bucket, part) for part in self.scheme.parts}
+        self.scheme.meet(key, bucket, {part: flat for part, flat in kept.items() if flat is not None})
+        self._buckets[key] = bucket
+        return key
+
+    def settle(self) -> bool:
+        """Ends the step, on every rank alike: whether it stands, or was undone because a mean is not finite."""
+        agreed, own = self._agreed, self._own
+        self._agreed, self._own = [], []
+        if agreed and not bool(torch.stack(agreed).all()):
+            self.scheme.rollback()
+            return False
+        if own and not bool(torch.stack(own).all()):
+            raise unlawful(self._place, self.comm.rank)
+        self.scheme.commit()
+        return True
+
+    def undo(self) -> None:
+        """Ends a step that has failed: what can be taken back is."""
+        self._agreed, self._own = [], []
+        if self._nonfinite == "skip":
+            self.scheme.rollback()
+
+    @property
+    def left_over(self) -> list[str]:
+        """Parameters of which something was loaded, but no bucket has brought them."""
+        return sorted(self._pool["residuals"])
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Of the parameters that buckets have brought, by name."""
+        return {
+            self._names[member]: shape
+            for bucket in self._buckets.values()
+            for member, shape in zip(bucket.members, bucket.shapes, strict=True)
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is kept, by parameter, and the scheme's own state: references."""
+        kept = self.scheme.kept()
+        by_parameter = {part: split(kept.get(part, {}), self._buckets, self._names) for part in PARTS}
+        return {**{part: {**self._pool[part], **by_parameter[part]} for part in PARTS}, **self.scheme.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replaces all by copies of what `state_dict` gave. Raises ValueError, before anything is changed."""
+        pool = {part: {name: tensor.clone() for name, tensor in state[part].items()} for part in PARTS}
+        self.scheme.reset(state)
+        buckets, self._buckets, self._pool = self._buckets, {}, pool
+        self._agreed, self._own = [], []
+        for bucket in buckets.values():
+            self.meet(bucket)
+
+    def _launch(self, transfer: Transfer, bucket: Bucket) -> Work[Checked]:
+        facts = f"{transfer.facts} in {self._place}"
+        return start(self._looked_at(transfer.schedule, transfer, bucket), self.comm, facts=facts, device=bucket.device)
+
+    def _sum(self, transfer: Transfer, bucket: Bucket) -> Checked:
+        """The plain sum, by the transport where it has one."""
+        assert transfer.summed is not None
+        total = self.comm.native_allreduce(transfer.summed, facts=f"{transfer.facts} in {self._place}")
+        if total is None:
+            return self._launch(transfer, bucket).wait()
+        if self._nonfinite != "raise" or is_finite(total):
+            return total, None
+        again = self._looked_at(_done(total), transfer, bucket)
+        return run(again, self.comm, facts=f"what is not finite in {transfer.facts}", device=bucket.device)
+
+    def _looked_at(self, schedule: Schedule[Any], transfer: Transfer, bucket: Bucket) -> Schedule[Checked]:
+        if self._nonfinite != "raise":
+            return _unchecked(schedule)
+        place = f"{transfer.facts} in {self._place}"
+        return checked(schedule, transfer, bucket, self._names, self.comm.rank, self.comm.size, place=place)
+
+    def _end(self, transfer: Transfer, flat: Tensor, outcome: Checked) -> Tensor:
+        result, error = outcome
+        if error is not None:
+            raise error
+        mean, seen = transfer.end(result, flat)
+        if self._nonfinite == "skip":
+            self._agreed.append(torch.isfinite(seen).all())
+            self._own.append(torch.isfinite(transfer.own(result)).all())
+        return mean
+
+    def _out_of_pool(self, bucket: Bucket, part: str) -> Tensor | None:
+        """The members' residuals or velocities as one flat tensor, zeros where there is none; None without any."""
+        found: dict[int, Tensor | None] = {}
+        for member, shape in zip(bucket.members, bucket.shapes, strict=True):
+            tensor = found[member] = self._pool[part].pop(self._names[member], None)
+            if tensor is not None and tensor.shape != shape:
+                raise ValueError(f"{part} of {self._names[member]!r}: {tuple(tensor.shape)}, expected {tuple(shape)}")
+        if all(tensor is None for tensor in found.values()):
+            return None
+        return bucket.gather(found, out=empty_like(bucket))
+
+
+class _Mean(Work[Tensor]):
+    """A work whose result is put back once, by whoever asks first."""
+
+    def __init__(self, work: Work[Checked], end: Any) -> None:
+        self._work, self._end = work, end
+        self._mean: Tensor | None = None
+
+    @property
+    def began(self) -> float:
+        return self._work.began
+
+    @property
+    def ended(self) -> float | None:
+        return self._work.ended
+
+    def wait(self, timeout: float | None = None) -> Tensor:
+        return self._ended(self._work.wait(timeout))
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def get_future(self) -> torch.futures.Future[Tensor]:
+        return self._work.get_future().then(lambda future: self._ended(future.wait()))
+
+    def _ended(self, outcome: Checked) -> Tensor:
+        if self._mean is None:
+            self._mean = self._end(outcome)
+        return self._mean
+
+
+class _Later(Work[Checked]):
+    """Done when it is waited for."""
+
+    def __init__(self, call: Callable[[], Checked], clock: Callable[[], float]) -> None:
+        self._call, self._clock = call, clock
+        self._began, self._ended = clock(), cast(float | None, None)
+
+    @property
+    def began(self) -> float:
+        return self._began
+
+    @property
+    def ended(self) -> float | None:
+        return self._ended
+
+    def wait(self, timeout: float | None = None) -> Checked:
+        del timeout
+        outcome = self._call()
+        self._ended = self._clock()
+        return outcome
+
+    def is_completed(self) -> bool:
+        return False
+
+    def get_future(self) -> torch.futures.Future[Checked]:
+        raise NotImplementedError("a sum by the transport's own allreduce is waited for")
+
+
+def _done(result: Any) -> Schedule[Any]:
+    """A schedule that has its result already."""
+    yield from ()
+    return result
+
+
+def _unchecked(schedule: Schedule[Any]) -> Schedule[Checked]:
+    return (yield from schedule), None

@@ -1,0 +1,91 @@
+"""Which rank and parameter a NaN or inf came from, said alike on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from communicators import Bucket, CollectiveError, Schedule
+from communicators.dense_schedules import allgather_blocks
+from torch import Tensor
+
+Checked = tuple[Any, CollectiveError | None]
+"""A schedule's result, and the error that every rank is to raise where it is not finite."""
+
+
+class Suspected(Protocol):
+    """What `checked` asks of a transfer."""
+
+    def agreed(self, result: Any) -> Tensor: ...
+    def own(self, result: Any) -> Tensor: ...
+    def suspect(self) -> int: ...
+
+
+def checked(
+    schedule: Schedule[Any],
+    transfer: Suspected,
+    bucket: Bucket,
+    names: Sequence[str],
+    rank: int,
+    size: int,
+    *,
+    place: str,
+) -> Schedule[Checked]:
+    """The schedule's result and, in the same call, which rank gave what was not finite, where its result is not.
+
+    All ranks see the same total, so all enter this gather of 8 bytes a rank. Where only what this rank is to keep is
+    not finite, the algorithm has hidden it from the others: then the call fails, which all of them learn.
+    """
+    result = yield from schedule
+    if is_finite(transfer.agreed(result)):
+        if not is_finite(transfer.own(result)):
+            raise unlawful(place, rank)
+        return result, None
+    found = transfer.suspect()
+    own = torch.tensor([-1 if found < 0 else _member(bucket, found)], device=bucket.device).view(torch.uint8)
+    blocks = yield from allgather_blocks(own, [own.numel()] * size, rank, size)
+    return result, _error([int(block.clone().view(torch.int64)) for block in blocks], names)
+
+
+def unlawful(place: str, rank: int) -> CollectiveError:
+    """For a NaN that would wait in one rank's residual while nobody else hears of it."""
+    return CollectiveError(
+        f"{place}: what rank {rank} is to keep is not finite although the total is; an algorithm must let NaN and inf "
+        "of any rank show in the total"
+    )
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all elements are: so they are if their sum is, which takes one pass; else it may have overflowed."""
+    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
+
+
+def first_nonfinite(tensor: Tensor) -> int:
+    """Its position in a 1-D tensor, -1 if there is none."""
+    positions = (~torch.isfinite(tensor)).nonzero()
+    return int(positions[0]) if len(positions) else -1
+
+
+def _error(culprits: Sequence[int], names: Sequence[str]) -> CollectiveError:
+    how_to_skip = "with nonfinite='skip' (DistributedOptimizer; --nonfinite skip) or a grad_scaler (SparseHookState)"
+    for rank, position in enumerate(culprits):
+        if position >= 0:
+            return CollectiveError(
+                f"rank {rank}: the gradient of {names[position]!r} is not finite (NaN or inf), so no rank took the "
+                f"step; look for its cause there, or skip such steps {how_to_skip}"
+            )
+    return CollectiveError(
+        "the sum of the gradients over the ranks is not finite although every rank's was: it overflowed, so no rank "
+        f"took the step; clip the gradients, lower the loss scale or take a wire of more range than fp16, or skip such "
+        f"steps {how_to_skip}"
+    )
+
+
+def _member(bucket: Bucket, element: int) -> int:
+    """Which tensor an element of the flat bucket belongs to."""
+    for member, shape in zip(bucket.members, bucket.shapes, strict=True):
+        if element < shape.numel():
+            return member
+        element -= shape.numel()
+    raise IndexError(f"element {element} is beyond the bucket")

@@ -1,0 +1,425 @@
+"""`DistributedOptimizer`: any torch optimizer, fed with the mean gradient over all ranks."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NoReturn, SupportsIndex
+
+import torch
+from communicators import CollectiveError, Communicator, Work, as_communicator, buckets_of, refuse_unlike
+from communicators.replicas.bucket_parts import empty_like
+from communicators.replicas.default_group import refuse_alone
+from communicators.replicas.first_broadcast import broadcast_parameters
+from communicators.replicas.parameters import name_parameters, refuse_changes
+from communicators.replicas.place import KEY
+from communicators.replicas.wrapped_state import check_loaded, refuse_torch_helpers, wrapped_state
+from sparse_compress import Compressor
+from torch import Tensor
+from torch.optim import Optimizer
+
+from sparse_collectives.algorithm import Algorithm
+from sparse_collectives.prediction.auto import Choice
+from sparse_collectives.training.backward_order import BUCKET_BYTES, BackwardOrder
+from sparse_collectives.training.exchange import Exchange
+from sparse_collectives.training.scheme import choose_scheme
+from sparse_collectives.training.settings import (
+    check_compressor,
+    check_count,
+    check_momentum,
+    check_settings,
+    check_text,
+    fixed,
+)
+from sparse_collectives.training.state_dict import check_fit, check_place, complete, place
+
+SETTINGS = frozenset(
+    {"algorithm", "bucket_bytes", "choice", "comm", "compressor", "density", "momentum", "nonfinite", "options"}
+    | {"overlap", "verify", "wire"}
+)
+
+
+class DistributedOptimizer(Optimizer):
+    """Wraps an optimizer so that each step is taken with the mean of all ranks' gradients.
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = DistributedOptimizer(optimizer, model.named_parameters(), momentum=0.9)
+        loss.backward()
+        optimizer.step()
+
+    At construction all ranks get rank 0's parameters (not its buffers). Then, on every rank:
+
+        acc ← residual + gradient;  s ← compressor(acc);  residual ← acc − s                  (`ErrorFeedback`)
+        total, dropped ← sparse_allreduce(s);  residual ← residual + dropped
+        p.grad ← total / P;  optimizer.step()
+
+    optimizer: built over the live parameters; this object shares its param_groups, state and defaults, so
+        learning-rate schedulers take either.
+    named_parameters: of the whole model. Frozen ones (requires_grad False, now) are left out of the exchange.
+        Freezing, unfreezing or adding some later is an error of the next step: it takes a new DistributedOptimizer.
+    comm: see `communicators.as_communicator`; its `timeout` is how long a step waits for a late rank.
+    compressor: what is sent of a gradient, default TopK(0.01). "oktopk", "spardl" and "dense" have no use for another
+        selection than TopK, of which they take k.
+    algorithm: a name in `ALGORITHMS`, or an `Algorithm` of one's own. "dense" sums whole gradients, without compressor
+        and residuals; "powersgd" and "dense-int8" send something of every element, with residuals, without compressor.
+        "auto" measures the ranks now and takes what is predicted to be fastest; `choice` then says what and why.
+    options: the algorithm's own settings, such as {"teams": 2} for "spardl"; "auto" chooses them too.
+    wire: how values travel: "fp32"; fewer bytes for selections, see `WIRES`, where what is rounded off stays in the
+        residual; for "dense" "bf16" or "fp16", where it is lost.
+    momentum: of DGC's correction, before the selection (see `ErrorFeedback`). The wrapped optimizer's own comes after
+        the exchange and learns badly at small densities: give it here and leave that at 0.
+    bucket_bytes: selection and exchange in buckets of so many bytes; default: over the whole model at once, with
+        `overlap` BUCKET_BYTES.
+    overlap: each bucket's selection and exchange start during backward, as soon as its gradients are ready, those of
+        the last layers first. All but the last backward of a step then belong into `no_sync()`.
+    nonfinite: "raise": a NaN or inf in any rank's gradient is a CollectiveError, on every rank, that names rank and
+        parameter; no parameter changes, but what residuals took in that step is lost. "skip": every rank skips the
+        step, counts it in `skipped`, and keeps residuals and momenta as they were, bit for bit, for twice their
+        memory; p.grad then holds the non-finite mean on every rank.
+    verify: every so many steps the ranks compare a hash of the parameters, and where they differ it is a
+        CollectiveError on every rank that says who and where; None or 0: never.
+
+    Settings are fixed at construction; a compressor's own density may change, alike on every rank.
+
+    A parameter without a gradient counts as zeros, and gets its part of the mean like the others: all ranks update
+    the same parameters, even those that only some of them used.
+
+    With torch's GradScaler take nonfinite="skip" and the usual lines; where `synchronize()` is called by hand,
+    `scaler.unscale_(optimizer)` comes before it. The wrapped optimizer may need its closure only once (LBFGS: more).
+    """
+
+    _step_supports_amp_scaling = True  # so that GradScaler calls step() on every rank, also where it found inf
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        named_parameters: Iterable[tuple[str, Tensor]],
+        *,
+        comm: Any = None,
+        compressor: Compressor | None = None,
+        algorithm: str | Algorithm = "gtopk",
+        options: Mapping[str, Any] | None = None,
+        wire: str = "fp32",
+        momentum: float = 0.0,
+        bucket_bytes: int | None = None,
+        overlap: bool = False,
+        nonfinite: str = "raise",
+        verify: int | None = None,
+    ) -> None:
+        compressor, momentum = check_compressor(compressor), check_momentum(momentum)
+        check_settings(algorithm, options, wire, compressor, momentum, "the wrapped optimizer")
+        bucket_bytes, verify = check_count("bucket_bytes", bucket_bytes, "bytes"), _check_verify(verify)
+        _check(optimizer, momentum, nonfinite)
+        self._by_default, comm = comm is None, as_communicator(comm)
+        named = name_parameters(optimizer, named_parameters)
+        trained = {name: p for name, p in named.items() if p.requires_grad and p.numel()}
+        chosen = choose_scheme(
+            comm,
+            algorithm=algorithm,
+            options=options,
+            wire=wire,
+            compressor=compressor,
+            momentum=momentum,
+            parameters=list(trained.values()),
+            tentative=nonfinite == "skip",
+        )
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.optimizer = optimizer
+        self._share()
+        optimizer.register_load_state_dict_post_hook(partial(_share_again, weakref.ref(self)))
+        self._comm, self._chosen, self._nonfinite = comm, chosen, nonfinite
+        self._compressor, self._verify, self._steps, self.skipped = compressor, verify, 0, 0
+        if overlap:  # gradients come in about the reverse order of the parameters
+            trained, bucket_bytes = dict(reversed(trained.items())), bucket_bytes or BUCKET_BYTES
+        self._names, self._trained = list(trained), list(trained.values())
+        self._all, self._named = named, {id(p): name for name, p in named.items()}
+        self._buckets = buckets_of(self._trained, bucket_bytes)
+        self._flats = [empty_like(bucket) for bucket in self._buckets]
+        self._works: dict[int, Work[Tensor]] = {}
+        self._synchronized = self._skips = self._accumulates = False
+        self._exchange = Exchange(
+            chosen.scheme, comm, self._names, place="a DistributedOptimizer", nonfinite=nonfinite, native=not overlap
+        )
+        for bucket in self._buckets:
+            self._exchange.meet(bucket)
+        self._overlap = BackwardOrder(self._trained, self._buckets, self._start) if overlap else None
+        _take_over(optimizer, self._overlap)
+        settings = f"{chosen.algorithm}, wire={chosen.wire!r}, {momentum=}, {bucket_bytes=}, {overlap=}, {nonfinite=}"
+        settings = ", ".join([settings, *([f"{verify=}"] if verify else []), *chosen.settings])
+        broadcast_parameters(named, comm, what="DistributedOptimizer", settings=settings)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in SETTINGS:
+            raise fixed(type(self).__name__, name)
+        super().__setattr__(name, value)
+
+    @property
+    def comm(self) -> Communicator:
+        """The ranks."""
+        ranks: Communicator = self._comm
+        return ranks
+
+    @property
+    def choice(self) -> Choice | None:
+        """What "auto" chose, and why; None with an algorithm by name."""
+        return self._chosen.choice
+
+    @property
+    def compressor(self) -> Compressor:
+        """What is sent of a gradient."""
+        return self._compressor
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Synchronizes, unless `synchronize` was called since the last step, and takes the wrapped optimizer's step.
+
+        closure: computes the loss and its gradients; it is called once, before the exchange.
+        """
+        refuse_torch_helpers("DistributedOptimizer")
+        self._refuse_no_sync("step()")
+        loss = None
+        if closure is not None:
+            if self._synchronized:
+                raise RuntimeError("a closure computes new gradients after synchronize(): use one or the other")
+            with torch.enable_grad():
+                loss = closure()
+        self._unscale()
+        if not self._synchronized:
+            self.synchronize()
+        if self._skips:
+            self.skipped += 1
+        else:
+            self.optimizer.step()
+        self._synchronized = self._skips = False
+        self._steps += 1
+        if self._verify and self._steps % self._verify == 0:
+            refuse_unlike(self._all, self._comm)
+        return loss
+
+    def synchronize(self) -> None:
+        """Puts the mean over ranks into every p.grad, so that it can be clipped before `step`; for every rank to call.
+
+        Raises CollectiveError, the same on every rank: for a gradient that is not finite (see `nonfinite`), and where
+        an exchange fails. ValueError, before anything is exchanged, where parameters were frozen, unfrozen or added
+        since this optimizer was made; with `overlap` backward raises it.
+        """
+        self._refuse_no_sync("synchronize()")
+        if self._synchronized and not self._skips:
+            raise RuntimeError("synchronize() was called twice for one step(): the mean would be exchanged again")
+        if self._by_default and self._comm.size == 1:
+            refuse_alone("a DistributedOptimizer")
+        refuse_changes(self.optimizer, self._named, self._trained, what="DistributedOptimizer")
+        try:
+            self._start_all()
+            means = self._finish()
+            self._skips = not self._exchange.settle()
+        except Exception:
+            self._exchange.undo()
+            raise
+        self._put(means)
+        self._synchronized = True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """See torch.optim.Optimizer.zero_grad; also forgets that `synchronize` was called.
+
+        With `overlap` it also ends a backward that was partial or failed, where nothing has been sent yet.
+        """
+        if self._overlap is not None:
+            if self._overlap.under_way:
+                raise RuntimeError(
+                    "zero_grad() while gradients are under way: call step(), or, to throw their mean away, "
+                    "synchronize() and then zero_grad(), on every rank; synchronize() also sends the other gradients, "
+                    "as they are now, and what was not selected stays in the residuals for later steps"
+                )
+            self._overlap.reset()
+        self._synchronized = self._skips = False
+        super().zero_grad(set_to_none)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients only accumulate inside: nothing is exchanged, and `step` and `synchronize` are errors."""
+        outer = self._accumulates
+        self._accumulate(True)
+        try:
+            yield
+        finally:
+            self._accumulate(outer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's state and, as "distributed", this rank's residuals and momenta by parameter.
+
+        Another one on every rank: each saves its own. References; loadable by torch.load(weights_only=True).
+        Raises RuntimeError between backward, or synchronize(), and step(): what is under way belongs to neither.
+        """
+        refuse_torch_helpers("DistributedOptimizer")
+        self._refuse_mid_step("state_dict()")
+        kept = self._exchange.state_dict()
+        own = {
+            **place(self._comm),
+            "algorithm": self._chosen.algorithm,
+            "skipped": self.skipped,
+            "steps": self._steps,
+            **kept,
+            **complete(kept, self._chosen.scheme.parts, zip(self._names, self._trained, strict=True)),
+        }
+        wrapped, own["wrapped"] = wrapped_state(self.optimizer, stepped=self._steps > self.skipped)
+        return {**wrapped, KEY: own}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes on where this rank's `state_dict` was taken, with the same bits.
+
+        Raises, before anything is changed, ValueError for the state of another rank or another world size (see
+        `reshard_residuals`), and where parameters do not fit; RuntimeError while gradients are under way.
+        """
+        refuse_torch_helpers("DistributedOptimizer")
+        if self._overlap is not None and self._overlap.under_way:
+            raise RuntimeError("load_state_dict() while gradients are under way: call step() first")
+        own = check_place(state_dict, self._comm.rank, self._comm.size)
+        wrapped = check_loaded({key: value for key, value in state_dict.items() if key != KEY}, own.get("wrapped"))
+        if self._chosen.scheme.parts:
+            check_fit(own, {name: p.shape for name, p in zip(self._names, self._trained, strict=True)})
+        states = own["algorithm_state"] if own["algorithm"] == self._chosen.algorithm else []
+        self._exchange.load_state_dict({**own, "algorithm_state": states})
+        self.optimizer.load_state_dict(wrapped)
+        self.skipped, self._steps = own["skipped"], own.get("steps", 0)
+        self._synchronized = self._skips = False
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only while the optimizer is made: later every rank would have to agree on new buckets."""
+        if "_exchange" in self.__dict__:
+            raise RuntimeError(
+                "parameters cannot be added to a DistributedOptimizer: add the group to the wrapped optimizer, "
+                "and make a new DistributedOptimizer of it"
+            )
+        super().add_param_group(param_group)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """For copy and pickle, which would make an optimizer of other parameters than the model's, or of none."""
+        del protocol
+        raise TypeError(
+            "a DistributedOptimizer cannot be copied or pickled: save its state_dict(), make another one, "
+            "and load that there"
+        )
+
+    def _share(self) -> None:
+        """The wrapped optimizer's own objects, which it replaces when it loads a state."""
+        self.state = self.optimizer.state
+        self.param_groups = self.optimizer.param_groups
+        self.defaults = self.optimizer.defaults
+
+    def _accumulate(self, only: bool) -> None:
+        self._accumulates = only
+        if self._overlap is not None:
+            self._overlap.paused = only
+
+    def _start(self, position: int) -> None:
+        if position == 0:  # in backward, where nothing has been sent yet
+            refuse_changes(self.optimizer, self._named, self._trained, what="DistributedOptimizer")
+        self._launch(position, self._gradients(self._buckets[position].members))
+
+    def _launch(self, position: int, gradients: Mapping[int, Tensor | None]) -> None:
+        bucket, flat = self._buckets[position], self._flats[position]
+        self._works[position] = self._exchange.start(bucket, bucket.gather(gradients, out=flat))
+
+    def _start_all(self) -> None:
+        """Starts the exchange of all buckets that backward has not started."""
+        if self._overlap is not None:
+            self._overlap.start_rest()
+            self._overlap.reset()
+            return
+        gradients = self._gradients(range(len(self._trained)))  # all are looked at before anything is sent
+        for position in range(len(self._buckets)):
+            self._launch(position, gradients)
+
+    def _finish(self) -> list[Tensor]:
+        """The means of all buckets; the first error once all of them are over, so that none is under way after it."""
+        works, self._works = self._works, {}
+        means, errors = [], []
+        for position in sorted(works):
+            try:
+                means.append(works[position].wait())
+            except CollectiveError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return means
+
+    def _gradients(self, members: Iterable[int]) -> dict[int, Tensor | None]:
+        gradients = {member: self._trained[member].grad for member in members}
+        for member, gradient in gradients.items():
+            if gradient is not None and gradient.layout != torch.strided:
+                raise TypeError(
+                    f"the gradient of {self._names[member]!r} has layout {gradient.layout}, expected a dense one: "
+                    "for an embedding use sparse=False"
+                )
+        return gradients
+
+    def _put(self, means: list[Tensor]) -> None:
+        """The means into p.grad, which is made where there is none."""
+        for p in self._trained:
+            if p.grad is None:
+                p.grad = torch.empty_like(p)
+        gradients = [p.grad for p in self._trained if p.grad is not None]
+        for mean, bucket in zip(means, self._buckets, strict=True):
+            bucket.scatter(mean, gradients)
+
+    def _unscale(self) -> None:
+        """Divides by the scale that a GradScaler hands over, unless the user had it unscale the gradients."""
+        scale: Tensor | None = getattr(self, "grad_scale", None)
+        if scale is None:
+            return
+        if self._overlap is not None:
+            raise RuntimeError(
+                "overlap=True sends gradients before a GradScaler hands over its scale: use overlap=False, or "
+                "DistributedDataParallel with sparse_hook and its grad_scaler"
+            )
+        if self._synchronized:
+            raise RuntimeError("synchronize() met scaled gradients: call scaler.unscale_(optimizer) before it")
+        for p in self._trained:
+            if p.grad is not None:
+                p.grad.div_(scale.to(p.grad.device))
+
+    def _refuse_mid_step(self, what: str) -> None:
+        if self._synchronized or (self._overlap is not None and self._overlap.under_way):
+            raise RuntimeError(f"{what} while a step is under way: call it after step()")
+
+    def _refuse_no_sync(self, what: str) -> None:
+        if self._accumulates:
+            raise RuntimeError(f"{what} inside no_sync(): leave it before the last backward of the step")
+
+
+def _share_again(distributed: weakref.ref[DistributedOptimizer], optimizer: Optimizer) -> None:
+    """After the wrapped optimizer loaded a state. It must not keep one alive that was replaced, with its residuals."""
+    del optimizer
+    living = distributed()
+    if living is not None:
+        living._share()
+
+
+def _take_over(optimizer: Optimizer, order: BackwardOrder | None) -> None:
+    """An earlier DistributedOptimizer of this one, which a scheduler may still hold, no longer starts exchanges."""
+    earlier = vars(optimizer).pop("_backward_order", lambda: None)()
+    if earlier is not None:
+        earlier.close()
+    if order is not None:
+        vars(optimizer)["_backward_order"] = weakref.ref(order)
+
+
+def _check_verify(verify: Any) -> int | None:
+    return check_count("verify", verify, "steps", least=0)
+
+
+def _check(optimizer: Optimizer, momentum: float, nonfinite: Any) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer is {type(optimizer).__name__}, expected a torch.optim.Optimizer")
+    check_text("nonfinite", nonfinite, "raise")
+    if nonfinite not in ("raise", "skip"):
+        raise ValueError(f"nonfinite is {nonfinite!r}, expected 'raise' or 'skip'")
+    if momentum and any(group.get("momentum", 0) for group in optimizer.param_groups):
+        warnings.warn(
+            "momentum is on twice: before the selection (momentum=) and in the wrapped optimizer; "
+            "leave the wrapped one's at 0",
+            stacklevel=3,
+        )

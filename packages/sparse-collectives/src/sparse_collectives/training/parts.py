@@ -1,0 +1,3 @@
+"""What the exchange keeps of gradients between steps."""
+
+PARTS = ("residuals", "velocities")

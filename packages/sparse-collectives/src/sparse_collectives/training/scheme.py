@@ -1,0 +1,69 @@
+"""From settings to the way in which gradients become means."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from communicators import Communicator
+from sparse_compress import Compressor
+from torch import Tensor
+
+from sparse_collectives.algorithm import Algorithm
+from sparse_collectives.algorithms.table import AUTO, algorithm_named
+from sparse_collectives.prediction.auto import Choice, choose_for_training
+from sparse_collectives.training.exchange import Scheme
+from sparse_collectives.training.schemes.selections import Selections
+from sparse_collectives.training.schemes.table import WHOLE, whole_scheme
+from sparse_collectives.training.schemes.whole_gradients import WholeGradients
+
+
+class Chosen(NamedTuple):
+    """algorithm: its name. entry, wire: what is taken. choice: why, where "auto" chose. settings: options, as text.
+
+    entry: None for what is no sparse allreduce (`WHOLE`).
+    """
+
+    algorithm: str
+    entry: Algorithm | None
+    wire: str
+    choice: Choice | None
+    scheme: Scheme
+    settings: list[str]
+
+
+def choose_scheme(
+    comm: Communicator,
+    *,
+    algorithm: str | Algorithm,
+    options: Mapping[str, Any] | None,
+    wire: str,
+    compressor: Compressor,
+    momentum: float,
+    parameters: Sequence[Tensor],
+    tentative: bool,
+) -> Chosen:
+    """For settings that `check_settings` has passed; "auto" measures the ranks, so all of them call together.
+
+    Raises ValueError for options that do not fit so many ranks, and without parameters to choose for.
+    """
+    choice = None
+    if isinstance(algorithm, str) and algorithm in WHOLE:
+        whole, settings = whole_scheme(algorithm, options, comm)
+        return Chosen(algorithm, None, wire, choice, whole, settings)
+    if isinstance(algorithm, str) and algorithm == AUTO:
+        choice = choose_for_training(parameters, comm, compressor, momentum=momentum, wire=wire)
+        algorithm, options, wire = choice.algorithm, choice.options, choice.wire
+    entry = algorithm_named(algorithm, options, size=comm.size)
+    if not entry.compresses:
+        return Chosen(entry.name, entry, wire, choice, WholeGradients(comm, wire=wire), entry.settings)
+    scheme = Selections(
+        comm,
+        algorithm=algorithm,
+        entry=entry,
+        compressor=compressor,
+        wire=wire,
+        momentum=momentum,
+        tentative=tentative,
+    )
+    return Chosen(entry.name, entry, wire, choice, scheme, entry.settings)

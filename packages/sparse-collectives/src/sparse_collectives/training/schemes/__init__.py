@@ -1,0 +1,1 @@
+"""One file a way in which the gradients of a bucket become their mean."""

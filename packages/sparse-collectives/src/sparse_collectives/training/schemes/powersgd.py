@@ -1,0 +1,276 @@
+"""PowerSGD: of every matrix of gradients a few singular directions travel, by power iteration from step to step.
+
+Vogels, Karimireddy & Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
+NeurIPS 2019, algorithms 1 and 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from communicators import Bucket, Communicator, Schedule
+from torch import Tensor
+
+from sparse_collectives.algorithms.dense_sum import dense_sent, dense_sum
+from sparse_collectives.prediction.traffic import Traffic, together
+from sparse_collectives.training.exchange import Transfer
+from sparse_collectives.training.nonfinite import first_nonfinite
+from sparse_collectives.training.parts import PARTS
+from sparse_collectives.training.schemes.gram_schmidt import orthonormal, outer_sum
+from sparse_collectives.training.schemes.residuals import Residuals, in_units, laid_out
+
+Shapes = Sequence[torch.Size]
+
+
+class LowRank(NamedTuple):
+    """whole: the sum of all members that go whole; by matrix p: P̂, q: Σ Q, own_q: this rank's Q."""
+
+    whole: Tensor
+    p: list[Tensor]
+    q: list[Tensor]
+    own_q: list[Tensor]
+
+
+class PowerSGD:
+    """See `Scheme`. For every matrix M (n × m) of a bucket, with this rank's residual E:
+
+        M ← E + gradient;  P ← Σ M Q over ranks;  P̂ ← orthonormal(P);  Q_own ← Mᵀ P̂;  Q ← Σ Q_own
+        mean ← P̂ Qᵀ / ranks;  E ← M − P̂ Q_ownᵀ
+
+    A tensor of more than two dimensions is a matrix of its first by the others. Vectors, and matrices whose P and Q
+    would have as many elements as they have, are summed whole, in the message that P's of the bucket go in.
+
+    Differs from the paper: Q is orthonormalised before it is used, as torch's powerSGD_hook does, so that P keeps
+    within the gradients' range; a direction that has died out (its gradients were zero) begins anew.
+
+    Residuals need no agreement about Q: with other Q's on a rank, nothing is lost either.
+    rank: r, columns of P and Q.
+    """
+
+    parts: Sequence[str] = PARTS[:1]
+
+    def __init__(self, comm: Communicator, *, rank: int) -> None:
+        self._comm, self._columns = comm, rank
+        self._residuals = Residuals()
+        self._buckets: dict[str, Bucket] = {}
+        self._q: dict[int, Tensor] = {}  # by the matrix's position, alike on all ranks
+        self._open: dict[int, Tensor] = {}
+
+    def meet(self, key: str, bucket: Bucket, kept: Mapping[str, Tensor]) -> None:
+        """Matrices that are new begin with directions of their own, drawn alike on every rank."""
+        self._residuals.meet(key, kept)
+        self._buckets[key] = bucket
+        dtype = torch.promote_types(bucket.dtype, torch.float32)
+        for member, shape in zip(bucket.members, bucket.shapes, strict=True):
+            if is_matrix(shape, self._columns):
+                self._q[member] = self._known(member, _rows_and_columns(shape)[1]).to(bucket.device, dtype)
+
+    def forget(self, key: str) -> dict[str, Tensor]:
+        """See `Scheme.forget`. Directions belong to matrices, so they outlive their bucket."""
+        del self._buckets[key]
+        return self._residuals.forget(key)
+
+    def transfer(self, key: str, flat: Tensor, scale: float, unused: Sequence[slice]) -> Transfer:
+        """Directions from the step before meet what has accumulated."""
+        bucket = self._buckets[key]
+        total = self._residuals.accumulated(key, in_units(flat, scale), unused)
+        directions = [
+            self._alive(member)
+            for member, shape in zip(bucket.members, bucket.shapes, strict=True)
+            if is_matrix(shape, self._columns)
+        ]
+        return _Factored(self, key, bucket, total, directions, scale, unused)
+
+    def put(self, key: str, rest: Tensor, unused: Sequence[slice], q: Mapping[int, Tensor]) -> None:
+        """What an exchange leaves for the next step."""
+        self._residuals.put(key, rest, unused)
+        self._open.update(q)
+
+    def commit(self) -> None:
+        """See `Scheme.commit`."""
+        self._residuals.commit()
+        self._q.update(self._open)
+        self._open.clear()
+
+    def rollback(self) -> None:
+        """See `Scheme.rollback`."""
+        self._residuals.rollback()
+        self._open.clear()
+
+    def kept(self) -> dict[str, dict[str, Tensor]]:
+        """See `Scheme.kept`."""
+        return self._residuals.kept()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Directions by the matrix's position, as numbers, which torch.distributed.checkpoint loads as a whole."""
+        return {"algorithm_state": [(member, str(q.dtype)[6:], q.tolist()) for member, q in sorted(self._q.items())]}
+
+    def reset(self, state: Mapping[str, Any]) -> None:
+        """See `Scheme.reset`. ValueError for directions of another rank."""
+        loaded = {member: torch.tensor(q, dtype=getattr(torch, dtype)) for member, dtype, q in state["algorithm_state"]}
+        if wrong := sorted({q.shape[1] for q in loaded.values()} - {self._columns}):
+            raise ValueError(
+                f"the state was saved with rank={wrong[0]}, but this is powersgd with rank={self._columns}"
+            )
+        self._residuals.reset(state)
+        self._buckets, self._q, self._open = {}, loaded, {}
+
+    @property
+    def columns(self) -> int:
+        """r."""
+        return self._columns
+
+    @property
+    def comm(self) -> Communicator:
+        """The ranks."""
+        return self._comm
+
+    def _known(self, member: int, length: int) -> Tensor:
+        known = self._q.get(member)
+        if known is not None and len(known) != length:
+            raise ValueError(f"parameter {member}: directions of {len(known)} elements were loaded, expected {length}")
+        return self._drawn(member, length) if known is None else known
+
+    def _alive(self, member: int) -> Tensor:
+        """Its directions; where one has become zeros, which it would stay, another."""
+        q = self._open.get(member, self._q[member])
+        return torch.where(q.any(0), q, self._drawn(member, len(q)).to(q))
+
+    def _drawn(self, member: int, length: int) -> Tensor:
+        generator = torch.Generator().manual_seed(member)
+        return orthonormal([torch.randn(length, self._columns, generator=generator)])[0]
+
+
+@dataclass(frozen=True, eq=False)
+class _Factored:
+    """See `Transfer`. total: what has accumulated, flat; becomes the residual. directions: Q, by matrix."""
+
+    scheme: PowerSGD
+    key: str
+    bucket: Bucket
+    total: Tensor
+    directions: list[Tensor]
+    scale: float
+    unused: Sequence[slice]
+    summed: None = None
+
+    @property
+    def facts(self) -> str:
+        sizes = powersgd_elements(self.bucket.shapes, self.scheme.columns)
+        numel, dtype = self.total.numel(), self.total.dtype
+        return f"powersgd(rank={self.scheme.columns}, numel={numel}, {dtype}, elements={sizes})"
+
+    @property
+    def schedule(self) -> Schedule[LowRank]:
+        comm = self.scheme.comm
+        matrices, whole = self._matrices(self.total), self._whole(self.total)
+        return low_rank_sum([view.reshape(len(view), -1) for view in matrices], self.directions, whole, comm)
+
+    def agreed(self, result: LowRank) -> Tensor:
+        return torch.cat([result.whole, *(q.view(-1) for q in result.q)])
+
+    def own(self, result: LowRank) -> Tensor:
+        return torch.cat([result.whole[:0], *(q.view(-1) for q in result.own_q)])
+
+    def suspect(self) -> int:
+        return first_nonfinite(self.total)
+
+    def end(self, result: LowRank, flat: Tensor) -> tuple[Tensor, Tensor]:
+        """The mean as an optimizer will see it: scaled, and in the gradient's own dtype, which may overflow."""
+        size, sums = self.scheme.comm.size, torch.empty_like(self.total)
+        for low, high, at in self._spans_of_whole():
+            sums[low:high] = result.whole[at : at + high - low]
+            self.total[low:high] = 0
+        for view, rest, p, q, own in zip(
+            self._matrices(sums), self._matrices(self.total), result.p, result.q, result.own_q, strict=True
+        ):
+            view.copy_(outer_sum(p, q).view(view.shape))
+            rest.sub_(outer_sum(p, own).view(rest.shape))
+        found = dict(zip(self._members(), orthonormal(result.q), strict=True))
+        self.scheme.put(self.key, self.total, self.unused, found)
+        mean = sums.div_(size).mul_(self.scale).to(flat.dtype)
+        return mean, mean
+
+    def _is_matrix(self) -> list[bool]:
+        return [is_matrix(shape, self.scheme.columns) for shape in self.bucket.shapes]
+
+    def _members(self) -> list[int]:
+        return [member for member, low_rank in zip(self.bucket.members, self._is_matrix(), strict=True) if low_rank]
+
+    def _matrices(self, flat: Tensor) -> list[Tensor]:
+        views = self.bucket.views(flat)
+        return [view for view, low_rank in zip(views, self._is_matrix(), strict=True) if low_rank]
+
+    def _spans_of_whole(self) -> list[tuple[int, int, int]]:
+        """[low, high) in the bucket, and where it begins in the message."""
+        spans, at = [], 0
+        for (low, high), low_rank in zip(laid_out(self.bucket), self._is_matrix(), strict=True):
+            if not low_rank:
+                spans.append((low, high, at))
+                at += high - low
+        return spans
+
+    def _whole(self, flat: Tensor) -> Tensor:
+        return torch.cat([flat[:0], *(flat[low:high] for low, high, _ in self._spans_of_whole())])
+
+
+def low_rank_sum(
+    matrices: Sequence[Tensor], directions: Sequence[Tensor], whole: Tensor, comm: Communicator
+) -> Schedule[LowRank]:
+    """Two sums for a whole bucket: all P and what goes whole, then all Q.
+
+    matrices: (n, m) each; directions: (m, r) each.
+    """
+    own_p = [matrix @ q for matrix, q in zip(matrices, directions, strict=True)]
+    first = yield from dense_sum(_joined(own_p, whole), comm.rank, comm.size)
+    *sums, whole = first.split_with_sizes([*(p.numel() for p in own_p), whole.numel()])
+    if not matrices:
+        return LowRank(whole, [], [], [])
+    p = orthonormal([flat.view(own.shape) for flat, own in zip(sums, own_p, strict=True)])
+    own_q = [matrix.T @ basis for matrix, basis in zip(matrices, p, strict=True)]
+    second = yield from dense_sum(_joined(own_q), comm.rank, comm.size)
+    q = second.split_with_sizes([own.numel() for own in own_q])
+    return LowRank(whole, p, [flat.view(own.shape) for flat, own in zip(q, own_q, strict=True)], own_q)
+
+
+def powersgd_elements(shapes: Shapes, columns: int) -> tuple[int, int]:
+    """Elements of the two sums of a bucket: Σ n·r and what goes whole, Σ m·r."""
+    first = second = 0
+    for shape in shapes:
+        if is_matrix(shape, columns):
+            n, m = _rows_and_columns(shape)
+            first, second = first + n * columns, second + m * columns
+        else:
+            first += shape.numel()
+    return first, second
+
+
+def powersgd_sent(rank: int, size: int, shapes: Shapes, columns: int, *, dtype: torch.dtype = torch.float32) -> Traffic:
+    """What a rank sends for a bucket of these shapes, exactly: two dense sums, or one without matrices."""
+    sums = [numel for i, numel in enumerate(powersgd_elements(shapes, columns)) if i == 0 or numel]
+    return together(*(dense_sent(rank, size, 0, numel, dtype) for numel in sums))
+
+
+def is_matrix(shape: torch.Size, columns: int) -> bool:
+    """Whether P and Q of it have fewer elements than it has: (n + m)·r < n·m."""
+    if len(shape) < 2 or not shape.numel():
+        return False
+    n, m = _rows_and_columns(shape)
+    return (n + m) * columns < n * m
+
+
+def check_rank(rank: int) -> None:
+    """Raises ValueError below 1."""
+    if rank < 1:
+        raise ValueError(f"rank is {rank}, expected 1 or more columns of P and Q; published: 1 to 4")
+
+
+def _rows_and_columns(shape: torch.Size) -> tuple[int, int]:
+    return shape[0], shape.numel() // shape[0]
+
+
+def _joined(tensors: Sequence[Tensor], *more: Tensor) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in (*tensors, *more)])

@@ -1,0 +1,91 @@
+"""Residuals of whole buckets, for schemes that send something of every element; a step changes them when it stands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from communicators import Bucket
+from torch import Tensor
+
+from sparse_collectives.training.parts import PARTS
+
+
+class Residuals:
+    """By bucket, flat, in float32 (float64 gradients: in that). What a step leaves is kept beside them until it ends.
+
+    Memory: 4 bytes a parameter, and as much again between an exchange and the step's end.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Tensor] = {}
+        self._open: dict[str, Tensor] = {}
+
+    def meet(self, key: str, kept: Mapping[str, Tensor]) -> None:
+        """A bucket that begins with what was kept of its parameters."""
+        if kept:
+            self._kept[key] = kept["residuals"]
+
+    def forget(self, key: str) -> dict[str, Tensor]:
+        """Lets go of a bucket; what was kept of it, by part. A step that may still be undone has ended before that."""
+        before, after = self._kept.pop(key, None), self._open.pop(key, None)
+        latest = before if after is None else after
+        return {} if latest is None else {"residuals": latest}
+
+    def accumulated(self, key: str, gradient: Tensor, unused: Sequence[slice]) -> Tensor:
+        """Residual + gradient, in memory of its own; zeros in `unused`, whose residuals wait."""
+        before = self._before(key)
+        if before is None:
+            return gradient.clone()
+        total = before + gradient
+        for span in unused:
+            total[span] = 0
+        return total
+
+    def put(self, key: str, rest: Tensor, unused: Sequence[slice]) -> None:
+        """What was not sent of the accumulated. It is this object's from now on."""
+        if (before := self._before(key)) is not None:
+            for span in unused:
+                rest[span] += before[span]
+        self._open[key] = rest
+
+    def commit(self) -> None:
+        """The step stands."""
+        self._kept.update(self._open)
+        self._open.clear()
+
+    def rollback(self) -> None:
+        """As before the step, bit for bit."""
+        self._open.clear()
+
+    def kept(self) -> dict[str, dict[str, Tensor]]:
+        """By part and bucket: references."""
+        return {**{part: {} for part in PARTS}, "residuals": self._kept}
+
+    def reset(self, state: Mapping[str, Any]) -> None:
+        """Forgets all buckets; ValueError for velocities that are not zero, which would be lost here."""
+        if any(bool(velocity.any()) for velocity in state["velocities"].values()):
+            raise ValueError(
+                "the state holds momenta of before a selection, but nothing is selected here: load the one that it was "
+                "saved with, or drop them with reshard_residuals(states, size, drop=True)"
+            )
+        self._kept, self._open = {}, {}
+
+    def _before(self, key: str) -> Tensor | None:
+        return self._open.get(key, self._kept.get(key))
+
+
+def in_units(flat: Tensor, scale: float) -> Tensor:
+    """A gradient that is `scale` times the one that counts, as the latter, in float32 (float64: in that)."""
+    gradient = flat.to(torch.promote_types(flat.dtype, torch.float32))
+    return gradient if scale == 1.0 else gradient / scale
+
+
+def laid_out(bucket: Bucket) -> list[tuple[int, int]]:
+    """[low, high) of each member in the flat tensor."""
+    edges = [0]
+    for shape in bucket.shapes:
+        edges.append(edges[-1] + shape.numel())
+    return list(pairwise(edges))

@@ -1,0 +1,148 @@
+"""The sparse exchange: selections are summed; what is not sent, or is dropped on the way, waits in the residuals."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from communicators import Bucket, Communicator, Schedule
+from sparse_compress import Compressor, ErrorFeedback, SparseVector, StatefulCompressor
+from torch import Tensor
+
+from sparse_collectives.algorithm import Algorithm
+from sparse_collectives.allreduce import prepare
+from sparse_collectives.reduction import Reduction
+from sparse_collectives.state import State
+from sparse_collectives.training.exchange import Transfer
+from sparse_collectives.training.parts import PARTS
+from sparse_collectives.training.suspects import marked, suspect_element
+from sparse_collectives.wire.wire import wire_named
+
+
+class Selections:
+    """See `Scheme`. The algorithm's own selection takes the compressor's place where it has one.
+
+    algorithm: as it was given; entry: the same, with its options set. wire: how selections travel, a name in `WIRES`.
+    tentative: steps can be rolled back, for twice the memory.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        *,
+        algorithm: str | Algorithm,
+        entry: Algorithm,
+        compressor: Compressor,
+        wire: str = "fp32",
+        momentum: float = 0.0,
+        tentative: bool = False,
+    ) -> None:
+        wire_named(wire)  # a wrong one is an error now
+        self._comm, self._algorithm, self._entry, self._wire = comm, algorithm, entry, wire
+        self._compressor, self._momentum, self._tentative = compressor, momentum, tentative
+        self.parts: Sequence[str] = PARTS if momentum else PARTS[:1]
+        self._feedback = self._new_feedback()
+        self._states: dict[str, State] = {}
+        self._before: dict[str, State] = {}  # tentative: of the buckets that this step has brought
+
+    def meet(self, key: str, bucket: Bucket, kept: Mapping[str, Tensor]) -> None:
+        """See `Scheme.meet`. TypeError for float64 gradients on a wire of fewer bytes."""
+        wire_named(self._wire, dtype=torch.promote_types(bucket.dtype, torch.float32))
+        if self._entry.initial_state is not None:
+            self._states.setdefault(key, self._entry.initial_state())
+        if kept:
+            self._feedback.adopt(key, kept["residuals"], kept.get("velocities"))
+
+    def forget(self, key: str) -> dict[str, Tensor]:
+        """See `Scheme.forget`."""
+        self._states.pop(key, None)
+        try:
+            return self._feedback.forget(key)
+        except KeyError:  # nothing has been sent of it yet
+            return {}
+
+    def transfer(self, key: str, flat: Tensor, scale: float, unused: Sequence[slice]) -> Transfer:
+        """Selects from what has accumulated."""
+        gradient = flat.to(torch.promote_types(flat.dtype, torch.float32)) / scale if scale != 1.0 else flat
+        state, k = self._states.get(key), self._compressor.entries(gradient.numel())
+        if self._tentative and state is not None:
+            self._before.setdefault(key, copy.deepcopy(state))
+        select, rank, size = self._entry.select, self._comm.rank, self._comm.size
+        prescribed = None if select is None else select(gradient, rank, size, k, state)
+        sent = self._feedback.compress(key, gradient, select=prescribed, withhold=unused)
+        given = marked(sent, self._feedback, key)
+        schedule, facts = prepare(given, self._comm, k, self._algorithm, self._entry.options, state, self._wire)
+        return _Selected(facts, schedule, sent, self._feedback, key, size, scale)
+
+    def commit(self) -> None:
+        """See `Scheme.commit`."""
+        self._feedback.commit()
+        self._before.clear()
+
+    def rollback(self) -> None:
+        """See `Scheme.rollback`."""
+        self._feedback.rollback()
+        self._states.update(self._before)
+        self._before.clear()
+
+    def kept(self) -> dict[str, dict[str, Tensor]]:
+        """See `Scheme.kept`."""
+        state = self._feedback.state_dict()
+        return {part: state[part] for part in PARTS}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The algorithm's state by bucket, as a list, which torch.distributed.checkpoint loads as a whole."""
+        state: dict[str, Any] = {"algorithm_state": list(self._states.items())}
+        if isinstance(self._compressor, StatefulCompressor):
+            state["compressor"] = list(self._compressor.state_dict().items())
+        return state
+
+    def reset(self, state: Mapping[str, Any]) -> None:
+        """See `Scheme.reset`."""
+        if state["residuals"] and bool(state["velocities"]) != (self._momentum > 0):
+            raise ValueError("the state was saved with another momentum setting: with momentum there are velocities")
+        if ("compressor" in state) != isinstance(self._compressor, StatefulCompressor):
+            raise ValueError(f"the state was saved with another compressor than {self._compressor}")
+        states = copy.deepcopy(dict(state["algorithm_state"]))
+        if self._entry.check_state is not None:
+            for kept in states.values():
+                self._entry.check_state(kept)
+        if isinstance(self._compressor, StatefulCompressor):
+            self._compressor.load_state_dict(dict(state["compressor"]))
+        self._feedback = self._new_feedback()
+        self._states, self._before = states, {}
+
+    def _new_feedback(self) -> ErrorFeedback:
+        return ErrorFeedback(self._compressor, momentum=self._momentum, tentative=self._tentative)
+
+
+@dataclass(frozen=True, eq=False)
+class _Selected:
+    """See `Transfer`."""
+
+    facts: str
+    schedule: Schedule[Reduction]
+    sent: SparseVector
+    feedback: ErrorFeedback
+    key: str
+    size: int
+    scale: float
+    summed: None = None
+
+    def agreed(self, result: Reduction) -> Tensor:
+        return result.total.values
+
+    def own(self, result: Reduction) -> Tensor:
+        return result.dropped.values
+
+    def suspect(self) -> int:
+        return suspect_element(self.sent, self.feedback.residual(self.key))
+
+    def end(self, result: Reduction, flat: Tensor) -> tuple[Tensor, Tensor]:
+        """The mean as an optimizer will see it: scaled, and in the gradient's own dtype, which may overflow."""
+        self.feedback.restore(self.key, result.dropped)
+        mean = (result.total.values / self.size * self.scale).to(flat.dtype)
+        return flat.zero_().index_copy_(0, result.total.indices.long(), mean), mean

@@ -1,0 +1,89 @@
+"""The dense exchange: whole gradients are summed, and nothing is kept between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from communicators import Bucket, Communicator, Schedule
+from communicators.dense_schedules import allreduce
+from torch import Tensor
+
+from sparse_collectives.training.exchange import Transfer
+from sparse_collectives.training.nonfinite import first_nonfinite
+from sparse_collectives.training.parts import PARTS
+from sparse_collectives.training.state_dict import refuse_residuals
+from sparse_collectives.wire.half import DenseWire, dense_wire
+
+
+class WholeGradients:
+    """See `Scheme`. Half-precision gradients are summed in float32.
+
+    wire: "bf16" or "fp16": gradients are divided by P, rounded, and summed in that; what is rounded off is lost.
+    """
+
+    parts: Sequence[str] = ()
+
+    def __init__(self, comm: Communicator, *, wire: str = "fp32") -> None:
+        self._rank, self._size, self._wire_name, self._wire = comm.rank, comm.size, wire, dense_wire(wire)
+
+    def meet(self, key: str, bucket: Bucket, kept: Mapping[str, Tensor]) -> None:
+        """Nothing is prepared."""
+
+    def forget(self, key: str) -> dict[str, Tensor]:
+        """Nothing was kept."""
+        del key
+        return {}
+
+    def transfer(self, key: str, flat: Tensor, scale: float, unused: Sequence[slice]) -> Transfer:
+        """The sum of scaled gradients is the scaled sum, so the scale stays."""
+        del key, scale, unused
+        gradient = flat.to(torch.promote_types(flat.dtype, torch.float32))
+        given = self._wire.given(gradient, self._size)
+        facts = f"dense(numel={gradient.numel()}, {gradient.dtype}, wire={self._wire_name})"
+        return _Sum(facts, allreduce(given, self._rank, self._size), given, gradient, self._wire, self._size)
+
+    def commit(self) -> None:
+        """Nothing to do."""
+
+    def rollback(self) -> None:
+        """Nothing to do."""
+
+    def kept(self) -> dict[str, dict[str, Tensor]]:
+        """Nothing."""
+        return {part: {} for part in PARTS}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Empty."""
+        return {"algorithm_state": []}
+
+    def reset(self, state: Mapping[str, Any]) -> None:
+        """ValueError for residuals that are not zero, which would be lost here."""
+        refuse_residuals(state["residuals"])
+
+
+@dataclass(frozen=True, eq=False)
+class _Sum:
+    """See `Transfer`."""
+
+    facts: str
+    schedule: Schedule[Tensor]
+    summed: Tensor
+    gradient: Tensor
+    wire: DenseWire
+    size: int
+
+    def agreed(self, result: Tensor) -> Tensor:
+        return result
+
+    def own(self, result: Tensor) -> Tensor:
+        return result[:0]
+
+    def suspect(self) -> int:
+        return first_nonfinite(self.gradient)
+
+    def end(self, result: Tensor, flat: Tensor) -> tuple[Tensor, Tensor]:
+        mean = self.wire.mean(result, self.size, self.gradient.dtype).to(flat.dtype)
+        return mean, mean

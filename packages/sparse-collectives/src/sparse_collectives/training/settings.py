@@ -1,0 +1,112 @@
+"""What a user sets for training, checked once at the edge, alike for the optimizer and the DDP hook."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from numbers import Real
+from typing import Any
+
+from sparse_compress import Compressor, TopK
+
+from sparse_collectives.algorithm import Algorithm
+from sparse_collectives.algorithms.table import ALGORITHMS, AUTO, check_takes_wire, known
+from sparse_collectives.prediction.auto import refuse_options
+from sparse_collectives.training.schemes.table import WHOLE, check_whole
+from sparse_collectives.wire.half import dense_wire
+from sparse_collectives.wire.wire import PLAIN, wire_named
+
+DENSITY = 0.01
+
+
+def check_compressor(compressor: Any, density: Any = None) -> Compressor:
+    """What is sent of a gradient: the compressor, or TopK of the density. TypeError or ValueError, also for both."""
+    if compressor is None:
+        if density is not None and (isinstance(density, bool) or not isinstance(density, Real)):
+            raise TypeError(f"density is {density!r}, expected the fraction of elements to send, 0 < density ≤ 1")
+        return TopK(DENSITY if density is None else float(density))
+    if density is not None:
+        raise ValueError(
+            f"density={density} and compressor={compressor} were given, and both say how much: leave out one"
+        )
+    if isinstance(compressor, type) or not isinstance(compressor, Compressor):
+        raise TypeError(f"compressor is {compressor!r}, expected one such as TopK(0.01)")
+    return compressor
+
+
+def check_selects(compressor: Compressor, entry: Algorithm | None) -> None:
+    """Raises ValueError for a compressor whose selection would be ignored. Of a TopK only its k counts everywhere.
+
+    entry: the algorithm, None where "auto" may take any.
+    """
+    if type(compressor) is TopK or (entry is not None and entry.compresses and entry.select is None):
+        return
+    if entry is None:
+        why = f"algorithm={AUTO!r} may take one that prescribes its selection"
+    elif entry.compresses:
+        why = f"{entry.name} prescribes its selection"
+    else:
+        why = f"{entry.name} selects nothing"
+    raise ValueError(f"{why}, so {compressor} would have no effect but its k: give TopK(density), or none")
+
+
+def check_momentum(momentum: Any) -> float:
+    """Of the correction before the selection; TypeError or ValueError unless 0 ≤ momentum < 1."""
+    if isinstance(momentum, bool) or not isinstance(momentum, Real):
+        raise TypeError(f"momentum is {momentum!r}, expected a number, 0 ≤ momentum < 1")
+    if not 0 <= float(momentum) < 1:
+        raise ValueError(f"momentum is {momentum}, expected 0 ≤ momentum < 1")
+    return float(momentum)
+
+
+def check_settings(
+    algorithm: Any, options: Any, wire: Any, compressor: Compressor, momentum: float, optimizer: str
+) -> None:
+    """What can be told of them before the ranks are known. Raises TypeError or ValueError.
+
+    optimizer: where momentum belongs when nothing is selected, for the message.
+    """
+    check_text("wire", wire, "fp32")
+    if options is not None and not isinstance(options, Mapping):
+        raise TypeError(f"options is {options!r}, expected a mapping such as {{'teams': 2}}")
+    if isinstance(algorithm, str) and algorithm == AUTO:
+        refuse_options(options)
+        wire_named(wire)
+        check_selects(compressor, None)
+        return
+    if isinstance(algorithm, str) and algorithm in WHOLE:
+        check_whole(algorithm, options, wire, momentum, optimizer)
+        check_selects(compressor, replace(known("dense"), name=algorithm))
+        return
+    if isinstance(algorithm, str) and algorithm not in ALGORITHMS:
+        raise ValueError(f"unknown algorithm {algorithm!r}; known: {', '.join([*ALGORITHMS, *WHOLE, AUTO])}")
+    entry = known(algorithm)
+    if momentum and not entry.compresses:
+        raise ValueError(f"{entry.name} selects nothing, so momentum={momentum} belongs into {optimizer}")
+    check_selects(compressor, entry)
+    if not entry.compresses:
+        dense_wire(wire)
+    elif wire_named(wire) is not PLAIN:
+        check_takes_wire(entry)
+
+
+def check_text(name: str, value: Any, example: str) -> None:
+    """Raises TypeError for a setting that is no text."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} is {value!r}, expected text such as {example!r}")
+
+
+def check_count(name: str, value: Any, unit: str, *, least: int = 1) -> int | None:
+    """A whole number from `least` on, or None; TypeError or ValueError for anything else."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is {value!r}, expected a whole number of {unit}, or None")
+    if value < least:
+        raise ValueError(f"{name} is {value}, expected {least} or more {unit}, or None")
+    return value
+
+
+def fixed(owner: str, name: str) -> AttributeError:
+    """For a setting that is set after construction, where it would have no effect."""
+    return AttributeError(f"{name} of a {owner} is fixed when that is made: set now it would do nothing")

@@ -1,0 +1,148 @@
+"""What distributed training adds to a checkpoint: residuals and velocities by parameter, one state a rank.
+
+By parameter, not by bucket, so that a checkpoint outlives another cut of the buckets.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from communicators import Communicator
+from communicators.replicas import place as shared
+from communicators.replicas.place import KEY
+from torch import Tensor
+
+from sparse_collectives.training.parts import PARTS
+
+RESHARD = "a state of another number of ranks goes through reshard_residuals"
+DENSE_ADVICE = "drop them with reshard_residuals(states, size, drop=True)"
+
+
+def numbered(position: int) -> str:
+    """How a parameter is called that nobody has named."""
+    return f"parameter {position}"
+
+
+def place(comm: Communicator) -> dict[str, Any]:
+    """Which rank of how many."""
+    return shared.place(comm, RESHARD)
+
+
+def check_place(state: Mapping[str, Any], rank: int, size: int) -> Mapping[str, Any]:
+    """This part of a state_dict; ValueError unless it is of this rank and this world size."""
+    shared.check_place(
+        state,
+        rank,
+        size,
+        of="a DistributedOptimizer or a SparseHookState",
+        needs=("algorithm", "algorithm_state"),
+        advice="carry the residuals over, or drop them, with reshard_residuals",
+    )
+    return _whole(state[KEY])
+
+
+def complete(
+    kept: Mapping[str, Mapping[str, Tensor]], parts: Sequence[str], trained: Iterable[tuple[str, Tensor]]
+) -> dict[str, dict[str, Tensor]]:
+    """Every part of every trained parameter, zeros where nothing is kept yet.
+
+    So that a new state is a complete template: torch.distributed.checkpoint loads only what it finds there.
+    """
+    found = {part: dict(kept[part]) for part in PARTS}
+    for name, p in trained:
+        for part in parts:
+            if name not in found[part]:
+                dtype = torch.promote_types(p.dtype, torch.float32)
+                found[part][name] = torch.zeros(p.shape, dtype=dtype, device=p.device)
+    return found
+
+
+def check_fit(own: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> None:
+    """Raises ValueError that names the parameters for parts of others than those of `shapes`; none at all is fine."""
+    for part in PARTS:
+        if not (tensors := own[part]):
+            continue
+        _check_numbering(tensors, shapes)
+        if wrong := sorted(set(shapes) ^ set(tensors)):
+            raise ValueError(f"{part}: only the checkpoint, or only the model, has {wrong}")
+        wrong = [
+            f"{name}: {tuple(tensors[name].shape)}, not {tuple(shape)}"
+            for name, shape in shapes.items()
+            if tensors[name].shape != shape
+        ]
+        if wrong:
+            raise ValueError(f"{part} of other shapes than the parameters: {wrong}")
+
+
+def refuse_residuals(residuals: Mapping[str, Tensor]) -> None:
+    """Raises ValueError for residuals that are not zero: a dense sum would lose them."""
+    if any(bool(residual.any()) for residual in residuals.values()):
+        raise ValueError(f"the state holds residuals, which a dense exchange has no use for: {DENSE_ADVICE}")
+
+
+def reshard_residuals(states: Sequence[Mapping[str, Any]], size: int, *, drop: bool = False) -> list[dict[str, Any]]:
+    """States for `size` ranks out of those of all P ranks before, so that training goes on with another world size.
+
+        states = [torch.load(f"rank{r}.pt") for r in range(4)]
+        optimizer.load_state_dict(reshard_residuals(states, size=2)[rank])
+
+    states: `DistributedOptimizer.state_dict()` or `SparseHookState.state_dict()` of ranks 0 … P − 1, in order.
+    Residuals and velocities of old rank r go to rank r mod size, times size/P because updates are means over ranks:
+    what is still to be applied stays the same. With `drop` all of them start at zero instead. The wrapped optimizer's
+    state, which is the same on all ranks, goes to every rank; what an algorithm learnt about P ranks is forgotten.
+    Nothing is written to `states`.
+    Raises ValueError where states are missing, or of several runs.
+    """
+    owns = [_whole(state[KEY]) for state in states]
+    places = [(own["rank"], own["world_size"]) for own in owns]
+    if size < 1 or not owns or places != [(rank, len(states)) for rank in range(len(states))]:
+        raise ValueError(
+            f"size={size} and states of (rank, world size) {places} given, expected size of 1 or more, "
+            "and the states of all ranks of one run in rank order"
+        )
+    return [{**states[0], KEY: _reshard(owns, rank, size, drop=drop)} for rank in range(size)]
+
+
+def _reshard(owns: Sequence[Mapping[str, Any]], rank: int, size: int, *, drop: bool) -> dict[str, Any]:
+    heirs = [] if drop else owns[rank::size]
+    parts = {part: {name: _total(name, part, owns, heirs, size) for name in owns[0][part]} for part in PARTS}
+    rest = {key: value for key, value in owns[0].items() if key != shared.size_key(len(owns), RESHARD)}
+    return {
+        shared.size_key(size, RESHARD): True,
+        **rest,
+        **parts,
+        "rank": rank,
+        "world_size": size,
+        "algorithm_state": [],
+    }
+
+
+def _total(
+    name: str, part: str, owns: Sequence[Mapping[str, Any]], heirs: Sequence[Mapping[str, Any]], size: int
+) -> Tensor:
+    total = torch.zeros_like(owns[0][part][name])
+    for heir in heirs:
+        total += heir[part][name]
+    return total.mul_(size).div_(len(owns))
+
+
+def _whole(own: Mapping[str, Any]) -> dict[str, Any]:
+    """With the parts that are empty, which torch.distributed.checkpoint does not write."""
+    return {**{part: {} for part in PARTS}, **own}
+
+
+def _check_numbering(tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
+    saved, here = (all(re.fullmatch(r"parameter \d+", name) for name in names) for names in (tensors, shapes))
+    if saved and not here:
+        raise ValueError(
+            "the state was saved without named_parameters, so it numbers parameters in the order in which DDP brought "
+            "them: load it into a new SparseHookState without named_parameters, or drop its residuals"
+        )
+    if here and not saved:
+        raise ValueError(
+            "the state was saved with named_parameters: give this SparseHookState "
+            "named_parameters=model.named_parameters() too"
+        )

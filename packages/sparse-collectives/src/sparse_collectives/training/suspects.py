@@ -1,0 +1,26 @@
+"""NaN and inf in what a rank has accumulated, so that all ranks learn of them, also where they were not selected."""
+
+from __future__ import annotations
+
+import torch
+from sparse_compress import ErrorFeedback, SparseVector
+from torch import Tensor
+
+from sparse_collectives.training.nonfinite import first_nonfinite
+
+
+def marked(sent: SparseVector, feedback: ErrorFeedback, name: str) -> SparseVector:
+    """What is sent: all NaN where what had accumulated was not finite, whatever of that was selected.
+
+    All of it, so that it shows in the total however an algorithm cuts, rounds and compares. The step is lost anyway.
+    """
+    if name not in feedback.suspects():
+        return sent
+    return SparseVector(sent.indices, torch.full_like(sent.values, torch.nan), sent.numel)
+
+
+def suspect_element(sent: SparseVector, residual: Tensor) -> int:
+    """The first element of which this rank selected, or has left in its residual, something not finite; -1 if none."""
+    position, left_behind = first_nonfinite(sent.values), first_nonfinite(residual.view(-1))
+    found = [element for element in (left_behind, int(sent.indices[position]) if position >= 0 else -1) if element >= 0]
+    return min(found, default=-1)

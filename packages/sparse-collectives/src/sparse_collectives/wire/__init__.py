@@ -1,0 +1,1 @@
+"""How sparse vectors and whole gradients travel between ranks."""
