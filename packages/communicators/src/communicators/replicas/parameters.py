@@ -52,7 +52,7 @@ def refuse_changes(optimizer: Optimizer, names: Mapping[int, str], exchanged: Se
     frozen = [names[id(p)] for p in exchanged if not p.requires_grad]
     remedy = (
         f"before the next backward make a new {what} of the wrapped one, optimizer.optimizer, on every "
-        "rank: that one's state stays, residuals begin at zero"
+        "rank: that one's state stays, what was kept beside it begins anew"
     )
     if added:
         raise ValueError(

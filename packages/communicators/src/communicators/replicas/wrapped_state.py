@@ -23,7 +23,7 @@ def wrapped_state(optimizer: Optimizer, *, stepped: bool) -> tuple[dict[str, Any
     state = optimizer.state_dict()
     if state["state"] or stepped:
         return state, _held(state)
-    return {**state, "state": _foreseen(optimizer)}, _NEW
+    return {**state, "state": foreseen_state(optimizer)}, _NEW
 
 
 def check_loaded(state: dict[str, Any], held: Any) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def _held(state: Mapping[str, Any]) -> list[str]:
     return [f"{p}.{name}" for p, held in state["state"].items() for name in held]
 
 
-def _foreseen(optimizer: Optimizer) -> dict[Any, Any]:
+def foreseen_state(optimizer: Optimizer) -> dict[Any, Any]:
     """The state after a step, made by a copy with parameters of its own; {} where a step takes more than gradients."""
     try:
         scratch = copy.deepcopy(optimizer)

@@ -1,0 +1,21 @@
+"""Local SGD and its family: ranks take steps of their own, and exchange a mean of their models now and then."""
+
+from local_sgd.algorithms.bmuf import BMUF
+from local_sgd.algorithms.cocod import CoCoDSGD
+from local_sgd.algorithms.diloco import DiLoCo
+from local_sgd.algorithms.easgd import EASGD
+from local_sgd.algorithms.local_sgd import LocalSGD
+from local_sgd.algorithms.overlap import OverlapLocalSGD
+from local_sgd.algorithms.slowmo import SlowMo
+from local_sgd.periodic import PeriodicAveraging
+
+__all__ = [
+    "BMUF",
+    "EASGD",
+    "CoCoDSGD",
+    "DiLoCo",
+    "LocalSGD",
+    "OverlapLocalSGD",
+    "PeriodicAveraging",
+    "SlowMo",
+]

@@ -1,0 +1,1 @@
+"""One file per algorithm: its equation, and the same equation as code."""

@@ -1,0 +1,58 @@
+"""Blockwise model-update filtering (Chen & Huo, ICASSP 2016)."""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from local_sgd.block import Every
+from local_sgd.options import Options
+from local_sgd.parts import Part
+from local_sgd.periodic import PeriodicAveraging
+from local_sgd.settings import below_one, positive
+
+
+class BMUF(PeriodicAveraging):
+    """What a block has changed is filtered by momentum before all go on from it.
+
+        g = z − x̄
+        d ← η·d + ζ·g
+        z ← z − d            nesterov: z ← z − (ζ·g + η·d)
+        x ← z                                                          every τ steps
+
+    A steady change is multiplied by ζ/(1 − η): the paper's η = 1 − 1/m keeps the step of m ranks that share the data.
+    BMUF(block_rate=1, momentum=0) is LocalSGD; with Nesterov's form it is DiLoCo of outer rate ζ and momentum η;
+    without it SlowMo at a constant rate. The model is z.
+
+    block_rate: ζ > 0.  momentum: 0 ≤ η < 1.
+    optimizer, sync_every (τ), options: see `PeriodicAveraging`.
+    """
+
+    anchors = ("anchor",)
+    momenta = ("momentum",)
+    settings = ("block_rate", "momentum", "nesterov")
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        sync_every: Every = 4,
+        block_rate: float = 1.0,
+        momentum: float = 0.875,
+        nesterov: bool = False,
+        **options: Unpack[Options],
+    ) -> None:
+        self.block_rate = positive("block_rate", block_rate)
+        self.momentum = below_one("momentum", momentum)
+        self.nesterov = bool(nesterov)
+        super().__init__(optimizer, sync_every=sync_every, **options)
+
+    def boundary(self, part: Part, x: Tensor, mean: Tensor) -> Tensor:
+        """z − ζ·g is computed as the point at ζ between z and x̄, so that ζ = 1 gives x̄ in all bits."""
+        z, d, ζ, η = part["anchor"], part["momentum"], self.block_rate, self.momentum
+        filtered = d.mul(η).add_(z - mean, alpha=ζ)
+        z.lerp_(mean, ζ).sub_(filtered if self.nesterov else d, alpha=η)
+        d.copy_(filtered)
+        return z

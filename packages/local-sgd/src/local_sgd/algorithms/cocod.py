@@ -1,0 +1,38 @@
+"""CoCoD-SGD, computation and communication decoupled (Shen et al., IJCAI 2019)."""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from local_sgd.block import Every
+from local_sgd.options import Options
+from local_sgd.parts import Part
+from local_sgd.periodic import PeriodicAveraging
+
+
+class CoCoDSGD(PeriodicAveraging):
+    """Local SGD whose mean travels while the next block computes.
+
+        wait for a = mean of y                          y: x at the last boundary
+        x ← x + (a − y)
+        y ← x;  launch the mean of y                                   every τ steps
+
+    The model is x̄; ranks hold it one block late, and apart by what they did since.
+
+    optimizer, sync_every (τ), options: see `PeriodicAveraging`; `native` is of no use here and refused.
+    """
+
+    anchors = ("launched",)
+    overlaps = True
+    mean_is_model = True
+
+    def __init__(self, optimizer: Optimizer, *, sync_every: Every = 4, **options: Unpack[Options]) -> None:
+        super().__init__(optimizer, sync_every=sync_every, **options)
+
+    def boundary(self, part: Part, x: Tensor, mean: Tensor) -> Tensor:
+        """See `PeriodicAveraging.boundary`."""
+        y = part["launched"]
+        return y.copy_(x.add_(mean - y))

@@ -1,0 +1,64 @@
+"""Elastic averaging SGD (Zhang, Choromanska & LeCun, NeurIPS 2015)."""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from local_sgd.block import Every
+from local_sgd.options import Options
+from local_sgd.parts import Part
+from local_sgd.periodic import PeriodicAveraging
+from local_sgd.settings import number
+
+
+class EASGD(PeriodicAveraging):
+    """Ranks and an anchor pull at each other; ranks stay apart, and explore.
+
+        z' = z + α·Σ(x − z)            over all m ranks
+        x ← (1 − α)·x + α·z
+        z ← z'                                                         every τ steps
+
+    Σx + z does not change by it. It contracts for 0 < α < 2/(m + 1) only; other values are refused. A rank that has
+    finished (`finish`) stays elastic, as it is. The model is z.
+
+    alpha: α, default 0.9/m. There is no mean to weight: weighted=True is refused.
+    optimizer, sync_every (τ), options: see `PeriodicAveraging`.
+    """
+
+    anchors = ("anchor",)
+    settings = ("alpha",)
+    idle_weight = 1.0
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        sync_every: Every = 4,
+        alpha: float | None = None,
+        **options: Unpack[Options],
+    ) -> None:
+        if options.get("weighted"):
+            raise ValueError("EASGD sums over ranks and has no mean to weight: leave out weighted=True")
+        self.alpha = float("nan") if alpha is None else number("alpha", alpha)
+        super().__init__(optimizer, sync_every=sync_every, **options)
+
+    def check(self) -> None:
+        """See `PeriodicAveraging.check`."""
+        m = self.comm.size
+        if self.alpha != self.alpha:
+            self.alpha = 0.9 / m
+        if not 0 < self.alpha < 2 / (m + 1):
+            raise ValueError(
+                f"alpha is {self.alpha}, expected 0 < alpha < 2/(m + 1) = {2 / (m + 1):.4g} for m = {m} ranks: "
+                "outside ranks and anchor swing apart; the default is 0.9/m"
+            )
+
+    def boundary(self, part: Part, x: Tensor, mean: Tensor) -> Tensor:
+        """See `PeriodicAveraging.boundary`."""
+        z, α, m = part["anchor"], self.alpha, self.comm.size
+        pulled = x.mul(1 - α).add_(z, alpha=α)
+        z.add_(mean - z, alpha=α * m)
+        return pulled

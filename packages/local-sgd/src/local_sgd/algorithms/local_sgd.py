@@ -1,0 +1,34 @@
+"""Local SGD (Stich, ICLR 2019; Zhang et al., 2016)."""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from local_sgd.block import Every
+from local_sgd.options import Options
+from local_sgd.parts import Part
+from local_sgd.periodic import PeriodicAveraging
+
+
+class LocalSGD(PeriodicAveraging):
+    """Every rank takes τ steps of its own; then all go on from their mean.
+
+        x ← x̄                                                          every τ steps
+
+    With sync_every=1 and SGD inside (momentum, Nesterov and weight decay included) it is synchronous SGD within
+    rounding. The model is x̄.
+
+    optimizer, sync_every (τ), options: see `PeriodicAveraging`.
+    """
+
+    mean_is_model = True
+
+    def __init__(self, optimizer: Optimizer, *, sync_every: Every = 4, **options: Unpack[Options]) -> None:
+        super().__init__(optimizer, sync_every=sync_every, **options)
+
+    def boundary(self, part: Part, x: Tensor, mean: Tensor) -> Tensor:
+        """See `PeriodicAveraging.boundary`."""
+        return mean

@@ -1,0 +1,55 @@
+"""Overlap-Local-SGD (Wang, Liang & Joshi, ICASSP 2020)."""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from local_sgd.block import Every
+from local_sgd.options import Options
+from local_sgd.parts import Part
+from local_sgd.periodic import PeriodicAveraging
+from local_sgd.settings import below_one
+
+
+class OverlapLocalSGD(PeriodicAveraging):
+    """Ranks are pulled to an anchor that is one block old; the next one travels while they compute.
+
+        wait for x̄ of the last launch
+        v ← β·v + (x̄ − z);  z ← z + v
+        x ← (1 − α)·x + α·z
+        launch the mean of x                                           every τ steps
+
+    The authors' code divides by the learning rate and multiplies by it again; at a constant rate that is the same, and
+    this survives one that decays. The effective step is (1 − α)/(1 − αβ) of SGD's, 0.69 by default. Ranks stay apart
+    on unlike data: the model is z, see `averaged_model`, never one rank's x.
+
+    alpha: 0 ≤ α < 1; 0 is independent SGD.  beta: 0 ≤ β < 1.
+    optimizer, sync_every (τ), options: see `PeriodicAveraging`; `native` is of no use here and refused.
+    """
+
+    anchors = ("anchor",)
+    momenta = ("momentum",)
+    settings = ("alpha", "beta")
+    overlaps = True
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        sync_every: Every = 2,
+        alpha: float = 0.6,
+        beta: float = 0.7,
+        **options: Unpack[Options],
+    ) -> None:
+        self.alpha, self.beta = below_one("alpha", alpha), below_one("beta", beta)
+        super().__init__(optimizer, sync_every=sync_every, **options)
+
+    def boundary(self, part: Part, x: Tensor, mean: Tensor) -> Tensor:
+        """See `PeriodicAveraging.boundary`."""
+        z, v, α = part["anchor"], part["momentum"], self.alpha
+        v.mul_(self.beta).add_(mean - z)
+        z.add_(v)
+        return x.mul(1 - α).add_(z, alpha=α)

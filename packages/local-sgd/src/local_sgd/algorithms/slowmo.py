@@ -1,0 +1,52 @@
+"""SlowMo, slow momentum (Wang, Tantia, Ballas & Rabbat, ICLR 2020)."""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from local_sgd.block import Every
+from local_sgd.options import Options
+from local_sgd.parts import Part
+from local_sgd.periodic import PeriodicAveraging
+from local_sgd.settings import below_one, positive
+
+
+class SlowMo(PeriodicAveraging):
+    """A slow momentum over blocks, in units of the learning rate γ.
+
+        u ← β·u + (z − x̄)/γ
+        z ← z − α·γ·u
+        x ← z                                                          every τ steps
+
+    Kept is v = γu, so that nothing is divided by γ: v ← β·(γ/γ of the last boundary)·v + (z − x̄); z ← z − α·v. After
+    a boundary at γ = 0 the momentum begins anew. The model is z.
+
+    alpha: the slow rate α > 0.  beta: 0 ≤ β < 1.  γ is the "lr" of each parameter group at the boundary.
+    optimizer, sync_every (τ), options: see `PeriodicAveraging`.
+    """
+
+    anchors = ("anchor",)
+    momenta = ("momentum",)
+    settings = ("alpha", "beta")
+    needs_rate = True
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        sync_every: Every = 4,
+        alpha: float = 1.0,
+        beta: float = 0.7,
+        **options: Unpack[Options],
+    ) -> None:
+        self.alpha, self.beta = positive("alpha", alpha), below_one("beta", beta)
+        super().__init__(optimizer, sync_every=sync_every, **options)
+
+    def boundary(self, part: Part, x: Tensor, mean: Tensor) -> Tensor:
+        """See `PeriodicAveraging.boundary`."""
+        z, v, γ, last = part["anchor"], part["momentum"], part.rate, part.last_rate
+        v.mul_(self.beta * (γ / last if last else 0.0)).add_(z - mean)
+        return z.sub_(v, alpha=self.alpha)

@@ -1,0 +1,75 @@
+"""How all ranks begin: the same parameters, the same settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from communicators import Communicator, refuse_unlike, run
+from communicators.dense_schedules import barrier
+from communicators.replicas.first_broadcast import broadcast_parameters
+from communicators.replicas.parameters import name_parameters
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from local_sgd.tensors import copy_from_first
+
+
+def named_parameters(
+    optimizer: Optimizer, model: nn.Module | None, *, needs_rate: bool, what: str
+) -> dict[str, Tensor]:
+    """The optimizer's parameters by name: the model's, or the optimizer's own, or numbers.
+
+    Raises TypeError for parameters that cannot be averaged, ValueError where model and optimizer do not fit, and where
+    there is nothing to average.
+    """
+    pairs = _numbered(optimizer) if model is None else list(model.named_parameters())
+    named = name_parameters(optimizer, pairs)
+    members = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    named = {name: p for name, p in named.items() if id(p) in members}
+    if sharded := [name for name, p in named.items() if _is_sharded(p)]:
+        raise TypeError(
+            f"parameters that are sharded (DTensor): {sharded}; to average them shard by shard is not supported: "
+            f"give {what} whole parameters, as DistributedDataParallel or a plain module has them"
+        )
+    if not any(p.requires_grad and p.numel() for p in named.values()):
+        raise ValueError("no parameter of the optimizer is trainable: there is nothing to average")
+    if needs_rate and (lacking := [g for g, group in enumerate(optimizer.param_groups) if "lr" not in group]):
+        raise ValueError(f"{what} counts in learning rates, but parameter groups {lacking} have no 'lr'")
+    return named
+
+
+def agree(
+    named: Mapping[str, Tensor],
+    model: nn.Module | None,
+    comm: Communicator,
+    what: str,
+    settings: Mapping[str, Any],
+    *,
+    broadcast: bool,
+) -> None:
+    """All ranks have these settings and parameters, rank 0's or, without `broadcast`, alike; or CollectiveError."""
+    text = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+    if broadcast:
+        broadcast_parameters(named, comm, what=what, settings=text)
+        copy_from_first([b for b in model.buffers() if b.numel()] if model else [], comm, facts=f"buffers of {what}")
+    else:
+        run(barrier(comm.rank, comm.size), comm, facts=f"{what}({text}, broadcast=False)")
+        refuse_unlike(named, comm)
+
+
+def _numbered(optimizer: Optimizer) -> list[tuple[str, Tensor]]:
+    pairs: list[tuple[str, Tensor]] = []
+    for group in optimizer.param_groups:
+        names = group.get("param_names") or [f"parameter {len(pairs) + i}" for i in range(len(group["params"]))]
+        pairs += zip(names, group["params"], strict=True)
+    return pairs
+
+
+def _is_sharded(p: Tensor) -> bool:
+    if not dist.is_available():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(p, DTensor)

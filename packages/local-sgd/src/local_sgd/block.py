@@ -1,0 +1,62 @@
+"""Where a rank is in its block of τ steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+from local_sgd.settings import whole
+
+Every: TypeAlias = int | Callable[[int], int]
+"""τ, or a function that gives it from the number of steps before the block."""
+
+_HINT = " of steps, or a function from the number of steps so far to one"
+
+
+class Block:
+    """Counts steps. The first block has τ steps like every other.
+
+    steps: in all blocks; done: in this one; weight: the sum of what they were given.
+    """
+
+    def __init__(self, every: Every) -> None:
+        self.every = every
+        self.steps = self.done = 0
+        self.weight = 0.0
+        self._length = 0
+
+    @property
+    def every(self) -> Every:
+        """τ; another one counts from the next block on."""
+        return self._every
+
+    @every.setter
+    def every(self, every: Every) -> None:
+        self._every = every if callable(every) else whole("sync_every", every, _HINT)
+
+    def count(self, weight: float) -> bool:
+        """One more step; whether it was the block's last."""
+        if self.done == 0:
+            self._length = self._next_length()
+        self.steps += 1
+        self.done += 1
+        self.weight += weight
+        return self.done >= self._length
+
+    def end(self) -> None:
+        """The next step begins a block."""
+        self.done, self.weight = 0, 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers."""
+        return {"steps": self.steps, "done": self.done, "length": self._length, "weight": self.weight}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where the state was taken."""
+        self.steps, self.done, self._length = state["steps"], state["done"], state["length"]
+        self.weight = state["weight"]
+
+    def _next_length(self) -> int:
+        if not callable(self._every):
+            return self._every
+        return whole(f"sync_every({self.steps})", self._every(self.steps), _HINT.split(",")[0])

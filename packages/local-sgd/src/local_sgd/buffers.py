@@ -1,0 +1,50 @@
+"""What becomes of a model's buffers, such as BatchNorm's statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from communicators import Communicator
+from torch import Tensor, nn
+
+from local_sgd.tensors import average, copy_from_first
+
+
+class Buffers:
+    """policy "keep": every rank has its own; "average": their mean at every boundary; "broadcast": rank 0's.
+
+    Means are of floating-point buffers; of others, such as counters, everybody gets rank 0's.
+    """
+
+    def __init__(self, model: nn.Module | None, policy: str, comm: Communicator, what: str) -> None:
+        self._model, self._policy, self._comm, self._what = model, policy, comm, what
+
+    def at_boundary(self) -> None:
+        """For every rank to call."""
+        if self._policy != "keep":
+            self._share()
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """As the policy says, "keep" as "average", inside; every rank's own afterwards. For every rank to call."""
+        buffers = self._all()
+        own = [buffer.clone() for buffer in buffers]
+        try:
+            self._share()
+            yield
+        finally:
+            for buffer, value in zip(buffers, own, strict=True):
+                buffer.copy_(value)
+
+    def _share(self) -> None:
+        buffers = [buffer for buffer in self._all() if buffer.numel()]
+        averaged = [b for b in buffers if b.is_floating_point() and self._policy != "broadcast"]
+        copied = [b for b in buffers if not any(b is one for one in averaged)]
+        with torch.no_grad():
+            average(averaged, self._comm, facts=f"buffers of {self._what}")
+            copy_from_first(copied, self._comm, facts=f"buffers of {self._what}")
+
+    def _all(self) -> list[Tensor]:
+        return [] if self._model is None else list(self._model.buffers())

@@ -1,0 +1,103 @@
+"""The mean over ranks of a few vectors, at once or while the caller computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from communicators import Communicator, Work, allreduce, run, start
+from communicators import dense_schedules as dense
+from torch import Tensor
+
+
+@dataclass
+class Arrived:
+    """Means over ranks, by weight.
+
+    weight: of all ranks; at 0 nobody gave anything, and there is no mean: `means` is empty.
+    unfinished: how many ranks had not finished when they gave theirs.
+    """
+
+    means: list[Tensor]
+    weight: float
+    unfinished: int
+
+
+class Exchange:
+    """Every vector is one message, and carries its rank's weight and whether that has finished.
+
+    By our schedule, so that all worlds give the same bits; native: by the transport's own sum, within rounding.
+    """
+
+    def __init__(self, comm: Communicator, what: str, *, native: bool) -> None:
+        self._comm, self._what, self._native = comm, what, native
+        self._works: list[Work[Tensor]] = []
+        self._arrived: Arrived | None = None
+        self._waited = self._under_way = 0.0
+
+    @property
+    def hidden_fraction(self) -> float | None:
+        """Of the seconds that exchanges took, the part that nobody waited for; None before the first has come."""
+        return max(0.0, 1.0 - self._waited / self._under_way) if self._under_way > 0 else None
+
+    def now(self, vectors: Sequence[Tensor], weight: float, *, finished: bool, what: str = "average()") -> Arrived:
+        """The means, as soon as all ranks have come."""
+        began = self._comm.clock()
+        totals = [self._sum(self._payload(x, weight, finished), what) for x in vectors]
+        self._waited += (seconds := self._comm.clock() - began)
+        self._under_way += seconds
+        return _means(totals)
+
+    def launch(self, vectors: Sequence[Tensor], weight: float, *, finished: bool) -> None:
+        """Starts the exchange of the vectors as they are now: they are copied once, here."""
+        self._arrived = None
+        for payload in [self._payload(x, weight, finished) for x in vectors]:
+            schedule = dense.allreduce(payload, self._comm.rank, self._comm.size)
+            self._works.append(
+                start(schedule, self._comm, facts=self._facts(payload, "average()"), device=payload.device)
+            )
+
+    def arrived(self) -> Arrived:
+        """What was launched last, waited for. It stays until the next launch."""
+        if self._arrived is None:
+            works, self._works = self._works, []
+            began = self._comm.clock()
+            totals = [work.wait() for work in works]
+            self._waited += self._comm.clock() - began
+            self._under_way += max(work.ended or began for work in works) - works[0].began
+            self._arrived = _means(totals)
+        return self._arrived
+
+    def store(self, arrived: Arrived) -> None:
+        """As if this had been launched last. What is under way is waited for, and forgotten."""
+        for work in self._works:
+            work.wait()
+        self._works, self._arrived = [], arrived
+
+    def _payload(self, x: Tensor, weight: float, finished: bool) -> Tensor:
+        payload = torch.empty(x.numel() + 2, dtype=x.dtype, device=x.device)
+        if weight:
+            torch.mul(x, weight, out=payload[:-2])
+        else:
+            payload.zero_()
+        payload[-2], payload[-1] = weight, float(not finished)
+        return payload
+
+    def _sum(self, payload: Tensor, what: str) -> Tensor:
+        if self._native:
+            return allreduce(payload, self._comm)
+        schedule = dense.allreduce(payload, self._comm.rank, self._comm.size)
+        return run(schedule, self._comm, facts=self._facts(payload, what), device=payload.device)
+
+    def _facts(self, payload: Tensor, what: str) -> str:
+        return (
+            f"{self._what}.{what} of {payload.numel() - 2} elements, {payload.dtype} "
+            "(all ranks call it alike; one with fewer batches ends with finish())"
+        )
+
+
+def _means(totals: list[Tensor]) -> Arrived:
+    weight, unfinished = totals[0][-2:].tolist()
+    means = [total[:-2].div_(total[-2]) for total in totals] if weight else []
+    return Arrived(means, weight, int(unfinished))

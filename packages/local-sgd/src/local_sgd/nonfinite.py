@@ -1,0 +1,31 @@
+"""A mean with NaN or inf in it: the same error on every rank, which says whose and where."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from communicators import CollectiveError, Communicator, allgather
+from torch import Tensor
+
+from local_sgd.parts import Part
+
+
+def refuse_nonfinite(parts: Sequence[Part], means: Sequence[Tensor], comm: Communicator, what: str) -> None:
+    """Raises CollectiveError, alike on every rank, for means that are not finite. Ranks hold the same means."""
+    if all(bool(torch.isfinite(mean.sum())) for mean in means):  # a NaN or inf never leaves a sum
+        return
+    found = [name for part, mean in zip(parts, means, strict=True) for name in _nonfinite(part, mean)]
+    if not found:
+        return  # finite values whose sum is not
+    own = any(_nonfinite(part, part.gather()) for part in parts)
+    ranks = [rank for rank, theirs in enumerate(allgather(torch.tensor([int(own)]), comm)) if int(theirs)]
+    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    raise CollectiveError(
+        f"{what}: the average is not finite in {found[0]!r}{more}; NaN or inf in the parameters of ranks {ranks}: "
+        "nothing was applied; lower the learning rate there, clip gradients, or go back to a checkpoint"
+    )
+
+
+def _nonfinite(part: Part, flat: Tensor) -> list[str]:
+    return [name for name, view in part.by_name(flat).items() if not bool(torch.isfinite(view).all())]

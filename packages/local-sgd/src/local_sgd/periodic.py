@@ -1,0 +1,348 @@
+"""`PeriodicAveraging`: what all algorithms of the family share."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar, Self
+
+import torch
+from communicators import Communicator, as_communicator
+from communicators.replicas.default_group import refuse_alone
+from communicators.replicas.parameters import refuse_changes
+from communicators.replicas.wrapped_state import refuse_torch_helpers
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from local_sgd import beginning, saved
+from local_sgd.block import Block, Every
+from local_sgd.buffers import Buffers
+from local_sgd.exchange import Arrived, Exchange
+from local_sgd.inner_state import InnerState
+from local_sgd.nonfinite import refuse_nonfinite
+from local_sgd.parts import Part, parts_of
+from local_sgd.settings import number, policy, whole
+from local_sgd.wrapping import Wrapping
+
+
+class PeriodicAveraging(Wrapping):
+    """Wraps an optimizer: its steps are local, and after every τ of them ranks exchange a mean of their models.
+
+        optimizer = LocalSGD(torch.optim.SGD(model.parameters(), lr=0.1), sync_every=4)
+        for ...:
+            loss.backward()
+            optimizer.step(); optimizer.zero_grad(); optimizer.average()
+        optimizer.finish()
+
+    x is a rank's model, x̄ the mean over ranks, and "boundary" after every τ-th `average`.
+
+    optimizer: any, built over the live parameters; this object shares its param_groups, state and defaults.
+    sync_every: τ, or a function that gives it from the number of steps before the block, such as a warm-up:
+        `lambda step: 1 if step < 1000 else 16`. Ranks may have different ones: their blocks are exchanged in order.
+    comm: see `communicators.as_communicator`; its `timeout` is how long a boundary waits for a late rank.
+    model: names parameters in errors, and has buffers, see `buffers`.
+    buffers: of the model, such as BatchNorm's: "keep", every rank its own; "average" at boundaries, what is not
+        floating-point being rank 0's; "broadcast" rank 0's. Both wait for a small exchange at every boundary.
+    inner_state: the wrapped optimizer's: "keep", every rank its own; "average" at boundaries; "reset" there.
+    weighted: `average(weight)` is given a weight, such as the number of samples or tokens of the step; means are by
+        the sums of them over blocks.
+    broadcast: rank 0's parameters, and buffers of `model`, are copied to all ranks now; False: ranks compare a hash of
+        their parameters, and it is an error where they differ.
+    native: by the transport's own allreduce: worlds then agree within rounding, not in all bits.
+    bucket_bytes: exchanged in vectors of at most so many bytes; default: one for each group, dtype and device.
+    anchor_device: where anchors, momenta and means live, such as "cpu"; default: with the parameters.
+
+    Parameters of 16 bits are averaged in 32, and what is rounded off then stays with the rank that rounds.
+    Frozen parameters (requires_grad False, now) are left out; freezing or adding some later is an error.
+    Raises CollectiveError, alike on every rank, where ranks differ in algorithm, settings or parameters, and where a
+    mean is not finite.
+    """
+
+    anchors: ClassVar[tuple[str, ...]] = ()
+    """What an algorithm keeps that begins as x, and is the model when all is drained; the first one is its model."""
+    momenta: ClassVar[tuple[str, ...]] = ()
+    """What it keeps that begins at zero."""
+    settings: ClassVar[tuple[str, ...]] = ()
+    """Its attributes that ranks must share."""
+    overlaps: ClassVar[bool] = False
+    """The mean at a boundary is of what was launched at the last one."""
+    idle_weight: ClassVar[float] = 0.0
+    """A finished rank's."""
+    mean_is_model: ClassVar[bool] = False
+    """The model is the mean over ranks, not the first anchor."""
+    needs_rate: ClassVar[bool] = False
+    """Parameter groups must have an "lr"."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        sync_every: Every = 4,
+        comm: Any = None,
+        model: nn.Module | None = None,
+        buffers: str = "keep",
+        inner_state: str = "keep",
+        weighted: bool = False,
+        broadcast: bool = True,
+        native: bool = False,
+        bucket_bytes: int | None = None,
+        anchor_device: torch.device | str | None = None,
+    ) -> None:
+        policy("buffers", buffers, "keep", "average", "broadcast")
+        policy("inner_state", inner_state, "keep", "average", "reset")
+        if bucket_bytes is not None:
+            whole("bucket_bytes", bucket_bytes, ", or None")
+        self._block = Block(sync_every)
+        super().__init__(optimizer)
+        self._what = what = type(self).__name__
+        if native and self.overlaps:
+            raise ValueError(f"native=True waits for the transport, but {what} goes on meanwhile: leave it out")
+        if buffers != "keep" and model is None:
+            raise ValueError(f"buffers={buffers!r} takes the model whose buffers they are: give model=")
+        named = beginning.named_parameters(optimizer, model, needs_rate=self.needs_rate, what=what)
+        self._by_default, self._comm = comm is None, as_communicator(comm)
+        self.check()
+        self._weighted, self._model = bool(weighted), model
+        self._names = {id(p): name for name, p in named.items()}
+        self._trained = {name: p for name, p in named.items() if p.requires_grad and p.numel()}
+        shared = {name: getattr(self, name) for name in self.settings}
+        shared |= {"buffers": buffers, "inner_state": inner_state, "weighted": self._weighted, "native": native}
+        beginning.agree(named, model, self._comm, what, {**shared, "bucket_bytes": bucket_bytes}, broadcast=broadcast)
+        device = None if anchor_device is None else torch.device(anchor_device)
+        self._parts = parts_of(optimizer.param_groups, self._trained, bucket_bytes, device)
+        self._exchange = Exchange(self._comm, what, native=native)
+        self._buffers = Buffers(model, buffers, self._comm, what)
+        self._inner = InnerState(inner_state, optimizer, self._comm, what)
+        self._begin()
+        self._showing, self._expected = False, None
+
+    @abstractmethod
+    def boundary(self, part: Part, x: Tensor, mean: Tensor) -> Tensor:
+        """The algorithm: x after the boundary; changes what is kept in `part`, and may change x.
+
+        x: this rank's, a copy.  mean: over ranks, of x or, where the algorithm overlaps, of what the last boundary
+        returned. Returned may be what is kept; it is copied.
+        """
+
+    def check(self) -> None:
+        """Raises ValueError for settings that do not fit the number of ranks, which `comm` knows by now."""
+
+    @property
+    def comm(self) -> Communicator:
+        """The ranks."""
+        return self._comm
+
+    @property
+    def sync_every(self) -> Every:
+        """τ; another one counts from the next block on."""
+        return self._block.every
+
+    @sync_every.setter
+    def sync_every(self, every: Every) -> None:
+        self._block.every = every
+
+    @property
+    def hidden_fraction(self) -> float | None:
+        """Of the seconds that exchanges took so far, the part in which this rank did not wait; None before the first.
+
+        1 where the exchange is over before the next boundary, 0 for algorithms that do not overlap.
+        """
+        return self._exchange.hidden_fraction
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """The wrapped optimizer's step, on this rank alone."""
+        refuse_torch_helpers(self._what)
+        self._refuse_shown("step()")
+        self._refuse_other_parameters()
+        self._drained = False
+        return super().step(closure)
+
+    def average(self, weight: float | None = None) -> None:
+        """Counts a step; at a boundary exchanges. Call it after every step, also after one that a GradScaler left out.
+
+        weight: of this step, such as its number of samples; given if, and only if, the optimizer is `weighted`.
+        """
+        self._refuse_shown("average()")
+        self._drained = False
+        if self._block.count(self._checked(weight)):
+            self._meet(self._own_weight(), finished=False)
+            self._block.end()
+
+    def drain(self) -> None:
+        """Ends the block now, and what is under way; then every rank holds the model, in the same bits.
+
+        For all ranks, at the same point. A rank that has fewer blocks than others calls `finish`.
+        """
+        self._end(most=2 if self.overlaps else 1)
+
+    def finish(self) -> None:
+        """This rank has no more steps: takes part in the others' boundaries until all have finished; then as `drain`.
+
+        Ranks may come with different numbers of steps. From its last block on a rank that has finished is left out of
+        the means (of EASGD: it stays, elastic), and goes where the others go. Training may go on afterwards.
+        """
+        self._end(most=None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """`finish`, unless an exception leaves."""
+        if kind is None:
+            self.finish()
+
+    @contextmanager
+    def averaged_model(self) -> Iterator[nn.Module | None]:
+        """Inside, the parameters are those of what the algorithm calls its model; afterwards this rank's own again.
+
+            with optimizer.averaged_model():
+                evaluate(model); torch.save(model.state_dict(), path)
+
+        For every rank to call, between the same boundaries; training goes on with the same bits. Buffers of `model`
+        are averaged inside, or rank 0's with buffers="broadcast". Yields `model`.
+        """
+        self._refuse_shown("averaged_model()")
+        models = self._models()
+        own = [p.detach().clone() for p in self._trained.values()]
+        with self._buffers.shared():
+            self._showing = True
+            try:
+                for part, model in zip(self._parts, models, strict=True):
+                    part.show(model)
+                yield self._model
+            finally:
+                self._showing = False
+                with torch.no_grad():
+                    for p, value in zip(self._trained.values(), own, strict=True):
+                        p.copy_(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's state and, as "distributed", all else: each rank saves its own, and its own model.
+
+        What is under way is waited for and stored, not applied. References; loadable by torch.load(weights_only=True).
+        """
+        refuse_torch_helpers(self._what)
+        self._refuse_shown("state_dict()")
+        self._refuse_other_parameters()
+        arrived = self._exchange.arrived() if self.overlaps else None
+        return saved.state_dict(self, self._parts, self._block, arrived, drained=self._drained)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes on where this rank's `state_dict` was taken, with the same bits, also in mid-block.
+
+        The model's parameters are loaded from this rank's own model, after the optimizer was made, before its first
+        step; that they are those is checked there. A state that was taken after `drain` or `finish` is alike on all
+        ranks, but for the wrapped optimizer's: any rank's may be loaded on every rank, of any number of ranks.
+        Raises ValueError for a state of another algorithm, of other parameters and, unless it was drained, of another
+        rank or number of ranks.
+        """
+        refuse_torch_helpers(self._what)
+        self._refuse_shown("load_state_dict()")
+        own = saved.checked(self, state_dict, self._parts)
+        arrived = saved.load(self, state_dict, own, self._parts, self._block)
+        if arrived is not None:
+            self._exchange.store(arrived)
+        self._drained, self._expected = own["drained"], own["parameters"]
+
+    def _begin(self) -> None:
+        """All ranks hold x: it is the model, and what would have arrived of a launch just now."""
+        xs = [part.gather() for part in self._parts]
+        for part, x in zip(self._parts, xs, strict=True):
+            part.kept = {name: x.clone() for name in self.anchors} | {
+                name: torch.zeros_like(x) for name in self.momenta
+            }
+        self._settle(xs)
+
+    def _settle(self, models: list[Tensor]) -> None:
+        for part, model in zip(self._parts, models, strict=True):
+            for name in self.anchors:
+                part[name].copy_(model)
+        if self.overlaps:
+            self._exchange.store(Arrived([model.clone() for model in models], 1.0, self._comm.size))
+        self._drained = True
+
+    def _meet(self, weight: float, *, finished: bool) -> Arrived:
+        """A boundary."""
+        if self._by_default and self._comm.size == 1:
+            refuse_alone(f"a {self._what}")
+        refuse_changes(self.optimizer, self._names, list(self._trained.values()), what=self._what)
+        xs = [part.gather() for part in self._parts]
+        arrived = self._exchange.arrived() if self.overlaps else self._exchange.now(xs, weight, finished=finished)
+        refuse_nonfinite(self._parts, arrived.means, self._comm, self._what)
+        if arrived.means:
+            xs = self._apply(xs, arrived.means)
+        if self.overlaps and arrived.unfinished:
+            self._exchange.launch(xs, weight, finished=finished)
+        self._inner.at_boundary()
+        self._buffers.at_boundary()
+        return arrived
+
+    def _apply(self, xs: list[Tensor], means: list[Tensor]) -> list[Tensor]:
+        moved = []
+        for part, x, mean in zip(self._parts, xs, means, strict=True):
+            part.rate = float(self.param_groups[part.group].get("lr", float("nan")))
+            moved.append(self.boundary(part, x, mean))
+            part.put(moved[-1])
+            part.last_rate = part.rate
+        return moved
+
+    def _end(self, *, most: int | None) -> None:
+        """Boundaries until all ranks have finished, `most` of them; then the model."""
+        self._refuse_shown("drain() and finish()")
+        arrived, means = self._meet(self._own_weight(), finished=True), list[Tensor]()
+        while arrived.unfinished:
+            means = arrived.means or means
+            if most is not None and (most := most - 1) < 1:
+                raise RuntimeError(
+                    f"drain() is for all ranks at the same point, but {arrived.unfinished} of {self._comm.size} went "
+                    "on with average(): a rank that has no more steps calls finish()"
+                )
+            arrived = self._meet(self.idle_weight, finished=True)
+        means = arrived.means or means or [part.gather() for part in self._parts]
+        models = means if self.mean_is_model else [part[self.anchors[0]] for part in self._parts]
+        for part, model in zip(self._parts, models, strict=True):
+            part.put(model)
+        self._settle(models)
+        self._block.end()
+
+    def _models(self) -> list[Tensor]:
+        """What the algorithm calls its model, now; nothing of it is applied."""
+        if self.mean_is_model:
+            xs = [part.gather() for part in self._parts]
+            return self._exchange.now(xs, 1.0, finished=False, what="averaged_model()").means
+        if not self.overlaps:
+            return [part[self.anchors[0]] for part in self._parts]
+        drafts = [part.draft() for part in self._parts]
+        for draft, mean in zip(drafts, self._exchange.arrived().means, strict=False):  # without means nothing comes
+            self.boundary(draft, draft.gather(), mean)
+        return [draft[self.anchors[0]] for draft in drafts]
+
+    def _own_weight(self) -> float:
+        """This rank's in the mean at the block's end."""
+        if self._block.done == 0:
+            return self.idle_weight
+        return self._block.weight if self._weighted else 1.0
+
+    def _checked(self, weight: float | None) -> float:
+        if weight is None and not self._weighted:
+            return 1.0
+        if not self._weighted:
+            raise ValueError(f"average(weight={weight}), but means are plain: make the {self._what} with weighted=True")
+        if weight is None:
+            raise ValueError(f"average() of a weighted {self._what}: give the step's weight, such as len(batch)")
+        if number("weight", weight) < 0:
+            raise ValueError(f"weight is {weight}, expected 0 or more")
+        return float(weight)
+
+    def _refuse_shown(self, what: str) -> None:
+        if self._showing:
+            raise RuntimeError(
+                f"{what} inside averaged_model(), where the parameters are not this rank's: leave it first"
+            )
+
+    def _refuse_other_parameters(self) -> None:
+        """The first time after a state was loaded."""
+        if self._expected is not None:
+            saved.refuse_other_parameters(self._expected, self._trained)
+            self._expected = None

@@ -1,0 +1,136 @@
+"""What periodic averaging adds to a checkpoint, by parameter, so that it outlives another cut into vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from communicators import hash_bits
+from communicators.replicas.place import KEY, check_place, place
+from communicators.replicas.wrapped_state import check_loaded, wrapped_state
+from torch import Tensor
+
+from local_sgd.block import Block
+from local_sgd.exchange import Arrived
+from local_sgd.parts import Part
+
+if TYPE_CHECKING:
+    from local_sgd.periodic import PeriodicAveraging
+
+ANEW = (
+    "call drain() before state_dict(), and any rank's state and model may be loaded at any number of ranks; or start "
+    "from a plain checkpoint of the model, made inside averaged_model(), with a new optimizer"
+)
+_NEEDS = ("algorithm", "block", "kept", "rates", "parameters", "drained")
+
+
+def state_dict(
+    optimizer: PeriodicAveraging, parts: Sequence[Part], block: Block, arrived: Arrived | None, *, drained: bool
+) -> dict[str, Any]:
+    """The wrapped optimizer's state with this rank's part."""
+    wrapped, held = wrapped_state(optimizer.optimizer, stepped=block.steps > 0)
+    own = {
+        **place(optimizer.comm, ANEW),
+        "algorithm": type(optimizer).__name__,
+        "block": block.state_dict(),
+        "kept": {name: _by_name(parts, [part[name] for part in parts]) for name in _kept(optimizer)},
+        "remainders": _remainders(parts),
+        "rates": [_last_rate(parts, group) for group in range(len(optimizer.param_groups))],
+        "parameters": _digest({name: p for part in parts for name, p in zip(part.names, part.tensors, strict=True)}),
+        "drained": drained,
+        "wrapped": held,
+    }
+    if arrived is not None:
+        means = arrived.means or [torch.zeros(part.bucket.numel, dtype=part.bucket.dtype) for part in parts]
+        own["arrived"] = {"means": _by_name(parts, means), "weight": arrived.weight, "unfinished": arrived.unfinished}
+    return {**wrapped, KEY: own}
+
+
+def checked(optimizer: PeriodicAveraging, state: Mapping[str, Any], parts: Sequence[Part]) -> Mapping[str, Any]:
+    """This rank's part; ValueError, before anything is changed, for one that does not fit."""
+    what, comm = type(optimizer).__name__, optimizer.comm
+    drained = KEY in state and state[KEY].get("drained") is True
+    rank, size = (state[KEY].get("rank"), state[KEY].get("world_size")) if drained else (comm.rank, comm.size)
+    check_place(state, rank, size, of=f"a {what}", needs=_NEEDS, advice=ANEW)
+    own: Mapping[str, Any] = state[KEY]
+    if own["algorithm"] != what:
+        raise ValueError(
+            f"the state is of {own['algorithm']}, but this is {what}: to go on with another algorithm start from a "
+            "plain checkpoint of the model, made inside averaged_model(), or after drain()"
+        )
+    shapes = {name: tuple(p.shape) for part in parts for name, p in zip(part.names, part.tensors, strict=True)}
+    for what, tensors in _tensors(optimizer, own).items():
+        saved = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        if wrong := sorted(set(saved.items()) ^ set(shapes.items())):
+            raise ValueError(f"{what}: only the checkpoint, or only the model, has (name, shape) {wrong}")
+    if len(own["rates"]) != len(optimizer.param_groups):
+        raise ValueError(
+            f"the state has {len(own['rates'])} parameter groups, the optimizer {len(optimizer.param_groups)}"
+        )
+    return own
+
+
+def load(
+    optimizer: PeriodicAveraging,
+    state: Mapping[str, Any],
+    own: Mapping[str, Any],
+    parts: Sequence[Part],
+    block: Block,
+) -> Arrived | None:
+    """Takes over what `checked` let pass; returns what had arrived of a launch."""
+    wrapped = check_loaded({key: value for key, value in state.items() if key != KEY}, own.get("wrapped"))
+    optimizer.optimizer.load_state_dict(wrapped)
+    block.load_state_dict(own["block"])
+    for part in parts:
+        for name in _kept(optimizer):
+            _copy(part, own["kept"][name], part[name])
+        if part.remainder is not None:
+            _copy(part, own["remainders"], part.remainder)
+        part.last_rate = own["rates"][part.group]
+    if not optimizer.overlaps:
+        return None
+    arrived, means = own["arrived"], [torch.empty_like(part[optimizer.anchors[0]]) for part in parts]
+    for part, mean in zip(parts, means, strict=True):
+        _copy(part, arrived["means"], mean)
+    return Arrived(means if arrived["weight"] else [], arrived["weight"], arrived["unfinished"])
+
+
+def refuse_other_parameters(expected: int, trained: Mapping[str, Tensor]) -> None:
+    """Raises RuntimeError where the parameters are not those that went with the state."""
+    if _digest(trained) != expected:
+        raise RuntimeError(
+            "the parameters are not those that the loaded state was saved with: load this rank's own "
+            "model.state_dict(), saved at the same point, after the optimizer was made (which copies rank 0's)"
+        )
+
+
+def _kept(optimizer: PeriodicAveraging) -> tuple[str, ...]:
+    return optimizer.anchors + optimizer.momenta
+
+
+def _tensors(optimizer: PeriodicAveraging, own: Mapping[str, Any]) -> dict[str, Mapping[str, Tensor]]:
+    found = {name: own["kept"].get(name, {}) for name in _kept(optimizer)}
+    return found | ({"arrived": own["arrived"]["means"]} if optimizer.overlaps else {})
+
+
+def _by_name(parts: Sequence[Part], flats: Sequence[Tensor]) -> dict[str, Tensor]:
+    return {name: view for part, flat in zip(parts, flats, strict=True) for name, view in part.by_name(flat).items()}
+
+
+def _remainders(parts: Sequence[Part]) -> dict[str, Tensor]:
+    return {n: v for part in parts if part.remainder is not None for n, v in part.by_name(part.remainder).items()}
+
+
+def _copy(part: Part, tensors: Mapping[str, Tensor], flat: Tensor) -> None:
+    for name, view in part.by_name(flat).items():
+        view.copy_(tensors[name])
+
+
+def _last_rate(parts: Sequence[Part], group: int) -> float:
+    return next((part.last_rate for part in parts if part.group == group), 0.0)
+
+
+def _digest(trained: Mapping[str, Tensor]) -> int:
+    """One number for all bits of the parameters, in the order of their names."""
+    return int(hash_bits(torch.stack([hash_bits(trained[name]).cpu() for name in sorted(trained)])))
