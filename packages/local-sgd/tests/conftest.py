@@ -1,5 +1,8 @@
 """What several test files train: a noisy quadratic, whose gradients every rank draws for itself."""
 
+import io
+
+import local_sgd
 import pytest
 import torch
 from torch import nn
@@ -36,7 +39,26 @@ class Quadratic:
         return self.flat().clone()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def quadratic():
     """The class."""
     return Quadratic
+
+
+@pytest.fixture(params=["LocalSGD", "BMUF", "SlowMo", "EASGD", "CoCoDSGD", "OverlapLocalSGD", "DiLoCo"])
+def algorithm(request):
+    """Every class of the family."""
+    return getattr(local_sgd, request.param)
+
+
+@pytest.fixture(scope="session")
+def saved():
+    """saved(state): through a file, as tensors and plain values only."""
+
+    def through_a_file(state):
+        file = io.BytesIO()
+        torch.save(state, file)
+        file.seek(0)
+        return torch.load(file, weights_only=True)
+
+    return through_a_file
