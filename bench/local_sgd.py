@@ -1,0 +1,208 @@
+"""What periodic averaging costs behind a slow link, beside synchronous SGD, on real ranks.
+
+    python -m bench local-sgd [--ranks P] [--mbit RATE] [--ms DELAY] [--share S] [--rounds N] [--output DIR]
+
+The batch is chosen so that synchronous SGD, a dense allreduce after every backward, spends the share S of its time in
+communication: 0.35, where the Overlap-Local-SGD paper begins (34.6 %, ICASSP 2020; it ends at 1.5 %). step: seconds a
+step, the exchanges at boundaries included. overhead: 1 − computing alone / step. hidden: of the seconds that exchanges
+took, those in which nobody waited. Medians over rounds, in each of which all ways run one after another, on rank 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from communicators import Communicator, allreduce, as_communicator, barrier
+from local_sgd import BMUF, EASGD, CoCoDSGD, DiLoCo, LocalSGD, OverlapLocalSGD, PeriodicAveraging, SlowMo
+from sparse_collectives import DistributedOptimizer
+from torch import nn
+
+from bench.record import machine, record
+from bench.slow_link import open_link
+from bench.slow_link.throttled import behind_link
+
+WIDTH, LAYERS, EVERY = 256, 4, 2
+WARM, STEPS = EVERY, 4 * EVERY
+PERIODIC: dict[str, type[PeriodicAveraging]] = {
+    "local-sgd": LocalSGD,
+    "bmuf": BMUF,
+    "slowmo": SlowMo,
+    "diloco": DiLoCo,
+    "easgd": EASGD,
+    "cocod": CoCoDSGD,
+    "overlap-local-sgd": OverlapLocalSGD,
+}
+COLUMNS = ("algorithm", "sync_every", "step", "overhead", "hidden", "bytes_a_step")
+
+
+def main(argv: Sequence[str] = ()) -> int:
+    """Starts the ranks, prints the table; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m bench local-sgd", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--ranks", type=int, default=2, help="default 2")
+    parser.add_argument("--mbit", type=float, default=100.0, help="link rate, default 100")
+    parser.add_argument("--ms", type=float, default=1.0, help="one-way delay, default 1")
+    parser.add_argument("--share", type=float, default=0.35, help="of a synchronous step that is communication")
+    parser.add_argument("--rounds", type=int, default=7, help="default 7")
+    parser.add_argument("--full", action="store_true", help="three times as many rounds")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="write DIR/local-sgd.csv, .json and .png too")
+    options, facts = parser.parse_args(argv), machine()
+    rounds = options.rounds * (3 if options.full else 1)
+    step, average = off_boundary()
+    print(
+        f"average() between boundaries: {1e6 * average:.1f} µs, {average / step:.2%} of a step of {1e3 * step:.1f} ms"
+    )
+    with open_link(ranks=options.ranks, mbit_per_second=options.mbit, milliseconds=options.ms) as link:
+        print(f"P = {options.ranks}, {WIDTH * WIDTH * LAYERS:,} parameters, {link.describe()}", flush=True)
+        command = [sys.executable, "-m", "bench.local_sgd", "ranks", str(options.share), str(rounds)]
+        done = link.mpiexec(command, timeout=1800)
+    if done.returncode:
+        print(done.stderr, file=sys.stderr)
+        return done.returncode
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    _print(rows)
+    if options.output:
+        record(options.output, "local-sgd", rows, labels=COLUMNS[:1], values=("overhead", "hidden"), facts=facts)
+    return 0
+
+
+def on_rank(share: float, rounds: int) -> None:
+    """One rank's part, under mpiexec."""
+    from mpi4py import MPI
+
+    comm = behind_link(MPI.COMM_WORLD)
+    batch = _batch(share, comm)
+    ways: dict[str, Callable[[], dict[str, float]]] = {
+        "computing alone": lambda: _alone(comm, batch),
+        "synchronous": lambda: _synchronous(comm, batch),
+        **{name: lambda kind=kind: _periodic(kind, comm, batch) for name, kind in PERIODIC.items()},  # type: ignore[misc]
+    }
+    taken: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
+    for turn in range(rounds + 1):
+        for name, way in ways.items():
+            barrier(comm)
+            measured = way()
+            if turn:  # the first one warms up
+                taken[name].append(measured)
+    alone = statistics.median(one["step"] for one in taken["computing alone"])
+    for name, found in taken.items():
+        row: dict[str, Any] = {key: statistics.median(one[key] for one in found) for key in found[0]}
+        row = {"algorithm": name, "sync_every": EVERY if name in PERIODIC else 1, **row}
+        row["overhead"] = 1 - alone / row["step"]
+        if comm.rank == 0:
+            print(json.dumps({column: row.get(column) for column in COLUMNS}), flush=True)
+
+
+class Task:
+    """A model, the same on all ranks, and this rank's batch."""
+
+    def __init__(self, rank: int, batch: int) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+        self.inner = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
+        self.data = torch.randn(batch, WIDTH, generator=torch.Generator().manual_seed(rank))
+
+    def backward(self) -> None:
+        """New gradients."""
+        self.inner.zero_grad()
+        self.model(self.data).square().mean().backward()
+
+
+def _batch(share: float, comm: Communicator) -> int:
+    """With which a dense exchange takes the share of a synchronous step; the slowest rank's."""
+    gradient = torch.randn(WIDTH * WIDTH * LAYERS)
+    exchange = statistics.median(_seconds(lambda: allreduce(gradient, comm, native=False), comm) for _ in range(5))
+    task = Task(comm.rank, 512)
+    compute = statistics.median(_seconds(task.backward, comm) for _ in range(9))
+    found = torch.tensor([512 * exchange * (1 - share) / share / compute])
+    return int(allreduce(found, comm, average=True, native=False).item())
+
+
+def _seconds(part: Callable[[], object], comm: Communicator) -> float:
+    barrier(comm)
+    began = time.perf_counter()
+    part()
+    return time.perf_counter() - began
+
+
+def _alone(comm: Communicator, batch: int) -> dict[str, float]:
+    task = Task(comm.rank, batch)
+
+    def step() -> None:
+        task.backward()
+        task.inner.step()
+
+    return _measured(step, comm)
+
+
+def _synchronous(comm: Communicator, batch: int) -> dict[str, float]:
+    task = Task(comm.rank, batch)
+    optimizer = DistributedOptimizer(task.inner, task.model.named_parameters(), comm=comm, algorithm="dense")
+
+    def step() -> None:
+        task.backward()
+        optimizer.step()
+
+    return {**_measured(step, comm), "hidden": 0.0}
+
+
+def _periodic(kind: type[PeriodicAveraging], comm: Communicator, batch: int) -> dict[str, float]:
+    task = Task(comm.rank, batch)
+    optimizer = kind(task.inner, comm=comm, sync_every=EVERY)
+
+    def step() -> None:
+        task.backward()
+        optimizer.step()
+        optimizer.average()
+
+    measured = {**_measured(step, comm), "hidden": optimizer.hidden_fraction or 0.0}
+    optimizer.drain()
+    return measured
+
+
+def _measured(step: Callable[[], None], comm: Communicator) -> dict[str, float]:
+    for _ in range(WARM):
+        step()
+    sent, began = comm.bytes_sent, time.perf_counter()
+    for _ in range(STEPS):
+        step()
+    return {"step": (time.perf_counter() - began) / STEPS, "bytes_a_step": (comm.bytes_sent - sent) / STEPS}
+
+
+def off_boundary(repeats: int = 2000) -> tuple[float, float]:
+    """Median seconds of a step of a small model in this process, and of an average() that only counts."""
+    task = Task(0, 64)
+    optimizer = LocalSGD(task.inner, comm=as_communicator(None), sync_every=1 << 30)
+    task.backward()
+    taken: dict[str, list[float]] = {"step": [], "average": []}
+    for _ in range(repeats):
+        began = time.perf_counter()
+        task.backward()
+        optimizer.step()
+        stepped = time.perf_counter()
+        optimizer.average()
+        taken["average"].append(time.perf_counter() - stepped)
+        taken["step"].append(stepped - began)
+    return statistics.median(taken["step"]), statistics.median(taken["average"])
+
+
+def _print(rows: Sequence[dict[str, Any]]) -> None:
+    print("  ".join(f"{name:>18}" for name in COLUMNS))
+    for row in rows:
+        cells = [row["algorithm"], row["sync_every"], f"{row['step'] * 1e3:.1f} ms", f"{row['overhead']:.1%}"]
+        cells += ["" if row["hidden"] is None else f"{row['hidden']:.1%}", f"{row['bytes_a_step']:,.0f}"]
+        print("  ".join(f"{cell:>18}" for cell in cells))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["ranks"]:
+        on_rank(float(sys.argv[2]), int(sys.argv[3]))
+    else:
+        raise SystemExit(main(sys.argv[1:]))

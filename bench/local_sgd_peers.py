@@ -1,0 +1,327 @@
+"""Local SGD and DiLoCo here beside torch's, Accelerate's and torchft's: same model, data and start, 2 gloo ranks.
+
+    hatch run peers:bench local-sgd-peers [--boundaries N] [--output DIR]
+
+Trajectories: the largest difference from ours of any parameter after any boundary, in units of the largest parameter.
+Seconds and bytes of a boundary: what a step with one takes, and both ranks put on the wire (loopback of a network
+namespace, headers included), more than one without; medians of rank 0. Peers that are not installed are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from local_sgd import DiLoCo, LocalSGD
+from torch import Tensor, nn
+
+from bench.record import machine, record
+
+RANKS, EVERY, WIDTH, LAYERS = 2, 4, 256, 8
+COLUMNS = ("algorithm", "library", "difference", "boundary", "bytes", "step")
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass
+class Task:
+    """The same model on all ranks, and batches of this rank."""
+
+    model: nn.Module
+    inner: torch.optim.Optimizer
+    generator: torch.Generator
+
+    @classmethod
+    def of(cls, rank: int) -> Task:
+        """As at the beginning of every run."""
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+        inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        return cls(model, inner, torch.Generator().manual_seed(rank + 1))
+
+    def loss(self, model: nn.Module) -> Tensor:
+        """Of a new batch."""
+        x = torch.randn(32, WIDTH, generator=self.generator)
+        loss: Tensor = (model(x) - x.flip(1)).square().mean()
+        return loss
+
+    def backward(self) -> None:
+        """Of the loss of a new batch."""
+        self.loss(self.model).backward()  # type: ignore[no-untyped-call]
+
+    def parameters(self) -> Tensor:
+        """All of them, flat."""
+        return torch.cat([p.detach().reshape(-1) for p in self.model.parameters()]).clone()
+
+
+Step = Callable[[], None]
+Way = Callable[[Task, ExitStack], Step]
+
+
+def ours(make: Callable[[torch.optim.Optimizer], Any]) -> Way:
+    """One of this project's optimizers."""
+
+    def way(task: Task, exits: ExitStack) -> Step:
+        optimizer = make(task.inner)
+        exits.callback(optimizer.drain)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            task.backward()
+            optimizer.step()
+            optimizer.average()
+
+        return step
+
+    return way
+
+
+def post_local_sgd(task: Task, exits: ExitStack) -> Step:
+    """torch's; it averages after the first step, and then after every EVERY."""
+    del exits
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+    averager = PeriodicModelAverager(period=EVERY, warmup_steps=0)
+    optimizer = PostLocalSGDOptimizer(optim=task.inner, averager=averager)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        task.backward()
+        optimizer.step()  # type: ignore[no-untyped-call]
+
+    return step
+
+
+def accelerate_local_sgd(task: Task, exits: ExitStack) -> Step:
+    """Accelerate's, inside DistributedDataParallel without its allreduce."""
+    from accelerate import Accelerator
+    from accelerate.local_sgd import LocalSGD as Theirs
+
+    accelerator = Accelerator(cpu=True)
+    model, inner = accelerator.prepare(task.model, task.inner)
+    local = exits.enter_context(Theirs(accelerator=accelerator, model=model, local_sgd_steps=EVERY))
+
+    def step() -> None:
+        inner.zero_grad()
+        accelerator.backward(task.loss(model))
+        inner.step()
+        local.step()
+
+    return step
+
+
+def torchft(make: Callable[[Any, Task], Any]) -> Way:
+    """torchft's, with its manager, and its lighthouse on rank 0."""
+
+    def way(task: Task, exits: ExitStack) -> Step:
+        exits.enter_context(make(exits.enter_context(_manager(task)), task))
+
+        def step() -> None:
+            task.inner.zero_grad()
+            task.backward()
+            task.inner.step()
+
+        return step
+
+    return way
+
+
+@contextmanager
+def _manager(task: Task) -> Iterator[Any]:
+    from torchft.coordination import LighthouseServer
+    from torchft.manager import Manager
+    from torchft.process_group import ProcessGroupGloo
+
+    rank = dist.get_rank()
+    lighthouse = LighthouseServer(bind="[::]:0", min_replicas=RANKS) if rank == 0 else None
+    address = [None if lighthouse is None else f"http://{LOOPBACK}:{lighthouse.address().rpartition(':')[2]}"]
+    dist.broadcast_object_list(address, src=0)
+    store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=30)),
+        load_state_dict=task.model.load_state_dict,
+        state_dict=task.model.state_dict,
+        min_replica_size=RANKS,
+        use_async_quorum=False,
+        rank=0,
+        world_size=1,
+        store_addr=LOOPBACK,
+        store_port=store.port,
+        lighthouse_addr=address[0],
+        replica_id=f"replica {rank}",
+        hostname=LOOPBACK,
+        init_sync=False,  # or one replica loads the other's model at the first boundary, and has no say there
+    )
+    try:
+        yield manager
+    finally:
+        dist.barrier()
+        manager.shutdown(wait=False)
+        dist.barrier()
+        if lighthouse is not None:
+            lighthouse.shutdown()
+
+
+def _torchft_local_sgd(manager: Any, task: Task) -> Any:
+    from torchft.local_sgd import LocalSGD as Theirs
+
+    return Theirs(manager, task.model, task.inner, sync_every=EVERY)
+
+
+def _torchft_diloco(manager: Any, task: Task) -> Any:
+    from torchft.local_sgd import DiLoCo as Theirs
+
+    outer = torch.optim.SGD(task.model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    return Theirs(manager, [task.model], task.inner, outer, sync_every=EVERY)
+
+
+# algorithm, library, how, the package that it needs; ours, which the others are compared with, stands before them
+WAYS: list[tuple[str, str, Way, str]] = [
+    ("LocalSGD", "thinwire", ours(lambda inner: LocalSGD(inner, sync_every=EVERY)), "local_sgd"),
+    ("LocalSGD", "accelerate", accelerate_local_sgd, "accelerate"),
+    ("LocalSGD", "torchft", torchft(_torchft_local_sgd), "torchft"),
+    (
+        "LocalSGD, first block of 1",
+        "thinwire",
+        ours(lambda inner: LocalSGD(inner, sync_every=lambda step: EVERY if step else 1)),
+        "local_sgd",
+    ),
+    ("LocalSGD, first block of 1", "torch", post_local_sgd, "torch"),
+    ("DiLoCo", "thinwire", ours(lambda inner: DiLoCo(inner, sync_every=EVERY)), "local_sgd"),
+    ("DiLoCo", "torchft", torchft(_torchft_diloco), "torchft"),
+]
+
+
+def main(argv: Sequence[str] = ()) -> int:
+    """Starts the ranks, prints the table; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench local-sgd-peers", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--boundaries", type=int, default=12, help="default 12")
+    parser.add_argument("--full", action="store_true", help="four times as many")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="write DIR/local-sgd-peers.csv, .json and .png too")
+    options, facts = parser.parse_args(argv), machine()
+    missing = sorted({needs for *_, needs in WAYS if importlib.util.find_spec(needs) is None})
+    if missing:
+        print(f"left out, because not installed: {', '.join(missing)} (hatch run peers:bench local-sgd-peers has them)")
+    boundaries = options.boundaries * (4 if options.full else 1)
+    command = [sys.executable, "-m", "bench.local_sgd_peers", "alone", str(boundaries)]
+    apart = os.geteuid() == 0 and shutil.which("unshare") is not None and shutil.which("ip") is not None
+    print(
+        f"P = {RANKS}, {LAYERS * (WIDTH + 1) * WIDTH:,} parameters, a boundary every {EVERY} steps, loopback",
+        flush=True,
+    )
+    if not apart:
+        print("no network namespace here (it takes root, unshare and ip): bytes are the whole machine's", flush=True)
+    done = subprocess.run([*(["unshare", "--net"] if apart else []), *command], capture_output=True, text=True)
+    if done.returncode:  # what a manager writes when all is well is of no use here
+        print(done.stderr, file=sys.stderr)
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    if rows:
+        _print(rows)
+    if rows and options.output:
+        record(options.output, "local-sgd-peers", rows, labels=COLUMNS[:2], values=("boundary", "step"), facts=facts)
+    return done.returncode
+
+
+def alone(boundaries: int) -> int:
+    """Both ranks, in this process's network."""
+    if shutil.which("ip") is not None and os.geteuid() == 0:
+        subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+    environment = {**os.environ, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": "29511", "WORLD_SIZE": str(RANKS)}
+    environment |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", "-m", "bench.local_sgd_peers", "ranks", str(boundaries)]
+    ranks = [
+        subprocess.Popen(command, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(RANKS)
+    ]
+    try:
+        return max(rank.wait(timeout=600) for rank in ranks)
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def on_rank(boundaries: int) -> None:
+    """One rank's part."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    reference: dict[str, list[Tensor]] = {}
+    for algorithm, library, way, needs in WAYS:
+        if importlib.util.find_spec(needs) is None:
+            continue
+        task = Task.of(dist.get_rank())
+        with ExitStack() as exits:
+            step = way(task, exits)
+            first = 1 if algorithm.endswith("of 1") else EVERY
+            path, found = _measured(task, step, first, boundaries)
+        ours_path = reference.setdefault(algorithm, path)
+        largest = max(float(x.abs().max()) for x in ours_path)
+        found["difference"] = max(float((a - b).abs().max()) for a, b in zip(path, ours_path, strict=True)) / largest
+        if dist.get_rank() == 0:
+            print(json.dumps({"algorithm": algorithm, "library": library, **found}), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _measured(task: Task, step: Step, first: int, boundaries: int) -> tuple[list[Tensor], dict[str, float]]:
+    """Parameters after every boundary; medians."""
+    path: list[Tensor] = []
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    nbytes: dict[bool, list[int]] = {True: [], False: []}
+    for count in range(first + EVERY * boundaries):
+        boundary = count + 1 >= first and (count + 1 - first) % EVERY == 0
+        dist.barrier()
+        sent, began = _loopback_bytes(), time.perf_counter()
+        step()
+        seconds[boundary].append(time.perf_counter() - began)
+        dist.barrier()
+        nbytes[boundary].append(_loopback_bytes() - sent)
+        if boundary:
+            path.append(task.parameters())
+    step_seconds = statistics.median(seconds[False])
+    return path, {
+        "boundary": statistics.median(seconds[True][1:]) - step_seconds,
+        "bytes": statistics.median(nbytes[True][1:]) - statistics.median(nbytes[False]),
+        "step": step_seconds,
+    }
+
+
+def _loopback_bytes() -> int:
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == "lo":
+            return int(counters.split()[8])
+    return 0
+
+
+def _print(rows: Sequence[dict[str, Any]]) -> None:
+    widths = [max(len(column), *(len(str(row[column])[:28]) for row in rows)) for column in COLUMNS]
+    print("  ".join(f"{name:>{width}}" for name, width in zip(COLUMNS, widths, strict=True)))
+    for row in rows:
+        cells = [row["algorithm"], row["library"], f"{row['difference']:.1e}", f"{row['boundary'] * 1e3:.2f} ms"]
+        cells += [f"{row['bytes']:,.0f}", f"{row['step'] * 1e3:.2f} ms"]
+        print("  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["alone"]:
+        raise SystemExit(alone(int(sys.argv[2])))
+    if sys.argv[1:2] == ["ranks"]:
+        on_rank(int(sys.argv[2]))
+    else:
+        raise SystemExit(main(sys.argv[1:]))
