@@ -5,22 +5,20 @@ from __future__ import annotations
 import heapq
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from communicators import errors
 from communicators.background.call import Call
 from communicators.errors import CollectiveError
+from communicators.link import Link
 from communicators.schedule import Elapse, Received, Round, Schedule
 from communicators.simulated.baton import RankThread
 from communicators.simulated.faults import Corrupts, Dies
 from communicators.simulated.ports import Message, Ports
-
-if TYPE_CHECKING:
-    from communicators.simulated.world import SimulatedWorld
 
 T = TypeVar("T")
 Action = Callable[[], None]
@@ -28,6 +26,25 @@ Context = tuple[int, ...]
 """A communicator of the world: () the first one, (2, 0) the first duplicate of its third duplicate."""
 Name = tuple[Context, int]  # a call: of which communicator, its number there
 Address = tuple[int, Name, int]  # sender, call, tag
+
+
+class Conditions(Protocol):
+    """What the loop asks of the world whose events it runs; see `SimulatedWorld`."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def link(self) -> Link: ...
+
+    @property
+    def slowdown(self) -> Sequence[float]: ...
+
+    @property
+    def jitter(self) -> float: ...
+
+    def fault(self, rank: int, message: int) -> Dies | Corrupts | None:
+        """What befalls this message of this rank."""
 
 
 class Flight:
@@ -61,7 +78,7 @@ class EventLoop:
     as it has the baton back, so that `draw` is always called there (hypothesis asks for that).
     """
 
-    def __init__(self, world: SimulatedWorld, draw: Callable[[], float]) -> None:
+    def __init__(self, world: Conditions, draw: Callable[[], float]) -> None:
         self.world, self._draw = world, draw
         self.now = 0.0
         self.bytes_sent, self.messages_sent = [0] * world.size, [0] * world.size
