@@ -324,4 +324,5 @@ def test_a_lost_connection_departs(monkeypatch):
     made[0].send(1, 1)
     assert soon(lambda: made[0].departed == {1})
     made[0].send(1, 2)
+    made[1]._comm.lose(0)
     assert on_all(made, lambda one: one.close()) == [None, None]
