@@ -65,6 +65,13 @@ def test_every_signal_comes_simulated(plan, seed, jitter):
     assert world.run(lambda comm: carry_out(comm, acts[comm.rank])) == expected(size, acts)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_closing_waits_for_signals_that_are_slower_than_its_own_messages(seed):
+    acts = [("send_all", 1), ("send_all", 2)]
+    world = SimulatedWorld(2, Link(1e-6, 0.0), seed=seed, jitter=1.0)
+    assert world.run(lambda comm: carry_out(comm, acts)) == expected(2, [acts] * 2)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_every_signal_comes_over_a_transport(seed):
     draw = random.Random(seed)
