@@ -12,7 +12,7 @@ from communicators.background.transport_communicator import TransportCommunicato
 
 
 class Network:
-    """Queues of messages by (sender, receiver, tag), and of control messages by receiver. Messages take `delay` seconds."""
+    """Queues of messages by (sender, receiver, tag), and of control messages. They take `delay` s."""
 
     delay = 0.0
 

@@ -72,7 +72,7 @@ class Slow:
 
 
 class Comm:
-    """As much of a communicator as a outstanding without messages asks for."""
+    """As much of a communicator as a call without messages asks for."""
 
     rank, size, timeout = 0, 2, 1.0
 

@@ -84,9 +84,7 @@ class Control:
         content = _decoded(message)
         if content is None:
             return self.request_abort(f"rank {self.rank} got a corrupted control message: the network changes bits")
-        if (
-            content["kind"] == "request"
-        ):  # also by one that is not the arbiter here: the sender has lost those before it
+        if content["kind"] == "request":  # also where this is not the arbiter: the sender has lost those before it
             sender = content["rank"]
             return self._decide(content["reason"]) or [(sender, _encoded(kind="abort", reason=self.abort_reason))]
         if content["kind"] == "abort":

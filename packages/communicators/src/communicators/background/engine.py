@@ -187,7 +187,7 @@ class Engine:
             time.sleep(BUSY_SECONDS)
 
     def close(self) -> None:
-        """At exit: tells all peers, and reads their control messages until they have left too. Not in a forked child."""
+        """At exit: tells all peers, and reads their messages until they have departed too. Not in a forked child."""
         if os.getpid() != self._process or self._closing:
             return
         self._closing = True
@@ -269,8 +269,8 @@ def leave(*, timeout: float = FAILED_DEPARTURE_SECONDS) -> list[int]:
 
 
 def depart(listeners: Sequence[ControlListener], why: str, timeout: float | None = None) -> list[int]:
-    """Departs from all of them, then goes on reading control messages until all peers have said so: an arbiter may still
-    be needed. Returns the ranks that have not after `timeout` seconds, default what each says."""
+    """Departs from all of them, then goes on reading control messages until all peers have said so too: an arbiter may
+    still be needed. Returns the ranks that have not after `timeout` seconds, default what each says."""
     for listener in listeners:
         _guarded(listener, partial(listener.depart, why))
     begin = time.monotonic()

@@ -94,7 +94,7 @@ class OutstandingCall:
         try:
             with self.side.current():
                 return self._poll()
-        except Exception as error:  # the GPU itself has failed: without it the outstanding can still say so
+        except Exception as error:  # the GPU itself has failed: without it the call can still say so
             self.side = None
             self._request_abort(errors.failed(self.comm.rank, self.call.facts, error), error)
             return self._poll()
@@ -259,9 +259,7 @@ class TransportWork(Work[T]):
             self._over_within(None)
         done: torch.futures.Future[None] = torch.futures.Future(devices=devices_of(outstanding.device))
         outstanding.when_finished(lambda: done.set_result(None))
-        return done.then(
-            lambda _: outstanding.result()
-        )  # an error raised here surfaces as itself; set_exception's does not
+        return done.then(lambda _: outstanding.result())  # what is raised here surfaces as itself
 
     @property
     def began(self) -> float:

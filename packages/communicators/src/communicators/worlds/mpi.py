@@ -1,7 +1,7 @@
 """MPI by mpi4py: point-to-point with buffers, on communicators of our own.
 
-Data and control messages travel on two duplicates of the user's communicator, so that nothing of ours can match a message of
-his. CUDA payloads are staged through pinned host memory.
+Data and control messages travel on two duplicates of the user's communicator, so that nothing of ours can match a
+message of his. CUDA payloads are staged through pinned host memory.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class MPITransport(Transport):
         return _PendingSum(self, self._data.Iallreduce(MPI.IN_PLACE, tensor.numpy(), MPI.SUM), tensor)
 
     def duplicate(self, patience: float) -> MPITransport:
-        """See `Transport.duplicate`; of the communicator of control messages, on which no collective of a background call is."""
+        """See `Transport.duplicate`; of the one for control messages, on which no collective of a call is in flight."""
         self.duplicates += 1
         return MPITransport(self._control, patience)
 

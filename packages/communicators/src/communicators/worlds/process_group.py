@@ -1,7 +1,7 @@
 """torch.distributed by point-to-point, on a gloo group of our own with the user's ranks.
 
-ControlMessages travel there too, so that the Store, which one rank holds and which may not answer, is needed to meet only. CUDA
-payloads are staged through pinned host memory, unless NCCL is asked for (see `nccl`).
+Control messages travel there too, so that the Store, which one rank holds and which may not answer, is needed to meet
+only. CUDA payloads are staged through pinned host memory, unless NCCL is asked for (see `nccl`).
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ class ProcessGroupTransport(Transport):
         _end(self._waiters, self._control, self._abandoned, timeout=1.0)
 
     def abandon(self, waits: list[Wait]) -> None:
-        """Nobody asks for these any more. Giving them up would close their connections, by which control messages go too."""
+        """Nobody asks for these any more. Giving them up would close their connections, which control messages need."""
         self._abandoned += [wait for wait in waits if not wait.done]
 
     def signal_line(self) -> GlooSignalLine:
@@ -280,9 +280,9 @@ class _PendingSum(Pending):
         self._transport.abandon([self._wait])
 
 
-def _end(waiters: Waiters, messages: Mailbox, abandoned: list[Wait], timeout: float) -> None:
+def _end(waiters: Waiters, control: Mailbox, abandoned: list[Wait], timeout: float) -> None:
     """Lets the threads go: one that still waited when the interpreter ends would abort it."""
-    messages.close()
+    control.close()
     for wait in abandoned:
         wait.give_up()
     waiters.close(timeout)
