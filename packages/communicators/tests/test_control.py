@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 
-class Post:
+class Network:
     """Carries control messages between controls, in any order that `choose` picks among the pairs of ranks."""
 
     def __init__(self, size, choose):
@@ -33,17 +33,17 @@ class Post:
             self.send(target, self.controls[target].receive(message))
 
 
-def post(data, size):
-    return Post(size, lambda n: data.draw(st.integers(0, n - 1)))
+def network_of(data, size):
+    return Network(size, lambda n: data.draw(st.integers(0, n - 1)))
 
 
 @given(data=st.data(), size=st.integers(2, 8))
 def test_several_requests_one_abort_reason(data, size):
-    office = post(data, size)
+    network = network_of(data, size)
     for rank in data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=size, unique=True)):
-        office.send(rank, office.controls[rank].request_abort(f"reason of rank {rank}"))
-    office.deliver_all()
-    reasons = {control.abort_reason for control in office.controls}
+        network.send(rank, network.controls[rank].request_abort(f"reason of rank {rank}"))
+    network.deliver_all()
+    reasons = {control.abort_reason for control in network.controls}
     assert len(reasons) == 1
     assert None not in reasons
 
@@ -51,18 +51,18 @@ def test_several_requests_one_abort_reason(data, size):
 @given(data=st.data(), size=st.integers(2, 8))
 def test_without_the_arbiter_the_next_rank_decides_for_all_that_are_left(data, size):
     """Those before it may be gone too; a rank learns so before or after it requests an abort, or never."""
-    office = post(data, size)
+    network = network_of(data, size)
     gone = data.draw(st.integers(1, size - 1))
     alive = range(gone, size)
     for rank in data.draw(st.permutations(alive)):
-        control = office.controls[rank]
+        control = network.controls[rank]
         lost = [lambda c=control, peer=peer: c.lose(peer) for peer in range(gone)]
         request = [lambda c=control, rank=rank: c.request_abort(f"reason of rank {rank}")]
         for act in data.draw(st.permutations(lost + request)):
-            office.send(rank, [(to, message) for to, message in act() if to in alive])
-        office.queues = {pair: messages for pair, messages in office.queues.items() if pair[1] in alive}
-    office.deliver_all()
-    reasons = {office.controls[rank].abort_reason for rank in alive}
+            network.send(rank, [(to, message) for to, message in act() if to in alive])
+        network.queues = {pair: messages for pair, messages in network.queues.items() if pair[1] in alive}
+    network.deliver_all()
+    reasons = {network.controls[rank].abort_reason for rank in alive}
     assert len(reasons) == 1
     assert None not in reasons
 
@@ -93,19 +93,19 @@ def test_a_letter_that_was_changed_on_its_way_is_a_reason(flip, rank):
 @given(data=st.data(), size=st.integers(2, 6))
 def test_a_wait_with_other_facts_becomes_an_abort_reason(data, size):
     """Whether the other rank made its call before the message came, or makes it after."""
-    office = post(data, size)
+    network = network_of(data, size)
     waiting, other = data.draw(st.lists(st.integers(0, size - 1), min_size=2, max_size=2, unique=True))
     late = data.draw(st.booleans())
-    controls = office.controls
-    office.send(waiting, controls[waiting].called(4, "gtopk(k=3)"))
+    controls = network.controls
+    network.send(waiting, controls[waiting].called(4, "gtopk(k=3)"))
     if not late:
-        office.send(other, controls[other].called(4, "gtopk(k=5)"))
-    office.send(waiting, controls[waiting].waits(4, "gtopk(k=3)", [other]))
-    office.deliver_all()
+        network.send(other, controls[other].called(4, "gtopk(k=5)"))
+    network.send(waiting, controls[waiting].waits(4, "gtopk(k=3)", [other]))
+    network.deliver_all()
     assert (controls[0].abort_reason is None) == late
     if late:
-        office.send(other, controls[other].called(4, "gtopk(k=5)"))
-        office.deliver_all()
+        network.send(other, controls[other].called(4, "gtopk(k=5)"))
+        network.deliver_all()
     reason = controls[0].abort_reason
     assert {control.abort_reason for control in controls} == {reason}
     for rank, k in ((waiting, 3), (other, 5)):
@@ -114,22 +114,22 @@ def test_a_wait_with_other_facts_becomes_an_abort_reason(data, size):
 
 @given(data=st.data(), mine=st.integers(0, 9), theirs=st.integers(0, 9))
 def test_a_late_or_early_peer_is_no_reason(data, mine, theirs):
-    office = post(data, 2)
+    network = network_of(data, 2)
     for rank, most in ((0, mine), (1, theirs)):
         for number in range(most + 1):
-            office.send(rank, office.controls[rank].called(number, f"call {number}"))
-    office.send(0, office.controls[0].waits(mine, f"call {mine}", [1]))
-    office.deliver_all()
-    assert [control.abort_reason for control in office.controls] == [None, None]
+            network.send(rank, network.controls[rank].called(number, f"call {number}"))
+    network.send(0, network.controls[0].waits(mine, f"call {mine}", [1]))
+    network.deliver_all()
+    assert [control.abort_reason for control in network.controls] == [None, None]
 
 
 def test_who_leaves_is_known_to_all():
-    office = Post(3, lambda n: 0)
-    office.send(2, office.controls[2].departs("ValueError: boom", 3))
-    office.deliver_all()
-    assert [control.departed for control in office.controls] == [{2: "ValueError: boom"}, {2: "ValueError: boom"}, {}]
-    assert office.controls[0].departed_before(2, [1, 2]) == []  # it had ended that call: what it sent may be in flight
-    assert office.controls[0].departed_before(3, [1, 2]) == [2]
+    network = Network(3, lambda n: 0)
+    network.send(2, network.controls[2].departs("ValueError: boom", 3))
+    network.deliver_all()
+    assert [control.departed for control in network.controls] == [{2: "ValueError: boom"}, {2: "ValueError: boom"}, {}]
+    assert network.controls[0].departed_before(2, [1, 2]) == []  # it had ended that call: what it sent may be in flight
+    assert network.controls[0].departed_before(3, [1, 2]) == [2]
 
 
 def test_a_long_reason_fits_its_letter():

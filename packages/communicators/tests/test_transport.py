@@ -169,7 +169,7 @@ def test_a_call_waits_busily_in_every_round_at_first():
     """Not only in its first: with several rounds, and computation between them, it would nap in all the others."""
     naps = []
 
-    class Flight:
+    class Polled:
         polls, progressed, lingers = 0, time.monotonic() - 1.0, False
 
         def poll(self):
@@ -181,7 +181,7 @@ def test_a_call_waits_busily_in_every_round_at_first():
         def watch(self):
             pass
 
-    Engine().drive(Flight(), naps.append)
+    Engine().drive(Polled(), naps.append)
     assert naps == [LONGEST_NAP_SECONDS]
 
 
