@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from bench import collectives, compress, local_sgd, local_sgd_peers, overlap, predictions
+from bench import collectives, compress, local_sgd, local_sgd_peers, overlap, predictions, signals
 from bench.slow_link.__main__ import main as slow_link
 
 BENCHMARKS: dict[str, Callable[[Sequence[str]], int]] = {
@@ -15,6 +15,7 @@ BENCHMARKS: dict[str, Callable[[Sequence[str]], int]] = {
     "local-sgd-peers": local_sgd_peers.main,
     "overlap": overlap.main,
     "predictions": predictions.main,
+    "signals": signals.main,
     "slow-link": lambda argv: slow_link(["check", *argv]),
 }
 
