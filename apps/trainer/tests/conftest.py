@@ -10,7 +10,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn.functional import cross_entropy
 from trainer.app import App
-from trainer.command_line.flags import parse
+from trainer.command_line.flags import parse, table_of
 from trainer.command_line.options import Options
 
 FEATURES, CLASSES = 4, 3
@@ -50,6 +50,10 @@ def build(options: Options, device: torch.device) -> Points:
     return Points(nn.Sequential(*layers).to(device))
 
 
+def owned_by(app: App, algorithm: str) -> set[str]:
+    return {flag.name for flag in table_of(app)[algorithm].flags}
+
+
 @pytest.fixture(scope="session")
 def points_app() -> App:
     return App(module="points", models={"plain": "", "dropout": ""}, datasets={"points": ""}, build=build)
@@ -65,7 +69,9 @@ def options(app: App, tmp_path: Path) -> Callable[..., Options]:
     """Options from flags as keywords: options(lr=0.2, overwrite=True)."""
 
     def make(**flags: Any) -> Options:
-        flags = {"output": tmp_path / "run", "batch_size": 4, "max_epochs": 2, "lr": 0.05, "density": 0.2} | flags
+        flags = {"output": tmp_path / "run", "batch_size": 4, "max_epochs": 2, "lr": 0.05} | flags
+        if "density" in owned_by(app, flags.get("algorithm", "dense")):
+            flags = {"density": 0.2} | flags
         argv = []
         for name, value in flags.items():
             argv += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])

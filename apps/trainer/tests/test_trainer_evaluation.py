@@ -8,15 +8,15 @@ from communicators import Communicator, SimulatedWorld
 from torch import nn
 from trainer.app import App
 from trainer.command_line.options import Options
-from trainer.training.buffers import averaged_buffers
-from trainer.training.evaluation import evaluate
+from trainer.training.evaluation import averaged_buffers, evaluate
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 16])  # 16 ranks have 11 test samples: some have none
 def test_every_world_size_gives_the_same_metrics(app: App, options: Callable[..., Options], size: int) -> None:
     def body(comm: Communicator) -> dict[str, float]:
         torch.manual_seed(0)
-        return evaluate(app.build(options(), torch.device("cpu")), comm)
+        task = app.build(options(), torch.device("cpu"))
+        return evaluate(task, comm, averaged_buffers(task.model, comm))
 
     alone = SimulatedWorld(1).run(body)[0]
     results = SimulatedWorld(size).run(body)

@@ -14,8 +14,8 @@ from sparse_collectives.wire.half import DENSE_WIRES as KNOWN_DENSE_WIRES
 from sparse_collectives.wire.wire import WIRES as KNOWN_WIRES
 from trainer.app import App
 from trainer.command_line.flags import parse
-from trainer.command_line.literals import literal_dict
 from trainer.errors import RunError
+from trainer.synchronisers.literals import literal_dict
 from trainer.training.synchronisation import DENSE_WIRES, SYNCHRONISATIONS, WIRES
 
 

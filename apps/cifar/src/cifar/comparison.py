@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from communicators import Communicator, Link
 from rich.console import Console
+from trainer.all_or_none import all_or_none
 from trainer.command_line.flags import parse
-from trainer.launching.same_on_all import together
 from trainer.plot import plot_runs
 from trainer.records.folder_lock import locked
 from trainer.records.metrics import read_metrics
@@ -29,7 +29,7 @@ CURVES = {"train_loss": "training loss", "test_accuracy": "test accuracy"}
 
 def compare(comm: Communicator, *, epochs: int, seed: int, output: Path, device: torch.device) -> None:
     """Train with each algorithm, show a table and plot; rank 0 writes to `output`."""
-    with together(comm):
+    with all_or_none(comm):
         if comm.rank == 0:
             RunFolder(output).prepare(resume=False)
     with locked(output, comm):
@@ -41,7 +41,7 @@ def compare(comm: Communicator, *, epochs: int, seed: int, output: Path, device:
             run(APP, options, comm, device=device)
         numel = json.loads(RunFolder(output / "dense").config.read_text())["parameters"]
         selection = selection_seconds(comm, device, numel=numel, density=DENSITY)
-        with together(comm):
+        with all_or_none(comm):
             if comm.rank == 0:
                 _show(output, selection=selection, numel=numel, size=comm.size)
 
