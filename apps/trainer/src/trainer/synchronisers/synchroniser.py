@@ -23,12 +23,12 @@ class Synchroniser(ABC):
     """One rank's optimizer, and how its model and the others' become one. The loop calls, on every rank:
 
         zero_grad();  backward of the task's loss;  exchange();  update();  average()        at every step
-        finish()                                         after the last step, before its epoch is evaluated
+        settle(), or at the end of the run finish()      after the last step of an epoch
         with averaged_model(comm): …                     around evaluations, and the model's export
         close()                                          at the end, whatever came before
 
-    A subclass overrides what it needs: what sums gradients `exchange`, what averages parameters `average`. The seconds
-    of these two and of `finish` count as communication; what goes on in the background costs bytes only.
+    A subclass overrides what it needs: what sums gradients `exchange`, what averages parameters `average`. Seconds in
+    these two, `settle` and `finish` count as communication; what goes on in the background costs bytes only.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -47,6 +47,12 @@ class Synchroniser(ABC):
 
     def average(self) -> None:  # noqa: B027 - some have nothing to average after the update
         """After the update: parameters with other ranks. Waits as long as this rank cannot go on."""
+
+    def settle(self) -> None:  # noqa: B027 - some have nothing under way
+        """Waits for what is under way on this rank, and applies it no earlier than otherwise.
+
+        So an epoch's bytes are its own, however often checkpoints are written.
+        """
 
     def finish(self) -> None:  # noqa: B027 - some have nothing under way
         """This rank has no more steps for now: ends what is under way, and takes part until the others have ended too.
@@ -82,7 +88,8 @@ class Synchroniser(ABC):
     def state_dict(self) -> State:
         """All that later steps depend on besides the model, for torch.load(weights_only=True), under its own names.
 
-        What is under way is waited for and stored unapplied. Names: none of `trainer.training.replica.Replica`'s.
+        What is under way is waited for, as by `settle`, and stored unapplied. Names: none that
+        `trainer.training.replica.Replica` uses.
         """
 
     @abstractmethod

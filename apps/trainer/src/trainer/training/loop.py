@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -91,8 +92,8 @@ def train_epoch(training: Training) -> None:
         training.progress.step(training.steps, loss)
         if position.step < len(shard):  # the end of an epoch is saved after its evaluation
             save_if_due(training)
-    if position.epoch + 1 == options.max_epochs:
-        finish(training)
+    synchroniser = training.replica.synchroniser
+    end(training, synchroniser.finish if position.epoch + 1 == options.max_epochs else synchroniser.settle)
 
 
 def train_step(training: Training, indices: Tensor) -> float:
@@ -117,10 +118,10 @@ def train_step(training: Training, indices: Tensor) -> float:
     return loss.item()
 
 
-def finish(training: Training) -> None:
-    """Nothing of this run's training is under way any more, on any rank."""
+def end(training: Training, part: Callable[[], None]) -> None:
+    """What the synchroniser does after the last step."""
     began = training.clock()
-    training.replica.synchroniser.finish()
+    part()
     seconds = training.clock() - began
     training.replica.totals.communication_seconds += seconds
     training.replica.totals.seconds += seconds

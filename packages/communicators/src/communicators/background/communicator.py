@@ -42,6 +42,7 @@ class TransportCommunicator(Communicator):
         self.rank, self.size, self.device = transport.rank, transport.size, transport.device
         self.transport = transport
         self.bytes_sent = self.messages_sent = 0
+        self.origin: TransportCommunicator | None = None  # whose duplicate this is
         self.control = Control(self.rank, self.size)
         self._calls = 0
         self._under_way: set[int] = set()  # numbers of calls that are not over
@@ -107,6 +108,8 @@ class TransportCommunicator(Communicator):
         with self.lock:
             self.bytes_sent += nbytes
             self.messages_sent += messages
+        if self.origin is not None:
+            self.origin.count(nbytes, messages)
 
     def listen(self) -> None:
         """Reads the letters that have come and writes what follows from them."""
@@ -187,6 +190,7 @@ class TransportCommunicator(Communicator):
         made = TransportCommunicator(self.transport.duplicate(self.timeout))
         made.timeout = self.timeout
         self._duplicates.add(made)
+        made.origin = self
         return made
 
     def _end_flights(self) -> None:
