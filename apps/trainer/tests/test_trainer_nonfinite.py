@@ -43,3 +43,18 @@ def test_one_bad_image_costs_a_step_an_epoch_or_ends_the_run(
     stern = options(algorithm=algorithm, momentum=0.9, overwrite=True)
     with pytest.raises(CollectiveError, match=r"rank [01]: the gradient of '0\.weight' is not finite"):
         SimulatedWorld(2).run(lambda comm: run(bad, stern, comm))
+
+
+def test_a_run_whose_steps_were_all_skipped_is_gone_on_with(app: App, options: Callable[..., Options]) -> None:
+    def build(options: Options, device: torch.device) -> Any:
+        task = app_with_one_bad_image(app).build(options, device)
+        task.points[:] = torch.inf
+        return task
+
+    bad = replace(app, build=build)
+    given = options(nonfinite="skip", momentum=0.9, max_epochs=1, lr_schedule="constant")
+    SimulatedWorld(2).run(lambda comm: run(bad, given, comm))
+    longer = replace(given, max_epochs=2, resume="latest")
+    SimulatedWorld(2).run(lambda comm: run(bad, longer, comm))
+    rows = read_metrics(RunFolder(given.output).metrics.path)
+    assert [(row["steps"], row["skipped_steps"]) for row in rows] == [(3, 3), (6, 6)]
