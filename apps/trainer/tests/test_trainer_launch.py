@@ -66,10 +66,10 @@ def test_the_workers_end_when_the_process_that_started_them_is_killed(tmp_path: 
     script, told = tmp_path / "mpiexec", tmp_path / "told"
     os.mkfifo(told)
     script.write_text(
-        f"#!{sys.executable}\nimport signal, sys\n"
-        f"pipe = open({str(told)!r}, 'w')\n"
-        "signal.signal(signal.SIGTERM, lambda *_: (print('ended', file=pipe, flush=True), sys.exit()))\n"
-        "print('up', file=pipe, flush=True)\nsignal.alarm(60)\nwhile True: signal.pause()\n"
+        f"#!{sys.executable}\nimport os, signal, sys\n"
+        f"pipe = os.open({str(told)!r}, os.O_WRONLY)\n"  # no file of Python's: the signal may come in mid-print
+        "signal.signal(signal.SIGTERM, lambda *_: (os.write(pipe, b'ended\\n'), sys.exit()))\n"
+        "os.write(pipe, b'up\\n')\nsignal.alarm(60)\nwhile True: signal.pause()\n"
     )
     script.chmod(0o755)
     program = (
