@@ -8,7 +8,8 @@ from communicators import Communicator, SimulatedWorld
 from torch import nn
 from trainer.app import App
 from trainer.command_line.options import Options
-from trainer.training.evaluation import averaged_buffers, evaluate
+from trainer.synchronisers.buffers import averaged_buffers
+from trainer.training.evaluation import evaluate
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 16])  # 16 ranks have 11 test samples: some have none

@@ -19,10 +19,10 @@ from trainer.errors import AgreedError
 from trainer.records.metrics import read_metrics
 from trainer.resuming.likeness import require_equal, require_like
 from trainer.run import run
+from trainer.synchronisers.buffers import averaged_buffers
 from trainer.synchronisers.optimizer_state import completed_schedule, require_schedule
 from trainer.synchronisers.synchroniser import Rates, State, Synchroniser
 from trainer.synchronisers.table import Flag, Synchronisation
-from trainer.training.evaluation import averaged_buffers
 
 
 class Periodic(Synchroniser):

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from trainer.app import App
 from trainer.command_line import quantities
-from trainer.command_line.options import Options, free_names
+from trainer.command_line.options import Options
 from trainer.errors import RunError
 from trainer.synchronisers.table import TABLE, Flag, Synchronisation, Value, owners
 from trainer.training.learning_rate import SHAPES
@@ -38,7 +38,7 @@ def parse(argv: Sequence[str], app: App, *, world_size: int | None) -> Options:
         entry = table[given.algorithm]
         entry.require_installed(given.algorithm)
         given.own = _own(given, entry, table, app.defaults)
-        given.free = free_names(entry.flags)
+        given.free = frozenset(flag.name for flag in entry.flags if not flag.shapes)
         entry.check(given.own, given.nworkers)
         _check_output(given)
     except RunError as error:

@@ -5,8 +5,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.synchronisers.table import Flag
-
 Settings = dict[str, str | int | float | None]
 
 # What may differ between a run and its continuation: it shapes no number that training computes.
@@ -83,8 +81,3 @@ def in_todays_terms(then: Settings, now: Settings, flags: Collection[str]) -> Se
     """
     effective = {name: value for name, value in then.items() if name in now or name not in flags}
     return {name: value for name, value in BEFORE.items() if name in now} | effective
-
-
-def free_names(flags: Collection[Flag]) -> frozenset[str]:
-    """Those that shape no number."""
-    return frozenset(flag.name for flag in flags if not flag.shapes)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from trainer.training.evaluation import averaged_buffers
+from trainer.synchronisers.buffers import averaged_buffers
 
 State = dict[str, Any]
 Rates = Callable[[Optimizer], LambdaLR]
