@@ -41,16 +41,10 @@ def resume(
     which = options.resume or "latest"
     chosen = _agreed_choice(folder, which, comm)
     if chosen is None:
-        with all_or_none(comm):
-            if comm.rank == 0:
-                folder.metrics.check(0, None)
-                folder.metrics.truncate(0)
+        _forget_metrics(folder, comm)
         return None
     with all_or_none(comm), _advising(which):
-        manifest = Manifest.read(chosen)
-        _check_world(manifest, comm.size)
-        _check_settings(in_todays_terms(manifest.settings, options.settings(), own_flags), options.settings())
-        state = load(chosen, manifest, comm.rank)
+        manifest, state = _read(chosen, options.settings(), comm, own_flags)
         path = chosen / file_name(comm.rank)
         with _naming(path):
             state = fitted(state, replica, options, step=manifest.step, steps_per_epoch=steps_per_epoch)
@@ -64,6 +58,13 @@ def resume(
     return manifest.step
 
 
+def _forget_metrics(folder: RunFolder, comm: Communicator) -> None:
+    with all_or_none(comm):
+        if comm.rank == 0:
+            folder.metrics.check(0, None)
+            folder.metrics.truncate(0)
+
+
 def _agreed_choice(folder: RunFolder, which: str, comm: Communicator) -> Path | None:
     """Rank 0's choice, because another machine may not see the newest entries of a shared folder at once."""
     name = ""
@@ -73,6 +74,13 @@ def _agreed_choice(folder: RunFolder, which: str, comm: Communicator) -> Path | 
             name = chosen.name if chosen else ""
     name = gather_texts(name, comm)[0]
     return folder.checkpoints.path / name if name else None
+
+
+def _read(chosen: Path, settings: Settings, comm: Communicator, own_flags: Collection[str]) -> tuple[Manifest, State]:
+    manifest = Manifest.read(chosen)
+    _check_world(manifest, comm.size)
+    _check_settings(in_todays_terms(manifest.settings, settings, own_flags), settings)
+    return manifest, load(chosen, manifest, comm.rank)
 
 
 def _load(replica: Replica, state: State, path: Path, which: str, comm: Communicator) -> None:
