@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from bench import collectives, compress, overlap, predictions
+from bench import collectives, compress, overlap, predictions, walk
 from bench.slow_link.__main__ import main as slow_link
 
 BENCHMARKS: dict[str, Callable[[Sequence[str]], int]] = {
@@ -14,6 +14,7 @@ BENCHMARKS: dict[str, Callable[[Sequence[str]], int]] = {
     "overlap": overlap.main,
     "predictions": predictions.main,
     "slow-link": lambda argv: slow_link(["check", *argv]),
+    "walk": walk.main,
 }
 
 
