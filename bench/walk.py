@@ -90,9 +90,7 @@ class Walk:
         if every:
             rows = [[f"{file} {function}", f"{n}"] for (_, file, function), n in sorted(self._entered.items())]
             return table(("function", "calls"), rows)
-        return table(
-            ("package", "files", "functions", "calls"), [self._row(name) for name in (*PACKAGES, "together")]
-        )
+        return table(("package", "files", "functions", "calls"), [self._row(name) for name in (*PACKAGES, "together")])
 
     def _row(self, package: str) -> list[str]:
         found = {key: n for key, n in self._entered.items() if package in (key[0], "together")}

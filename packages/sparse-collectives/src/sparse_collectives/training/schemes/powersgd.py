@@ -194,7 +194,7 @@ class _Factored:
             self._matrices(sums), self._matrices(self.total), result.p, result.q, result.own_q, strict=True
         ):
             view.copy_(outer_sum(p, q).view(view.shape))
-            rest.sub_(outer_sum(p, own).view(rest.shape))
+            rest.sub_((p @ own.T).view(rest.shape))  # nobody else's, so in whatever order is fastest
         found = dict(zip(self._members(), orthonormal(result.q), strict=True))
         self.scheme.put(self.key, self.total, self.unused, found)
         mean = sums.div_(size).mul_(self.scale).to(flat.dtype)
