@@ -3,11 +3,11 @@
     python -m bench powersgd [--mbit RATE] [--ms DELAY] [--repeats N] [--full] [--output DIR]
 
 step_ms: forward, backward and update of 4.2 million parameters (16 layers of 512 × 512), median of interleaved turns,
-on this machine and behind an emulated link, where one can be made. MB: what the busiest rank sends in it; ours as counted,
-headers included; of torch's hook and plain DDP the elements that they say to reduce, times 2(P − 1)/P as a ring sends
-them. loss, accuracy: on the test digits after training the example's perceptron, mean of three seeds. Both begin
-compressing within the first steps, compress the same matrices, and have one bucket: with several torch's hook starts
-its second sums as the first ones end, in another order on each rank, which aborts or hangs over gloo.
+on this machine and behind an emulated link, where one can be made. MB: what a rank sends in it; ours as counted, headers
+included; of torch's hook and plain DDP the elements that they say to reduce, times 2(P − 1)/P as a ring sends them.
+loss, accuracy: on the test digits after training the example's perceptron, mean of three seeds. Both compress the same
+matrices from the first steps on, and have one bucket: with several, torch's hook starts its second sums as the first
+ones end, in another order on each rank, which aborts or hangs over gloo.
 """
 
 from __future__ import annotations

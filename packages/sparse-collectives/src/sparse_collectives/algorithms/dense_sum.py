@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from communicators.dense_schedules import RING_NBYTES, allreduce, block_bounds, largest_power_of_two
 from communicators.schedule import SLOT_BYTES, Schedule, powers_of_two
 from sparse_compress import SparseVector, topk
 
+from sparse_collectives.algorithms.reference import Array, cut
 from sparse_collectives.prediction.traffic import Traffic
 from sparse_collectives.reduction import Reduction
 
@@ -51,6 +53,11 @@ def dense_sent(rank: int, size: int, k: int, numel: int, dtype: torch.dtype) -> 
         messages = 2 * (len(spans) - 1) + has_partner
         rounds = messages + has_partner
     return Traffic(elements * dtype.itemsize + messages * SLOT_BYTES, messages, rounds)
+
+
+def dense_reference(inputs: Sequence[Array], k: int) -> Array:
+    """The sum, in whatever order: for numbers whose sums are exact."""
+    return np.asarray(np.sum([cut(x, k) for x in inputs], axis=0))
 
 
 def _kept_spans(rank: int, size: int, numel: int) -> list[int]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from communicators.dense_schedules import largest_power_of_two
 from communicators.schedule import Elapse, Round, Schedule, powers_of_two
 from sparse_compress import SparseVector, add_all, merge, share
 
+from sparse_collectives.algorithms.reference import Array, cut
 from sparse_collectives.prediction.traffic import Traffic
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.wire.invalid import given_by
@@ -100,3 +101,15 @@ def gtopk_merged(rank: int, size: int, k: int, numel: int) -> int:
     group = largest_power_of_two(size)
     levels = group.bit_length() - 1
     return 0 if rank >= group else 2 * min(k, numel) * (levels + (rank + group < size))
+
+
+def gtopk_reference(inputs: Sequence[Array], k: int) -> Array:
+    """Ranks beyond the power of two are folded in, then neighbouring groups are merged until one is left."""
+    groups = [cut(x, k) for x in inputs]
+    power = largest_power_of_two(len(groups))
+    for rank in range(power, len(groups)):
+        groups[rank - power] = cut(groups[rank - power] + groups[rank], k)
+    del groups[power:]
+    while len(groups) > 1:
+        groups = [cut(low + high, k) for low, high in zip(groups[::2], groups[1::2], strict=True)]
+    return groups[0]
