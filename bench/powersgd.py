@@ -3,8 +3,8 @@
     python -m bench powersgd [--mbit RATE] [--ms DELAY] [--repeats N] [--full] [--output DIR]
 
 step_ms: forward, backward and update of 4.2 million parameters (16 layers of 512 × 512), median of interleaved turns,
-on this machine and behind an emulated link, where one can be made. MB: what a rank sends in it; ours as counted, headers
-included; of torch's hook and plain DDP the elements that they say to reduce, times 2(P − 1)/P as a ring sends them.
+on this machine and behind an emulated link, where one can be made. MB: what a rank sends in it; ours as counted, with
+headers; of torch's hook and plain DDP the elements that they say to reduce, times 2(P − 1)/P as a ring sends them.
 loss, accuracy: on the test digits after training the example's perceptron, mean of three seeds. Both compress the same
 matrices from the first steps on, and have one bucket: with several, torch's hook starts its second sums as the first
 ones end, in another order on each rank, which aborts or hangs over gloo.
