@@ -95,17 +95,17 @@ def _speeds(repeats: int) -> dict[tuple[str, int], tuple[float, float]]:
         torch.manual_seed(0)
         ddp, sent = _hooked(nn.Sequential(*(nn.Linear(512, 512) for _ in range(16))), way, rank)
         trainings[way, rank] = _steps(ddp, torch.randn(16, 512)), sent
-    taken: dict[tuple[str, int], list[float]] = {way: [] for way in trainings}
+    taken: dict[tuple[str, int], list[float]] = {key: [] for key in trainings}
     nbytes: dict[tuple[str, int], float] = {}
     for _ in range(repeats + 1):  # in the first turn buckets are cut, and compressing begins
-        for way, (steps, sent) in trainings.items():
+        for key, (steps, sent) in trainings.items():
             for place in range(TURN):
                 dist.barrier()
                 before, begin = sent(), time.perf_counter()
                 next(steps)
-                taken[way] += [time.perf_counter() - begin] if place else []  # others' data are in the caches
-                nbytes[way] = sent() - before
-    return {way: (statistics.median(times[TURN - 1 :]), nbytes[way]) for way, times in taken.items()}
+                taken[key] += [time.perf_counter() - begin] if place else []  # others' data are in the caches
+                nbytes[key] = sent() - before
+    return {key: (statistics.median(times[TURN - 1 :]), nbytes[key]) for key, times in taken.items()}
 
 
 def _steps(ddp: DistributedDataParallel, batch: torch.Tensor) -> Iterator[None]:
@@ -147,9 +147,9 @@ def _digits(way: str, rank: int, seed: int, epochs: int) -> tuple[float, float]:
     for epoch in range(epochs):
         order = torch.randperm(len(train_set[0]), generator=torch.Generator().manual_seed(100 * seed + epoch))
         mine = order[dist.get_rank() :: dist.get_world_size()]
-        for batch in mine[: batches * BATCH].split(BATCH):
+        for batch in mine[: batches * BATCH].view(-1, BATCH):
             optimizer.zero_grad()
-            nn.functional.cross_entropy(ddp(train_set[0][batch]), train_set[1][batch]).backward()
+            nn.functional.cross_entropy(ddp(train_set[0][batch]), train_set[1][batch]).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             schedule.step()
     with torch.no_grad():

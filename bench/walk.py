@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from sparse_collectives import SparseHookState, sparse_hook
 from sparse_collectives.prediction.plain_table import table
 from torch import nn
+from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 PACKAGES = ("communicators", "sparse_compress", "sparse_collectives")
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] = ()) -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(on_rank, (port, options.list), nprocs=2)  # type: ignore[no-untyped-call]
+    spawn(on_rank, (port, options.list), nprocs=2)  # type: ignore[no-untyped-call]
     return 0
 
 

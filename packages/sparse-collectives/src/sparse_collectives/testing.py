@@ -116,7 +116,8 @@ def _examples(entries: Mapping[int, Algorithm], most: int | None) -> list[tuple[
     ]
     random.Random(0).shuffle(every)
     seen: set[object] = set()
-    new, rest = [], []
+    new: list[tuple[int, str, int, int]] = []
+    rest: list[tuple[int, str, int, int]] = []
     for size, wire, numel, k in every:
         brings = {size, wire, (numel, k)}
         (rest if brings <= seen else new).append((size, wire, numel, k))
