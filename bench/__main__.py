@@ -5,15 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from bench import collectives, compress, overlap, predictions, signals
+from bench import collectives, compress, overlap, powersgd, predictions, signals, walk
 from bench.slow_link.__main__ import main as slow_link
 
 BENCHMARKS: dict[str, Callable[[Sequence[str]], int]] = {
     "collectives": collectives.main,
     "compress": compress.main,
     "overlap": overlap.main,
+    "powersgd": powersgd.main,
     "predictions": predictions.main,
     "signals": signals.main,
+    "walk": walk.main,
     "slow-link": lambda argv: slow_link(["check", *argv]),
 }
 

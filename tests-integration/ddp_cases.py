@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from sparse_collectives import ALGORITHMS, SparseHookState, reshard_residuals, sparse_hook
+from sparse_collectives.training.schemes.table import WHOLE
 from sparse_compress import RandomK
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -182,18 +183,29 @@ def accumulation_in_no_sync():
     all_steps(Run(), backwards=3)
 
 
+def near(algorithm, **options):
+    """A run of an algorithm whose sums round where the others' are exact."""
+    run = Run(algorithm=algorithm, settings={"options": {"rank": 1}} if algorithm == "powersgd" else None, **options)
+    run.integers = algorithm not in WHOLE
+    return run
+
+
 def locally_and_globally_unused():
-    """b is used by rank 0 alone, c by nobody at odd steps: what waits in their residuals must not be lost."""
-    run = Run(find_unused_parameters=True)
-    for step in range(STEPS):
-        unused = ({"b"} if dist.get_rank() else set()) | ({"c"} if step % 2 else set())
-        run.step(step, unused=unused)
-    run.check_conservation()
+    """b is used by rank 0 alone, c and the matrix e by nobody at odd steps: what waits in their residuals must not be
+    lost."""
+    for algorithm in ("gtopk", *WHOLE):
+        run = near(algorithm, find_unused_parameters=True)
+        for step in range(STEPS):
+            unused = ({"b"} if dist.get_rank() else set()) | ({"c", "e"} if step % 2 else set())
+            run.step(step, unused=unused)
+        run.check_conservation()
+        assert algorithm == "dense-int8" or any(bool(residual.any()) for residual in run.residuals().values())
 
 
 def never_used():
-    run = all_steps(Run(find_unused_parameters=True), unused=("d",))
-    assert run.module.d.grad is None
+    for algorithm in ("gtopk", *WHOLE):
+        run = all_steps(near(algorithm, find_unused_parameters=True), unused=("d",))
+        assert run.module.d.grad is None
 
 
 def unused_in_accumulation():
@@ -210,10 +222,15 @@ def without_names():
 
 def mixed_precision():
     """An overflow on one rank: no rank steps, residuals stay bit for bit, also of buckets that went before."""
+    for algorithm in ("gtopk", *WHOLE):
+        overflowing(algorithm)
+
+
+def overflowing(algorithm):
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
     asked, get_scale = [], scaler.get_scale
     scaler.get_scale = lambda: asked.append(1) or get_scale()
-    run = Run(grad_scaler=scaler)
+    run = near(algorithm, grad_scaler=scaler)
     for step in range(STEPS):
         run.optimizer.zero_grad()
         gradients = gradients_of(step, dist.get_rank())
@@ -226,7 +243,8 @@ def mixed_precision():
         if not overflow:
             for name, p in run.module.named_parameters():
                 run.given[name] += gradients[name]
-                run.applied[name] += torch.round(p.grad * dist.get_world_size())
+                total = p.grad * dist.get_world_size()
+                run.applied[name] += torch.round(total) if run.integers else total
         scaler.step(run.optimizer)
         scaler.update()
         if overflow:
@@ -288,6 +306,7 @@ def saved(state):
 def resume_is_exact():
     """Save, start anew, load: the same bits as never having stopped (buckets stay as they are with this flag)."""
     every = [(name, 0.5 * entry.compresses) for name, entry in ALGORITHMS.items()]
+    every += [(name, 0.0) for name in WHOLE]
     for algorithm, momentum in [("gtopk", 0.0), *every]:
         options = {"algorithm": algorithm, "momentum": momentum, "find_unused_parameters": True}
         whole, first, second = Run(**options), Run(**options), Run(**options)
@@ -301,8 +320,9 @@ def resume_is_exact():
             second.step(step)
         for one, other in zip(whole.bits(), second.bits(), strict=True):
             assert torch.equal(one, other)
-        kept = [run.state.state_dict()["distributed"]["algorithm_state"] for run in (whole, second)]
-        assert kept[0] == kept[1]
+        kept = [run.state.state_dict()["distributed"] for run in (whole, second)]
+        assert kept[0]["algorithm_state"] == kept[1]["algorithm_state"]
+        assert kept[0].get("directions") == kept[1].get("directions")
 
 
 def resume_into_other_buckets():
@@ -317,7 +337,13 @@ def resume_into_other_buckets():
 
 def distributed_checkpoint():
     """The usual resume: what a new state reports is what is loaded into."""
-    for algorithm, momentum in [("gtopk", 0.0), ("oktopk", 0.5), ("spardl", 0.0)]:
+    for algorithm, momentum in [
+        ("gtopk", 0.0),
+        ("oktopk", 0.5),
+        ("spardl", 0.0),
+        ("powersgd", 0.0),
+        ("dense-int8", 0.0),
+    ]:
         run, template, stateful = (Run(algorithm=algorithm, momentum=momentum) for _ in range(3))
         for step in range(3):
             run.step(step)
@@ -333,6 +359,7 @@ def distributed_checkpoint():
         for state in (template.state, stateful.state):
             found = state.state_dict()["distributed"]
             assert found["algorithm_state"] == own["algorithm_state"]
+            assert found.get("directions") == own.get("directions")
             for part in ("residuals", "velocities"):
                 assert sorted(own[part]) == (sorted(SHAPES) if part == "residuals" or momentum else [])
                 assert sorted(found[part]) == sorted(own[part])
