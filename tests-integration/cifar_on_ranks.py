@@ -1,6 +1,6 @@
 """Runs of the cifar app under mpiexec, several inside one launch; rank 0 writes what came of each.
 
-usage: mpiexec -n 4 python cifar_on_ranks.py killed|refused|fault FOLDER
+usage: mpiexec -n 4 python cifar_on_ranks.py killed|rest FOLDER
 """
 
 from __future__ import annotations
@@ -42,8 +42,19 @@ def killed(folder):
     main(APP, [*TRAIN.split(), "--output", f"{folder}/broken", "--checkpoint-every", "7"])
 
 
+def rest(folder):
+    """All that is not killed: what was is resumed, then everything that a user can get wrong, and at last a fault."""
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        flags = [*TRAIN.split(), "--output", f"{folder}/broken", "--checkpoint-every", "5", "--resume"]
+        assert main(APP, flags) == 0
+    if RANK == 0:
+        (folder / "resumed.txt").write_text(shown.getvalue())
+    refused(folder)
+    fault(folder)
+
+
 def refused(folder):
-    """Everything that a user can get wrong; each case is (flags of this rank, app)."""
+    """Each case is (flags of this rank, app)."""
     short = folder / "short" / "cifar-10-batches-bin"
     if RANK == 0:
         short.mkdir(parents=True)
@@ -119,4 +130,4 @@ def fault(folder):
 
 
 if __name__ == "__main__":
-    {"killed": killed, "refused": refused, "fault": fault}[sys.argv[1]](Path(sys.argv[2]))
+    {"killed": killed, "rest": rest}[sys.argv[1]](Path(sys.argv[2]))

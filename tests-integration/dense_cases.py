@@ -169,8 +169,13 @@ def inputs_changed_after_the_start(comm):
 
 
 def duplicates(comm):
-    """Calls on one come in any order to those on the other; an error of one leaves the other alone."""
+    """Calls on one come in any order to those on the other, and count for both; an error of one leaves the other."""
     other = comm.duplicate()
+    sent = [comm.bytes_sent]
+    for c in (comm, other):
+        allreduce(torch.ones(7), c, native=False)
+        sent.append(comm.bytes_sent)
+    assert sent[1] - sent[0] == sent[2] - sent[1] > 0 or comm.size == 1
     calls = [lambda c=c, x=x: (c, x, allreduce_async(torch.full((5,), x), c)) for c, x in ((comm, 1.0), (other, 10.0))]
     for c, x, work in [call() for call in (calls if comm.rank % 2 else reversed(calls))]:
         assert (c is comm) == (x == 1.0)

@@ -14,7 +14,6 @@ import torch
 
 HERE = Path(__file__).parent
 SCRIPT = HERE / "cifar_on_ranks.py"
-TRAIN = "--dnn resnet20 --dataset digits --compression --compressor gtopk --density 0.01 --nworkers 4 --max-epochs 2"
 pytestmark = pytest.mark.mpi
 
 
@@ -41,17 +40,30 @@ def assert_same_bits(found, expected):
         assert found == expected
 
 
-def test_killed_in_mid_write_and_resumed_a_run_ends_in_the_same_bits(mpiexec, tmp_path):
-    first = mpiexec(4, SCRIPT, "killed", tmp_path)
-    assert first.returncode != 0
-    straight, broken = tmp_path / "straight", tmp_path / "broken"
-    assert (straight / "model.pt").exists(), first.stderr
-    assert [path.parent.name for path in broken.glob("checkpoints/*/manifest.json")] == ["00000007"]
-    assert (broken / "checkpoints" / "00000014" / "rank2.pt").exists()
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
 
-    resumed = mpiexec(4, "-m", "cifar", *TRAIN.split(), "--output", broken, "--checkpoint-every", "5", "--resume")
-    assert resumed.returncode == 0, resumed.stderr
-    assert "at step 7" in resumed.stdout
+
+@pytest.fixture(scope="module")
+def killed(mpiexec, folder):
+    return mpiexec(4, SCRIPT, "killed", folder)
+
+
+@pytest.fixture(scope="module")
+def rest(mpiexec, folder, killed):
+    """A launch takes seconds to start, so one does all that can be done in one."""
+    assert killed.returncode != 0
+    assert (folder / "straight" / "model.pt").exists(), killed.stderr
+    assert [path.parent.name for path in folder.glob("broken/checkpoints/*/manifest.json")] == ["00000007"]
+    assert (folder / "broken" / "checkpoints" / "00000014" / "rank2.pt").exists()
+    return mpiexec(4, SCRIPT, "rest", folder)
+
+
+def test_killed_in_mid_write_and_resumed_a_run_ends_in_the_same_bits(rest, folder):
+    straight, broken = folder / "straight", folder / "broken"
+    assert (folder / "resumed.txt").exists(), rest.stderr
+    assert "at step 7" in (folder / "resumed.txt").read_text()
     assert without_seconds(broken) == without_seconds(straight)
     assert [row["epoch"] for row in without_seconds(broken)] == [1, 2]
     assert_same_bits(torch.load(broken / "model.pt"), torch.load(straight / "model.pt"))
@@ -77,10 +89,8 @@ REFUSALS = {
 
 
 @pytest.fixture(scope="module")
-def report(mpiexec, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("refused")
-    launch = mpiexec(4, SCRIPT, "refused", folder)
-    assert launch.returncode == 0, launch.stderr
+def report(rest, folder):
+    assert (folder / "report.json").exists(), rest.stderr
     return json.loads((folder / "report.json").read_text())
 
 
@@ -99,10 +109,9 @@ def test_between_the_refusals_it_trains(report, case):
     assert report[case] == [[0, ""]] * 4
 
 
-def test_a_fault_on_one_rank_ends_the_job_with_its_traceback(mpiexec, tmp_path):
-    launch = mpiexec(2, SCRIPT, "fault", tmp_path, timeout=60)
-    assert launch.returncode != 0
-    assert launch.stderr.count("ZeroDivisionError: ours") == 1
+def test_a_fault_on_one_rank_ends_the_job_with_its_traceback(rest):
+    assert rest.returncode != 0
+    assert rest.stderr.count("ZeroDivisionError: ours") == 1
 
 
 @pytest.fixture(scope="module")

@@ -76,38 +76,43 @@ def job(tmp_path):
         started.close()
 
 
-@pytest.mark.parametrize(
-    ("how", "number"),
-    [
-        ("by itself", signal.SIGINT),
-        ("by itself", signal.SIGTERM),
-        ("its own workers", signal.SIGINT),
-        ("its own workers", signal.SIGTERM),
-        ("mpiexec", signal.SIGTERM),
-    ],
-)
-def test_a_signal_ends_all_ranks_with_one_line_and_the_run_can_be_resumed(job, how, number):
-    first = job(how)
-    first.until(first.newest, "a checkpoint")
-    first.starter.send_signal(number)
-    _, error = first.starter.communicate(timeout=LIMIT)
-    assert first.starter.returncode == 128 + number
+def stopped_by(job, number):
+    """All ranks end, with one line and the signal's exit code."""
+    job.starter.send_signal(number)
+    _, error = job.starter.communicate(timeout=LIMIT)
+    assert job.starter.returncode == 128 + number
     assert error == f"cifar: error: stopped by {signal.Signals(number).name}\n"
-    first.until(lambda: not first.left(), "the end of all ranks")
-    reached = first.newest()
-    second = job(how, "--resume")
-    second.until(lambda: second.newest() > reached, "a checkpoint after the resumed one")
+    job.until(lambda: not job.left(), "the end of all ranks")
 
 
-@pytest.mark.parametrize("how", ["its own workers", "mpiexec", "torchrun"])
-def test_killing_what_started_them_ends_all_ranks_and_the_run_can_be_resumed_at_once(job, how):
-    first = job(how)
-    first.until(first.newest, "a checkpoint")
-    first.starter.kill()
-    first.until(lambda: not first.left(), "the end of all ranks")
-    reached = first.newest()
-    second = job(how, "--resume")
-    second.until(lambda: second.newest() > reached, "a checkpoint after the resumed one")
+def killed(job, number):
+    """What started the ranks cannot say anything any more; they end all the same."""
+    job.starter.send_signal(number)
+    job.until(lambda: not job.left(), "the end of all ranks")
+
+
+CHAINS = {
+    "one rank": [("by itself", stopped_by, signal.SIGINT), ("by itself", stopped_by, signal.SIGTERM)],
+    "two ranks": [
+        ("its own workers", stopped_by, signal.SIGINT),
+        ("its own workers", stopped_by, signal.SIGTERM),
+        ("mpiexec", stopped_by, signal.SIGTERM),
+        ("its own workers", killed, signal.SIGKILL),
+        ("mpiexec", killed, signal.SIGKILL),
+        ("torchrun", killed, signal.SIGKILL),
+    ],
+}
+
+
+@pytest.mark.timeout(600)  # a launch takes long on a busy machine
+@pytest.mark.parametrize("chain", CHAINS)
+def test_however_a_run_ends_no_rank_is_left_and_the_next_one_goes_on_with_it_at_once(job, chain):
+    reached = ""
+    for turn, (how, end, number) in enumerate([*CHAINS[chain], (CHAINS[chain][0][0], killed, signal.SIGKILL)]):
+        run = job(how, *(["--resume"] if turn else []))
+        run.until(lambda run=run, reached=reached: run.newest() > reached, f"run {turn}, {how}: another checkpoint")
+        end(run, number)
+        reached = run.newest()
 
 
 def test_a_second_job_in_the_folder_is_refused_and_the_first_goes_on(job):

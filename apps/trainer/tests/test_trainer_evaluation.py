@@ -8,7 +8,7 @@ from communicators import Communicator, SimulatedWorld
 from torch import nn
 from trainer.app import App
 from trainer.command_line.options import Options
-from trainer.training.buffers import averaged_buffers
+from trainer.synchronisers.buffers import averaged_buffers
 from trainer.training.evaluation import evaluate
 
 
@@ -16,7 +16,8 @@ from trainer.training.evaluation import evaluate
 def test_every_world_size_gives_the_same_metrics(app: App, options: Callable[..., Options], size: int) -> None:
     def body(comm: Communicator) -> dict[str, float]:
         torch.manual_seed(0)
-        return evaluate(app.build(options(), torch.device("cpu")), comm)
+        task = app.build(options(), torch.device("cpu"))
+        return evaluate(task, comm, averaged_buffers(task.model, comm))
 
     alone = SimulatedWorld(1).run(body)[0]
     results = SimulatedWorld(size).run(body)

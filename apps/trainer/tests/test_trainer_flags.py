@@ -3,26 +3,28 @@
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
-import sparse_collectives
 import torch
 from communicators import as_communicator
-from sparse_collectives import ALGORITHMS
+from sparse_collectives import ALGORITHMS, DistributedOptimizer
+from sparse_collectives.training.schemes.table import WHOLE
 from sparse_collectives.wire.half import DENSE_WIRES as KNOWN_DENSE_WIRES
 from sparse_collectives.wire.wire import WIRES as KNOWN_WIRES
 from trainer.app import App
 from trainer.command_line.flags import parse
-from trainer.command_line.literals import literal_dict
 from trainer.errors import RunError
-from trainer.training.synchronisation import DENSE_WIRES, SYNCHRONISATIONS, WIRES
+from trainer.synchronisers.literals import literal_dict
+from trainer.synchronisers.table import DENSE_WIRE, TABLE, WIRE, Flag, Synchronisation
 
 
 def test_the_published_command(app: App) -> None:
     flags = "--dnn plain --dataset points --compression --compressor gtopk --density 0.001 --batch-size 32 --lr 0.1"
     options = parse([*flags.split(), "--max-epochs", "140", "--nworkers", "4", "--data-dir", "D"], app, world_size=4)
-    assert (options.algorithm, options.density, options.nworkers) == ("gtopk", 0.001, 4)
+    assert (options.algorithm, options.own["density"], options.nworkers) == ("gtopk", 0.001, 4)
     assert (options.data_dir, options.output) == (Path("D"), Path("runs/points-plain-points-gtopk"))
 
 
@@ -35,6 +37,11 @@ def test_the_published_command(app: App) -> None:
         ("--compression --compressor topk", "topk-allgather"),
         ("--compression --compressor topkA --algorithm topk-allgather", "topk-allgather"),
         ("--compression --compressor none", "dense"),
+        ("--compression --compressor topkDSA", "topk-dsa"),
+        ("--compression --compressor oktopk", "oktopk"),
+        ("--compression --compressor spardl", "spardl"),
+        ("--algorithm powersgd", "powersgd"),
+        ("--algorithm dense-int8", "dense-int8"),
     ],
 )
 def test_two_spellings_of_the_algorithm(app: App, flags: str, algorithm: str) -> None:
@@ -46,6 +53,12 @@ def test_two_spellings_of_the_algorithm(app: App, flags: str, algorithm: str) ->
     [
         ("--dnn vgg", "'plain', 'dropout'"),
         ("--density 0", "expected 0 < density <= 1"),
+        ("--density 0.1", "--density 0.1 is for topk-allgather, topk-dsa, gtopk, oktopk, spardl; dense has no density"),
+        ("--algorithm powersgd --density 0.01", "powersgd has no density"),
+        ("--algorithm dense-int8 --wire bf16", "dense-int8 has no wire"),
+        ("--algorithm gtopk --rank 2", "--rank 2 is for powersgd; gtopk has no rank"),
+        ("--algorithm powersgd --rank 0", "expected a whole number from 1 on"),
+        ("--compression --compressor topk-allgather", "choose from 'none', 'topk', 'topkA'"),
         ("--density 1.5", "given '1.5'"),
         ("--density much", "given 'much'"),
         ("--batch-size 0", "expected a whole number from 1 on"),
@@ -55,10 +68,11 @@ def test_two_spellings_of_the_algorithm(app: App, flags: str, algorithm: str) ->
         ("--weight-decay -1", "expected a number from 0 on"),
         ("--max-epochs -3", "--max-epochs"),
         ("--compressor gtopk", "--compression"),
-        ("--algorithm gtopk --teams 2", "has no effect on gtopk"),
+        ("--algorithm gtopk --teams 1", "--teams 1 is for spardl"),
+        ("--algorithm gtopk --teams 2", "--teams 2 is for spardl; gtopk has no teams"),
         ("--algorithm spardl --teams 3", "--teams 3 does not divide the 4 workers"),
         ("--algorithm gtopk --wire fp8", "'fp32', 'bf16'"),
-        ("--algorithm dense --wire int8", "a dense sum takes fp32, bf16, fp16"),
+        ("--algorithm dense --wire int8", "is not for dense, which takes fp32, bf16, fp16"),
         ("--compression --compressor topk --algorithm gtopk", "differ"),
         ("--resume --overwrite", "give one of them"),
         ("--resume yesterday", "'latest', 'previous'"),
@@ -81,10 +95,48 @@ def test_tensorboard_is_asked_for_only_where_it_is(app: App, monkeypatch: pytest
     assert parse(["--tensorboard"], app, world_size=None).tensorboard
 
 
-def test_every_sparse_algorithm_can_be_trained_with() -> None:
-    assert list(ALGORITHMS) == list(SYNCHRONISATIONS)
-    assert list(KNOWN_WIRES) == list(WIRES)
-    assert list(KNOWN_DENSE_WIRES) == list(DENSE_WIRES)
+def test_every_algorithm_can_be_trained_with() -> None:
+    assert [*ALGORITHMS, *WHOLE] == list(TABLE)
+    assert list(KNOWN_WIRES) == WIRE.choices
+    assert list(KNOWN_DENSE_WIRES) == DENSE_WIRE.choices
+
+
+@pytest.mark.parametrize("algorithm", TABLE)
+def test_absent_flags_are_absent(app: App, algorithm: str) -> None:
+    options = parse(["--algorithm", algorithm], app, world_size=None)
+    own = {flag.name for flag in TABLE[algorithm].flags}
+    assert set(options.own) == own
+    others = {flag.name for entry in TABLE.values() for flag in entry.flags} - own
+    assert not others & (set(options.settings()) | set(options.flags()) | set(options.alike()))
+    assert ("density" in options.settings()) == ("density" in own)
+
+
+def test_an_apps_default_is_for_the_algorithms_that_take_it(app: App) -> None:
+    dense = replace(app, defaults={"density": 0.5, "lr": 0.3})
+    assert parse(["--algorithm", "gtopk"], dense, world_size=None).own["density"] == 0.5
+    options = parse([], dense, world_size=None)
+    assert (options.lr, "density" in options.own) == (0.3, False)
+
+
+def test_a_synchronisation_of_ones_own_is_one_entry(app: App, capsys: pytest.CaptureFixture[str]) -> None:
+    every = Flag(name="sync_every", default=4, read=int, says="steps between averages")
+    entry = Synchronisation(make=unused, flags=(every,), needs="not-installed-anywhere")
+    with_it = replace(app, synchronisations={"periodic": entry})
+    with pytest.raises(RunError, match="periodic needs the not-installed-anywhere package: pip install not-i"):
+        parse(["--algorithm", "periodic"], with_it, world_size=None)
+    with pytest.raises(RunError, match="--sync-every 3 is for periodic; dense has no sync every"):
+        parse(["--sync-every", "3"], with_it, world_size=None)
+    here = replace(app, synchronisations={"periodic": replace(entry, needs="")})
+    assert parse(["--algorithm", "periodic"], here, world_size=None).own == {"sync_every": 4}
+    with pytest.raises(RunError, match="is for topk-allgather"):
+        parse(["--algorithm", "periodic", "--density", "0.1"], here, world_size=None)
+    with pytest.raises(SystemExit):
+        parse(["--help"], here, world_size=None)
+    assert "only with --algorithm periodic:\n  --sync-every" in capsys.readouterr().out
+
+
+def unused(*given: object) -> NoReturn:
+    raise AssertionError("flags are checked without it")
 
 
 def test_a_new_line_in_the_table_is_a_new_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,19 +163,33 @@ def test_settings_leave_out_what_shapes_no_number(app: App) -> None:
     assert settings(f"{constant} 3") == settings(f"{constant} 4")
 
 
-@pytest.mark.parametrize("algorithm", ["dense", "gtopk"])
-def test_verification_is_asked_of_the_optimizer(app: App, algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+@pytest.mark.parametrize("algorithm", TABLE)
+def test_own_flags_reach_the_optimizer(app: App, algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from trainer.synchronisers import synchronous
 
-    def optimizer(*given: object, **named: object) -> None:
-        asked.append(named.get("verify"))
+    asked: list[dict[str, Any]] = []
 
-    monkeypatch.setattr(sparse_collectives, "DistributedOptimizer", optimizer)
-    for flags in ("", "--verify 25"):
-        options = parse(["--algorithm", algorithm, *flags.split()], app, world_size=None)
-        SYNCHRONISATIONS[algorithm](options, torch.nn.Linear(2, 2), as_communicator(None))
-        assert options.settings() == parse(["--algorithm", algorithm], app, world_size=None).settings()
-    assert asked == [0, 25]
+    class Seen(DistributedOptimizer):
+        def __init__(self, *given: Any, **named: Any) -> None:
+            asked.append(named)
+            super().__init__(*given, **named)
+
+    monkeypatch.setattr(synchronous, "DistributedOptimizer", Seen)
+    changed = {"verify": 25, "nonfinite": "skip", "wire": "bf16", "density": 0.5, "teams": 1, "rank": 3}
+    own = {name: value for name, value in changed.items() if name in {flag.name for flag in TABLE[algorithm].flags}}
+    argv = [text for name, value in own.items() for text in (f"--{name}", str(value))]
+    options = parse(["--algorithm", algorithm, *argv], app, world_size=None)
+    made = TABLE[algorithm].make(options, torch.nn.Linear(9, 7), as_communicator(None), steady)
+    [named] = asked
+    given = {**named, **named["options"], "density": named["compressor"].density if "compressor" in named else None}
+    assert {name: given[name] for name in own} == own
+    assert made.optimizer.param_groups[0].get("momentum", 0) == (0 if "density" in own else options.momentum)
+    free = parse(["--algorithm", algorithm, *argv, "--verify", "7"], app, world_size=None)
+    assert options.settings() == free.settings()
+
+
+def steady(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
 
 
 def test_the_readme_lists_every_flag(app: App, capsys: pytest.CaptureFixture[str]) -> None:

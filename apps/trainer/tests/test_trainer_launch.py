@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from trainer.errors import RunError
-from trainer.launching import launch
+from trainer.launching import workers
 
 
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> None:
@@ -23,7 +23,7 @@ def test_the_launcher_beside_python_gets_the_command_and_its_exit_code_is_ours(
 ) -> None:
     stand_in(tmp_path, monkeypatch, "print(sys.argv[1:], os.environ['OMP_NUM_THREADS']); sys.exit(7)")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert launch.start_workers("points", ["--lr", "0.1"], 3) == 7
+    assert workers.start_workers("points", ["--lr", "0.1"], 3) == 7
     expected = ["-n", "3", str(tmp_path / "python"), "-m", "points", "--lr", "0.1"]
     assert capfd.readouterr().out == f"{expected} 1\n"
 
@@ -36,29 +36,29 @@ os.kill(os.getppid(), {int(number)})
 while True: signal.pause()
 """
     stand_in(tmp_path, monkeypatch, program)
-    assert launch.start_workers("points", [], 2) == 9
+    assert workers.start_workers("points", [], 2) == 9
 
 
 def test_death_by_a_signal_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(tmp_path, monkeypatch, "os.kill(os.getpid(), signal.SIGKILL)")
-    assert launch.start_workers("points", [], 2) == 137
+    assert workers.start_workers("points", [], 2) == 137
 
 
 def test_without_a_launcher_it_says_how_to_get_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(RunError, match="pip install mpich"):
-        launch.find_mpiexec()
+        workers.find_mpiexec()
 
 
 def test_more_workers_than_the_cores_bear_are_asked_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(tmp_path, monkeypatch, "sys.exit(7)")
     cores = len(os.sched_getaffinity(0))
-    most = launch.WORKERS_A_CORE * cores
+    most = workers.WORKERS_A_CORE * cores
     with pytest.raises(RunError, match=f"--nworkers {most + 1} is more than 8 .*--oversubscribe"):
-        launch.start_workers("points", [], most + 1)
-    assert launch.start_workers("points", [], most) == 7
-    assert launch.start_workers("points", [], 1000, oversubscribe=True) == 7
+        workers.start_workers("points", [], most + 1)
+    assert workers.start_workers("points", [], most) == 7
+    assert workers.start_workers("points", [], 1000, oversubscribe=True) == 7
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child that its parent was killed")
@@ -66,15 +66,16 @@ def test_the_workers_end_when_the_process_that_started_them_is_killed(tmp_path: 
     script, told = tmp_path / "mpiexec", tmp_path / "told"
     os.mkfifo(told)
     script.write_text(
-        f"#!{sys.executable}\nimport signal, sys\n"
-        f"pipe = open({str(told)!r}, 'w')\n"
-        "signal.signal(signal.SIGTERM, lambda *_: (print('ended', file=pipe, flush=True), sys.exit()))\n"
-        "print('up', file=pipe, flush=True)\nsignal.alarm(60)\nwhile True: signal.pause()\n"
+        f"#!{sys.executable}\nimport os, signal, sys\n"
+        f"pipe = os.open({str(told)!r}, os.O_WRONLY)\n"  # no file of Python's: the signal may come in mid-print
+        "signal.signal(signal.SIGTERM, lambda *_: (os.write(pipe, b'ended\\n'), sys.exit()))\n"
+        "os.write(pipe, b'up\\n')\nsignal.alarm(60)\nwhile True: signal.pause()\n"
     )
     script.chmod(0o755)
     program = (
-        "from trainer.launching import launch; "
-        f"launch.find_mpiexec = lambda: {str(script)!r}; launch.start_workers('m', [], 2)"
+        "from trainer.launching import workers\n"
+        f"workers.find_mpiexec = lambda: {str(script)!r}\n"
+        "workers.start_workers('m', [], 2)"
     )
     with subprocess.Popen([sys.executable, "-c", program]) as starter, told.open() as lines:
         assert lines.readline() == "up\n"
@@ -90,5 +91,5 @@ signal.alarm(60)
 while True: signal.pause()
 """
     stand_in(tmp_path, monkeypatch, program)
-    monkeypatch.setattr(launch, "GRACE", 0.1)
-    assert launch.start_workers("points", [], 2) == 143
+    monkeypatch.setattr(workers, "GRACE", 0.1)
+    assert workers.start_workers("points", [], 2) == 143

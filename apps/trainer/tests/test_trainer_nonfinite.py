@@ -37,8 +37,24 @@ def test_one_bad_image_costs_a_step_an_epoch_or_ends_the_run(
     rows = read_metrics(folder.metrics.path)
     assert [row["train_loss"] for row in rows] == [None, None]  # as it was: not a number
     assert all(row["test_loss"] is not None for row in rows)
+    assert [row["skipped_steps"] for row in rows] == [1, 2]
     states = [torch.load(file, weights_only=True) for file in sorted(folder.checkpoints.complete()[-1].glob("rank*"))]
     assert [state["optimizer"]["distributed"]["skipped"] for state in states] == [2, 2]
-    stern = replace(given, nonfinite="raise", overwrite=True)
+    stern = options(algorithm=algorithm, momentum=0.9, overwrite=True)
     with pytest.raises(CollectiveError, match=r"rank [01]: the gradient of '0\.weight' is not finite"):
         SimulatedWorld(2).run(lambda comm: run(bad, stern, comm))
+
+
+def test_a_run_whose_steps_were_all_skipped_is_gone_on_with(app: App, options: Callable[..., Options]) -> None:
+    def build(options: Options, device: torch.device) -> Any:
+        task = app_with_one_bad_image(app).build(options, device)
+        task.points[:] = torch.inf
+        return task
+
+    bad = replace(app, build=build)
+    given = options(nonfinite="skip", momentum=0.9, max_epochs=1, lr_schedule="constant")
+    SimulatedWorld(2).run(lambda comm: run(bad, given, comm))
+    longer = replace(given, max_epochs=2, resume="latest")
+    SimulatedWorld(2).run(lambda comm: run(bad, longer, comm))
+    rows = read_metrics(RunFolder(given.output).metrics.path)
+    assert [(row["steps"], row["skipped_steps"]) for row in rows] == [(3, 3), (6, 6)]

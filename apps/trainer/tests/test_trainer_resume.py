@@ -1,11 +1,10 @@
 """Law 7: stopped anywhere and resumed, a run ends in the bits of the one that was never stopped."""
 
-import contextlib
 import copy
 import hashlib
 import json
-import os
 import shutil
+import zipfile
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from communicators import CollectiveError, Communicator, SimulatedWorld
+from communicators import Communicator, SimulatedWorld
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from resumed_runs import SECONDS, assert_same_bits, killed_after, result, train
 from trainer import run as run_module
 from trainer.app import App
 from trainer.command_line.options import BEFORE, Options
@@ -25,66 +25,6 @@ from trainer.records.metrics import read_metrics
 from trainer.records.run_folder import RunFolder
 from trainer.run import run
 from trainer.training.replica import Replica
-
-SECONDS = {"seconds", "compute_seconds", "communication_seconds"}
-
-
-class Killed(BaseException):
-    """Stands for kill −9 of the whole job."""
-
-
-def train(app: App, options: Options, ranks: int) -> None:
-    SimulatedWorld(ranks).run(lambda comm: run(app, options, comm))
-
-
-def killed_after(operations: int, app: App, options: Options, ranks: int) -> bool:
-    """Train, but die at this operation on the disk, in mid-write; whether the run lived so long."""
-    left = operations
-    real = os.fsync
-
-    def fsync(descriptor: int) -> None:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            path = Path(f"/proc/self/fd/{descriptor}").resolve()
-            if left == -1 and path.is_file():  # torn, but for what had reached the disk before
-                size = path.stat().st_size
-                os.truncate(path, size - 5 if path.name == "metrics.jsonl" else size // 2)
-            raise Killed
-        real(descriptor)
-
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(os, "fsync", fsync)
-        with contextlib.suppress(Killed, CollectiveError):  # the other ranks notice, in their last moment
-            train(app, options, ranks)
-    return left < 0
-
-
-def result(options: Options) -> tuple[list[dict[str, Any]], dict[str, Any], list[dict[str, Any]]]:
-    """Metrics but for the times, the model, and all that the ranks hold at the end."""
-    folder = RunFolder(options.output)
-    rows = [{k: v for k, v in row.items() if k not in SECONDS} for row in read_metrics(folder.metrics.path)]
-    last = folder.checkpoints.complete()[-1]
-    states = [torch.load(file, weights_only=True) for file in sorted(last.glob("rank*.pt"))]
-    for state in states:
-        state["totals"] = {k: v for k, v in state["totals"].items() if k not in SECONDS}
-    return rows, torch.load(folder.model, weights_only=True), states
-
-
-def assert_same_bits(found: Any, expected: Any, place: str = "") -> None:
-    if isinstance(expected, torch.Tensor):
-        assert found.dtype == expected.dtype, place
-        assert found.numpy().tobytes() == expected.numpy().tobytes(), place
-    elif isinstance(expected, dict):
-        assert found.keys() == expected.keys(), place
-        for key, value in expected.items():
-            assert_same_bits(found[key], value, f"{place}/{key}")
-    elif isinstance(expected, list | tuple):
-        assert len(found) == len(expected), place
-        for number, value in enumerate(expected):
-            assert_same_bits(found[number], value, f"{place}/{number}")
-    else:
-        assert found == expected, place
 
 
 @settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -214,7 +154,8 @@ def older(folder: Path, *names: str) -> None:
 
 
 def test_every_setting_that_was_added_says_what_runs_did_before(app: App, options: Callable[..., Options]) -> None:
-    assert set(options().settings()) - FIRST_SETTINGS == set(BEFORE)
+    added = {name for algorithm in ("dense", "spardl") for name in options(algorithm=algorithm).settings()}
+    assert added - FIRST_SETTINGS == set(BEFORE)
 
 
 def test_a_run_from_before_an_option_was_added_is_gone_on_with(
@@ -225,11 +166,39 @@ def test_a_run_from_before_an_option_was_added_is_gone_on_with(
     broken = replace(straight, output=tmp_path / "broken", checkpoint_every=2)
     assert killed_after(20, app, broken, 2)
     older(broken.output, *BEFORE)
-    train(app, replace(broken, resume="latest", verify=0), 2)
+    train(app, replace(broken, resume="latest"), 2)
     assert_same_bits(result(broken), result(straight))
     older(broken.output, *BEFORE)
     with pytest.raises(AgreedError, match=r"other settings \(--wire fp32 then, bf16 now\)"):
-        train(app, replace(broken, resume="latest", wire="bf16"), 2)
+        train(app, replace(broken, resume="latest", own={**broken.own, "wire": "bf16"}), 2)
+
+
+OLDER = {
+    "dense": {"wire": "bf16"},
+    "gtopk": {"density": 0.2},
+    "spardl": {"teams": 2, "nworkers": 2, "density": 0.2, "wire": "int8", "clip_norm": 1, "nonfinite": "skip"},
+}
+
+
+@pytest.mark.parametrize("algorithm", OLDER)
+def test_a_run_that_recorded_other_algorithms_flags_is_gone_on_with(
+    app: App, options: Callable[..., Options], tmp_path: Path, algorithm: str
+) -> None:
+    """Files of the version that gave every run a density and a number of teams: stopped after step 4 of 6."""
+    with zipfile.ZipFile(Path(__file__).parent / "older_runs.zip") as older_runs:
+        older_runs.extractall(tmp_path)
+    given = options(algorithm=algorithm, output=tmp_path / algorithm, resume=True, **OLDER[algorithm])
+    train(app, given, 2)
+    rows = read_metrics(given.output / "metrics.jsonl")
+    assert [row["steps"] for row in rows] == [3, 6]
+    assert all(isinstance(row["test_loss"], float) for row in rows)
+    [*_, last] = RunFolder(given.output).checkpoints.complete()
+    changed = replace(given, own={**given.own, "wire": "fp16"})
+    with pytest.raises(AgreedError, match=r"other settings \(--wire"):
+        train(app, changed, 2)
+    settings = json.loads((last / "manifest.json").read_text())["content"]["settings"]
+    assert settings == given.settings()
+    assert set(settings) & {"density", "teams"} == set(OLDER[algorithm]) & {"density", "teams"}
 
 
 def test_ranks_that_differ_in_whether_they_resume_say_so(app: App, options: Callable[..., Options]) -> None:
@@ -252,7 +221,7 @@ def test_nothing_is_half_loaded_where_one_rank_cannot(
 
     def load(replica: Replica, state: dict[str, Any]) -> None:
         real_load(replica, state)
-        if replica.optimizer.comm.rank == 1 and state["position"]["epoch"]:  # all but what undoes it
+        if replica.synchroniser.optimizer.comm.rank == 1 and state["position"]["epoch"]:  # all but what undoes it
             raise TypeError("what\nnobody foresaw")
 
     def watched(replica: Replica, *rest: Any, **named: Any) -> Any:

@@ -14,7 +14,7 @@ from cifar.images import Images, Split
 
 @dataclass(frozen=True)
 class Classification:
-    """A model that classifies the images of one data set; a `trainer.task.Task`."""
+    """A model that classifies the images of one data set; a `trainer.app.Task`."""
 
     model: nn.Module
     images: Images

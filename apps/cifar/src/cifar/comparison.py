@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from communicators import Communicator, Link
 from rich.console import Console
+from trainer.all_or_none import all_or_none
 from trainer.command_line.flags import parse
-from trainer.launching.same_on_all import together
 from trainer.plot import plot_runs
 from trainer.records.folder_lock import locked
 from trainer.records.metrics import read_metrics
@@ -21,27 +21,25 @@ from cifar.digits import TEST_SIZE
 from cifar.prediction import exchange_seconds, selection_seconds
 from cifar.report import Prediction, Summary, show, summarise
 
-ALGORITHMS = ("dense", "gtopk")
 DENSITY = 0.01
+ALGORITHMS: dict[str, list[str]] = {"dense": [], "gtopk": ["--density", str(DENSITY)]}  # and their own flags
 GIGABIT = Link(alpha=50e-6, beta=8e-9)
 CURVES = {"train_loss": "training loss", "test_accuracy": "test accuracy"}
 
 
 def compare(comm: Communicator, *, epochs: int, seed: int, output: Path, device: torch.device) -> None:
     """Train with each algorithm, show a table and plot; rank 0 writes to `output`."""
-    with together(comm):
+    with all_or_none(comm):
         if comm.rank == 0:
             RunFolder(output).prepare(resume=False)
     with locked(output, comm):
-        for algorithm in ALGORITHMS:
-            argv = (
-                f"--algorithm {algorithm} --density {DENSITY} --max-epochs {epochs} --seed {seed} --overwrite".split()
-            )
-            options = parse([*argv, f"--output={output / algorithm}"], APP, world_size=comm.size)
+        for algorithm, own in ALGORITHMS.items():
+            argv = f"--algorithm {algorithm} --max-epochs {epochs} --seed {seed} --overwrite".split()
+            options = parse([*argv, *own, f"--output={output / algorithm}"], APP, world_size=comm.size)
             run(APP, options, comm, device=device)
         numel = json.loads(RunFolder(output / "dense").config.read_text())["parameters"]
         selection = selection_seconds(comm, device, numel=numel, density=DENSITY)
-        with together(comm):
+        with all_or_none(comm):
             if comm.rank == 0:
                 _show(output, selection=selection, numel=numel, size=comm.size)
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from trainer.command import WRONG_USAGE
 from trainer.command_line import quantities
 from trainer.errors import RunError
-from trainer.launching.launch import start_workers
+from trainer.launching.ending import stoppable
 from trainer.launching.placement import Placement, placement
-from trainer.launching.stopping import stoppable
+from trainer.launching.workers import start_workers
 from trainer.launching.world import joined
 
 

@@ -6,7 +6,7 @@ import torch
 from communicators import Communicator, Link, SimulatedWorld, allreduce, barrier
 from sparse_collectives import sparse_allreduce
 from sparse_compress import ErrorFeedback, TopK
-from trainer.training.clock import clock_of
+from trainer.launching.device import clock_of
 
 REPEATS = 15
 

@@ -1,6 +1,6 @@
 """The one training loop of the thinwire apps.
 
-An app brings models and data (see `trainer.task.Task`) and names them (`trainer.app.App`); everything
+An app brings models and data (see `trainer.app.Task`) and names them (`trainer.app.App`); everything
 else is here: the command line, starting workers, sharding, the learning rate, metrics, checkpoints.
 Importing this package imports nothing heavy, so that a wrong flag is refused before torch is loaded.
 """

@@ -1,16 +1,17 @@
-"""What an app tells the trainer about itself, without importing anything heavy."""
+"""What an app tells the trainer about itself and gives it to train, without importing anything heavy."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import torch
+    from torch import Generator, Tensor, nn
 
     from trainer.command_line.options import Options
-    from trainer.task import Task
+    from trainer.synchronisers.table import Synchronisation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,3 +23,35 @@ class App:
     datasets: Mapping[str, str]
     build: Callable[[Options, torch.device], Task]  # raises RunError where data are missing or damaged
     defaults: Mapping[str, object] = field(default_factory=dict)  # of the command line, by option name
+    synchronisations: Mapping[str, Synchronisation] = field(default_factory=dict)  # by --algorithm, besides the usual
+
+
+class Task(Protocol):
+    """A model with its data. Samples are named by their index; the loop decides who takes which."""
+
+    @property
+    def model(self) -> nn.Module:
+        """What is trained, already on its device."""
+        ...
+
+    @property
+    def train_size(self) -> int:
+        """Training samples."""
+        ...
+
+    @property
+    def test_size(self) -> int:
+        """Test samples."""
+        ...
+
+    def loss(self, indices: Tensor, generator: Generator) -> Tensor:
+        """Mean loss (a scalar) of the model over these training samples; augmentation draws from `generator`."""
+        ...
+
+    def score(self, indices: Tensor) -> Tensor:
+        """Sums over these test samples, float64, shape [s]: added over batches and ranks, then given to `metrics`."""
+        ...
+
+    def metrics(self, sums: Tensor) -> dict[str, float]:
+        """The test metrics by name (`test_loss`, `test_accuracy`, …) that the sums over all test samples mean."""
+        ...

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from trainer.app import App
 from trainer.command_line.flags import parse
 from trainer.errors import RunError
-from trainer.launching.launch import start_workers
+from trainer.launching.ending import stoppable
 from trainer.launching.placement import Placement, placement
-from trainer.launching.stopping import stoppable
+from trainer.launching.workers import start_workers
 from trainer.launching.world import first_complaint, joined
 
 if TYPE_CHECKING:

@@ -68,7 +68,7 @@ class Communicator(ABC):
 
     rank, size: this process and how many there are.
     device: where payloads live unless a call names another one.
-    bytes_sent, messages_sent: what this rank sent in counted rounds so far.
+    bytes_sent, messages_sent: what this rank sent in counted rounds so far, by duplicates too.
     """
 
     rank: int

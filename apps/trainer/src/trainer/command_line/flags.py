@@ -1,20 +1,20 @@
 """The command line that all apps share: parsed and checked once, before torch is loaded."""
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from trainer.app import App
 from trainer.command_line import quantities
 from trainer.command_line.options import Options
 from trainer.errors import RunError
+from trainer.synchronisers.table import TABLE, Flag, Synchronisation, Value, owners
 from trainer.training.learning_rate import SHAPES
-from trainer.training.synchronisation import DENSE_WIRES, SYNCHRONISATIONS, WIRES
 
-# --compressor NAME as published -> --algorithm NAME; the other sparse algorithms have one name in both.
-PUBLISHED = {"none": "dense", "topk": "topk-allgather", "topkA": "topk-allgather", "topkDSA": "topk-dsa"}
+DEFAULT = "dense"
+COMPRESSED = "gtopk"  # by --compression without --compressor
 
 
 class _Parser(ArgumentParser):
@@ -29,13 +29,17 @@ def parse(argv: Sequence[str], app: App, *, world_size: int | None) -> Options:
 
     world_size: ranks that a launcher has started; None if this process was started by itself.
     """
-    parser = _parser(app)
+    table = table_of(app)
+    parser = _parser(app, table)
     given = parser.parse_args(argv)
     try:
-        given.algorithm = _algorithm(given)
+        given.algorithm = _algorithm(given, table)
         given.nworkers = _nworkers(given.nworkers, world_size)
-        _check_teams(given)
-        _check_wire(given)
+        entry = table[given.algorithm]
+        entry.require_installed(given.algorithm)
+        given.own = _own(given, entry, table, app.defaults)
+        given.free = frozenset(flag.name for flag in entry.flags if not flag.shapes)
+        entry.check(given.own, given.nworkers)
         _check_output(given)
     except RunError as error:
         parser.error(str(error))
@@ -44,16 +48,28 @@ def parse(argv: Sequence[str], app: App, *, world_size: int | None) -> Options:
     return Options(**vars(given))
 
 
-def _algorithm(given: Namespace) -> str:
+def table_of(app: App) -> Mapping[str, Synchronisation]:
+    """Every way of synchronising that this app offers, by name."""
+    return {**TABLE, **app.synchronisations}
+
+
+def _algorithm(given: Namespace, table: Mapping[str, Synchronisation]) -> str:
     if given.compressor and not given.compression:
         raise RunError(f"--compressor {given.compressor} has no effect without --compression: add it")
     if not given.compression:
-        return str(given.algorithm or "dense")
-    name = given.compressor or "gtopk"
-    algorithm = PUBLISHED.get(name, name)
+        return str(given.algorithm or DEFAULT)
+    compressor = given.compressor or COMPRESSED
+    algorithm = _compressors(table)[compressor]
     if given.algorithm not in (None, algorithm):
-        raise RunError(f"--compression --compressor {name} and --algorithm {given.algorithm} differ: give one of them")
-    return str(algorithm)
+        raise RunError(
+            f"--compression --compressor {compressor} and --algorithm {given.algorithm} differ: give one of them"
+        )
+    return algorithm
+
+
+def _compressors(table: Mapping[str, Synchronisation]) -> dict[str, str]:
+    """What the published commands call it -> --algorithm."""
+    return {compressor: name for name, entry in table.items() for compressor in entry.compressors}
 
 
 def _nworkers(asked: int | None, world_size: int | None) -> int:
@@ -65,16 +81,31 @@ def _nworkers(asked: int | None, world_size: int | None) -> int:
     return asked or world_size or 1
 
 
-def _check_teams(given: Namespace) -> None:
-    if given.teams > 1 and given.algorithm != "spardl":
-        raise RunError(f"--teams {given.teams} has no effect on {given.algorithm}: it is for spardl")
-    if given.nworkers % given.teams:
-        raise RunError(f"--teams {given.teams} does not divide the {given.nworkers} workers into equal teams")
+def _own(
+    given: Namespace, entry: Synchronisation, table: Mapping[str, Synchronisation], defaults: Mapping[str, object]
+) -> dict[str, Any]:
+    """The values of the algorithm's own flags; RunError for one that others have. Takes all of them out of `given`."""
+    takers = owners(table)
+    asked: dict[str, Value | None] = {name: vars(given).pop(name) for name in takers}
+    own = {flag.name: flag for flag in entry.flags}
+    chosen: dict[str, Any] = {name: defaults.get(name, flag.default) for name, flag in own.items()}
+    for name, value in asked.items():
+        if value is None:
+            continue
+        if name not in own:
+            raise RunError(
+                f"{_spelt(name)} {value} is for {', '.join(takers[name])}; "
+                f"{given.algorithm} has no {name.replace('_', ' ')}: leave it out"
+            )
+        _check_choice(own[name], value, given.algorithm)
+        chosen[name] = value
+    return chosen
 
 
-def _check_wire(given: Namespace) -> None:
-    if given.algorithm == "dense" and given.wire not in DENSE_WIRES:
-        raise RunError(f"--wire {given.wire} is for sparse gradients; a dense sum takes {', '.join(DENSE_WIRES)}")
+def _check_choice(flag: Flag, value: Value, algorithm: str) -> None:
+    """An algorithm may have fewer choices than others."""
+    if flag.choices is not None and value not in flag.choices:
+        raise RunError(f"{_spelt(flag.name)} {value} is not for {algorithm}, which takes {', '.join(flag.choices)}")
 
 
 def _check_output(given: Namespace) -> None:
@@ -86,43 +117,61 @@ def _check_output(given: Namespace) -> None:
         raise RunError("--tensorboard needs the tensorboard package: pip install tensorboard")
 
 
-def _parser(app: App) -> ArgumentParser:
+def _parser(app: App, table: Mapping[str, Synchronisation]) -> ArgumentParser:
     parser = _Parser(prog=app.module, allow_abbrev=False)
     add = parser.add_argument
     add("--dnn", choices=list(app.models), default=next(iter(app.models)), help="model")
     add("--dataset", choices=list(app.datasets), default=next(iter(app.datasets)), help="data set")
     add("--data-dir", type=Path, default=Path("data"), metavar="DIR", help="where the data set's files are")
-    _add_synchronisation(parser)
+    _add_synchronisation(parser, table)
+    _add_own(parser, table, app.defaults)
     _add_optimisation(parser)
     _add_run(parser)
-    parser.set_defaults(**app.defaults)
+    own = owners(table)
+    parser.set_defaults(**{name: value for name, value in app.defaults.items() if name not in own})
     return parser
 
 
-def _add_synchronisation(parser: ArgumentParser) -> None:
+def _add_synchronisation(parser: ArgumentParser, table: Mapping[str, Synchronisation]) -> None:
     add = parser.add_argument_group("synchronisation").add_argument
-    sparse = [name for name in SYNCHRONISATIONS if name != "dense"]
-    add("--algorithm", choices=list(SYNCHRONISATIONS), help="how ranks share gradients (default: dense)")
-    add("--compression", action="store_true", help="exchange sparse gradients, by --compressor")
-    add("--compressor", choices=[*sparse, *PUBLISHED], help="sparse algorithm (with --compression; default: gtopk)")
-    add("--density", type=quantities.density, default=0.01, help="share of the gradient that is sent (default: 0.01)")
+    add("--algorithm", choices=list(table), help=f"how ranks share what they learn (default: {DEFAULT})")
+    add("--compression", action="store_true", help="take the algorithm that --compressor names, as published")
     add(
-        "--teams",
-        type=quantities.count,
-        default=1,
-        metavar="D",
-        help="teams of ranks for spardl (default: 1)",
-    )
-    add("--wire", choices=WIRES, default="fp32", help="how values travel, and sparse indices (default: fp32)")
-    add(
-        "--verify",
-        type=quantities.count_or_zero,
-        default=0,
-        metavar="STEPS",
-        help="compare the ranks' parameters every so many steps (default: 0, never)",
+        "--compressor",
+        choices=list(_compressors(table)),
+        help=f"what published commands call an algorithm (with --compression; default: {COMPRESSED})",
     )
     add("--nworkers", type=quantities.count, metavar="N", help="ranks; without a launcher this many are started")
     add("--oversubscribe", action="store_true", help="start more workers than this machine's cores can bear")
+
+
+def _add_own(parser: ArgumentParser, table: Mapping[str, Synchronisation], defaults: Mapping[str, object]) -> None:
+    """The algorithms' own flags, those of the same algorithms together; without defaults, to tell what was given."""
+    groups: dict[str, Any] = {}
+    for name, takers in owners(table).items():
+        variants = [flag for entry in table.values() for flag in entry.flags if flag.name == name]
+        title = f"only with --algorithm {', '.join(takers)}"
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        flag = variants[0]
+        groups[title].add_argument(
+            _spelt(name),
+            type=flag.read,
+            choices=_choices(variants),
+            metavar=flag.metavar,
+            help=f"{flag.says} (default: {defaults.get(name, flag.default)})",
+        )
+
+
+def _choices(variants: Sequence[Flag]) -> list[str] | None:
+    """Of all algorithms that have the flag, each once."""
+    if variants[0].choices is None:
+        return None
+    return list(dict.fromkeys(choice for flag in variants for choice in flag.choices or ()))
+
+
+def _spelt(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _add_optimisation(parser: ArgumentParser) -> None:
@@ -132,12 +181,6 @@ def _add_optimisation(parser: ArgumentParser) -> None:
     add("--momentum", type=quantities.momentum, default=0.9, help="default: 0.9; sparse: before selection, as in DGC")
     add("--weight-decay", type=quantities.non_negative, default=0.0, help="default: 0")
     add("--clip-norm", type=quantities.positive, help="clip each rank's gradient to this norm before it is exchanged")
-    add(
-        "--nonfinite",
-        choices=["raise", "skip"],
-        default="raise",
-        help="a NaN or inf in a gradient: an error that names rank and parameter, or no step (default: raise)",
-    )
     add("--max-epochs", type=quantities.count, default=20, help="default: 20")
     add("--warmup-epochs", type=quantities.non_negative, default=0.0, help="of the learning rate (default: 0)")
     add("--lr-schedule", choices=list(SHAPES), default="cosine", help="default: cosine")

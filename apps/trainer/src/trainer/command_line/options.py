@@ -1,7 +1,9 @@
 """The settings of one run, after the command line has been checked."""
 
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 Settings = dict[str, str | int | float | None]
 
@@ -15,7 +17,6 @@ _NOT_SETTINGS = {
     "overwrite",
     "checkpoint_every",
     "tensorboard",
-    "verify",
 }
 _PER_RANK = {"nworkers", "oversubscribe", "data_dir", "output", "tensorboard"}  # may differ between ranks
 
@@ -26,20 +27,20 @@ BEFORE: Settings = {"teams": 1, "wire": "fp32", "clip_norm": None, "nonfinite": 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """One run's settings; `trainer.command_line.flags.parse` checks every value and explains each."""
+    """One run's settings; `trainer.command_line.flags.parse` checks every value and explains each.
+
+    own: what the algorithm alone takes, every flag of its entry in the table, and nothing else. free: which of these
+    may differ between a run and its continuation.
+    """
 
     dnn: str
     dataset: str
     algorithm: str
-    density: float
-    teams: int  # of ranks, for spardl
-    wire: str  # how values travel
     batch_size: int  # samples per rank and step
     lr: float
     momentum: float
     weight_decay: float
     clip_norm: float | None
-    nonfinite: str  # gradients: "raise" or "skip"
     max_epochs: int
     warmup_epochs: float
     lr_schedule: str
@@ -52,20 +53,31 @@ class Options:
     checkpoint_every: int | None  # steps; 0: never; None: every epoch
     tensorboard: bool
     oversubscribe: bool  # more workers than the cores of this machine can bear
-    verify: int  # steps between comparisons of the ranks' parameters; 0: never
+    own: Mapping[str, Any]
+    free: frozenset[str] = frozenset()
+
+    def flags(self) -> dict[str, Any]:
+        """All of them by name, the algorithm's own last."""
+        common = asdict(self)
+        del common["own"], common["free"]
+        return common | dict(self.own)
 
     def alike(self) -> Settings:
         """What all ranks must share."""
-        return {name: value for name, value in asdict(self).items() if name not in _PER_RANK}
+        return {name: value for name, value in self.flags().items() if name not in _PER_RANK}
 
     def settings(self) -> Settings:
         """What a run and its continuation must share: numbers and names only."""
-        chosen = {name: value for name, value in asdict(self).items() if name not in _NOT_SETTINGS}
+        chosen = {name: value for name, value in self.flags().items() if name not in _NOT_SETTINGS | self.free}
         if self.lr_schedule == "constant":
             del chosen["max_epochs"]  # nothing else depends on where the end is
         return chosen
 
 
-def with_defaults(then: Settings, now: Settings) -> Settings:
-    """The settings of an older run, completed by what it did where there was no setting yet."""
-    return {name: value for name, value in BEFORE.items() if name in now} | then
+def in_todays_terms(then: Settings, now: Settings, flags: Collection[str]) -> Settings:
+    """The settings of an older run: with what it did where there was no setting yet, without what had no effect.
+
+    flags: the own flags of all algorithms. Runs once recorded those that other algorithms have, too.
+    """
+    effective = {name: value for name, value in then.items() if name in now or name not in flags}
+    return {name: value for name, value in BEFORE.items() if name in now} | effective

@@ -1,8 +1,13 @@
-"""The device of this rank."""
+"""The device of this rank, and what time it is there."""
 
 import os
+import time
+from collections.abc import Callable
 
 import torch
+
+Clock = Callable[[], float]
+"""Seconds, monotonic."""
 
 
 def own_device(local_rank: int) -> torch.device:
@@ -20,3 +25,15 @@ def own_device(local_rank: int) -> torch.device:
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     return torch.device("cpu")
+
+
+def clock_of(device: torch.device) -> Clock:
+    """A clock for work on this device: on a GPU it waits for the queued kernels before it reads the time."""
+    if device.type != "cuda":
+        return time.perf_counter
+
+    def read() -> float:
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    return read

@@ -1,10 +1,20 @@
-"""How a run ends: one message for what a user can mend, a traceback for what is our fault, never a hang."""
+"""How a run ends: by itself, by an error, by SIGTERM or SIGINT, or because the launcher has gone.
 
+One message for what a user can mend, a traceback for what is our fault, never a hang. A rank that waits for the others
+in a collective does not come back to Python, where signals are handled. So a thread looks for them and for the parent,
+and ends the process where it stands: a run survives that at any moment (`trainer.records.checkpoint`).
+"""
+
+import os
+import select
+import signal
 import sys
+import threading
+import time
 import traceback
-from collections.abc import Callable
-
-from communicators import CollectiveError, leave
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
 
 from trainer.errors import AgreedError, RunError
 from trainer.launching.placement import Placement
@@ -12,6 +22,8 @@ from trainer.launching.placement import Placement
 
 def exit_code(work: Callable[[], None], place: Placement, *, program: str) -> int:
     """Do the work and return 0, or say why it failed and return 1; a rank that fails alone ends the whole job."""
+    from communicators import CollectiveError, leave  # brings torch
+
     try:
         work()
     except (AgreedError, CollectiveError) as error:  # all ranks have the same message
@@ -42,3 +54,75 @@ def _abort(place: Placement) -> None:
 
         sys.stderr.flush()
         MPI.COMM_WORLD.Abort(1)
+
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+LOOK = 1.0  # seconds between looks at the parent
+FIRST_WORD = 0.5  # seconds that rank 0 has to speak for all
+SHOW_CURSOR = b"\x1b[?25h"  # which a progress bar hides
+
+
+@contextmanager
+def stoppable(place: Placement, *, program: str) -> Iterator[None]:
+    """During the block the process ends promptly, with one line and 128 + the signal's number, when it is stopped.
+
+    Also when its launcher ends. In the main thread; in another one this does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    before = {number: signal.signal(number, _noted) for number in SIGNALS}
+    watch = threading.Thread(target=_watch, args=(reader, place, program), name="stop watch", daemon=True)
+    watch.start()
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(wakeup)
+        os.close(writer)  # ends the watch
+        watch.join()
+        os.close(reader)
+
+
+def _noted(number: int, frame: FrameType | None) -> None:
+    """The interpreter has written the number to the pipe by now."""
+    del number, frame
+
+
+def _watch(reader: int, place: Placement, program: str) -> None:
+    parent = os.getppid()
+    while True:
+        ready, _, _ = select.select([reader], [], [], LOOK if place.watches else None)
+        if ready:
+            numbers = os.read(reader, 1)
+            if not numbers:
+                return
+            if signal.getsignal(numbers[0]) is _noted:  # else it is another's, such as the starter of the workers
+                _stop(numbers[0], place, program)
+        elif os.getppid() != parent:
+            if place.rank == 0:
+                _say(program, f"{place.launcher}, which started this run, has ended")
+            os._exit(1)
+
+
+def _stop(number: int, place: Placement, program: str) -> None:
+    """One rank speaks for all. Another one waits for it, and speaks where the launcher leaves it alone until then."""
+    name = signal.Signals(number).name
+    if place.rank == 0:
+        _say(program, f"stopped by {name}")
+    elif place.uses_mpi:  # torchrun names the rank
+        time.sleep(FIRST_WORD)
+        _say(program, f"rank {place.rank} was stopped by {name}")
+    os._exit(128 + number)
+
+
+def _say(program: str, text: str) -> None:
+    """Past Python's own files, which the main thread may be waiting for."""
+    with suppress(OSError):
+        if os.isatty(1) or "FORCE_COLOR" in os.environ:
+            os.write(1, SHOW_CURSOR)
+        os.write(2, f"{program}: error: {text}\n".encode())

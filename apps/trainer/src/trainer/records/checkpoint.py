@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from communicators import Communicator
 
+from trainer.all_or_none import all_or_none, gather_texts
 from trainer.command_line.options import Settings
 from trainer.errors import AgreedError, DamagedError, RunError
-from trainer.launching.same_on_all import gather_texts, together
 from trainer.records.durable import remove_folder, sync_folder, write_tensors
 from trainer.records.manifest import NAME, FileRecord, Manifest, file_name, folder_name
 from trainer.records.metrics import MetricsFile
@@ -52,18 +52,18 @@ class Checkpoints:
     def _save(
         self, folder: Path, step: int, state: State, comm: Communicator, metrics: MetricsFile, settings: Settings
     ) -> None:
-        with together(comm):
+        with all_or_none(comm):
             if comm.rank == 0:
                 if _in_the_way(folder):
                     raise RunError(f"{folder} is not a folder, but a checkpoint has to go there: move it away")
                 remove_folder(folder, first=NAME)  # what a killed run, or a later one than was resumed, left here
                 folder.mkdir(parents=True)
         record = ""
-        with together(comm):
+        with all_or_none(comm):
             origin = origin_of(step, settings, rank=comm.rank, size=comm.size)
             record = json.dumps(asdict(_write(folder / file_name(comm.rank), {**state, "origin": origin})))
         files = [FileRecord(**json.loads(text)) for text in gather_texts(record, comm)]
-        with together(comm):
+        with all_or_none(comm):
             if comm.rank == 0:
                 sync_folder(folder)
                 nbytes, sha256 = metrics.digest()

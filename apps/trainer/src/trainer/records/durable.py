@@ -1,13 +1,17 @@
-"""Writing so that it survives a kill and a power cut."""
+"""Writing so that it survives a kill and a power cut; reading what somebody else may have put there."""
 
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import torch
+
+from trainer.errors import DamagedError
 
 
 @contextmanager
@@ -93,3 +97,17 @@ def remove_folder(folder: Path, *, first: str) -> None:
     with suppress(FileNotFoundError, IsADirectoryError):
         (folder / first).unlink()
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[BufferedReader]:
+    """The file, for reading; DamagedError if it is missing or not a regular one. Links are followed."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise DamagedError(f"{path} is missing") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise DamagedError(f"{path} is not a file but a folder, a pipe or a device")
+    with os.fdopen(descriptor, "rb") as file:
+        yield file

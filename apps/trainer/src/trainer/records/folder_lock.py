@@ -20,8 +20,8 @@ from pathlib import Path
 
 from communicators import Communicator
 
+from trainer.all_or_none import all_or_none, gather_texts
 from trainer.errors import RunError
-from trainer.launching.same_on_all import gather_texts, together
 
 NAME = "lock"
 BEAT = 10.0  # seconds
@@ -64,11 +64,11 @@ def locked(
     """
     lock: FolderLock | None = None
     try:
-        with together(comm):
+        with all_or_none(comm):
             if comm.rank == 0:
                 lock = FolderLock.acquire(folder, beat=beat, note=note)
         record = gather_texts(lock.record if lock else "", comm)[0]
-        with together(comm):
+        with all_or_none(comm):
             _require_shared(folder, record)
         yield
     finally:

@@ -11,8 +11,7 @@ from typing import Any, Self
 
 from trainer.command_line.options import Settings
 from trainer.errors import DamagedError
-from trainer.records.durable import write_aside
-from trainer.records.regular import opened
+from trainer.records.durable import opened, write_aside
 
 NAME = "manifest.json"
 

@@ -6,8 +6,7 @@ import os
 from pathlib import Path
 
 from trainer.errors import DamagedError
-from trainer.records.durable import naming
-from trainer.records.regular import opened
+from trainer.records.durable import naming, opened
 
 Row = dict[str, int | float | str | None]
 """epoch, steps, train_loss, the task's test metrics, seconds, compute_seconds, communication_seconds, bytes_sent

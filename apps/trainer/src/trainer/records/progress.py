@@ -1,4 +1,4 @@
-"""What the user sees while training runs: a bar in a terminal, one line an epoch everywhere. Rank 0 only."""
+"""What the user sees while training runs: a bar in a terminal, a line an epoch everywhere, TensorBoard. Rank 0 only."""
 
 from pathlib import Path
 from types import TracebackType
@@ -57,3 +57,20 @@ class TrainingProgress:
 def _shown(name: str, value: float | str | None) -> bool:
     """Losses, the task's own metrics and the time; not what is the same every epoch."""
     return isinstance(value, float) and name not in ("compute_seconds", "communication_seconds")
+
+
+class Events:
+    """The metrics of every epoch as scalars, by step. Needs the tensorboard package."""
+
+    def __init__(self, folder: Path, *, first_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # What a killed run wrote after the checkpoint that is resumed is purged.
+        self._writer = SummaryWriter(folder, purge_step=first_step)
+
+    def write(self, row: Row) -> None:
+        """Add one epoch."""
+        for name, value in row.items():
+            if isinstance(value, int | float) and name not in ("epoch", "steps"):
+                self._writer.add_scalar(name, value, row["steps"])
+        self._writer.flush()

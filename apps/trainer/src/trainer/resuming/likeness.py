@@ -1,6 +1,7 @@
 """Whether a state that was read is one that this run could have written, before anything of it is loaded."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +34,15 @@ def require_like(found: object, like: object, name: str) -> None:
         _require(type(found) is type(like), found, f"a {type(like).__name__}", name)
 
 
+def require_keys(found: object, like: Mapping[Any, object], name: str) -> None:
+    """DamagedError unless `found` is a dict with the keys of `like`."""
+    if not isinstance(found, dict):
+        raise DamagedError(f"{name} is a {type(found).__name__}, expected a dict")
+    wrong = sorted(map(str, found.keys() ^ like.keys()))
+    if wrong:
+        raise DamagedError(f"{name}: only the file, or only this run, has {', '.join(wrong[:5]):.200}")
+
+
 def require_equal(found: object, expected: object, name: str) -> None:
     """DamagedError unless a number or name is the one that this run would have written here."""
     require_like(found, expected, name)
@@ -52,11 +62,8 @@ def _require_tensor(found: object, like: Tensor, name: str) -> None:
 
 
 def _require_mapping(found: object, like: Mapping[object, object], name: str) -> None:
-    if not isinstance(found, dict):
-        raise DamagedError(f"{name} is a {type(found).__name__}, expected a dict")
-    wrong = sorted(map(str, found.keys() ^ like.keys()))
-    if wrong:
-        raise DamagedError(f"{name}: only the file, or only this run, has {', '.join(wrong[:5]):.200}")
+    require_keys(found, like, name)
+    assert isinstance(found, dict)
     for key in like:
         require_like(found[key], like[key], f"{name}/{key}")
 

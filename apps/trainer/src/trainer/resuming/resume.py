@@ -1,15 +1,15 @@
 """Going on with a run that was stopped, killed or finished: the same bits as if it had never stopped."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 
 from communicators import Communicator
 
-from trainer.command_line.options import Options, Settings, with_defaults
+from trainer.all_or_none import all_or_none, gather_texts
+from trainer.command_line.options import Options, Settings, in_todays_terms
 from trainer.errors import AgreedError, DamagedError, RunError
-from trainer.launching.same_on_all import gather_texts, together
 from trainer.records.checkpoint import State, load
 from trainer.records.manifest import Manifest, file_name
 from trainer.records.run_folder import RunFolder
@@ -23,41 +23,52 @@ ADVICE = {
 
 
 def resume(
-    replica: Replica, folder: RunFolder, options: Options, comm: Communicator, *, steps_per_epoch: int
+    replica: Replica,
+    folder: RunFolder,
+    options: Options,
+    comm: Communicator,
+    *,
+    steps_per_epoch: int,
+    own_flags: Collection[str],
 ) -> int | None:
     """Put `replica` and the metrics back to the checkpoint that --resume names, and return its step.
 
-    replica: one that has taken no step. None if the run was stopped before its first checkpoint: it then starts from
+    replica: one that has taken no step. own_flags: names of the flags that only some algorithms take.
+    None if the run was stopped before its first checkpoint: it then starts from
     the beginning. AgreedError if the checkpoint is damaged, does not fit, or belongs to other settings or another
     number of ranks: the replica and the folder are then as they were.
     """
     which = options.resume or "latest"
     chosen = _agreed_choice(folder, which, comm)
     if chosen is None:
-        with together(comm):
-            if comm.rank == 0:
-                folder.metrics.check(0, None)
-                folder.metrics.truncate(0)
+        _forget_metrics(folder, comm)
         return None
-    with together(comm), _advising(which):
-        manifest, state = _read(chosen, options.settings(), comm)
+    with all_or_none(comm), _advising(which):
+        manifest, state = _read(chosen, options.settings(), comm, own_flags)
         path = chosen / file_name(comm.rank)
         with _naming(path):
             state = fitted(state, replica, options, step=manifest.step, steps_per_epoch=steps_per_epoch)
         if comm.rank == 0:
             folder.metrics.check(manifest.metrics_nbytes, manifest.metrics_sha256)
     _load(replica, state, path, which, comm)
-    with together(comm):
+    with all_or_none(comm):
         if comm.rank == 0:
             folder.metrics.truncate(manifest.metrics_nbytes)
             folder.checkpoints.discard_after(chosen)
     return manifest.step
 
 
+def _forget_metrics(folder: RunFolder, comm: Communicator) -> None:
+    with all_or_none(comm):
+        if comm.rank == 0:
+            folder.metrics.check(0, None)
+            folder.metrics.truncate(0)
+
+
 def _agreed_choice(folder: RunFolder, which: str, comm: Communicator) -> Path | None:
     """Rank 0's choice, because another machine may not see the newest entries of a shared folder at once."""
     name = ""
-    with together(comm):
+    with all_or_none(comm):
         if comm.rank == 0:
             chosen = folder.checkpoints.choose(which)
             name = chosen.name if chosen else ""
@@ -65,10 +76,10 @@ def _agreed_choice(folder: RunFolder, which: str, comm: Communicator) -> Path | 
     return folder.checkpoints.path / name if name else None
 
 
-def _read(chosen: Path, settings: Settings, comm: Communicator) -> tuple[Manifest, State]:
+def _read(chosen: Path, settings: Settings, comm: Communicator, own_flags: Collection[str]) -> tuple[Manifest, State]:
     manifest = Manifest.read(chosen)
     _check_world(manifest, comm.size)
-    _check_settings(manifest.settings, settings)
+    _check_settings(in_todays_terms(manifest.settings, settings, own_flags), settings)
     return manifest, load(chosen, manifest, comm.rank)
 
 
@@ -76,7 +87,7 @@ def _load(replica: Replica, state: State, path: Path, which: str, comm: Communic
     """All ranks load, or none: what one of them cannot take after all is undone on all."""
     before = deepcopy(replica.state_dict())
     try:
-        with together(comm), _advising(which), _naming(path):
+        with all_or_none(comm), _advising(which), _naming(path):
             try:
                 replica.load_state_dict(state)
             except Exception as error:
@@ -111,7 +122,6 @@ def _check_world(manifest: Manifest, size: int) -> None:
 
 
 def _check_settings(then: Settings, now: Settings) -> None:
-    then = with_defaults(then, now)
     changed = [
         f"--{name.replace('_', '-')} {then.get(name)!s:.40} then, {now.get(name)} now"
         for name in then | now

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from communicators import Communicator, allgather, allreduce
 from torch import Tensor
 
+from trainer.all_or_none import all_or_none
+from trainer.app import Task
 from trainer.command_line.options import Options
-from trainer.launching.same_on_all import together
-from trainer.records.events import Events
+from trainer.launching.device import Clock
 from trainer.records.metrics import Row
-from trainer.records.progress import TrainingProgress
+from trainer.records.progress import Events, TrainingProgress
 from trainer.records.run_folder import RunFolder
-from trainer.task import Task
-from trainer.training.clock import Clock
 from trainer.training.evaluation import evaluate
 from trainer.training.replica import Position, Replica, Totals
 from trainer.training.sharding import batches, steps_per_epoch
@@ -28,7 +29,7 @@ class Training:
 
     task: Task
     replica: Replica
-    comm: Communicator
+    comm: Communicator  # the ranks, for all but what the synchroniser does: see `Aside`
     options: Options
     folder: RunFolder
     progress: TrainingProgress
@@ -47,17 +48,18 @@ class Training:
 
     def note(self, text: str) -> None:
         """One line for the user, from rank 0; for every rank to call. AgreedError if it cannot be written."""
-        with together(self.comm):
+        with all_or_none(self.comm):
             self.progress.note(text)
 
 
 def train(training: Training) -> None:
     """From the replica's position to the last epoch."""
     training.task.model.train()
+    training.replica.meter.begin()
     while training.replica.position.epoch < training.options.max_epochs:
         train_epoch(training)
         row = end_epoch(training)
-        with together(training.comm):
+        with all_or_none(training.comm):
             report(training, row)
         training.replica.position = Position(epoch=training.replica.position.epoch + 1)
         training.replica.totals = Totals()
@@ -90,42 +92,52 @@ def train_epoch(training: Training) -> None:
         training.progress.step(training.steps, loss)
         if position.step < len(shard):  # the end of an epoch is saved after its evaluation
             save_if_due(training)
+    synchroniser = training.replica.synchroniser
+    end(training, synchroniser.finish if position.epoch + 1 == options.max_epochs else synchroniser.settle)
 
 
 def train_step(training: Training, indices: Tensor) -> float:
     """One step on this rank's batch; returns the batch's mean loss."""
-    replica, totals, clock = training.replica, training.replica.totals, training.clock
-    began = clock()
-    replica.optimizer.zero_grad()
+    replica, totals, synchroniser = training.replica, training.replica.totals, training.replica.synchroniser
+    times = [training.clock()]
+    synchroniser.zero_grad()
     loss = training.task.loss(indices, replica.generator)
     loss.backward()  # type: ignore[no-untyped-call]
     if training.options.clip_norm is not None:
         torch.nn.utils.clip_grad_norm_(replica.model.parameters(), training.options.clip_norm)
-    exchange_began, sent = clock(), training.comm.bytes_sent
-    replica.optimizer.synchronize()
-    exchange_ended = clock()
-    totals.bytes_sent += training.comm.bytes_sent - sent
-    replica.optimizer.step()
-    replica.schedule.step()
+    for part in (synchroniser.exchange, synchroniser.update, synchroniser.average):
+        times.append(training.clock())
+        part()
+    times.append(training.clock())
     totals.loss += loss.item() * len(indices)
     totals.samples += len(indices)
-    seconds, communication = clock() - began, exchange_ended - exchange_began
-    totals.seconds += seconds
-    totals.communication_seconds += communication
-    totals.compute_seconds += seconds - communication
+    backward, exchange, update, average = (end - start for start, end in pairwise(times))
+    totals.compute_seconds += backward + update
+    totals.communication_seconds += exchange + average
+    totals.seconds += times[-1] - times[0]
     return loss.item()
+
+
+def end(training: Training, part: Callable[[], None]) -> None:
+    """What the synchroniser does after the last step."""
+    began = training.clock()
+    part()
+    seconds = training.clock() - began
+    training.replica.totals.communication_seconds += seconds
+    training.replica.totals.seconds += seconds
 
 
 def end_epoch(training: Training) -> Row:
     """Evaluate, and sum the epoch up over ranks; seconds are this rank's."""
-    totals, comm = training.replica.totals, training.comm
+    replica, totals, comm = training.replica, training.replica.totals, training.comm
+    replica.count_bytes()
     began = training.clock()
-    tested = evaluate(training.task, comm)
+    tested = evaluate(training.task, comm, replica.synchroniser.averaged_model(comm))
     totals.seconds += training.clock() - began
     loss, samples = allreduce(torch.tensor([totals.loss, totals.samples], dtype=torch.float64), comm).tolist()
     bytes_sent = allgather(torch.tensor([totals.bytes_sent]), comm)
     row: Row = {
-        "epoch": training.replica.position.epoch + 1,
+        "epoch": replica.position.epoch + 1,
         "steps": training.steps,
         "train_loss": loss / samples,
         **tested,
@@ -135,6 +147,7 @@ def end_epoch(training: Training) -> Row:
         "bytes_sent": max(int(sent) for sent in bytes_sent),
         "algorithm": training.options.algorithm,
         "world_size": comm.size,
+        **replica.synchroniser.counters(),
     }
     return {name: _written(value) for name, value in row.items()}
 

@@ -6,9 +6,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from sparse_collectives import DistributedOptimizer
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
+
+from trainer.synchronisers.synchroniser import Synchroniser
+from trainer.training.aside import Meter
 
 
 @dataclass
@@ -28,26 +29,31 @@ class Totals:
     seconds: float = 0.0  # training and evaluation
     compute_seconds: float = 0.0  # forward, backward, update
     communication_seconds: float = 0.0  # compression, exchange, waiting for others
-    bytes_sent: int = 0  # in training steps
+    bytes_sent: int = 0  # for training, in the background too
 
 
 @dataclass
 class Replica:
-    """Model, optimizer (with residuals and momenta), rate schedule, random numbers, position."""
+    """Model, synchroniser (with the optimizer, its rate, residuals, momenta), random numbers, position."""
 
     model: nn.Module
-    optimizer: DistributedOptimizer
-    schedule: LambdaLR
+    synchroniser: Synchroniser
     generator: torch.Generator  # of this rank's augmentation
+    meter: Meter
     position: Position = field(default_factory=Position)
     totals: Totals = field(default_factory=Totals)
 
+    def count_bytes(self) -> None:
+        """Adds what was sent since this was called last."""
+        self.totals.bytes_sent += self.meter.read()
+
     def state_dict(self) -> dict[str, Any]:
         """Everything that later steps depend on; this rank's own buffers, not their mean."""
+        synchronised = self.synchroniser.state_dict()  # first: it may wait for what is under way
+        self.count_bytes()
         return {
             "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "schedule": self.schedule.state_dict(),
+            **synchronised,
             "generator": self.generator.get_state(),
             "torch_rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
@@ -58,11 +64,11 @@ class Replica:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go back to where `state` was taken; what does not fit may be half loaded (see `trainer.resuming.fitting`)."""
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.schedule.load_state_dict(state["schedule"])
+        self.synchroniser.load_state_dict({name: state[name] for name in self.synchroniser.state_dict()})
         self.generator.set_state(state["generator"])
         torch.set_rng_state(state["torch_rng"])
         if state["cuda_rng"] is not None and torch.cuda.is_available():
             torch.cuda.set_rng_state(state["cuda_rng"])
         self.position = Position(**state["position"])
         self.totals = Totals(**state["totals"])
+        self.meter.begin()

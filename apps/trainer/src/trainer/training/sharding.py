@@ -1,11 +1,12 @@
-"""Who trains on which samples, and who tests which."""
+"""Who trains on which samples, who tests which, and with which random numbers."""
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.training.seeds import SHUFFLE, derived_seed
+SHUFFLE, AUGMENT, DROPOUT = range(3)  # purposes of random numbers
 
 
 def steps_per_epoch(samples: int, *, size: int, batch_size: int) -> int:
@@ -33,3 +34,8 @@ def evaluation_batches(samples: int, *, rank: int, size: int, batch_size: int) -
 
 def _ceil(dividend: int, divisor: int) -> int:
     return -(-dividend // divisor)
+
+
+def derived_seed(seed: int, purpose: int, index: int) -> int:
+    """A 64-bit seed for one purpose and one rank or epoch; equal on every machine and rank."""
+    return int(np.random.SeedSequence([seed, purpose, index]).generate_state(1, np.uint64)[0])

@@ -44,6 +44,7 @@ class TransportCommunicator(Communicator):
         self.rank, self.size, self.device = transport.rank, transport.size, transport.device
         self.transport = transport
         self.bytes_sent = self.messages_sent = 0
+        self.origin: TransportCommunicator | None = None  # whose duplicate this is
         self.control = Control(self.rank, self.size)
         self._calls = 0
         self._in_flight: set[int] = set()  # numbers of calls that are not over
@@ -109,6 +110,8 @@ class TransportCommunicator(Communicator):
         with self.lock:
             self.bytes_sent += nbytes
             self.messages_sent += messages
+        if self.origin is not None:
+            self.origin.count(nbytes, messages)
 
     def listen(self) -> None:
         """Reads the control messages that have come and writes what follows from them."""
@@ -205,6 +208,7 @@ class TransportCommunicator(Communicator):
         made = TransportCommunicator(make(self.timeout))
         made.timeout = self.timeout
         self._duplicates.add(made)
+        made.origin = self
         return made
 
     def _end_outstanding(self) -> None:

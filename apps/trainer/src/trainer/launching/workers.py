@@ -1,4 +1,4 @@
-"""Starting this program's own workers, where no launcher has."""
+"""Starting this program's own workers, where no launcher has, and tidying up after workers that were killed."""
 
 import ctypes
 import os
@@ -13,7 +13,6 @@ from pathlib import Path
 from types import FrameType
 
 from trainer.errors import RunError
-from trainer.launching.shared_memory import remove_left_behind
 
 WORKERS_A_CORE = 8  # more is rather a slip of the finger: each takes a few hundred megabytes and its share of a core
 GRACE = 10.0  # seconds that the workers have to end, after a signal
@@ -103,3 +102,39 @@ def worker_environment() -> dict[str, str]:
     if sys.stdout.isatty():
         environment |= {"FORCE_COLOR": "1", "COLUMNS": str(shutil.get_terminal_size().columns)}
     return environment
+
+
+SHARED_MEMORY = Path("/dev/shm")
+PATTERN = "mpich_shm_*"
+
+
+def remove_left_behind(since: float, folder: Path = SHARED_MEMORY) -> list[Path]:
+    """Deletes this user's files that were made from `since` on (a time.time()) and that no process has mapped.
+
+    For after a launch of ours that was ended by force; returns what was deleted. Nothing where there is no /proc.
+    """
+    found = [path for path in folder.glob(PATTERN) if _is_ours(path, since)] if Path("/proc/self/maps").exists() else []
+    mapped = _mapped_files() if found else ""
+    left = [path for path in found if str(path) not in mapped]
+    for path in left:
+        path.unlink(missing_ok=True)
+    return left
+
+
+def _is_ours(path: Path, since: float) -> bool:
+    try:
+        status = path.stat()
+    except OSError:
+        return False
+    return status.st_uid == os.getuid() and status.st_mtime >= since - 1.0
+
+
+def _mapped_files() -> str:
+    """What all processes have mapped, as far as this one may see it."""
+    texts = []
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            texts.append(maps.read_text())
+        except OSError:  # it has ended, or is another user's
+            continue
+    return "".join(texts)

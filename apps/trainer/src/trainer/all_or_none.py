@@ -20,7 +20,7 @@ def gather_texts(text: str, comm: Communicator) -> list[str]:
 
 
 @contextmanager
-def together(comm: Communicator) -> Iterator[None]:
+def all_or_none(comm: Communicator) -> Iterator[None]:
     """Run the block on every rank: either it succeeds on all, or all raise the reason of the lowest that failed.
 
     The block must not communicate. RunError and OSError count as failures; anything else is a fault in the

@@ -4,8 +4,8 @@ import pytest
 from communicators import Communicator, SimulatedWorld
 from hypothesis import given
 from hypothesis import strategies as st
+from trainer.all_or_none import all_or_none, gather_texts, require_same
 from trainer.errors import AgreedError, RunError
-from trainer.launching.same_on_all import gather_texts, require_same, together
 
 
 @given(texts=st.lists(st.text(max_size=20), min_size=1, max_size=6))
@@ -17,7 +17,7 @@ def test_gather_texts(texts: list[str]) -> None:
 @pytest.mark.parametrize("kind", [RunError, OSError])
 def test_a_failure_on_any_rank_is_every_ranks_failure(failing: set[int], kind: type[Exception]) -> None:
     def write(comm: Communicator) -> None:
-        with together(comm):
+        with all_or_none(comm):
             if comm.rank in failing:
                 raise kind(f"disk {comm.rank} is full")
 
@@ -33,7 +33,7 @@ def test_a_failure_on_any_rank_is_every_ranks_failure(failing: set[int], kind: t
 
 def test_success_is_silent() -> None:
     def body(comm: Communicator) -> int:
-        with together(comm):
+        with all_or_none(comm):
             return comm.rank
 
     assert SimulatedWorld(3).run(body) == [0, 1, 2]

@@ -1,4 +1,7 @@
-"""Hundreds of damaged, exchanged and forged run folders: each is resumed to the same bits, or refused in one line."""
+"""Thousands of damaged, exchanged and forged run folders: each is resumed to the same bits, or refused in one line.
+
+PYTHONPATH=apps/trainer/tests python -m damaged_runs     all of them (minutes); the tests take some of each kind
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,12 @@ import json
 import os
 import pickle
 import random
+import re
 import shutil
 import signal
 import stat
 import sys
+import tempfile
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
@@ -21,10 +26,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from communicators import CollectiveError, Communicator, SimulatedWorld, as_communicator
+from points import APP
 from trainer.app import App
+from trainer.command_line.flags import parse
 from trainer.command_line.options import Options
 from trainer.launching.ending import exit_code
 from trainer.launching.placement import Placement
@@ -33,14 +39,28 @@ from trainer.run import run
 
 RUNS = (("dense", 1), ("oktopk", 1), ("gtopk", 2), ("spardl", 2))
 STEPS = 9  # of 12, 6 an epoch: checkpoints at 6 and 8, one epoch in the metrics
-HANG = 30  # seconds
-FORGED = 120  # states, drawn from some 700
+HANG = 120  # seconds; a busy machine stands still for long
 OTHERS: dict[str, dict[str, Any]] = {
     "another seed": {"seed": 7},
     "another rate": {"lr": 0.01},
-    "another algorithm": {"algorithm": "topk-allgather"},
     "another model": {"dnn": "wide"},
 }
+ANOTHER = "another algorithm"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One damage. kind: what a sample has to have at least one of. refused: what must come of it, where that is sure.
+
+    check: what else must hold afterwards, of the folder.
+    """
+
+    kind: str
+    name: str
+    damage: Callable[[Path], None]
+    which: str = "latest"
+    refused: bool | None = None
+    check: Callable[[Path], bool] = lambda folder: True
 
 
 class Stopped(BaseException):
@@ -103,6 +123,7 @@ class Campaign:
 
     app: App
     options: Options
+    other: Options  # of another algorithm
     path: Path
     ranks: int = 1
 
@@ -111,20 +132,29 @@ class Campaign:
         train(self.app, replace(self.options, output=self.path / "straight"), ranks=self.ranks)
         self.expected = result(self.path / "straight")
         train(self.app, replace(self.options, output=self.path / "stopped"), ranks=self.ranks, steps=STEPS)
-        for name, changed in OTHERS.items():
-            other = replace(self.options, output=self.path / name, **changed)
-            train(self.app, other, ranks=self.ranks, steps=STEPS)
+        others = {name: replace(self.options, **changed) for name, changed in OTHERS.items()}
+        for name, other in {**others, ANOTHER: self.other}.items():
+            train(self.app, replace(other, output=self.path / name), ranks=self.ranks, steps=STEPS)
 
-    def attempt(self, name: str, damage: Callable[[Path], None], which: str = "latest") -> None:
+    def attempt(self, case: Case) -> None:
         """Damage a copy, resume it, and note what came of it if it is neither right nor refused in one line."""
         folder = self.path / "damaged"
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(self.path / "stopped", folder)
-        damage(folder)
+        case.damage(folder)
         self.tried += 1
-        fault = self._fault(folder, which)
+        before = self.refused
+        fault = self._fault(folder, case.which)
+        if not fault and case.refused not in (None, self.refused > before):
+            fault = "was refused" if self.refused > before else "was not refused"
+        if not fault and not case.check(folder):
+            fault = "left something that it should not, or not what it should"
         if fault:
-            self.faults[name] = fault
+            self.faults[case.name] = fault
+
+    @property
+    def summary(self) -> str:
+        return f"{self.tried} tried, {self.refused} refused, {len(self.faults)} wrong"
 
     def _fault(self, folder: Path, which: str) -> str:
         error, codes = io.StringIO(), []
@@ -168,36 +198,6 @@ def build(options: Options, device: torch.device, app: App) -> Any:
     if options.dnn == "wide":
         task.model = torch.nn.Sequential(torch.nn.Linear(4, 9), torch.nn.ReLU(), torch.nn.Linear(9, 3))
     return task
-
-
-@pytest.fixture(scope="module", params=RUNS, ids=lambda run: f"{run[0]} on {run[1]}")
-def campaign(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Campaign:
-    points: App = request.getfixturevalue("points_app")
-    wide = replace(points, models={**points.models, "wide": ""}, build=lambda o, d: build(o, d, points))
-    algorithm, ranks = request.param
-    path = tmp_path_factory.mktemp("campaign")
-    from trainer.command_line.flags import parse
-
-    flags = f"--algorithm {algorithm} --batch-size {4 // ranks} --max-epochs 2 --lr 0.05 --density 0.2 --momentum 0.9"
-    argv = [*flags.split(), "--checkpoint-every", "2", "--output", str(path / "run")]
-    return Campaign(wide, parse(argv, wide, world_size=None), path, ranks)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick() -> Iterator[None]:
-    """Nobody cuts the power here: without waiting for the disk."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-        yield
-
-
-@pytest.fixture(autouse=True)
-def judged(campaign: Campaign) -> Iterator[None]:
-    campaign.tried, campaign.refused, campaign.faults = 0, 0, {}
-    yield
-    print(f"{campaign.tried} tried, {campaign.refused} refused, {len(campaign.faults)} wrong")
-    assert campaign.tried > 0
-    assert campaign.faults == {}
 
 
 FILES = ("metrics.jsonl", "config.json", *(f"checkpoints/0000000{s}/{n}" for s in (6, 8) for n in ("manifest.json",)))
@@ -250,30 +250,28 @@ DAMAGES: dict[str, Callable[[bytes, random.Random], bytes]] = {
 }
 
 
-def test_damaged_files(campaign: Campaign) -> None:
+def damaged_files(campaign: Campaign) -> Iterator[Case]:
+    """As they are, and with manifests that fit."""
     for name in files(campaign):
         for number, (how, damage) in enumerate(DAMAGES.items()):
-            drawn = random.Random(f"{name} {number}")
-            for which in ("latest", "previous")[: 3 - campaign.ranks]:  # both on one rank
-                campaign.attempt(
-                    f"{name} {how}, {which}",
-                    lambda folder, name=name, damage=damage, drawn=drawn: (folder / name).write_bytes(
-                        damage((folder / name).read_bytes(), drawn)
-                    ),
-                    which,
-                )
 
+            def spoil(folder: Path, name: str = name, damage: Any = damage, number: int = number) -> None:
+                content = (folder / name).read_bytes()
+                (folder / name).write_bytes(damage(content, random.Random(f"{name} {number}")))
 
-def test_damaged_files_with_manifests_that_fit(campaign: Campaign) -> None:
-    for name in (name for name in files(campaign) if name.endswith(".pt")):
-        for number, (how, damage) in enumerate(DAMAGES.items()):
-            drawn = random.Random(f"{name} {number}")
-
-            def forge(folder: Path, name: str = name, damage: Any = damage, drawn: Any = drawn) -> None:
-                (folder / name).write_bytes(damage((folder / name).read_bytes(), drawn))
+            def forge(folder: Path, spoil: Any = spoil) -> None:
+                spoil(folder)
                 fit(folder)
 
-            campaign.attempt(f"{name} {how}", forge)
+            for which in ("latest", "previous")[: 3 - campaign.ranks]:  # both on one rank
+                yield Case(f"{how} {kind_of(name)}", f"{name} {how}, {which}", spoil, which)
+            if name.endswith(".pt"):
+                yield Case(f"{how}, fitted", f"{name} {how}, fitted", forge)
+
+
+def kind_of(name: str) -> str:
+    """Of a file: without step and rank."""
+    return re.sub(r"\d+", "", name)
 
 
 def put(path: Path, kind: str) -> None:
@@ -293,16 +291,31 @@ def put(path: Path, kind: str) -> None:
     }[kind]()
 
 
-KINDS = ("nothing", "a folder", "a FIFO", "a dangling link", "a link to itself", "a link to a device")
+KINDS = (
+    "nothing",
+    "a folder",
+    "a FIFO",
+    "a dangling link",
+    "a link to itself",
+    "a link to a device",
+    "a link to a folder",
+)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "a link to a folder"])
-def test_something_else_in_place_of_a_file_or_folder(campaign: Campaign, kind: str) -> None:
-    for name in [*files(campaign), *FOLDERS, "checkpoints", "model.pt", "model.pt.part"]:
-        campaign.attempt(f"{kind} in place of {name}", lambda folder, name=name: put(folder / name, kind))
+def something_else_in_place_of_a_file_or_folder(campaign: Campaign) -> Iterator[Case]:
+    for kind in KINDS:
+        for name in [*files(campaign), *FOLDERS, "checkpoints", "model.pt", "model.pt.part"]:
+            yield Case(
+                f"{kind} {kind_of(name)}",
+                f"{kind} in place of {name}",
+                lambda folder, name=name, kind=kind: put(folder / name, kind),  # type: ignore[misc]
+            )
 
 
-def test_what_lies_about_is_left_alone(campaign: Campaign) -> None:
+def what_lies_about(campaign: Campaign) -> Iterator[Case]:
+    """Is left alone."""
+    del campaign
+
     def stray(folder: Path) -> None:
         (folder / "checkpoints" / "notes.txt").write_text("mine")
         (folder / "checkpoints" / "00000007").write_text("a file")
@@ -311,21 +324,20 @@ def test_what_lies_about_is_left_alone(campaign: Campaign) -> None:
         os.mkfifo(folder / "checkpoints" / "pipe")
         (folder / "notes.txt").write_text("mine")
 
-    campaign.attempt("stray files", stray)
-    assert campaign.refused == 0
-    left = {path.name for path in (campaign.path / "damaged" / "checkpoints").iterdir()}
-    assert {"notes.txt", "00000007", "00000008.bak", "9", "pipe", "٠٠٠٠٠٠٩٩"} <= left
-    assert stat.S_ISFIFO(os.stat(campaign.path / "damaged" / "checkpoints" / "pipe").st_mode)
+    def are_left(folder: Path) -> bool:
+        left = {path.name for path in (folder / "checkpoints").iterdir()}
+        kept = {"notes.txt", "00000007", "00000008.bak", "9", "pipe", "٠٠٠٠٠٠٩٩"} <= left
+        return kept and stat.S_ISFIFO(os.stat(folder / "checkpoints" / "pipe").st_mode)
 
     def renamed(folder: Path) -> None:
         (folder / "checkpoints" / "00000006").rename(folder / "checkpoints" / "00000010")
 
-    campaign.attempt("a renamed checkpoint", renamed)
-    assert campaign.refused == 1
+    yield Case("stray files", "stray files", stray, refused=False, check=are_left)
+    yield Case("renamed", "a renamed checkpoint", renamed, refused=True)
 
 
-def test_exchanged_files(campaign: Campaign) -> None:
-    stopped, *others = (campaign.path / name for name in ("stopped", *OTHERS))
+def exchanged_files(campaign: Campaign) -> Iterator[Case]:
+    stopped, *others = (campaign.path / name for name in ("stopped", *OTHERS, ANOTHER))
     for name in files(campaign):
         for other in (*others, stopped):
             for source in {name, name.replace("00000006", "00000008"), name.replace("00000008", "00000006")}:
@@ -340,21 +352,22 @@ def test_exchanged_files(campaign: Campaign) -> None:
                         if fits:
                             fit(folder)
 
-                    campaign.attempt(f"{source} of {other.name} as {name}{', fitted' if fits else ''}", exchange)
+                    what = f"{source} of {other.name} as {name}{', fitted' if fits else ''}"
+                    yield Case(f"{kind_of(name)} of {other.name} {fits}", what, exchange)
 
 
-def test_exchanged_checkpoints(campaign: Campaign) -> None:
-    for other in OTHERS:
+def exchanged_checkpoints(campaign: Campaign) -> Iterator[Case]:
+    for other in (*OTHERS, ANOTHER):
         for folder in FOLDERS:
 
             def exchange(damaged: Path, other: str = other, folder: str = folder) -> None:
                 shutil.rmtree(damaged / folder)
                 shutil.copytree(campaign.path / other / folder, damaged / folder)
 
-            campaign.attempt(f"{folder} of {other}", exchange)
+            yield Case(f"of {other}", f"{folder} of {other}", exchange)
 
 
-def test_exchanged_ranks(campaign: Campaign) -> None:
+def exchanged_ranks(campaign: Campaign) -> Iterator[Case]:
     def exchange(folder: Path) -> None:
         for checkpoint in FOLDERS:
             files = sorted((folder / checkpoint).glob("rank*.pt"))
@@ -363,14 +376,13 @@ def test_exchanged_ranks(campaign: Campaign) -> None:
                 file.write_bytes(content)
         fit(folder)
 
-    campaign.attempt("ranks exchanged", exchange)
-    assert campaign.refused == (campaign.ranks > 1)
+    yield Case("ranks", "ranks exchanged", exchange, refused=campaign.ranks > 1)
 
 
 VALUES: tuple[Any, ...] = (None, -1, 10**30, 10**7000, 1.5, float("inf"), True, "x", "a\nb", [], [1], {}, {"a": []})
 
 
-def test_forged_manifests(campaign: Campaign) -> None:
+def forged_manifests(campaign: Campaign) -> Iterator[Case]:
     checkpoint = f"{FOLDERS[-1]}/manifest.json"
     names = list(json.loads((campaign.path / "stopped" / checkpoint).read_text())["content"])
     for name in [*names, "unheard-of"]:
@@ -381,7 +393,8 @@ def test_forged_manifests(campaign: Campaign) -> None:
                 with unlimited_integers():
                     sign(folder / checkpoint, content | {name: value})
 
-            campaign.attempt(f"{name} {str(value)[:20] if value != VALUES[3] else 'huge'}", forge)
+            shown = str(value)[:20] if value != VALUES[3] else "huge"
+            yield Case(f"manifest: {shown}", f"{name} {shown}", forge)
         if name in names:
 
             def forget(folder: Path, name: str = name) -> None:
@@ -389,7 +402,7 @@ def test_forged_manifests(campaign: Campaign) -> None:
                 del content[name]
                 sign(folder / checkpoint, content)
 
-            campaign.attempt(f"no {name}", forget)
+            yield Case("manifest: none", f"no {name}", forget)
     for name in ("name", "nbytes", "sha256", "unheard-of"):
         for value in (*VALUES[:3], *VALUES[4:], "../00000006/rank0.pt", "/etc/passwd", "."):
 
@@ -398,7 +411,7 @@ def test_forged_manifests(campaign: Campaign) -> None:
                 content["files"][0][name] = value
                 sign(folder / checkpoint, content)
 
-            campaign.attempt(f"file's {name} {value}", forge_record)
+            yield Case(f"record: {value}", f"file's {name} {value}", forge_record)
 
 
 @contextlib.contextmanager
@@ -451,10 +464,9 @@ FREE = {"of", "entries", "local", "threshold", "boundaries", "lr_lambdas"}
 """Whatever stands here, an algorithm begins anew or fails as a collective; or torch's own."""
 
 
-def test_forged_states(campaign: Campaign) -> None:
+def forged_states(campaign: Campaign) -> Iterator[Case]:
     name = f"{FOLDERS[-1]}/rank{campaign.ranks - 1}.pt"
     state = torch.load(campaign.path / "stopped" / name, weights_only=True)
-    drawn = random.Random(0)
     forged = []
     for path in places(state):
         value = state
@@ -468,7 +480,7 @@ def test_forged_states(campaign: Campaign) -> None:
         ):
             forged += [(path, "huge", 10**30), (path, "negative", -3)]
     forged = [case for case in forged if not FREE & set(map(str, case[0]))]
-    for path, how, other in drawn.sample(forged, min(len(forged), FORGED)):
+    for path, how, other in forged:
 
         def forge(folder: Path, path: Any = path, other: Any = other) -> None:
             changed = copy.deepcopy(state)
@@ -482,7 +494,7 @@ def test_forged_states(campaign: Campaign) -> None:
             torch.save(changed, folder / name)
             fit(folder)
 
-        campaign.attempt(f"{'/'.join(map(str, path))} {how}", forge)
+        yield Case(how, f"{'/'.join(map(str, path))} {how}", forge)
 
 
 class Evil:
@@ -495,7 +507,7 @@ class Evil:
         return os.mkdir, (str(self.path),)
 
 
-def test_other_formats(campaign: Campaign) -> None:
+def other_formats(campaign: Campaign) -> Iterator[Case]:
     name = f"{FOLDERS[-1]}/rank0.pt"
     trap = campaign.path / "sprung"
     state = torch.load(campaign.path / "stopped" / name, weights_only=True)
@@ -531,8 +543,7 @@ def test_other_formats(campaign: Campaign) -> None:
             make(folder / name)
             fit(folder)
 
-        campaign.attempt(kind, forge)
-    assert not trap.exists()
+        yield Case(kind, kind, forge, check=lambda folder: not trap.exists())
 
 
 def loop(state: dict[str, Any]) -> dict[str, Any]:
@@ -542,7 +553,9 @@ def loop(state: dict[str, Any]) -> dict[str, Any]:
     return looped
 
 
-def test_metrics_that_are_not_those_of_the_checkpoint(campaign: Campaign) -> None:
+def metrics_that_are_not_those_of_the_checkpoint(campaign: Campaign) -> Iterator[Case]:
+    del campaign
+
     def rewritten(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
         return lambda folder: (
             (folder / "metrics.jsonl").write_bytes(change((folder / "metrics.jsonl").read_bytes())) and None
@@ -560,4 +573,60 @@ def test_metrics_that_are_not_those_of_the_checkpoint(campaign: Campaign) -> Non
         "another line after it": lambda held: held + b"garbage\n",
     }
     for kind, change in changes.items():
-        campaign.attempt(kind, rewritten(change))
+        yield Case(kind, kind, rewritten(change))
+
+
+GROUPS: tuple[Callable[[Campaign], Iterator[Case]], ...] = (
+    damaged_files,
+    something_else_in_place_of_a_file_or_folder,
+    what_lies_about,
+    exchanged_files,
+    exchanged_checkpoints,
+    exchanged_ranks,
+    forged_manifests,
+    forged_states,
+    other_formats,
+    metrics_that_are_not_those_of_the_checkpoint,
+)
+
+
+def begun(algorithm: str, ranks: int, path: Path) -> Campaign:
+    """The runs that a campaign needs, in that folder."""
+    wide = replace(APP, models={**APP.models, "wide": ""}, build=lambda o, d: build(o, d, APP))
+    flags = f"--batch-size {4 // ranks} --max-epochs 2 --lr 0.05 --momentum 0.9 --checkpoint-every 2".split()
+
+    def options(algorithm: str) -> Options:
+        return parse(["--algorithm", algorithm, *flags, "--output", str(path / "run")], wide, world_size=None)
+
+    return Campaign(wide, options(algorithm), options("topk-allgather"), path, ranks)
+
+
+def sampled(cases: Iterator[Case], run: tuple[str, int]) -> list[Case]:
+    """One of each kind, and each kind with one of the runs on one rank and one of those on two."""
+    kinds: dict[str, list[Case]] = {}
+    for case in cases:
+        kinds.setdefault(case.kind, []).append(case)
+    drawn = random.Random(str(run))
+    picked = [drawn.choice(same) for same in kinds.values()]
+    return picked[RUNS.index(run) % 2 :: 2] or picked
+
+
+def main() -> int:
+    """All cases of all campaigns; 1 where one of them went wrong."""
+    os.fsync = lambda descriptor: None  # nobody cuts the power here
+    wrong = 0
+    for algorithm, ranks in RUNS:
+        with tempfile.TemporaryDirectory() as folder:
+            campaign = begun(algorithm, ranks, Path(folder))
+            for case in (case for group in GROUPS for case in group(campaign)):
+                campaign.attempt(case)
+        print(
+            f"{algorithm} on {ranks}: {campaign.tried} tried, {campaign.refused} refused, {len(campaign.faults)} wrong"
+        )
+        print("".join(f"  {name}: {fault}\n" for name, fault in campaign.faults.items()), end="")
+        wrong += len(campaign.faults)
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""Synchronous SGD: every step is taken with a mean of all ranks' gradients, whole, selected or of low rank.
+
+Momentum has one place. Where every element is sent: in SGD, after the exchange. Where few are selected: in the error
+feedback, before the selection (the momentum correction of DGC, Lin et al. 2018, with factor masking), because momentum
+applied to what survives a selection amplifies the few entries that were sent and learns badly at small densities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from communicators import Communicator
+from sparse_collectives import DistributedOptimizer
+from sparse_compress import TopK
+from torch import nn
+from torch.optim import SGD
+
+from trainer.command_line.options import Options
+from trainer.resuming.likeness import require_equal, require_like
+from trainer.synchronisers.optimizer_state import (
+    completed_optimizer,
+    completed_schedule,
+    require_at_most,
+    require_groups,
+    require_schedule,
+)
+from trainer.synchronisers.synchroniser import Rates, State, Synchroniser
+
+
+class SynchronousSGD(Synchroniser):
+    """A `DistributedOptimizer`, and the rate by its steps."""
+
+    def __init__(self, model: nn.Module, optimizer: DistributedOptimizer, rates: Rates, *, skips: bool) -> None:
+        super().__init__(model)
+        self.optimizer, self.schedule, self._skips = optimizer, rates(optimizer), skips
+
+    def zero_grad(self) -> None:
+        """See `Synchroniser.zero_grad`."""
+        self.optimizer.zero_grad()
+
+    def exchange(self) -> None:
+        """The mean into every gradient."""
+        self.optimizer.synchronize()
+
+    def update(self) -> None:
+        """See `Synchroniser.update`."""
+        self.optimizer.step()
+        self.schedule.step()
+
+    def counters(self) -> Mapping[str, int | float]:
+        """See `Synchroniser.counters`."""
+        return {"skipped_steps": self.optimizer.skipped} if self._skips else {}
+
+    def remark(self, steps: int) -> str:
+        """See `Synchroniser.remark`."""
+        skipped = self.optimizer.skipped
+        return f"{skipped} of {steps} steps were skipped: their gradient was not finite" if skipped else ""
+
+    def state_dict(self) -> State:
+        """See `Synchroniser.state_dict`."""
+        return {"optimizer": self.optimizer.state_dict(), "schedule": self.schedule.state_dict()}
+
+    def load_state_dict(self, state: State) -> None:
+        """See `Synchroniser.load_state_dict`."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.schedule.load_state_dict(state["schedule"])
+
+    def fitted(self, state: State, *, step: int) -> State:
+        """See `Synchroniser.fitted`. A new `DistributedOptimizer`'s state is a complete template of a later one."""
+        fresh = self.state_dict()
+        optimizer = completed_optimizer(state["optimizer"], fresh["optimizer"])
+        schedule = completed_schedule(state["schedule"], fresh["schedule"])
+        own = fresh["optimizer"]["distributed"] | {"wrapped": None}  # what SGD holds, by name; looked at as itself
+        require_like(optimizer, fresh["optimizer"] | {"distributed": own}, "optimizer")
+        assert isinstance(optimizer, dict)
+        for name in ("rank", "world_size", "algorithm"):
+            require_equal(optimizer["distributed"][name], own[name], f"optimizer/{name}")
+        require_equal(optimizer["distributed"]["steps"], step, "optimizer/steps")
+        require_at_most(optimizer["distributed"]["skipped"], step, "optimizer/skipped")
+        require_groups(optimizer, fresh["optimizer"], "optimizer")
+        require_schedule(schedule, fresh["schedule"], "schedule", step=step)
+        return {"optimizer": optimizer, "schedule": schedule}
+
+
+def dense(options: Options, model: nn.Module, comm: Communicator, rates: Rates) -> SynchronousSGD:
+    """The mean of whole gradients."""
+    return _made(options, model, comm, rates, _sgd(options, model), wire=options.own["wire"])
+
+
+def whole(options: Options, model: nn.Module, comm: Communicator, rates: Rates) -> SynchronousSGD:
+    """Something of every element, the rest fed back: powersgd, dense-int8."""
+    return _made(options, model, comm, rates, _sgd(options, model), takes=("rank",))
+
+
+def sparse(options: Options, model: nn.Module, comm: Communicator, rates: Rates) -> SynchronousSGD:
+    """The largest entries, the rest fed back into the next step.
+
+    Weight decay stays out of the exchange and is therefore not amplified by the momentum, which in dense SGD makes
+    it 1/(1 − m) times as strong: that factor is put back here.
+    """
+    return _made(
+        options,
+        model,
+        comm,
+        rates,
+        SGD(model.parameters(), lr=options.lr, weight_decay=options.weight_decay / (1 - options.momentum)),
+        takes=("teams",),
+        compressor=TopK(options.own["density"]),
+        wire=options.own["wire"],
+        momentum=options.momentum,
+    )
+
+
+def _sgd(options: Options, model: nn.Module) -> SGD:
+    """With momentum after the exchange."""
+    return SGD(model.parameters(), lr=options.lr, momentum=options.momentum, weight_decay=options.weight_decay)
+
+
+def _made(
+    options: Options,
+    model: nn.Module,
+    comm: Communicator,
+    rates: Rates,
+    inner: SGD,
+    *,
+    takes: Sequence[str] = (),
+    **settings: Any,
+) -> SynchronousSGD:
+    """takes: own flags that are the algorithm's `options`, where it has them."""
+    optimizer = DistributedOptimizer(
+        inner,
+        model.named_parameters(),
+        comm=comm,
+        algorithm=options.algorithm,
+        options={name: options.own[name] for name in takes if name in options.own},
+        nonfinite=options.own["nonfinite"],
+        verify=options.own["verify"],
+        **settings,
+    )
+    return SynchronousSGD(model, optimizer, rates, skips=options.own["nonfinite"] == "skip")

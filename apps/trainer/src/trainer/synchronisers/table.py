@@ -1,0 +1,139 @@
+"""Ways of synchronising by name: what makes each, and the flags that it alone takes. One entry is one `--algorithm`.
+
+Imports nothing heavy: flags are checked before torch is loaded, and a maker is found when it is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
+
+from trainer.command_line import quantities
+from trainer.errors import RunError
+from trainer.synchronisers.literals import literal_dict
+
+if TYPE_CHECKING:
+    from communicators import Communicator
+    from torch import nn
+
+    from trainer.command_line.options import Options
+    from trainer.synchronisers.synchroniser import Rates, Synchroniser
+
+    Make = Callable[[Options, nn.Module, Communicator, Rates], Synchroniser]
+
+Value = str | int | float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flag:
+    """A flag that only some algorithms take. read: text -> value; choices: the only ones there are.
+
+    shapes: whether the value shapes the numbers that training computes, so that a run and its continuation share it.
+    """
+
+    name: str
+    default: Value
+    says: str
+    read: Callable[[str], Value] = str
+    choices: Sequence[str] | None = None
+    metavar: str | None = None
+    shapes: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Synchronisation:
+    """An entry: what makes the `Synchroniser`, and what a user may say about it.
+
+    make: (options, model, comm, rates) -> Synchroniser; options.own has a value for every flag.
+    compressors: what --compressor calls it. check: (own values, workers); raises RunError for what does not fit.
+    needs: the distribution that it comes with, where that may not be installed; imported by the name with "_" for "-".
+    """
+
+    make: Make
+    flags: Sequence[Flag] = ()
+    compressors: Sequence[str] = ()
+    check: Callable[[Mapping[str, Value], int], None] = lambda own, workers: None
+    needs: str = ""
+
+    def require_installed(self, name: str) -> None:
+        """RunError that says what to install."""
+        if self.needs and find_spec(self.needs.replace("-", "_")) is None:
+            raise RunError(f"--algorithm {name} needs the {self.needs} package: pip install {self.needs}")
+
+
+def lazily(place: str) -> Make:
+    """The maker at "package.module:function", imported when it is called."""
+
+    def make(*given: Any) -> Synchroniser:
+        made: Synchroniser = resolve_name(place)(*given)
+        return made
+
+    return make
+
+
+def _check_teams(own: Mapping[str, Value], workers: int) -> None:
+    if workers % int(own["teams"]):
+        raise RunError(f"--teams {own['teams']} does not divide the {workers} workers into equal teams")
+
+
+NONFINITE = Flag(
+    name="nonfinite",
+    default="raise",
+    choices=("raise", "skip"),
+    says="a NaN or inf in a gradient: an error that names rank and parameter, or no step",
+)
+VERIFY = Flag(
+    name="verify",
+    default=0,
+    read=quantities.count_or_zero,
+    metavar="STEPS",
+    says="compare the ranks' parameters every so many steps; 0: never",
+    shapes=False,
+)
+WIRE = Flag(
+    name="wire",
+    default="fp32",
+    choices=literal_dict("wire/wire", "WIRES"),
+    says="how values travel, and sparse indices",
+)
+DENSE_WIRE = replace(WIRE, choices=literal_dict("wire/half", "DENSE_WIRES"))
+DENSITY = Flag(name="density", default=0.01, read=quantities.density, says="share of the gradient that is sent")
+TEAMS = Flag(name="teams", default=1, read=quantities.count, metavar="D", says="teams of ranks; divide their number")
+RANK = Flag(name="rank", default=2, read=quantities.count, metavar="R", says="columns of each matrix's two factors")
+
+SYNCHRONOUS = "trainer.synchronisers.synchronous"
+DENSE = Synchronisation(
+    make=lazily(f"{SYNCHRONOUS}:dense"), flags=(DENSE_WIRE, NONFINITE, VERIFY), compressors=("none",)
+)
+SPARSE = Synchronisation(make=lazily(f"{SYNCHRONOUS}:sparse"), flags=(DENSITY, WIRE, NONFINITE, VERIFY))
+WHOLE = Synchronisation(make=lazily(f"{SYNCHRONOUS}:whole"), flags=(NONFINITE, VERIFY))
+
+OWN: dict[str, dict[str, Any]] = {
+    "topk-allgather": {"compressors": ("topk", "topkA")},
+    "topk-dsa": {"compressors": ("topkDSA",)},
+    "spardl": {"flags": (TEAMS, *SPARSE.flags), "check": _check_teams},
+    "powersgd": {"flags": (RANK, *WHOLE.flags)},
+}
+"""What an algorithm of sparse-collectives has besides the others of its kind."""
+
+TABLE: dict[str, Synchronisation] = {
+    "dense": DENSE,
+    **{
+        name: replace(SPARSE, **{"compressors": (name,), **OWN.get(name, {})})
+        for name in literal_dict("algorithms/table", "ALGORITHMS")
+        if name != "dense"
+    },
+    **{name: replace(WHOLE, **OWN.get(name, {})) for name in literal_dict("training/schemes/table", "WHOLE")},
+}
+
+
+def owners(table: Mapping[str, Synchronisation]) -> dict[str, list[str]]:
+    """The algorithms that take each flag, in the table's order."""
+    found: dict[str, list[str]] = {}
+    for name, entry in table.items():
+        for flag in entry.flags:
+            found.setdefault(flag.name, []).append(name)
+    return found
