@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from bench import collectives, compress, overlap, predictions
+from bench import collectives, compress, convergence, overlap, predictions
 from bench.slow_link.__main__ import main as slow_link
 
 BENCHMARKS: dict[str, Callable[[Sequence[str]], int]] = {
     "collectives": collectives.main,
     "compress": compress.main,
+    "convergence": convergence.main,
     "overlap": overlap.main,
     "predictions": predictions.main,
     "slow-link": lambda argv: slow_link(["check", *argv]),
