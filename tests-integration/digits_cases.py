@@ -1,11 +1,10 @@
-"""The DDP example learns, whatever the algorithm; how well, and with several seeds: `bench convergence`."""
+"""The DDP example learns, whatever the algorithm; how well: `bench convergence`."""
 
 from __future__ import annotations
 
 import runpy
 from pathlib import Path
 
-import torch.distributed as dist
 from sparse_collectives import ALGORITHMS
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "ddp_digits.py"
@@ -14,7 +13,7 @@ EXAMPLE = Path(__file__).parent.parent / "examples" / "ddp_digits.py"
 def the_example_learns():
     train = runpy.run_path(str(EXAMPLE))["train"]
     algorithms = ["none", *(name for name, entry in ALGORITHMS.items() if entry.compresses)]
-    reached = {name: train(name, epochs=1 + dist.get_world_size()) for name in algorithms}
+    reached = {name: train(name, epochs=3) for name in algorithms}
     assert min(reached.values()) > 0.9, reached
 
 

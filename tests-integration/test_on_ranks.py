@@ -21,7 +21,7 @@ MPI = ("mpi:dense_cases", "mpi:sparse_cases")
 GLOO = (
     "no-group:late_groups",
     *(f"gloo:{module}" for module in ("dense_cases", "sparse_cases")),
-    *(f"gloo:{module}" for module in ("ddp_cases", "ddp_accumulation", "ddp_states", "digits_cases")),
+    *(f"gloo:{module}" for module in ("ddp_cases", "ddp_accumulation", "ddp_states")),
     "untagged:untagged_cases",
 )
 PRETEND = ("pretend-gloo:device_cases", "pretend-untagged:device_cases")
@@ -36,7 +36,7 @@ class Launch:
 
 
 LAUNCHES = {
-    "gloo-2": Launch(2, GLOO),
+    "gloo-2": Launch(2, (*GLOO, "gloo:digits_cases")),
     "gloo-3": Launch(3, GLOO),
     "pretend-3": Launch(3, PRETEND),
     **{f"mpi-{size}": Launch(size, MPI) for size in (1, 2, 3, 4)},
