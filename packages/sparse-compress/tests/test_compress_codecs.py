@@ -33,7 +33,7 @@ def spread(values, numel, seed):
 
 @every_device
 @every_codec
-@settings(max_examples=6 * settings.default.max_examples)
+@settings(max_examples=2 * settings.default.max_examples)
 @given(values=values_of_any_kind, more=st.integers(0, 300), seed=seeds)
 def test_both_sides_hold_the_same_and_nothing_is_lost(device, codec, values, more, seed):
     vector = SparseVector.unpack(spread(values, len(values) + more, seed).pack().to(device))
