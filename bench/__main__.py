@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from bench import collectives, compress, overlap, powersgd, predictions, signals, walk
+from bench import collectives, compress, convergence, overlap, powersgd, predictions, signals, walk
 from bench.slow_link.__main__ import main as slow_link
 
 BENCHMARKS: dict[str, Callable[[Sequence[str]], int]] = {
     "collectives": collectives.main,
     "compress": compress.main,
+    "convergence": convergence.main,
     "overlap": overlap.main,
     "powersgd": powersgd.main,
     "predictions": predictions.main,

@@ -1,19 +1,14 @@
-"""DDP's features with the sparse hook, run on real ranks: rank 0 writes what came of each.
+"""DDP's features with the sparse hook, for on_ranks.py.
 
 Gradients are integers, so that conservation is exact: over a whole run, the sum of all gradients is what was applied
 plus what is still in the residuals.
-
-usage, on every rank: python ddp_cases.py REPORT.json
 """
 
 from __future__ import annotations
 
 import inspect
 import io
-import json
-import sys
 import tempfile
-import traceback
 from contextlib import nullcontext
 from itertools import product
 
@@ -537,7 +532,7 @@ def nan_without_scaler():
     all_steps(Run())
 
 
-CASES = [
+LAWS = [
     plain,
     fewer_bytes,
     gradient_as_bucket_view,
@@ -563,26 +558,3 @@ CASES = [
     nan_in_a_dense_sum,
     nan_without_scaler,
 ]
-
-
-def main(report, cases):
-    """Runs the cases on this rank; what came of each on every rank goes into the report."""
-    dist.init_process_group("gloo")
-    outcomes = {}
-    for case in cases:
-        try:
-            case()
-            outcome = None
-        except BaseException:
-            outcome = traceback.format_exc()
-        gathered = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, outcome)
-        outcomes[case.__name__] = gathered
-    if dist.get_rank() == 0:
-        with open(report, "w") as file:
-            json.dump(outcomes, file)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], CASES)

@@ -1,18 +1,14 @@
-"""Checkpoints of the DDP hook and of DistributedOptimizer by torch.distributed.checkpoint, and replicas that drift.
-
-usage, on every rank: python ddp_states.py REPORT.json
-"""
+"""Checkpoints of hook and optimizer by torch.distributed.checkpoint, and replicas that drift; for on_ranks.py."""
 
 from __future__ import annotations
 
-import sys
 import tempfile
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ddp_cases import Run, all_steps, gradients_of, main
+from ddp_cases import Run, all_steps, gradients_of
 from sparse_collectives import DistributedOptimizer, SparseHookState, reshard_residuals, sparse_hook
 from sparse_collectives.training.schemes.table import WHOLE
 from sparse_compress import RandomK
@@ -161,7 +157,7 @@ def torchs_helpers_are_refused():
             lambda o=optimizer, m=model: get_optimizer_state_dict(m, o),
             lambda o=optimizer, m=model: get_state_dict(m, o),
         ):
-            with pytest.raises(RuntimeError, match=r"would leave out what a DistributedOptimizer .* dcp.save"):
+            with pytest.raises(RuntimeError, match=r"leave out what a DistributedOptimizer keeps .* dcp.save"):
                 call()
         optimizer.zero_grad()
         assert same(optimizer.state_dict()["distributed"]["residuals"], before)
@@ -253,7 +249,7 @@ def python_reducer():
         sparse_hook(state, (torch.zeros(3), module.weight))
 
 
-CASES = [
+LAWS = [
     optimizer_by_dcp,
     new_optimizer,
     what_dcp_would_leave_out_is_an_error,
@@ -264,7 +260,3 @@ CASES = [
     names_of_another_model,
     python_reducer,
 ]
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], CASES)
