@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from communicators.background.communicator import TransportCommunicator
+from communicators.background.transport_communicator import TransportCommunicator
 from communicators.worlds.nccl.untagged import UntaggedTransport
 from communicators.worlds.process_group import Meeting, ProcessGroupTransport
 from communicators.worlds.stores import store_of
