@@ -5,17 +5,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from bench import collectives, compress, local_sgd, local_sgd_peers, overlap, predictions, signals
+from bench import collectives, compress, convergence, local_sgd, local_sgd_peers, overlap, powersgd, predictions, signals, walk
 from bench.slow_link.__main__ import main as slow_link
 
 BENCHMARKS: dict[str, Callable[[Sequence[str]], int]] = {
     "collectives": collectives.main,
     "compress": compress.main,
+    "convergence": convergence.main,
     "local-sgd": local_sgd.main,
     "local-sgd-peers": local_sgd_peers.main,
     "overlap": overlap.main,
+    "powersgd": powersgd.main,
     "predictions": predictions.main,
     "signals": signals.main,
+    "walk": walk.main,
     "slow-link": lambda argv: slow_link(["check", *argv]),
 }
 

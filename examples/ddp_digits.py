@@ -28,7 +28,7 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
     return TensorDataset(images[train], labels[train]), TensorDataset(images[test], labels[test])
 
 
-def train(algorithm: str, seed: int = 0) -> float:
+def train(algorithm: str, seed: int = 0, epochs: int = EPOCHS) -> float:
     """Trains on the ranks of the default group; returns the test accuracy."""
     torch.manual_seed(seed)
     train_set, test_set = digits()
@@ -41,8 +41,8 @@ def train(algorithm: str, seed: int = 0) -> float:
     optimizer = torch.optim.SGD(ddp.parameters(), lr=RATE, momentum=after)
     sampler = DistributedSampler(train_set, seed=seed, drop_last=True)
     loader = DataLoader(train_set, batch_size=BATCH, sampler=sampler, drop_last=True)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS * len(loader))
-    for epoch in range(EPOCHS):
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * len(loader))
+    for epoch in range(epochs):
         sampler.set_epoch(epoch)
         for images, labels in loader:
             optimizer.zero_grad()

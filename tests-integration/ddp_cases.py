@@ -1,19 +1,14 @@
-"""DDP's features with the sparse hook, run on real ranks: rank 0 writes what came of each.
+"""DDP's features with the sparse hook, for on_ranks.py.
 
 Gradients are integers, so that conservation is exact: over a whole run, the sum of all gradients is what was applied
 plus what is still in the residuals.
-
-usage, on every rank: python ddp_cases.py REPORT.json
 """
 
 from __future__ import annotations
 
 import inspect
 import io
-import json
-import sys
 import tempfile
-import traceback
 from contextlib import nullcontext
 from itertools import product
 
@@ -22,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from sparse_collectives import ALGORITHMS, SparseHookState, reshard_residuals, sparse_hook
+from sparse_collectives.training.schemes.table import WHOLE
 from sparse_compress import RandomK
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -182,18 +178,29 @@ def accumulation_in_no_sync():
     all_steps(Run(), backwards=3)
 
 
+def near(algorithm, **options):
+    """A run of an algorithm whose sums round where the others' are exact."""
+    run = Run(algorithm=algorithm, settings={"options": {"rank": 1}} if algorithm == "powersgd" else None, **options)
+    run.integers = algorithm not in WHOLE
+    return run
+
+
 def locally_and_globally_unused():
-    """b is used by rank 0 alone, c by nobody at odd steps: what waits in their residuals must not be lost."""
-    run = Run(find_unused_parameters=True)
-    for step in range(STEPS):
-        unused = ({"b"} if dist.get_rank() else set()) | ({"c"} if step % 2 else set())
-        run.step(step, unused=unused)
-    run.check_conservation()
+    """b is used by rank 0 alone, c and the matrix e by nobody at odd steps: what waits in their residuals must not be
+    lost."""
+    for algorithm in ("gtopk", *WHOLE):
+        run = near(algorithm, find_unused_parameters=True)
+        for step in range(STEPS):
+            unused = ({"b"} if dist.get_rank() else set()) | ({"c", "e"} if step % 2 else set())
+            run.step(step, unused=unused)
+        run.check_conservation()
+        assert algorithm == "dense-int8" or any(bool(residual.any()) for residual in run.residuals().values())
 
 
 def never_used():
-    run = all_steps(Run(find_unused_parameters=True), unused=("d",))
-    assert run.module.d.grad is None
+    for algorithm in ("gtopk", *WHOLE):
+        run = all_steps(near(algorithm, find_unused_parameters=True), unused=("d",))
+        assert run.module.d.grad is None
 
 
 def unused_in_accumulation():
@@ -210,10 +217,15 @@ def without_names():
 
 def mixed_precision():
     """An overflow on one rank: no rank steps, residuals stay bit for bit, also of buckets that went before."""
+    for algorithm in ("gtopk", *WHOLE):
+        overflowing(algorithm)
+
+
+def overflowing(algorithm):
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
     asked, get_scale = [], scaler.get_scale
     scaler.get_scale = lambda: asked.append(1) or get_scale()
-    run = Run(grad_scaler=scaler)
+    run = near(algorithm, grad_scaler=scaler)
     for step in range(STEPS):
         run.optimizer.zero_grad()
         gradients = gradients_of(step, dist.get_rank())
@@ -226,7 +238,8 @@ def mixed_precision():
         if not overflow:
             for name, p in run.module.named_parameters():
                 run.given[name] += gradients[name]
-                run.applied[name] += torch.round(p.grad * dist.get_world_size())
+                total = p.grad * dist.get_world_size()
+                run.applied[name] += torch.round(total) if run.integers else total
         scaler.step(run.optimizer)
         scaler.update()
         if overflow:
@@ -288,6 +301,7 @@ def saved(state):
 def resume_is_exact():
     """Save, start anew, load: the same bits as never having stopped (buckets stay as they are with this flag)."""
     every = [(name, 0.5 * entry.compresses) for name, entry in ALGORITHMS.items()]
+    every += [(name, 0.0) for name in WHOLE]
     for algorithm, momentum in [("gtopk", 0.0), *every]:
         options = {"algorithm": algorithm, "momentum": momentum, "find_unused_parameters": True}
         whole, first, second = Run(**options), Run(**options), Run(**options)
@@ -301,8 +315,9 @@ def resume_is_exact():
             second.step(step)
         for one, other in zip(whole.bits(), second.bits(), strict=True):
             assert torch.equal(one, other)
-        kept = [run.state.state_dict()["distributed"]["algorithm_state"] for run in (whole, second)]
-        assert kept[0] == kept[1]
+        kept = [run.state.state_dict()["distributed"] for run in (whole, second)]
+        assert kept[0]["algorithm_state"] == kept[1]["algorithm_state"]
+        assert kept[0].get("directions") == kept[1].get("directions")
 
 
 def resume_into_other_buckets():
@@ -317,7 +332,13 @@ def resume_into_other_buckets():
 
 def distributed_checkpoint():
     """The usual resume: what a new state reports is what is loaded into."""
-    for algorithm, momentum in [("gtopk", 0.0), ("oktopk", 0.5), ("spardl", 0.0)]:
+    for algorithm, momentum in [
+        ("gtopk", 0.0),
+        ("oktopk", 0.5),
+        ("spardl", 0.0),
+        ("powersgd", 0.0),
+        ("dense-int8", 0.0),
+    ]:
         run, template, stateful = (Run(algorithm=algorithm, momentum=momentum) for _ in range(3))
         for step in range(3):
             run.step(step)
@@ -333,6 +354,7 @@ def distributed_checkpoint():
         for state in (template.state, stateful.state):
             found = state.state_dict()["distributed"]
             assert found["algorithm_state"] == own["algorithm_state"]
+            assert found.get("directions") == own.get("directions")
             for part in ("residuals", "velocities"):
                 assert sorted(own[part]) == (sorted(SHAPES) if part == "residuals" or momentum else [])
                 assert sorted(found[part]) == sorted(own[part])
@@ -510,7 +532,7 @@ def nan_without_scaler():
     all_steps(Run())
 
 
-CASES = [
+LAWS = [
     plain,
     fewer_bytes,
     gradient_as_bucket_view,
@@ -536,26 +558,3 @@ CASES = [
     nan_in_a_dense_sum,
     nan_without_scaler,
 ]
-
-
-def main(report, cases):
-    """Runs the cases on this rank; what came of each on every rank goes into the report."""
-    dist.init_process_group("gloo")
-    outcomes = {}
-    for case in cases:
-        try:
-            case()
-            outcome = None
-        except BaseException:
-            outcome = traceback.format_exc()
-        gathered = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, outcome)
-        outcomes[case.__name__] = gathered
-    if dist.get_rank() == 0:
-        with open(report, "w") as file:
-            json.dump(outcomes, file)
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], CASES)

@@ -1,4 +1,4 @@
-"""Dense collectives, background work and failures on real ranks; run by on_ranks.py."""
+"""Dense collectives, background work and failures on real ranks; for on_ranks.py."""
 
 from __future__ import annotations
 

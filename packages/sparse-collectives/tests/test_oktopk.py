@@ -127,7 +127,7 @@ def test_counts_over_several_calls():
         assert torch.equal(sum(accs), total.to_dense() + sum(residuals))
 
 
-@settings(max_examples=8)
+@settings(max_examples=settings.default.max_examples // 3)
 @given(data=st.data())
 def test_laws_over_several_calls(data):
     """Thresholds and boundaries of earlier calls, on whatever comes."""
@@ -240,7 +240,7 @@ def test_nan_passes_any_threshold():
     assert all(result.total.to_dense().isnan().nonzero().tolist() == [[3]] for result in results)
 
 
-@settings(max_examples=60)
+@settings(max_examples=3 * settings.default.max_examples)
 @given(data=st.data())
 def test_the_kth_largest_is_exact(data):
     """Few keys, of which all are samples, and many, of which every g-th is; with ties, and in ranks of any share."""
@@ -291,7 +291,6 @@ def test_many_keys_lie_in_small_spans():
 
 
 @given(counts=st.lists(st.integers(0, 30), min_size=1, max_size=9))
-@settings(max_examples=20)
 def test_gathered_evenly(counts):
     size, edges = len(counts), np.cumsum([0, *counts])
     whole = topk(torch.arange(1.0, edges[-1] + 2), int(edges[-1]) + 1)

@@ -1,8 +1,11 @@
 """DistributedOptimizer: what a training loop does with it."""
 
+import sys
+
 import pytest
 import torch
 from communicators import SimulatedWorld
+from communicators.worlds.alone import Alone
 from sparse_collectives import ALGORITHMS, Algorithm, DistributedOptimizer
 from sparse_collectives.algorithms.gtopk import gtopk, gtopk_sent
 from sparse_compress import TopK, topk
@@ -360,3 +363,25 @@ def test_ranks_that_disagree_are_told_at_construction(settings, says):
     SimulatedWorld(2).run(body)
     assert told[0] == told[1]
     assert says in told[0]
+
+
+def test_what_depends_on_the_shape_alone_is_prepared_once():
+    """Names are looked up, and settings checked, when the optimizer is made; a step asks of its own bucket only."""
+    entered = set()
+
+    def watch(frame, event, argument):
+        entered.add(frame.f_code.co_qualname)
+
+    model = nn.ParameterDict({key: nn.Parameter(torch.zeros(40)) for key in "abc"})
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = DistributedOptimizer(inner, model.named_parameters(), comm=Alone(), bucket_bytes=100)
+    for step in range(3):
+        for p in model.values():
+            p.grad = torch.ones(40)
+        sys.setprofile(watch if step == 2 else None)
+        optimizer.step()
+    sys.setprofile(None)
+    assert "Selections.transfer" in entered
+    looked_up = {"wire_named", "algorithm_named", "known", "settled", "Algorithm.settings", "check_are_options"}
+    assert not entered & looked_up
+    assert "ErrorFeedback.suspects" not in entered  # which reads the flags of all buckets

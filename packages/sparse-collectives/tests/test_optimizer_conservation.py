@@ -54,7 +54,7 @@ def check(size, seed=0, **options):
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-@settings(max_examples=15)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(
     size=st.sampled_from([1, 2, 4, 8]),  # so that total / P is exact
     seed=st.integers(0, 99),
@@ -75,7 +75,7 @@ def test_nothing_is_lost(name, density, wire, **options):
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize("options", [{}, {"overlap": True}, {"wire": "bf16"}, {"bucket_bytes": 24}], ids=str)
 def test_nothing_is_lost_on_a_device(name, device, options):
-    if name == "dense":
+    if not ALGORITHMS[name].compresses:
         options = {option: value for option, value in options.items() if option != "wire"}
-    skipped = set() if "overlap" in options else {2}  # there the exchange has begun before a gradient is made inf
-    check(4, algorithm=name, compressor=TopK(0.2), steps=4, skipped=skipped, device=device, **options)
+    skipped = set() if "overlap" in options else {1}  # there the exchange has begun before a gradient is made inf
+    check(4, algorithm=name, compressor=TopK(0.2), steps=3, skipped=skipped, device=device, **options)

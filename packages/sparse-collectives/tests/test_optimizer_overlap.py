@@ -42,7 +42,7 @@ def state_of(model, optimizer):
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-@settings(max_examples=6)
+@settings(max_examples=settings.default.max_examples // 3)
 @given(size=st.sampled_from([1, 2, 3, 4]), seed=st.integers(0, 99), unused=st.sets(st.integers(0, 3), max_size=3))
 def test_started_in_backward_or_at_the_step_the_bits_are_the_same(name, size, seed, unused):
     def body(comm, in_backward):

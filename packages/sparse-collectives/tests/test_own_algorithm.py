@@ -16,8 +16,10 @@ from sparse_collectives import (
     sparse_allreduce_async,
 )
 from sparse_collectives.algorithms.gtopk import gtopk, gtopk_sent
+from sparse_collectives.algorithms.table import algorithm_named
 from sparse_collectives.algorithms.topk_allgather import topk_allgather, topk_allgather_sent
-from sparse_collectives.testing import check_sparse_call, check_sparse_laws
+from sparse_collectives.testing import SHAPES, SIZES, _examples, check_sparse_call, check_sparse_laws
+from sparse_collectives.wire.wire import WIRES
 from sparse_compress import SparseVector, topk
 from torch import nn
 
@@ -163,6 +165,16 @@ def test_a_schedule_that_is_none(schedule, says):
 
 def test_the_laws_hold_of_one_with_a_state():
     check_sparse_laws(COUNTING, sizes=(1, 2, 3))
+
+
+@pytest.mark.parametrize("most", [1, 20, 40])
+def test_fewer_examples_leave_out_no_size_wire_or_shape(most):
+    entries = {size: algorithm_named("gtopk", size=size) for size in SIZES}
+    every, some = _examples(entries, None), _examples(entries, most)
+    assert set(some) < set(every)
+    assert len(some) == len(set(some)) <= max(most, len(SIZES) + len(WIRES) + len(SHAPES))
+    for part in (lambda case: case[0], lambda case: case[1], lambda case: case[2:]):
+        assert set(map(part, some)) == set(map(part, every))
 
 
 @pytest.mark.parametrize(

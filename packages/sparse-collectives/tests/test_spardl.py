@@ -42,7 +42,7 @@ def integers(size, n, k, seed=0):
 
 
 @pytest.mark.parametrize(("size", "teams", "sag"), TEAMS)
-@settings(max_examples=6)
+@settings(max_examples=settings.default.max_examples // 3)
 @given(data=st.data())
 def test_laws_in_teams(size, teams, sag, data):
     dense = data.draw(testing.inputs(sizes=st.just(size), numels=st.integers(1, 60)))

@@ -49,7 +49,7 @@ def test_k_beyond_the_vector_means_all_of_it():
 @pytest.mark.parametrize(
     ("arguments", "error", "says"),
     [
-        ({"algorithm": "gtop"}, ValueError, "unknown algorithm 'gtop'; known: dense, topk-allgather, topk-dsa, gtopk"),
+        ({"algorithm": "gtop"}, ValueError, f"unknown algorithm 'gtop'; known: {', '.join(ALGORITHMS)}"),
         ({"k": 0}, ValueError, "k is 0, expected the most entries"),
         ({"k": -1}, ValueError, "k is -1"),
         ({"k": 1.5}, TypeError, "integer"),

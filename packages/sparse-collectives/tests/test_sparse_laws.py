@@ -18,7 +18,7 @@ every_algorithm = pytest.mark.parametrize("name", ALGORITHMS)
 
 @every_algorithm
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@settings(max_examples=12)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(data=st.data())
 def test_laws(name, dtype, data):
     dense = data.draw(testing.inputs(numels=st.integers(1, 60), dtype=dtype))
@@ -43,7 +43,7 @@ def test_tiny_vectors_have_more_ranks_than_elements(name, n, size):
 
 
 @every_algorithm
-@settings(max_examples=12)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(data=st.data())
 def test_ranks_agree_on_any_floats_in_any_order_of_delivery(name, data):
     size, n = data.draw(testing.world_sizes(8)), data.draw(st.integers(1, 20))

@@ -35,7 +35,7 @@ def check_traffic(vectors, k, dtype, wire="fp32"):
     return results, world
 
 
-@settings(max_examples=15)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(data=st.data())
 def test_bytes_are_those_of_the_entries(data):
     size, numel = data.draw(st.sampled_from([1, 2, 3, 5, 8])), data.draw(st.integers(1, 60))

@@ -21,7 +21,7 @@ every_wire = pytest.mark.parametrize("wire", [wire for wire in WIRES if wire != 
 
 @every_wire
 @every_algorithm
-@settings(max_examples=6)
+@settings(max_examples=settings.default.max_examples // 5)
 @given(data=st.data())
 def test_laws(name, wire, data):
     """Integers up to 10,000: most wires must round them."""
@@ -51,7 +51,7 @@ def test_laws_with_many_ranks(name, size):
 
 @every_wire
 @every_algorithm
-@settings(max_examples=6)
+@settings(max_examples=settings.default.max_examples // 5)
 @given(data=st.data())
 def test_ranks_agree_on_any_floats(name, wire, data):
     size, n = data.draw(testing.world_sizes(8)), data.draw(st.integers(1, 20))

@@ -33,7 +33,7 @@ def spread(values, numel, seed):
 
 @every_device
 @every_codec
-@settings(deadline=None, max_examples=120)
+@settings(max_examples=2 * settings.default.max_examples)
 @given(values=values_of_any_kind, more=st.integers(0, 300), seed=seeds)
 def test_both_sides_hold_the_same_and_nothing_is_lost(device, codec, values, more, seed):
     vector = SparseVector.unpack(spread(values, len(values) + more, seed).pack().to(device))
@@ -52,7 +52,7 @@ def test_both_sides_hold_the_same_and_nothing_is_lost(device, codec, values, mor
 
 
 @every_codec
-@settings(deadline=None, max_examples=3)
+@settings(max_examples=settings.default.max_examples // 5)
 @given(seed=seeds, n=st.integers(1, 3000))
 def test_nasty_vectors(codec, nasty, seed, n):
     vector = topk(torch.from_numpy(nasty(np.random.default_rng(seed), n)), n // 3)
@@ -62,7 +62,7 @@ def test_nasty_vectors(codec, nasty, seed, n):
     assert torch.equal(codec.encode(rounded), codec.encode(vector))
 
 
-@settings(deadline=None, max_examples=500)
+@settings(max_examples=10 * settings.default.max_examples)
 @given(numel=st.integers(0, 400) | st.integers(2**31 - 9, 2**31 - 1), data=st.data())
 def test_elias_fano(numel, data):
     chosen = data.draw(st.sets(st.integers(0, numel - 1), max_size=min(numel, 60))) if numel else set()
@@ -111,7 +111,7 @@ def test_int8_is_in_steps_of_a_power_of_two():
 
 
 @pytest.mark.parametrize("values", VALUES)
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=5 * settings.default.max_examples)
 @given(x=values_of_any_kind)
 def test_dense(values, x):
     codec, x = DenseCodec(values), torch.tensor(x, dtype=torch.float32)

@@ -60,7 +60,7 @@ def bits(sparse):
 
 @every_device
 @every_compressor
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=2 * settings.default.max_examples)
 @given(seed=seeds, n=sizes, zero=st.booleans())
 def test_what_is_sent(make, device, seed, n, zero):
     """Elements of the tensor, no more than stated, and not none unless all are zero."""
@@ -79,7 +79,7 @@ def test_what_is_sent(make, device, seed, n, zero):
 
 
 @every_compressor
-@settings(deadline=None, max_examples=4)
+@settings(max_examples=settings.default.max_examples // 5)
 @given(seed=seeds, n=st.integers(1, 2000))
 def test_nasty_tensors(make, nasty, seed, n):
     compressor, x = make(n), torch.from_numpy(nasty(np.random.default_rng(seed), n))
@@ -92,7 +92,7 @@ def test_nasty_tensors(make, nasty, seed, n):
 
 @every_device
 @every_compressor
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=settings.default.max_examples)
 @given(seed=seeds, n=sizes, tentative=st.booleans())
 def test_sent_and_residual_are_what_was_accumulated(make, device, seed, n, tentative):
     compressor = make(n)
@@ -111,7 +111,7 @@ def test_sent_and_residual_are_what_was_accumulated(make, device, seed, n, tenta
 
 
 @every_compressor
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=settings.default.max_examples)
 @given(seed=seeds, n=sizes, outcomes=st.lists(st.booleans(), min_size=6, max_size=6))
 def test_resumed_or_rolled_back_is_as_if_nothing_had_happened(make, seed, n, outcomes):
     """Two names in turns; steps that are rolled back leave no trace; a saved state goes on with the same bits."""

@@ -11,7 +11,7 @@ from sparse_compress.codecs.rounding import VALUES
 from sparse_compress.vector_format import MAX_NUMEL
 
 CODECS = [WireCodec(values, indices) for values, indices in product(VALUES, ("raw", "packed"))]
-CASES = 3000
+CASES = 1000
 EDGES = (0, 1, 2, 3, 127, 128, 255)
 
 

@@ -32,7 +32,7 @@ def assert_same_bits(one, other):
         assert torch.equal(tensor.view(torch.int32), other[key].view(torch.int32)), key
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=7 * settings.default.max_examples)
 @given(seeds, st.integers(0, 50), st.floats(0.01, 1), GRADIENT_DTYPES, st.booleans())
 def test_sent_and_residual_are_what_was_accumulated(seed, n, density, dtype, tentative):
     feedback = ErrorFeedback(TopK(density), tentative=tentative)
@@ -51,7 +51,7 @@ def test_sent_and_residual_are_what_was_accumulated(seed, n, density, dtype, ten
         feedback.commit()
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=7 * settings.default.max_examples)
 @given(seeds, st.integers(1, 50), st.floats(0.01, 1), st.booleans())
 def test_momentum_correction_follows_its_equations(seed, n, density, tentative):
     feedback = ErrorFeedback(TopK(density), momentum=0.5, tentative=tentative)
@@ -111,7 +111,7 @@ def test_selection_of_something_else(wrong):
         ErrorFeedback(TopK(0.5)).compress("w", torch.ones(6), select=lambda accumulated: wrong)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=5 * settings.default.max_examples)
 @given(seeds, st.sampled_from([0.0, 0.9]), st.lists(st.booleans(), min_size=1, max_size=6))
 def test_rollback_brings_every_bit_back(seed, momentum, outcomes):
     """Steps that are rolled back, with overflow in them, leave no trace beside those that are committed."""
@@ -158,7 +158,7 @@ def test_no_state_of_an_open_step():
             operation()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=3 * settings.default.max_examples)
 @given(seeds, modes)
 def test_resumed_is_the_same_as_never_stopped(seed, mode):
     feedback = ErrorFeedback(TopK(0.1), **mode)
@@ -308,7 +308,7 @@ def test_steps_on_a_device_are_the_same_bits(device):
         assert torch.equal(on_gpu.residual("w").cpu(), on_cpu.residual("w"))
 
 
-@settings(max_examples=100)
+@settings(max_examples=5 * settings.default.max_examples)
 @given(seeds, st.integers(1, 40), modes, st.data())
 def test_withheld_spans_stay_as_they_are(seed, n, mode, data):
     low = data.draw(st.integers(0, n - 1))

@@ -65,7 +65,7 @@ def assert_steps_agree(gradients, density, select=None, **mode):
 
 
 @pytest.mark.parametrize("dtype", GRADIENT_DTYPES)
-@settings(deadline=None, max_examples=4)
+@settings(max_examples=settings.default.max_examples // 5)
 @given(
     seed=st.integers(0, 2**32 - 1),
     n=st.integers(1, 300) | st.integers(SMALL + 1, 200_000),
@@ -90,7 +90,7 @@ def selections(n, k, key):
 
 
 @pytest.mark.parametrize("which", range(5))
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=settings.default.max_examples // 3)
 @example(seed=524709, n=41744, dtype=torch.float16, momentum=0.0, tentative=False)
 @given(
     seed=st.integers(0, 2**32 - 1),

@@ -35,7 +35,7 @@ def integer_pairs(draw):
     return vector(a, numel, dtype), vector(b, numel, dtype)
 
 
-@settings(deadline=None, max_examples=500)
+@settings(max_examples=10 * settings.default.max_examples)
 @given(integer_pairs(), st.integers(0, 45))
 def test_merge(pair, k):
     a, b = pair
@@ -53,7 +53,7 @@ def test_merge(pair, k):
     assert kept.numel == cut.numel == a.numel
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=5 * settings.default.max_examples)
 @given(seed=seeds, n=st.integers(1, 400), data=st.data())
 def test_merge_commutes_bit_for_bit(seed, n, data):
     x = torch.randn(2, n, generator=torch.Generator().manual_seed(seed))
@@ -64,7 +64,7 @@ def test_merge_commutes_bit_for_bit(seed, n, data):
         assert torch.equal(one.pack(), other.pack())
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(seed=seeds, n=st.integers(1, 20_000), data=st.data())
 def test_merge_of_nasty_vectors(nasty, seed, n, data):
     """kept is what top-k makes of the dense sum, kept and cut share no index, and both hold the sum's values."""
@@ -83,7 +83,7 @@ def test_merge_of_nasty_vectors(nasty, seed, n, data):
     assert torch.equal(total.to_dense().nan_to_num(1), (a.to_dense() + b.to_dense()).nan_to_num(1))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=8 * settings.default.max_examples)
 @given(integer_pairs(), st.integers(0, 45))
 def test_other_devices_give_the_same_padded_to_sizes_known_beforehand(pair, k):
     a, b = pair
@@ -158,7 +158,7 @@ def test_published_counterexample():
     assert len(cut) == 0
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=8 * settings.default.max_examples)
 @given(integer_pairs(), st.data())
 def test_pad(pair, data):
     a = pair[0]
@@ -184,7 +184,7 @@ def test_pad_bounds(count):
         pad(vector({0: 1.0, 2: 3.0}, 4), count)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=10 * settings.default.max_examples)
 @given(integer_pairs(), st.integers(1, 9))
 def test_shares_make_up_the_whole(pair, of):
     whole = pair[0]

@@ -42,7 +42,7 @@ def assert_selects(sparse, x, k):
     assert torch.equal(sparse.values.signbit(), expected.signbit())
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=7 * settings.default.max_examples)
 @given(seed=seeds, n=st.integers(1, 2000), data=st.data())
 def test_small(nasty, seed, n, data):
     x = torch.from_numpy(nasty(np.random.default_rng(seed), n))
@@ -50,7 +50,7 @@ def test_small(nasty, seed, n, data):
     assert_selects(topk(x, k), x, k)
 
 
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=settings.default.max_examples // 3)
 @given(seed=seeds, n=st.integers(SMALL + 1, CHUNK) | st.integers(CHUNK + 1, 300_000), data=st.data())
 def test_large(nasty, seed, n, data):
     x = torch.from_numpy(nasty(np.random.default_rng(seed), n))
@@ -58,7 +58,7 @@ def test_large(nasty, seed, n, data):
     assert_selects(topk(x, k), x, k)
 
 
-@settings(deadline=None, max_examples=500)
+@settings(max_examples=10 * settings.default.max_examples)
 @given(st.lists(st.floats(width=32) | st.sampled_from([0.0, -0.0, 1.0, -1.0]), max_size=40), st.integers(0, 45))
 def test_any_floats(elements, k):
     x = torch.tensor(elements, dtype=torch.float32)
@@ -66,7 +66,7 @@ def test_any_floats(elements, k):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-@settings(deadline=None, max_examples=4)
+@settings(max_examples=settings.default.max_examples // 5)
 @given(seed=seeds, n=st.integers(1, 300) | st.integers(SMALL + 1, 200_000))
 def test_other_dtypes(nasty, dtype, seed, n):
     x = torch.from_numpy(nasty(np.random.default_rng(seed), n)).to(dtype)
@@ -74,7 +74,7 @@ def test_other_dtypes(nasty, dtype, seed, n):
         assert_selects(topk(x, k), x, k)
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(seed=seeds, n=st.integers(1, 3000) | st.integers(SMALL + 1, 200_000), data=st.data())
 def test_every_path_alone_is_exact(nasty, seed, n, data):
     """Both ways to the k-th key, the chunked CPU path and the path of other devices, each called by itself."""

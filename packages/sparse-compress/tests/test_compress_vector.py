@@ -26,7 +26,7 @@ def vectors(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=8 * settings.default.max_examples)
 @given(data=st.data())
 def test_round_trip(dtype, data):
     vector = data.draw(vectors(dtype))

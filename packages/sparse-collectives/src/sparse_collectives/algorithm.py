@@ -26,7 +26,7 @@ class Algorithm:
 
     schedule: (sparse, rank, size, k) -> Schedule[Reduction], with sparse of exactly min(k, n) entries; one that has
         `initial_state` takes `state=` too, and one that takes `cost=`, seconds to merge so many entries, yields them
-        as `Elapse`, so that a simulated world charges them.
+        as `Elapse`, so that a simulated world charges them where they arise: ranks that wait for a merge wait then.
     sent: (rank, size, k, numel, dtype) -> Traffic of a call without a state: the exact expression, or, where `exact` is
         False because it depends on what the ranks hold, the most that it can be.
     typical: where that is something else than `sent`, what a call in the midst of training sends if every rank selects

@@ -16,7 +16,7 @@ from sparse_collectives.algorithm import Algorithm
 from sparse_collectives.algorithms.table import AUTO, known
 from sparse_collectives.arrays import Array, DenseReduction, densified, flat_of, form_of, is_array, summed
 from sparse_collectives.reduction import Reduction
-from sparse_collectives.settled import Settled, settled
+from sparse_collectives.settled import settled
 from sparse_collectives.state import State
 
 
@@ -154,9 +154,10 @@ def prepare(
     """The schedule for a vector of any number of entries, and the facts that ranks must share."""
     _refuse_empty(sparse.numel)
     k = _most_entries(k)
-    way = settled(sparse, comm, k, algorithm, options, state, wire)
+    way, kept = settled(sparse, comm, k, algorithm, options, state, wire)
     # Every call stamps its own number into the payload it sends: calls must not share one, nor the caller's.
-    return _scheduled(sparse.clone(), comm, k, way), way.facts(f"numel={sparse.numel}", f"{sparse.dtype}", f"k={k}")
+    schedule = scheduled(sparse.clone(), comm, k, way.entry, kept)
+    return schedule, way.facts(f"numel={sparse.numel}", f"{sparse.dtype}", f"k={k}")
 
 
 def _prepared(
@@ -196,30 +197,37 @@ def _prepared_array(
         raise ValueError(f"dense sums all of an array, but k={k!r} was given: leave k out")
     k = len(flat) if whole else _most_entries(k)
     like = SparseVector.empty(len(flat), flat.dtype, device=flat.device)
-    way = settled(like, comm, k, algorithm, options, state, wire)
+    way, kept = settled(like, comm, k, algorithm, options, state, wire)
     what = (f"shape={form.shape}", f"{flat.dtype}")
     if not way.entry.compresses:
         return summed(flat, comm.rank, comm.size, form), way.facts(*what), flat.device
     sent = topk(flat, k)
-    schedule = densified(_scheduled(sent, comm, k, way), flat, sent, form)
+    schedule = densified(scheduled(sent, comm, k, way.entry, kept), flat, sent, form)
     return schedule, way.facts(*what, f"k={k}"), flat.device
 
 
-def _scheduled(own: SparseVector, comm: Communicator, k: int, way: Settled) -> Schedule[Reduction]:
-    """own: in memory that is this call's, with any number of entries."""
-    kept, cut = merge(own, SparseVector.empty(own.numel, own.dtype, device=own.device), k)
-    schedule = way.entry.schedule(kept, comm.rank, comm.size, k, **way.kept)
+def scheduled(
+    own: SparseVector, comm: Communicator, k: int, entry: Algorithm, kept: Mapping[str, State]
+) -> Schedule[Reduction]:
+    """The schedule of one call of an algorithm whose options and wire are set.
+
+    own: in memory that is this call's, with any number of entries. kept: its state as a keyword, where it has one.
+    """
+    cut = None
+    if len(own) != min(k, own.numel):
+        own, cut = merge(own, SparseVector.empty(own.numel, own.dtype, device=own.device), k)
+    schedule = entry.schedule(own, comm.rank, comm.size, k, **kept)
     if not isinstance(schedule, Generator):
-        raise TypeError(f"the schedule of {way.entry.name} is {schedule!r}, expected a generator that yields Rounds")
-    return _returning(cut, schedule, way.entry.name)
+        raise TypeError(f"the schedule of {entry.name} is {schedule!r}, expected a generator that yields Rounds")
+    return _returning(cut, schedule, entry.name)
 
 
-def _returning(cut: SparseVector, schedule: Schedule[Reduction], name: str) -> Schedule[Reduction]:
+def _returning(cut: SparseVector | None, schedule: Schedule[Reduction], name: str) -> Schedule[Reduction]:
     """The schedule's result, with what was cut before it among the dropped."""
     reduction = yield from schedule
     if not isinstance(reduction, Reduction):
         raise TypeError(f"{name} returned {type(reduction).__name__}, expected a Reduction(total, dropped)")
-    return Reduction(reduction.total, add(reduction.dropped, cut))
+    return reduction if cut is None else Reduction(reduction.total, add(reduction.dropped, cut))
 
 
 def _most_entries(k: int | None) -> int:

@@ -7,6 +7,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from communicators.dense_schedules import allreduce
 from communicators.schedule import Schedule
 from numpy.typing import NDArray
 from sparse_compress import SparseVector
@@ -14,7 +15,6 @@ from sparse_compress.dense_input import flatten
 from sparse_compress.vector_format import WIRE_DTYPES
 from torch import Tensor
 
-from sparse_collectives.algorithms.dense_sum import dense_sum
 from sparse_collectives.reduction import Reduction
 
 Array = TypeVar("Array", Tensor, NDArray[np.floating])
@@ -83,7 +83,7 @@ def _densifying(schedule: Schedule[Reduction], unsent: Tensor, form: Form) -> Sc
 
 
 def _summing(flat: Tensor, rank: int, size: int, form: Form) -> Schedule[DenseReduction[Any]]:
-    total = yield from dense_sum(flat, rank, size)
+    total = yield from allreduce(flat, rank, size)
     return DenseReduction(form.made_of(total), form.made_of(torch.zeros_like(total)))
 
 

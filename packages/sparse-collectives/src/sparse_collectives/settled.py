@@ -1,10 +1,11 @@
-"""How a call goes: its algorithm with options, wire and state, checked, or as "auto" has chosen."""
+"""How calls go: their algorithm with options and wire, and a call's state, checked, or as "auto" has chosen."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
 from communicators import Communicator
 from sparse_compress import SparseVector
 
@@ -18,16 +19,33 @@ CHOSEN = {"algorithm", "options", "wire", "state", "table"}
 """What "auto" remembers of a choice."""
 
 
-class Settled(NamedTuple):
-    """entry: the algorithm. kept: its state as a keyword, where it has one. settings: the rest, as text."""
+class Way(NamedTuple):
+    """What does not change from call to call. entry: the algorithm, its options and wire set. settings: as text."""
 
     entry: Algorithm
-    kept: dict[str, State]
     settings: list[str]
 
     def facts(self, *what: str) -> str:
         """What all ranks must share."""
         return f"{self.entry.name}({', '.join([*what, *self.settings])})"
+
+
+def way_of(
+    algorithm: str | Algorithm,
+    options: Mapping[str, Any] | None,
+    wire: str,
+    *,
+    size: int,
+    dtype: torch.dtype = torch.float32,
+) -> Way:
+    """For `size` ranks and values of that dtype. Raises TypeError and ValueError for what is wrong."""
+    way = wire_named(wire, dtype=dtype)
+    way = way if size > 1 else PLAIN  # alone, nothing travels and nothing is rounded
+    entry = algorithm_named(algorithm, options, size=size, wire=way)
+    if not entry.compresses and wire != "fp32":
+        raise ValueError(f"{entry.name} sums all values as they are, but wire={wire!r} was given: leave wire out")
+    in_fewer_bytes = [f"wire={wire}"] if way is not PLAIN else []
+    return Way(entry, [*entry.settings, *in_fewer_bytes])
 
 
 def settled(
@@ -38,20 +56,19 @@ def settled(
     options: Mapping[str, Any] | None,
     state: State | None,
     wire: str,
-) -> Settled:
-    """like: a vector of the numel, dtype and device in question. Raises TypeError and ValueError for what is wrong."""
-    wire_named(wire, dtype=like.dtype)
-    check_are_options(options)
+) -> tuple[Way, dict[str, State]]:
+    """The way of one call, and its state as a keyword, where the algorithm has one.
+
+    like: a vector of the numel, dtype and device in question. Raises TypeError and ValueError for what is wrong.
+    """
     if isinstance(algorithm, str) and algorithm == AUTO:
+        wire_named(wire, dtype=like.dtype)
+        check_are_options(options)
         refuse_options(options)
         _check_remembered(state)
         algorithm, options, state, wire = remembered(state, like, comm, k, wire)
-    way = wire_named(wire) if comm.size > 1 else PLAIN  # alone, nothing travels and nothing is rounded
-    entry = algorithm_named(algorithm, options, size=comm.size, wire=way)
-    if not entry.compresses and wire != "fp32":
-        raise ValueError(f"{entry.name} sums all values as they are, but wire={wire!r} was given: leave wire out")
-    in_fewer_bytes = [f"wire={wire}"] if way is not PLAIN else []
-    return Settled(entry, _kept(entry, state), [*entry.settings, *in_fewer_bytes])
+    way = way_of(algorithm, options, wire, size=comm.size, dtype=like.dtype)
+    return way, _kept(way.entry, state)
 
 
 def _kept(entry: Algorithm, state: State | None) -> dict[str, State]:

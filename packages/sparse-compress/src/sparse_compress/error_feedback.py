@@ -97,6 +97,11 @@ class ErrorFeedback:
         after.fill(withhold, held)
         return sent
 
+    def is_suspect(self, name: str) -> bool:
+        """Whether `suspects` names it; reads back this one only. False before it was compressed."""
+        finite = self._finite.get(name)
+        return finite is not None and not bool(finite)
+
     def suspects(self) -> list[str]:
         """Names whose accumulated tensor had a NaN or inf when it was compressed last; reads devices back, once each.
 

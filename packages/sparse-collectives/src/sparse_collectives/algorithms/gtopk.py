@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from communicators.dense_schedules import largest_power_of_two
 from communicators.schedule import Elapse, Round, Schedule, powers_of_two
-from sparse_compress import SparseVector, add_all, merge, share
+from sparse_compress import SparseVector
 
+from sparse_collectives.algorithms.held_in_common import HeldInCommon
+from sparse_collectives.algorithms.reference import Array, cut
 from sparse_collectives.prediction.traffic import Traffic
 from sparse_collectives.reduction import Reduction
-from sparse_collectives.wire.invalid import given_by
 from sparse_collectives.wire.wire import PLAIN, Wire
 
 
@@ -39,47 +40,36 @@ def gtopk(
     wire: what rounding leaves over of a vector that several ranks hold is shared among their residuals, as the cut is.
     sparse: min(k, n) entries; cost: seconds to merge so many entries, which a simulated world charges.
     """
-    group = largest_power_of_two(size)
+    group, held = largest_power_of_two(size), HeldInCommon(sparse, k, wire)
     if rank >= group:
-        return (yield from _fold_into(rank - group, sparse, wire))
-    total, dropped = sparse, [SparseVector.empty(sparse.numel, sparse.dtype, device=sparse.device)]
-    folded, capacity = rank + group, wire.nbytes(len(sparse), sparse.numel, sparse.dtype)
-    if folded < size:
-        received = yield Round(recvs={folded: capacity})
-        with given_by(folded):
-            theirs = wire.vector(received[folded], len(sparse), sparse)
-        total, cut = merge(total, theirs, k)
-        dropped.append(cut)
+        return (yield from _fold_into(rank - group, held))
+    folded, has_partner = rank + group, rank + group < size
+    if has_partner:
+        received = yield Round(recvs={folded: held.nbytes})
+        held.merge(received[folded], folded)
         if cost is not None:
             yield Elapse(cost(2 * len(sparse)))
     for distance in powers_of_two(below=group):
         peer = rank ^ distance
-        total, rest = wire.rounded(total)
-        dropped.append(share(rest, member=rank % distance, of=distance))
-        received = yield Round({peer: wire.message(total)}, {peer: capacity})
-        with given_by(peer):
-            theirs = wire.vector(received[peer], len(sparse), sparse)
-        # Lower ranks first: NaN payloads do not commute.
-        total, cut = merge(total, theirs, k) if rank < peer else merge(theirs, total, k)
-        dropped.append(share(cut, member=rank % (2 * distance), of=2 * distance))
+        message = held.message(member=rank % distance, of=distance)
+        received = yield Round({peer: message}, {peer: held.nbytes})
+        held.merge(received[peer], peer, member=rank % (2 * distance), of=2 * distance, after=peer < rank)
         if cost is not None:
             yield Elapse(cost(2 * len(sparse)))
     if group < size:  # the folded ranks get what all hold
-        total, rest = wire.rounded(total)
-        dropped.append(share(rest, member=rank, of=group))
-    if folded < size:
-        # A copy: the call is over while this is under way, and the total is then the caller's to write into.
-        yield Round(sends={folded: wire.message(total).clone()})
-    return Reduction(total, add_all(dropped))
+        message = held.message(member=rank, of=group)
+        if has_partner:
+            # A copy: the call is over while this is under way, and the total is then the caller's to write into.
+            yield Round(sends={folded: message.clone()})
+    return held.reduction()
 
 
-def _fold_into(partner: int, sparse: SparseVector, wire: Wire) -> Schedule[Reduction]:
+def _fold_into(partner: int, held: HeldInCommon) -> Schedule[Reduction]:
     """Gives the vector to the partner, which keeps what is cut of it; gets the result last."""
-    given, rest = wire.rounded(sparse)
-    yield Round(sends={partner: wire.message(given)})
-    received = yield Round(recvs={partner: wire.nbytes(len(sparse), sparse.numel, sparse.dtype)})
-    with given_by(partner):
-        return Reduction(wire.vector(received[partner], len(sparse), sparse), rest)
+    yield Round(sends={partner: held.message()})
+    received = yield Round(recvs={partner: held.nbytes})
+    held.replace(received[partner], partner)
+    return held.reduction()
 
 
 def gtopk_sent(rank: int, size: int, k: int, numel: int, dtype: torch.dtype, *, wire: Wire = PLAIN) -> Traffic:
@@ -100,3 +90,15 @@ def gtopk_merged(rank: int, size: int, k: int, numel: int) -> int:
     group = largest_power_of_two(size)
     levels = group.bit_length() - 1
     return 0 if rank >= group else 2 * min(k, numel) * (levels + (rank + group < size))
+
+
+def gtopk_reference(inputs: Sequence[Array], k: int) -> Array:
+    """Ranks beyond the power of two are folded in, then neighbouring groups are merged until one is left."""
+    groups = [cut(x, k) for x in inputs]
+    power = largest_power_of_two(len(groups))
+    for rank in range(power, len(groups)):
+        groups[rank - power] = cut(groups[rank - power] + groups[rank], k)
+    del groups[power:]
+    while len(groups) > 1:
+        groups = [cut(low + high, k) for low, high in zip(groups[::2], groups[1::2], strict=True)]
+    return groups[0]

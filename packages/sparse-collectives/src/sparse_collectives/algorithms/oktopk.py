@@ -17,6 +17,7 @@ from sparse_compress.vector_format import WIRE_DTYPES
 
 from sparse_collectives.algorithms.even_out import gather_evenly
 from sparse_collectives.algorithms.kth_largest import kth_largest
+from sparse_collectives.algorithms.reference import Array, cut, sum_of_selections
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.state import State, check_values, is_count
 from sparse_collectives.wire.entries import split, union_of, where, without
@@ -193,3 +194,11 @@ def check_oktopk(size: int, *, thresholds_every: int, boundaries_every: int) -> 
         raise ValueError(
             f"thresholds_every is {thresholds_every} and boundaries_every {boundaries_every}, expected 1 call or more"
         )
+
+
+def oktopk_reference(
+    inputs: Sequence[Array], k: int, *, thresholds_every: int = 32, boundaries_every: int = 64
+) -> Array:
+    """At the first call the threshold is new: the k largest of the sum of all selections."""
+    del thresholds_every, boundaries_every
+    return cut(sum_of_selections(inputs, k), k)

@@ -10,21 +10,39 @@ from typing import Any
 from sparse_compress.arguments import integer
 
 from sparse_collectives.algorithm import Algorithm
-from sparse_collectives.algorithms.dense_sum import dense, dense_sent
-from sparse_collectives.algorithms.gtopk import gtopk, gtopk_merged, gtopk_sent
-from sparse_collectives.algorithms.oktopk import check_oktopk, check_oktopk_state, oktopk, oktopk_select, oktopk_state
+from sparse_collectives.algorithms.dense_sum import dense, dense_reference, dense_sent
+from sparse_collectives.algorithms.gtopk import gtopk, gtopk_merged, gtopk_reference, gtopk_sent
+from sparse_collectives.algorithms.oktopk import (
+    check_oktopk,
+    check_oktopk_state,
+    oktopk,
+    oktopk_reference,
+    oktopk_select,
+    oktopk_state,
+)
 from sparse_collectives.algorithms.oktopk_traffic import oktopk_merged, oktopk_sent, oktopk_typical
+from sparse_collectives.algorithms.reference import sum_of_selections
 from sparse_collectives.algorithms.spardl import check_spardl, check_spardl_state, spardl, spardl_select, spardl_state
+from sparse_collectives.algorithms.spardl_reference import spardl_reference
 from sparse_collectives.algorithms.spardl_traffic import spardl_merged, spardl_sent, spardl_typical, spardl_variants
 from sparse_collectives.algorithms.topk_allgather import topk_allgather, topk_allgather_merged, topk_allgather_sent
 from sparse_collectives.algorithms.topk_dsa import topk_dsa, topk_dsa_merged, topk_dsa_sent, topk_dsa_typical
 from sparse_collectives.wire.wire import PLAIN, Wire
 
 ALGORITHMS: dict[str, Algorithm] = {
-    "dense": Algorithm(dense, dense_sent, compresses=False),
-    "topk-allgather": Algorithm(topk_allgather, topk_allgather_sent, merged=topk_allgather_merged),
-    "topk-dsa": Algorithm(topk_dsa, topk_dsa_sent, merged=topk_dsa_merged, typical=topk_dsa_typical, exact=False),
-    "gtopk": Algorithm(gtopk, gtopk_sent, merged=gtopk_merged),
+    "dense": Algorithm(dense, dense_sent, compresses=False, reference=dense_reference),
+    "topk-allgather": Algorithm(
+        topk_allgather, topk_allgather_sent, merged=topk_allgather_merged, reference=sum_of_selections
+    ),
+    "topk-dsa": Algorithm(
+        topk_dsa,
+        topk_dsa_sent,
+        merged=topk_dsa_merged,
+        typical=topk_dsa_typical,
+        exact=False,
+        reference=sum_of_selections,
+    ),
+    "gtopk": Algorithm(gtopk, gtopk_sent, merged=gtopk_merged, reference=gtopk_reference),
     "oktopk": Algorithm(
         oktopk,
         oktopk_sent,
@@ -36,6 +54,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         exact=False,
         options={"thresholds_every": 32, "boundaries_every": 64},
         check=check_oktopk,
+        reference=oktopk_reference,
     ),
     "spardl": Algorithm(
         spardl,
@@ -48,6 +67,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         options={"teams": 1, "sag": "auto"},
         check=check_spardl,
         variants=spardl_variants,
+        reference=spardl_reference,
     ),
 }
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from sparse_collectives.algorithm import Algorithm
 from sparse_collectives.algorithms.table import AUTO, algorithm_named
 from sparse_collectives.prediction.auto import Choice, choose_for_training
+from sparse_collectives.settled import way_of
 from sparse_collectives.training.exchange import Scheme
 from sparse_collectives.training.schemes.selections import Selections
 from sparse_collectives.training.schemes.table import WHOLE, whole_scheme
@@ -59,8 +60,7 @@ def choose_scheme(
         return Chosen(entry.name, entry, wire, choice, WholeGradients(comm, wire=wire), entry.settings)
     scheme = Selections(
         comm,
-        algorithm=algorithm,
-        entry=entry,
+        way=way_of(algorithm, options, wire, size=comm.size),
         compressor=compressor,
         wire=wire,
         momentum=momentum,

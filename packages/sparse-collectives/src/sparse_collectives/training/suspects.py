@@ -14,7 +14,7 @@ def marked(sent: SparseVector, feedback: ErrorFeedback, name: str) -> SparseVect
 
     All of it, so that it shows in the total however an algorithm cuts, rounds and compares. The step is lost anyway.
     """
-    if name not in feedback.suspects():
+    if not feedback.is_suspect(name):
         return sent
     return SparseVector(sent.indices, torch.full_like(sent.values, torch.nan), sent.numel)
 

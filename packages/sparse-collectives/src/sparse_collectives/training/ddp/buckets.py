@@ -20,19 +20,25 @@ class Buckets:
         self._all_are_named = bool(named)
         self._positions = {id(p): position for position, (_, p) in enumerate(named)}
         self._parameters = [p for _, p in named]  # kept, so that no id is used twice
-        self._known: dict[tuple[int, ...], Bucket] = {}
+        self._known: dict[tuple[int, ...], tuple[Bucket, list[slice]]] = {}
 
     @property
     def parameters(self) -> dict[str, Tensor]:
         """All that are known, by name."""
         return dict(zip(self.names, self._parameters, strict=True))
 
-    def of(self, parameters: Sequence[Tensor], flat: Tensor) -> Bucket:
-        """The bucket of these parameters, which DDP has laid into `flat`. TypeError for a complex one."""
+    def of(self, parameters: Sequence[Tensor], flat: Tensor) -> tuple[Bucket, list[slice]]:
+        """The bucket of these parameters, which DDP has laid into `flat`, and where each lies in it.
+
+        TypeError for a complex one.
+        """
         key = tuple(map(id, parameters))
         known = self._known.get(key)
-        if known is None or (known.numel, known.dtype, known.device) != (flat.numel(), flat.dtype, flat.device):
-            known = self._known[key] = self._made(parameters, flat)
+        layout = flat.numel(), flat.dtype, flat.device
+        if known is None or (known[1][-1].stop, known[0].dtype, known[0].device) != layout:
+            bucket = self._made(parameters, flat)
+            edges = accumulate((shape.numel() for shape in bucket.shapes), initial=0)
+            known = self._known[key] = bucket, [slice(*edge) for edge in pairwise(edges)]
         return known
 
     def _made(self, parameters: Sequence[Tensor], flat: Tensor) -> Bucket:
@@ -54,10 +60,8 @@ class Buckets:
         return self._positions[id(parameter)]
 
 
-def unused_spans(bucket: Bucket, flat: Tensor) -> list[slice]:
-    """Where members lie whose gradient is all zeros. Most are seen not to be at their first elements."""
-    edges = pairwise(accumulate((shape.numel() for shape in bucket.shapes), initial=0))
-    spans = [slice(*edge) for edge in edges]
+def unused_spans(spans: Sequence[slice], flat: Tensor) -> list[slice]:
+    """Those of the members' spans that are all zeros. Most are seen not to be at their first elements."""
     if not flat.is_cpu:  # one look for all of them, because each waits for the device
         used = torch.stack([flat[span].any() for span in spans]).tolist()
         return [span for span, any_used in zip(spans, used, strict=True) if not any_used]

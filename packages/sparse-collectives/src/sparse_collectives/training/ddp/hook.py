@@ -183,12 +183,12 @@ class SparseHookState:
         flat = bucket.buffer()
         _refuse_sparse(flat)
         parameters = bucket.parameters()
-        known = self._buckets.of(parameters, flat)
+        known, spans = self._buckets.of(parameters, flat)
         self._accumulated.watch(known.members, parameters)
         held = self._accumulated.take_out(known, flat)
         if bucket.is_last():
             self._accumulated.whole()
-        unused = unused_spans(known, flat) if exchange.scheme.parts else ()
+        unused = unused_spans(spans, flat) if exchange.scheme.parts else ()
         work = exchange.start(known, flat, scale=self._scale, unused=unused)
 
         def whole(mean: torch.futures.Future[Tensor]) -> Tensor:
@@ -233,7 +233,7 @@ class SparseHookState:
     def _settle(self) -> None:
         """Ends the last step: with a GradScaler it stands only if every bucket was finite, alike on every rank."""
         exchange = self._world()[3]
-        if exchange.shapes and (left := exchange.left_over):
+        if (left := exchange.left_over) and exchange.shapes:
             raise ValueError(f"residuals were loaded for parameters that DDP does not bring: {left}")
         exchange.settle()
 

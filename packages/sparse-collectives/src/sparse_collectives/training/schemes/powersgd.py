@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from communicators import Bucket, Communicator, Schedule
+from communicators.dense_schedules import allreduce
 from torch import Tensor
 
-from sparse_collectives.algorithms.dense_sum import dense_sent, dense_sum
+from sparse_collectives.algorithms.dense_sum import dense_sent
 from sparse_collectives.prediction.traffic import Traffic, together
 from sparse_collectives.training.exchange import Transfer
 from sparse_collectives.training.nonfinite import first_nonfinite
@@ -105,12 +106,17 @@ class PowerSGD:
         return self._residuals.kept()
 
     def state_dict(self) -> dict[str, Any]:
-        """Directions by the matrix's position, as numbers, which torch.distributed.checkpoint loads as a whole."""
-        return {"algorithm_state": [(member, str(q.dtype)[6:], q.tolist()) for member, q in sorted(self._q.items())]}
+        """Directions by the matrix's position, as numbers, which torch.distributed.checkpoint loads as a whole.
+
+        Not with what an algorithm learns about its ranks: they are alike on all of them, and serve any number.
+        """
+        directions = [(member, str(q.dtype)[6:], q.tolist()) for member, q in sorted(self._q.items())]
+        return {"algorithm_state": [], "directions": directions}
 
     def reset(self, state: Mapping[str, Any]) -> None:
         """See `Scheme.reset`. ValueError for directions of another rank."""
-        loaded = {member: torch.tensor(q, dtype=getattr(torch, dtype)) for member, dtype, q in state["algorithm_state"]}
+        saved = state.get("directions", ())  # absent from another algorithm's state
+        loaded = {member: torch.tensor(q, dtype=getattr(torch, dtype)) for member, dtype, q in saved}
         if wrong := sorted({q.shape[1] for q in loaded.values()} - {self._columns}):
             raise ValueError(
                 f"the state was saved with rank={wrong[0]}, but this is powersgd with rank={self._columns}"
@@ -188,7 +194,7 @@ class _Factored:
             self._matrices(sums), self._matrices(self.total), result.p, result.q, result.own_q, strict=True
         ):
             view.copy_(outer_sum(p, q).view(view.shape))
-            rest.sub_(outer_sum(p, own).view(rest.shape))
+            rest.sub_((p @ own.T).view(rest.shape))  # nobody else's, so in whatever order is fastest
         found = dict(zip(self._members(), orthonormal(result.q), strict=True))
         self.scheme.put(self.key, self.total, self.unused, found)
         mean = sums.div_(size).mul_(self.scale).to(flat.dtype)
@@ -225,13 +231,13 @@ def low_rank_sum(
     matrices: (n, m) each; directions: (m, r) each.
     """
     own_p = [matrix @ q for matrix, q in zip(matrices, directions, strict=True)]
-    first = yield from dense_sum(_joined(own_p, whole), comm.rank, comm.size)
+    first = yield from allreduce(_joined(own_p, whole), comm.rank, comm.size)
     *sums, whole = first.split_with_sizes([*(p.numel() for p in own_p), whole.numel()])
     if not matrices:
         return LowRank(whole, [], [], [])
     p = orthonormal([flat.view(own.shape) for flat, own in zip(sums, own_p, strict=True)])
     own_q = [matrix.T @ basis for matrix, basis in zip(matrices, p, strict=True)]
-    second = yield from dense_sum(_joined(own_q), comm.rank, comm.size)
+    second = yield from allreduce(_joined(own_q), comm.rank, comm.size)
     q = second.split_with_sizes([own.numel() for own in own_q])
     return LowRank(whole, p, [flat.view(own.shape) for flat, own in zip(q, own_q, strict=True)], own_q)
 

@@ -12,9 +12,9 @@ from communicators import Bucket, Communicator, Schedule
 from sparse_compress import Compressor, ErrorFeedback, SparseVector, StatefulCompressor
 from torch import Tensor
 
-from sparse_collectives.algorithm import Algorithm
-from sparse_collectives.allreduce import prepare
+from sparse_collectives.allreduce import scheduled
 from sparse_collectives.reduction import Reduction
+from sparse_collectives.settled import Way
 from sparse_collectives.state import State
 from sparse_collectives.training.exchange import Transfer
 from sparse_collectives.training.parts import PARTS
@@ -25,28 +25,27 @@ from sparse_collectives.wire.wire import wire_named
 class Selections:
     """See `Scheme`. The algorithm's own selection takes the compressor's place where it has one.
 
-    algorithm: as it was given; entry: the same, with its options set. wire: how selections travel, a name in `WIRES`.
-    tentative: steps can be rolled back, for twice the memory.
+    way: the algorithm, with its options and wire. wire: the latter's name. tentative: steps can be rolled back, for
+    twice the memory.
     """
 
     def __init__(
         self,
         comm: Communicator,
         *,
-        algorithm: str | Algorithm,
-        entry: Algorithm,
+        way: Way,
         compressor: Compressor,
         wire: str = "fp32",
         momentum: float = 0.0,
         tentative: bool = False,
     ) -> None:
-        wire_named(wire)  # a wrong one is an error now
-        self._comm, self._algorithm, self._entry, self._wire = comm, algorithm, entry, wire
+        self._comm, self._way, self._entry, self._wire = comm, way, way.entry, wire
         self._compressor, self._momentum, self._tentative = compressor, momentum, tentative
         self.parts: Sequence[str] = PARTS if momentum else PARTS[:1]
         self._feedback = self._new_feedback()
         self._states: dict[str, State] = {}
         self._before: dict[str, State] = {}  # tentative: of the buckets that this step has brought
+        self._facts: dict[tuple[int, torch.dtype, int], str] = {}
 
     def meet(self, key: str, bucket: Bucket, kept: Mapping[str, Tensor]) -> None:
         """See `Scheme.meet`. TypeError for float64 gradients on a wire of fewer bytes."""
@@ -74,8 +73,8 @@ class Selections:
         prescribed = None if select is None else select(gradient, rank, size, k, state)
         sent = self._feedback.compress(key, gradient, select=prescribed, withhold=unused)
         given = marked(sent, self._feedback, key)
-        schedule, facts = prepare(given, self._comm, k, self._algorithm, self._entry.options, state, self._wire)
-        return _Selected(facts, schedule, sent, self._feedback, key, size, scale)
+        schedule = scheduled(given, self._comm, k, self._entry, {} if state is None else {"state": state})
+        return _Selected(self._facts_of(sent, k), schedule, sent, self._feedback, key, size, scale)
 
     def commit(self) -> None:
         """See `Scheme.commit`."""
@@ -114,6 +113,12 @@ class Selections:
             self._compressor.load_state_dict(dict(state["compressor"]))
         self._feedback = self._new_feedback()
         self._states, self._before = states, {}
+
+    def _facts_of(self, sent: SparseVector, k: int) -> str:
+        what = sent.numel, sent.dtype, k  # a compressor's density may change
+        if what not in self._facts:
+            self._facts[what] = self._way.facts(f"numel={sent.numel}", f"{sent.dtype}", f"k={k}")
+        return self._facts[what]
 
     def _new_feedback(self) -> ErrorFeedback:
         return ErrorFeedback(self._compressor, momentum=self._momentum, tentative=self._tentative)

@@ -1,29 +1,14 @@
-"""The law and failure cases over a line without tags; the ranks are threads, which is cheaper than processes.
-
-usage: python untagged_on_threads.py REPORT.json
-"""
+"""What a line without tags or lengths has to do besides, as NCCL is one; for on_ranks.py."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import time
-import traceback
-from concurrent.futures import ThreadPoolExecutor
 
 import dense_cases
 import sparse_cases
 import torch
-import torch.distributed as dist
-from communicators import CollectiveError, Round, body, frame, framed_nbytes, run, start
+from communicators import Round, body, frame, framed_nbytes, run, start
 from communicators import dense_schedules as schedules
-from communicators.background.transport_communicator import TransportCommunicator
-from communicators.worlds.nccl.untagged import UntaggedTransport
-from communicators.worlds.process_group import Meeting, ProcessGroupTransport
-from untagged_gloo import UntaggedGloo
-
-SIZES = (2, 3)
 
 
 def sizes_that_depend_on_data(comm):
@@ -113,8 +98,8 @@ def a_launch_that_fails(comm):
 
 
 LEFT_OUT = (
-    dense_cases.background_leaves_others_alone,  # needs processes, as the next three
-    dense_cases.a_subset_first,
+    dense_cases.background_leaves_others_alone,  # calls go one after the other here
+    dense_cases.a_subset_first,  # of tagged groups, as the next
     dense_cases.closed_and_made_again,
     sparse_cases.training_has_the_bits_of_the_simulated_world,  # nothing new to a transport, and the longest
 )
@@ -131,44 +116,3 @@ FAILURES = {
     a_launch_that_fails: "rank {last} failed in ring_allreduce: MemoryError: no room",
     a_rank_leaves_a_round: "rank {last} failed in broken: ZeroDivisionError: by hand",
 }
-
-
-def outcome_of(case, store, rank, size):
-    """In the thread of one rank."""
-    group = dist.ProcessGroup(dist.PrefixStore("group", store), rank, size)
-    dist.distributed_c10d._world.pg_map[group] = "gloo", dist.PrefixStore("group", store)  # asked before torch 2.9
-    line = UntaggedGloo(dist.PrefixStore("line", store), rank, size)
-    comm = TransportCommunicator(UntaggedTransport(ProcessGroupTransport(Meeting.of(group, "here")), line))
-    begin, outcome = time.monotonic(), {}
-    try:
-        case(comm)
-        comm.close()
-    except CollectiveError as error:
-        outcome["reason"] = str(error).replace(" on cpu", "")  # the facts of an untagged call name the device
-    except BaseException:
-        outcome["error"] = traceback.format_exc()
-    return {**outcome, "seconds": time.monotonic() - begin}
-
-
-def outcomes_of(case, size):
-    store = dist.HashStore()
-    with ThreadPoolExecutor(size) as ranks:
-        return list(ranks.map(lambda rank: outcome_of(case, store, rank, size), range(size)))
-
-
-def main(report):
-    outcomes = {size: {} for size in SIZES}
-    for size in SIZES:
-        for case in LAWS:
-            outcomes[size][case.__name__] = outcomes_of(case, size)
-    with ThreadPoolExecutor(16) as side_by_side:  # they mostly wait
-        failures = [(size, case, side_by_side.submit(outcomes_of, case, size)) for size in SIZES for case in FAILURES]
-        for size, case, future in failures:
-            outcomes[size][case.__name__] = future.result()
-    with open(report, "w") as file:
-        json.dump(outcomes, file)
-    os._exit(0)  # without departing: threads of one process do not leave one after the other
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -1,0 +1,98 @@
+"""One gradient's way from DDP's hook to the parameter and back: which of our files and functions it enters.
+
+    python -m bench walk [--list]
+
+Two gloo ranks on this machine, gTop-k, a model of one bucket, in a step amid training: backward, with all that the
+hook and the background do for it, counted on rank 0 by Python's own profiler. calls: how often the functions were
+entered; polling by the background is in it, so that it differs from run to run by some.
+"""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import sys
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from sparse_collectives import SparseHookState, sparse_hook
+from sparse_collectives.prediction.plain_table import table
+from torch import nn
+from torch.multiprocessing.spawn import spawn
+from torch.nn.parallel import DistributedDataParallel
+
+PACKAGES = ("communicators", "sparse_compress", "sparse_collectives")
+WARM = 5  # steps; DDP cuts its buckets anew after the first
+
+
+def main(argv: Sequence[str] = ()) -> int:
+    """Starts the ranks, prints the table; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m bench walk", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--list", action="store_true", help="every function, with how often it was entered")
+    options = parser.parse_args(argv)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    spawn(on_rank, (port, options.list), nprocs=2)  # type: ignore[no-untyped-call]
+    return 0
+
+
+def on_rank(rank: int, port: int, every: bool) -> None:
+    """One rank's part; rank 0 prints."""
+    torch.set_num_threads(1)
+    walk = Walk()
+    threading.setprofile(walk)  # before the background has its thread
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    model = nn.Sequential(nn.Linear(100, 90), nn.ReLU(), nn.Linear(90, 10))  # 10⁴ elements
+    ddp = DistributedDataParallel(model)
+    state = SparseHookState(density=0.01, algorithm="gtopk", named_parameters=model.named_parameters())
+    ddp.register_comm_hook(state, sparse_hook)
+    optimizer, batch = torch.optim.SGD(model.parameters(), lr=0.01), torch.randn(8, 100)
+    for step in range(WARM + 1):
+        optimizer.zero_grad()
+        loss = ddp(batch).square().mean()
+        if step == WARM:
+            sys.setprofile(walk)
+            walk.counts = True
+        loss.backward()
+    walk.counts = False
+    sys.setprofile(None)
+    if rank == 0:
+        print(walk.as_text(every))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+class Walk:
+    """What `sys.setprofile` calls: counts our functions, on every thread that has it."""
+
+    def __init__(self) -> None:
+        self.counts = False
+        self._entered: Counter[tuple[str, str, str]] = Counter()
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
+        if self.counts and event == "call":
+            parts = Path(frame.f_code.co_filename).parts
+            package = next((part for part in parts if part in PACKAGES), None)
+            comprehension = frame.f_code.co_name.startswith("<")
+            if package is not None and "src" in parts and not comprehension:
+                file = "/".join(parts[parts.index(package, parts.index("src")) :])
+                self._entered[package, file, frame.f_code.co_qualname] += 1
+
+    def as_text(self, every: bool) -> str:
+        """By package, or by function."""
+        if every:
+            rows = [[f"{file} {function}", f"{n}"] for (_, file, function), n in sorted(self._entered.items())]
+            return table(("function", "calls"), rows)
+        return table(("package", "files", "functions", "calls"), [self._row(name) for name in (*PACKAGES, "together")])
+
+    def _row(self, package: str) -> list[str]:
+        found = {key: n for key, n in self._entered.items() if package in (key[0], "together")}
+        files = {file for _, file, _ in found}
+        return [package, str(len(files)), str(len(found)), str(sum(found.values()))]

@@ -1,0 +1,49 @@
+"""A vector that several ranks hold alike, and what each of them must drop of it."""
+
+from __future__ import annotations
+
+from sparse_compress import SparseVector, add_all, merge, share
+from torch import Tensor
+
+from sparse_collectives.reduction import Reduction
+from sparse_collectives.wire.invalid import given_by
+from sparse_collectives.wire.wire import Wire
+
+
+class HeldInCommon:
+    """One rank's copy of a vector of min(k, n) entries. What is rounded off or cut of it is shared among its holders.
+
+    member, of: which of how many holders this rank is; entry i of a cut is kept by member i mod `of`.
+    """
+
+    def __init__(self, sparse: SparseVector, k: int, wire: Wire) -> None:
+        self.vector, self._k, self._wire = sparse, k, wire
+        self.nbytes = wire.nbytes(len(sparse), sparse.numel, sparse.dtype)
+        self._dropped = [SparseVector.empty(sparse.numel, sparse.dtype, device=sparse.device)]
+
+    def message(self, *, member: int = 0, of: int = 1) -> Tensor:
+        """Its bytes, of `nbytes`; holders go on with what it is rounded to."""
+        self.vector, rest = self._wire.rounded(self.vector)
+        self._dropped.append(share(rest, member=member, of=of))
+        return self._wire.message(self.vector)
+
+    def merge(self, message: Tensor, giver: int, *, member: int = 0, of: int = 1, after: bool = False) -> None:
+        """The k largest of its sum with what another rank holds, who then holds the sum too.
+
+        after: this rank's comes second: lower ranks are first everywhere, because NaN payloads do not commute.
+        """
+        theirs = self._unpacked(message, giver)
+        self.vector, cut = merge(theirs, self.vector, self._k) if after else merge(self.vector, theirs, self._k)
+        self._dropped.append(share(cut, member=member, of=of))
+
+    def replace(self, message: Tensor, giver: int) -> None:
+        """By what another rank holds."""
+        self.vector = self._unpacked(message, giver)
+
+    def reduction(self) -> Reduction:
+        """The vector, and this rank's share of all that was dropped."""
+        return Reduction(self.vector, add_all(self._dropped))
+
+    def _unpacked(self, message: Tensor, giver: int) -> SparseVector:
+        with given_by(giver):
+            return self._wire.vector(message, len(self.vector), self.vector)

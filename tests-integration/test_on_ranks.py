@@ -1,0 +1,104 @@
+"""Laws, features of DDP, and failures that all ranks tell alike, on real ranks; the cases stand in modules.
+
+One launch a number of ranks runs all cases of its worlds, since a rank takes seconds to start: see on_ranks.py. On
+GPUs, marked `gpu`, over gloo and NCCL; without one on a device that is only pretended.
+"""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+from devices import needs_pretend
+
+SCRIPT = Path(__file__).parent / "on_ranks.py"
+MPI = ("mpi:dense_cases", "mpi:sparse_cases")
+GLOO = (
+    "no-group:late_groups",
+    *(f"gloo:{module}" for module in ("dense_cases", "sparse_cases")),
+    *(f"gloo:{module}" for module in ("ddp_cases", "ddp_accumulation", "ddp_states")),
+    "untagged:untagged_cases",
+)
+PRETEND = ("pretend-gloo:device_cases", "pretend-untagged:device_cases")
+GPUS = torch.cuda.device_count()
+
+
+@dataclass(frozen=True)
+class Launch:
+    size: int
+    items: tuple[str, ...]
+    gpus: int = 0
+
+
+LAUNCHES = {
+    "gloo-2": Launch(2, (*GLOO, "gloo:digits_cases")),
+    "gloo-3": Launch(3, GLOO),
+    "pretend-3": Launch(3, PRETEND),
+    **{f"mpi-{size}": Launch(size, MPI) for size in (1, 2, 3, 4)},
+    "gpu": Launch(2, ("cuda-gloo:device_cases", "cuda-gloo:device_ddp_cases"), gpus=1),
+    "gpus": Launch(min(max(GPUS, 2), 3), ("cuda-nccl:device_cases", "cuda-nccl:device_ddp_cases"), gpus=2),
+}
+
+
+def marks(name):
+    launch = LAUNCHES[name]
+    if launch.gpus:
+        return [pytest.mark.gpu, pytest.mark.skipif(launch.gpus > GPUS, reason=f"{GPUS} GPUs, needs {launch.gpus}")]
+    return [pytest.mark.mpi] if name.startswith("mpi") else [needs_pretend] if name.startswith("pretend") else []
+
+
+def cases(kind):
+    """Of every launch, item by item."""
+    for name, launch in LAUNCHES.items():
+        for item in launch.items if kind == "LAWS" or launch.size > 1 else ():
+            world, _, module = item.partition(":")
+            for case in getattr(import_module(module), kind, ()):
+                of = f"{world}-{launch.size}-{module}-{case.__name__}"
+                yield pytest.param(name, item, case, id=of, marks=marks(name))
+
+
+@pytest.fixture(scope="module")
+def outcomes(mpiexec, processes, tmp_path_factory):
+    """outcomes(launch) -> {item: {case: [outcome of each rank]}}; those over gloo are launched side by side."""
+    folder, begun = tmp_path_factory.mktemp("ranks"), {}
+
+    def launch(name):
+        size, items = LAUNCHES[name].size, LAUNCHES[name].items
+        report, start = folder / f"{name}.json", mpiexec if name.startswith("mpi") else processes
+        done = start(size, SCRIPT, report, *items, timeout=280)
+        for rank in done if isinstance(done, list) else [done]:
+            assert rank.returncode == 0, rank.stderr
+        return json.loads(report.read_text())
+
+    with ThreadPoolExecutor(2) as side_by_side:
+
+        def of(name):
+            for other in ("gloo-2", "gloo-3") if name.startswith("gloo") else (name,):
+                if other not in begun:
+                    begun[other] = side_by_side.submit(launch, other)
+            return begun[name].result()
+
+        yield of
+
+
+@pytest.mark.parametrize(("launch", "item", "case"), list(cases("LAWS")))
+def test_laws(outcomes, launch, item, case):
+    found = outcomes(launch)[item][case.__name__]
+    errors = [outcome.get("error") or outcome.get("reason") for outcome in found]
+    assert errors == [None] * LAUNCHES[launch].size, next(filter(None, errors))
+
+
+@pytest.mark.parametrize(("launch", "item", "case"), list(cases("FAILURES")))
+def test_the_same_reason_on_all_ranks_within_seconds(outcomes, launch, item, case):
+    found = outcomes(launch)[item][case.__name__]
+    reasons = {outcome.get("reason", str(outcome)) for outcome in found}
+    assert len(reasons) == 1, reasons
+    said = import_module(item.partition(":")[2]).FAILURES[case]
+    expected = tuple(one.format(last=len(found) - 1) for one in ([said] if isinstance(said, str) else said))
+    assert reasons.pop().startswith(expected)
+    assert max(outcome["seconds"] for outcome in found) < 30
