@@ -44,8 +44,9 @@ def assert_same_bits(one, other):
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b or (a != a and b != b)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("at", range(1, 8))
+@pytest.mark.parametrize(
+    ("at", "dtype"), [*((at, torch.float32) for at in (1, 3, 4, 6)), (3, torch.bfloat16), (5, torch.bfloat16)]
+)
 def test_resumed_runs_have_the_same_bits(quadratic, saved, algorithm, at, dtype):
     def whole(comm):
         task = quadratic(comm.rank, dtype=dtype)
@@ -115,6 +116,7 @@ def test_the_function_of_steps_is_asked_once_a_block(quadratic, saved):
     assert SimulatedWorld(2).run(body) == [[0, 1, 2, 3, 7, 11]] * 2
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torch_distributed_checkpoint_leaves_nothing_out(quadratic, algorithm, tmp_path):
     """Into a new optimizer, which has no state yet."""
 
