@@ -184,20 +184,22 @@ def test_overlap_moves_at_the_stated_fraction_of_sgd():
 def test_easgd_conserves_the_sum_of_ranks_and_anchor(m, fraction, tau):
     α = fraction * 2 / (m + 1)
 
+    def total(comm, optimizer, p):
+        x = p.detach().clone()
+        with optimizer.averaged_model():
+            return allreduce(x, comm) + p.detach()
+
     def body(comm):
         p = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
-        inner = sgd([p])
-        optimizer = EASGD(inner, comm=comm, sync_every=tau, alpha=α)
+        optimizer = EASGD(sgd([p]), comm=comm, sync_every=tau, alpha=α)
         sums = []
         for step in range(3 * tau):
             p.grad = torch.full_like(p, float(comm.rank + step))
             optimizer.step()
-            before = (
-                allreduce(p.detach(), comm) + optimizer.state_dict()["distributed"]["kept"]["anchor"]["parameter 0"]
-            )
+            before = total(comm, optimizer, p)
             optimizer.average()
-            after = allreduce(p.detach(), comm) + optimizer.state_dict()["distributed"]["kept"]["anchor"]["parameter 0"]
-            sums.append((before, after))
+            sums.append((before, total(comm, optimizer, p)))
+        optimizer.finish()
         return sums
 
     for before, after in SimulatedWorld(m).run(body)[0]:
@@ -214,7 +216,11 @@ def test_easgd_contracts_inside_its_range(m, fraction):
         optimizer = EASGD(sgd([p]), comm=comm, sync_every=1, alpha=α)
         p.data.fill_(comm.rank + 1)
         optimizer.average()
-        return p.item(), optimizer.state_dict()["distributed"]["kept"]["anchor"]["parameter 0"].item()
+        x = p.item()
+        with optimizer.averaged_model():
+            anchor = p.item()
+        optimizer.finish()
+        return x, anchor
 
     xs, anchors = zip(*SimulatedWorld(m).run(body), strict=True)
     assert len(set(anchors)) == 1

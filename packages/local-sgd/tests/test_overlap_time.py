@@ -3,7 +3,7 @@
 import pytest
 import torch
 from communicators import Link, SimulatedWorld
-from local_sgd import CoCoDSGD, LocalSGD, OverlapLocalSGD
+from local_sgd import EASGD, CoCoDSGD, LocalSGD, OverlapLocalSGD
 
 STEP_SECONDS = 1e-3
 
@@ -27,14 +27,14 @@ def run(quadratic, algorithm, link, *, tau=2, blocks=10):
     return world.run(body)[0]
 
 
-@pytest.mark.parametrize("algorithm", [CoCoDSGD, OverlapLocalSGD])
+@pytest.mark.parametrize("algorithm", [CoCoDSGD, EASGD, OverlapLocalSGD])
 def test_an_exchange_that_takes_less_than_a_block_is_hidden(quadratic, algorithm):
     seconds, hidden = run(quadratic, algorithm, Link(0.4e-3, 0.0))  # two messages
     assert seconds == pytest.approx(20 * STEP_SECONDS)
     assert hidden == 1.0
 
 
-@pytest.mark.parametrize("algorithm", [CoCoDSGD, OverlapLocalSGD])
+@pytest.mark.parametrize("algorithm", [CoCoDSGD, EASGD, OverlapLocalSGD])
 def test_of_a_longer_one_what_is_left_is_waited_for(quadratic, algorithm):
     seconds, hidden = run(quadratic, algorithm, Link(4e-3, 0.0))  # 8 ms, of which a block hides 2
     assert hidden == pytest.approx(0.25, rel=0.01)
@@ -47,7 +47,7 @@ def test_without_overlap_nothing_is_hidden(quadratic):
     assert seconds == pytest.approx(20 * STEP_SECONDS + 10 * 0.8e-3, rel=0.01)
 
 
-@pytest.mark.parametrize("algorithm", [CoCoDSGD, OverlapLocalSGD])
+@pytest.mark.parametrize("algorithm", [CoCoDSGD, EASGD, OverlapLocalSGD])
 def test_parameters_may_change_while_their_mean_travels(quadratic, algorithm):
     """What was launched is what they were then."""
 

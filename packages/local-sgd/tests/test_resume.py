@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from communicators import SimulatedWorld
-from local_sgd import BMUF, CoCoDSGD, DiLoCo, LocalSGD, OverlapLocalSGD, SlowMo
+from local_sgd import BMUF, EASGD, CoCoDSGD, DiLoCo, LocalSGD, OverlapLocalSGD, SlowMo
 from torch import nn
 
 STEPS = 11
@@ -263,7 +263,7 @@ def test_a_plain_checkpoint_of_the_model_goes_in_and_out(quadratic, saved, algor
         torch.testing.assert_close(begun, exported)
 
 
-@pytest.mark.parametrize("algorithm", [CoCoDSGD, OverlapLocalSGD])
+@pytest.mark.parametrize("algorithm", [CoCoDSGD, EASGD, OverlapLocalSGD])
 def test_what_is_under_way_is_stored_not_applied(quadratic, algorithm):
     def body(comm):
         task = quadratic(comm.rank)
