@@ -126,7 +126,7 @@ class PeriodicAveraging(Wrapping):
         """
 
     def check(self) -> None:
-        """Raises ValueError for settings that do not fit the number of ranks, which `comm` knows by now."""
+        """Fills in settings that depend on the number of ranks, `comm.size`; ValueError for what does not fit it."""
 
     @property
     def comm(self) -> Communicator:
