@@ -24,8 +24,8 @@ class BMUF(PeriodicAveraging):
         x ← z                                                          every τ steps
 
     A steady change is multiplied by ζ/(1 − η): the paper's η = 1 − 1/m gives m ranks that share the data the step of
-    one that sees all of it. BMUF(block_rate=1, momentum=0) is LocalSGD; with Nesterov's form it is DiLoCo of outer rate ζ
-    and momentum η; without it SlowMo at a constant rate. The model is z.
+    one that sees all of it. BMUF(block_rate=1, momentum=0) is LocalSGD; with Nesterov's form it is DiLoCo of outer
+    rate ζ and momentum η; without it SlowMo at a constant rate. The model is z.
 
     block_rate: ζ > 0.  momentum: 0 ≤ η < 1, default 1 − 1/m, and 0.875 for more than 8 ranks.
     nesterov: the paper has both; the other form swings more, and learnt badly here at rates that suit plain SGD.
