@@ -11,18 +11,25 @@ from torch import nn
 
 def make(algorithm, task, comm, **options):
     options = {"sync_every": 3, **options}
-    return algorithm(torch.optim.SGD(task.model.parameters(), lr=0.1), comm=comm, model=task.model, **options)
+    return algorithm(
+        torch.optim.SGD(task.model.parameters(), lr=0.1, momentum=0.5), comm=comm, model=task.model, **options
+    )
 
 
 @pytest.mark.parametrize("name", ["LocalSGD", "BMUF", "SlowMo", "EASGD", "CoCoDSGD", "OverlapLocalSGD", "DiLoCo"])
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=5), st.integers(1, 4), st.integers(0, 5))
-def test_ranks_with_different_numbers_of_steps_end_alike(quadratic, name, counts, tau, again):
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=5),
+    st.integers(1, 4),
+    st.integers(0, 5),
+    st.sampled_from(["keep", "average", "reset"]),
+)
+def test_ranks_with_different_numbers_of_steps_end_alike(quadratic, name, counts, tau, again, policy):
     """Also none at all; and they may go on afterwards."""
     import local_sgd
 
     def body(comm):
         task = quadratic(comm.rank)
-        with make(getattr(local_sgd, name), task, comm, sync_every=tau) as optimizer:
+        with make(getattr(local_sgd, name), task, comm, sync_every=tau, inner_state=policy) as optimizer:
             task.train(optimizer, range(counts[comm.rank]))
         first = task.flat().clone()
         assert torch.isfinite(first).all()
