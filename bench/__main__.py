@@ -5,7 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from bench import collectives, compress, convergence, local_sgd, local_sgd_peers, overlap, powersgd, predictions, signals, walk
+from bench import (
+    collectives,
+    compress,
+    convergence,
+    local_sgd,
+    local_sgd_peers,
+    overlap,
+    powersgd,
+    predictions,
+    signals,
+    walk,
+)
 from bench.slow_link.__main__ import main as slow_link
 
 BENCHMARKS: dict[str, Callable[[Sequence[str]], int]] = {

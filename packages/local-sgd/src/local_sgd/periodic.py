@@ -126,7 +126,7 @@ class PeriodicAveraging(Wrapping):
         """
 
     def check(self) -> None:
-        """Raises ValueError for settings that do not fit the number of ranks, which `comm` knows by now."""
+        """Fills in settings that depend on the number of ranks, `comm.size`; ValueError for what does not fit it."""
 
     @property
     def comm(self) -> Communicator:
@@ -310,7 +310,7 @@ class PeriodicAveraging(Wrapping):
         """What the algorithm calls its model, now; nothing of it is applied."""
         if self.mean_is_model:
             xs = [part.gather() for part in self._parts]
-            return self._exchange.now(xs, 1.0, finished=False, what="averaged_model()").means
+            return self._exchange.plain(xs, "averaged_model()")
         if not self.overlaps:
             return [part[self.anchors[0]] for part in self._parts]
         drafts = [part.draft() for part in self._parts]
