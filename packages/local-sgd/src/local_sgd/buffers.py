@@ -24,27 +24,27 @@ class Buffers:
     def at_boundary(self) -> None:
         """For every rank to call."""
         if self._policy != "keep":
-            self._share()
+            self._share(self._comm)
 
     @contextmanager
-    def shared(self) -> Iterator[None]:
+    def shared(self, comm: Communicator) -> Iterator[None]:
         """As the policy says, "keep" as "average", inside; every rank's own afterwards. For every rank to call."""
         buffers = self._all()
         own = [buffer.clone() for buffer in buffers]
         try:
-            self._share()
+            self._share(comm)
             yield
         finally:
             for buffer, value in zip(buffers, own, strict=True):
                 buffer.copy_(value)
 
-    def _share(self) -> None:
+    def _share(self, comm: Communicator) -> None:
         buffers = [buffer for buffer in self._all() if buffer.numel()]
         averaged = [b for b in buffers if b.is_floating_point() and self._policy != "broadcast"]
         copied = [b for b in buffers if not any(b is one for one in averaged)]
         with torch.no_grad():
-            average(averaged, self._comm, facts=f"buffers of {self._what}")
-            copy_from_first(copied, self._comm, facts=f"buffers of {self._what}")
+            average(averaged, comm, facts=f"buffers of {self._what}")
+            copy_from_first(copied, comm, facts=f"buffers of {self._what}")
 
     def _all(self) -> list[Tensor]:
         return [] if self._model is None else list(self._model.buffers())

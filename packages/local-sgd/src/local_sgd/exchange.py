@@ -44,14 +44,14 @@ class Exchange:
     def now(self, vectors: Sequence[Tensor], weight: float, *, finished: bool) -> Arrived:
         """The means, as soon as all ranks have come."""
         began = self._comm.clock()
-        totals = [self._sum(self._payload(x, weight, finished), "average()") for x in vectors]
+        totals = [self._sum(self._payload(x, weight, finished), "average()", self._comm) for x in vectors]
         self._waited += (seconds := self._comm.clock() - began)
         self._under_way += seconds
         return _means(totals)
 
-    def plain(self, vectors: Sequence[Tensor], what: str) -> list[Tensor]:
+    def plain(self, vectors: Sequence[Tensor], comm: Communicator, what: str) -> list[Tensor]:
         """Means in which all ranks weigh the same, for `what`; their time is not counted."""
-        return _means([self._sum(self._payload(x, 1.0, False), what) for x in vectors]).means
+        return _means([self._sum(self._payload(x, 1.0, False), what, comm) for x in vectors]).means
 
     def launch(self, vectors: Sequence[Tensor], weight: float, *, finished: bool) -> None:
         """Starts the exchange of the vectors as they are now: they are copied once, here."""
@@ -88,11 +88,11 @@ class Exchange:
         payload[-2], payload[-1] = weight, float(not finished)
         return payload
 
-    def _sum(self, payload: Tensor, what: str) -> Tensor:
+    def _sum(self, payload: Tensor, what: str, comm: Communicator) -> Tensor:
         if self._native:
-            return allreduce(payload, self._comm)
-        schedule = dense.allreduce(payload, self._comm.rank, self._comm.size)
-        return run(schedule, self._comm, facts=self._facts(payload, what), device=payload.device)
+            return allreduce(payload, comm)
+        schedule = dense.allreduce(payload, comm.rank, comm.size)
+        return run(schedule, comm, facts=self._facts(payload, what), device=payload.device)
 
     def _facts(self, payload: Tensor, what: str) -> str:
         return (

@@ -192,8 +192,13 @@ class PeriodicAveraging(Wrapping):
         if kind is None:
             self.finish()
 
+    def settle(self) -> None:
+        """Waits for what is under way, which is applied at the next boundary as ever; so that it can be counted."""
+        if self.overlaps:
+            self._exchange.arrived()
+
     @contextmanager
-    def averaged_model(self) -> Iterator[nn.Module | None]:
+    def averaged_model(self, *, comm: Communicator | None = None) -> Iterator[nn.Module | None]:
         """Inside, the parameters are those of what the algorithm calls its model; afterwards this rank's own again.
 
             with optimizer.averaged_model():
@@ -201,11 +206,13 @@ class PeriodicAveraging(Wrapping):
 
         For every rank to call, between the same boundaries; training goes on with the same bits. Buffers of `model`
         are averaged inside, or rank 0's with buffers="broadcast". Yields `model`.
+
+        comm: the same ranks by another communicator, such as one that counts bytes apart from training's.
         """
         self._refuse_shown("averaged_model()")
-        models = self._models()
+        models = self._models(comm or self._comm)
         own = [p.detach().clone() for p in self._trained.values()]
-        with self._buffers.shared():
+        with self._buffers.shared(comm or self._comm):
             self._showing = True
             try:
                 for part, model in zip(self._parts, models, strict=True):
@@ -306,11 +313,11 @@ class PeriodicAveraging(Wrapping):
         self._settle(models)
         self._block.end()
 
-    def _models(self) -> list[Tensor]:
+    def _models(self, comm: Communicator) -> list[Tensor]:
         """What the algorithm calls its model, now; nothing of it is applied."""
         if self.mean_is_model:
             xs = [part.gather() for part in self._parts]
-            return self._exchange.plain(xs, "averaged_model()")
+            return self._exchange.plain(xs, comm, "averaged_model()")
         if not self.overlaps:
             return [part[self.anchors[0]] for part in self._parts]
         drafts = [part.draft() for part in self._parts]

@@ -149,18 +149,29 @@ def _add_own(parser: ArgumentParser, table: Mapping[str, Synchronisation], defau
     """The algorithms' own flags, those of the same algorithms together; without defaults, to tell what was given."""
     groups: dict[str, Any] = {}
     for name, takers in owners(table).items():
-        variants = [flag for entry in table.values() for flag in entry.flags if flag.name == name]
+        variants = {taker: flag for taker in takers for flag in table[taker].flags if flag.name == name}
         title = f"only with --algorithm {', '.join(takers)}"
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
-        flag = variants[0]
+        flag = variants[takers[0]]
         groups[title].add_argument(
             _spelt(name),
             type=flag.read,
-            choices=_choices(variants),
+            choices=_choices(list(variants.values())),
             metavar=flag.metavar,
-            help=f"{flag.says} (default: {defaults.get(name, flag.default)})",
+            help=f"{flag.says} (default: {_defaults(variants, defaults.get(name))})",
         )
+
+
+def _defaults(variants: Mapping[str, Flag], given: object) -> str:
+    """The most usual one, and whose is another."""
+    if given is not None:
+        return str(given)
+    values = [flag.default for flag in variants.values()]
+    usual = max(values, key=values.count)
+    return ", ".join(
+        [str(usual), *(f"{name}: {flag.default}" for name, flag in variants.items() if flag.default != usual)]
+    )
 
 
 def _choices(variants: Sequence[Flag]) -> list[str] | None:

@@ -35,9 +35,15 @@ def whole(expected: str, *, least: int) -> Callable[[str], int]:
     return parse
 
 
+def or_auto(parse: Callable[[str], float]) -> Callable[[str], float | str]:
+    """A parser that also takes "auto"."""
+    return lambda text: text if text == "auto" else parse(text)
+
+
 density = number("0 < density <= 1, for example 0.01 to send one entry in a hundred", lambda value: 0 < value <= 1)
 momentum = number("0 <= momentum < 1", lambda value: 0 <= value < 1)
 positive = number("a number above 0", lambda value: value > 0)
+positive_or_auto = or_auto(number("a number above 0, or auto", lambda value: value > 0))
 non_negative = number("a number from 0 on", lambda value: value >= 0)
 count = whole("a whole number from 1 on", least=1)
 count_or_zero = whole("a whole number from 0 on", least=0)

@@ -111,6 +111,28 @@ DENSE = Synchronisation(
 SPARSE = Synchronisation(make=lazily(f"{SYNCHRONOUS}:sparse"), flags=(DENSITY, WIRE, NONFINITE, VERIFY))
 WHOLE = Synchronisation(make=lazily(f"{SYNCHRONOUS}:whole"), flags=(NONFINITE, VERIFY))
 
+SYNC_EVERY = Flag(name="sync_every", default=4, read=quantities.count, metavar="STEPS", says="steps between averages")
+ALPHA = Flag(
+    name="alpha",
+    default=1.0,
+    read=quantities.positive_or_auto,
+    says="how far the model goes (slowmo), or ranks and anchor pull at each other; auto: 0.9 / ranks",
+)
+BETA = Flag(name="beta", default=0.7, read=quantities.momentum, says="momentum of the anchor")
+BLOCK_RATE = Flag(name="block_rate", default=1.0, read=quantities.positive, says="of what a block of steps changed")
+OUTER_RATE = Flag(name="outer_rate", default=0.7, read=quantities.positive, says="the outer optimizer's rate")
+PERIODIC = Synchronisation(make=lazily("trainer.synchronisers.periodic:periodic"), flags=(SYNC_EVERY,))
+
+AVERAGING: dict[str, Synchronisation] = {
+    "local-sgd": PERIODIC,
+    "bmuf": replace(PERIODIC, flags=(SYNC_EVERY, BLOCK_RATE)),
+    "slowmo": replace(PERIODIC, flags=(SYNC_EVERY, ALPHA, BETA)),
+    "easgd": replace(PERIODIC, flags=(SYNC_EVERY, replace(ALPHA, default="auto"))),
+    "cocod": PERIODIC,
+    "overlap-local-sgd": replace(PERIODIC, flags=(replace(SYNC_EVERY, default=2), replace(ALPHA, default=0.6), BETA)),
+    "diloco": replace(PERIODIC, flags=(replace(SYNC_EVERY, default=20), OUTER_RATE)),
+}
+
 OWN: dict[str, dict[str, Any]] = {
     "topk-allgather": {"compressors": ("topk", "topkA")},
     "topk-dsa": {"compressors": ("topkDSA",)},
@@ -127,6 +149,7 @@ TABLE: dict[str, Synchronisation] = {
         if name != "dense"
     },
     **{name: replace(WHOLE, **OWN.get(name, {})) for name in literal_dict("training/schemes/table", "WHOLE")},
+    **AVERAGING,
 }
 
 

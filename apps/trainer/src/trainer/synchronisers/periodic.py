@@ -1,0 +1,113 @@
+"""Periodic averaging: every rank takes steps of its own, and now and then all exchange a mean of their models.
+
+Momentum is SGD's, each rank's own. The rate goes by steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+from communicators import Communicator
+from local_sgd import BMUF, EASGD, CoCoDSGD, DiLoCo, LocalSGD, OverlapLocalSGD, PeriodicAveraging, SlowMo
+from torch import nn
+from torch.optim import SGD
+
+from trainer.command_line.options import Options
+from trainer.errors import RunError
+from trainer.resuming.likeness import require_equal, require_like
+from trainer.synchronisers.optimizer_state import (
+    completed_optimizer,
+    completed_schedule,
+    require_at_most,
+    require_groups,
+    require_schedule,
+)
+from trainer.synchronisers.synchroniser import Rates, State, Synchroniser
+
+MAKERS: dict[str, Callable[..., PeriodicAveraging]] = {
+    "local-sgd": LocalSGD,
+    "bmuf": BMUF,
+    "slowmo": SlowMo,
+    "easgd": EASGD,
+    "cocod": CoCoDSGD,
+    "overlap-local-sgd": OverlapLocalSGD,
+    "diloco": DiLoCo,
+}
+
+
+class Periodic(Synchroniser):
+    """An optimizer of local_sgd, and the rate by its steps."""
+
+    def __init__(self, model: nn.Module, optimizer: PeriodicAveraging, rates: Rates) -> None:
+        super().__init__(model)
+        self.optimizer, self.schedule = optimizer, rates(optimizer)
+
+    def zero_grad(self) -> None:
+        """See `Synchroniser.zero_grad`."""
+        self.optimizer.zero_grad()
+
+    def update(self) -> None:
+        """See `Synchroniser.update`."""
+        self.optimizer.step()
+        self.schedule.step()
+
+    def average(self) -> None:
+        """See `Synchroniser.average`."""
+        self.optimizer.average()
+
+    def settle(self) -> None:
+        """See `Synchroniser.settle`."""
+        self.optimizer.settle()
+
+    def finish(self) -> None:
+        """See `Synchroniser.finish`."""
+        self.optimizer.finish()
+
+    def averaged_model(self, comm: Communicator) -> AbstractContextManager[Any]:
+        """See `Synchroniser.averaged_model`. Buffers are averaged, too."""
+        return self.optimizer.averaged_model(comm=comm)
+
+    def counters(self) -> Mapping[str, int | float]:
+        """See `Synchroniser.counters`."""
+        hidden = self.optimizer.hidden_fraction
+        return {} if hidden is None or not self.optimizer.overlaps else {"hidden_fraction": hidden}
+
+    def state_dict(self) -> State:
+        """See `Synchroniser.state_dict`."""
+        return {"optimizer": self.optimizer.state_dict(), "schedule": self.schedule.state_dict()}
+
+    def load_state_dict(self, state: State) -> None:
+        """See `Synchroniser.load_state_dict`."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.schedule.load_state_dict(state["schedule"])
+
+    def fitted(self, state: State, *, step: int) -> State:
+        """See `Synchroniser.fitted`. A new optimizer's state is a complete template of a later one."""
+        fresh = self.state_dict()
+        optimizer = completed_optimizer(state["optimizer"], fresh["optimizer"])
+        schedule = completed_schedule(state["schedule"], fresh["schedule"])
+        own = fresh["optimizer"]["distributed"] | {"wrapped": None, "parameters": None}  # looked at by the optimizer
+        require_like(optimizer, fresh["optimizer"] | {"distributed": own}, "optimizer")
+        assert isinstance(optimizer, dict)
+        for name in ("rank", "world_size", "algorithm"):
+            require_equal(optimizer["distributed"][name], own[name], f"optimizer/{name}")
+        block = optimizer["distributed"]["block"]
+        require_equal(block["steps"], step, "optimizer/block/steps")
+        require_at_most(block["done"], step, "optimizer/block/done")
+        require_groups(optimizer, fresh["optimizer"], "optimizer")
+        require_schedule(schedule, fresh["schedule"], "schedule", step=step)
+        return {"optimizer": optimizer, "schedule": schedule}
+
+
+def periodic(options: Options, model: nn.Module, comm: Communicator, rates: Rates) -> Periodic:
+    """Own flags are the keyword arguments of the optimizer, but for those that are left to it."""
+    inner = SGD(model.parameters(), lr=options.lr, momentum=options.momentum, weight_decay=options.weight_decay)
+    given: dict[str, Any] = {name: value for name, value in options.own.items() if value != "auto"}
+    make = partial(MAKERS[options.algorithm], inner, comm=comm, model=model)
+    try:
+        return Periodic(model, make(**given), rates)
+    except ValueError as error:  # such as EASGD's α, whose range depends on the number of ranks
+        raise RunError(f"--algorithm {options.algorithm}: {error}") from error
