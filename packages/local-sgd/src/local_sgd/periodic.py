@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -67,8 +68,6 @@ class PeriodicAveraging(Wrapping):
     """Its attributes that ranks must share."""
     overlaps: ClassVar[bool] = False
     """The mean at a boundary is of what was launched at the last one."""
-    idle_weight: ClassVar[float] = 0.0
-    """A finished rank's."""
     mean_is_model: ClassVar[bool] = False
     """The model is the mean over ranks, not the first anchor."""
     needs_rate: ClassVar[bool] = False
@@ -115,7 +114,7 @@ class PeriodicAveraging(Wrapping):
         self._buffers = Buffers(model, buffers, self._comm, what)
         self._inner = InnerState(inner_state, optimizer, self._comm, what)
         self._begin()
-        self._showing, self._expected = False, None
+        self._showing, self._expected, self._unseen = False, None, 0
 
     @abstractmethod
     def boundary(self, part: Part, x: Tensor, mean: Tensor) -> Tensor:
@@ -124,6 +123,11 @@ class PeriodicAveraging(Wrapping):
         x: this rank's, a copy.  mean: over ranks, of x or, where the algorithm overlaps, of what the last boundary
         returned. Returned may be what is kept; it is copied.
         """
+
+    def depart(self, part: Part, x: Tensor) -> Tensor:
+        """Of an algorithm that overlaps, its boundary where no mean comes: at the beginning and after a drain."""
+        del part
+        return x
 
     def check(self) -> None:
         """Fills in settings that depend on the number of ranks, `comm.size`; ValueError for what does not fit it."""
@@ -155,7 +159,7 @@ class PeriodicAveraging(Wrapping):
         refuse_torch_helpers(self._what)
         self._refuse_shown("step()")
         self._refuse_other_parameters()
-        self._drained = False
+        self._drained, self._unseen = False, self._unseen + 1
         return super().step(closure)
 
     def average(self, weight: float | None = None) -> None:
@@ -164,7 +168,7 @@ class PeriodicAveraging(Wrapping):
         weight: of this step, such as its number of samples; given if, and only if, the optimizer is `weighted`.
         """
         self._refuse_shown("average()")
-        self._drained = False
+        self._drained, self._unseen = False, 0
         if self._block.count(self._checked(weight)):
             self._meet(self._own_weight(), finished=False)
             self._block.end()
@@ -179,8 +183,8 @@ class PeriodicAveraging(Wrapping):
     def finish(self) -> None:
         """This rank has no more steps: takes part in the others' boundaries until all have finished; then as `drain`.
 
-        Ranks may come with different numbers of steps. From its last block on a rank that has finished is left out of
-        the means (of EASGD: it stays, elastic), and goes where the others go. Training may go on afterwards.
+        Ranks may come with different numbers of steps. After its last block a rank that has finished is left
+        out of the means, and goes where the others go. Training may go on afterwards.
         """
         self._end(most=None)
 
@@ -266,7 +270,7 @@ class PeriodicAveraging(Wrapping):
             for name in self.anchors:
                 part[name].copy_(model)
         if self.overlaps:
-            self._exchange.store(Arrived([model.clone() for model in models], 1.0, self._comm.size))
+            self._exchange.store(Arrived([], 0.0, self._comm.size))
         self._drained = True
 
     def _meet(self, weight: float, *, finished: bool) -> Arrived:
@@ -277,26 +281,33 @@ class PeriodicAveraging(Wrapping):
         xs = [part.gather() for part in self._parts]
         arrived = self._exchange.arrived() if self.overlaps else self._exchange.now(xs, weight, finished=finished)
         refuse_nonfinite(self._parts, arrived.means, self._comm, self._what)
-        if arrived.means:
-            xs = self._apply(xs, arrived.means)
+        xs = self._apply(xs, arrived)
         if self.overlaps and arrived.unfinished:
             self._exchange.launch(xs, weight, finished=finished)
         self._inner.at_boundary()
         self._buffers.at_boundary()
         return arrived
 
-    def _apply(self, xs: list[Tensor], means: list[Tensor]) -> list[Tensor]:
-        moved = []
-        for part, x, mean in zip(self._parts, xs, means, strict=True):
-            part.rate = float(self.param_groups[part.group].get("lr", float("nan")))
-            moved.append(self.boundary(part, x, mean))
-            part.put(moved[-1])
-            part.last_rate = part.rate
+    def _apply(self, xs: list[Tensor], arrived: Arrived) -> list[Tensor]:
+        if not arrived.means:
+            moved = [self.depart(part, x) for part, x in zip(self._parts, xs, strict=True)]
+        else:
+            moved = [self._moved(*each, arrived.weight) for each in zip(self._parts, xs, arrived.means, strict=True)]
+        for part, x in zip(self._parts, moved, strict=True):
+            part.put(x)
+        return moved
+
+    def _moved(self, part: Part, x: Tensor, mean: Tensor, weight: float) -> Tensor:
+        part.weight, part.rate = weight, float(self.param_groups[part.group].get("lr", math.nan))
+        moved = self.boundary(part, x, mean)
+        part.last_rate = part.rate
         return moved
 
     def _end(self, *, most: int | None) -> None:
         """Boundaries until all ranks have finished, `most` of them; then the model."""
         self._refuse_shown("drain() and finish()")
+        if self._unseen:
+            raise RuntimeError(f"{self._unseen} steps since the last average(): call that after every step, then end")
         arrived, means = self._meet(self._own_weight(), finished=True), list[Tensor]()
         while arrived.unfinished:
             means = arrived.means or means
@@ -305,30 +316,39 @@ class PeriodicAveraging(Wrapping):
                     f"drain() is for all ranks at the same point, but {arrived.unfinished} of {self._comm.size} went "
                     "on with average(): a rank that has no more steps calls finish()"
                 )
-            arrived = self._meet(self.idle_weight, finished=True)
-        means = arrived.means or means or [part.gather() for part in self._parts]
-        models = means if self.mean_is_model else [part[self.anchors[0]] for part in self._parts]
+            arrived = self._meet(0.0, finished=True)
+        models = self._final(arrived.means, means) if self.mean_is_model else self._anchors()
         for part, model in zip(self._parts, models, strict=True):
             part.put(model)
         self._settle(models)
         self._block.end()
+
+    def _final(self, last: list[Tensor], before: list[Tensor]) -> list[Tensor]:
+        """The last mean, where the last exchange was of one; else nobody has moved since the one before.
+
+        Unless what they did weighed nothing.
+        """
+        return last or (self._models(self._comm) if self._weighted else before or [part.gather() for part in self._parts])
+
+    def _anchors(self) -> list[Tensor]:
+        return [part[self.anchors[0]] for part in self._parts]
 
     def _models(self, comm: Communicator) -> list[Tensor]:
         """What the algorithm calls its model, now; nothing of it is applied."""
         if self.mean_is_model:
             xs = [part.gather() for part in self._parts]
             return self._exchange.plain(xs, comm, "averaged_model()")
-        if not self.overlaps:
-            return [part[self.anchors[0]] for part in self._parts]
+        if not self.overlaps or not (arrived := self._exchange.arrived()).means:
+            return self._anchors()
         drafts = [part.draft() for part in self._parts]
-        for draft, mean in zip(drafts, self._exchange.arrived().means, strict=False):  # without means nothing comes
-            self.boundary(draft, draft.gather(), mean)
+        for draft, mean in zip(drafts, arrived.means, strict=True):
+            self._moved(draft, draft.gather(), mean, arrived.weight)
         return [draft[self.anchors[0]] for draft in drafts]
 
     def _own_weight(self) -> float:
         """This rank's in the mean at the block's end."""
         if self._block.done == 0:
-            return self.idle_weight
+            return 0.0
         return self._block.weight if self._weighted else 1.0
 
     def _checked(self, weight: float | None) -> float:
