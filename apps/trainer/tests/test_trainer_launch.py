@@ -72,7 +72,10 @@ def test_the_workers_end_when_the_process_that_started_them_is_killed(tmp_path: 
         "print('up', file=pipe, flush=True)\nsignal.alarm(60)\nwhile True: signal.pause()\n"
     )
     script.chmod(0o755)
-    program = f"from trainer.launching import launch; launch.find_mpiexec = lambda: {str(script)!r}; launch.start_workers('m', [], 2)"
+    program = (
+        "from trainer.launching import launch; "
+        f"launch.find_mpiexec = lambda: {str(script)!r}; launch.start_workers('m', [], 2)"
+    )
     with subprocess.Popen([sys.executable, "-c", program]) as starter, told.open() as lines:
         assert lines.readline() == "up\n"
         starter.kill()

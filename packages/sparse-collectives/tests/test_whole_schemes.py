@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from sparse_collectives import DistributedOptimizer, SparseHookState, reshard_residuals
 from sparse_collectives.training.schemes.dense_int8 import dense_int8_sent
 from sparse_collectives.training.schemes.gram_schmidt import orthonormal, outer_sum
-from sparse_collectives.training.schemes.int8_blocks import packed, packed_nbytes, unpacked
 from sparse_collectives.training.schemes.powersgd import powersgd_sent
 from torch import nn
 
@@ -338,25 +337,6 @@ def test_a_state_of_another_rank_is_refused():
 def test_wrong_settings(make_one, wrong, error, says):
     with pytest.raises(error, match=says):
         make_one(None, **wrong)
-
-
-@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=2100))
-def test_int8_blocks_and_what_is_left_are_the_input_exactly(values):
-    x = torch.tensor(values, dtype=torch.float32)
-    code = packed(x)
-    rounded = unpacked(code, len(x))
-    assert len(code) == packed_nbytes(len(x))
-    assert torch.equal((x - rounded).double() + rounded.double(), x.double())
-    for block, rest in zip(x.split(1024), (x - rounded).split(1024), strict=True):
-        largest = float(block.abs().max())
-        assert largest > 1.7e38 or float(rest.abs().max()) <= max(largest / 126, 2.0**-127)
-
-
-def test_a_block_that_is_not_finite_is_nan_alone():
-    x = torch.ones(3000)
-    x[1500] = torch.inf
-    rounded = unpacked(packed(x), 3000)
-    assert torch.equal(rounded.isnan(), (torch.arange(3000) // 1024) == 1)
 
 
 @given(st.integers(1, 70), st.integers(1, 4), st.integers(0, 99))

@@ -1,34 +1,25 @@
 """The sum of whole gradients in int8: a quarter of the bytes, with what is rounded off fed back into the next step.
 
-Quantised twice, once by every rank and once by the rank that sums, with error feedback on both: DoubleSqueeze (Tang et
-al., ICML 2019). Block by block, as 8-bit optimizers do (Dettmers et al., ICLR 2022).
+See `communicators.quantised`: DoubleSqueeze (Tang et al., ICML 2019), block by block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from communicators import Bucket, Communicator, Round, Schedule
-from communicators.dense_schedules import allgather_blocks, block_bounds
-from communicators.schedule import SLOT_BYTES, body, frame
+from communicators import SLOT_BYTES, Bucket, Communicator, Schedule
+from communicators.quantised.allreduce import Rounded, quantised_allreduce, spans_of
+from communicators.quantised.blocks import packed_nbytes
 from torch import Tensor
 
 from sparse_collectives.prediction.traffic import Traffic, bruck_sent, together
 from sparse_collectives.training.exchange import Transfer
 from sparse_collectives.training.nonfinite import first_nonfinite
 from sparse_collectives.training.parts import PARTS
-from sparse_collectives.training.schemes.int8_blocks import BLOCK, packed, packed_nbytes, unpacked
 from sparse_collectives.training.schemes.residuals import Residuals, in_units
-
-
-class Rounded(NamedTuple):
-    """total: the agreed sum. rest: what this rank must add to its residual; over all ranks, inputs = total + rests."""
-
-    total: Tensor
-    rest: Tensor
 
 
 class Int8Sum:
@@ -99,7 +90,7 @@ class _Quantised:
 
     @property
     def schedule(self) -> Schedule[Rounded]:
-        return int8_sum(self.given, self.comm.rank, self.comm.size)
+        return quantised_allreduce(self.given, self.comm.rank, self.comm.size)
 
     def agreed(self, result: Rounded) -> Tensor:
         return result.total
@@ -117,50 +108,10 @@ class _Quantised:
         return mean, mean
 
 
-def int8_sum(x: Tensor, rank: int, size: int) -> Schedule[Rounded]:
-    """Sum over ranks of 1-D float32: a split, in which every rank gets its span of all, and a gather of the sums.
-
-    P − 1 messages in one round, then ⌈log P⌉ rounds (Bruck); 2n(P − 1)/P elements of one byte, and the scales.
-    """
-    if size == 1:
-        return Rounded(x.clone(), torch.zeros_like(x))
-    spans = _spans(x.numel(), size)
-    rest = torch.zeros_like(x)
-    gives: dict[int, Tensor] = {}
-    for peer in _others(rank, size):
-        span = slice(*spans[peer])
-        gives[peer] = packed(x[span])
-        rest[span] = x[span] - unpacked(gives[peer], len(x[span]))
-    own = slice(*spans[rank])
-    capacity = SLOT_BYTES + packed_nbytes(len(x[own]))
-    sends = {peer: frame(given) for peer, given in gives.items()}
-    received = yield Round(sends, dict.fromkeys(sends, capacity))
-    total = x[own].clone()
-    for peer in sorted(received):
-        total += unpacked(body(received[peer], torch.int8), len(total))
-    coded = packed(total)
-    rest[own] = total - unpacked(coded, len(total))
-    lengths = [high - low for low, high in spans]
-    gathered = yield from allgather_blocks(coded.view(torch.uint8), [packed_nbytes(n) for n in lengths], rank, size)
-    sums = [unpacked(block.view(torch.int8), n) for block, n in zip(gathered, lengths, strict=True)]
-    return Rounded(torch.cat(sums), rest)
-
-
 def dense_int8_sent(rank: int, size: int, numel: int) -> Traffic:
     """What a rank sends, exactly: all spans but its own, then Bruck's share of all."""
     if size == 1:
         return Traffic(0, 0, 0)
-    nbytes = [packed_nbytes(high - low) for low, high in _spans(numel, size)]
+    nbytes = [packed_nbytes(high - low) for low, high in spans_of(numel, size)]
     split = sum(nbytes) - nbytes[rank] + (size - 1) * SLOT_BYTES
     return together(Traffic(split, size - 1, 1), bruck_sent(nbytes, rank))
-
-
-def _spans(numel: int, size: int) -> list[tuple[int, int]]:
-    """Whole blocks for every rank; the last one may be shorter."""
-    bounds = block_bounds(-(-numel // BLOCK), size)
-    return [(min(low * BLOCK, numel), min(high * BLOCK, numel)) for low, high in bounds]
-
-
-def _others(rank: int, size: int) -> list[int]:
-    """Not all of them to the same one first."""
-    return [(rank + distance) % size for distance in range(1, size)]

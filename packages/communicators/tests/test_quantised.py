@@ -1,0 +1,83 @@
+"""The dense sum in 8 or 4 bits: conservation, agreement, worlds, bytes, and blocks that lose nothing."""
+
+import pytest
+import torch
+from communicators import SLOT_BYTES, CollectiveError, SimulatedWorld, run, testing
+from communicators.quantised.allreduce import quantised_allreduce, spans_of
+from communicators.quantised.blocks import BITS, BLOCK, packed, packed_nbytes, unpacked
+from communicators.testing import Traffic
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+either = pytest.mark.parametrize("bits", BITS)
+FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+@either
+@given(st.lists(FLOATS, min_size=1, max_size=2100))
+def test_what_is_sent_and_what_is_left_are_the_input_exactly(bits, values):
+    x = torch.tensor(values, dtype=torch.float32)
+    code = packed(x, bits)
+    rounded = unpacked(code, len(x), bits)
+    assert code.dtype == torch.int8
+    assert len(code) == packed_nbytes(len(x), bits) == -(-len(x) * bits // 8) + -(-len(x) // BLOCK)
+    assert torch.equal((x - rounded).double() + rounded.double(), x.double())
+    for block, rest in zip(x.split(BLOCK), (x - rounded).split(BLOCK), strict=True):
+        largest = float(block.abs().max())
+        assert largest > 1.7e38 or float(rest.abs().max()) <= max(largest / (2 ** (bits - 1) - 2), 2.0**-127)
+
+
+@either
+def test_steps_of_the_scale_are_carried_exactly(bits):
+    """Also where neighbours have unlike signs, and the number of elements is odd."""
+    most = 2 ** (bits - 1) - 1
+    x = torch.arange(-most, most + 1).float() * 2.0**-9
+    assert torch.equal(unpacked(packed(x, bits), len(x), bits), x)
+
+
+@either
+@pytest.mark.parametrize("wrong", [torch.inf, -torch.inf, torch.nan])
+def test_a_block_that_is_not_finite_is_nan_alone(bits, wrong):
+    x = torch.ones(3000)
+    x[1500] = wrong
+    rounded = unpacked(packed(x, bits), 3000, bits)
+    assert torch.equal(rounded.isnan(), (torch.arange(3000) // BLOCK) == 1)
+
+
+@either
+@settings(max_examples=25)
+@given(data=st.data())
+def test_laws(bits, data):
+    numels = st.one_of(st.integers(0, 60), st.integers(BLOCK - 2, 3 * BLOCK))
+    inputs = data.draw(testing.inputs(dtype=torch.float32, sizes=testing.world_sizes(8), numels=numels))
+    numel = len(inputs[0])
+    testing.check_laws(
+        lambda comm, x: run(quantised_allreduce(x, comm.rank, comm.size, bits=bits), comm),
+        inputs,
+        total=lambda rounded: rounded.total,
+        dropped=lambda rounded: rounded.rest,
+        traffic=lambda rank, size: _sent(rank, size, numel, bits),
+    )
+
+
+def _sent(rank, size, numel, bits):
+    """All spans but its own, then Bruck: round i forwards min(2^i, P − 2^i) blocks, from its own downwards."""
+    sizes = [packed_nbytes(high - low, bits) for low, high in spans_of(numel, size)]
+    nbytes, messages, distance = sum(sizes) - sizes[rank] + (size - 1) * SLOT_BYTES, size - 1, 1
+    while distance < size:
+        nbytes += SLOT_BYTES + sum(sizes[(rank + i) % size] for i in range(min(distance, size - distance)))
+        messages, distance = messages + 1, 2 * distance
+    return Traffic(nbytes, messages)
+
+
+@pytest.mark.parametrize(
+    ("x", "bits", "error", "says"),
+    [
+        (torch.zeros(3), 3, ValueError, "bits is 3, expected one of"),
+        (torch.zeros(3).double(), 8, TypeError, "float64"),
+        (torch.zeros(3, 2), 8, TypeError, r"shape \(3, 2\)"),
+    ],
+)
+def test_what_cannot_be_summed_is_refused(x, bits, error, says):
+    with pytest.raises((error, CollectiveError), match=says):
+        SimulatedWorld(2).run(lambda comm: run(quantised_allreduce(x, comm.rank, comm.size, bits=bits), comm))
