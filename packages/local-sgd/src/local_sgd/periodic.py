@@ -71,6 +71,8 @@ class PeriodicAveraging(Wrapping):
     """A finished rank's."""
     mean_is_model: ClassVar[bool] = False
     """The model is the mean over ranks, not the first anchor."""
+    more: tuple[str, ...] = ()
+    """The keys of `more_state`."""
     needs_rate: ClassVar[bool] = False
     """Parameter groups must have an "lr"."""
 
@@ -124,6 +126,19 @@ class PeriodicAveraging(Wrapping):
         x: this rank's, a copy.  mean: over ranks, of x or, where the algorithm overlaps, of what the last boundary
         returned. Returned may be what is kept; it is copied.
         """
+
+    def after_boundary(self) -> None:  # noqa: B027 - most have nothing to do
+        """Called when `boundary` was, for all parts, and before what it returned is copied."""
+
+    def more_state(self) -> dict[str, Any]:
+        """What else the algorithm keeps, for `state_dict`."""
+        return {}
+
+    def check_more(self, state: dict[str, Any]) -> None:  # noqa: B027
+        """Raises ValueError for what does not fit in what `more_state` gave, and changes nothing."""
+
+    def load_more(self, state: dict[str, Any]) -> None:  # noqa: B027
+        """Takes over what `more_state` gave and `check_more` let pass."""
 
     def check(self) -> None:
         """Raises ValueError for settings that do not fit the number of ranks, which `comm` knows by now."""
@@ -283,7 +298,9 @@ class PeriodicAveraging(Wrapping):
         for part, x, mean in zip(self._parts, xs, means, strict=True):
             part.rate = float(self.param_groups[part.group].get("lr", float("nan")))
             moved.append(self.boundary(part, x, mean))
-            part.put(moved[-1])
+        self.after_boundary()
+        for part, x in zip(self._parts, moved, strict=True):
+            part.put(x)
             part.last_rate = part.rate
         return moved
 
