@@ -184,46 +184,57 @@ def test_overlap_moves_at_the_stated_fraction_of_sgd():
 def test_easgd_conserves_the_sum_of_ranks_and_anchor(m, fraction, tau):
     α = fraction * 2 / (m + 1)
 
+    def total(comm, optimizer, p):
+        x = p.detach().clone()
+        with optimizer.averaged_model():
+            return allreduce(x, comm) + p.detach()
+
     def body(comm):
         p = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
-        inner = sgd([p])
-        optimizer = EASGD(inner, comm=comm, sync_every=tau, alpha=α)
+        optimizer = EASGD(sgd([p]), comm=comm, sync_every=tau, alpha=α)
         sums = []
         for step in range(3 * tau):
             p.grad = torch.full_like(p, float(comm.rank + step))
             optimizer.step()
-            before = (
-                allreduce(p.detach(), comm) + optimizer.state_dict()["distributed"]["kept"]["anchor"]["parameter 0"]
-            )
+            before = total(comm, optimizer, p)
             optimizer.average()
-            after = allreduce(p.detach(), comm) + optimizer.state_dict()["distributed"]["kept"]["anchor"]["parameter 0"]
-            sums.append((before, after))
+            sums.append((before, total(comm, optimizer, p)))
+        optimizer.finish()
         return sums
 
     for before, after in SimulatedWorld(m).run(body)[0]:
         torch.testing.assert_close(after, before, rtol=1e-13, atol=1e-13)
 
 
-@given(st.sampled_from([1, 2, 3, 5, 8]), st.floats(0.02, 0.98), st.booleans())
-def test_easgd_refuses_what_does_not_contract(m, fraction, inside):
-    """Inside the range ranks and anchor come together, outside they are refused."""
-    bound = 2 / (m + 1)
-    α = fraction * bound if inside else bound * (1 + fraction)
+@given(st.sampled_from([1, 2, 3, 5, 8]), st.floats(0.02, 0.98))
+def test_easgd_contracts_inside_its_range(m, fraction):
+    """Both the ranks' spread and the distance of their mean from the anchor, by 1 − α and |1 − α(m + 1)|."""
+    α = fraction * 2 / (m + 1)
 
     def body(comm):
-        p = torch.nn.Parameter(torch.full((1,), float(comm.rank), dtype=torch.float64))
-        if not inside:
-            for wrong in (α, bound, 0.0, -α):
-                with pytest.raises(ValueError, match=r"expected 0 < alpha < 2/\(m \+ 1\)"):
-                    EASGD(sgd([p]), comm=comm, alpha=wrong)
-            return 0.0
+        p = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
         optimizer = EASGD(sgd([p]), comm=comm, sync_every=1, alpha=α)
-        p.data.fill_(comm.rank)
-        apart = []
-        for _ in range(40):
-            optimizer.average()
-            anchor = optimizer.state_dict()["distributed"]["kept"]["anchor"]["parameter 0"]
-            apart.append(float((p.detach() - anchor).abs()))
-        return apart[-1] - max(apart[0], 1.0)
+        p.data.fill_(comm.rank + 1)
+        optimizer.average()
+        x = p.item()
+        with optimizer.averaged_model():
+            anchor = p.item()
+        optimizer.finish()
+        return x, anchor
 
-    assert all(growth <= 1e-9 for growth in SimulatedWorld(m).run(body))
+    xs, anchors = zip(*SimulatedWorld(m).run(body), strict=True)
+    assert len(set(anchors)) == 1
+    assert max(xs) - min(xs) == pytest.approx((1 - α) * (m - 1))
+    assert sum(xs) / m - anchors[0] == pytest.approx((1 - α * (m + 1)) * (m + 1) / 2)
+    assert abs(1 - α * (m + 1)) < 1
+
+
+@given(st.sampled_from([1, 2, 3, 5, 8]), st.floats(0.0, 3.0))
+def test_easgd_refuses_what_does_not_contract(m, beyond):
+    def body(comm):
+        p = torch.nn.Parameter(torch.zeros(1))
+        for wrong in (2 / (m + 1) + beyond, -beyond):
+            with pytest.raises(ValueError, match=r"expected 0 < alpha < 2/\(m \+ 1\)"):
+                EASGD(sgd([p]), comm=comm, alpha=wrong)
+
+    SimulatedWorld(m).run(body)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from communicators import SimulatedWorld
-from local_sgd import BMUF, CoCoDSGD, DiLoCo, LocalSGD, OverlapLocalSGD, SlowMo
+from local_sgd import BMUF, EASGD, CoCoDSGD, DiLoCo, LocalSGD, OverlapLocalSGD, SlowMo
 from torch import nn
 
 STEPS = 11
@@ -44,8 +44,9 @@ def assert_same_bits(one, other):
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b or (a != a and b != b)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("at", range(1, 8))
+@pytest.mark.parametrize(
+    ("at", "dtype"), [*((at, torch.float32) for at in (1, 3, 4, 6)), (3, torch.bfloat16), (5, torch.bfloat16)]
+)
 def test_resumed_runs_have_the_same_bits(quadratic, saved, algorithm, at, dtype):
     def whole(comm):
         task = quadratic(comm.rank, dtype=dtype)
@@ -115,6 +116,7 @@ def test_the_function_of_steps_is_asked_once_a_block(quadratic, saved):
     assert SimulatedWorld(2).run(body) == [[0, 1, 2, 3, 7, 11]] * 2
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torch_distributed_checkpoint_leaves_nothing_out(quadratic, algorithm, tmp_path):
     """Into a new optimizer, which has no state yet."""
 
@@ -261,7 +263,7 @@ def test_a_plain_checkpoint_of_the_model_goes_in_and_out(quadratic, saved, algor
         torch.testing.assert_close(begun, exported)
 
 
-@pytest.mark.parametrize("algorithm", [CoCoDSGD, OverlapLocalSGD])
+@pytest.mark.parametrize("algorithm", [CoCoDSGD, EASGD, OverlapLocalSGD])
 def test_what_is_under_way_is_stored_not_applied(quadratic, algorithm):
     def body(comm):
         task = quadratic(comm.rank)

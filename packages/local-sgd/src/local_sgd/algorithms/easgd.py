@@ -21,15 +21,17 @@ class EASGD(PeriodicAveraging):
         x ← (1 − α)·x + α·z
         z ← z'                                                         every τ steps
 
-    Σx + z does not change by it. It contracts for 0 < α < 2/(m + 1) only; other values are refused. A rank that has
-    finished (`finish`) stays elastic, as it is. The model is z.
+    z is not needed before the next boundary, so its exchange overlaps, at no change: what travels is the pulled x, from
+    which Σ(x − z) = Σ(pulled x − z)/(1 − α). A boundary does not change Σx + z. It contracts for 0 < α < 2/(m + 1)
+    only; other values are refused. A rank that has finished (`finish`) stays elastic, as it is. The model is z.
 
-    alpha: α, default 0.9/m. There is no mean to weight: weighted=True is refused.
+    alpha: α, default 0.9/m. There is no mean to weight: weighted=True is refused, as is `native`, of no use here.
     optimizer, sync_every (τ), options: see `PeriodicAveraging`.
     """
 
     anchors = ("anchor",)
     settings = ("alpha",)
+    overlaps = True
     idle_weight = 1.0
 
     def __init__(
@@ -59,6 +61,5 @@ class EASGD(PeriodicAveraging):
     def boundary(self, part: Part, x: Tensor, mean: Tensor) -> Tensor:
         """See `PeriodicAveraging.boundary`."""
         z, α, m = part["anchor"], self.alpha, self.comm.size
-        pulled = x.mul(1 - α).add_(z, alpha=α)
-        z.add_(mean - z, alpha=α * m)
-        return pulled
+        z.add_(mean - z, alpha=α * m / (1 - α))
+        return x.mul(1 - α).add_(z, alpha=α)

@@ -1,0 +1,319 @@
+"""Uneven ranks, drains, wrong and missing calls: a stated meaning or a clear error, never a hang."""
+
+import pytest
+import torch
+from communicators import CollectiveError, Dies, SimulatedWorld
+from hypothesis import given
+from hypothesis import strategies as st
+from local_sgd import BMUF, EASGD, CoCoDSGD, LocalSGD, OverlapLocalSGD
+from torch import nn
+
+
+def make(algorithm, task, comm, **options):
+    options = {"sync_every": 3, **options}
+    return algorithm(torch.optim.SGD(task.model.parameters(), lr=0.1), comm=comm, model=task.model, **options)
+
+
+@pytest.mark.parametrize("name", ["LocalSGD", "BMUF", "SlowMo", "EASGD", "CoCoDSGD", "OverlapLocalSGD", "DiLoCo"])
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=5), st.integers(1, 4), st.integers(0, 5))
+def test_ranks_with_different_numbers_of_steps_end_alike(quadratic, name, counts, tau, again):
+    """Also none at all; and they may go on afterwards."""
+    import local_sgd
+
+    def body(comm):
+        task = quadratic(comm.rank)
+        with make(getattr(local_sgd, name), task, comm, sync_every=tau) as optimizer:
+            task.train(optimizer, range(counts[comm.rank]))
+        first = task.flat().clone()
+        assert torch.isfinite(first).all()
+        task.train(optimizer, range(again))
+        optimizer.drain()
+        return first, task.flat()
+
+    for ends in zip(*SimulatedWorld(len(counts)).run(body), strict=True):
+        assert all(torch.equal(end, ends[0]) for end in ends)
+
+
+@pytest.mark.parametrize("algorithm", [LocalSGD, OverlapLocalSGD, CoCoDSGD])
+def test_ranks_may_have_their_own_tau(quadratic, algorithm):
+    """Blocks are exchanged in order, whatever their lengths."""
+
+    def body(comm):
+        task = quadratic(comm.rank)
+        with make(algorithm, task, comm, sync_every=comm.rank + 1) as optimizer:
+            task.train(optimizer, range(4 * (comm.rank + 1)))
+        return task.flat()
+
+    ends = SimulatedWorld(3).run(body)
+    assert all(torch.equal(end, ends[0]) for end in ends)
+
+
+def test_the_last_mean_is_of_those_that_still_train(quadratic):
+    """Rank 1 ends in mid-block: its two steps count once, then it goes where rank 0 goes."""
+
+    def body(comm):
+        task = quadratic(comm.rank)
+        optimizer = make(LocalSGD, task, comm)
+        places = [task.train(optimizer, range(2))]
+        if comm.rank == 0:
+            task.backward(2)
+            optimizer.step()
+            places.append(task.flat().clone())
+            optimizer.average()
+            places.append(task.flat().clone())
+            places.append(task.train(optimizer, range(3, 5)))
+        optimizer.finish()
+        return [*places, task.flat()]
+
+    (_, third, mean, last, end), (short, other_end) = SimulatedWorld(2).run(body)
+    torch.testing.assert_close(mean, (third + short) / 2)
+    assert torch.equal(end, last)
+    assert torch.equal(other_end, end)
+
+
+def test_a_finished_rank_of_easgd_stays_elastic(quadratic):
+    """So that Σx + z is conserved until the end."""
+
+    def body(comm):
+        task = quadratic(comm.rank, dtype=torch.float64)
+        optimizer = make(EASGD, task, comm, sync_every=1)
+        task.train(optimizer, range(1 + 3 * comm.rank))
+        before = task.flat().clone()
+        optimizer.finish()
+        return before, task.flat()
+
+    (_, one), (_, other) = SimulatedWorld(2).run(body)
+    assert torch.equal(one, other)
+
+
+def test_a_drain_that_others_do_not_come_to(quadratic):
+    for algorithm in (LocalSGD, OverlapLocalSGD):
+
+        def body(comm, algorithm=algorithm):
+            task = quadratic(comm.rank)
+            optimizer = make(algorithm, task, comm)
+            task.train(optimizer, range(3))
+            if comm.rank == 0:
+                optimizer.drain()
+            else:
+                task.train(optimizer, range(3, 99))
+
+        with pytest.raises(RuntimeError, match=r"drain\(\) is for all ranks at the same point, but 2 of 3 went on"):
+            SimulatedWorld(3).run(body)
+
+
+def test_an_exception_leaves_without_a_drain(quadratic):
+    """Which would wait for ranks that do not come."""
+
+    def body(comm):
+        task = quadratic(comm.rank)
+        optimizer = make(LocalSGD, task, comm)
+        task.train(optimizer, range(2))
+        with pytest.raises(KeyError, match="mine"), optimizer:
+            raise KeyError("mine")
+        return comm.messages_sent
+
+    sent = SimulatedWorld(2).run(body)
+    assert sent == SimulatedWorld(2).run(lambda comm: make(LocalSGD, quadratic(0), comm) and comm.messages_sent)
+
+
+@pytest.mark.parametrize("algorithm", [LocalSGD, CoCoDSGD])
+def test_a_rank_that_stops_early_without_finish(quadratic, algorithm):
+    def body(comm):
+        task = quadratic(comm.rank)
+        task.train(make(algorithm, task, comm), range(9 - 6 * (comm.rank == 1)))
+
+    with pytest.raises(
+        CollectiveError, match=rf"rank 0 waits for rank 1 .*{algorithm.__name__}.average\(\) .*finish\(\)"
+    ):
+        SimulatedWorld(2).run(body)
+
+
+def test_a_rank_that_dies(quadratic):
+    def body(comm):
+        task = quadratic(comm.rank)
+        task.train(make(BMUF, task, comm), range(9))
+
+    with pytest.raises(CollectiveError, match=r"rank 1 died in BMUF.average\(\)"):
+        SimulatedWorld(2, faults=[Dies(rank=1, message=3)]).run(body)
+
+
+@pytest.mark.parametrize("spoilt", [float("nan"), float("inf")])
+def test_nan_in_the_average_is_named(quadratic, algorithm, spoilt):
+    """On every rank alike: whose, and in which parameter; nothing is applied."""
+    said = []
+
+    def body(comm):
+        task = quadratic(comm.rank)
+        optimizer = make(algorithm, task, comm, sync_every=2)
+        task.train(optimizer, range(3))
+        if comm.rank == 1:
+            with torch.no_grad():
+                task.model["b"][2] = spoilt
+        before = task.flat().clone()
+        try:
+            for _ in range(4):  # an exchange that overlaps brings it one block later
+                optimizer.average()
+        except CollectiveError as error:
+            said.append(str(error))
+        if comm.rank == 0 and not optimizer.overlaps:
+            assert torch.equal(task.flat(), before)
+
+    SimulatedWorld(3).run(body)
+    assert len(said) == 3
+    assert len(set(said)) == 1
+    assert said[0].startswith(
+        f"{algorithm.__name__}: the average is not finite in 'b'; NaN or inf in the parameters of"
+    )
+    assert "of ranks [1]: nothing was applied" in said[0]
+
+
+def refused(other, size=2, algorithm=LocalSGD):
+    """What all ranks raise at construction where the last one has `other` options or model."""
+
+    def body(comm):
+        model = nn.Linear(3, 2)
+        options = {}
+        if comm.rank == size - 1:
+            model = other.get("model", model)
+            options = other.get("options", {})
+        kind = other.get("algorithm", algorithm) if comm.rank == size - 1 else algorithm
+        kind(torch.optim.SGD(model.parameters(), lr=0.1), comm=comm, model=model, **options)
+
+    with pytest.raises(CollectiveError) as error:
+        SimulatedWorld(size).run(body)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"model": nn.Linear(3, 3)},
+        {"model": nn.Linear(2, 3)},
+        {"model": nn.Linear(3, 2, bias=False)},
+        {"model": nn.Linear(3, 2, dtype=torch.float64)},
+        {"model": nn.Sequential(nn.Linear(3, 2))},  # other names
+        {"algorithm": BMUF},
+        {"options": {"weighted": True}},
+        {"options": {"inner_state": "reset"}},
+        {"options": {"buffers": "average"}},
+        {"options": {"bucket_bytes": 8}},
+        {"options": {"native": True}},
+        {"options": {"broadcast": False}},
+    ],
+)
+def test_ranks_that_differ_are_told_so_when_they_begin(other):
+    assert refused(other).startswith("ranks disagree on call 0: rank 0 calls LocalSGD(buffers='keep'")
+
+
+def test_other_settings_of_an_algorithm():
+    assert "block_rate=0.5" in refused({"options": {"block_rate": 0.5}}, algorithm=BMUF)
+
+
+def test_without_a_broadcast_ranks_that_differ_are_told_so():
+    def body(comm):
+        model = nn.Linear(3, 2)
+        with torch.no_grad():
+            model.weight.fill_(1.0)
+            model.bias.fill_(comm.rank // 2)
+        with pytest.raises(CollectiveError, match="replicas differ: rank 2 in 'bias' of 2 tensors, against most"):
+            LocalSGD(torch.optim.SGD(model.parameters(), lr=0.1), comm=comm, model=model, broadcast=False)
+
+    SimulatedWorld(3).run(body)
+
+
+def test_with_a_broadcast_all_begin_with_rank_0s(algorithm):
+    def body(comm):
+        torch.manual_seed(comm.rank)
+        model = nn.BatchNorm1d(3)
+        model.running_mean.fill_(comm.rank)
+        nn.init.normal_(model.weight)
+        algorithm(torch.optim.SGD(model.parameters(), lr=0.1), comm=comm, model=model)
+        return torch.cat([model.weight.detach(), model.running_mean])
+
+    ends = SimulatedWorld(3).run(body)
+    assert ends[0][0] != 0
+    assert all(torch.equal(end, ends[0]) for end in ends)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"sync_every": 0}, ValueError, "sync_every is 0, expected 1 or more"),
+        ({"sync_every": -3}, ValueError, "sync_every is -3, expected 1 or more"),
+        ({"sync_every": 2.5}, TypeError, "sync_every is 2.5, expected a whole number of steps, or a function"),
+        ({"sync_every": True}, TypeError, "sync_every is True"),
+        ({"buffers": "mean"}, ValueError, "buffers is 'mean', expected one of"),
+        ({"buffers": "average"}, ValueError, "takes the model whose buffers they are: give model="),
+        ({"inner_state": "broadcast"}, ValueError, "inner_state is 'broadcast', expected one of"),
+        ({"bucket_bytes": 0}, ValueError, "bucket_bytes is 0"),
+        ({"tau": 4}, TypeError, "unexpected keyword argument 'tau'"),
+        ({"model": nn.Linear(2, 2)}, ValueError, "without a name"),
+        ({"comm": "mpi"}, TypeError, "expected an mpi4py communicator"),
+    ],
+)
+def test_what_is_wrong_by_itself(options, error, says):
+    with pytest.raises(error, match=says):
+        LocalSGD(torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=0.1), **options)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "says"),
+    [
+        (BMUF, {"momentum": 1.0}, "expected 0 ≤ momentum < 1"),
+        (BMUF, {"block_rate": 0.0}, "block_rate is 0.0, expected more than 0"),
+        (BMUF, {"block_rate": float("nan")}, "expected a finite number"),
+        (OverlapLocalSGD, {"alpha": 1.0}, "expected 0 ≤ alpha < 1"),
+        (OverlapLocalSGD, {"beta": -0.1}, "expected 0 ≤ beta < 1"),
+        (OverlapLocalSGD, {"native": True}, "native=True waits"),
+        (EASGD, {"weighted": True}, "no mean to weight"),
+    ],
+)
+def test_settings_of_the_algorithms(algorithm, options, says):
+    with pytest.raises(ValueError, match=says):
+        algorithm(torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=0.1), **options)
+
+
+def test_a_function_of_steps_that_gives_no_tau(quadratic):
+    task = quadratic(0)
+    optimizer = make(LocalSGD, task, None, sync_every=lambda step: 2 - step // 2)
+    task.train(optimizer, range(3))
+    with pytest.raises(ValueError, match=r"sync_every\(4\) is 0, expected 1 or more"):
+        task.train(optimizer, range(3, 5))
+
+
+def test_nothing_to_average():
+    model = nn.Linear(3, 2).requires_grad_(False)
+    with pytest.raises(ValueError, match="no parameter of the optimizer is trainable"):
+        LocalSGD(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_parameters_that_are_frozen_or_added_later(quadratic):
+    task = quadratic(0)
+    optimizer = make(LocalSGD, task, None, sync_every=1)
+    task.model["b"].requires_grad_(False)
+    with pytest.raises(ValueError, match=r"frozen later, but are exchanged: \['b'\]; unfreeze them, or"):
+        task.train(optimizer, range(1))
+    task.model["b"].requires_grad_(True)
+    optimizer.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    with pytest.raises(ValueError, match=r"not exchanged: .*make a new LocalSGD of the wrapped one"):
+        task.train(optimizer, range(1))
+    with pytest.raises(RuntimeError, match="add the group to the wrapped optimizer, and make a new LocalSGD"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+
+
+def test_inside_the_averaged_model_nothing_else_happens(quadratic):
+    task = quadratic(0)
+    optimizer = make(BMUF, task, None)
+    for call in (optimizer.step, optimizer.average, optimizer.state_dict, optimizer.drain, optimizer.finish):
+        with optimizer.averaged_model(), pytest.raises(RuntimeError, match=r"inside averaged_model\(\)"):
+            call()
+    task.train(optimizer, range(4))
+
+
+def test_copies_are_refused(quadratic):
+    import copy
+
+    optimizer = make(LocalSGD, quadratic(0), None)
+    with pytest.raises(TypeError, match="cannot be copied or pickled: save its state_dict"):
+        copy.deepcopy(optimizer)

@@ -1,0 +1,70 @@
+"""The exchange runs while the next block computes: in virtual time, exactly."""
+
+import pytest
+import torch
+from communicators import Link, SimulatedWorld
+from local_sgd import EASGD, CoCoDSGD, LocalSGD, OverlapLocalSGD
+
+STEP_SECONDS = 1e-3
+
+
+def run(quadratic, algorithm, link, *, tau=2, blocks=10):
+    """(virtual seconds of training without the last drain, hidden fraction) of two ranks."""
+    world = SimulatedWorld(2, link)
+
+    def body(comm):
+        task = quadratic(comm.rank)
+        optimizer = algorithm(torch.optim.SGD(task.model.parameters(), lr=0.1), comm=comm, sync_every=tau)
+        assert optimizer.hidden_fraction is None
+        began = comm.clock()
+        for step in range(tau * blocks):
+            comm.elapse(STEP_SECONDS)
+            task.train(optimizer, [step])
+        seconds, hidden = comm.clock() - began, optimizer.hidden_fraction
+        optimizer.finish()
+        return seconds, hidden
+
+    return world.run(body)[0]
+
+
+@pytest.mark.parametrize("algorithm", [CoCoDSGD, EASGD, OverlapLocalSGD])
+def test_an_exchange_that_takes_less_than_a_block_is_hidden(quadratic, algorithm):
+    seconds, hidden = run(quadratic, algorithm, Link(0.4e-3, 0.0))  # two messages
+    assert seconds == pytest.approx(20 * STEP_SECONDS)
+    assert hidden == 1.0
+
+
+@pytest.mark.parametrize("algorithm", [CoCoDSGD, EASGD, OverlapLocalSGD])
+def test_of_a_longer_one_what_is_left_is_waited_for(quadratic, algorithm):
+    seconds, hidden = run(quadratic, algorithm, Link(4e-3, 0.0))  # 8 ms, of which a block hides 2
+    assert hidden == pytest.approx(0.25, rel=0.01)
+    assert seconds == pytest.approx(20 * STEP_SECONDS + 9 * 6e-3, rel=0.01)
+
+
+def test_without_overlap_nothing_is_hidden(quadratic):
+    seconds, hidden = run(quadratic, LocalSGD, Link(0.4e-3, 0.0))
+    assert hidden == 0.0
+    assert seconds == pytest.approx(20 * STEP_SECONDS + 10 * 0.8e-3, rel=0.01)
+
+
+@pytest.mark.parametrize("algorithm", [CoCoDSGD, EASGD, OverlapLocalSGD])
+def test_parameters_may_change_while_their_mean_travels(quadratic, algorithm):
+    """What was launched is what they were then."""
+
+    def body(comm, spoil):
+        task = quadratic(comm.rank)
+        optimizer = algorithm(torch.optim.SGD(task.model.parameters(), lr=0.1), comm=comm, sync_every=1)
+        task.train(optimizer, range(2))
+        own = task.flat().clone()
+        if spoil:
+            for p in task.model.values():
+                p.data.fill_(777.0)
+            comm.elapse(1.0)
+            torch.nn.utils.vector_to_parameters(own, task.model.parameters())
+        x = task.train(optimizer, range(2, 4))
+        optimizer.finish()
+        return x
+
+    one, other = (SimulatedWorld(3).run(lambda comm, s=spoil: body(comm, s)) for spoil in (False, True))
+    for x, y in zip(one, other, strict=True):
+        assert torch.equal(x, y)
