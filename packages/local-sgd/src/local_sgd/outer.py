@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
@@ -70,7 +71,9 @@ class Outer:
     def check(self, state: Mapping[str, Any]) -> None:
         """Raises ValueError for one that does not fit; changes nothing."""
         if ("scheduler" in state) != (self.scheduler is not None):
-            raise ValueError(f"the state is of an outer optimizer with{'' if 'scheduler' in state else 'out'} a scheduler")
+            raise ValueError(
+                f"the state is of an outer optimizer with{'' if 'scheduler' in state else 'out'} a scheduler"
+            )
         theirs = [len(group["params"]) for group in state["state"]["param_groups"]]
         own = [len(group["params"]) for group in self.optimizer.param_groups]
         if theirs != own:
@@ -79,7 +82,8 @@ class Outer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """What `check` let pass."""
-        self.optimizer.load_state_dict(check_loaded(state["state"], state["held"]))
+        loaded = check_loaded(state["state"], state["held"])
+        self.optimizer.load_state_dict(copy.deepcopy(loaded))  # torch would go on in the tensors that it was given
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
         self._steps = state["steps"]
@@ -88,8 +92,8 @@ class Outer:
 def _checked(optimizer: Any, parameters: Mapping[str, nn.Parameter]) -> Optimizer:
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
-            f"outer makes {type(optimizer).__name__}, expected a torch.optim.Optimizer over the parameters given to it, "
-            "such as functools.partial(torch.optim.SGD, lr=0.7) makes"
+            f"outer makes {type(optimizer).__name__}, expected a torch.optim.Optimizer over the parameters given to "
+            "it, such as functools.partial(torch.optim.SGD, lr=0.7) makes"
         )
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if lacking := [name for name, p in parameters.items() if id(p) not in held]:

@@ -18,6 +18,8 @@ from torch.optim import Optimizer
 from local_sgd import beginning, saved
 from local_sgd.block import Block, Every
 from local_sgd.buffers import Buffers
+from local_sgd.compression.choice import Compression
+from local_sgd.compression.exchange import Compressed
 from local_sgd.exchange import Arrived, Exchange
 from local_sgd.inner_state import InnerState
 from local_sgd.nonfinite import refuse_nonfinite
@@ -59,7 +61,7 @@ class PeriodicAveraging(Wrapping):
     mean is not finite.
     """
 
-    anchors: ClassVar[tuple[str, ...]] = ()
+    anchors: tuple[str, ...] = ()
     """What an algorithm keeps that begins as x, and is the model when all is drained; the first one is its model."""
     momenta: ClassVar[tuple[str, ...]] = ()
     """What it keeps that begins at zero."""
@@ -71,6 +73,8 @@ class PeriodicAveraging(Wrapping):
     """A finished rank's."""
     mean_is_model: ClassVar[bool] = False
     """The model is the mean over ranks, not the first anchor."""
+    compression: Compression = Compression()
+    """How the change is exchanged; without one, the model itself."""
     more: tuple[str, ...] = ()
     """The keys of `more_state`."""
     needs_rate: ClassVar[bool] = False
@@ -100,6 +104,10 @@ class PeriodicAveraging(Wrapping):
         self._what = what = type(self).__name__
         if native and self.overlaps:
             raise ValueError(f"native=True waits for the transport, but {what} goes on meanwhile: leave it out")
+        if native and self.compression:
+            raise ValueError(
+                f"native=True is the transport's sum, and compress={self.compression!r} another: leave one out"
+            )
         if buffers != "keep" and model is None:
             raise ValueError(f"buffers={buffers!r} takes the model whose buffers they are: give model=")
         named = beginning.named_parameters(optimizer, model, needs_rate=self.needs_rate, what=what)
@@ -109,14 +117,22 @@ class PeriodicAveraging(Wrapping):
         self._names = {id(p): name for name, p in named.items()}
         self._trained = {name: p for name, p in named.items() if p.requires_grad and p.numel()}
         shared = {name: getattr(self, name) for name in self.settings}
-        shared |= {"buffers": buffers, "inner_state": inner_state, "weighted": self._weighted, "native": native}
+        shared |= {
+            "compress": self.compression,
+            "buffers": buffers,
+            "inner_state": inner_state,
+            "weighted": self._weighted,
+            "native": native,
+        }
         beginning.agree(named, model, self._comm, what, {**shared, "bucket_bytes": bucket_bytes}, broadcast=broadcast)
         device = None if anchor_device is None else torch.device(anchor_device)
         self._parts = parts_of(optimizer.param_groups, self._trained, bucket_bytes, device)
-        self._exchange = Exchange(self._comm, what, native=native)
+        self._plain = Exchange(self._comm, what, native=native)
         self._buffers = Buffers(model, buffers, self._comm, what)
         self._inner = InnerState(inner_state, optimizer, self._comm, what)
         self._begin()
+        self._wire = self.compression.wire(self._parts, self._comm, what) if self.compression else None
+        self._exchange = self.exchange_of(self._parts)
         self._showing, self._expected = False, None
 
     @abstractmethod
@@ -127,18 +143,31 @@ class PeriodicAveraging(Wrapping):
         returned. Returned may be what is kept; it is copied.
         """
 
-    def after_boundary(self) -> None:  # noqa: B027 - most have nothing to do
+    def after_boundary(self) -> None:
         """Called when `boundary` was, for all parts, and before what it returned is copied."""
 
     def more_state(self) -> dict[str, Any]:
         """What else the algorithm keeps, for `state_dict`."""
-        return {}
+        return {} if self._wire is None else {"rests": {"kind": self._wire.kind, **self._wire.state_dict()}}
 
-    def check_more(self, state: dict[str, Any]) -> None:  # noqa: B027
+    def check_more(self, state: dict[str, Any]) -> None:
         """Raises ValueError for what does not fit in what `more_state` gave, and changes nothing."""
+        theirs, own = state.get("rests", {}).get("kind"), None if self._wire is None else self._wire.kind
+        if theirs != own:
+            raise ValueError(f"the state is of compression {theirs}, but compress={self.compression!r} is {own}")
+        if self._wire is not None and self._is_own(state):
+            self._wire.check(_without_kind(state["rests"]))
 
-    def load_more(self, state: dict[str, Any]) -> None:  # noqa: B027
+    def load_more(self, state: dict[str, Any]) -> None:
         """Takes over what `more_state` gave and `check_more` let pass."""
+        if self._wire is not None and self._is_own(state):
+            self._wire.load_state_dict(_without_kind(state["rests"]))
+
+    def exchange_of(self, parts: list[Part]) -> Exchange:
+        """By which these parts are exchanged."""
+        if self._wire is None:
+            return self._plain
+        return Compressed(self._comm, self._what, parts, self.anchors[0], self._wire)
 
     def check(self) -> None:
         """Raises ValueError for settings that do not fit the number of ranks, which `comm` knows by now."""
@@ -260,6 +289,10 @@ class PeriodicAveraging(Wrapping):
             self._exchange.store(arrived)
         self._drained, self._expected = own["drained"], own["parameters"]
 
+    def _is_own(self, state: dict[str, Any]) -> bool:
+        """Whether it was saved by this rank of as many."""
+        return bool((state["rank"], state["world_size"]) == (self._comm.rank, self._comm.size))
+
     def _begin(self) -> None:
         """All ranks hold x: it is the model, and what would have arrived of a launch just now."""
         xs = [part.gather() for part in self._parts]
@@ -327,7 +360,7 @@ class PeriodicAveraging(Wrapping):
         """What the algorithm calls its model, now; nothing of it is applied."""
         if self.mean_is_model:
             xs = [part.gather() for part in self._parts]
-            return self._exchange.now(xs, 1.0, finished=False, what="averaged_model()").means
+            return self._plain.now(xs, 1.0, finished=False, what="averaged_model()").means
         if not self.overlaps:
             return [part[self.anchors[0]] for part in self._parts]
         drafts = [part.draft() for part in self._parts]
@@ -363,3 +396,7 @@ class PeriodicAveraging(Wrapping):
         if self._expected is not None:
             saved.refuse_other_parameters(self._expected, self._trained)
             self._expected = None
+
+
+def _without_kind(rests: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: rest for name, rest in rests.items() if name != "kind"}

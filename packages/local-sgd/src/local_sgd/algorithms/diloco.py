@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from local_sgd.block import Every
+from local_sgd.compression.choice import Compression
+from local_sgd.compression.sparsifier import Allreduce, Compress
 from local_sgd.options import Options
 from local_sgd.outer import NESTEROV, MakeOptimizer, MakeScheduler, Outer
 from local_sgd.parts import Part
@@ -29,6 +31,8 @@ class DiLoCo(PeriodicAveraging):
     outer: makes the outer optimizer over the parameters given to it, which are z: one for each of the model's, in 32
         bits or more; default torch's SGD with Nesterov momentum as above. It is `.outer.optimizer` then.
     outer_scheduler: makes a learning-rate scheduler of it, which takes a step after each of its steps, so one a block.
+    compress, allreduce: exchange Δ in fewer bytes, with what was left out added to the next one: see `Compression`, and
+        the README. What was left out takes as much memory as z.
     optimizer: the inner one, AdamW in the paper.  sync_every (τ), options: see `PeriodicAveraging`.
     """
 
@@ -42,8 +46,11 @@ class DiLoCo(PeriodicAveraging):
         sync_every: Every = 500,
         outer: MakeOptimizer = NESTEROV,
         outer_scheduler: MakeScheduler | None = None,
+        compress: Compress = None,
+        allreduce: Allreduce | None = None,
         **options: Unpack[Options],
     ) -> None:
+        self.compression = Compression(compress, allreduce)
         super().__init__(optimizer, sync_every=sync_every, **options)
         self.outer = Outer(self._parts, list(self._trained), outer, outer_scheduler)
         self.outer.agree(self.comm)
@@ -59,12 +66,14 @@ class DiLoCo(PeriodicAveraging):
 
     def more_state(self) -> dict[str, Any]:
         """See `PeriodicAveraging.more_state`."""
-        return {"outer": self.outer.state_dict()}
+        return {**super().more_state(), "outer": self.outer.state_dict()}
 
     def check_more(self, state: dict[str, Any]) -> None:
         """See `PeriodicAveraging.check_more`."""
+        super().check_more(state)
         self.outer.check(state["outer"])
 
     def load_more(self, state: dict[str, Any]) -> None:
         """See `PeriodicAveraging.load_more`."""
+        super().load_more(state)
         self.outer.load_state_dict(state["outer"])
