@@ -36,7 +36,7 @@ def imported(file):
 
 def test_every_member_is_known():
     assert set(SOURCES) - set(ALLOWED) == set()
-    assert {"communicators", "sparse_compress", "sparse_collectives", "trainer", "cifar"} <= set(SOURCES)
+    assert {"communicators", "sparse_compress", "sparse_collectives", "local_sgd", "trainer", "cifar"} <= set(SOURCES)
 
 
 @pytest.mark.parametrize("name", sorted(SOURCES))
@@ -51,7 +51,7 @@ def test_arrows(name):
     assert not wrong, wrong
 
 
-@pytest.mark.parametrize("name", ["communicators", "sparse_compress", "sparse_collectives"])
+@pytest.mark.parametrize("name", ["communicators", "sparse_compress", "sparse_collectives", "local_sgd"])
 def test_a_package_needs_neither_mpi_nor_triton_nor_hypothesis(name):
     """A laptop has none of them; importing must not ask for them, nor start anything."""
     code = (

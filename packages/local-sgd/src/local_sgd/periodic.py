@@ -126,7 +126,9 @@ class PeriodicAveraging(Wrapping):
         }
         beginning.agree(named, model, self._comm, what, {**shared, "bucket_bytes": bucket_bytes}, broadcast=broadcast)
         device = None if anchor_device is None else torch.device(anchor_device)
-        self._parts = parts_of(optimizer.param_groups, self._trained, bucket_bytes, device)
+        groups, pieces = optimizer.param_groups, self.pieces()
+        self._parts = [part for piece in pieces for part in parts_of(groups, piece, bucket_bytes, device)]
+        self._native = native
         self._plain = Exchange(self._comm, what, native=native)
         self._buffers = Buffers(model, buffers, self._comm, what)
         self._inner = InnerState(inner_state, optimizer, self._comm, what)
@@ -163,14 +165,22 @@ class PeriodicAveraging(Wrapping):
         if self._wire is not None and self._is_own(state):
             self._wire.load_state_dict(_without_kind(state["rests"]))
 
+    def exchanges(self) -> list[Exchange]:
+        """All of them."""
+        return [self._exchange]
+
+    def pieces(self) -> list[dict[str, Tensor]]:
+        """The parameters that are exchanged together; no vector holds some of two pieces."""
+        return [self._trained]
+
     def exchange_of(self, parts: list[Part]) -> Exchange:
         """By which these parts are exchanged."""
         if self._wire is None:
-            return self._plain
+            return Exchange(self._comm, self._what, native=self._native)
         return Compressed(self._comm, self._what, parts, self.anchors[0], self._wire)
 
     def check(self) -> None:
-        """Raises ValueError for settings that do not fit the number of ranks, which `comm` knows by now."""
+        """Fills in settings that depend on the number of ranks, `comm.size`; ValueError for what does not fit it."""
 
     @property
     def comm(self) -> Communicator:
@@ -192,7 +202,8 @@ class PeriodicAveraging(Wrapping):
 
         1 where the exchange is over before the next boundary, 0 for algorithms that do not overlap.
         """
-        return self._exchange.hidden_fraction
+        waited, under_way = map(sum, zip(*(exchange.seconds for exchange in self.exchanges()), strict=True))
+        return max(0.0, 1.0 - waited / under_way) if under_way > 0 else None
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """The wrapped optimizer's step, on this rank alone."""
@@ -312,9 +323,7 @@ class PeriodicAveraging(Wrapping):
 
     def _meet(self, weight: float, *, finished: bool) -> Arrived:
         """A boundary."""
-        if self._by_default and self._comm.size == 1:
-            refuse_alone(f"a {self._what}")
-        refuse_changes(self.optimizer, self._names, list(self._trained.values()), what=self._what)
+        self._refuse_misfits()
         xs = [part.gather() for part in self._parts]
         arrived = self._exchange.arrived() if self.overlaps else self._exchange.now(xs, weight, finished=finished)
         refuse_nonfinite(self._parts, arrived.means, self._comm, self._what)
@@ -344,10 +353,7 @@ class PeriodicAveraging(Wrapping):
         while arrived.unfinished:
             means = arrived.means or means
             if most is not None and (most := most - 1) < 1:
-                raise RuntimeError(
-                    f"drain() is for all ranks at the same point, but {arrived.unfinished} of {self._comm.size} went "
-                    "on with average(): a rank that has no more steps calls finish()"
-                )
+                self._refuse_undrained(arrived.unfinished)
             arrived = self._meet(self.idle_weight, finished=True)
         means = arrived.means or means or [part.gather() for part in self._parts]
         models = means if self.mean_is_model else [part[self.anchors[0]] for part in self._parts]
@@ -390,6 +396,18 @@ class PeriodicAveraging(Wrapping):
             raise RuntimeError(
                 f"{what} inside averaged_model(), where the parameters are not this rank's: leave it first"
             )
+
+    def _refuse_misfits(self) -> None:
+        """At a boundary: ranks or parameters that are no longer those of the beginning."""
+        if self._by_default and self._comm.size == 1:
+            refuse_alone(f"a {self._what}")
+        refuse_changes(self.optimizer, self._names, list(self._trained.values()), what=self._what)
+
+    def _refuse_undrained(self, unfinished: int) -> None:
+        raise RuntimeError(
+            f"drain() is for all ranks at the same point, but {unfinished} of {self._comm.size} went on with average(): "
+            "a rank that has no more steps calls finish()"
+        )
 
     def _refuse_other_parameters(self) -> None:
         """The first time after a state was loaded."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Unpack
 
 from torch import Tensor
@@ -44,13 +45,13 @@ class EASGD(PeriodicAveraging):
     ) -> None:
         if options.get("weighted"):
             raise ValueError("EASGD sums over ranks and has no mean to weight: leave out weighted=True")
-        self.alpha = float("nan") if alpha is None else number("alpha", alpha)
+        self.alpha = math.nan if alpha is None else number("alpha", alpha)
         super().__init__(optimizer, sync_every=sync_every, **options)
 
     def check(self) -> None:
         """See `PeriodicAveraging.check`."""
         m = self.comm.size
-        if self.alpha != self.alpha:
+        if math.isnan(self.alpha):
             self.alpha = 0.9 / m
         if not 0 < self.alpha < 2 / (m + 1):
             raise ValueError(
