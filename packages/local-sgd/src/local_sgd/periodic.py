@@ -405,8 +405,8 @@ class PeriodicAveraging(Wrapping):
 
     def _refuse_undrained(self, unfinished: int) -> None:
         raise RuntimeError(
-            f"drain() is for all ranks at the same point, but {unfinished} of {self._comm.size} went on with average(): "
-            "a rank that has no more steps calls finish()"
+            f"drain() is for all ranks at the same point, but {unfinished} of {self._comm.size} went on with "
+            "average(): a rank that has no more steps calls finish()"
         )
 
     def _refuse_other_parameters(self) -> None:

@@ -64,7 +64,8 @@ class StreamingDiLoCo(PeriodicAveraging):
         if options.get("native"):
             raise ValueError("native=True waits for the transport, but StreamingDiLoCo goes on meanwhile: leave it out")
         self.delay, self.alpha = count("delay", delay), below_one("alpha", alpha)
-        self._asked, self.compression = fragments, Compression(compress, allreduce)
+        self._asked, self._cut = fragments, list[dict[str, Tensor]]()
+        self.compression = Compression(compress, allreduce)
         self._turn = self._launched = 0  # the next fragment; how many were launched in this block
         super().__init__(optimizer, sync_every=sync_every, **options)
         self._fragments = [self._fragment(piece, outer, outer_scheduler) for piece in self.pieces()]
@@ -74,7 +75,9 @@ class StreamingDiLoCo(PeriodicAveraging):
 
     def pieces(self) -> list[dict[str, Tensor]]:
         """See `PeriodicAveraging.pieces`."""
-        return fragments_of(self._trained, self._asked)
+        if not self._cut:
+            self._cut = fragments_of(self._trained, self._asked)
+        return self._cut
 
     def exchanges(self) -> list[Exchange]:
         """See `PeriodicAveraging.exchanges`."""
