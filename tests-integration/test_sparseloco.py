@@ -1,6 +1,7 @@
 """SparseLoCo, built of sparse_compress and local_sgd by their arguments alone: its law, its messages, its bytes."""
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,10 @@ def example():
     """The example, as a module."""
     spec = importlib.util.spec_from_file_location("sparseloco_digits", PATH)
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look there
     spec.loader.exec_module(module)
-    return module
+    yield module
+    del sys.modules[spec.name]
 
 
 NUMELS = st.sampled_from([1, 5, 64, 100, 4095, 4096, 4097, 9000])

@@ -11,18 +11,25 @@ from torch import nn
 
 def make(algorithm, task, comm, **options):
     options = {"sync_every": 3, **options}
-    return algorithm(torch.optim.SGD(task.model.parameters(), lr=0.1), comm=comm, model=task.model, **options)
+    return algorithm(
+        torch.optim.SGD(task.model.parameters(), lr=0.1, momentum=0.5), comm=comm, model=task.model, **options
+    )
 
 
 @pytest.mark.parametrize("name", ["LocalSGD", "BMUF", "SlowMo", "EASGD", "CoCoDSGD", "OverlapLocalSGD", "DiLoCo"])
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=5), st.integers(1, 4), st.integers(0, 5))
-def test_ranks_with_different_numbers_of_steps_end_alike(quadratic, name, counts, tau, again):
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=5),
+    st.integers(1, 4),
+    st.integers(0, 5),
+    st.sampled_from(["keep", "average", "reset"]),
+)
+def test_ranks_with_different_numbers_of_steps_end_alike(quadratic, name, counts, tau, again, policy):
     """Also none at all; and they may go on afterwards."""
     import local_sgd
 
     def body(comm):
         task = quadratic(comm.rank)
-        with make(getattr(local_sgd, name), task, comm, sync_every=tau) as optimizer:
+        with make(getattr(local_sgd, name), task, comm, sync_every=tau, inner_state=policy) as optimizer:
             task.train(optimizer, range(counts[comm.rank]))
         first = task.flat().clone()
         assert torch.isfinite(first).all()
@@ -69,21 +76,6 @@ def test_the_last_mean_is_of_those_that_still_train(quadratic):
     torch.testing.assert_close(mean, (third + short) / 2)
     assert torch.equal(end, last)
     assert torch.equal(other_end, end)
-
-
-def test_a_finished_rank_of_easgd_stays_elastic(quadratic):
-    """So that Σx + z is conserved until the end."""
-
-    def body(comm):
-        task = quadratic(comm.rank, dtype=torch.float64)
-        optimizer = make(EASGD, task, comm, sync_every=1)
-        task.train(optimizer, range(1 + 3 * comm.rank))
-        before = task.flat().clone()
-        optimizer.finish()
-        return before, task.flat()
-
-    (_, one), (_, other) = SimulatedWorld(2).run(body)
-    assert torch.equal(one, other)
 
 
 def test_a_drain_that_others_do_not_come_to(quadratic):
@@ -300,6 +292,63 @@ def test_parameters_that_are_frozen_or_added_later(quadratic):
         task.train(optimizer, range(1))
     with pytest.raises(RuntimeError, match="add the group to the wrapped optimizer, and make a new LocalSGD"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+
+
+def test_a_drain_at_a_boundary_ends_in_the_model(quadratic, algorithm):
+    def body(comm):
+        task = quadratic(comm.rank)
+        optimizer = make(algorithm, task, comm)
+        task.train(optimizer, range(6))
+        with optimizer.averaged_model():
+            model = task.flat().clone()
+        optimizer.drain()
+        drained = task.flat().clone()
+        with optimizer.averaged_model():
+            assert torch.equal(task.flat(), drained) or algorithm in (LocalSGD, CoCoDSGD)  # a mean rounds again
+        optimizer.drain()
+        return model, drained, task.flat()
+
+    for model, drained, again in SimulatedWorld(2).run(body):
+        torch.testing.assert_close(drained, model, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(again, drained, rtol=1e-6, atol=1e-6)
+
+
+def test_steps_that_average_never_saw(quadratic, algorithm):
+    """Would be left out of the model, or leave ranks apart."""
+
+    def body(comm):
+        task = quadratic(comm.rank)
+        optimizer = make(algorithm, task, comm)
+        task.train(optimizer, range(3))
+        for step in (3, 4):
+            task.backward(step)
+            optimizer.step()
+        with pytest.raises(RuntimeError, match=r"2 steps since the last average\(\): call that after every step"):
+            optimizer.finish()
+        optimizer.average()
+        optimizer.drain()
+        return task.flat()
+
+    ends = SimulatedWorld(2).run(body)
+    assert torch.equal(*ends)
+
+
+def test_weights_of_zero_leave_no_rank_apart(quadratic, algorithm):
+    if algorithm is EASGD:
+        return  # has no weights
+
+    def body(comm):
+        task = quadratic(comm.rank)
+        optimizer = make(algorithm, task, comm, weighted=True)
+        for step in range(2):
+            task.backward(step)
+            optimizer.step()
+            optimizer.average(0)
+        optimizer.finish()
+        return task.flat()
+
+    ends = SimulatedWorld(2).run(body)
+    assert torch.equal(*ends)
 
 
 def test_inside_the_averaged_model_nothing_else_happens(quadratic):

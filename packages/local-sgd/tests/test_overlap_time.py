@@ -68,3 +68,19 @@ def test_parameters_may_change_while_their_mean_travels(quadratic, algorithm):
     one, other = (SimulatedWorld(3).run(lambda comm, s=spoil: body(comm, s)) for spoil in (False, True))
     for x, y in zip(one, other, strict=True):
         assert torch.equal(x, y)
+
+
+def test_evaluation_is_not_counted(quadratic):
+    def body(comm):
+        task = quadratic(comm.rank)
+        optimizer = CoCoDSGD(torch.optim.SGD(task.model.parameters(), lr=0.1), comm=comm, sync_every=1)
+        for step in range(4):
+            comm.elapse(STEP_SECONDS)
+            task.train(optimizer, [step])
+            with optimizer.averaged_model():
+                pass
+        hidden = optimizer.hidden_fraction
+        optimizer.finish()
+        return hidden
+
+    assert SimulatedWorld(2, Link(0.4e-3, 0.0)).run(body) == [1.0, 1.0]

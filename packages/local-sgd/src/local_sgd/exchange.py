@@ -41,13 +41,17 @@ class Exchange:
         """That somebody waited, of those that exchanges took."""
         return self._waited, self._under_way
 
-    def now(self, vectors: Sequence[Tensor], weight: float, *, finished: bool, what: str = "average()") -> Arrived:
+    def now(self, vectors: Sequence[Tensor], weight: float, *, finished: bool) -> Arrived:
         """The means, as soon as all ranks have come."""
         began = self._comm.clock()
-        totals = [self._sum(self._payload(x, weight, finished), what) for x in vectors]
+        totals = [self._sum(self._payload(x, weight, finished), "average()") for x in vectors]
         self._waited += (seconds := self._comm.clock() - began)
         self._under_way += seconds
         return _means(totals)
+
+    def plain(self, vectors: Sequence[Tensor], what: str) -> list[Tensor]:
+        """Means in which all ranks weigh the same, for `what`; their time is not counted."""
+        return _means([self._sum(self._payload(x, 1.0, False), what) for x in vectors]).means
 
     def launch(self, vectors: Sequence[Tensor], weight: float, *, finished: bool) -> None:
         """Starts the exchange of the vectors as they are now: they are copied once, here."""

@@ -17,6 +17,7 @@ class Part:
 
     kept: what the algorithm keeps of it between boundaries, by its name there.
     remainder: what was rounded off when x went into parameters of fewer bits, and belongs to x; None where none is.
+    weight: of all ranks in the mean at this boundary: how many gave one, where they are not weighted.
     rate, last_rate: the group's learning rate at this boundary and the last one; NaN where it has none.
     """
 
@@ -26,6 +27,7 @@ class Part:
     group: int
     kept: dict[str, Tensor] = field(default_factory=dict)
     remainder: Tensor | None = None
+    weight: float = 0.0
     rate: float = math.nan
     last_rate: float = 0.0
 

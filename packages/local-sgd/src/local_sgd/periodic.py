@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -69,8 +70,6 @@ class PeriodicAveraging(Wrapping):
     """Its attributes that ranks must share."""
     overlaps: ClassVar[bool] = False
     """The mean at a boundary is of what was launched at the last one."""
-    idle_weight: ClassVar[float] = 0.0
-    """A finished rank's."""
     mean_is_model: ClassVar[bool] = False
     """The model is the mean over ranks, not the first anchor."""
     compression: Compression = Compression()
@@ -129,13 +128,12 @@ class PeriodicAveraging(Wrapping):
         groups, pieces = optimizer.param_groups, self.pieces()
         self._parts = [part for piece in pieces for part in parts_of(groups, piece, bucket_bytes, device)]
         self._native = native
-        self._plain = Exchange(self._comm, what, native=native)
+        self._wire = self.compression.wire(self._parts, self._comm, what) if self.compression else None
+        self._exchange = self.exchange_of(self._parts)
         self._buffers = Buffers(model, buffers, self._comm, what)
         self._inner = InnerState(inner_state, optimizer, self._comm, what)
         self._begin()
-        self._wire = self.compression.wire(self._parts, self._comm, what) if self.compression else None
-        self._exchange = self.exchange_of(self._parts)
-        self._showing, self._expected = False, None
+        self._showing, self._expected, self._unseen = False, None, 0
 
     @abstractmethod
     def boundary(self, part: Part, x: Tensor, mean: Tensor) -> Tensor:
@@ -179,6 +177,11 @@ class PeriodicAveraging(Wrapping):
             return Exchange(self._comm, self._what, native=self._native)
         return Compressed(self._comm, self._what, parts, self.anchors[0], self._wire)
 
+    def depart(self, part: Part, x: Tensor) -> Tensor:
+        """Of an algorithm that overlaps, its boundary where no mean comes: at the beginning and after a drain."""
+        del part
+        return x
+
     def check(self) -> None:
         """Fills in settings that depend on the number of ranks, `comm.size`; ValueError for what does not fit it."""
 
@@ -210,7 +213,7 @@ class PeriodicAveraging(Wrapping):
         refuse_torch_helpers(self._what)
         self._refuse_shown("step()")
         self._refuse_other_parameters()
-        self._drained = False
+        self._drained, self._unseen = False, self._unseen + 1
         return super().step(closure)
 
     def average(self, weight: float | None = None) -> None:
@@ -219,7 +222,7 @@ class PeriodicAveraging(Wrapping):
         weight: of this step, such as its number of samples; given if, and only if, the optimizer is `weighted`.
         """
         self._refuse_shown("average()")
-        self._drained = False
+        self._drained, self._unseen = False, 0
         if self._block.count(self._checked(weight)):
             self._meet(self._own_weight(), finished=False)
             self._block.end()
@@ -234,8 +237,8 @@ class PeriodicAveraging(Wrapping):
     def finish(self) -> None:
         """This rank has no more steps: takes part in the others' boundaries until all have finished; then as `drain`.
 
-        Ranks may come with different numbers of steps. From its last block on a rank that has finished is left out of
-        the means (of EASGD: it stays, elastic), and goes where the others go. Training may go on afterwards.
+        Ranks may come with different numbers of steps. After its last block a rank that has finished is left
+        out of the means, and goes where the others go. Training may go on afterwards.
         """
         self._end(most=None)
 
@@ -318,7 +321,7 @@ class PeriodicAveraging(Wrapping):
             for name in self.anchors:
                 part[name].copy_(model)
         if self.overlaps:
-            self._exchange.store(Arrived([model.clone() for model in models], 1.0, self._comm.size))
+            self._exchange.store(Arrived([], 0.0, self._comm.size))
         self._drained = True
 
     def _meet(self, weight: float, *, finished: bool) -> Arrived:
@@ -327,57 +330,70 @@ class PeriodicAveraging(Wrapping):
         xs = [part.gather() for part in self._parts]
         arrived = self._exchange.arrived() if self.overlaps else self._exchange.now(xs, weight, finished=finished)
         refuse_nonfinite(self._parts, arrived.means, self._comm, self._what)
-        if arrived.means:
-            xs = self._apply(xs, arrived.means)
+        xs = self._apply(xs, arrived)
         if self.overlaps and arrived.unfinished:
             self._exchange.launch(xs, weight, finished=finished)
         self._inner.at_boundary()
         self._buffers.at_boundary()
         return arrived
 
-    def _apply(self, xs: list[Tensor], means: list[Tensor]) -> list[Tensor]:
-        moved = []
-        for part, x, mean in zip(self._parts, xs, means, strict=True):
-            part.rate = float(self.param_groups[part.group].get("lr", float("nan")))
-            moved.append(self.boundary(part, x, mean))
-        self.after_boundary()
+    def _apply(self, xs: list[Tensor], arrived: Arrived) -> list[Tensor]:
+        if not arrived.means:
+            moved = [self.depart(part, x) for part, x in zip(self._parts, xs, strict=True)]
+        else:
+            moved = [self._moved(*each, arrived.weight) for each in zip(self._parts, xs, arrived.means, strict=True)]
+            self.after_boundary()
         for part, x in zip(self._parts, moved, strict=True):
             part.put(x)
-            part.last_rate = part.rate
+        return moved
+
+    def _moved(self, part: Part, x: Tensor, mean: Tensor, weight: float) -> Tensor:
+        part.weight, part.rate = weight, float(self.param_groups[part.group].get("lr", math.nan))
+        moved = self.boundary(part, x, mean)
+        part.last_rate = part.rate
         return moved
 
     def _end(self, *, most: int | None) -> None:
         """Boundaries until all ranks have finished, `most` of them; then the model."""
-        self._refuse_shown("drain() and finish()")
+        self._refuse_unended()
         arrived, means = self._meet(self._own_weight(), finished=True), list[Tensor]()
         while arrived.unfinished:
             means = arrived.means or means
             if most is not None and (most := most - 1) < 1:
                 self._refuse_undrained(arrived.unfinished)
-            arrived = self._meet(self.idle_weight, finished=True)
-        means = arrived.means or means or [part.gather() for part in self._parts]
-        models = means if self.mean_is_model else [part[self.anchors[0]] for part in self._parts]
+            arrived = self._meet(0.0, finished=True)
+        models = self._final(arrived.means, means) if self.mean_is_model else self._anchors()
         for part, model in zip(self._parts, models, strict=True):
             part.put(model)
         self._settle(models)
         self._block.end()
 
+    def _final(self, last: list[Tensor], before: list[Tensor]) -> list[Tensor]:
+        """The last mean, where the last exchange was of one; else nobody has moved since the one before.
+
+        Unless what they did weighed nothing.
+        """
+        return last or (self._models() if self._weighted else before or [part.gather() for part in self._parts])
+
+    def _anchors(self) -> list[Tensor]:
+        return [part[self.anchors[0]] for part in self._parts]
+
     def _models(self) -> list[Tensor]:
         """What the algorithm calls its model, now; nothing of it is applied."""
         if self.mean_is_model:
             xs = [part.gather() for part in self._parts]
-            return self._plain.now(xs, 1.0, finished=False, what="averaged_model()").means
-        if not self.overlaps:
-            return [part[self.anchors[0]] for part in self._parts]
+            return self._exchange.plain(xs, "averaged_model()")
+        if not self.overlaps or not (arrived := self._exchange.arrived()).means:
+            return self._anchors()
         drafts = [part.draft() for part in self._parts]
-        for draft, mean in zip(drafts, self._exchange.arrived().means, strict=False):  # without means nothing comes
-            self.boundary(draft, draft.gather(), mean)
+        for draft, mean in zip(drafts, arrived.means, strict=True):
+            self._moved(draft, draft.gather(), mean, arrived.weight)
         return [draft[self.anchors[0]] for draft in drafts]
 
     def _own_weight(self) -> float:
         """This rank's in the mean at the block's end."""
         if self._block.done == 0:
-            return self.idle_weight
+            return 0.0
         return self._block.weight if self._weighted else 1.0
 
     def _checked(self, weight: float | None) -> float:
@@ -402,6 +418,11 @@ class PeriodicAveraging(Wrapping):
         if self._by_default and self._comm.size == 1:
             refuse_alone(f"a {self._what}")
         refuse_changes(self.optimizer, self._names, list(self._trained.values()), what=self._what)
+
+    def _refuse_unended(self) -> None:
+        self._refuse_shown("drain() and finish()")
+        if self._unseen:
+            raise RuntimeError(f"{self._unseen} steps since the last average(): call that after every step, then end")
 
     def _refuse_undrained(self, unfinished: int) -> None:
         raise RuntimeError(

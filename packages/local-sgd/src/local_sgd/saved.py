@@ -43,7 +43,7 @@ def state_dict(
         **optimizer.more_state(),
     }
     if arrived is not None:
-        means = arrived.means or [torch.zeros(part.bucket.numel, dtype=part.bucket.dtype) for part in parts]
+        means = arrived.means or [torch.zeros_like(part[optimizer.anchors[0]]) for part in parts]
         own["arrived"] = {"means": _by_name(parts, means), "weight": arrived.weight, "unfinished": arrived.unfinished}
     return {**wrapped, KEY: own}
 

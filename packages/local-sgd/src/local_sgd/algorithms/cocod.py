@@ -34,5 +34,8 @@ class CoCoDSGD(PeriodicAveraging):
 
     def boundary(self, part: Part, x: Tensor, mean: Tensor) -> Tensor:
         """See `PeriodicAveraging.boundary`."""
-        y = part["launched"]
-        return y.copy_(x.add_(mean - y))
+        return self.depart(part, x.add_(mean - part["launched"]))
+
+    def depart(self, part: Part, x: Tensor) -> Tensor:
+        """See `PeriodicAveraging.depart`."""
+        return part["launched"].copy_(x)

@@ -24,7 +24,7 @@ class EASGD(PeriodicAveraging):
 
     z is not needed before the next boundary, so its exchange overlaps, at no change: what travels is the pulled x, from
     which Σ(x − z) = Σ(pulled x − z)/(1 − α). A boundary does not change Σx + z. It contracts for 0 < α < 2/(m + 1)
-    only; other values are refused. A rank that has finished (`finish`) stays elastic, as it is. The model is z.
+    only; other values are refused. The model is z.
 
     alpha: α, default 0.9/m. There is no mean to weight: weighted=True is refused, as is `native`, of no use here.
     optimizer, sync_every (τ), options: see `PeriodicAveraging`.
@@ -33,7 +33,6 @@ class EASGD(PeriodicAveraging):
     anchors = ("anchor",)
     settings = ("alpha",)
     overlaps = True
-    idle_weight = 1.0
 
     def __init__(
         self,
@@ -61,6 +60,10 @@ class EASGD(PeriodicAveraging):
 
     def boundary(self, part: Part, x: Tensor, mean: Tensor) -> Tensor:
         """See `PeriodicAveraging.boundary`."""
-        z, α, m = part["anchor"], self.alpha, self.comm.size
+        z, α, m = part["anchor"], self.alpha, part.weight
         z.add_(mean - z, alpha=α * m / (1 - α))
-        return x.mul(1 - α).add_(z, alpha=α)
+        return self.depart(part, x)
+
+    def depart(self, part: Part, x: Tensor) -> Tensor:
+        """See `PeriodicAveraging.depart`."""
+        return x.mul(1 - self.alpha).add_(part["anchor"], alpha=self.alpha)

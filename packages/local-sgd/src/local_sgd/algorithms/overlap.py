@@ -49,7 +49,11 @@ class OverlapLocalSGD(PeriodicAveraging):
 
     def boundary(self, part: Part, x: Tensor, mean: Tensor) -> Tensor:
         """See `PeriodicAveraging.boundary`."""
-        z, v, α = part["anchor"], part["momentum"], self.alpha
+        z, v = part["anchor"], part["momentum"]
         v.mul_(self.beta).add_(mean - z)
         z.add_(v)
-        return x.mul(1 - α).add_(z, alpha=α)
+        return self.depart(part, x)
+
+    def depart(self, part: Part, x: Tensor) -> Tensor:
+        """See `PeriodicAveraging.depart`."""
+        return x.mul(1 - self.alpha).add_(part["anchor"], alpha=self.alpha)

@@ -86,7 +86,7 @@ class StreamingDiLoCo(PeriodicAveraging):
     def average(self, weight: float | None = None) -> None:
         """Counts a step; applies what is due, and launches what is. See `PeriodicAveraging.average`."""
         self._refuse_shown("average()")
-        weight, self._drained = self._checked(weight), False
+        weight, self._drained, self._unseen = self._checked(weight), False, 0
         last = self._block.count(weight)
         for fragment in self._fragments:
             fragment.count(weight)
@@ -169,7 +169,7 @@ class StreamingDiLoCo(PeriodicAveraging):
 
     def _end(self, *, most: int | None) -> None:
         """Launches until every fragment was, with all ranks finished; what comes of each is applied at once."""
-        self._refuse_shown("drain() and finish()")
+        self._refuse_unended()
         for fragment in self._under_way():
             self._take(fragment)
         ended = 0

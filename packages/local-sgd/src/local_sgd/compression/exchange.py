@@ -28,9 +28,8 @@ class Compressed(Exchange):
         self._head: Work[Tensor] | None = None
         self._began = 0.0
 
-    def now(self, vectors: Sequence[Tensor], weight: float, *, finished: bool, what: str = "average()") -> Arrived:
+    def now(self, vectors: Sequence[Tensor], weight: float, *, finished: bool) -> Arrived:
         """See `Exchange.now`."""
-        del what
         self.launch(vectors, weight, finished=finished)
         return self.arrived()
 
