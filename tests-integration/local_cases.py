@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import io
+from functools import partial
 
 import torch
 from communicators import SimulatedWorld
-from local_sgd import BMUF, EASGD, CoCoDSGD, DiLoCo, LocalSGD, OverlapLocalSGD, SlowMo
+from local_sgd import BMUF, EASGD, CoCoDSGD, DiLoCo, LocalSGD, OverlapLocalSGD, SlowMo, StreamingDiLoCo
 from torch import nn
 
-ALGORITHMS = [LocalSGD, BMUF, SlowMo, EASGD, CoCoDSGD, OverlapLocalSGD, DiLoCo]
+ALGORITHMS = [
+    *(LocalSGD, BMUF, SlowMo, EASGD, CoCoDSGD, OverlapLocalSGD, DiLoCo, StreamingDiLoCo),
+    partial(LocalSGD, compress="int8"),
+    partial(StreamingDiLoCo, compress="int4"),
+]
 STEPS = 11
 
 

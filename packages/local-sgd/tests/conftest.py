@@ -45,7 +45,9 @@ def quadratic():
     return Quadratic
 
 
-@pytest.fixture(params=["LocalSGD", "BMUF", "SlowMo", "EASGD", "CoCoDSGD", "OverlapLocalSGD", "DiLoCo"])
+@pytest.fixture(
+    params=["LocalSGD", "BMUF", "SlowMo", "EASGD", "CoCoDSGD", "OverlapLocalSGD", "DiLoCo", "StreamingDiLoCo"]
+)
 def algorithm(request):
     """Every class of the family."""
     return getattr(local_sgd, request.param)

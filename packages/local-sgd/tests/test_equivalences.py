@@ -106,7 +106,7 @@ def test_bmuf_of_nesterov_is_diloco(quadratic):
     assert_same(
         quadratic,
         lambda inner, comm: BMUF(inner, comm=comm, sync_every=3, block_rate=0.7, momentum=0.9),
-        lambda inner, comm: DiLoCo(inner, comm=comm, sync_every=3, outer_rate=0.7, momentum=0.9),
+        lambda inner, comm: DiLoCo(inner, comm=comm, sync_every=3),
     )
 
 

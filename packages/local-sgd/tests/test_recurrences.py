@@ -1,5 +1,7 @@
 """Each algorithm against its recurrence in a few lines of NumPy, all ranks at once, on a noisy quadratic."""
 
+from functools import partial
+
 import numpy as np
 import torch
 from communicators import SimulatedWorld
@@ -161,7 +163,8 @@ def test_diloco(m, tau, η, β, seed):
         return np.tile(kept["z"], (m, 1))
 
     def make(inner, comm):
-        return DiLoCo(inner, comm=comm, sync_every=tau, outer_rate=η, momentum=β)
+        outer = partial(torch.optim.SGD, lr=η, momentum=β, nesterov=β > 0)
+        return DiLoCo(inner, comm=comm, sync_every=tau, outer=outer)
 
     expected, _, kept = reference(rule, m, tau, seed)
     found, model = trained(make, m, seed)

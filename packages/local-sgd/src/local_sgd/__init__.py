@@ -7,6 +7,7 @@ from local_sgd.algorithms.easgd import EASGD
 from local_sgd.algorithms.local_sgd import LocalSGD
 from local_sgd.algorithms.overlap import OverlapLocalSGD
 from local_sgd.algorithms.slowmo import SlowMo
+from local_sgd.algorithms.streaming_diloco import StreamingDiLoCo
 from local_sgd.periodic import PeriodicAveraging
 
 __all__ = [
@@ -18,4 +19,5 @@ __all__ = [
     "OverlapLocalSGD",
     "PeriodicAveraging",
     "SlowMo",
+    "StreamingDiLoCo",
 ]

@@ -34,6 +34,11 @@ class Block:
     def every(self, every: Every) -> None:
         self._every = every if callable(every) else whole("sync_every", every, _HINT)
 
+    @property
+    def length(self) -> int:
+        """τ of this block."""
+        return self._length
+
     def count(self, weight: float) -> bool:
         """One more step; whether it was the block's last."""
         if self.done == 0:

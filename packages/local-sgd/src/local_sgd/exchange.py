@@ -37,9 +37,9 @@ class Exchange:
         self._waited = self._under_way = 0.0
 
     @property
-    def hidden_fraction(self) -> float | None:
-        """Of the seconds that exchanges took, the part that nobody waited for; None before the first has come."""
-        return max(0.0, 1.0 - self._waited / self._under_way) if self._under_way > 0 else None
+    def seconds(self) -> tuple[float, float]:
+        """That somebody waited, of those that exchanges took."""
+        return self._waited, self._under_way
 
     def now(self, vectors: Sequence[Tensor], weight: float, *, finished: bool) -> Arrived:
         """The means, as soon as all ranks have come."""

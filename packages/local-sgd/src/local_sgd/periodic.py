@@ -19,6 +19,8 @@ from torch.optim import Optimizer
 from local_sgd import beginning, saved
 from local_sgd.block import Block, Every
 from local_sgd.buffers import Buffers
+from local_sgd.compression.choice import Compression
+from local_sgd.compression.exchange import Compressed
 from local_sgd.exchange import Arrived, Exchange
 from local_sgd.inner_state import InnerState
 from local_sgd.nonfinite import refuse_nonfinite
@@ -60,7 +62,7 @@ class PeriodicAveraging(Wrapping):
     mean is not finite.
     """
 
-    anchors: ClassVar[tuple[str, ...]] = ()
+    anchors: tuple[str, ...] = ()
     """What an algorithm keeps that begins as x, and is the model when all is drained; the first one is its model."""
     momenta: ClassVar[tuple[str, ...]] = ()
     """What it keeps that begins at zero."""
@@ -70,6 +72,10 @@ class PeriodicAveraging(Wrapping):
     """The mean at a boundary is of what was launched at the last one."""
     mean_is_model: ClassVar[bool] = False
     """The model is the mean over ranks, not the first anchor."""
+    compression: Compression = Compression()
+    """How the change is exchanged; without one, the model itself."""
+    more: tuple[str, ...] = ()
+    """The keys of `more_state`."""
     needs_rate: ClassVar[bool] = False
     """Parameter groups must have an "lr"."""
 
@@ -97,6 +103,10 @@ class PeriodicAveraging(Wrapping):
         self._what = what = type(self).__name__
         if native and self.overlaps:
             raise ValueError(f"native=True waits for the transport, but {what} goes on meanwhile: leave it out")
+        if native and self.compression:
+            raise ValueError(
+                f"native=True is the transport's sum, and compress={self.compression!r} another: leave one out"
+            )
         if buffers != "keep" and model is None:
             raise ValueError(f"buffers={buffers!r} takes the model whose buffers they are: give model=")
         named = beginning.named_parameters(optimizer, model, needs_rate=self.needs_rate, what=what)
@@ -106,11 +116,20 @@ class PeriodicAveraging(Wrapping):
         self._names = {id(p): name for name, p in named.items()}
         self._trained = {name: p for name, p in named.items() if p.requires_grad and p.numel()}
         shared = {name: getattr(self, name) for name in self.settings}
-        shared |= {"buffers": buffers, "inner_state": inner_state, "weighted": self._weighted, "native": native}
+        shared |= {
+            "compress": self.compression,
+            "buffers": buffers,
+            "inner_state": inner_state,
+            "weighted": self._weighted,
+            "native": native,
+        }
         beginning.agree(named, model, self._comm, what, {**shared, "bucket_bytes": bucket_bytes}, broadcast=broadcast)
         device = None if anchor_device is None else torch.device(anchor_device)
-        self._parts = parts_of(optimizer.param_groups, self._trained, bucket_bytes, device)
-        self._exchange = Exchange(self._comm, what, native=native)
+        groups, pieces = optimizer.param_groups, self.pieces()
+        self._parts = [part for piece in pieces for part in parts_of(groups, piece, bucket_bytes, device)]
+        self._native = native
+        self._wire = self.compression.wire(self._parts, self._comm, what) if self.compression else None
+        self._exchange = self.exchange_of(self._parts)
         self._buffers = Buffers(model, buffers, self._comm, what)
         self._inner = InnerState(inner_state, optimizer, self._comm, what)
         self._begin()
@@ -123,6 +142,40 @@ class PeriodicAveraging(Wrapping):
         x: this rank's, a copy.  mean: over ranks, of x or, where the algorithm overlaps, of what the last boundary
         returned. Returned may be what is kept; it is copied.
         """
+
+    def after_boundary(self) -> None:
+        """Called when `boundary` was, for all parts, and before what it returned is copied."""
+
+    def more_state(self) -> dict[str, Any]:
+        """What else the algorithm keeps, for `state_dict`."""
+        return {} if self._wire is None else {"rests": {"kind": self._wire.kind, **self._wire.state_dict()}}
+
+    def check_more(self, state: dict[str, Any]) -> None:
+        """Raises ValueError for what does not fit in what `more_state` gave, and changes nothing."""
+        theirs, own = state.get("rests", {}).get("kind"), None if self._wire is None else self._wire.kind
+        if theirs != own:
+            raise ValueError(f"the state is of compression {theirs}, but compress={self.compression!r} is {own}")
+        if self._wire is not None and self._is_own(state):
+            self._wire.check(_without_kind(state["rests"]))
+
+    def load_more(self, state: dict[str, Any]) -> None:
+        """Takes over what `more_state` gave and `check_more` let pass."""
+        if self._wire is not None and self._is_own(state):
+            self._wire.load_state_dict(_without_kind(state["rests"]))
+
+    def exchanges(self) -> list[Exchange]:
+        """All of them."""
+        return [self._exchange]
+
+    def pieces(self) -> list[dict[str, Tensor]]:
+        """The parameters that are exchanged together; no vector holds some of two pieces."""
+        return [self._trained]
+
+    def exchange_of(self, parts: list[Part]) -> Exchange:
+        """By which these parts are exchanged."""
+        if self._wire is None:
+            return Exchange(self._comm, self._what, native=self._native)
+        return Compressed(self._comm, self._what, parts, self.anchors[0], self._wire)
 
     def depart(self, part: Part, x: Tensor) -> Tensor:
         """Of an algorithm that overlaps, its boundary where no mean comes: at the beginning and after a drain."""
@@ -152,7 +205,8 @@ class PeriodicAveraging(Wrapping):
 
         1 where the exchange is over before the next boundary, 0 for algorithms that do not overlap.
         """
-        return self._exchange.hidden_fraction
+        waited, under_way = map(sum, zip(*(exchange.seconds for exchange in self.exchanges()), strict=True))
+        return max(0.0, 1.0 - waited / under_way) if under_way > 0 else None
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """The wrapped optimizer's step, on this rank alone."""
@@ -256,6 +310,10 @@ class PeriodicAveraging(Wrapping):
             self._exchange.store(arrived)
         self._drained, self._expected = own["drained"], own["parameters"]
 
+    def _is_own(self, state: dict[str, Any]) -> bool:
+        """Whether it was saved by this rank of as many."""
+        return bool((state["rank"], state["world_size"]) == (self._comm.rank, self._comm.size))
+
     def _begin(self) -> None:
         """All ranks hold x: it is the model, and what would have arrived of a launch just now."""
         xs = [part.gather() for part in self._parts]
@@ -275,9 +333,7 @@ class PeriodicAveraging(Wrapping):
 
     def _meet(self, weight: float, *, finished: bool) -> Arrived:
         """A boundary."""
-        if self._by_default and self._comm.size == 1:
-            refuse_alone(f"a {self._what}")
-        refuse_changes(self.optimizer, self._names, list(self._trained.values()), what=self._what)
+        self._refuse_misfits()
         xs = [part.gather() for part in self._parts]
         arrived = self._exchange.arrived() if self.overlaps else self._exchange.now(xs, weight, finished=finished)
         refuse_nonfinite(self._parts, arrived.means, self._comm, self._what)
@@ -293,6 +349,7 @@ class PeriodicAveraging(Wrapping):
             moved = [self.depart(part, x) for part, x in zip(self._parts, xs, strict=True)]
         else:
             moved = [self._moved(*each, arrived.weight) for each in zip(self._parts, xs, arrived.means, strict=True)]
+            self.after_boundary()
         for part, x in zip(self._parts, moved, strict=True):
             part.put(x)
         return moved
@@ -305,17 +362,12 @@ class PeriodicAveraging(Wrapping):
 
     def _end(self, *, most: int | None) -> None:
         """Boundaries until all ranks have finished, `most` of them; then the model."""
-        self._refuse_shown("drain() and finish()")
-        if self._unseen:
-            raise RuntimeError(f"{self._unseen} steps since the last average(): call that after every step, then end")
+        self._refuse_unended()
         arrived, means = self._meet(self._own_weight(), finished=True), list[Tensor]()
         while arrived.unfinished:
             means = arrived.means or means
             if most is not None and (most := most - 1) < 1:
-                raise RuntimeError(
-                    f"drain() is for all ranks at the same point, but {arrived.unfinished} of {self._comm.size} went "
-                    "on with average(): a rank that has no more steps calls finish()"
-                )
+                self._refuse_undrained(arrived.unfinished)
             arrived = self._meet(0.0, finished=True)
         models = self._final(arrived.means, means) if self.mean_is_model else self._anchors()
         for part, model in zip(self._parts, models, strict=True):
@@ -328,7 +380,9 @@ class PeriodicAveraging(Wrapping):
 
         Unless what they did weighed nothing.
         """
-        return last or (self._models(self._comm) if self._weighted else before or [part.gather() for part in self._parts])
+        return last or (
+            self._models(self._comm) if self._weighted else before or [part.gather() for part in self._parts]
+        )
 
     def _anchors(self) -> list[Tensor]:
         return [part[self.anchors[0]] for part in self._parts]
@@ -368,8 +422,29 @@ class PeriodicAveraging(Wrapping):
                 f"{what} inside averaged_model(), where the parameters are not this rank's: leave it first"
             )
 
+    def _refuse_misfits(self) -> None:
+        """At a boundary: ranks or parameters that are no longer those of the beginning."""
+        if self._by_default and self._comm.size == 1:
+            refuse_alone(f"a {self._what}")
+        refuse_changes(self.optimizer, self._names, list(self._trained.values()), what=self._what)
+
+    def _refuse_unended(self) -> None:
+        self._refuse_shown("drain() and finish()")
+        if self._unseen:
+            raise RuntimeError(f"{self._unseen} steps since the last average(): call that after every step, then end")
+
+    def _refuse_undrained(self, unfinished: int) -> None:
+        raise RuntimeError(
+            f"drain() is for all ranks at the same point, but {unfinished} of {self._comm.size} went on with "
+            "average(): a rank that has no more steps calls finish()"
+        )
+
     def _refuse_other_parameters(self) -> None:
         """The first time after a state was loaded."""
         if self._expected is not None:
             saved.refuse_other_parameters(self._expected, self._trained)
             self._expected = None
+
+
+def _without_kind(rests: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: rest for name, rest in rests.items() if name != "kind"}

@@ -40,6 +40,7 @@ def state_dict(
         "parameters": _digest({name: p for part in parts for name, p in zip(part.names, part.tensors, strict=True)}),
         "drained": drained,
         "wrapped": held,
+        **optimizer.more_state(),
     }
     if arrived is not None:
         means = arrived.means or [torch.zeros_like(part[optimizer.anchors[0]]) for part in parts]
@@ -47,13 +48,13 @@ def state_dict(
     return {**wrapped, KEY: own}
 
 
-def checked(optimizer: PeriodicAveraging, state: Mapping[str, Any], parts: Sequence[Part]) -> Mapping[str, Any]:
+def checked(optimizer: PeriodicAveraging, state: Mapping[str, Any], parts: Sequence[Part]) -> dict[str, Any]:
     """This rank's part; ValueError, before anything is changed, for one that does not fit."""
     what, comm = type(optimizer).__name__, optimizer.comm
     drained = KEY in state and state[KEY].get("drained") is True
     rank, size = (state[KEY].get("rank"), state[KEY].get("world_size")) if drained else (comm.rank, comm.size)
-    check_place(state, rank, size, of=f"a {what}", needs=_NEEDS, advice=ANEW)
-    own: Mapping[str, Any] = state[KEY]
+    check_place(state, rank, size, of=f"a {what}", needs=(*_NEEDS, *optimizer.more), advice=ANEW)
+    own: dict[str, Any] = state[KEY]
     if own["algorithm"] != what:
         raise ValueError(
             f"the state is of {own['algorithm']}, but this is {what}: to go on with another algorithm start from a "
@@ -68,13 +69,14 @@ def checked(optimizer: PeriodicAveraging, state: Mapping[str, Any], parts: Seque
         raise ValueError(
             f"the state has {len(own['rates'])} parameter groups, the optimizer {len(optimizer.param_groups)}"
         )
+    optimizer.check_more(own)
     return own
 
 
 def load(
     optimizer: PeriodicAveraging,
     state: Mapping[str, Any],
-    own: Mapping[str, Any],
+    own: dict[str, Any],
     parts: Sequence[Part],
     block: Block,
 ) -> Arrived | None:
@@ -88,6 +90,7 @@ def load(
         if part.remainder is not None:
             _copy(part, own["remainders"], part.remainder)
         part.last_rate = own["rates"][part.group]
+    optimizer.load_more(own)
     if not optimizer.overlaps:
         return None
     arrived, means = own["arrived"], [torch.empty_like(part[optimizer.anchors[0]]) for part in parts]

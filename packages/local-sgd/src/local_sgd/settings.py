@@ -44,3 +44,8 @@ def policy(name: str, value: Any, *known: str) -> str:
     if value not in known:
         raise ValueError(f"{name} is {value!r}, expected one of {known}")
     return str(value)
+
+
+def count(name: str, value: Any) -> int:
+    """A whole number from 0 on."""
+    return value if value == 0 and value is not False and isinstance(value, int) else whole(name, value, ", 0 or more")

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from communicators.communicator import Communicator, Work, refuse_too_many
-from communicators.dense_schedules import barrier
+from communicators.dense_schedules import allgather, barrier
 from communicators.errors import CollectiveError
 from communicators.link import Link
 from communicators.schedule import Schedule
@@ -22,6 +22,7 @@ from communicators.simulated.event_loop import EventLoop, SimulatedCall
 from communicators.simulated.faults import Corrupts, Dies
 from communicators.simulated.signals import SimulatedSignals
 from communicators.simulated.signals_in_flight import Context
+from communicators.simulated.subgroup import SimulatedSubgroup
 
 T = TypeVar("T")
 
@@ -124,9 +125,7 @@ class SimulatedCommunicator(Communicator):
         refuse_too_many(len(self._duplicates))
         facts = f"duplicate number {self._made}"
         self.run(barrier(self.rank, self.size), facts=facts, timeout=self.timeout)
-        made = SimulatedCommunicator(self._loop, self.rank, (*self._context, self._made))
-        self._made += 1
-        made.timeout = self.timeout
+        made = self.inner()
         self._duplicates.append(made)
         return made
 
@@ -134,6 +133,23 @@ class SimulatedCommunicator(Communicator):
         """See `Communicator.signals`; `on_signal` is called by the loop, between the turns of ranks."""
         beside = self.duplicate()
         return SimulatedSignals(self._loop, beside, beside._context, on_signal)
+
+    def split(self, color: int) -> SimulatedSubgroup:
+        """A communicator of the ranks that give the same color, in their order, as MPI's Split. Collective."""
+        schedule = allgather(torch.tensor([color]), self.rank, self.size)
+        colors = [int(given) for given in self.run(schedule, facts="split", timeout=self.timeout)]
+        self._made += 1
+        context = (*self._context, self._made - 1, sorted(set(colors)).index(color))
+        whole = SimulatedCommunicator(self._loop, self.rank, context)
+        whole.timeout = self.timeout
+        return SimulatedSubgroup(whole, [rank for rank, given in enumerate(colors) if given == color])
+
+    def inner(self) -> SimulatedCommunicator:
+        """Another one of the same world, for a group in it that makes as many."""
+        self._made += 1
+        made = SimulatedCommunicator(self._loop, self.rank, (*self._context, self._made - 1))
+        made.timeout = self.timeout
+        return made
 
     def close(self) -> None:
         """See `Communicator.close`."""

@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from local_sgd.block import Every
+from local_sgd.compression.choice import Compression
+from local_sgd.compression.sparsifier import Allreduce, Compress
 from local_sgd.options import Options
 from local_sgd.parts import Part
 from local_sgd.periodic import PeriodicAveraging
@@ -21,14 +23,31 @@ class LocalSGD(PeriodicAveraging):
     With sync_every=1 and SGD inside (momentum, Nesterov and weight decay included) it is synchronous SGD within
     rounding. The model is x̄.
 
+        LocalSGD(inner, compress="int8")               z ← z + mean(x − z), rounded; x ← z
+
+    compress, allreduce: exchange the change since the last boundary in fewer bytes, with what was left out added to
+        the next one's: see `Compression`, and the README. It keeps z, and as much again for what was left out.
     optimizer, sync_every (τ), options: see `PeriodicAveraging`.
     """
 
     mean_is_model = True
 
-    def __init__(self, optimizer: Optimizer, *, sync_every: Every = 4, **options: Unpack[Options]) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        sync_every: Every = 4,
+        compress: Compress = None,
+        allreduce: Allreduce | None = None,
+        **options: Unpack[Options],
+    ) -> None:
+        self.compression = Compression(compress, allreduce)
+        if self.compression:
+            self.anchors = ("agreed",)
         super().__init__(optimizer, sync_every=sync_every, **options)
 
     def boundary(self, part: Part, x: Tensor, mean: Tensor) -> Tensor:
         """See `PeriodicAveraging.boundary`."""
+        for name in self.anchors:
+            part[name].copy_(mean)
         return mean

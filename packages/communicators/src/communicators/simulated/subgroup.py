@@ -1,0 +1,93 @@
+"""Some ranks of a simulated world as a communicator of its own, as MPI's Split makes one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from communicators.communicator import Communicator
+from communicators.dense_schedules import barrier
+from communicators.schedule import Elapse, Received, Round, Schedule
+
+if TYPE_CHECKING:
+    from communicators.simulated.world import SimulatedCommunicator, SimulatedWork
+
+T = TypeVar("T")
+
+
+class SimulatedSubgroup(Communicator):
+    """members: ranks of the world, in order; inside, they count from 0. Errors name ranks of the world.
+
+    whole: a communicator of this rank in the world, with a context that no other group has.
+    """
+
+    def __init__(self, whole: SimulatedCommunicator, members: Sequence[int]) -> None:
+        self._whole, self._members = whole, list(members)
+        self.rank, self.size = self._members.index(whole.rank), len(self._members)
+        self.timeout = whole.timeout
+
+    @property
+    def bytes_sent(self) -> int:  # type: ignore[override]
+        """Of all communicators of the rank."""
+        return self._whole.bytes_sent
+
+    @property
+    def messages_sent(self) -> int:  # type: ignore[override]
+        """Of all communicators of the rank."""
+        return self._whole.messages_sent
+
+    def run(self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None) -> T:
+        """See `communicators.run`."""
+        return self.start(schedule, facts=facts, timeout=timeout, device=device).wait()
+
+    def start(
+        self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None
+    ) -> SimulatedWork[T]:
+        """See `communicators.start`."""
+        outside = _outside(schedule, self._members, facts)
+        return self._whole.start(outside, facts=facts, timeout=timeout, device=device)
+
+    def duplicate(self) -> SimulatedSubgroup:
+        """See `Communicator.duplicate`."""
+        self.run(barrier(self.rank, self.size), facts="duplicate of a group", timeout=self.timeout)
+        return SimulatedSubgroup(self._whole.inner(), self._members)
+
+    def close(self) -> None:
+        """See `Communicator.close`."""
+        self._whole.close()
+
+    def clock(self) -> float:
+        """Virtual seconds since the run began."""
+        return self._whole.clock()
+
+    def elapse(self, seconds: float) -> None:
+        """See `Communicator.elapse`."""
+        self._whole.elapse(seconds)
+
+
+def _outside(schedule: Schedule[T], members: Sequence[int], facts: str) -> Schedule[T]:
+    """The same with ranks of the world for those of the group."""
+    places = {member: place for place, member in enumerate(members)}
+    received: Received | None = None
+    try:
+        while True:
+            try:
+                action = next(schedule) if received is None else schedule.send(received)
+            except StopIteration as stop:
+                result: T = stop.value
+                return result
+            received = {places[member]: payload for member, payload in (yield _named(action, members, facts)).items()}
+    finally:
+        schedule.close()
+
+
+def _named(action: Round | Elapse, members: Sequence[int], facts: str) -> Round | Elapse:
+    if not isinstance(action, Round):
+        return action
+    if strangers := [peer for peer in (*action.sends, *action.recvs) if not 0 <= peer < len(members)]:
+        raise ValueError(f"{facts}: a group of {len(members)} ranks has no ranks {strangers}")
+    sends = {members[peer]: payload for peer, payload in action.sends.items()}
+    recvs = {members[peer]: nbytes for peer, nbytes in action.recvs.items()}
+    return Round(sends, recvs, bounded=action.bounded)

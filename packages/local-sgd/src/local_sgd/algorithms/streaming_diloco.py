@@ -1,0 +1,185 @@
+"""Streaming DiLoCo, with overlapping communication (Douillard et al., 2025)."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any, Unpack
+
+from communicators import run
+from communicators.dense_schedules import barrier
+from torch import Tensor
+from torch.optim import Optimizer
+
+from local_sgd.block import Every
+from local_sgd.compression.choice import Compression
+from local_sgd.compression.sparsifier import Allreduce, Compress
+from local_sgd.exchange import Exchange
+from local_sgd.fragment import Fragment
+from local_sgd.fragments import Fragments, fragments_of
+from local_sgd.nonfinite import refuse_nonfinite
+from local_sgd.options import Options
+from local_sgd.outer import NESTEROV, MakeOptimizer, MakeScheduler, Outer
+from local_sgd.parts import Part
+from local_sgd.periodic import PeriodicAveraging
+from local_sgd.settings import below_one, count
+
+
+class StreamingDiLoCo(PeriodicAveraging):
+    """DiLoCo fragment by fragment, so that less travels at a time, while training goes on.
+
+        launch the mean of x of the next fragment                      one of F every τ/F steps
+        Δ = z − x̄;  z ← outer(z, Δ);  x ← α·x + (1 − α)·z             `delay` steps later
+
+    The k-th of F fragments of a block is launched after its step ⌊k·τ/F⌋, and applied `delay` steps later, or before
+    its next launch where that comes earlier. With one fragment, no delay and α = 0 it is DiLoCo, in all bits. The
+    model is z.
+
+    fragments: a number, of about as many bytes each in the order of the parameters (at most one a parameter); or a list
+        of modules or lists of names of parameters, one entry a fragment, which leave no parameter out.
+    delay: 0 or more steps.  alpha: 0 ≤ α < 1, the weight of what the rank did meanwhile.
+    outer, outer_scheduler: see `DiLoCo`; every fragment has its own ones, which step when it is applied.
+    compress, allreduce: see `DiLoCo`; an allreduce that returns a `Work` is waited for when the fragment is applied.
+    optimizer, sync_every (τ), options: see `PeriodicAveraging`; buffers and inner state are shared as often as all
+        fragments were launched once; `native` is refused.
+    """
+
+    anchors = ("anchor",)
+    settings = ("delay", "alpha")
+    more = ("turn", "launched", "fragments")
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        sync_every: Every = 100,
+        fragments: Fragments = 4,
+        delay: int = 1,
+        alpha: float = 0.5,
+        outer: MakeOptimizer = NESTEROV,
+        outer_scheduler: MakeScheduler | None = None,
+        compress: Compress = None,
+        allreduce: Allreduce | None = None,
+        **options: Unpack[Options],
+    ) -> None:
+        if options.get("native"):
+            raise ValueError("native=True waits for the transport, but StreamingDiLoCo goes on meanwhile: leave it out")
+        self.delay, self.alpha = count("delay", delay), below_one("alpha", alpha)
+        self._asked, self._cut = fragments, list[dict[str, Tensor]]()
+        self.compression = Compression(compress, allreduce)
+        self._turn = self._launched = 0  # the next fragment; how many were launched in this block
+        super().__init__(optimizer, sync_every=sync_every, **options)
+        self._fragments = [self._fragment(piece, outer, outer_scheduler) for piece in self.pieces()]
+        named = zlib.crc32(repr([fragment.names for fragment in self._fragments]).encode())
+        facts = f"{len(self._fragments)} fragments {named:08x}, outer optimizer {self._fragments[0].outer}"
+        run(barrier(self.comm.rank, self.comm.size), self.comm, facts=facts)
+
+    def pieces(self) -> list[dict[str, Tensor]]:
+        """See `PeriodicAveraging.pieces`."""
+        if not self._cut:
+            self._cut = fragments_of(self._trained, self._asked)
+        return self._cut
+
+    def exchanges(self) -> list[Exchange]:
+        """See `PeriodicAveraging.exchanges`."""
+        return [fragment.exchange for fragment in self._fragments]
+
+    def average(self, weight: float | None = None) -> None:
+        """Counts a step; applies what is due, and launches what is. See `PeriodicAveraging.average`."""
+        self._refuse_shown("average()")
+        weight, self._drained, self._unseen = self._checked(weight), False, 0
+        last = self._block.count(weight)
+        for fragment in self._fragments:
+            fragment.count(weight)
+        for fragment in self._under_way():
+            assert fragment.due is not None
+            fragment.due -= 1
+            if fragment.due <= 0:
+                self._take(fragment)
+        while self._launched < self._launches_by_now():
+            self._launch(finished=False)
+        if last:
+            self._block.end()
+            self._launched = 0
+
+    def boundary(self, part: Part, x: Tensor, mean: Tensor) -> Tensor:
+        """x of a fragment, when its outer optimizer has taken its step."""
+        return x.mul_(self.alpha).add_(part["anchor"], alpha=1 - self.alpha)
+
+    def more_state(self) -> dict[str, Any]:
+        """See `PeriodicAveraging.more_state`."""
+        fragments = {str(place): fragment.state_dict() for place, fragment in enumerate(self._fragments)}
+        own = {"turn": self._turn, "launched": self._launched, "fragments": fragments}
+        return {**super().more_state(), **own}  # the rests last: what is under way, and waited for, changes them
+
+    def check_more(self, state: dict[str, Any]) -> None:
+        """See `PeriodicAveraging.check_more`."""
+        super().check_more(state)
+        if len(state["fragments"]) != len(self._fragments):
+            raise ValueError(f"the state is of {len(state['fragments'])} fragments, this is of {len(self._fragments)}")
+        for place, fragment in enumerate(self._fragments):
+            fragment.check(state["fragments"][str(place)])
+
+    def load_more(self, state: dict[str, Any]) -> None:
+        """See `PeriodicAveraging.load_more`."""
+        for place, fragment in enumerate(self._fragments):
+            fragment.load_state_dict(state["fragments"][str(place)])
+        super().load_more(state)
+        self._turn, self._launched = state["turn"], state["launched"]
+
+    def _fragment(self, piece: dict[str, Tensor], make: MakeOptimizer, schedule: MakeScheduler | None) -> Fragment:
+        parts = [part for part in self._parts if part.names[0] in piece]
+        return Fragment(parts, self.exchange_of(parts), Outer(parts, list(piece), make, schedule))
+
+    def _under_way(self) -> list[Fragment]:
+        """In the order in which they were launched."""
+        ordered = self._fragments[self._turn :] + self._fragments[: self._turn]
+        return [fragment for fragment in ordered if fragment.due is not None]
+
+    def _launches_by_now(self) -> int:
+        count, τ = len(self._fragments), self._block.length
+        return sum(max(1, k * τ // count) <= self._block.done for k in range(1, count + 1))
+
+    def _launch(self, *, finished: bool) -> Fragment:
+        self._refuse_misfits()
+        fragment = self._fragments[self._turn]
+        if fragment.due is not None:
+            self._take(fragment)
+        weight = 0.0 if fragment.done == 0 else fragment.weight if self._weighted else 1.0
+        fragment.launch(weight, self.delay, finished=finished)
+        self._launched, self._turn = self._launched + 1, (self._turn + 1) % len(self._fragments)
+        if not self.delay and not finished:
+            self._take(fragment)
+        if self._turn == 0:
+            self._inner.at_boundary()
+            self._buffers.at_boundary()
+        return fragment
+
+    def _take(self, fragment: Fragment) -> int:
+        """Applies what was launched; returns how many ranks had not finished then."""
+        arrived, fragment.due = fragment.exchange.arrived(), None
+        refuse_nonfinite(fragment.parts, arrived.means, self.comm, self._what)
+        if not arrived.means:
+            return arrived.unfinished
+        for part, mean in zip(fragment.parts, arrived.means, strict=True):
+            fragment.outer.give(part, part["anchor"] - mean)
+        fragment.outer.step()
+        for part, mean in zip(fragment.parts, arrived.means, strict=True):
+            part.put(self.boundary(part, part.gather(), mean))
+        return arrived.unfinished
+
+    def _end(self, *, most: int | None) -> None:
+        """Launches until every fragment was, with all ranks finished; what comes of each is applied at once."""
+        self._refuse_unended()
+        for fragment in self._under_way():
+            self._take(fragment)
+        ended = 0
+        while ended < len(self._fragments):
+            unfinished = self._take(self._launch(finished=True))
+            if unfinished and most is not None:
+                self._refuse_undrained(unfinished)
+            ended = 0 if unfinished else ended + 1
+        for part in self._parts:
+            part.put(part["anchor"])
+        self._settle([part["anchor"] for part in self._parts])
+        self._block.end()
+        self._launched = 0

@@ -1,0 +1,79 @@
+"""The mean over ranks of how vectors changed since all agreed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from communicators import Communicator, Work, start
+from communicators import dense_schedules as dense
+from torch import Tensor
+
+from local_sgd.compression.wires import Flight, Wire
+from local_sgd.exchange import Arrived, Exchange
+from local_sgd.parts import Part
+
+
+class Compressed(Exchange):
+    """z + Σ w·(x − z) / Σ w, where the sum travels as the wire has it, with its rests, and the weights w exactly.
+
+    z is the first anchor of each part, the same bits on all ranks. Rests are in units of the sum. A rank of weight 0
+    sends its rest.
+    """
+
+    def __init__(self, comm: Communicator, what: str, parts: Sequence[Part], anchor: str, wire: Wire) -> None:
+        super().__init__(comm, what, native=False)
+        self._parts, self._anchor, self._wire = parts, anchor, wire
+        self._flights: list[Flight] = []
+        self._head: Work[Tensor] | None = None
+        self._began = 0.0
+
+    def now(self, vectors: Sequence[Tensor], weight: float, *, finished: bool) -> Arrived:
+        """See `Exchange.now`."""
+        self.launch(vectors, weight, finished=finished)
+        return self.arrived()
+
+    def launch(self, vectors: Sequence[Tensor], weight: float, *, finished: bool) -> None:
+        """See `Exchange.launch`. A sum that does not go on by itself is waited for here."""
+        self._arrived, self._began, spoilt = None, self._comm.clock(), False
+        for part, x in zip(self._parts, vectors, strict=True):
+            change = (x - part[self._anchor]).mul_(weight) if weight else torch.zeros_like(x)
+            if not self._wire.carries_nan and not bool(torch.isfinite(change).all()):
+                spoilt = True
+                change.zero_()  # or it would stay in a rest
+            self._flights.append(self._wire.launch(part, change))
+        head = torch.tensor([float("nan") if spoilt else weight, float(not finished)], dtype=torch.float64)
+        schedule = dense.allreduce(head, self._comm.rank, self._comm.size)
+        facts = f"{self._what}.average(): weights (all ranks call it alike; one with fewer batches ends with finish())"
+        self._head = start(schedule, self._comm, facts=facts, device=head.device)
+        self._waited += self._comm.clock() - self._began
+
+    def arrived(self) -> Arrived:
+        """See `Exchange.arrived`."""
+        if self._arrived is None:
+            self._arrived = self._take()
+        return self._arrived
+
+    def store(self, arrived: Arrived) -> None:
+        """See `Exchange.store`."""
+        if self._head is not None and self._arrived is None:
+            self._take()
+        self._arrived = arrived
+
+    def _take(self) -> Arrived:
+        assert self._head is not None
+        flights, self._flights = self._flights, []
+        came = self._comm.clock()
+        weight, unfinished = self._head.wait().tolist()
+        totals = [self._wire.total(flight) for flight in flights]
+        now = self._comm.clock()
+        self._waited += now - came
+        works = [work for work in (self._head, *(flight.work for flight in flights)) if work is not None]
+        self._under_way += max(work.ended or now for work in works) - self._began
+        applied = bool(weight) and all(bool(torch.isfinite(total).all()) for total in totals)
+        for flight in flights:
+            self._wire.settle(flight, applied=applied)
+        if not weight:
+            return Arrived([], 0.0, int(unfinished))
+        means = [flight.part[self._anchor] + total / weight for flight, total in zip(flights, totals, strict=True)]
+        return Arrived(means, weight, int(unfinished))

@@ -1,0 +1,168 @@
+"""How a change travels: rounded block by block, or sparsely."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from communicators import Communicator, Work, start
+from communicators.quantised.allreduce import Rounded, quantised_allreduce
+from torch import Tensor
+
+from local_sgd.compression.sparsifier import Allreduce, Sparsifier, Summed
+from local_sgd.parts import Part
+
+
+@dataclass
+class Flight:
+    """A vector on its way, by its part: what was given, what was sent, what comes."""
+
+    part: Part
+    given: Tensor
+    sent: Any
+    work: Work[Any] | None
+    result: Any = None
+
+    def wait(self) -> Any:
+        """What has come."""
+        if self.work is not None:
+            self.result = self.work.wait()
+        return self.result
+
+
+class Wire(ABC):
+    """Sums over ranks, a vector a part, each with its rest: what is not sent is added to what is sent the next time.
+
+    carries_nan: one reaches every rank, in its own place or block.
+    """
+
+    carries_nan: ClassVar[bool]
+    kind: ClassVar[str]
+
+    @abstractmethod
+    def launch(self, part: Part, x: Tensor) -> Flight:
+        """Starts the sum of x, and the part's rest. x is the wire's from now on."""
+
+    @abstractmethod
+    def total(self, flight: Flight) -> Tensor:
+        """The sum, waited for."""
+
+    @abstractmethod
+    def settle(self, flight: Flight, *, applied: bool) -> None:
+        """The total is applied, or it is not: then all that was sent goes back, and nothing is lost."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """All rests."""
+
+    @abstractmethod
+    def check(self, rests: Mapping[str, Any]) -> None:
+        """Raises ValueError for a state that does not fit."""
+
+    @abstractmethod
+    def load_state_dict(self, rests: Mapping[str, Any]) -> None:
+        """What `check` let pass."""
+
+
+class Blocks(Wire):
+    """8 or 4 bits an element: see `quantised_allreduce`. What float32 rounds off of float64 is in the rest, too."""
+
+    carries_nan = True
+    kind = "rounded"
+
+    def __init__(self, parts: Sequence[Part], bits: int, comm: Communicator, what: str) -> None:
+        self._parts, self._bits, self._comm, self._what = parts, bits, comm, what
+        self._rests = {id(part): torch.zeros_like(part.gather()) for part in parts}
+
+    def launch(self, part: Part, x: Tensor) -> Flight:
+        """See `Wire.launch`."""
+        x += self._rests[id(part)]
+        single = x.float()
+        facts = f"{self._what}.average() of {x.numel()} elements, {x.dtype} in {self._bits} bits"
+        schedule = quantised_allreduce(single, self._comm.rank, self._comm.size, bits=self._bits)
+        return Flight(part, x, single, start(schedule, self._comm, facts=facts, device=x.device))
+
+    def total(self, flight: Flight) -> Tensor:
+        """See `Wire.total`."""
+        rounded: Rounded = flight.wait()
+        return rounded.total.to(flight.given.dtype)
+
+    def settle(self, flight: Flight, *, applied: bool) -> None:
+        """See `Wire.settle`."""
+        if applied:
+            rounded: Rounded = flight.wait()
+            self._rests[id(flight.part)] = (flight.given - flight.sent).add_(rounded.rest)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Wire.state_dict`; by parameter."""
+        return {name: view for part in self._parts for name, view in part.by_name(self._rests[id(part)]).items()}
+
+    def check(self, rests: Mapping[str, Any]) -> None:
+        """See `Wire.check`."""
+        saved, own = ({(name, tuple(t.shape)) for name, t in held.items()} for held in (rests, self.state_dict()))
+        if saved != own:
+            raise ValueError(f"rests: only the checkpoint, or only the model, has (name, shape) {sorted(saved ^ own)}")
+
+    def load_state_dict(self, rests: Mapping[str, Any]) -> None:
+        """See `Wire.load_state_dict`."""
+        for name, view in self.state_dict().items():
+            view.copy_(rests[name])
+
+
+class Sparse(Wire):
+    """By a compressor and a sum that were given."""
+
+    carries_nan = False
+    kind = "sparse"
+
+    def __init__(self, sparsifier: Sparsifier, allreduce: Allreduce, comm: Communicator) -> None:
+        self._sparsifier, self._allreduce, self._comm = sparsifier, allreduce, comm
+
+    def launch(self, part: Part, x: Tensor) -> Flight:
+        """See `Wire.launch`."""
+        sent = self._sparsifier.compress(part.names[0], x)
+        summed = self._allreduce(sent, self._comm)
+        work = summed if isinstance(summed, Work) else None
+        return Flight(part, x, sent, work, summed)
+
+    def total(self, flight: Flight) -> Tensor:
+        """See `Wire.total`."""
+        summed: Summed = flight.wait()
+        total = summed.total if isinstance(summed.total, Tensor) else summed.total.to_dense()
+        if total.numel() != flight.given.numel():
+            raise ValueError(
+                f"allreduce gave a total of {total.numel()} elements for a change of {flight.given.numel()}"
+            )
+        return total.reshape(-1).to(flight.given)
+
+    def settle(self, flight: Flight, *, applied: bool) -> None:
+        """See `Wire.settle`."""
+        back = flight.result.dropped if applied else flight.sent
+        if back is not None:
+            self._sparsifier.restore(flight.part.names[0], back)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Wire.state_dict`; with the number of its tensors, because a loader may leave some out."""
+        held = self._sparsifier.state_dict()
+        return {"sparsifier": held, "tensors": _tensors(held)}
+
+    def check(self, rests: Mapping[str, Any]) -> None:
+        """See `Wire.check`."""
+        if (found := _tensors(rests["sparsifier"])) != rests["tensors"]:
+            raise ValueError(
+                f"the compressor's state had {rests['tensors']} tensors and has {found}: torch.distributed.checkpoint "
+                "loads only what the state given to it holds; take a block of steps before, or load the whole file"
+            )
+
+    def load_state_dict(self, rests: Mapping[str, Any]) -> None:
+        """See `Wire.load_state_dict`."""
+        self._sparsifier.load_state_dict(rests["sparsifier"])
+
+
+def _tensors(node: Any) -> int:
+    if isinstance(node, Mapping):
+        return sum(map(_tensors, node.values()))
+    return int(isinstance(node, Tensor))

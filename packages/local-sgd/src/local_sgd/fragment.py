@@ -1,0 +1,81 @@
+"""One fragment of a model: its vectors, its exchange, its outer optimizer, and where it is between two launches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from local_sgd.exchange import Arrived, Exchange
+from local_sgd.outer import Outer
+from local_sgd.parts import Part
+
+
+@dataclass
+class Fragment:
+    """done, weight: steps since its last launch, and the sum of what they were given.
+
+    due: after how many more steps what was launched is applied; None where nothing is.
+    """
+
+    parts: list[Part]
+    exchange: Exchange
+    outer: Outer
+    done: int = 0
+    weight: float = 0.0
+    due: int | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """Of its parameters."""
+        return [name for part in self.parts for name in part.names]
+
+    def count(self, weight: float) -> None:
+        """One more step."""
+        self.done += 1
+        self.weight += weight
+
+    def launch(self, weight: float, due: int, *, finished: bool) -> None:
+        """x, as it is now, begins to travel."""
+        self.exchange.launch([part.gather() for part in self.parts], weight, finished=finished)
+        self.done, self.weight, self.due = 0, 0.0, due
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was launched is waited for, and not applied. Where nothing was, the means are of no meaning."""
+        arrived = Arrived([], 0.0, 0) if self.due is None else self.exchange.arrived()
+        means = arrived.means or [part["anchor"] for part in self.parts]
+        return {
+            "names": self.names,
+            "done": self.done,
+            "weight": self.weight,
+            "due": -1 if self.due is None else self.due,
+            "arrived": {"means": self._by_name(means), "weight": arrived.weight, "unfinished": arrived.unfinished},
+            "outer": self.outer.state_dict(),
+        }
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raises ValueError for one that does not fit; changes nothing."""
+        if sorted(state["names"]) != sorted(self.names):
+            raise ValueError(f"the state is of a fragment of {state['names']}, this one is of {self.names}")
+        saved = {name: tuple(mean.shape) for name, mean in state["arrived"]["means"].items()}
+        own = {name: tuple(view.shape) for name, view in self._by_name([p["anchor"] for p in self.parts]).items()}
+        if wrong := sorted(set(saved.items()) ^ set(own.items())):
+            raise ValueError(f"arrived: only the checkpoint, or only the model, has (name, shape) {wrong}")
+        self.outer.check(state["outer"])
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """What `check` let pass."""
+        arrived, means = state["arrived"], [torch.empty_like(part["anchor"]) for part in self.parts]
+        for name, view in self._by_name(means).items():
+            view.copy_(arrived["means"][name])
+        self.exchange.store(Arrived(means if arrived["weight"] else [], arrived["weight"], arrived["unfinished"]))
+        self.done, self.weight = state["done"], state["weight"]
+        self.due = None if state["due"] < 0 else state["due"]
+        self.outer.load_state_dict(state["outer"])
+
+    def _by_name(self, flats: list[Tensor]) -> dict[str, Tensor]:
+        pairs = zip(self.parts, flats, strict=True)
+        return {name: view for part, flat in pairs for name, view in part.by_name(flat).items()}

@@ -1,0 +1,60 @@
+"""A model in fragments, which are exchanged one after another: every parameter in one of them, none left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+from torch import Tensor, nn
+
+from local_sgd.settings import whole
+
+Fragments: TypeAlias = int | Sequence[nn.Module | Iterable[str]]
+"""How many, or modules or names of parameters: one entry a fragment."""
+
+
+def fragments_of(trained: Mapping[str, Tensor], fragments: Fragments) -> list[dict[str, Tensor]]:
+    """The parameters by fragment, none empty; as many fragments as asked for, but no more than there are parameters.
+
+    A number: in the order of the parameters, of about as many bytes each.
+    Raises ValueError, by name, for parameters in no fragment or in two, and for names that are none; TypeError for
+    what is no fragment.
+    """
+    if isinstance(fragments, int):
+        return _by_bytes(trained, whole("fragments", fragments, ", or modules or lists of names"))
+    names = {id(p): name for name, p in trained.items()}
+    cut = [[name for name in _names_in(one, names) if name in trained] for one in fragments]
+    flat = [name for one in cut for name in one]
+    if missing := [name for name in trained if name not in set(flat)]:
+        raise ValueError(f"parameters in no fragment: {missing}; add a module or a list of names that has them")
+    if twice := sorted({name for name in flat if flat.count(name) > 1}):
+        raise ValueError(f"parameters in two fragments: {twice}")
+    return [{name: trained[name] for name in one} for one in cut if one]
+
+
+def _by_bytes(trained: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]]:
+    """A fragment ends with the parameter that reaches its share, or where each of the others needs one that is left."""
+    count = min(count, len(trained))
+    nbytes = {name: p.numel() * p.dtype.itemsize for name, p in trained.items()}
+    total, passed = sum(nbytes.values()), 0
+    cut: list[dict[str, Tensor]] = [{}]
+    for left, (name, p) in zip(range(len(trained), 0, -1), trained.items(), strict=True):
+        lacking = count - len(cut)  # fragments that come after this one
+        if cut[-1] and lacking and (passed * count >= len(cut) * total or left <= lacking):
+            cut.append({})
+        cut[-1][name] = p
+        passed += nbytes[name]
+    return cut
+
+
+def _names_in(fragment: nn.Module | Iterable[str], names: Mapping[int, str]) -> list[str]:
+    if isinstance(fragment, nn.Module):
+        return [names[id(p)] for p in fragment.parameters() if id(p) in names]
+    listed = [] if isinstance(fragment, str) else list(fragment)
+    if not listed or not all(isinstance(name, str) for name in listed):
+        raise TypeError(f"a fragment is {fragment!r}, expected a module or a list of names of parameters")
+    if unknown := sorted(set(listed) - set(names.values())):
+        raise ValueError(
+            f"a fragment names {unknown}, which are no trained parameters; there are {list(names.values())}"
+        )
+    return listed

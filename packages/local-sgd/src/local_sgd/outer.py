@@ -1,0 +1,101 @@
+"""The outer optimizer, whose gradient is what a block has changed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from communicators import Communicator, run
+from communicators.dense_schedules import barrier
+from communicators.replicas.wrapped_state import check_loaded, wrapped_state
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from local_sgd.parts import Part
+
+MakeOptimizer: TypeAlias = Callable[[list[nn.Parameter]], Optimizer]
+MakeScheduler: TypeAlias = Callable[[Optimizer], LRScheduler]
+
+NESTEROV: MakeOptimizer = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+
+
+class Outer:
+    """An optimizer over the anchors z, one parameter for each of the model's, in its shape and the model's order.
+
+    make: makes it, such as `functools.partial(torch.optim.SGD, lr=0.7)`.
+    schedule: makes a scheduler of its rate, which takes a step after each of the optimizer's; None: it has none.
+    """
+
+    def __init__(
+        self, parts: Sequence[Part], names: Sequence[str], make: MakeOptimizer, schedule: MakeScheduler | None
+    ) -> None:
+        views = {name: view for part in parts for name, view in part.by_name(part["anchor"]).items()}
+        self._parameters = {name: nn.Parameter(views[name]) for name in names if name in views}
+        self.optimizer = _checked(make(list(self._parameters.values())), self._parameters)
+        self.scheduler = None if schedule is None else schedule(self.optimizer)
+        if self.scheduler is not None and not callable(getattr(self.scheduler, "step", None)):
+            raise TypeError(f"outer_scheduler makes {type(self.scheduler).__name__}, expected one with step()")
+        self._steps = 0
+
+    def __str__(self) -> str:
+        schedule = "" if self.scheduler is None else f", {type(self.scheduler).__name__}"
+        return " ".join(str(self.optimizer).split()) + schedule
+
+    def agree(self, comm: Communicator) -> None:
+        """All ranks have an outer optimizer alike, or it is a CollectiveError on all of them."""
+        run(barrier(comm.rank, comm.size), comm, facts=f"outer optimizer {self}")
+
+    def give(self, part: Part, delta: Tensor) -> None:
+        """Δ of a part is the gradient of its anchor."""
+        for name, view in part.by_name(delta).items():
+            self._parameters[name].grad = view
+
+    def step(self) -> None:
+        """The optimizer's, then the scheduler's."""
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._steps += 1
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """By parameter, whatever the vectors."""
+        state, held = wrapped_state(self.optimizer, stepped=self._steps > 0)
+        schedule = {} if self.scheduler is None else {"scheduler": self.scheduler.state_dict()}
+        return {"state": state, "held": held, "steps": self._steps, **schedule}
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raises ValueError for one that does not fit; changes nothing."""
+        if ("scheduler" in state) != (self.scheduler is not None):
+            raise ValueError(
+                f"the state is of an outer optimizer with{'' if 'scheduler' in state else 'out'} a scheduler"
+            )
+        theirs = [len(group["params"]) for group in state["state"]["param_groups"]]
+        own = [len(group["params"]) for group in self.optimizer.param_groups]
+        if theirs != own:
+            raise ValueError(f"the state's outer optimizer has groups of {theirs} parameters, this one of {own}")
+        check_loaded(state["state"], state["held"])
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """What `check` let pass."""
+        loaded = check_loaded(state["state"], state["held"])
+        self.optimizer.load_state_dict(copy.deepcopy(loaded))  # torch would go on in the tensors that it was given
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        self._steps = state["steps"]
+
+
+def _checked(optimizer: Any, parameters: Mapping[str, nn.Parameter]) -> Optimizer:
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"outer makes {type(optimizer).__name__}, expected a torch.optim.Optimizer over the parameters given to "
+            "it, such as functools.partial(torch.optim.SGD, lr=0.7) makes"
+        )
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if lacking := [name for name, p in parameters.items() if id(p) not in held]:
+        raise ValueError(f"the outer optimizer lacks {lacking}: outer makes it over all parameters given to it")
+    return optimizer

@@ -1,0 +1,109 @@
+"""DiLoCo's outer optimizer: any of torch's, its rate schedule, its state."""
+
+from functools import partial
+
+import pytest
+import torch
+from communicators import CollectiveError, SimulatedWorld, allreduce
+from local_sgd import DiLoCo
+
+STEPS = 13
+OUTERS = {
+    "plain": partial(torch.optim.SGD, lr=0.5),
+    "adam": partial(torch.optim.AdamW, lr=0.05),
+    "muon-like": partial(torch.optim.Adafactor, lr=0.05),  # depends on shapes
+}
+
+
+def decaying(outer):
+    return torch.optim.lr_scheduler.ExponentialLR(outer, 0.8)
+
+
+def make(task, comm, outer, **options):
+    inner = torch.optim.SGD(task.model.parameters(), lr=0.1, momentum=0.5)
+    return DiLoCo(inner, comm=comm, model=task.model, sync_every=3, outer=outer, **options)
+
+
+@pytest.mark.parametrize("outer", OUTERS.values(), ids=OUTERS)
+@pytest.mark.parametrize("schedule", [None, decaying])
+@pytest.mark.parametrize("bucket_bytes", [None, 20])
+def test_it_is_the_optimizer_on_the_change(quadratic, outer, schedule, bucket_bytes):
+    """In all bits, by hand: z in the model's shapes, Δ its gradient, the scheduler after every outer step."""
+
+    def by_hand(comm):
+        task = quadratic(comm.rank)
+        inner = torch.optim.SGD(task.model.parameters(), lr=0.1, momentum=0.5)
+        z = {name: torch.nn.Parameter(p.detach().clone()) for name, p in task.model.items()}
+        optimizer = outer(list(z.values()))
+        scheduler = schedule and schedule(optimizer)
+        for step in range(STEPS):
+            task.backward(step)
+            inner.step()
+            if (step + 1) % 3 == 0:
+                for name, p in task.model.items():
+                    z[name].grad = z[name].detach() - allreduce(p.detach(), comm, average=True, native=False)
+                optimizer.step()
+                if scheduler:
+                    scheduler.step()
+                for name, p in task.model.items():
+                    p.data.copy_(z[name].data)
+        return task.flat()
+
+    def ours(comm):
+        task = quadratic(comm.rank)
+        optimizer = make(task, comm, outer, outer_scheduler=schedule, bucket_bytes=bucket_bytes)
+        task.train(optimizer, range(STEPS))
+        x = task.flat().clone()
+        optimizer.finish()
+        return x
+
+    for x, expected in zip(SimulatedWorld(2).run(ours), SimulatedWorld(2).run(by_hand), strict=True):
+        assert torch.equal(x, expected)
+
+
+@pytest.mark.parametrize("at", [1, 3, 8])
+def test_resumed_with_its_state_and_schedule(quadratic, saved, at):
+    def whole(comm, stop=None):
+        task = quadratic(comm.rank)
+        optimizer = make(task, comm, OUTERS["adam"], outer_scheduler=decaying)
+        if stop is not None:
+            task.train(optimizer, range(stop))
+            state, weights = saved(optimizer.state_dict()), saved(task.model.state_dict())
+            task = quadratic(comm.rank)
+            optimizer = make(task, comm, OUTERS["adam"], outer_scheduler=decaying, bucket_bytes=20)
+            task.model.load_state_dict(weights)
+            optimizer.load_state_dict(state)
+        task.train(optimizer, range(stop or 0, STEPS))
+        rate = optimizer.outer.optimizer.param_groups[0]["lr"]
+        optimizer.finish()
+        return task.flat(), rate, optimizer.outer.scheduler.last_epoch
+
+    straight, resumed = SimulatedWorld(2).run(whole), SimulatedWorld(2).run(lambda comm: whole(comm, at))
+    for (x, rate, steps), (y, *others) in zip(straight, resumed, strict=True):
+        assert torch.equal(x, y)
+        assert [rate, steps] == others
+    assert straight[0][1] == pytest.approx(0.05 * 0.8**4)
+
+
+def test_bad_outers(quadratic, saved):
+    def body(comm):
+        task = quadratic(comm.rank)
+        with pytest.raises(TypeError, match=r"outer makes NoneType, expected a torch.optim.Optimizer"):
+            make(task, comm, lambda parameters: None)
+        with pytest.raises(ValueError, match=r"the outer optimizer lacks \['c'\]"):
+            make(task, comm, lambda parameters: torch.optim.SGD(parameters[:-1], lr=0.7))
+        plain, scheduled = make(task, comm, OUTERS["adam"]), make(task, comm, OUTERS["adam"], outer_scheduler=decaying)
+        with pytest.raises(ValueError, match="of an outer optimizer without a scheduler"):
+            scheduled.load_state_dict(saved(plain.state_dict()))
+        with pytest.raises(ValueError, match="of an outer optimizer with a scheduler"):
+            plain.load_state_dict(saved(scheduled.state_dict()))
+
+    SimulatedWorld(1).run(body)
+
+
+def test_ranks_with_other_outers(quadratic):
+    def body(comm):
+        make(quadratic(comm.rank), comm, partial(torch.optim.SGD, lr=0.5 + comm.rank))
+
+    with pytest.raises(CollectiveError, match=r"lr: 0.5.*lr: 1.5|lr: 1.5.*lr: 0.5"):
+        SimulatedWorld(2).run(body)
