@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar, Protocol
 
 import torch
-from communicators import hash_bits
+from communicators import Communicator, hash_bits
 from communicators.replicas.place import KEY, check_place, place
 from communicators.replicas.wrapped_state import check_loaded, wrapped_state
 from torch import Tensor
+from torch.optim import Optimizer
 
 from local_sgd.block import Block
 from local_sgd.exchange import Arrived
 from local_sgd.parts import Part
-
-if TYPE_CHECKING:
-    from local_sgd.periodic import PeriodicAveraging
 
 ANEW = (
     "call drain() before state_dict(), and any rank's state and model may be loaded at any number of ranks; or start "
@@ -25,8 +23,28 @@ ANEW = (
 _NEEDS = ("algorithm", "block", "kept", "rates", "parameters", "drained")
 
 
+class Saved(Protocol):
+    """What is asked of an optimizer whose state it is; see `PeriodicAveraging`."""
+
+    anchors: tuple[str, ...]
+    momenta: ClassVar[tuple[str, ...]]
+    overlaps: ClassVar[bool]
+    more: tuple[str, ...]
+    optimizer: Optimizer
+    param_groups: list[dict[str, Any]]
+
+    @property
+    def comm(self) -> Communicator: ...
+
+    def more_state(self) -> dict[str, Any]: ...
+
+    def check_more(self, state: dict[str, Any]) -> None: ...
+
+    def load_more(self, state: dict[str, Any]) -> None: ...
+
+
 def state_dict(
-    optimizer: PeriodicAveraging, parts: Sequence[Part], block: Block, arrived: Arrived | None, *, drained: bool
+    optimizer: Saved, parts: Sequence[Part], block: Block, arrived: Arrived | None, *, drained: bool
 ) -> dict[str, Any]:
     """The wrapped optimizer's state with this rank's part."""
     wrapped, held = wrapped_state(optimizer.optimizer, stepped=block.steps > 0)
@@ -48,7 +66,7 @@ def state_dict(
     return {**wrapped, KEY: own}
 
 
-def checked(optimizer: PeriodicAveraging, state: Mapping[str, Any], parts: Sequence[Part]) -> dict[str, Any]:
+def checked(optimizer: Saved, state: Mapping[str, Any], parts: Sequence[Part]) -> dict[str, Any]:
     """This rank's part; ValueError, before anything is changed, for one that does not fit."""
     what, comm = type(optimizer).__name__, optimizer.comm
     drained = KEY in state and state[KEY].get("drained") is True
@@ -74,7 +92,7 @@ def checked(optimizer: PeriodicAveraging, state: Mapping[str, Any], parts: Seque
 
 
 def load(
-    optimizer: PeriodicAveraging,
+    optimizer: Saved,
     state: Mapping[str, Any],
     own: dict[str, Any],
     parts: Sequence[Part],
@@ -108,11 +126,11 @@ def refuse_other_parameters(expected: int, trained: Mapping[str, Tensor]) -> Non
         )
 
 
-def _kept(optimizer: PeriodicAveraging) -> tuple[str, ...]:
+def _kept(optimizer: Saved) -> tuple[str, ...]:
     return optimizer.anchors + optimizer.momenta
 
 
-def _tensors(optimizer: PeriodicAveraging, own: Mapping[str, Any]) -> dict[str, Mapping[str, Tensor]]:
+def _tensors(optimizer: Saved, own: Mapping[str, Any]) -> dict[str, Mapping[str, Tensor]]:
     found = {name: own["kept"].get(name, {}) for name in _kept(optimizer)}
     return found | ({"arrived": own["arrived"]["means"]} if optimizer.overlaps else {})
 

@@ -3,18 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
-from communicators.communicator import Communicator
+from communicators.communicator import Communicator, Work
 from communicators.dense_schedules import barrier
 from communicators.schedule import Elapse, Received, Round, Schedule
 
-if TYPE_CHECKING:
-    from communicators.simulated.world import SimulatedCommunicator, SimulatedWork
-
 T = TypeVar("T")
+
+
+class Whole(Protocol):
+    """What a group asks of a communicator of the whole world."""
+
+    rank: int
+    timeout: float
+
+    @property
+    def bytes_sent(self) -> int: ...
+
+    @property
+    def messages_sent(self) -> int: ...
+
+    def start(
+        self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None
+    ) -> Work[T]: ...
+
+    def inner(self) -> Whole: ...
+
+    def close(self) -> None: ...
+
+    def clock(self) -> float: ...
+
+    def elapse(self, seconds: float) -> None: ...
 
 
 class SimulatedSubgroup(Communicator):
@@ -23,7 +45,7 @@ class SimulatedSubgroup(Communicator):
     whole: a communicator of this rank in the world, with a context that no other group has.
     """
 
-    def __init__(self, whole: SimulatedCommunicator, members: Sequence[int]) -> None:
+    def __init__(self, whole: Whole, members: Sequence[int]) -> None:
         self._whole, self._members = whole, list(members)
         self.rank, self.size = self._members.index(whole.rank), len(self._members)
         self.timeout = whole.timeout
@@ -44,7 +66,7 @@ class SimulatedSubgroup(Communicator):
 
     def start(
         self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None
-    ) -> SimulatedWork[T]:
+    ) -> Work[T]:
         """See `communicators.start`."""
         outside = _outside(schedule, self._members, facts)
         return self._whole.start(outside, facts=facts, timeout=timeout, device=device)
