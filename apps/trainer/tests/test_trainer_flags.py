@@ -18,6 +18,7 @@ from trainer.app import App
 from trainer.command_line.flags import parse
 from trainer.errors import RunError
 from trainer.synchronisers.literals import literal_dict
+from trainer.synchronisers.periodic import MAKERS
 from trainer.synchronisers.table import DENSE_WIRE, TABLE, WIRE, Flag, Synchronisation
 
 
@@ -96,7 +97,7 @@ def test_tensorboard_is_asked_for_only_where_it_is(app: App, monkeypatch: pytest
 
 
 def test_every_algorithm_can_be_trained_with() -> None:
-    assert [*ALGORITHMS, *WHOLE] == list(TABLE)
+    assert sorted([*ALGORITHMS, *WHOLE, *MAKERS]) == sorted(TABLE)
     assert list(KNOWN_WIRES) == WIRE.choices
     assert list(KNOWN_DENSE_WIRES) == DENSE_WIRE.choices
 
@@ -119,20 +120,20 @@ def test_an_apps_default_is_for_the_algorithms_that_take_it(app: App) -> None:
 
 
 def test_a_synchronisation_of_ones_own_is_one_entry(app: App, capsys: pytest.CaptureFixture[str]) -> None:
-    every = Flag(name="sync_every", default=4, read=int, says="steps between averages")
+    every = Flag(name="pause", default=4, read=int, says="steps between averages")
     entry = Synchronisation(make=unused, flags=(every,), needs="not-installed-anywhere")
     with_it = replace(app, synchronisations={"periodic": entry})
     with pytest.raises(RunError, match="periodic needs the not-installed-anywhere package: pip install not-i"):
         parse(["--algorithm", "periodic"], with_it, world_size=None)
-    with pytest.raises(RunError, match="--sync-every 3 is for periodic; dense has no sync every"):
-        parse(["--sync-every", "3"], with_it, world_size=None)
+    with pytest.raises(RunError, match="--pause 3 is for periodic; dense has no pause"):
+        parse(["--pause", "3"], with_it, world_size=None)
     here = replace(app, synchronisations={"periodic": replace(entry, needs="")})
-    assert parse(["--algorithm", "periodic"], here, world_size=None).own == {"sync_every": 4}
+    assert parse(["--algorithm", "periodic"], here, world_size=None).own == {"pause": 4}
     with pytest.raises(RunError, match="is for topk-allgather"):
         parse(["--algorithm", "periodic", "--density", "0.1"], here, world_size=None)
     with pytest.raises(SystemExit):
         parse(["--help"], here, world_size=None)
-    assert "only with --algorithm periodic:\n  --sync-every" in capsys.readouterr().out
+    assert "only with --algorithm periodic:\n  --pause" in capsys.readouterr().out
 
 
 def unused(*given: object) -> NoReturn:
@@ -163,7 +164,31 @@ def test_settings_leave_out_what_shapes_no_number(app: App) -> None:
     assert settings(f"{constant} 3") == settings(f"{constant} 4")
 
 
-@pytest.mark.parametrize("algorithm", TABLE)
+@pytest.mark.parametrize("algorithm", MAKERS)
+def test_own_flags_reach_a_periodic_optimizer(app: App, algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    changed = {"sync_every": 7, "alpha": 0.25, "beta": 0.1, "block_rate": 0.9, "outer_rate": 0.3, "outer_momentum": 0.2}
+    changed |= {"compress": "int8", "fragments": 2, "delay": 3}
+    own = {flag.name: changed[flag.name] for flag in TABLE[algorithm].flags}
+    asked: list[dict[str, Any]] = []
+    real = MAKERS[algorithm]
+    monkeypatch.setitem(MAKERS, algorithm, lambda *given, **named: asked.append(named) or real(*given, **named))
+    argv = [text for name, value in own.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    options = parse(["--algorithm", algorithm, *argv], app, world_size=None)
+    made = TABLE[algorithm].make(options, torch.nn.Linear(9, 7), as_communicator(None), steady)
+    [named] = asked
+    if outer := named.pop("outer", None):
+        named |= {f"outer_{name}": outer.keywords[rate] for name, rate in (("rate", "lr"), ("momentum", "momentum"))}
+    assert {name: named[name] for name in own} == own
+    assert made.optimizer.param_groups[0]["momentum"] == options.momentum
+
+
+def test_a_setting_that_the_ranks_do_not_allow_is_the_users_to_mend(app: App) -> None:
+    options = parse(["--algorithm", "easgd", "--alpha", "1.5"], app, world_size=None)
+    with pytest.raises(RunError, match=r"--algorithm easgd: alpha is 1.5, expected 0 < alpha < 2"):
+        TABLE["easgd"].make(options, torch.nn.Linear(9, 7), as_communicator(None), steady)
+
+
+@pytest.mark.parametrize("algorithm", [*ALGORITHMS, *WHOLE])
 def test_own_flags_reach_the_optimizer(app: App, algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from trainer.synchronisers import synchronous
 

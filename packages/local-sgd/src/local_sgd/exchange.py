@@ -73,6 +73,11 @@ class Exchange:
             self._arrived = _means(totals)
         return self._arrived
 
+    def wait(self) -> None:
+        """For what is under way, if anything is."""
+        if self._works:
+            self.arrived()
+
     def store(self, arrived: Arrived) -> None:
         """As if this had been launched last. What is under way is waited for, and forgotten."""
         for work in self._works:

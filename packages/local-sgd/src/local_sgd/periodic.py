@@ -252,8 +252,8 @@ class PeriodicAveraging(Wrapping):
 
     def settle(self) -> None:
         """Waits for what is under way, which is applied at the next boundary as ever; so that it can be counted."""
-        if self.overlaps:
-            self._exchange.arrived()
+        for exchange in self.exchanges():
+            exchange.wait()
 
     @contextmanager
     def averaged_model(self, *, comm: Communicator | None = None) -> Iterator[nn.Module | None]:

@@ -11,7 +11,17 @@ from functools import partial
 from typing import Any
 
 from communicators import Communicator
-from local_sgd import BMUF, EASGD, CoCoDSGD, DiLoCo, LocalSGD, OverlapLocalSGD, PeriodicAveraging, SlowMo
+from local_sgd import (
+    BMUF,
+    EASGD,
+    CoCoDSGD,
+    DiLoCo,
+    LocalSGD,
+    OverlapLocalSGD,
+    PeriodicAveraging,
+    SlowMo,
+    StreamingDiLoCo,
+)
 from torch import nn
 from torch.optim import SGD
 
@@ -35,6 +45,7 @@ MAKERS: dict[str, Callable[..., PeriodicAveraging]] = {
     "cocod": CoCoDSGD,
     "overlap-local-sgd": OverlapLocalSGD,
     "diloco": DiLoCo,
+    "streaming-diloco": StreamingDiLoCo,
 }
 
 
@@ -73,7 +84,7 @@ class Periodic(Synchroniser):
     def counters(self) -> Mapping[str, int | float]:
         """See `Synchroniser.counters`."""
         hidden = self.optimizer.hidden_fraction
-        return {} if hidden is None or not self.optimizer.overlaps else {"hidden_fraction": hidden}
+        return {} if hidden is None else {"hidden_fraction": hidden}
 
     def state_dict(self) -> State:
         """See `Synchroniser.state_dict`."""
@@ -103,9 +114,12 @@ class Periodic(Synchroniser):
 
 
 def periodic(options: Options, model: nn.Module, comm: Communicator, rates: Rates) -> Periodic:
-    """Own flags are the keyword arguments of the optimizer, but for those that are left to it."""
+    """Own flags are the keyword arguments of the optimizer, but for those that are left to it: "auto", "none"."""
     inner = SGD(model.parameters(), lr=options.lr, momentum=options.momentum, weight_decay=options.weight_decay)
-    given: dict[str, Any] = {name: value for name, value in options.own.items() if value != "auto"}
+    given: dict[str, Any] = {name: value for name, value in options.own.items() if value not in ("auto", "none")}
+    if "outer_rate" in given:
+        rate, momentum = given.pop("outer_rate"), given.pop("outer_momentum")
+        given["outer"] = partial(SGD, lr=rate, momentum=momentum, nesterov=momentum > 0)
     make = partial(MAKERS[options.algorithm], inner, comm=comm, model=model)
     try:
         return Periodic(model, make(**given), rates)

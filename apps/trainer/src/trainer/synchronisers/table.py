@@ -120,17 +120,38 @@ ALPHA = Flag(
 )
 BETA = Flag(name="beta", default=0.7, read=quantities.momentum, says="momentum of the anchor")
 BLOCK_RATE = Flag(name="block_rate", default=1.0, read=quantities.positive, says="of what a block of steps changed")
-OUTER_RATE = Flag(name="outer_rate", default=0.7, read=quantities.positive, says="the outer optimizer's rate")
+OUTER = (
+    Flag(name="outer_rate", default=0.7, read=quantities.positive, says="of the outer SGD"),
+    Flag(name="outer_momentum", default=0.9, read=quantities.momentum, says="of the outer SGD, Nesterov's"),
+)
+COMPRESS = Flag(
+    name="compress",
+    default="none",
+    choices=("none", "int8", "int4"),
+    says="the change since the last agreed model travels in so many bits, what is rounded off later",
+)
+FRAGMENTS = Flag(name="fragments", default=4, read=quantities.count, says="that travel one after another")
+DELAY = Flag(
+    name="delay",
+    default=1,
+    read=quantities.count_or_zero,
+    metavar="STEPS",
+    says="between a fragment's launch and its use",
+)
 PERIODIC = Synchronisation(make=lazily("trainer.synchronisers.periodic:periodic"), flags=(SYNC_EVERY,))
 
 AVERAGING: dict[str, Synchronisation] = {
-    "local-sgd": PERIODIC,
+    "local-sgd": replace(PERIODIC, flags=(SYNC_EVERY, COMPRESS)),
     "bmuf": replace(PERIODIC, flags=(SYNC_EVERY, BLOCK_RATE)),
     "slowmo": replace(PERIODIC, flags=(SYNC_EVERY, ALPHA, BETA)),
     "easgd": replace(PERIODIC, flags=(SYNC_EVERY, replace(ALPHA, default="auto"))),
     "cocod": PERIODIC,
     "overlap-local-sgd": replace(PERIODIC, flags=(replace(SYNC_EVERY, default=2), replace(ALPHA, default=0.6), BETA)),
-    "diloco": replace(PERIODIC, flags=(replace(SYNC_EVERY, default=20), OUTER_RATE)),
+    "diloco": replace(PERIODIC, flags=(replace(SYNC_EVERY, default=20), *OUTER, COMPRESS)),
+    "streaming-diloco": replace(
+        PERIODIC,
+        flags=(replace(SYNC_EVERY, default=20), replace(ALPHA, default=0.5), *OUTER, COMPRESS, FRAGMENTS, DELAY),
+    ),
 }
 
 OWN: dict[str, dict[str, Any]] = {

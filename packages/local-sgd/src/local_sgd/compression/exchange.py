@@ -54,6 +54,11 @@ class Compressed(Exchange):
             self._arrived = self._take()
         return self._arrived
 
+    def wait(self) -> None:
+        """See `Exchange.wait`."""
+        if self._flights:
+            self.arrived()
+
     def store(self, arrived: Arrived) -> None:
         """See `Exchange.store`."""
         if self._head is not None and self._arrived is None:
