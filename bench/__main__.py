@@ -3,34 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from pkgutil import resolve_name
 
-from bench import (
-    collectives,
-    compress,
-    convergence,
-    local_sgd,
-    local_sgd_peers,
-    overlap,
-    powersgd,
-    predictions,
-    signals,
-    walk,
-)
-from bench.slow_link.__main__ import main as slow_link
-
-BENCHMARKS: dict[str, Callable[[Sequence[str]], int]] = {
-    "collectives": collectives.main,
-    "compress": compress.main,
-    "convergence": convergence.main,
-    "local-sgd": local_sgd.main,
-    "local-sgd-peers": local_sgd_peers.main,
-    "overlap": overlap.main,
-    "powersgd": powersgd.main,
-    "predictions": predictions.main,
-    "signals": signals.main,
-    "walk": walk.main,
-    "slow-link": lambda argv: slow_link(["check", *argv]),
+BENCHMARKS = {
+    "collectives": "bench.collectives:main",
+    "compress": "bench.compress:main",
+    "convergence": "bench.convergence:main",
+    "learning": "bench.learning:main",
+    "local-sgd": "bench.local_sgd:main",
+    "local-sgd-peers": "bench.local_sgd_peers:main",
+    "overlap": "bench.overlap:main",
+    "powersgd": "bench.powersgd:main",
+    "predictions": "bench.predictions:main",
+    "signals": "bench.signals:main",
+    "slow-link": "bench.slow_link.__main__:check_command",
+    "walk": "bench.walk:main",
 }
 
 
@@ -47,7 +35,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _run(name: str, options: Sequence[str]) -> int:
     print(f"\n== {name}", flush=True)
-    return BENCHMARKS[name](options)
+    status: int = resolve_name(BENCHMARKS[name])(options)
+    return status
 
 
 if __name__ == "__main__":
