@@ -20,8 +20,9 @@ class Header:
     """What a rank says in a round of itself, to all.
 
     contributes: it brings gradients. fresh: among them the one that it waits with; others come too late for theirs.
-    weight: of what it brings. deposits: how many gradients that is.
-    lateness: seconds from the last round's beginning to its arrival there, by its own clock; below 0: it was early.
+    weight: of what it brings. deposits: how many gradients that is. finite: whether all of them were.
+    late, late_round: seconds from the beginning of that round to its arrival there, by its own clock; below 0: it was
+        early. late_round is -1 where there is nothing new to say.
     """
 
     stage: Stage
@@ -29,7 +30,9 @@ class Header:
     fresh: bool = False
     weight: float = 0.0
     deposits: int = 0
-    lateness: float = 0.0
+    finite: bool = True
+    late: float = 0.0
+    late_round: int = -1
 
 
 class Kind(IntEnum):

@@ -45,7 +45,7 @@ class Case:
         return f"python -m partial_collectives.protocol.interleaving '{json.dumps(asdict(self))}'"
 
 
-class BrokenRule(AssertionError):
+class BrokenRuleError(AssertionError):
     """A rule of the protocol did not hold; the message ends with the line that plays the case again."""
 
 
@@ -103,7 +103,7 @@ class Play:
         self._draw = random.Random(case.seed)
 
     def run(self) -> Play:
-        """Plays it to its end; raises BrokenRule."""
+        """Plays it to its end; raises BrokenRuleError."""
         while not all(rank.done for rank in self.ranks):
             possible = self._possible()
             self._demand(bool(possible), "nothing can happen any more, and ranks wait: a hang")
@@ -159,13 +159,14 @@ class Play:
         rank.entered = None
         if result.contributors:
             rank.results.append(result)
+        meetings = rank.machine.meetings
         actions = rank.machine.completed(headers)
         if rank.doing == "waits" and rank.results:
             rank.doing = "computes"
         if rank.doing in ("meets", "ends"):  # results are applied as they come
             rank.applied += rank.results
             rank.results = []
-        if rank.doing == "meets" and rank.machine.met:
+        if rank.doing == "meets" and rank.machine.meetings > meetings:
             rank.doing = "computes"
         self._do(number, actions)
 
@@ -249,7 +250,7 @@ class Play:
 
     def _demand(self, holds: bool, what: str) -> None:
         if not holds:
-            raise BrokenRule(f"{what}; again: {self.case.line}")
+            raise BrokenRuleError(f"{what}; again: {self.case.line}")
 
 
 def case_of(text: str) -> Case:

@@ -24,7 +24,7 @@ class Machine:
     Differs from the paper: there, late gradients are overwritten, and any rank may be drawn, also one that has ended.
 
     round: the current one. running: who may be waited for: had more steps, as of the last round.
-    missed: rounds in a row that each rank brought nothing to. met: the last round found nobody running.
+    missed: rounds in a row that each rank brought nothing to. meetings: rounds that found nobody running.
     over: nobody has more steps.
     """
 
@@ -34,7 +34,8 @@ class Machine:
         self.stage = Stage.RUNNING
         self.running = self.unfinished = frozenset(range(size))
         self.missed = [0] * size
-        self.joined = self.met = False
+        self.joined = False
+        self.meetings = 0
         self._holds = self._waits = False
         self._told, self._announced, self._granted = NEVER, NEVER, NEVER
         self._arrived: dict[int, set[int]] = {}
@@ -78,12 +79,12 @@ class Machine:
         """The current round's collective is over; headers of all ranks."""
         running = frozenset(r for r, header in enumerate(headers) if header.stage is Stage.RUNNING)
         self.unfinished = frozenset(r for r, header in enumerate(headers) if header.stage is not Stage.FINISHED)
-        self.met = not running
+        self.meetings += not running
         self.running = running or self.unfinished
         self.missed = [
             missed + 1 if r in running and not headers[r].contributes else 0 for r, missed in enumerate(self.missed)
         ]
-        if self.met and self.stage is Stage.PAUSED:
+        if not running and self.stage is Stage.PAUSED:
             self.stage = Stage.RUNNING
         if any(header.contributes for header in headers):
             self._waits = False
