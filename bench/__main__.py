@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from bench import collectives, compress, overlap, predictions
+from bench import collectives, compress, overlap, predictions, signals
 from bench.slow_link.__main__ import main as slow_link
 
 BENCHMARKS: dict[str, Callable[[Sequence[str]], int]] = {
@@ -13,6 +13,7 @@ BENCHMARKS: dict[str, Callable[[Sequence[str]], int]] = {
     "compress": compress.main,
     "overlap": overlap.main,
     "predictions": predictions.main,
+    "signals": signals.main,
     "slow-link": lambda argv: slow_link(["check", *argv]),
 }
 

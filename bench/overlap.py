@@ -4,9 +4,10 @@
 
 compute: forward and backward alone. exchange: the same buckets' sparse vectors, ready, exchanged alone. step:
 synchronize() and the optimizer's step after backward, without what it waits. overlapped:
-forward, backward and step with overlap=True. waits: how long of it this rank is idle for the exchange. hidden:
-1 − waits / exchange. contention: what overlapped takes beyond what stays visible of its parts, because selecting,
-merging and polling compete with backward for cores. Medians of interleaved repeats on rank 0, ms.
+forward, backward and step with overlap=True. waits: from when backward is over and every bucket started, to the end
+of the last one's exchange (by `Work.began` and `Work.ended`). hidden: 1 − waits / exchange. contention: what
+overlapped takes beyond what stays visible of its parts, because selecting, merging and polling compete with backward
+for cores. Medians of interleaved repeats on rank 0, ms.
 """
 
 from __future__ import annotations
@@ -16,15 +17,14 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
-from communicators import Communicator, as_communicator, barrier, buckets_of, run
+from communicators import Communicator, Schedule, Work, as_communicator, barrier, buckets_of, run
 from communicators.background.call import Call
 from communicators.background.communicator import TransportCommunicator
-from communicators.background.flight import TransportWork
 from communicators.background.transport import Pending, Transport
 from communicators.dense_schedules import ring_allreduce
 from communicators.schedule import Received, Round
@@ -36,6 +36,7 @@ from torch import nn
 from bench.record import machine, record
 from bench.slow_link import open_link
 
+T = TypeVar("T")
 MIB = 1 << 20
 SHORT, LONG = 512, 1024  # batches with which computing takes a little longer than the exchange, and twice as long
 COLUMNS = (
@@ -81,7 +82,7 @@ def on_rank(repeats: int, bucket_mib: Sequence[float]) -> None:
     """One rank's part, under mpiexec."""
     from mpi4py import MPI
 
-    comm = as_communicator(MPI.COMM_WORLD)
+    comm = _Noted(as_communicator(MPI.COMM_WORLD))
     for algorithm in ("gtopk", "topk-allgather"):
         for batch, size in [*((SHORT, size) for size in bucket_mib), (LONG, BUCKET_BYTES / MIB)]:
             row = _measure(comm, algorithm, batch, int(size * MIB), repeats)
@@ -89,7 +90,7 @@ def on_rank(repeats: int, bucket_mib: Sequence[float]) -> None:
                 print(json.dumps({"algorithm": algorithm, "batch": batch, "bucket_MiB": size, **row}), flush=True)
 
 
-def _measure(comm: Communicator, algorithm: str, batch_size: int, bucket_bytes: int, repeats: int) -> dict[str, float]:
+def _measure(comm: _Noted, algorithm: str, batch_size: int, bucket_bytes: int, repeats: int) -> dict[str, float]:
     torch.manual_seed(comm.rank)
     model = nn.Sequential(*(nn.Linear(768, 768) for _ in range(16)))  # 9.4 million parameters
     batch = torch.randn(batch_size, 768)
@@ -106,6 +107,8 @@ def _measure(comm: Communicator, algorithm: str, batch_size: int, bucket_bytes: 
         for overlap in (False, True)
     }
 
+    backward_ended = 0.0
+
     def backward() -> None:
         model.zero_grad(set_to_none=True)
         model(batch).square().mean().backward()
@@ -115,7 +118,9 @@ def _measure(comm: Communicator, algorithm: str, batch_size: int, bucket_bytes: 
             backward()
 
     def overlapped() -> None:
+        nonlocal backward_ended
         backward()
+        backward_ended = comm.clock()
         optimizers[True].step()
 
     buckets = buckets_of(list(model.parameters()), bucket_bytes)
@@ -133,40 +138,48 @@ def _measure(comm: Communicator, algorithm: str, batch_size: int, bucket_bytes: 
         "overlapped": overlapped,
     }
     times: dict[str, list[float]] = {name: [] for name in (*parts, "waits")}
-    step_waits = 0.0
-    with _waits() as waited:
-        for _ in range(repeats + 1):
-            for name, part in parts.items():
-                barrier(comm)
-                waited.clear()
-                begin = time.perf_counter()
-                part()
-                times[name].append(1e3 * (time.perf_counter() - begin))
-                step_waits = step_waits if name != "step" else 1e3 * sum(waited)
-            times["waits"].append(1e3 * sum(waited))
-            times["step"][-1] -= step_waits  # what is left is work: selection, merges' results, the update
+    for _ in range(repeats + 1):
+        idle = {}
+        for name, part in parts.items():
+            barrier(comm)
+            comm.works.clear()
+            begin = comm.clock()
+            part()
+            times[name].append(1e3 * (comm.clock() - begin))
+            idle[name] = 1e3 * _idle_seconds(comm.works, since=backward_ended if name == "overlapped" else begin)
+        times["waits"].append(idle["overlapped"])
+        times["step"][-1] -= idle["step"]  # what is left is work: selection, merges' results, the update
     medians = {name: statistics.median(taken[1:]) for name, taken in times.items()}
     contention = medians["overlapped"] - medians["compute"] - medians["step"] - medians["waits"]
     return {**medians, "contention": contention, "hidden": 1 - medians["waits"] / medians["exchange"]}
 
 
-@contextmanager
-def _waits() -> Iterator[list[float]]:
-    """Seconds that each Work.wait() takes meanwhile."""
-    taken: list[float] = []
-    wait = TransportWork.wait
+def _idle_seconds(works: Sequence[Work[Any]], since: float) -> float:
+    """From when the rank has nothing left but to wait, all works started and backward over, to the last one's end."""
+    ends = [work.ended for work in works if work.ended is not None]
+    begins = [work.began for work in works]
+    return max(0.0, max(ends, default=since) - max([since, *begins]))
 
-    def timed(work: TransportWork[object], timeout: float | None = None) -> object:
-        begin = time.perf_counter()
-        result = wait(work, timeout)
-        taken.append(time.perf_counter() - begin)
-        return result
 
-    TransportWork.wait = timed  # type: ignore[method-assign, assignment]
-    try:
-        yield taken
-    finally:
-        TransportWork.wait = wait  # type: ignore[method-assign]
+class _Noted(Communicator):
+    """Another communicator, whose works are kept for their times."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm, self.works = comm, list[Work[Any]]()
+        self.rank, self.size, self.device = comm.rank, comm.size, comm.device
+
+    def run(self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None) -> T:
+        return self._comm.run(schedule, facts=facts, timeout=timeout, device=device)
+
+    def start(
+        self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None
+    ) -> Work[T]:
+        work = self._comm.start(schedule, facts=facts, timeout=timeout, device=device)
+        self.works.append(work)
+        return work
+
+    def clock(self) -> float:
+        return self._comm.clock()
 
 
 class _Echo(Pending):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 
 import pytest
@@ -183,6 +184,40 @@ def duplicates(comm):
     again.close()
 
 
+def signals_come(comm):
+    """What was sent before close(), between calls and without any; `on_signal` may answer."""
+    signals = comm.signals()
+    peers = [(comm.rank + value) % comm.size for value in range(300)]
+    for value, peer in enumerate(peers):
+        signals.send(peer, value)
+    allreduce(torch.ones(3), comm)
+    signals.send_all(-1)
+    signals.close()
+    expected = {(source, value) for source in range(comm.size) for value in range(300)}
+    expected = {(source, value) for source, value in expected if (source + value) % comm.size == comm.rank}
+    got = signals.poll()
+    assert set(got) == expected | {(source, -1) for source in range(comm.size) if source != comm.rank}
+    assert len(got) == len(set(got))
+
+
+def signals_are_answered(comm):
+    """While every rank is busy elsewhere."""
+    answers, all_there = set(), threading.Event()
+
+    def on_signal(source, value):
+        if value:
+            signals.send(source, 0)
+        else:
+            answers.add(source)
+            if len(answers) == comm.size - 1:
+                all_there.set()
+
+    signals = comm.signals(on_signal)
+    signals.send_all(1)
+    assert comm.size == 1 or all_there.wait(20)
+    signals.close()
+
+
 def world():
     from mpi4py import MPI
 
@@ -198,6 +233,8 @@ LAWS = [
     closed_and_made_again,
     inputs_changed_after_the_start,
     duplicates,
+    signals_come,
+    signals_are_answered,
 ]
 FAILURES = {
     other_sizes: "ranks disagree on call 0: rank 0 calls native allreduce(shape=(5,), torch.float32), rank {last} "

@@ -51,6 +51,64 @@ def test_arrows(name):
     assert not wrong, wrong
 
 
+def graph_of(package):
+    """module -> the package's own modules that it imports: at the top, in functions, or for types only."""
+    root = SOURCES[package]
+    files = {module_of(root, file): file for file in root.rglob("*.py")}
+    return {module: set(own_imports(module, file, files)) - {module} for module, file in files.items()}
+
+
+def module_of(root, file):
+    parts = [root.name, *file.relative_to(root).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def own_imports(module, file, modules):
+    """The longest of each import's names that is one of the modules; a package's `__init__` bears its name."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = module if file.name == "__init__.py" else module.rpartition(".")[0]
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, *filter(None, [node.module])])
+            names = [f"{base}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            while name and name not in modules:
+                name = name.rpartition(".")[0]
+            if name:
+                yield name
+
+
+def circle_in(graph):
+    """One circle as a list of modules, the first one again at its end; empty if there is none."""
+    done = set()
+
+    def visit(module, path):
+        if module in path:
+            return [*path[path.index(module) :], module]
+        if module in done:
+            return []
+        for other in sorted(graph[module]):
+            if circle := visit(other, [*path, module]):
+                return circle
+        done.add(module)
+        return []
+
+    return next(filter(None, (visit(module, []) for module in sorted(graph))), [])
+
+
+@pytest.mark.parametrize("name", sorted(SOURCES))
+def test_no_circles(name):
+    """Also not one that is hidden in a function or under TYPE_CHECKING: its modules could not be read one by one."""
+    circle = circle_in(graph_of(name))
+    assert not circle, " -> ".join(circle)
+
+
 @pytest.mark.parametrize("name", ["communicators", "sparse_compress", "sparse_collectives"])
 def test_a_package_needs_neither_mpi_nor_triton_nor_hypothesis(name):
     """A laptop has none of them; importing must not ask for them, nor start anything."""

@@ -1,9 +1,7 @@
 """What every transport gets: background calls, time-outs, failing alike, being closed. Ranks are threads here."""
 
 import gc
-import math
 import os
-import queue
 import threading
 import time
 import weakref
@@ -24,110 +22,10 @@ from communicators import (
 )
 from communicators.background import communicator as transport_communicator
 from communicators.background import flight, leftover
-from communicators.background.communicator import TransportCommunicator
 from communicators.background.engine import LISTEN_SECONDS, LONGEST_NAP_SECONDS, Engine, engine, leave
-from communicators.background.transport import PeerLost, Pending, Transport
+from communicators.background.transport import PeerLost
 from communicators.worlds.waiters import Waiters
-
-
-class Network:
-    """Queues of messages by (sender, receiver, tag), and of letters by receiver. Messages take `delay` seconds."""
-
-    delay = 0.0
-
-    def __init__(self, size):
-        self.size = size
-        self.messages, self.lock = {}, threading.Lock()
-        self.letters = [queue.SimpleQueue() for _ in range(size)]
-
-    def queue(self, *key):
-        with self.lock:
-            return self.messages.setdefault(key, queue.SimpleQueue())
-
-
-class Threads(Transport):
-    """One rank; `nap_error` is raised once, `read_error` always, where they are set."""
-
-    threaded = True
-    device = torch.device("cpu")
-
-    def __init__(self, network, rank):
-        self.network, self.rank, self.size = network, rank, network.size
-        self.read_error = self.nap_error = None
-        self.is_closed = False
-
-    def post(self, call, action, device):
-        for peer, payload in action.sends.items():
-            call.stamp(payload)
-            self.network.queue(self.rank, peer, call.outgoing_tag(peer)).put(self.sent(payload))
-        return Waiting(call, {p: self.network.queue(p, self.rank, call.incoming_tag(p)) for p in action.recvs}, action)
-
-    def sent(self, payload):
-        return time.monotonic() + self.network.delay, payload.clone()
-
-    def write(self, peer, letter):
-        self.network.letters[peer].put(letter)
-
-    def read(self):
-        if self.read_error is not None:
-            raise self.read_error
-        letters = []
-        while not self.network.letters[self.rank].empty():
-            letters.append(self.network.letters[self.rank].get())
-        return letters
-
-    def nap(self, seconds):
-        if (error := self.nap_error) is not None:
-            self.nap_error = None
-            raise error
-        super().nap(seconds)
-
-    def close(self):
-        self.is_closed = True
-
-
-class Waiting(Pending):
-    def __init__(self, call, queues, action):
-        self.call, self.queues, self.action, self.come = call, queues, action, {}
-        self.due = {}
-
-    def done(self):
-        for peer in self.missing():
-            if peer not in self.due and not self.queues[peer].empty():
-                self.due[peer] = self.queues[peer].get()
-            due, payload = self.due.get(peer, (math.inf, None))
-            if time.monotonic() >= due:
-                self.come[peer] = payload
-        return not self.missing()
-
-    def received(self):
-        for peer, payload in self.come.items():
-            self.call.accept(peer, payload, self.action.recvs[peer])
-        return self.come
-
-    def missing(self):
-        return sorted(set(self.queues) - set(self.come))
-
-    def cancel(self):
-        pass
-
-
-def ranks(size):
-    network = Network(size)
-    return [TransportCommunicator(Threads(network, rank)) for rank in range(size)]
-
-
-def on_all(comms, call):
-    """What call(comm) gives, or raises, on each rank."""
-
-    def caught(comm):
-        try:
-            return call(comm)
-        except BaseException as error:
-            return error
-
-    with ThreadPoolExecutor(len(comms)) as pool:
-        return list(pool.map(caught, comms))
+from ranks_on_threads import Threads, Waiting, on_all, ranks, soon
 
 
 def ping(comm):
@@ -298,14 +196,6 @@ def receipts(monkeypatch):
     return SimpleNamespace(come=come, cancelled=cancelled)
 
 
-def soon(condition):
-    """Whether it comes true while the engine's thread goes on."""
-    end = time.monotonic() + 10
-    while not condition() and time.monotonic() < end:
-        time.sleep(1e-3)
-    return condition()
-
-
 def unsent(comms):
     controls = [comm.control for comm in comms]
     return [one for one in list(engine()._driven) if isinstance(one, leftover.Leftover) and one.control in controls]
@@ -421,7 +311,7 @@ def test_a_communicator_that_nobody_holds_is_released():
         gc.collect()
         if not any(ref() for ref in gone):
             break
-        engine()._wake.wait(0.01)
+        time.sleep(0.01)
     assert [ref() for ref in gone] == [None, None]
 
 

@@ -10,6 +10,7 @@ from communicators.measure import measure_link
 from communicators.origin import as_communicator
 from communicators.replicas.unlike import hash_bits, refuse_unlike
 from communicators.schedule import SLOT_BYTES, Elapse, Round, Schedule, body, frame, framed_nbytes
+from communicators.signals import Signals
 from communicators.simulated.faults import Corrupts, Dies
 from communicators.simulated.world import SimulatedWorld
 
@@ -24,6 +25,7 @@ __all__ = [
     "Link",
     "Round",
     "Schedule",
+    "Signals",
     "SimulatedWorld",
     "Work",
     "allgather",

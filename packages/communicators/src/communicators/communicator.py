@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from communicators.schedule import Schedule
+from communicators.signals import OnSignal, Signals
 
 T = TypeVar("T")
 
@@ -103,6 +104,19 @@ class Communicator(ABC):
         frees it; RuntimeError where a communicator has MOST_DUPLICATES that are not closed.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot be duplicated")
+
+    def signals(self, on_signal: OnSignal | None = None) -> Signals:
+        """Single integers from any rank to any other at any time; see `Signals`. Collective, as `duplicate()` is.
+
+        on_signal: called with (source, value) for each that comes, by the background engine's thread within a
+            millisecond: it must be short, and wait for nothing. What it raises fails the signals on all ranks. Without
+            it they wait for `poll()`.
+
+        They are a duplicate of this communicator, counted as one: its errors do not reach them, and `close()` frees
+        them. RuntimeError where no thread may read them (MPI without THREAD_MULTIPLE).
+        """
+        del on_signal
+        raise NotImplementedError(f"{type(self).__name__} has no signals")
 
     @abstractmethod
     def clock(self) -> float:

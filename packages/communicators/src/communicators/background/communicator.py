@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any, TypeVar, cast
 
 import torch
@@ -22,12 +22,14 @@ from communicators.background.engine import FAILED_GOODBYE_SECONDS, Engine, engi
 from communicators.background.facts import agreement
 from communicators.background.flight import TransportFlight, TransportWork
 from communicators.background.leftover import Leftover
+from communicators.background.signals import TransportSignals
 from communicators.background.streams import SideStreams, with_index
 from communicators.background.transport import Transport, Unsent
 from communicators.communicator import Communicator, Work, refuse_too_many
 from communicators.dense_schedules import barrier
 from communicators.errors import CollectiveError
 from communicators.schedule import Received, Schedule
+from communicators.signals import OnSignal, Signals
 
 T = TypeVar("T")
 
@@ -180,11 +182,25 @@ class TransportCommunicator(Communicator):
 
     def duplicate(self) -> TransportCommunicator:
         """See `Communicator.duplicate`."""
+        return self._duplicated("duplicate", self.transport.duplicate)
+
+    def signals(self, on_signal: OnSignal | None = None) -> Signals:
+        """See `Communicator.signals`."""
+        if self._engine.inline:
+            raise RuntimeError(
+                "signals come at any time, so another thread must read them, but this MPI was not initialised with "
+                "THREAD_MULTIPLE: it is mpi4py's default, so set neither mpi4py.rc.threads nor rc.thread_level, or "
+                "start MPI with it"
+            )
+        comm = self._duplicated("signals", self.transport.duplicate_for_signals)
+        return TransportSignals(comm, on_signal, self._engine)
+
+    def _duplicated(self, what: str, make: Callable[[float], Transport]) -> TransportCommunicator:
         self._duplicates = weakref.WeakSet(made for made in self._duplicates if not made.closed)
         refuse_too_many(len(self._duplicates))
-        facts = f"duplicate number {self.transport.duplicates}"
+        facts = f"{what} number {self.transport.duplicates}"
         self.run(barrier(self.rank, self.size), facts=facts, timeout=self.timeout, device=torch.device("cpu"))
-        made = TransportCommunicator(self.transport.duplicate(self.timeout))
+        made = TransportCommunicator(make(self.timeout))
         made.timeout = self.timeout
         self._duplicates.add(made)
         return made

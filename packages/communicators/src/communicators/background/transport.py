@@ -71,6 +71,30 @@ class Unsent(Pending):
             pending.cancel()
 
 
+SIGNAL_BYTES = 520
+"""The most that one message of a `SignalLine` holds."""
+
+
+class SignalLine(ABC):
+    """Short messages between any two ranks at any time; from one peer they come in order, one after the other."""
+
+    @abstractmethod
+    def send(self, peer: int, message: bytes) -> None:
+        """Sends at most SIGNAL_BYTES to a peer to which nothing is under way; does not block."""
+
+    @abstractmethod
+    def sent(self, peer: int) -> bool:
+        """Whether nothing is under way to this peer any more: it has taken it. Does not block. Raises PeerLost."""
+
+    @abstractmethod
+    def received(self) -> list[tuple[int, bytes]]:
+        """What has come, by source; a message may be followed by other bytes. Does not block."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Nothing is sent or received any more; does not block."""
+
+
 class Transport(ABC):
     """Carries rounds and letters between ranks.
 
@@ -143,6 +167,14 @@ class Transport(ABC):
     def duplicate(self, patience: float) -> Transport:
         """Another one between the same ranks, which all make it now; waits at most so many seconds for them."""
         raise NotImplementedError(f"{type(self).__name__} cannot be duplicated")
+
+    def duplicate_for_signals(self, patience: float) -> Transport:
+        """The same, for a transport that carries nothing but `signal_line()`."""
+        return self.duplicate(patience)
+
+    def signal_line(self) -> SignalLine:
+        """The line for signals, of which a transport has one."""
+        raise NotImplementedError(f"{type(self).__name__} carries no signals")
 
     def close(self) -> None:  # noqa: B027 - most have nothing to do
         """Releases what would keep the process from ending."""

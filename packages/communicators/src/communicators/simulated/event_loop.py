@@ -3,31 +3,48 @@
 from __future__ import annotations
 
 import heapq
+import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from communicators import errors
 from communicators.background.call import Call
 from communicators.errors import CollectiveError
+from communicators.link import Link
 from communicators.schedule import Elapse, Received, Round, Schedule
 from communicators.simulated.baton import RankThread
 from communicators.simulated.faults import Corrupts, Dies
 from communicators.simulated.ports import Message, Ports
-
-if TYPE_CHECKING:
-    from communicators.simulated.world import SimulatedWorld
+from communicators.simulated.signals_under_way import Context, SignalsUnderWay
 
 T = TypeVar("T")
 Action = Callable[[], None]
-Context = tuple[int, ...]
-"""A communicator of the world: () the first one, (2, 0) the first duplicate of its third duplicate."""
 Name = tuple[Context, int]  # a call: of which communicator, its number there
 Address = tuple[int, Name, int]  # sender, call, tag
+
+
+class Conditions(Protocol):
+    """What the loop asks of the world whose events it runs; see `SimulatedWorld`."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def link(self) -> Link: ...
+
+    @property
+    def slowdown(self) -> Sequence[float]: ...
+
+    @property
+    def jitter(self) -> float: ...
+
+    def fault(self, rank: int, message: int) -> Dies | Corrupts | None:
+        """What befalls this message of this rank."""
 
 
 class Flight:
@@ -61,7 +78,7 @@ class EventLoop:
     as it has the baton back, so that `draw` is always called there (hypothesis asks for that).
     """
 
-    def __init__(self, world: SimulatedWorld, draw: Callable[[], float]) -> None:
+    def __init__(self, world: Conditions, draw: Callable[[], float]) -> None:
         self.world, self._draw = world, draw
         self.now = 0.0
         self.bytes_sent, self.messages_sent = [0] * world.size, [0] * world.size
@@ -77,13 +94,15 @@ class EventLoop:
         self._dead: CollectiveError | None = None  # of the whole world
         self._blocked: dict[int, Flight] = {}
         self._inboxes: list[dict[Address, torch.Tensor]] = [{} for _ in range(world.size)]
-        self._ports = Ports(world.size, self._after, self._seconds_for)
+        self._ports = Ports(world.size, self.after, self.seconds_for)
+        self.signals = SignalsUnderWay(self)
+        self._thread = threading.current_thread()
 
     # Called in a rank's thread.
 
     def submit(self, rank: int, schedule: Schedule[Any], facts: str, timeout: float, context: Context) -> Flight:
         """Starts a call."""
-        if (poison := self._poisoned(context)) is not None:
+        if (poison := self.poisoned(context)) is not None:
             schedule.close()
             raise CollectiveError(str(poison)) from poison.__cause__
         call = Call(schedule, rank=rank, size=self.world.size, facts=facts, number=self._calls[rank][context])
@@ -92,22 +111,33 @@ class EventLoop:
         self._wishes.append(lambda: self._begin(flight, timeout))
         return flight
 
+    def wish(self, action: Action) -> None:
+        """Has the loop's thread do this as soon as it has the baton."""
+        self._wishes.append(action)
+
+    def refuse_to_wait(self, what: str) -> None:
+        """Raises RuntimeError in the loop's own thread, which calls `on_signal` and cannot wait for its own events."""
+        if threading.current_thread() is self._thread:
+            raise RuntimeError(f"{what} in on_signal would wait for itself: do so in the rank's own function")
+
     def sleep(self, rank: int, seconds: float) -> None:
         """Lets so many virtual seconds pass on this rank."""
-        self._wishes.append(lambda: self._after(seconds, lambda: self._resume(rank)))
+        self.refuse_to_wait("to compute, poll or close")
+        self._wishes.append(lambda: self.after(seconds, lambda: self._resume(rank)))
         self._ranks[rank].give_back()
 
     def wait(self, rank: int, flight: Flight, timeout: float | None) -> None:
         """Waits for the end of a call."""
+        self.refuse_to_wait("waiting")
 
         def wish() -> None:
             if flight.done:
-                self._after(0.0, lambda: self._resume(rank))
+                self.after(0.0, lambda: self._resume(rank))
                 return
             self._blocked[rank] = flight
             flight.waiter = lambda: self._resume(rank)
             if timeout is not None:
-                self._after(timeout, lambda: self._wake(flight), live=lambda: self._blocked.get(rank) is flight)
+                self.after(timeout, lambda: self._wake(flight), live=lambda: self._blocked.get(rank) is flight)
 
         if not flight.done:
             self._wishes.append(wish)
@@ -121,7 +151,7 @@ class EventLoop:
         """Runs one body per rank to its end; returns their results."""
         self._ranks = [RankThread(body) for body in bodies]
         for rank in range(len(bodies)):
-            self._after(0.0, lambda rank=rank: self._resume(rank))  # type: ignore[misc]
+            self.after(0.0, lambda rank=rank: self._resume(rank))  # type: ignore[misc]
         try:
             self._drain()
             while not all(thread.over for thread in self._ranks):
@@ -133,7 +163,7 @@ class EventLoop:
                 thread.kill()
         return [thread.result for thread in self._ranks]
 
-    def _after(self, seconds: float, action: Action, live: Callable[[], bool] | None = None) -> None:
+    def after(self, seconds: float, action: Action, live: Callable[[], bool] | None = None) -> None:
         """An event; if it is not `live` any more when its time comes, it never happened."""
         heapq.heappush(self._events, (self.now + seconds, self._draw(), next(self._serial), action, live))
 
@@ -155,7 +185,20 @@ class EventLoop:
                 self.now = time
                 self._fail(f"timed out after {timeout} virtual seconds: {flight.waits()}", flight.context)
 
-    def _seconds_for(self, nbytes: int) -> float:
+    def guarded(self, context: Context, rank: int, deliver: Action) -> None:
+        """Delivers a signal to a rank; an error of who listens there fails the communicator."""
+        try:
+            deliver()
+        except Exception as error:
+            self._fail(errors.reason(rank, "its signals", error), context, error)
+        self._carry_out()
+
+    def ended_ranks(self) -> frozenset[int]:
+        """Those whose function has returned or raised, or that died."""
+        return frozenset(rank for rank, thread in enumerate(self._ranks) if thread.over or thread.dead)
+
+    def seconds_for(self, nbytes: int) -> float:
+        """How long a message takes; drawn, where there is jitter."""
         seconds = self.world.link.seconds(nbytes)
         return seconds + self.world.jitter * self._draw() if self.world.jitter else seconds
 
@@ -163,15 +206,18 @@ class EventLoop:
         thread = self._ranks[rank]
         self._blocked.pop(rank, None)
         thread.resume()
-        wishes, self._wishes = self._wishes, []
-        for wish in wishes:
-            wish()
+        self._carry_out()
         if thread.error is not None:
             self._fail(errors.failed(rank, "its own code", thread.error), None, thread.error)
 
+    def _carry_out(self) -> None:
+        wishes, self._wishes = self._wishes, []
+        for wish in wishes:
+            wish()
+
     def _begin(self, flight: Flight, timeout: float) -> None:
         call = flight.call
-        if (poison := self._poisoned(flight.context)) is not None:
+        if (poison := self.poisoned(flight.context)) is not None:
             self._end(flight, poison)
             return
         self._flights[call.rank][flight.name] = flight
@@ -194,7 +240,7 @@ class EventLoop:
             self._end(flight, None)
         elif isinstance(action, Elapse):
             seconds = action.seconds * self.world.slowdown[call.rank]
-            self._after(seconds, lambda: self._advance(flight, {}), live=lambda: not flight.done)
+            self.after(seconds, lambda: self._advance(flight, {}), live=lambda: not flight.done)
         elif isinstance(action, Round):
             self._post(flight, action)
 
@@ -213,7 +259,7 @@ class EventLoop:
             self.messages_sent[call.rank] += 1
             self._ports.post(self._message(flight, target, payload, fault))
         if not action.sends:
-            self._after(0.0, lambda: self._try_round(flight))  # an event, so that many such rounds do not recurse
+            self.after(0.0, lambda: self._try_round(flight))  # an event, so that many such rounds do not recurse
 
     def _message(self, flight: Flight, target: int, payload: torch.Tensor, fault: Corrupts | None) -> Message:
         call = flight.call
@@ -253,7 +299,8 @@ class EventLoop:
                 call.accept(source, payload, capacity)
                 flight.received[source] = payload
 
-    def _poisoned(self, context: Context) -> CollectiveError | None:
+    def poisoned(self, context: Context) -> CollectiveError | None:
+        """Why a communicator has failed; None while it has not."""
         return self._poison.get(context, self._dead)
 
     def _fail(self, reason: str, context: Context | None, cause: BaseException | None = None) -> None:
@@ -282,7 +329,7 @@ class EventLoop:
     def _wake(self, flight: Flight) -> None:
         waiter, flight.waiter = flight.waiter, None
         if waiter is not None:
-            self._after(0.0, waiter)
+            self.after(0.0, waiter)
 
     def _stuck(self) -> list[str]:
         waiting = [self._blocked[rank].waits() for rank in sorted(self._blocked)]

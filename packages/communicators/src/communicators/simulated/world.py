@@ -17,8 +17,11 @@ from communicators.dense_schedules import barrier
 from communicators.errors import CollectiveError
 from communicators.link import Link
 from communicators.schedule import Schedule
-from communicators.simulated.event_loop import Context, EventLoop, Flight
+from communicators.signals import OnSignal, Signals
+from communicators.simulated.event_loop import EventLoop, Flight
 from communicators.simulated.faults import Corrupts, Dies
+from communicators.simulated.signals import SimulatedSignals
+from communicators.simulated.signals_under_way import Context
 
 T = TypeVar("T")
 
@@ -126,6 +129,11 @@ class SimulatedCommunicator(Communicator):
         made.timeout = self.timeout
         self._duplicates.append(made)
         return made
+
+    def signals(self, on_signal: OnSignal | None = None) -> Signals:
+        """See `Communicator.signals`; `on_signal` is called by the loop, between the turns of ranks."""
+        beside = self.duplicate()
+        return SimulatedSignals(self._loop, beside, beside._context, on_signal)
 
     def close(self) -> None:
         """See `Communicator.close`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TypeVar, cast
 
 import torch
@@ -10,7 +11,9 @@ from torch import Tensor
 
 from communicators.background.call import Call
 from communicators.communicator import Communicator, Work
+from communicators.errors import CollectiveError
 from communicators.schedule import Schedule
+from communicators.signals import OnSignal, Signals, refuse_too_many_waiting
 
 T = TypeVar("T")
 
@@ -40,6 +43,10 @@ class Alone(Communicator):
         """See `Communicator.duplicate`."""
         return Alone()
 
+    def signals(self, on_signal: OnSignal | None = None) -> Signals:
+        """See `Communicator.signals`; `on_signal` is called within `send`."""
+        return _ToItself(on_signal)
+
     def clock(self) -> float:
         """Seconds, monotonic."""
         return time.perf_counter()
@@ -48,6 +55,34 @@ class Alone(Communicator):
         """The tensor itself, copied."""
         del facts
         return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+class _ToItself(Signals):
+    def __init__(self, on_signal: OnSignal | None) -> None:
+        super().__init__(0, 1, on_signal)
+        self._unread: dict[tuple[int, int], None] = {}
+        self._closed = False
+
+    @property
+    def departed(self) -> frozenset[int]:
+        return frozenset()
+
+    def close(self) -> None:
+        self._closed = True
+
+    def _send(self, peers: Sequence[int], value: int) -> None:
+        if self._closed:
+            raise CollectiveError("these signals are closed")
+        for peer in peers:
+            if self._on_signal is not None:
+                self._on_signal(peer, value)
+                continue
+            refuse_too_many_waiting(peer, len(self._unread))
+            self._unread[peer, value] = None
+
+    def _take(self) -> list[tuple[int, int]]:
+        taken, self._unread = list(self._unread), {}
+        return taken
 
 
 class _Finished(Work[T]):

@@ -1,19 +1,17 @@
-"""Letters by gloo, beside the data: a receive from every peer is always posted, which also tells when one is gone."""
+"""Short messages by gloo, beside the data: a receive from every peer is always posted, and tells when one is gone."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from communicators.background.abort import LETTER_BYTES
-from communicators.background.call import TAG_BITS
-from communicators.background.transport import PeerLost
+from communicators.background.transport import PeerLost, SignalLine
 from communicators.worlds.waiters import Wait, Waiters
 
-LETTER_TAG = 1 << TAG_BITS
 LENGTH_BYTES = 4
 FLUSH_POLL_SECONDS = 1e-3
 
@@ -21,28 +19,30 @@ FLUSH_POLL_SECONDS = 1e-3
 class Mailbox:
     """One rank's. Each receive has a waiter's thread; gloo's receive from anybody could not be ended.
 
-    data: a ProcessGroupGloo. A letter is on its way until its receiver has posted room for it.
+    data: a ProcessGroupGloo. tag: of all messages. nbytes: the most that one holds. A message is on its way until its
+    receiver has posted room for it.
     """
 
-    def __init__(self, data: Any, rank: int, size: int, waiters: Waiters) -> None:
-        self._data, self._waiters = data, waiters
+    def __init__(self, data: Any, rank: int, size: int, waiters: Waiters, *, tag: int, nbytes: int) -> None:
+        self._data, self._waiters, self._tag, self._nbytes = data, waiters, tag, nbytes
         self._written: list[Wait] = []
         self._coming = {peer: self._post(peer) for peer in range(size) if peer != rank}
 
-    def write(self, peer: int, letter: bytes) -> None:
-        """Sends a letter; does not block."""
-        framed = torch.frombuffer(bytearray(len(letter).to_bytes(LENGTH_BYTES, "little") + letter), dtype=torch.uint8)
-        self._written = [wait for wait in self._written if not wait.done]
-        self._written.append(self._waiters.posted(lambda: self._data.send([framed], peer, LETTER_TAG)))
+    def write(self, peer: int, message: bytes) -> Wait:
+        """Sends a message; does not block."""
+        framed = torch.frombuffer(bytearray(len(message).to_bytes(LENGTH_BYTES, "little") + message), dtype=torch.uint8)
+        wait = self._waiters.posted(lambda: self._data.send([framed], peer, self._tag))
+        self._written = [*(written for written in self._written if not written.done), wait]
+        return wait
 
-    def read(self) -> list[bytes]:
-        """The letters that have come; does not block."""
-        letters = []
+    def read(self) -> list[tuple[int, bytes]]:
+        """The messages that have come, by source; does not block."""
+        messages = []
         for peer, (room, wait) in list(self._coming.items()):
             if wait.done and wait.error is None:
-                letters.append(_letter(room))
+                messages.append((peer, _message(room)))
                 self._coming[peer] = self._post(peer)
-        return letters
+        return messages
 
     def lost(self) -> PeerLost | None:
         """A peer whose connection is gone."""
@@ -54,22 +54,53 @@ class Mailbox:
         return [peer for peer, (_, wait) in self._coming.items() if wait.error is not None]
 
     def flush(self, seconds: float) -> None:
-        """Waits at most so long for the letters that were written to be on their way."""
+        """Waits at most so long for the messages that were written to be on their way."""
         end = time.monotonic() + seconds
         while not all(wait.done for wait in self._written) and time.monotonic() < end:
             time.sleep(FLUSH_POLL_SECONDS)
 
+    def open(self) -> list[Wait]:
+        """What is sent and received."""
+        return [*(wait for _, wait in self._coming.values()), *self._written]
+
     def close(self) -> None:
         """Ends all receives, with their connections."""
-        for wait in (*(wait for _, wait in self._coming.values()), *self._written):
+        for wait in self.open():
             wait.give_up()
 
     def _post(self, peer: int) -> tuple[Tensor, Wait]:
-        room = torch.zeros(LENGTH_BYTES + LETTER_BYTES, dtype=torch.uint8)
-        return room, self._waiters.posted(lambda: self._data.recv([room], peer, LETTER_TAG))
+        room = torch.zeros(LENGTH_BYTES + self._nbytes, dtype=torch.uint8)
+        return room, self._waiters.posted(lambda: self._data.recv([room], peer, self._tag))
 
 
-def _letter(room: Tensor) -> bytes:
-    """Its length is not trusted: a letter that is cut does not pass its check."""
+class GlooSignalLine(SignalLine):
+    """A mailbox of its own; abandon: takes what is still under way at the end, because ending it closes connections."""
+
+    def __init__(self, mailbox: Mailbox, abandon: Callable[[list[Wait]], None]) -> None:
+        self._mailbox, self._abandon = mailbox, abandon
+        self._sending: dict[int, Wait] = {}
+
+    def send(self, peer: int, message: bytes) -> None:
+        """See `SignalLine.send`."""
+        self._sending[peer] = self._mailbox.write(peer, message)
+
+    def sent(self, peer: int) -> bool:
+        """See `SignalLine.sent`."""
+        wait = self._sending.get(peer)
+        if wait is not None and wait.error is not None:
+            raise PeerLost(peer, wait.error)
+        return wait is None or wait.done
+
+    def received(self) -> list[tuple[int, bytes]]:
+        """See `SignalLine.received`."""
+        return self._mailbox.read()
+
+    def close(self) -> None:
+        """See `SignalLine.close`."""
+        self._abandon(self._mailbox.open())
+
+
+def _message(room: Tensor) -> bytes:
+    """Its length is not trusted: a message that is cut does not pass its check."""
     memory = room.numpy().tobytes()
     return memory[LENGTH_BYTES : LENGTH_BYTES + int.from_bytes(memory[:LENGTH_BYTES], "little")]

@@ -22,6 +22,7 @@ from communicators.background.transport import Pending, Transport
 from communicators.communicator import TIMEOUT_SECONDS
 from communicators.errors import CollectiveError
 from communicators.schedule import Received, Round
+from communicators.worlds.mpi_signals import MPISignalLine
 from communicators.worlds.staging import host_empty, to_host
 
 FIRST_CALL_POLL_SECONDS = 1e-3
@@ -102,6 +103,10 @@ class MPITransport(Transport):
         """See `Transport.duplicate`; of the letters' communicator, on which no collective of a background call is."""
         self.duplicates += 1
         return MPITransport(self._letters, patience)
+
+    def signal_line(self) -> MPISignalLine:
+        """See `Transport.signal_line`; where payloads go otherwise."""
+        return MPISignalLine(self._data, self.abandon)
 
     def closing(self) -> bool:
         """See `Transport.closing`."""

@@ -20,13 +20,14 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions, PrefixStore, ProcessGroupGloo, Store
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 
-from communicators.background.call import Call
+from communicators.background.abort import LETTER_BYTES
+from communicators.background.call import TAG_BITS, Call
 from communicators.background.communicator import TransportCommunicator
-from communicators.background.transport import PeerLost, Pending, Transport
+from communicators.background.transport import SIGNAL_BYTES, PeerLost, Pending, Transport
 from communicators.communicator import TIMEOUT_SECONDS
 from communicators.errors import CollectiveError
 from communicators.schedule import Received, Round
-from communicators.worlds.mailbox import Mailbox
+from communicators.worlds.mailbox import GlooSignalLine, Mailbox
 from communicators.worlds.nccl.point_to_point import nccl_of
 from communicators.worlds.nccl.untagged import UntaggedTransport
 from communicators.worlds.staging import host_empty, to_host
@@ -41,6 +42,8 @@ CLOSE_SECONDS = 1.0
 """So long the letters of a communicator that is closed may take to be sent."""
 LOST_SECONDS = 1.0
 """So long after gloo's own sum has failed it is found out whose connection was lost."""
+LETTER_TAG = 1 << TAG_BITS
+SIGNAL_TAG = LETTER_TAG + 1
 TORCH_TIMEOUTS = (default_pg_timeout, default_pg_nccl_timeout)
 
 _made: weakref.WeakKeyDictionary[Any, TransportCommunicator] = weakref.WeakKeyDictionary()
@@ -140,7 +143,7 @@ class ProcessGroupTransport(Transport):
         meet(meeting.own, self.rank, self.size, patience)
         self._data: Any = ProcessGroupGloo(meeting.shared, self.rank, self.size, WAIT)
         self._waiters = Waiters()
-        self._letters = Mailbox(self._data, self.rank, self.size, self._waiters)
+        self._letters = self._mailbox(LETTER_TAG, LETTER_BYTES)
         self._abandoned: list[Wait] = []
         ending = (self._waiters, self._letters, self._abandoned)
         weakref.finalize(self, _end, *ending, timeout=1.0).atexit = False  # of a destroyed group
@@ -182,7 +185,7 @@ class ProcessGroupTransport(Transport):
 
     def read(self) -> list[bytes]:
         """See `Transport.read`."""
-        return self._letters.read()
+        return [letter for _, letter in self._letters.read()]
 
     def unreachable(self) -> list[int]:
         """See `Transport.unreachable`."""
@@ -200,6 +203,13 @@ class ProcessGroupTransport(Transport):
     def abandon(self, waits: list[Wait]) -> None:
         """Nobody asks for these any more. Giving them up would close their connections, by which letters go too."""
         self._abandoned += [wait for wait in waits if not wait.done]
+
+    def signal_line(self) -> GlooSignalLine:
+        """See `Transport.signal_line`."""
+        return GlooSignalLine(self._mailbox(SIGNAL_TAG, SIGNAL_BYTES), self.abandon)
+
+    def _mailbox(self, tag: int, nbytes: int) -> Mailbox:
+        return Mailbox(self._data, self.rank, self.size, self._waiters, tag=tag, nbytes=nbytes)
 
     def _receive(self, buffer: Tensor, peer: int, tag: int) -> Wait:
         return self._waiters.posted(lambda: self._data.recv([buffer], peer, tag))

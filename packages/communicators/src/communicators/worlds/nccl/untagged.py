@@ -124,6 +124,11 @@ class UntaggedTransport(Transport):
         self.duplicates += 1
         return UntaggedTransport(self._tagged.duplicate(patience), self.line.duplicate())
 
+    def duplicate_for_signals(self, patience: float) -> Transport:
+        """See `Transport.duplicate_for_signals`; of the tagged transport alone."""
+        self.duplicates += 1
+        return self._tagged.duplicate_for_signals(patience)
+
     def abandon(self, *what: object) -> None:
         """Ends the line, and keeps buffers alive that it may still touch."""
         self._abandoned.append(what)

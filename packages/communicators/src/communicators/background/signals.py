@@ -1,0 +1,282 @@
+"""Signals over a transport: on a duplicate of the communicator, read and written by the engine at its own pace.
+
+To each peer one message is under way at a time; it carries what has gathered meanwhile. The last one says that no
+more will come. So memory is bounded, and who has heard that from all peers has heard all of their signals.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Protocol
+
+from communicators import errors
+from communicators.background.abort import Control
+from communicators.background.engine import Engine
+from communicators.background.transport import PeerLost, SignalLine, Transport
+from communicators.errors import CollectiveError
+from communicators.signals import OnSignal, Signals, refuse_too_many_waiting
+
+MOST_VALUES = 64
+"""In one message."""
+MOST_UNREAD = 4096
+"""Signals that wait for `poll()`; beyond, messages are left with the transport, and their senders wait."""
+GRACE_SECONDS = 0.5
+"""For so long the last message of a peer that has left may still be under way."""
+END_SECONDS = 5.0
+"""The engine sees much sooner that signals have failed."""
+
+_HEAD = struct.Struct("<IHH")  # checksum of the rest, whether it is the last one, number of values
+
+
+class Group(Protocol):
+    """The communicator whose transport carries nothing but these signals."""
+
+    rank: int
+    size: int
+    transport: Transport
+    control: Control
+
+    @property
+    def timeout(self) -> float: ...
+
+    def complain(self, reason: str) -> None:
+        """Tells all ranks why this cannot go on."""
+
+    def lose(self, peer: int) -> None:
+        """This peer cannot be reached any more."""
+
+    def close(self) -> None:
+        """Releases the transport, with all other ranks."""
+
+
+class TransportSignals(Signals):
+    """One rank's end; what it sends and receives is driven by the engine."""
+
+    def __init__(self, comm: Group, on_signal: OnSignal | None, engine: Engine) -> None:
+        super().__init__(comm.rank, comm.size, on_signal)
+        self._comm, self._engine = comm, engine
+        self._traffic = SignalTraffic(comm, comm.transport.signal_line(), on_signal)
+        self._closed = False
+        engine.add(self._traffic)
+
+    @property
+    def departed(self) -> frozenset[int]:
+        """See `Signals.departed`."""
+        return self._traffic.departed()
+
+    def close(self) -> None:
+        """See `Signals.close`; not in `on_signal`, which the engine calls."""
+        if self._engine.on_thread():
+            raise RuntimeError("close() in on_signal would wait for itself: call it where the signals were made")
+        if self._closed:
+            return
+        self._closed = True
+        self._traffic.closing = True
+        self._engine.wake()
+        timed_out = "" if self._traffic.over.wait(self._comm.timeout) else self._time_out()
+        with suppress(TimeoutError):  # no goodbye of one that has closed its signals, or departed: nobody is awaited
+            self._comm.close()
+        if timed_out:
+            raise TimeoutError(timed_out)
+
+    def _time_out(self) -> str:
+        """The reason; the peers fail with it."""
+        reason = (
+            f"timed out after {self._comm.timeout:g} s: rank {self.rank} closes its signals, but ranks "
+            f"{self._traffic.unfinished()} do not: all ranks must"
+        )
+        self._comm.complain(reason)
+        self._traffic.error = self._traffic.error or CollectiveError(reason)
+        self._engine.wake()
+        self._traffic.over.wait(END_SECONDS)
+        return reason
+
+    def _send(self, peers: Sequence[int], value: int) -> None:
+        self._traffic.put(peers, value)
+        self._engine.wake()
+
+    def _take(self) -> list[tuple[int, int]]:
+        return self._traffic.taken()
+
+
+class SignalTraffic:
+    """What is to be sent and what has come; see `Driven`.
+
+    closing: no more is sent but what waits, and that it was the last. over: set at the end. error: why it has failed.
+    """
+
+    lingers = False
+
+    def __init__(self, comm: Group, line: SignalLine, on_signal: OnSignal | None) -> None:
+        self._comm, self._line, self._on_signal = comm, line, on_signal
+        self._others = frozenset(range(comm.size)) - {comm.rank}
+        self._waiting: dict[int, dict[int, None]] = {peer: {} for peer in range(comm.size)}  # ordered sets
+        self._active: set[int] = set()  # peers for which something waits or is under way
+        self._unread: dict[tuple[int, int], None] = {}
+        self._told, self._heard = set[int](), set[int]()  # who the last message went to, and came from
+        self._left: dict[int, float] = {}  # since when a peer is known to have departed
+        self._lock = threading.Lock()
+        self.closing, self.over = False, threading.Event()
+        self.error: CollectiveError | None = None
+        self.progressed = time.monotonic()
+
+    def put(self, peers: Sequence[int], value: int) -> None:
+        """A signal to each of these peers, called in any thread."""
+        departed = self.departed()
+        with self._lock:
+            self._raise_failed()
+            if self.closing:
+                raise CollectiveError("these signals are closed")
+            peers = [peer for peer in peers if peer not in departed and value not in self._waiting[peer]]
+            for peer in peers:
+                refuse_too_many_waiting(peer, len(self._waiting[peer]))
+            for peer in peers:
+                self._waiting[peer][value] = None
+            self._active.update(peers)
+
+    def taken(self) -> list[tuple[int, int]]:
+        """What has come, called in any thread."""
+        with self._lock:
+            if not self._unread:
+                self._raise_failed()
+            taken, self._unread = list(self._unread), {}
+        return taken
+
+    def departed(self) -> frozenset[int]:
+        """Those peers that have said so, or cannot be reached."""
+        return frozenset(self._comm.control.gone) | self._comm.control.lost
+
+    def unfinished(self) -> list[int]:
+        """The peers that have neither departed nor said that no more comes."""
+        return sorted(self._others - self.departed() - self._heard)
+
+    def poll(self) -> bool:
+        """See `Driven.poll`."""
+        if self.error is not None or self._comm.control.verdict is not None:
+            self._end()
+            return True
+        came = self._receive()
+        went = bool(self._active or self.closing) and self._send()
+        if came or went:
+            self.progressed = time.monotonic()
+        if self.closing and not self._active and all(self._finished_with(peer) for peer in self._others):
+            self._end()
+            return True
+        return False
+
+    def watch(self) -> None:
+        """Has no clock of its own."""
+
+    def abandon(self, error: BaseException | None) -> None:
+        """See `Driven.abandon`: also where `on_signal` has raised."""
+        if error is not None:
+            reason = errors.reason(self._comm.rank, "its signals", error)
+            self.error = CollectiveError(reason)
+            self.error.__cause__ = error
+            self._comm.complain(reason)
+        self._end()
+
+    def _receive(self) -> bool:
+        if len(self._unread) >= MOST_UNREAD and not self.closing:
+            return False
+        messages = self._line.received()
+        for source, message in messages:
+            values, last = _unpacked(message, self._comm.rank)
+            self._deliver(source, values)
+            if last:
+                self._heard.add(source)
+        return bool(messages)
+
+    def _deliver(self, source: int, values: Sequence[int]) -> None:
+        if self._on_signal is None:
+            with self._lock:
+                self._unread.update(((source, value), None) for value in values)
+            return
+        for value in values:
+            self._on_signal(source, value)
+
+    def _send(self) -> bool:
+        went, departed = False, self.departed()
+        with self._lock:
+            if self.closing:  # in the lock: what was put before comes before
+                self._active |= self._others - self._told
+            active = list(self._active)
+        for peer in active:
+            if peer in departed or not self._sent(peer):
+                self._drop(peer, departed)
+                continue
+            values, last = self._next_for(peer)
+            if peer == self._comm.rank:
+                self._deliver(peer, values)
+            elif values or last:
+                self._line.send(peer, _packed(values, last))
+            went = went or bool(values)
+        return went
+
+    def _sent(self, peer: int) -> bool:
+        """Whether nothing is under way to it."""
+        if peer == self._comm.rank:
+            return self.closing or len(self._unread) < MOST_UNREAD
+        try:
+            return self._line.sent(peer)
+        except PeerLost:
+            self._comm.lose(peer)
+            return False
+
+    def _next_for(self, peer: int) -> tuple[list[int], bool]:
+        """What the next message to it holds, and whether that is the last; where there is none it is not active."""
+        with self._lock:
+            waiting = self._waiting[peer]
+            values = list(waiting)[:MOST_VALUES]
+            for value in values:
+                del waiting[value]
+            last = self.closing and not waiting and peer in self._others - self._told
+            if last:
+                self._told.add(peer)
+            if not values and not last:
+                self._active.discard(peer)
+            return values, last
+
+    def _drop(self, peer: int, departed: frozenset[int]) -> None:
+        if peer in departed:
+            with self._lock:
+                self._waiting[peer].clear()
+                self._told.add(peer)
+                self._active.discard(peer)
+
+    def _finished_with(self, peer: int) -> bool:
+        """Nothing more comes from it, or goes to it."""
+        if peer in self._heard and peer in self._told:
+            return True
+        now = time.monotonic()
+        return peer in self.departed() and now - self._left.setdefault(peer, now) > GRACE_SECONDS
+
+    def _raise_failed(self) -> None:
+        if self.error is not None:
+            raise CollectiveError(str(self.error)) from self.error.__cause__
+        if self._comm.control.verdict is not None:
+            raise CollectiveError(self._comm.control.verdict)
+
+    def _end(self) -> None:
+        if not self.over.is_set():
+            self.over.set()
+            self._line.close()
+
+
+def _packed(values: Sequence[int], last: bool) -> bytes:
+    rest = struct.pack(f"<HH{len(values)}q", last, len(values), *values)
+    return zlib.crc32(rest).to_bytes(4, "little") + rest
+
+
+def _unpacked(message: bytes, rank: int) -> tuple[tuple[int, ...], bool]:
+    """Its values, and whether it was the last; it may be longer than it says."""
+    check, last, count = _HEAD.unpack_from(message.ljust(_HEAD.size, b"\0"))
+    end = _HEAD.size + 8 * count
+    if count > MOST_VALUES or end > len(message) or zlib.crc32(message[4:end]) != check:
+        raise CollectiveError(f"rank {rank} got a corrupted signal: the network changes bits")
+    return struct.unpack_from(f"<{count}q", message, _HEAD.size), bool(last)

@@ -1,0 +1,86 @@
+"""Signals: single integers from any rank to any other, at any time, bound to no call and no round.
+
+What a partial collective needs to say "round 7 has begun", and whatever else may happen on one rank only. They come at
+least once; one that is sent again while it is on its way, or waits to be polled, may come once for both. So what they
+mean must bear being heard twice, or late.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+OnSignal: TypeAlias = Callable[[int, int], None]
+"""Called with source and value."""
+
+MOST_WAITING = 1024
+"""Different signals from one rank to one other that the other has not taken; `send` raises beyond."""
+VALUES = range(-(1 << 63), 1 << 63)
+
+
+class Signals(ABC):
+    """One rank's end; made by `Communicator.signals`. Its methods may be called in any thread.
+
+    Between two ranks they come in the order in which they were sent; between others, and to calls, in any.
+    """
+
+    def __init__(self, rank: int, size: int, on_signal: OnSignal | None) -> None:
+        self.rank, self.size, self._on_signal = rank, size, on_signal
+
+    def send(self, peer: int, value: int) -> None:
+        """Sends a 64-bit integer to one rank, which may be this one; does not wait for it.
+
+        To a rank that has departed it goes nowhere. Raises RuntimeError where the peer has not taken MOST_WAITING
+        others, CollectiveError after `close()` or where the signals have failed.
+        """
+        if isinstance(peer, bool) or not isinstance(peer, int) or not 0 <= peer < self.size:
+            raise ValueError(f"cannot signal rank {peer!r} of {self.size}; expected 0 … {self.size - 1}")
+        self._send([peer], _checked(value))
+
+    def send_all(self, value: int) -> None:
+        """Sends it to all others; see `send`."""
+        self._send([peer for peer in range(self.size) if peer != self.rank], _checked(value))
+
+    def poll(self) -> list[tuple[int, int]]:
+        """The signals that have come since the last time, as (source, value); does not wait.
+
+        After `close()` what was left. Raises CollectiveError where the signals have failed.
+        """
+        if self._on_signal is not None:
+            raise RuntimeError("these signals go to on_signal: poll() is for those that were made without it")
+        return self._take()
+
+    @property
+    @abstractmethod
+    def departed(self) -> frozenset[int]:
+        """The ranks that have closed, left or died, as far as this rank knows."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends them on all ranks; collective. What was sent before has come when it returns: `poll` has it.
+
+        Raises TimeoutError that names the ranks that do not close within the communicator's `timeout`. Those that have
+        departed are not waited for.
+        """
+
+    @abstractmethod
+    def _send(self, peers: Sequence[int], value: int) -> None: ...
+
+    @abstractmethod
+    def _take(self) -> list[tuple[int, int]]: ...
+
+
+def refuse_too_many_waiting(peer: int, waiting: int) -> None:
+    """Raises RuntimeError where so many signals wait already: a peer that takes none would cost memory without end."""
+    if waiting >= MOST_WAITING:
+        raise RuntimeError(
+            f"rank {peer} has not taken {waiting} signals: it must poll() them, or be given on_signal; "
+            "and what several signals say might be said by the last one"
+        )
+
+
+def _checked(value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value not in VALUES:
+        raise ValueError(f"a signal is a whole number of 64 bits, got {value!r}")
+    return value

@@ -1,0 +1,75 @@
+"""Signals of a simulated world: events of its loop, each a message of 8 bytes later; links are not busy with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from communicators.communicator import Communicator
+from communicators.dense_schedules import barrier
+from communicators.errors import CollectiveError
+from communicators.signals import OnSignal, Signals, refuse_too_many_waiting
+from communicators.simulated.event_loop import EventLoop
+from communicators.simulated.signals_under_way import Context
+
+POLL_SECONDS = 50e-6
+"""Virtual cost of one `poll()`."""
+
+
+class SimulatedSignals(Signals):
+    """One rank's end. comm: a duplicate that carries nothing else, whose name in the loop is `context`."""
+
+    def __init__(self, loop: EventLoop, comm: Communicator, context: Context, on_signal: OnSignal | None) -> None:
+        super().__init__(comm.rank, comm.size, on_signal)
+        self._loop, self._comm, self._context, self._closed = loop, comm, context, False
+        self._unread: dict[tuple[int, int], None] = {}  # an ordered set
+        loop.signals.listen(context, comm.rank, self._arrived)
+
+    @property
+    def departed(self) -> frozenset[int]:
+        """See `Signals.departed`."""
+        return self._loop.ended_ranks() - {self.rank}
+
+    def close(self) -> None:
+        """See `Signals.close`. Raises CollectiveError where a rank does not come."""
+        self._loop.refuse_to_wait("close()")
+        if self._closed:
+            return
+        self._closed = True
+        if self._loop.poisoned(self._context) is None:
+            ended = barrier(self.rank, self.size)
+            self._comm.run(ended, facts="the end of signals", timeout=self._comm.timeout)
+            while self._loop.signals.on_their_way(self._context, self.rank):
+                self._loop.sleep(self.rank, POLL_SECONDS)
+        self._comm.close()
+
+    def _send(self, peers: Sequence[int], value: int) -> None:
+        self._raise_failed()
+        if self._closed:
+            raise CollectiveError("these signals are closed")
+        for peer in peers:
+            refuse_too_many_waiting(peer, self._loop.signals.waiting(self._context, self.rank, peer))
+        for peer in peers:
+            self._loop.signals.send(self._context, self.rank, peer, value)
+
+    def _take(self) -> list[tuple[int, int]]:
+        if not self._closed:
+            self._loop.sleep(self.rank, POLL_SECONDS)
+        if not self._unread:
+            self._raise_failed()
+        taken, self._unread = list(self._unread), {}
+        for source, _ in taken:
+            self._loop.signals.polled(self._context, source, self.rank)
+        return taken
+
+    def _arrived(self, source: int, value: int) -> bool:
+        """Called by the loop; whether it is there now to be polled, and was not before."""
+        if self._on_signal is not None:
+            self._on_signal(source, value)
+            return False
+        new = (source, value) not in self._unread
+        self._unread[source, value] = None
+        return new
+
+    def _raise_failed(self) -> None:
+        if (poison := self._loop.poisoned(self._context)) is not None:
+            raise CollectiveError(str(poison)) from poison.__cause__

@@ -1,0 +1,90 @@
+"""The signals that are on their way in a simulated world, and who gets them."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol, TypeAlias
+
+Context: TypeAlias = tuple[int, ...]
+"""A communicator of the world: () the first one, (2, 0) the first duplicate of its third duplicate."""
+Listener: TypeAlias = Callable[[int, int], bool]
+"""Takes source and value; says whether the signal waits now until it is polled."""
+
+SIGNAL_BYTES = 8
+
+
+class Events(Protocol):
+    """The loop whose events they are."""
+
+    def wish(self, action: Callable[[], None]) -> None:
+        """Has the loop's thread do this, soon and at the same virtual time."""
+
+    def after(self, seconds: float, action: Callable[[], None]) -> None:
+        """Has the loop's thread do this then."""
+
+    def guarded(self, context: Context, rank: int, deliver: Callable[[], None]) -> None:
+        """Delivers to a rank; an error of its listener fails the communicator."""
+
+    def seconds_for(self, nbytes: int) -> float:
+        """How long a message takes."""
+
+
+class SignalsUnderWay:
+    """Between two ranks the first that was sent is the first to come, whatever the jitter."""
+
+    def __init__(self, events: Events) -> None:
+        self._events = events
+        self._listeners: dict[tuple[Context, int], Listener] = {}
+        self._early: defaultdict[tuple[Context, int], list[tuple[int, int]]] = defaultdict(list)
+        self._sent: defaultdict[tuple[Context, int, int], deque[int]] = defaultdict(deque)
+        self._waiting: Counter[tuple[Context, int, int]] = Counter()
+
+    def listen(self, context: Context, rank: int, listener: Listener) -> None:
+        """From now on the listener gets the rank's signals, and first those that came before."""
+        self._listeners[context, rank] = listener
+        self._events.wish(lambda: self._events.guarded(context, rank, lambda: self._hear_early(context, rank)))
+
+    def send(self, context: Context, source: int, target: int, value: int) -> None:
+        """There after the time of a message of SIGNAL_BYTES, or at once to itself. One that is on its way is not sent
+        again."""
+        name = context, source, target
+        if value in self._sent[name]:
+            return
+        self._sent[name].append(value)
+        self._waiting[name] += 1
+
+        def wish() -> None:
+            seconds = 0.0 if source == target else self._events.seconds_for(SIGNAL_BYTES)
+            arrive = partial(self._arrive, context, source, target)
+            self._events.after(seconds, lambda: self._events.guarded(context, target, arrive))
+
+        self._events.wish(wish)
+
+    def on_their_way(self, context: Context, target: int) -> bool:
+        """Whether any are to this rank."""
+        return any(sent for (at, _, to), sent in self._sent.items() if (at, to) == (context, target))
+
+    def waiting(self, context: Context, source: int, target: int) -> int:
+        """How many are under way between two ranks, or have come and were not polled."""
+        return self._waiting[context, source, target]
+
+    def polled(self, context: Context, source: int, target: int) -> None:
+        """One of them was."""
+        self._waiting[context, source, target] -= 1
+
+    def _arrive(self, context: Context, source: int, target: int) -> None:
+        value = self._sent[context, source, target].popleft()
+        if (context, target) in self._listeners:
+            self._hear(context, source, target, value)
+        else:
+            self._early[context, target].append((source, value))
+
+    def _hear_early(self, context: Context, rank: int) -> None:
+        for source, value in self._early.pop((context, rank), []):
+            self._hear(context, source, rank, value)
+
+    def _hear(self, context: Context, source: int, target: int, value: int) -> None:
+        if not self._listeners[context, target](source, value):
+            self.polled(context, source, target)
