@@ -140,10 +140,10 @@ class EventLoop:
         self._wishes.append(lambda: self.after(seconds, lambda: self._resume(rank)))
         self._ranks[rank].give_back()
 
-    def wait_for(self, watch: Watch, timeout: float) -> None:
+    def wait_for(self, watch: Watch) -> None:
         """Waits until it holds; returns also where its communicator has failed."""
         self._watches[watch.rank] = watch
-        self.wait(watch.rank, watch, timeout)
+        self.wait(watch.rank, watch, None)
 
     def look_at(self, watch: Watch | None) -> None:
         """Called in the loop's thread: whether what it waits for holds now."""
@@ -233,6 +233,9 @@ class EventLoop:
         self._blocked.pop(rank, None)
         thread.resume()
         self._carry_out()
+        if thread.over:
+            for watch in list(self._watches.values()):
+                self.look_at(watch)
         if thread.error is not None:
             self._fail(errors.failed(rank, "its own code", thread.error), None, thread.error)
 

@@ -89,8 +89,7 @@ class Engine:
         try:
             self._signals.wait_until(lambda: over() or self._is_broken(), timeout)
         except TimeoutError as error:
-            machine = self.machine
-            self._why = f"timed out after {timeout:g} s: rank {machine.rank} waits in partial round {machine.round}"
+            self._why = f"timed out after {timeout:g} s: {self._waits()}"
             raise CollectiveError(self._why) from error
         with self._lock:
             self._raise_broken()
@@ -211,6 +210,11 @@ class Engine:
             if self.machine.joined and ended and self._outcome is None:  # before its first round
                 self._broken = True
             return self._broken
+
+    def _waits(self) -> str:
+        machine = self.machine
+        whom = "all others to end it" if machine.joined else f"rank {machine.coordinator} to begin it"
+        return f"rank {machine.rank} waits in partial round {machine.round} for {whom}"
 
     def _raise_broken(self) -> None:
         if self._why:
