@@ -11,11 +11,12 @@ import time
 import traceback
 
 import dense_cases
+import partial_cases
 import sparse_cases
 from communicators import CollectiveError, as_communicator
 
-LAWS = [*dense_cases.LAWS, *sparse_cases.LAWS]
-FAILURES = {**dense_cases.FAILURES, **sparse_cases.FAILURES}
+LAWS = [*dense_cases.LAWS, *sparse_cases.LAWS, *partial_cases.LAWS]
+FAILURES = {**dense_cases.FAILURES, **sparse_cases.FAILURES, **partial_cases.FAILURES}
 """Case -> how the reason begins that all ranks give."""
 
 
