@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from bench import collectives, compress, overlap, predictions, signals
+from bench import collectives, compress, overlap, partial, predictions, signals
 from bench.slow_link.__main__ import main as slow_link
 
 BENCHMARKS: dict[str, Callable[[Sequence[str]], int]] = {
     "collectives": collectives.main,
     "compress": compress.main,
     "overlap": overlap.main,
+    "partial": partial.main,
     "predictions": predictions.main,
     "signals": signals.main,
     "slow-link": lambda argv: slow_link(["check", *argv]),

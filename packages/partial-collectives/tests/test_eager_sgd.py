@@ -179,7 +179,7 @@ def test_bad_input():
     def body(comm):
         model = network()
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        with pytest.raises(TypeError, match="expected a torch.optim.Optimizer"):
+        with pytest.raises(TypeError, match=r"expected a torch\.optim\.Optimizer"):
             EagerSGD(model, model.named_parameters(), comm=comm)
         other = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(network().parameters(), lr=1.0), 1)
         with pytest.raises(ValueError, match="of another optimizer"):

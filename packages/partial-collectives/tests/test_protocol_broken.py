@@ -20,7 +20,10 @@ BROKEN = {
         "self.rules.drawn(self.round, self.running)",
         "self.rules.drawn(self.round, range(self.size))",
     ),
-    "those that have ended are waited for": (" and not self._holds and self.stage is Stage.RUNNING", " and not self._holds"),
+    "those that have ended are waited for": (
+        " and not self._holds and self.stage is Stage.RUNNING",
+        " and not self._holds",
+    ),
     "staleness has no bound": ("return behind and not self._holds and", "return False and"),
     "one round more may be missed": (">= self.rules.max_staleness", "> self.rules.max_staleness"),
     "signals of the next round are forgotten": (

@@ -185,7 +185,9 @@ class EagerSGD(Optimizer):
     def _apply(self, results: Iterable[PartialResult]) -> None:
         for result in results:
             if result.nonfinite:
-                raise CollectiveError(f"gradients of ranks {list(result.nonfinite)} are not finite in round {result.round}")
+                raise CollectiveError(
+                    f"gradients of ranks {list(result.nonfinite)} are not finite in round {result.round}"
+                )
             self._put(result)
             self.optimizer.step()
             if self.scheduler is not None:

@@ -18,6 +18,7 @@ from partial_collectives.result import PartialResult
 from partial_collectives.rounds.engine import Engine
 from partial_collectives.stragglers.lateness import Lateness
 
+
 class PartialAllreduce:
     """Sums of what ranks give, in numbered rounds that begin when a quorum has arrived.
 
@@ -142,7 +143,9 @@ class PartialAllreduce:
             self.close()
         elif not self._closed:
             self._closed = True
-            self._engine.give_up(f"rank {self.comm.rank} gave up its partial allreduce: {type(error).__name__}: {error}")
+            self._engine.give_up(
+                f"rank {self.comm.rank} gave up its partial allreduce: {type(error).__name__}: {error}"
+            )
 
     def _rest(self, stage: Stage) -> Iterator[PartialResult]:
         engine, machine = self._engine, self._engine.machine
@@ -195,7 +198,9 @@ def _parsed_grace(grace: float | str) -> tuple[float, float]:
     try:
         number = float(grace[:-1]) if text and isinstance(grace, str) else float(grace)
     except (TypeError, ValueError):
-        raise ValueError(f"grace is {grace!r}, expected seconds, or a share of the rounds' median such as '0.5x'") from None
+        raise ValueError(
+            f"grace is {grace!r}, expected seconds, or a share of the rounds' median such as '0.5x'"
+        ) from None
     if not 0 <= number < float("inf"):
         raise ValueError(f"grace is {grace!r}, expected 0 or more")
     return (number, 0.0) if text else (0.0, number)

@@ -221,5 +221,3 @@ class Engine:
             raise CollectiveError(self._why)
         if self._broken and self._work is not None:
             self._work.wait()
-
-

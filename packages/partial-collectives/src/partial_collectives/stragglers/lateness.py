@@ -73,5 +73,5 @@ class Lateness:
         if not known:
             return "no round has been measured"
         rank = max(last, key=lambda r: (len(last[r]), -r))
-        share = 100 * len(last[rank]) / known
-        return f"rank {rank} was last in {share:.0f} % of rounds, by {1e3 * statistics.median(last[rank]):.0f} ms in the median"
+        share, late = 100 * len(last[rank]) / known, 1e3 * statistics.median(last[rank])
+        return f"rank {rank} was last in {share:.0f} % of rounds, by {late:.0f} ms in the median"
