@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from enum import IntEnum
-from enum import IntEnum
 
 import pytest
 import torch
