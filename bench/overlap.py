@@ -24,8 +24,8 @@ from typing import Any, TypeVar
 import torch
 from communicators import Communicator, Schedule, Work, as_communicator, barrier, buckets_of, run
 from communicators.background.call import Call
-from communicators.background.communicator import TransportCommunicator
 from communicators.background.transport import Pending, Transport
+from communicators.background.transport_communicator import TransportCommunicator
 from communicators.dense_schedules import ring_allreduce
 from communicators.schedule import Received, Round
 from sparse_collectives import DistributedOptimizer, sparse_allreduce_async
@@ -220,10 +220,10 @@ class _NoNetwork(Transport):
             call.incoming_tag(peer)
         return _Echo(call, action)
 
-    def write(self, peer: int, letter: bytes) -> None:
+    def send_control(self, peer: int, message: bytes) -> None:
         pass
 
-    def read(self) -> list[bytes]:
+    def read_control(self) -> list[bytes]:
         return []
 
     def closing(self) -> bool:

@@ -25,7 +25,7 @@ from communicators import (
     start,
 )
 from communicators import dense_schedules as schedules
-from communicators.background.communicator import TransportCommunicator
+from communicators.background.transport_communicator import TransportCommunicator
 from communicators.worlds.nccl.untagged import UntaggedTransport
 from communicators.worlds.process_group import Meeting, ProcessGroupTransport
 from communicators.worlds.stores import store_of

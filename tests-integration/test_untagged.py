@@ -48,7 +48,7 @@ from communicators import allreduce
 from communicators.worlds.nccl.untagged import UntaggedTransport
 from communicators.worlds.process_group import Meeting, ProcessGroupTransport
 from communicators.worlds.stores import store_of
-from communicators.background.communicator import TransportCommunicator
+from communicators.background.transport_communicator import TransportCommunicator
 from untagged_gloo import UntaggedGloo
 dist.init_process_group("gloo")
 group = dist.group.WORLD

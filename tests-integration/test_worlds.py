@@ -173,7 +173,7 @@ print("over")
 
 
 def test_gloo_a_store_that_outlives_its_groups(processes, tmp_path):
-    """torchrun's does: what earlier groups have written there is not taken for letters of this one."""
+    """torchrun's does: what earlier groups have written there is not taken for messages of this one."""
     script = tmp_path / "again.py"
     script.write_text(AGAIN)
     begin = time.monotonic()

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from communicators import CollectiveError, Round, body, frame, framed_nbytes, run, start
 from communicators import dense_schedules as schedules
-from communicators.background.communicator import TransportCommunicator
+from communicators.background.transport_communicator import TransportCommunicator
 from communicators.worlds.nccl.untagged import UntaggedTransport
 from communicators.worlds.process_group import Meeting, ProcessGroupTransport
 from untagged_gloo import UntaggedGloo
@@ -102,7 +102,7 @@ def a_rank_leaves_a_round(comm):
 
 
 def a_launch_that_fails(comm):
-    """On one rank, where some of the round may be under way: it gives up its line, and the others theirs."""
+    """On one rank, where some of the round may be in flight: it gives up its line, and the others theirs."""
 
     def exchange(sends, recvs):
         raise MemoryError("no room")
@@ -123,7 +123,7 @@ LAWS += [sizes_that_depend_on_data, calls_go_one_after_the_other, waiting_for_on
 FAILURES = {
     **dense_cases.FAILURES,
     **sparse_cases.FAILURES,
-    # Both calls differ, and both are under way: which is told depends on whose agreement ends first.
+    # Both calls differ, and both are in flight: which is told depends on whose agreement ends first.
     other_order_in_background: (
         "ranks disagree on call 2: rank 0 calls a, rank {last} calls b",
         "ranks disagree on call 3: rank 0 calls b, rank {last} calls a",
@@ -167,7 +167,7 @@ def main(report):
             outcomes[size][case.__name__] = future.result()
     with open(report, "w") as file:
         json.dump(outcomes, file)
-    os._exit(0)  # without goodbyes: threads of one process do not leave one after the other
+    os._exit(0)  # without departing: threads of one process do not leave one after the other
 
 
 if __name__ == "__main__":

@@ -7,19 +7,19 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from communicators.background.communicator import TransportCommunicator
 from communicators.background.transport import SIGNAL_BYTES, Pending, SignalLine, Transport
+from communicators.background.transport_communicator import TransportCommunicator
 
 
 class Network:
-    """Queues of messages by (sender, receiver, tag), and of letters by receiver. Messages take `delay` seconds."""
+    """Queues of messages by (sender, receiver, tag), and of control messages. They take `delay` s."""
 
     delay = 0.0
 
     def __init__(self, size):
         self.size = size
         self.messages, self.lock = {}, threading.Lock()
-        self.letters = [queue.SimpleQueue() for _ in range(size)]
+        self.control = [queue.SimpleQueue() for _ in range(size)]
         self.signals = [queue.SimpleQueue() for _ in range(size)]
         self.duplicates = {}
 
@@ -53,16 +53,16 @@ class Threads(Transport):
     def sent(self, payload):
         return time.monotonic() + self.network.delay, payload.clone()
 
-    def write(self, peer, letter):
-        self.network.letters[peer].put(letter)
+    def send_control(self, peer, message):
+        self.network.control[peer].put(message)
 
-    def read(self):
+    def read_control(self):
         if self.read_error is not None:
             raise self.read_error
-        letters = []
-        while not self.network.letters[self.rank].empty():
-            letters.append(self.network.letters[self.rank].get())
-        return letters
+        messages = []
+        while not self.network.control[self.rank].empty():
+            messages.append(self.network.control[self.rank].get())
+        return messages
 
     def nap(self, seconds):
         if (error := self.nap_error) is not None:
@@ -86,15 +86,15 @@ class ThreadsSignalLine(SignalLine):
     """A message is sent once its receiver has taken it out of its queue."""
 
     def __init__(self, network, rank):
-        self.network, self.rank, self.under_way, self.is_closed = network, rank, {}, False
+        self.network, self.rank, self.in_flight, self.is_closed = network, rank, {}, False
 
     def send(self, peer, message):
         assert self.sent(peer)
-        self.under_way[peer] = threading.Event()
-        self.network.signals[peer].put((self.rank, message.ljust(SIGNAL_BYTES, b"\0"), self.under_way[peer]))
+        self.in_flight[peer] = threading.Event()
+        self.network.signals[peer].put((self.rank, message.ljust(SIGNAL_BYTES, b"\0"), self.in_flight[peer]))
 
     def sent(self, peer):
-        return peer not in self.under_way or self.under_way[peer].is_set()
+        return peer not in self.in_flight or self.in_flight[peer].is_set()
 
     def received(self):
         messages = []

@@ -4,142 +4,142 @@ from __future__ import annotations
 
 import pytest
 from communicators import CollectiveError, SimulatedWorld, run, testing
-from communicators.background.abort import LETTER_BYTES, Control
+from communicators.background.abort import CONTROL_BYTES, Control
 from communicators.background.facts import FACTS_BYTES, agreement
 from hypothesis import given
 from hypothesis import strategies as st
 
 
-class Post:
-    """Carries letters between controls, in any order that `choose` picks among the pairs of ranks."""
+class Network:
+    """Carries control messages between controls, in any order that `choose` picks among the pairs of ranks."""
 
     def __init__(self, size, choose):
         self.controls = [Control(rank, size) for rank in range(size)]
         self.choose, self.queues = choose, {}
 
-    def send(self, source, letters):
-        for target, letter in letters:
-            assert len(letter) <= LETTER_BYTES
-            self.queues.setdefault((source, target), []).append(letter)
+    def send(self, source, messages):
+        for target, message in messages:
+            assert len(message) <= CONTROL_BYTES
+            self.queues.setdefault((source, target), []).append(message)
 
     def deliver_all(self):
         while self.queues:
             pairs = sorted(self.queues)
             pair = pairs[self.choose(len(pairs))]
             target = pair[1]
-            letter = self.queues[pair].pop(0)
+            message = self.queues[pair].pop(0)
             if not self.queues[pair]:
                 del self.queues[pair]
-            self.send(target, self.controls[target].receive(letter))
+            self.send(target, self.controls[target].receive(message))
 
 
-def post(data, size):
-    return Post(size, lambda n: data.draw(st.integers(0, n - 1)))
+def network_of(data, size):
+    return Network(size, lambda n: data.draw(st.integers(0, n - 1)))
 
 
 @given(data=st.data(), size=st.integers(2, 8))
-def test_several_complaints_one_verdict(data, size):
-    office = post(data, size)
+def test_several_requests_one_abort_reason(data, size):
+    network = network_of(data, size)
     for rank in data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=size, unique=True)):
-        office.send(rank, office.controls[rank].complain(f"reason of rank {rank}"))
-    office.deliver_all()
-    verdicts = {control.verdict for control in office.controls}
-    assert len(verdicts) == 1
-    assert None not in verdicts
+        network.send(rank, network.controls[rank].request_abort(f"reason of rank {rank}"))
+    network.deliver_all()
+    reasons = {control.abort_reason for control in network.controls}
+    assert len(reasons) == 1
+    assert None not in reasons
 
 
 @given(data=st.data(), size=st.integers(2, 8))
 def test_without_the_arbiter_the_next_rank_decides_for_all_that_are_left(data, size):
-    """Those before it may be gone too; a rank learns so before or after it complains, or never."""
-    office = post(data, size)
+    """Those before it may be gone too; a rank learns so before or after it requests an abort, or never."""
+    network = network_of(data, size)
     gone = data.draw(st.integers(1, size - 1))
     alive = range(gone, size)
     for rank in data.draw(st.permutations(alive)):
-        control = office.controls[rank]
+        control = network.controls[rank]
         lost = [lambda c=control, peer=peer: c.lose(peer) for peer in range(gone)]
-        complaint = [lambda c=control, rank=rank: c.complain(f"reason of rank {rank}")]
-        for act in data.draw(st.permutations(lost + complaint)):
-            office.send(rank, [(to, letter) for to, letter in act() if to in alive])
-        office.queues = {pair: letters for pair, letters in office.queues.items() if pair[1] in alive}
-    office.deliver_all()
-    verdicts = {office.controls[rank].verdict for rank in alive}
-    assert len(verdicts) == 1
-    assert None not in verdicts
+        request = [lambda c=control, rank=rank: c.request_abort(f"reason of rank {rank}")]
+        for act in data.draw(st.permutations(lost + request)):
+            network.send(rank, [(to, message) for to, message in act() if to in alive])
+        network.queues = {pair: messages for pair, messages in network.queues.items() if pair[1] in alive}
+    network.deliver_all()
+    reasons = {network.controls[rank].abort_reason for rank in alive}
+    assert len(reasons) == 1
+    assert None not in reasons
 
 
-def test_who_has_not_heard_the_verdict_is_told_again():
+def test_who_has_not_heard_the_abort_reason_is_told_again():
     arbiter = Control(0, 3)
-    arbiter.complain("first")
-    [(_, late)] = Control(2, 3).complain("second")
-    [(target, letter)] = arbiter.receive(late)
+    arbiter.request_abort("first")
+    [(_, late)] = Control(2, 3).request_abort("second")
+    [(target, message)] = arbiter.receive(late)
     other = Control(2, 3)
-    other.receive(letter)
-    assert (target, other.verdict) == (2, "first")
+    other.receive(message)
+    assert (target, other.abort_reason) == (2, "first")
 
 
 @given(flip=st.integers(0, 1 << 20), rank=st.integers(0, 1))
 def test_a_letter_that_was_changed_on_its_way_is_a_reason(flip, rank):
-    [(_, letter)] = Control(1, 2).complain("whatever")
-    changed = bytearray(letter)
+    [(_, message)] = Control(1, 2).request_abort("whatever")
+    changed = bytearray(message)
     changed[flip // 8 % len(changed)] ^= 1 << flip % 8
     control = Control(rank, 2)
     control.receive(bytes(changed))
     if rank == 0:
-        assert control.verdict == "rank 0 got a corrupted control message: the network changes bits"
+        assert control.abort_reason == "rank 0 got a corrupted control message: the network changes bits"
     else:
-        assert control.verdict is None  # it has told the arbiter
+        assert control.abort_reason is None  # it has told the arbiter
 
 
 @given(data=st.data(), size=st.integers(2, 6))
-def test_a_wait_with_other_facts_becomes_a_verdict(data, size):
-    """Whether the other rank made its call before the letter came, or makes it after."""
-    office = post(data, size)
+def test_a_wait_with_other_facts_becomes_an_abort_reason(data, size):
+    """Whether the other rank made its call before the message came, or makes it after."""
+    network = network_of(data, size)
     waiting, other = data.draw(st.lists(st.integers(0, size - 1), min_size=2, max_size=2, unique=True))
     late = data.draw(st.booleans())
-    controls = office.controls
-    office.send(waiting, controls[waiting].called(4, "gtopk(k=3)"))
+    controls = network.controls
+    network.send(waiting, controls[waiting].called(4, "gtopk(k=3)"))
     if not late:
-        office.send(other, controls[other].called(4, "gtopk(k=5)"))
-    office.send(waiting, controls[waiting].waits(4, "gtopk(k=3)", [other]))
-    office.deliver_all()
-    assert (controls[0].verdict is None) == late
+        network.send(other, controls[other].called(4, "gtopk(k=5)"))
+    network.send(waiting, controls[waiting].waits(4, "gtopk(k=3)", [other]))
+    network.deliver_all()
+    assert (controls[0].abort_reason is None) == late
     if late:
-        office.send(other, controls[other].called(4, "gtopk(k=5)"))
-        office.deliver_all()
-    verdict = controls[0].verdict
-    assert {control.verdict for control in controls} == {verdict}
+        network.send(other, controls[other].called(4, "gtopk(k=5)"))
+        network.deliver_all()
+    reason = controls[0].abort_reason
+    assert {control.abort_reason for control in controls} == {reason}
     for rank, k in ((waiting, 3), (other, 5)):
-        assert f"rank {rank} calls gtopk(k={k})" in verdict
+        assert f"rank {rank} calls gtopk(k={k})" in reason
 
 
 @given(data=st.data(), mine=st.integers(0, 9), theirs=st.integers(0, 9))
 def test_a_late_or_early_peer_is_no_reason(data, mine, theirs):
-    office = post(data, 2)
+    network = network_of(data, 2)
     for rank, most in ((0, mine), (1, theirs)):
         for number in range(most + 1):
-            office.send(rank, office.controls[rank].called(number, f"call {number}"))
-    office.send(0, office.controls[0].waits(mine, f"call {mine}", [1]))
-    office.deliver_all()
-    assert [control.verdict for control in office.controls] == [None, None]
+            network.send(rank, network.controls[rank].called(number, f"call {number}"))
+    network.send(0, network.controls[0].waits(mine, f"call {mine}", [1]))
+    network.deliver_all()
+    assert [control.abort_reason for control in network.controls] == [None, None]
 
 
 def test_who_leaves_is_known_to_all():
-    office = Post(3, lambda n: 0)
-    office.send(2, office.controls[2].leaves("ValueError: boom", 3))
-    office.deliver_all()
-    assert [control.gone for control in office.controls] == [{2: "ValueError: boom"}, {2: "ValueError: boom"}, {}]
-    assert office.controls[0].deserters(2, [1, 2]) == []  # it had ended that call: what it sent may be under way
-    assert office.controls[0].deserters(3, [1, 2]) == [2]
+    network = Network(3, lambda n: 0)
+    network.send(2, network.controls[2].departs("ValueError: boom", 3))
+    network.deliver_all()
+    assert [control.departed for control in network.controls] == [{2: "ValueError: boom"}, {2: "ValueError: boom"}, {}]
+    assert network.controls[0].departed_before(2, [1, 2]) == []  # it had ended that call: what it sent may be in flight
+    assert network.controls[0].departed_before(3, [1, 2]) == [2]
 
 
 def test_a_long_reason_fits_its_letter():
     control = Control(1, 2)
-    [(target, letter)] = control.complain("é" * 9000)
+    [(target, message)] = control.request_abort("é" * 9000)
     assert target == 0
-    assert len(letter) <= LETTER_BYTES
+    assert len(message) <= CONTROL_BYTES
     arbiter = Control(0, 2)
-    arbiter.receive(letter)
-    assert arbiter.verdict.startswith("ééé")
+    arbiter.receive(message)
+    assert arbiter.abort_reason.startswith("ééé")
 
 
 @given(size=testing.world_sizes(), data=st.data())

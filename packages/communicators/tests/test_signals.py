@@ -8,7 +8,7 @@ from enum import IntEnum
 import pytest
 import torch
 from communicators import CollectiveError, Elapse, Link, SimulatedWorld, allreduce, start, testing
-from communicators.background import communicator as transport_communicator
+from communicators.background import transport_communicator
 from communicators.background.engine import Engine, engine
 from communicators.background.signals import MOST_UNREAD, MOST_VALUES, SignalTraffic, _packed, _unpacked
 from communicators.background.transport import SIGNAL_BYTES, PeerLost
@@ -270,7 +270,7 @@ def test_who_does_not_close_is_named_and_the_others_fail():
 def test_a_peer_that_has_departed_is_not_waited_for():
     comms = ranks(3)
     made = on_all(comms, lambda comm: comm.signals())
-    made[2]._comm.leave("it exited")
+    made[2]._comm.depart("it exited")
     assert soon(lambda: made[0].departed == made[1].departed == {2})
     for one in made[:2]:
         one.send(2, 1)
@@ -284,8 +284,8 @@ def test_a_peer_that_has_departed_is_not_waited_for():
 def test_a_failed_communicators_signals_go_on_and_it_makes_no_new_ones():
     comms = ranks(2)
     made = on_all(comms, lambda comm: comm.signals())
-    comms[0].complain("by hand")
-    assert soon(lambda: comms[1].control.verdict)
+    comms[0].request_abort("by hand")
+    assert soon(lambda: comms[1].control.abort_reason)
     with pytest.raises(CollectiveError, match="by hand"):
         comms[0].signals()
     made[0].send(1, 5)

@@ -12,7 +12,7 @@ import torch
 from communicators import Round, frame
 from communicators.background.call import Call
 from communicators.background.engine import Engine
-from communicators.background.flight import TransportFlight, TransportWork
+from communicators.background.outstanding_call import OutstandingCall, TransportWork
 from communicators.background.streams import SideStreams, devices_of, given, owned_here, with_index
 from communicators.dense_schedules import ring_allreduce
 from communicators.errors import CollectiveError
@@ -72,18 +72,18 @@ class Slow:
 
 
 class Comm:
-    """As much of a communicator as a flight without messages asks for."""
+    """As much of a communicator as a call without messages asks for."""
 
     rank, size, timeout = 0, 2, 1.0
 
     def __init__(self):
         self.lock = threading.RLock()
-        self.control = type("Control", (), {"verdict": None})()
+        self.control = type("Control", (), {"abort_reason": None})()
 
     def over(self, call):
         pass
 
-    def sees_through(self, unsent):
+    def detaches(self, unsent):
         return unsent.done()
 
 
@@ -93,15 +93,15 @@ def test_a_call_is_over_when_its_stream_is_idle():
         yield
 
     call = Call(result(), rank=0, size=2, facts="nothing", number=0)
-    flight, side = TransportFlight(Comm(), call, 1.0, CPU), Slow()
-    flight.side = side
-    assert not flight.poll()
-    assert not flight.poll()
+    outstanding, side = OutstandingCall(Comm(), call, 1.0, CPU), Slow()
+    outstanding.side = side
+    assert not outstanding.poll()
+    assert not outstanding.poll()
     assert side.asked.is_set()
-    assert not flight.finished.is_set()
+    assert not outstanding.finished.is_set()
     side.idle.set()
-    assert flight.poll()
-    assert TransportWork(flight, Engine()).wait() == 7
+    assert outstanding.poll()
+    assert TransportWork(outstanding, Engine()).wait() == 7
 
 
 def test_a_stream_that_fails_fails_the_call():
@@ -110,14 +110,14 @@ def test_a_stream_that_fails_fails_the_call():
             raise RuntimeError("device-side assert")
 
     comm, said = Comm(), []
-    comm.complain = lambda reason: said.append(reason) or setattr(comm.control, "verdict", reason)
-    flight = TransportFlight(comm, Call(iter([]), rank=0, size=2, facts="sum", number=0), 1.0, CPU)
-    flight.call.close = lambda: None
-    flight.side = Broken()
-    assert flight.poll()
+    comm.request_abort = lambda reason: said.append(reason) or setattr(comm.control, "abort_reason", reason)
+    outstanding = OutstandingCall(comm, Call(iter([]), rank=0, size=2, facts="sum", number=0), 1.0, CPU)
+    outstanding.call.close = lambda: None
+    outstanding.side = Broken()
+    assert outstanding.poll()
     assert said == ["rank 0 failed in sum: RuntimeError: device-side assert"]
     with pytest.raises(CollectiveError, match="device-side assert"):
-        TransportWork(flight, Engine()).wait()
+        TransportWork(outstanding, Engine()).wait()
 
 
 def stamped(call, sender, numel=3):

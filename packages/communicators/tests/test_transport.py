@@ -20,8 +20,7 @@ from communicators import (
     run,
     start,
 )
-from communicators.background import communicator as transport_communicator
-from communicators.background import flight, leftover
+from communicators.background import detached_sends, outstanding_call, transport_communicator
 from communicators.background.engine import LISTEN_SECONDS, LONGEST_NAP_SECONDS, Engine, engine, leave
 from communicators.background.transport import PeerLost
 from communicators.worlds.waiters import Waiters
@@ -90,8 +89,8 @@ def test_a_lost_connection_is_news_until_a_letter_says_why(monkeypatch):
         allreduce(torch.ones(1), comms[0])
 
 
-def test_a_rank_that_has_ended_its_calls_may_leave_while_its_messages_are_under_way(monkeypatch):
-    monkeypatch.setattr(flight, "LEAVE_GRACE_SECONDS", 0.05)
+def test_a_rank_that_has_ended_its_calls_may_leave_while_its_messages_are_in_flight(monkeypatch):
+    monkeypatch.setattr(outstanding_call, "LEAVE_GRACE_SECONDS", 0.05)
     comms = ranks(3)
     comms[0].transport.network.delay = 0.6
     for comm in comms:
@@ -103,7 +102,7 @@ def test_a_rank_that_has_ended_its_calls_may_leave_while_its_messages_are_under_
 def test_closing_after_a_failure_waits_for_what_it_ends():
     comms = ranks(2)
     works = [start(late(comm), comm, facts="late") for comm in comms[:1]]
-    comms[0].complain("by hand")
+    comms[0].request_abort("by hand")
     assert on_all(comms, lambda comm: comm.close()) == [None, None]
     with pytest.raises(CollectiveError, match="by hand"):
         works[0].wait(timeout=10)
@@ -170,7 +169,7 @@ def test_a_call_waits_busily_in_every_round_at_first():
     """Not only in its first: with several rounds, and computation between them, it would nap in all the others."""
     naps = []
 
-    class Flight:
+    class Polled:
         polls, progressed, lingers = 0, time.monotonic() - 1.0, False
 
         def poll(self):
@@ -182,7 +181,7 @@ def test_a_call_waits_busily_in_every_round_at_first():
         def watch(self):
             pass
 
-    Engine().drive(Flight(), naps.append)
+    Engine().drive(Polled(), naps.append)
     assert naps == [LONGEST_NAP_SECONDS]
 
 
@@ -198,7 +197,11 @@ def receipts(monkeypatch):
 
 def unsent(comms):
     controls = [comm.control for comm in comms]
-    return [one for one in list(engine()._driven) if isinstance(one, leftover.Leftover) and one.control in controls]
+    return [
+        one
+        for one in list(engine()._driven)
+        if isinstance(one, detached_sends.DetachedSends) and one.control in controls
+    ]
 
 
 def test_rounds_and_calls_do_not_wait_for_receipts(receipts):
@@ -229,17 +232,17 @@ def test_closing_waits_for_receipts(receipts):
 def test_what_a_failed_communicator_has_left_behind_is_given_up(receipts):
     comms = ranks(2)
     on_all(comms, lambda comm: run(ping(comm), comm, facts="ping"))
-    comms[0].complain("by hand")
+    comms[0].request_abort("by hand")
     assert soon(lambda: not unsent(comms))
     assert len(receipts.cancelled) >= 2
 
 
 def test_receipts_of_a_peer_that_has_left_or_is_lost_do_not_come(receipts, monkeypatch):
-    monkeypatch.setattr(leftover, "GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(detached_sends, "GRACE_SECONDS", 0.05)
     comms = ranks(2)
     on_all(comms, lambda comm: run(ping(comm), comm, facts="ping"))
     monkeypatch.setattr(Waiting, "missing", lambda pending: list(pending.action.sends))
-    comms[1].leave("it exited")
+    comms[1].depart("it exited")
     assert soon(lambda: [one.control for one in unsent(comms)] == [comms[1].control])
 
     def lost(pending):
@@ -287,10 +290,10 @@ def test_closing_is_collective_and_releases_the_transport():
 
 
 def test_closing_too_early_or_alone_is_told(monkeypatch):
-    monkeypatch.setattr(flight, "VERDICT_SECONDS", 0.1)  # of an arbiter that has left
+    monkeypatch.setattr(outstanding_call, "ABORT_SECONDS", 0.1)  # of an arbiter that has left
     comms = ranks(2)
     work = start(ping(comms[0]), comms[0], facts="ping")
-    with pytest.raises(RuntimeError, match=r"close\(\) while calls that were started are under way"):
+    with pytest.raises(RuntimeError, match=r"close\(\) while calls that were started are in flight"):
         comms[0].close()
     assert run(ping(comms[1]), comms[1], facts="ping") == 0
     assert work.wait(timeout=10) == 1
@@ -332,7 +335,7 @@ def test_a_work_that_is_over_is_let_go_before_its_waiter_is_idle():
     assert not any(thread.is_alive() for thread in waiters._threads)
 
 
-def test_a_forked_child_says_no_goodbyes(monkeypatch):
+def test_a_forked_child_does_not_depart(monkeypatch):
     made = Engine()
     monkeypatch.setattr(os, "getpid", lambda: -1)
     made.close()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from communicators import CollectiveError, SimulatedWorld, allreduce, barrier
+from communicators.worlds.alone import Alone
 from hypothesis import given
 from hypothesis import strategies as st
 from partial_collectives import PartialAllreduce
+from partial_collectives.protocol.events import Kind
 
 LIKE = [torch.zeros(3), torch.zeros(2, 2, dtype=torch.float64)]
 
@@ -239,6 +243,8 @@ def test_bad_input():
         partial = PartialAllreduce(torch.zeros(2), comm, quorum=2)
         with pytest.raises(ValueError, match=r"is given .*3.*expected .*2.*as in `like`"):
             partial.allreduce(torch.zeros(3))
+        with pytest.raises(ValueError, match="weight is nan"):
+            partial.allreduce(torch.zeros(2), weight=float("nan"))
         (result,) = partial.allreduce(torch.tensor([1.0, float("nan") if comm.rank else 2.0]))
         assert result.nonfinite == (1,)
         assert list(partial.finish()) == []
@@ -250,3 +256,40 @@ def test_bad_input():
         partial.close()
 
     SimulatedWorld(2).run(body)
+
+
+def test_one_rank_alone():
+    with PartialAllreduce(torch.zeros(2), Alone(), quorum="majority") as partial:
+        for step in range(3):
+            (result,) = partial.allreduce(torch.full((2,), float(step)))
+            assert (result.round, result.total.tolist()) == (step, [step, step])
+        assert list(partial.synchronize()) == []
+        assert list(partial.finish()) == []
+
+
+class SignalsComeAtOnce(Alone):
+    """A peer's signal comes in another thread before the signals are returned."""
+
+    def signals(self, on_signal=None):
+        made = super().signals(on_signal)
+        errors = []
+
+        def hear():
+            try:
+                on_signal(0, 8 * 0 + Kind.BEGIN)
+            except BaseException as error:
+                errors.append(error)
+
+        self.thread, self.errors = threading.Thread(target=hear), errors
+        self.thread.start()
+        self.thread.join(0.2)  # it waits, or has failed
+        return made
+
+
+def test_a_signal_that_comes_while_it_is_made():
+    comm = SignalsComeAtOnce()
+    partial = PartialAllreduce(torch.zeros(2), comm)
+    comm.thread.join()
+    assert not comm.errors
+    assert partial.round == 1
+    partial.close()

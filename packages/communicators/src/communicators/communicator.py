@@ -130,7 +130,7 @@ class Communicator(ABC):
         """Releases what a transport holds; collective, after the last call. Later calls over it are errors.
 
         Only programs that make many groups need it, before they free the group: at exit everything is released anyway.
-        Raises RuntimeError while a started call of this rank is under way, TimeoutError if a rank does not come.
+        Raises RuntimeError while a started call of this rank is in flight, TimeoutError if a rank does not come.
         """
 
     def native_allreduce(self, tensor: Tensor, *, facts: str) -> Tensor | None:

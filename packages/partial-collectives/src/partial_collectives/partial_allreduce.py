@@ -85,6 +85,8 @@ class PartialAllreduce:
         changed afterwards.
         """
         self._refuse_closed("allreduce()")
+        if not 0 <= weight < float("inf"):
+            raise ValueError(f"weight is {weight!r}, expected 0 or more, such as a number of samples")
         engine = self._engine
         engine.deposit(self._checked(tensor), weight)
         if not engine.results:

@@ -1,1 +1,1 @@
-"""Calls under way over a transport: the engine that drives them, and how all ranks fail for the same reason."""
+"""Calls in flight over a transport: the engine that drives them, and how all ranks fail for the same reason."""

@@ -1,4 +1,4 @@
-"""One collective under way on one rank: its schedule, its facts, its number; messages get tag and stamp here.
+"""One collective in flight on one rank: its schedule, its facts, its number; messages get tag and stamp here.
 
 Worlds differ in how bytes travel; what a call is, and how a wrong message is told from a right one, is the same in
 all of them.

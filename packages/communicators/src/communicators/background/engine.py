@@ -1,4 +1,4 @@
-"""The one background engine of a process: drives what was started, listens on control channels, says goodbye at exit.
+"""The one background engine of a process: drives what was started, listens on control channels, departs at exit.
 
 The only process-wide object of the package. Where a transport may not be driven by another thread (MPI without
 THREAD_MULTIPLE), the same work is done inside our calls only.
@@ -25,7 +25,7 @@ BUSY_SECONDS = 50e-6
 SPIN_SECONDS = 100e-6
 LONGEST_NAP_SECONDS = 200e-6
 IDLE_SECONDS = 1e-3
-FAILED_GOODBYE_SECONDS = 5.0
+FAILED_DEPARTURE_SECONDS = 5.0
 """So long the end of a process waits for the peers of a communicator that has failed."""
 
 logger = logging.getLogger(__name__)
@@ -51,8 +51,8 @@ class Driven(Protocol):
         """It is not looked at again: what it raised itself, None where the process ends."""
 
 
-class Party(Protocol):
-    """A communicator whose letters are read.
+class ControlListener(Protocol):
+    """A communicator whose control messages are read.
 
     threaded: whether another thread may do that while its owner computes.
     """
@@ -61,19 +61,19 @@ class Party(Protocol):
     def threaded(self) -> bool: ...
 
     def listen(self) -> None:
-        """Reads the letters that have come."""
+        """Reads the control messages that have come."""
 
-    def leave(self, why: str) -> None:
-        """Says goodbye to all peers."""
+    def depart(self, why: str) -> None:
+        """Tells all peers that this rank departs."""
 
-    def staying(self) -> list[int]:
-        """The peers whose goodbyes may still come."""
+    def awaited(self) -> list[int]:
+        """The peers that may still say that they depart."""
 
     def missing(self) -> list[int]:
-        """The peers that have not said goodbye."""
+        """The peers that have not departed."""
 
-    def goodbye_seconds(self) -> float:
-        """How long their goodbyes are waited for."""
+    def departure_seconds(self) -> float:
+        """How long their departure is waited for."""
 
     def release(self) -> None:
         """Lets go of the transport."""
@@ -108,11 +108,11 @@ class Alarm:
 
 
 class Engine:
-    """What is driven in the background, and the communicators whose letters are read."""
+    """What is driven in the background, and the communicators whose control messages are read."""
 
     def __init__(self) -> None:
         self._driven: list[Driven] = []
-        self._parties: weakref.WeakSet[Party] = weakref.WeakSet()
+        self._listeners: weakref.WeakSet[ControlListener] = weakref.WeakSet()
         self._lock = threading.Lock()  # of the set, which grows in one thread while another walks it
         self._wake = Alarm()
         self._closing = False
@@ -126,11 +126,11 @@ class Engine:
         """Whether what is added goes on while its owner computes."""
         return not self.inline and not self._closing
 
-    def listen_to(self, party: Party) -> None:
-        """From now on its letters are read."""
+    def listen_to(self, listener: ControlListener) -> None:
+        """From now on its control messages are read."""
         with self._lock:
-            self._parties.add(party)
-        if not party.threaded:
+            self._listeners.add(listener)
+        if not listener.threaded:
             if not self.inline:
                 logger.warning("this MPI was not initialised with THREAD_MULTIPLE: progress only inside our calls")
             self.inline = True
@@ -138,10 +138,10 @@ class Engine:
             self._thread = threading.Thread(target=self._live, name="communicators-engine", daemon=True)
             self._thread.start()
 
-    def forget(self, party: Party) -> None:
-        """Its letters are read no longer."""
+    def forget(self, listener: ControlListener) -> None:
+        """Its control messages are read no longer."""
         with self._lock:
-            self._parties.discard(party)
+            self._listeners.discard(listener)
 
     def add(self, driven: Driven) -> None:
         """Drives it in the background, at once."""
@@ -182,12 +182,12 @@ class Engine:
         while any(driven.lingers and kind(driven) for driven in list(self._driven)):
             if not self.drives:
                 self._poll_all()
-                for party in self._listened_to():
-                    _guarded(party, party.listen)
+                for listener in self._listened_to():
+                    _guarded(listener, listener.listen)
             time.sleep(BUSY_SECONDS)
 
     def close(self) -> None:
-        """At exit: tells all peers, and reads their letters until they have left too. Not in a forked child."""
+        """At exit: tells all peers, and reads their messages until they have departed too. Not in a forked child."""
         if os.getpid() != self._process or self._closing:
             return
         self._closing = True
@@ -203,10 +203,10 @@ class Engine:
 
     def leave(self, why: str, timeout: float | None = None) -> list[int]:
         """Parts from all peers of all communicators, which end with that: see `part`."""
-        parties = self._listened_to()
-        missing = part(parties, why, timeout)
-        for party in parties:
-            self.forget(party)
+        listeners = self._listened_to()
+        missing = depart(listeners, why, timeout)
+        for listener in listeners:
+            self.forget(listener)
         return missing
 
     def _live(self) -> None:
@@ -239,27 +239,27 @@ class Engine:
             self._driven.remove(driven)
 
     def _look_around(self, driven: Sequence[Driven]) -> None:
-        """Looks at clocks; at most every LISTEN_SECONDS, a hundredth of the shortest watch, reads letters."""
+        """Looks at clocks; at most every LISTEN_SECONDS, a hundredth of the shortest watch, reads control messages."""
         for one in driven:
             self._guard(one, one.watch)
         now = time.monotonic()
         if now - self._listened < LISTEN_SECONDS or not (self.inline or self.on_thread()):
             return
         self._listened = now
-        for party in self._listened_to():
-            _guarded(party, party.listen)
+        for listener in self._listened_to():
+            _guarded(listener, listener.listen)
 
-    def _listened_to(self) -> list[Party]:
+    def _listened_to(self) -> list[ControlListener]:
         with self._lock:
-            return list(self._parties)
+            return list(self._listeners)
 
     def on_thread(self) -> bool:
         """Whether the caller runs in the engine's thread, which must not wait for itself."""
         return threading.current_thread() is self._thread
 
 
-def leave(*, timeout: float = FAILED_GOODBYE_SECONDS) -> list[int]:
-    """Says goodbye to all peers of this process's communicators; returns the ranks that did not in `timeout` seconds.
+def leave(*, timeout: float = FAILED_DEPARTURE_SECONDS) -> list[int]:
+    """Departs from all peers of this process's communicators; returns the ranks that did not in `timeout` seconds.
 
     For the end of a program that has failed. Nothing can be called over those afterwards. Under MPI the end of a
     process waits in MPI_Finalize for all others, also for those that cannot be reached: where ranks are missing,
@@ -268,30 +268,32 @@ def leave(*, timeout: float = FAILED_GOODBYE_SECONDS) -> list[int]:
     return engine().leave("it ended after an error", timeout)
 
 
-def part(parties: Sequence[Party], why: str, timeout: float | None = None) -> list[int]:
-    """Says goodbye on all of them, then goes on reading letters until all peers have said so: an arbiter may still
-    be needed. Returns the ranks that have not after `timeout` seconds, default what each says."""
-    for party in parties:
-        _guarded(party, partial(party.leave, why))
+def depart(listeners: Sequence[ControlListener], why: str, timeout: float | None = None) -> list[int]:
+    """Departs from all of them, then goes on reading control messages until all peers have said so too: an arbiter may
+    still be needed. Returns the ranks that have not after `timeout` seconds, default what each says."""
+    for listener in listeners:
+        _guarded(listener, partial(listener.depart, why))
     begin = time.monotonic()
-    staying = list(parties)
-    while staying:
-        staying = [party for party in staying if _guarded(party, party.listen)]
+    awaited = list(listeners)
+    while awaited:
+        awaited = [listener for listener in awaited if _guarded(listener, listener.listen)]
         waited = time.monotonic() - begin
-        limits = [party.goodbye_seconds() if timeout is None else timeout for party in staying]
-        staying = [party for party, limit in zip(staying, limits, strict=True) if waited < limit and party.staying()]
-        time.sleep(0.005 if staying else 0.0)
-    missing = {rank for party in parties for rank in party.missing()}
-    for party in parties:
-        _guarded(party, party.release)
+        limits = [listener.departure_seconds() if timeout is None else timeout for listener in awaited]
+        awaited = [
+            listener for listener, limit in zip(awaited, limits, strict=True) if waited < limit and listener.awaited()
+        ]
+        time.sleep(0.005 if awaited else 0.0)
+    missing = {rank for listener in listeners for rank in listener.missing()}
+    for listener in listeners:
+        _guarded(listener, listener.release)
     return sorted(missing)
 
 
-def _guarded(party: Party, look: Callable[[], None]) -> bool:
+def _guarded(listener: ControlListener, look: Callable[[], None]) -> bool:
     """An error of the transport itself (False) is its communicator's; the others' engine goes on."""
     try:
         look()
         return True
     except Exception as error:
-        party.fail(error)
+        listener.fail(error)
         return False

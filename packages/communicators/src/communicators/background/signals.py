@@ -1,6 +1,6 @@
 """Signals over a transport: on a duplicate of the communicator, read and written by the engine at its own pace.
 
-To each peer one message is under way at a time; it carries what has gathered meanwhile. The last one says that no
+To each peer one message is in flight at a time; it carries what has gathered meanwhile. The last one says that no
 more will come. So memory is bounded, and who has heard that from all peers has heard all of their signals.
 """
 
@@ -26,7 +26,7 @@ MOST_VALUES = 64
 MOST_UNREAD = 4096
 """Signals that wait for `poll()`; beyond, messages are left with the transport, and their senders wait."""
 GRACE_SECONDS = 0.5
-"""For so long the last message of a peer that has left may still be under way."""
+"""For so long the last message of a peer that has left may still be in flight."""
 LOOK_SECONDS = 0.1
 """At least so often who waits looks whether he still must."""
 END_SECONDS = 5.0
@@ -46,7 +46,7 @@ class Group(Protocol):
     @property
     def timeout(self) -> float: ...
 
-    def complain(self, reason: str) -> None:
+    def request_abort(self, reason: str) -> None:
         """Tells all ranks why this cannot go on."""
 
     def lose(self, peer: int) -> None:
@@ -97,7 +97,7 @@ class TransportSignals(Signals):
         self._traffic.closing = True
         self._engine.wake()
         timed_out = "" if self._traffic.over.wait(self._comm.timeout) else self._time_out()
-        with suppress(TimeoutError):  # no goodbye of one that has closed its signals, or departed: nobody is awaited
+        with suppress(TimeoutError):  # no word of one that has closed its signals, or departed: nobody is awaited
             self._comm.close()
         if timed_out:
             raise TimeoutError(timed_out)
@@ -108,7 +108,7 @@ class TransportSignals(Signals):
             f"timed out after {self._comm.timeout:g} s: rank {self.rank} closes its signals, but ranks "
             f"{self._traffic.unfinished()} do not: all ranks must"
         )
-        self._comm.complain(reason)
+        self._comm.request_abort(reason)
         self._traffic.error = self._traffic.error or CollectiveError(reason)
         self._engine.wake()
         self._traffic.over.wait(END_SECONDS)
@@ -157,7 +157,7 @@ class SignalTraffic:
         self._comm, self._line, self._on_signal = comm, line, on_signal
         self._others = frozenset(range(comm.size)) - {comm.rank}
         self._waiting: dict[int, dict[int, None]] = {peer: {} for peer in range(comm.size)}  # ordered sets
-        self._active: set[int] = set()  # peers for which something waits or is under way
+        self._active: set[int] = set()  # peers for which something waits or is in flight
         self._unread: dict[tuple[int, int], None] = {}
         self._told, self._heard = set[int](), set[int]()  # who the last message went to, and came from
         self._left: dict[int, float] = {}  # since when a peer is known to have departed
@@ -190,7 +190,7 @@ class SignalTraffic:
 
     def departed(self) -> frozenset[int]:
         """Those peers that have said so, or cannot be reached."""
-        return frozenset(self._comm.control.gone) | self._comm.control.lost
+        return frozenset(self._comm.control.departed) | self._comm.control.lost
 
     def unfinished(self) -> list[int]:
         """The peers that have neither departed nor said that no more comes."""
@@ -198,7 +198,7 @@ class SignalTraffic:
 
     def poll(self) -> bool:
         """See `Driven.poll`."""
-        if self.error is not None or self._comm.control.verdict is not None:
+        if self.error is not None or self._comm.control.abort_reason is not None:
             self._end()
             return True
         came = self._receive()
@@ -219,7 +219,7 @@ class SignalTraffic:
             reason = errors.reason(self._comm.rank, "its signals", error)
             self.error = CollectiveError(reason)
             self.error.__cause__ = error
-            self._comm.complain(reason)
+            self._comm.request_abort(reason)
         self._end()
 
     def _receive(self) -> bool:
@@ -261,7 +261,7 @@ class SignalTraffic:
         return went
 
     def _sent(self, peer: int) -> bool:
-        """Whether nothing is under way to it."""
+        """Whether nothing is in flight to it."""
         if peer == self._comm.rank:
             return self.closing or len(self._unread) < MOST_UNREAD
         try:
@@ -302,8 +302,8 @@ class SignalTraffic:
         """The error, where there is one."""
         if self.error is not None:
             raise CollectiveError(str(self.error)) from self.error.__cause__
-        if self._comm.control.verdict is not None:
-            raise CollectiveError(self._comm.control.verdict)
+        if self._comm.control.abort_reason is not None:
+            raise CollectiveError(self._comm.control.abort_reason)
 
     def _end(self) -> None:
         self.news.set()

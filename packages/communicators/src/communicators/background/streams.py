@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class SideStreams:
-    """The streams of one communicator: as many as calls are under way at a time; idle ones are used again."""
+    """The streams of one communicator: as many as calls are in flight at a time; idle ones are used again."""
 
     def __init__(self) -> None:
         self._idle: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)

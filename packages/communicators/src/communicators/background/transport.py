@@ -1,4 +1,4 @@
-"""What a new world must provide: a transport, for the messages of a round and for short letters beside them."""
+"""What a new world must provide: a transport, for the messages of a round and for control messages beside them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from communicators.background.call import Call
 from communicators.schedule import Received, Round
 
 
-class PeerLost(Exception):  # noqa: N818 - news, not yet an error: a letter may say why it left
+class PeerLost(Exception):  # noqa: N818 - news, not yet an error: a control message may say why it left
     """The connection to a peer is gone."""
 
     def __init__(self, peer: int, error: BaseException) -> None:
@@ -23,7 +23,7 @@ class PeerLost(Exception):  # noqa: N818 - news, not yet an error: a letter may 
 
 
 class Pending(ABC):
-    """Messages under way."""
+    """Messages in flight."""
 
     @abstractmethod
     def done(self) -> bool:
@@ -43,7 +43,7 @@ class Pending(ABC):
         """The peers that this rank still waits for."""
 
     def waits_its_turn(self) -> bool:
-        """Whether nothing is under way yet because an earlier call is, whose clock counts."""
+        """Whether nothing is in flight yet because an earlier call is, whose clock counts."""
         return False
 
     @abstractmethod
@@ -80,11 +80,11 @@ class SignalLine(ABC):
 
     @abstractmethod
     def send(self, peer: int, message: bytes) -> None:
-        """Sends at most SIGNAL_BYTES to a peer to which nothing is under way; does not block."""
+        """Sends at most SIGNAL_BYTES to a peer to which nothing is in flight; does not block."""
 
     @abstractmethod
     def sent(self, peer: int) -> bool:
-        """Whether nothing is under way to this peer any more: it has taken it. Does not block. Raises PeerLost."""
+        """Whether nothing is in flight to this peer any more: it has taken it. Does not block. Raises PeerLost."""
 
     @abstractmethod
     def received(self) -> list[tuple[int, bytes]]:
@@ -96,11 +96,11 @@ class SignalLine(ABC):
 
 
 class Transport(ABC):
-    """Carries rounds and letters between ranks.
+    """Carries rounds and control messages between ranks.
 
     threaded: whether another thread may drive it while the caller computes.
     name: of how data on a GPU travel, "host" or "nccl".
-    goodbye_seconds: how long the end of the process waits for other ranks' goodbyes.
+    departure_seconds: how long the end of the process waits for other ranks' departure.
     duplicates: how many were made of it.
     """
 
@@ -108,7 +108,7 @@ class Transport(ABC):
     size: int
     device: torch.device
     threaded: bool
-    goodbye_seconds: float = math.inf
+    departure_seconds: float = math.inf
     duplicates: int = 0
     name: str = "host"
 
@@ -132,12 +132,12 @@ class Transport(ABC):
         """A call is over, or has failed."""
 
     @abstractmethod
-    def write(self, peer: int, letter: bytes) -> None:
-        """Sends a letter (at most control.LETTER_BYTES); does not block."""
+    def send_control(self, peer: int, message: bytes) -> None:
+        """Sends a control message (at most CONTROL_BYTES); does not block."""
 
     @abstractmethod
-    def read(self) -> list[bytes]:
-        """The letters that have come; does not block."""
+    def read_control(self) -> list[bytes]:
+        """The control messages that have come; does not block."""
 
     def nap(self, seconds: float) -> None:
         """Waits so long for messages to come, or less where the transport notices that they have."""
@@ -157,11 +157,11 @@ class Transport(ABC):
         return []
 
     def lost(self) -> PeerLost | None:
-        """A peer whose connection is gone, where that is noticed while no message of its is under way."""
+        """A peer whose connection is gone, where that is noticed while no message of its is in flight."""
         return None
 
     def closing(self) -> bool:
-        """Whether letters can still be exchanged."""
+        """Whether control messages can still be exchanged."""
         return True
 
     def duplicate(self, patience: float) -> Transport:

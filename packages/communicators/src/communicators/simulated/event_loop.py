@@ -20,7 +20,7 @@ from communicators.schedule import Elapse, Received, Round, Schedule
 from communicators.simulated.baton import RankThread
 from communicators.simulated.faults import Corrupts, Dies
 from communicators.simulated.ports import Message, Ports
-from communicators.simulated.signals_under_way import Context, SignalsUnderWay
+from communicators.simulated.signals_in_flight import Context, SignalsInFlight
 
 T = TypeVar("T")
 Action = Callable[[], None]
@@ -47,7 +47,7 @@ class Conditions(Protocol):
         """What befalls this message of this rank."""
 
 
-class Flight:
+class SimulatedCall:
     """A call in the loop: what its current round still lacks, and who waits for its end."""
 
     def __init__(self, call: Call, context: Context, began: float) -> None:
@@ -96,34 +96,34 @@ class EventLoop:
         self.now = 0.0
         self.bytes_sent, self.messages_sent = [0] * world.size, [0] * world.size
         self._events: list[tuple[float, float, int, Action, Callable[[], bool] | None]] = []
-        self._deadlines: list[tuple[float, int, float, weakref.ref[Flight]]] = []
+        self._deadlines: list[tuple[float, int, float, weakref.ref[SimulatedCall]]] = []
         self._serial = count()
         self._wishes: list[Action] = []
         self._ranks: list[RankThread[Any]] = []
-        self._flights: list[dict[Name, Flight]] = [{} for _ in range(world.size)]  # under way
+        self._outstanding: list[dict[Name, SimulatedCall]] = [{} for _ in range(world.size)]  # in flight
         self._calls: list[Counter[Context]] = [Counter() for _ in range(world.size)]
         self._facts: dict[Name, tuple[int, str]] = {}  # of each call: who made it first, and with which
         self._poison: dict[Context, CollectiveError] = {}
         self._dead: CollectiveError | None = None  # of the whole world
-        self._blocked: dict[int, Flight | Watch] = {}
+        self._blocked: dict[int, SimulatedCall | Watch] = {}
         self._watches: dict[int, Watch] = {}
         self._inboxes: list[dict[Address, torch.Tensor]] = [{} for _ in range(world.size)]
         self._ports = Ports(world.size, self.after, self.seconds_for)
-        self.signals = SignalsUnderWay(self)
+        self.signals = SignalsInFlight(self)
         self._thread = threading.current_thread()
 
     # Called in a rank's thread.
 
-    def submit(self, rank: int, schedule: Schedule[Any], facts: str, timeout: float, context: Context) -> Flight:
+    def submit(self, rank: int, schedule: Schedule[Any], facts: str, timeout: float, context: Context) -> SimulatedCall:
         """Starts a call."""
         if (poison := self.poisoned(context)) is not None:
             schedule.close()
             raise CollectiveError(str(poison)) from poison.__cause__
         call = Call(schedule, rank=rank, size=self.world.size, facts=facts, number=self._calls[rank][context])
         self._calls[rank][context] += 1
-        flight = Flight(call, context, self.now)
-        self._wishes.append(lambda: self._begin(flight, timeout))
-        return flight
+        outstanding = SimulatedCall(call, context, self.now)
+        self._wishes.append(lambda: self._begin(outstanding, timeout))
+        return outstanding
 
     def wish(self, action: Action) -> None:
         """Has the loop's thread do this as soon as it has the baton."""
@@ -151,24 +151,26 @@ class EventLoop:
             watch.done = True
             self._wake(watch)
 
-    def wait(self, rank: int, flight: Flight | Watch, timeout: float | None) -> None:
+    def wait(self, rank: int, outstanding: SimulatedCall | Watch, timeout: float | None) -> None:
         """Waits for the end of a call."""
         self.refuse_to_wait("waiting")
 
         def wish() -> None:
-            if flight.done:
+            if outstanding.done:
                 self.after(0.0, lambda: self._resume(rank))
                 return
-            self._blocked[rank] = flight
-            flight.waiter = lambda: self._resume(rank)
+            self._blocked[rank] = outstanding
+            outstanding.waiter = lambda: self._resume(rank)
             if timeout is not None:
-                self.after(timeout, lambda: self._wake(flight), live=lambda: self._blocked.get(rank) is flight)
+                self.after(
+                    timeout, lambda: self._wake(outstanding), live=lambda: self._blocked.get(rank) is outstanding
+                )
 
-        if not flight.done:
+        if not outstanding.done:
             self._wishes.append(wish)
             self._ranks[rank].give_back()
-        if not flight.done:
-            raise TimeoutError(f"not completed within {timeout} virtual seconds: {flight.waits()}")
+        if not outstanding.done:
+            raise TimeoutError(f"not completed within {timeout} virtual seconds: {outstanding.waits()}")
 
     # Called in the loop's thread.
 
@@ -206,10 +208,10 @@ class EventLoop:
         """Fails the calls whose deadline has come; where nothing else would happen, a deadlock is reported instead."""
         while self._deadlines and self._deadlines[0][0] < before:
             time, _, timeout, ref = heapq.heappop(self._deadlines)
-            flight = ref()
-            if flight is not None and not flight.done:
+            outstanding = ref()
+            if outstanding is not None and not outstanding.done:
                 self.now = time
-                self._fail(f"timed out after {timeout} virtual seconds: {flight.waits()}", flight.context)
+                self._fail(f"timed out after {timeout} virtual seconds: {outstanding.waits()}", outstanding.context)
 
     def guarded(self, context: Context, rank: int, deliver: Action) -> None:
         """Delivers a signal to a rank; an error of who listens there fails the communicator."""
@@ -244,39 +246,39 @@ class EventLoop:
         for wish in wishes:
             wish()
 
-    def _begin(self, flight: Flight, timeout: float) -> None:
-        call = flight.call
-        if (poison := self.poisoned(flight.context)) is not None:
-            self._end(flight, poison)
+    def _begin(self, outstanding: SimulatedCall, timeout: float) -> None:
+        call = outstanding.call
+        if (poison := self.poisoned(outstanding.context)) is not None:
+            self._end(outstanding, poison)
             return
-        self._flights[call.rank][flight.name] = flight
-        heapq.heappush(self._deadlines, (self.now + timeout, next(self._serial), timeout, weakref.ref(flight)))
-        other, facts = self._facts.setdefault(flight.name, (call.rank, call.facts))
+        self._outstanding[call.rank][outstanding.name] = outstanding
+        heapq.heappush(self._deadlines, (self.now + timeout, next(self._serial), timeout, weakref.ref(outstanding)))
+        other, facts = self._facts.setdefault(outstanding.name, (call.rank, call.facts))
         if call.facts != facts:
-            self._fail(errors.mismatch(call.number, call.rank, call.facts, other, facts), flight.context)
+            self._fail(errors.mismatch(call.number, call.rank, call.facts, other, facts), outstanding.context)
         else:
-            self._advance(flight, {})
+            self._advance(outstanding, {})
 
-    def _advance(self, flight: Flight, received: Received) -> None:
+    def _advance(self, outstanding: SimulatedCall, received: Received) -> None:
         """Steps the schedule; then it waits for messages or for time, or has ended."""
-        call = flight.call
+        call = outstanding.call
         try:
             action = call.step(received)
         except Exception as error:
-            self._fail(errors.reason(call.rank, call.facts, error), flight.context, error)
+            self._fail(errors.reason(call.rank, call.facts, error), outstanding.context, error)
             return
         if action is None:
-            self._end(flight, None)
+            self._end(outstanding, None)
         elif isinstance(action, Elapse):
             seconds = action.seconds * self.world.slowdown[call.rank]
-            self.after(seconds, lambda: self._advance(flight, {}), live=lambda: not flight.done)
+            self.after(seconds, lambda: self._advance(outstanding, {}), live=lambda: not outstanding.done)
         elif isinstance(action, Round):
-            self._post(flight, action)
+            self._post(outstanding, action)
 
-    def _post(self, flight: Flight, action: Round) -> None:
-        call = flight.call
-        flight.lacks = {peer: (call.incoming_tag(peer), capacity) for peer, capacity in action.recvs.items()}
-        flight.received, flight.unsent = {}, len(action.sends)
+    def _post(self, outstanding: SimulatedCall, action: Round) -> None:
+        call = outstanding.call
+        outstanding.lacks = {peer: (call.incoming_tag(peer), capacity) for peer, capacity in action.recvs.items()}
+        outstanding.received, outstanding.unsent = {}, len(action.sends)
         for target, payload in action.sends.items():
             fault = self.world.fault(call.rank, self.messages_sent[call.rank])
             if isinstance(fault, Dies):
@@ -286,54 +288,56 @@ class EventLoop:
             call.stamp(payload)
             self.bytes_sent[call.rank] += payload.numel()
             self.messages_sent[call.rank] += 1
-            self._ports.post(self._message(flight, target, payload, fault))
+            self._ports.post(self._message(outstanding, target, payload, fault))
         if not action.sends:
-            self.after(0.0, lambda: self._try_round(flight))  # an event, so that many such rounds do not recurse
+            self.after(0.0, lambda: self._try_round(outstanding))  # an event, so that many such rounds do not recurse
 
-    def _message(self, flight: Flight, target: int, payload: torch.Tensor, fault: Corrupts | None) -> Message:
-        call = flight.call
-        address = (call.rank, flight.name, call.outgoing_tag(target))
+    def _message(
+        self, outstanding: SimulatedCall, target: int, payload: torch.Tensor, fault: Corrupts | None
+    ) -> Message:
+        call = outstanding.call
+        address = (call.rank, outstanding.name, call.outgoing_tag(target))
 
         def delivered() -> None:
             arrived = payload.clone()  # only now: a schedule that changes what it yielded is found out
             if fault is not None:
                 arrived[fault.bit // 8 % len(arrived)] ^= 1 << fault.bit % 8
             self._inboxes[target][address] = arrived
-            flight.unsent -= 1
-            self._try_round(flight)
-            if flight.name in self._flights[target]:
-                self._try_round(self._flights[target][flight.name])
+            outstanding.unsent -= 1
+            self._try_round(outstanding)
+            if outstanding.name in self._outstanding[target]:
+                self._try_round(self._outstanding[target][outstanding.name])
 
         return Message(call.rank, target, payload, delivered)
 
-    def _try_round(self, flight: Flight) -> None:
+    def _try_round(self, outstanding: SimulatedCall) -> None:
         """Takes what has arrived; steps on when the round lacks nothing more."""
-        if flight.done or flight.unsent < 0:
+        if outstanding.done or outstanding.unsent < 0:
             return
         try:
-            self._receive(flight)
+            self._receive(outstanding)
         except CollectiveError as error:
-            self._fail(str(error), flight.context)
+            self._fail(str(error), outstanding.context)
             return
-        if not flight.lacks and not flight.unsent:
-            flight.unsent = -1
-            self._advance(flight, flight.received)
+        if not outstanding.lacks and not outstanding.unsent:
+            outstanding.unsent = -1
+            self._advance(outstanding, outstanding.received)
 
-    def _receive(self, flight: Flight) -> None:
-        call, inbox = flight.call, self._inboxes[flight.call.rank]
-        for source, (tag, capacity) in list(flight.lacks.items()):
-            payload = inbox.pop((source, flight.name, tag), None)
+    def _receive(self, outstanding: SimulatedCall) -> None:
+        call, inbox = outstanding.call, self._inboxes[outstanding.call.rank]
+        for source, (tag, capacity) in list(outstanding.lacks.items()):
+            payload = inbox.pop((source, outstanding.name, tag), None)
             if payload is not None:
-                del flight.lacks[source]
+                del outstanding.lacks[source]
                 call.accept(source, payload, capacity)
-                flight.received[source] = payload
+                outstanding.received[source] = payload
 
     def poisoned(self, context: Context) -> CollectiveError | None:
         """Why a communicator has failed; None while it has not."""
         return self._poison.get(context, self._dead)
 
     def _fail(self, reason: str, context: Context | None, cause: BaseException | None = None) -> None:
-        """Every call of a communicator (None: of all) that is under way ends with this reason, and so does every later
+        """Every call of a communicator (None: of all) that is in flight ends with this reason, and so does every later
         one. The first reason counts."""
         if self._dead is not None or context in self._poison:
             return
@@ -343,24 +347,24 @@ class EventLoop:
             self._dead = poison
         else:
             self._poison[context] = poison
-        for flights in self._flights:
-            for flight in list(flights.values()):
-                if context in (None, flight.context):
-                    self._end(flight, poison)
+        for calls in self._outstanding:
+            for outstanding in list(calls.values()):
+                if context in (None, outstanding.context):
+                    self._end(outstanding, poison)
         for watch in self._watches.values():
             if not watch.done and context in (None, watch.context):
                 watch.done = True
                 self._wake(watch)
 
-    def _end(self, flight: Flight, error: CollectiveError | None) -> None:
-        flight.done, flight.error, flight.ended = True, error, self.now
-        self._flights[flight.call.rank].pop(flight.name, None)
+    def _end(self, outstanding: SimulatedCall, error: CollectiveError | None) -> None:
+        outstanding.done, outstanding.error, outstanding.ended = True, error, self.now
+        self._outstanding[outstanding.call.rank].pop(outstanding.name, None)
         if error is not None:
-            flight.call.close()
-        self._wake(flight)
+            outstanding.call.close()
+        self._wake(outstanding)
 
-    def _wake(self, flight: Flight | Watch) -> None:
-        waiter, flight.waiter = flight.waiter, None
+    def _wake(self, outstanding: SimulatedCall | Watch) -> None:
+        waiter, outstanding.waiter = outstanding.waiter, None
         if waiter is not None:
             self.after(0.0, waiter)
 
@@ -377,9 +381,9 @@ class EventLoop:
             raise raised[0]
         if self._dead is not None:
             return  # every rank has caught it
-        for flights in self._flights:
-            for flight in flights.values():
-                raise CollectiveError(f"started, but never completed: {flight.waits()}")
+        for calls in self._outstanding:
+            for outstanding in calls.values():
+                raise CollectiveError(f"started, but never completed: {outstanding.waits()}")
         for rank, inbox in enumerate(self._inboxes):
             for source, name, _ in inbox:
                 if name[0] in self._poison:

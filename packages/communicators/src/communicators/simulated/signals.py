@@ -9,7 +9,7 @@ from communicators.dense_schedules import barrier
 from communicators.errors import CollectiveError
 from communicators.signals import OnSignal, Signals, refuse_too_many_waiting
 from communicators.simulated.event_loop import EventLoop, Watch
-from communicators.simulated.signals_under_way import Context
+from communicators.simulated.signals_in_flight import Context
 
 POLL_SECONDS = 50e-6
 """Virtual cost of one `poll()`."""

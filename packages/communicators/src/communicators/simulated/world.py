@@ -18,10 +18,10 @@ from communicators.errors import CollectiveError
 from communicators.link import Link
 from communicators.schedule import Schedule
 from communicators.signals import OnSignal, Signals
-from communicators.simulated.event_loop import EventLoop, Flight
+from communicators.simulated.event_loop import EventLoop, SimulatedCall
 from communicators.simulated.faults import Corrupts, Dies
 from communicators.simulated.signals import SimulatedSignals
-from communicators.simulated.signals_under_way import Context
+from communicators.simulated.signals_in_flight import Context
 
 T = TypeVar("T")
 
@@ -115,8 +115,8 @@ class SimulatedCommunicator(Communicator):
         if self._closed:
             schedule.close()
             raise CollectiveError("this communicator is closed")
-        flight = self._loop.submit(self.rank, schedule, facts, timeout, self._context)
-        return SimulatedWork(self._loop, self.rank, flight)
+        outstanding = self._loop.submit(self.rank, schedule, facts, timeout, self._context)
+        return SimulatedWork(self._loop, self.rank, outstanding)
 
     def duplicate(self) -> SimulatedCommunicator:
         """See `Communicator.duplicate`."""
@@ -151,32 +151,32 @@ class SimulatedCommunicator(Communicator):
 class SimulatedWork(Work[T]):
     """A started call; waiting for it, or for its futures, lets the other ranks go on."""
 
-    def __init__(self, loop: EventLoop, rank: int, flight: Flight) -> None:
-        self._loop, self._rank, self._flight = loop, rank, flight
+    def __init__(self, loop: EventLoop, rank: int, outstanding: SimulatedCall) -> None:
+        self._loop, self._rank, self._outstanding = loop, rank, outstanding
 
     @property
     def began(self) -> float:
         """See `Work.began`; virtual seconds."""
-        return self._flight.began
+        return self._outstanding.began
 
     @property
     def ended(self) -> float | None:
         """See `Work.ended`; virtual seconds."""
-        return self._flight.ended if self._flight.done else None
+        return self._outstanding.ended if self._outstanding.done else None
 
     def wait(self, timeout: float | None = None) -> T:
         """See `Work.wait`; virtual seconds."""
-        self._loop.wait(self._rank, self._flight, timeout)
-        error = self._flight.error
+        self._loop.wait(self._rank, self._outstanding, timeout)
+        error = self._outstanding.error
         if error is not None:
             raise CollectiveError(str(error)) from error.__cause__
-        result: T = self._flight.call.value
+        result: T = self._outstanding.call.value
         return result
 
     def is_completed(self) -> bool:
         """See `Work.is_completed`; costs POLL_SECONDS."""
         self._loop.sleep(self._rank, POLL_SECONDS)
-        return self._flight.done
+        return self._outstanding.done
 
     def get_future(self) -> torch.futures.Future[T]:
         """See `Work.get_future`."""

@@ -74,7 +74,7 @@ class Mailbox:
 
 
 class GlooSignalLine(SignalLine):
-    """A mailbox of its own; abandon: takes what is still under way at the end, because ending it closes connections."""
+    """A mailbox of its own; abandon: takes what is still in flight at the end, because ending it closes connections."""
 
     def __init__(self, mailbox: Mailbox, abandon: Callable[[list[Wait]], None]) -> None:
         self._mailbox, self._abandon = mailbox, abandon

@@ -1,7 +1,7 @@
 """MPI by mpi4py: point-to-point with buffers, on communicators of our own.
 
-Data and letters travel on two duplicates of the user's communicator, so that nothing of ours can match a message of
-his. CUDA payloads are staged through pinned host memory.
+Data and control messages travel on two duplicates of the user's communicator, so that nothing of ours can match a
+message of his. CUDA payloads are staged through pinned host memory.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from communicators.background.abort import LETTER_BYTES
+from communicators.background.abort import CONTROL_BYTES
 from communicators.background.call import Call
-from communicators.background.communicator import TransportCommunicator
 from communicators.background.transport import Pending, Transport
+from communicators.background.transport_communicator import TransportCommunicator
 from communicators.communicator import TIMEOUT_SECONDS
 from communicators.errors import CollectiveError
 from communicators.schedule import Received, Round
@@ -27,7 +27,7 @@ from communicators.worlds.staging import host_empty, to_host
 
 FIRST_CALL_POLL_SECONDS = 1e-3
 CLOSE_SECONDS = 1.0
-"""So long the letters of a communicator that is closed may take to be sent."""
+"""So long the control messages of a communicator that is closed may take to be sent."""
 
 
 def from_mpi(comm: MPI.Comm, patience: float | None = None) -> TransportCommunicator:
@@ -51,7 +51,7 @@ def from_mpi(comm: MPI.Comm, patience: float | None = None) -> TransportCommunic
 
 
 class MPITransport(Transport):
-    """Two duplicates of an MPI communicator: one for payloads, one for letters."""
+    """Two duplicates of an MPI communicator: one for payloads, one for control messages."""
 
     def __init__(self, comm: MPI.Comm, patience: float = TIMEOUT_SECONDS) -> None:
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
@@ -59,7 +59,7 @@ class MPITransport(Transport):
         self.threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         end = time.monotonic() + patience
         _wait_for_all(comm, end, patience)
-        self._data, self._letters = _duplicate(comm, end), _duplicate(comm, end)
+        self._data, self._control = _duplicate(comm, end), _duplicate(comm, end)
         self._written: list[tuple[MPI.Request, bytes]] = []
         self._abandoned: list[object] = []
 
@@ -76,20 +76,20 @@ class MPITransport(Transport):
             sends[peer] = self._data.Isend(_bytes_of(payload), peer, call.outgoing_tag(peer))
         return _PendingRound(self, call, receives, sends, buffers, payloads, device)
 
-    def write(self, peer: int, letter: bytes) -> None:
-        """See `Transport.write`."""
+    def send_control(self, peer: int, message: bytes) -> None:
+        """See `Transport.send_control`."""
         self._written = [(request, kept) for request, kept in self._written if not request.Test()]
-        self._written.append((self._letters.Isend([letter, MPI.BYTE], peer), letter))
+        self._written.append((self._control.Isend([message, MPI.BYTE], peer), message))
 
-    def read(self) -> list[bytes]:
-        """See `Transport.read`."""
-        letters = []
+    def read_control(self) -> list[bytes]:
+        """See `Transport.read_control`."""
+        messages = []
         status = MPI.Status()
-        while self._letters.Iprobe(status=status):
-            buffer = bytearray(LETTER_BYTES)
-            self._letters.Recv([buffer, MPI.BYTE], status.Get_source(), status=status)
-            letters.append(bytes(buffer[: status.Get_count(MPI.BYTE)]))
-        return letters
+        while self._control.Iprobe(status=status):
+            buffer = bytearray(CONTROL_BYTES)
+            self._control.Recv([buffer, MPI.BYTE], status.Get_source(), status=status)
+            messages.append(bytes(buffer[: status.Get_count(MPI.BYTE)]))
+        return messages
 
     def can_sum(self, tensor: Tensor) -> bool:
         """See `Transport.can_sum`: CPU tensors of the dtypes that MPI knows."""
@@ -100,9 +100,9 @@ class MPITransport(Transport):
         return _PendingSum(self, self._data.Iallreduce(MPI.IN_PLACE, tensor.numpy(), MPI.SUM), tensor)
 
     def duplicate(self, patience: float) -> MPITransport:
-        """See `Transport.duplicate`; of the letters' communicator, on which no collective of a background call is."""
+        """See `Transport.duplicate`; of the one for control messages, on which no collective of a call is in flight."""
         self.duplicates += 1
-        return MPITransport(self._letters, patience)
+        return MPITransport(self._control, patience)
 
     def signal_line(self) -> MPISignalLine:
         """See `Transport.signal_line`; where payloads go otherwise."""
@@ -118,7 +118,7 @@ class MPITransport(Transport):
         while not MPI.Is_finalized() and not self._abandoned and time.monotonic() < end:
             if all(request.Test() for request, _ in self._written):
                 self._data.Free()
-                self._letters.Free()
+                self._control.Free()
                 return
             time.sleep(1e-3)
 
@@ -204,7 +204,7 @@ def _keyval() -> int:
 def _freed(comm: MPI.Comm, keyval: int, made: object) -> None:
     """The user frees his communicator, which is collective: so is closing ours."""
     del comm, keyval
-    if isinstance(made, TransportCommunicator) and not made.released and made.control.verdict is None:
+    if isinstance(made, TransportCommunicator) and not made.released and made.control.abort_reason is None:
         made.close()
 
 

@@ -1,7 +1,7 @@
 """torch.distributed by point-to-point, on a gloo group of our own with the user's ranks.
 
-Letters travel there too, so that the Store, which one rank holds and which may not answer, is needed to meet only. CUDA
-payloads are staged through pinned host memory, unless NCCL is asked for (see `nccl`).
+Control messages travel there too, so that the Store, which one rank holds and which may not answer, is needed to meet
+only. CUDA payloads are staged through pinned host memory, unless NCCL is asked for (see `nccl`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions, PrefixStore, ProcessGroupGloo, Store
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 
-from communicators.background.abort import LETTER_BYTES
+from communicators.background.abort import CONTROL_BYTES
 from communicators.background.call import TAG_BITS, Call
-from communicators.background.communicator import TransportCommunicator
 from communicators.background.transport import SIGNAL_BYTES, PeerLost, Pending, Transport
+from communicators.background.transport_communicator import TransportCommunicator
 from communicators.communicator import TIMEOUT_SECONDS
 from communicators.errors import CollectiveError
 from communicators.schedule import Received, Round
@@ -39,11 +39,11 @@ T = TypeVar("T")
 STORE_SECONDS = 0.5
 """So much longer than its time-out a first call waits for a Store that does not answer at all."""
 CLOSE_SECONDS = 1.0
-"""So long the letters of a communicator that is closed may take to be sent."""
+"""So long the control messages of a communicator that is closed may take to be sent."""
 LOST_SECONDS = 1.0
 """So long after gloo's own sum has failed it is found out whose connection was lost."""
-LETTER_TAG = 1 << TAG_BITS
-SIGNAL_TAG = LETTER_TAG + 1
+CONTROL_TAG = 1 << TAG_BITS
+SIGNAL_TAG = CONTROL_TAG + 1
 TORCH_TIMEOUTS = (default_pg_timeout, default_pg_nccl_timeout)
 
 _made: weakref.WeakKeyDictionary[Any, TransportCommunicator] = weakref.WeakKeyDictionary()
@@ -130,10 +130,10 @@ class Meeting(NamedTuple):
 
 
 class ProcessGroupTransport(Transport):
-    """A gloo group, for payloads and for letters."""
+    """A gloo group, for payloads and for control messages."""
 
     threaded = True
-    goodbye_seconds = 2.0  # nothing of gloo waits for anybody at the end
+    departure_seconds = 2.0  # nothing of gloo waits for anybody at the end
 
     def __init__(self, meeting: Meeting, patience: float = TIMEOUT_SECONDS) -> None:
         self.rank, self.size = meeting.rank, meeting.size
@@ -143,9 +143,9 @@ class ProcessGroupTransport(Transport):
         meet(meeting.own, self.rank, self.size, patience)
         self._data: Any = ProcessGroupGloo(meeting.shared, self.rank, self.size, WAIT)
         self._waiters = Waiters()
-        self._letters = self._mailbox(LETTER_TAG, LETTER_BYTES)
+        self._control = self._mailbox(CONTROL_TAG, CONTROL_BYTES)
         self._abandoned: list[Wait] = []
-        ending = (self._waiters, self._letters, self._abandoned)
+        ending = (self._waiters, self._control, self._abandoned)
         weakref.finalize(self, _end, *ending, timeout=1.0).atexit = False  # of a destroyed group
 
     def post(self, call: Call, action: Round, device: torch.device) -> Pending:
@@ -179,29 +179,29 @@ class ProcessGroupTransport(Transport):
         self._waiters.news.wait(seconds)
         self._waiters.news.clear()
 
-    def write(self, peer: int, letter: bytes) -> None:
-        """See `Transport.write`."""
-        self._letters.write(peer, letter)
+    def send_control(self, peer: int, message: bytes) -> None:
+        """See `Transport.send_control`."""
+        self._control.write(peer, message)
 
-    def read(self) -> list[bytes]:
-        """See `Transport.read`."""
-        return [letter for _, letter in self._letters.read()]
+    def read_control(self) -> list[bytes]:
+        """See `Transport.read_control`."""
+        return [message for _, message in self._control.read()]
 
     def unreachable(self) -> list[int]:
         """See `Transport.unreachable`."""
-        return self._letters.unreachable()
+        return self._control.unreachable()
 
     def lost(self) -> PeerLost | None:
         """See `Transport.lost`."""
-        return self._letters.lost()
+        return self._control.lost()
 
     def close(self) -> None:
         """See `Transport.close`."""
-        self._letters.flush(CLOSE_SECONDS)
-        _end(self._waiters, self._letters, self._abandoned, timeout=1.0)
+        self._control.flush(CLOSE_SECONDS)
+        _end(self._waiters, self._control, self._abandoned, timeout=1.0)
 
     def abandon(self, waits: list[Wait]) -> None:
-        """Nobody asks for these any more. Giving them up would close their connections, by which letters go too."""
+        """Nobody asks for these any more. Giving them up would close their connections, which control messages need."""
         self._abandoned += [wait for wait in waits if not wait.done]
 
     def signal_line(self) -> GlooSignalLine:
@@ -280,9 +280,9 @@ class _PendingSum(Pending):
         self._transport.abandon([self._wait])
 
 
-def _end(waiters: Waiters, letters: Mailbox, abandoned: list[Wait], timeout: float) -> None:
+def _end(waiters: Waiters, control: Mailbox, abandoned: list[Wait], timeout: float) -> None:
     """Lets the threads go: one that still waited when the interpreter ends would abort it."""
-    letters.close()
+    control.close()
     for wait in abandoned:
         wait.give_up()
     waiters.close(timeout)

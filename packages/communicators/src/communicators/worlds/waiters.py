@@ -21,7 +21,7 @@ class Waitable(Protocol):
 
 
 class Wait:
-    """One message under way: `done`, with an `error` if it failed."""
+    """One message in flight: `done`, with an `error` if it failed."""
 
     def __init__(self, work: Waitable | None, news: threading.Event, error: BaseException | None = None) -> None:
         self._work = work  # none once it is done: see `Waiters.close`
@@ -50,7 +50,7 @@ class Wait:
 
 
 class Waiters:
-    """As many threads as there are messages under way at a time; idle ones are used again.
+    """As many threads as there are messages in flight at a time; idle ones are used again.
 
     news: set whenever one of them is done.
     """

@@ -63,7 +63,8 @@ class Engine:
         self._graced = -1
         self._why, self._broken = "", False
         self._data = comm.duplicate()
-        self._signals = comm.signals(self._on_signal)
+        with self._lock:  # signals of faster ranks may come before this one has returned
+            self._signals = comm.signals(self._on_signal)
 
     def deposit(self, tensors: Sequence[Tensor], weight: float) -> None:
         """Gives a gradient, which the next round takes that this rank enters."""

@@ -86,7 +86,7 @@ class NCCL:
             self._aborting.start()
 
     def close(self) -> None:
-        """See `Line.close`. Not an orderly end, which waits for all ranks: they have said goodbye, or are gone."""
+        """See `Line.close`. Not an orderly end, which waits for all ranks: they have departed, or are lost."""
         self.abort()
         if self._aborting is not None:
             self._aborting.join(ABORT_SECONDS)

@@ -5,7 +5,7 @@ Such messages match in the order of their launch, and one that nothing matches i
 - a call's facts are agreed on by all ranks, over a tagged transport, before its first message;
 - calls run first-in first-out: the next one's first round waits until the last one is over;
 - a round is one group of sends and receives of exact sizes; rounds of other sizes (`Round.bounded`), calls whose data
-  are elsewhere, agreements and letters go by the tagged transport;
+  are elsewhere, agreements and control messages go by the tagged transport;
 - after each round the host waits until it is over, as in any world, and looks at the clock meanwhile. So nothing that
   a schedule reads back can wait for a peer, and time-outs name the round;
 - that a peer is gone shows in the tagged transport's connections, which are watched;
@@ -27,7 +27,7 @@ from communicators.schedule import Received, Round
 
 
 class Launched(Protocol):
-    """Messages under way: a work of torch.distributed."""
+    """Messages in flight: a work of torch.distributed."""
 
     def is_completed(self) -> bool:
         """Whether they are over, well or not; does not block."""
@@ -69,7 +69,7 @@ class UntaggedTransport(Transport):
 
     def __init__(self, tagged: Transport, line: Line) -> None:
         self.rank, self.size, self.device, self.threaded = tagged.rank, tagged.size, tagged.device, tagged.threaded
-        self.goodbye_seconds, self.name = tagged.goodbye_seconds, "nccl"
+        self.departure_seconds, self.name = tagged.departure_seconds, "nccl"
         self.line = line
         self._tagged = tagged
         self._queue: deque[int] = deque()  # numbers of calls that are not over; the first one has its turn
@@ -138,13 +138,13 @@ class UntaggedTransport(Transport):
         """See `Transport.nap`."""
         self._tagged.nap(seconds)
 
-    def write(self, peer: int, letter: bytes) -> None:
-        """See `Transport.write`."""
-        self._tagged.write(peer, letter)
+    def send_control(self, peer: int, message: bytes) -> None:
+        """See `Transport.send_control`."""
+        self._tagged.send_control(peer, message)
 
-    def read(self) -> list[bytes]:
-        """See `Transport.read`."""
-        return self._tagged.read()
+    def read_control(self) -> list[bytes]:
+        """See `Transport.read_control`."""
+        return self._tagged.read_control()
 
     def unreachable(self) -> list[int]:
         """See `Transport.unreachable`."""
@@ -199,7 +199,7 @@ class _PendingRound(Pending):
             self._buffers[peer] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         try:
             return self._transport.line.exchange(self._payloads, self._buffers)
-        except Exception:  # some of it may be under way
+        except Exception:  # some of it may be in flight
             self._transport.abandon(self._payloads, self._buffers)
             raise
 

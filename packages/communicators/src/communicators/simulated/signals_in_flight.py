@@ -31,7 +31,7 @@ class Events(Protocol):
         """How long a message takes."""
 
 
-class SignalsUnderWay:
+class SignalsInFlight:
     """Between two ranks the first that was sent is the first to come, whatever the jitter."""
 
     def __init__(self, events: Events) -> None:
@@ -67,7 +67,7 @@ class SignalsUnderWay:
         return any(sent for (at, _, to), sent in self._sent.items() if (at, to) == (context, target))
 
     def waiting(self, context: Context, source: int, target: int) -> int:
-        """How many are under way between two ranks, or have come and were not polled."""
+        """How many are in flight between two ranks, or have come and were not polled."""
         return self._waiting[context, source, target]
 
     def polled(self, context: Context, source: int, target: int) -> None:

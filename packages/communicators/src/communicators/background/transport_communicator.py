@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from communicators import errors
-from communicators.background.abort import Control, Letters
+from communicators.background.abort import Control, ControlMessages
 from communicators.background.call import Call, NativeSum
-from communicators.background.engine import FAILED_GOODBYE_SECONDS, Engine, engine, part
+from communicators.background.detached_sends import DetachedSends
+from communicators.background.engine import FAILED_DEPARTURE_SECONDS, Engine, depart, engine
 from communicators.background.facts import agreement
-from communicators.background.flight import TransportFlight, TransportWork
-from communicators.background.leftover import Leftover
+from communicators.background.outstanding_call import OutstandingCall, TransportWork
 from communicators.background.signals import TransportSignals
 from communicators.background.streams import SideStreams, with_index
 from communicators.background.transport import Transport, Unsent
@@ -34,7 +34,7 @@ from communicators.signals import OnSignal, Signals
 T = TypeVar("T")
 
 FAIL_SECONDS = 10.0
-"""A call under way on a communicator that has failed ends much sooner."""
+"""A call in flight on a communicator that has failed ends much sooner."""
 
 
 class TransportCommunicator(Communicator):
@@ -46,12 +46,12 @@ class TransportCommunicator(Communicator):
         self.bytes_sent = self.messages_sent = 0
         self.control = Control(self.rank, self.size)
         self._calls = 0
-        self._under_way: set[int] = set()  # numbers of calls that are not over
+        self._in_flight: set[int] = set()  # numbers of calls that are not over
         self._facts: set[str] = set()
         self._streams = SideStreams()
         self.lock = threading.RLock()  # the engine's thread listens while the caller's thread calls
         self.closed = self.released = False
-        self._flights: weakref.WeakSet[TransportFlight] = weakref.WeakSet()
+        self._outstanding: weakref.WeakSet[OutstandingCall] = weakref.WeakSet()
         self._duplicates: weakref.WeakSet[TransportCommunicator] = weakref.WeakSet()
         self.threaded = transport.threaded
         self._engine: Engine = engine()
@@ -59,13 +59,13 @@ class TransportCommunicator(Communicator):
 
     def run(self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None) -> T:
         """See `communicators.run`. Progresses in the calling thread."""
-        flight = self._launch(schedule, facts, timeout, device)
+        outstanding = self._launch(schedule, facts, timeout, device)
         try:
-            self._engine.drive(flight, self.transport.nap)
+            self._engine.drive(outstanding, self.transport.nap)
         except BaseException as error:
-            flight.interrupted(error)
+            outstanding.interrupted(error)
             raise
-        return cast(T, flight.result())
+        return cast(T, outstanding.result())
 
     def start(
         self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None
@@ -73,11 +73,11 @@ class TransportCommunicator(Communicator):
         """See `communicators.start`. Progresses in the background engine's thread."""
         device = with_index(device if device is not None else self.device)
         side = self._streams.beside(schedule, device)
-        flight = self._launch(schedule, facts, timeout, device)
-        flight.side = side
-        self._flights.add(flight)
-        self._engine.add(flight)
-        return TransportWork(flight, self._engine)
+        outstanding = self._launch(schedule, facts, timeout, device)
+        outstanding.side = side
+        self._outstanding.add(outstanding)
+        self._engine.add(outstanding)
+        return TransportWork(outstanding, self._engine)
 
     def clock(self) -> float:
         """Seconds, monotonic."""
@@ -96,12 +96,12 @@ class TransportCommunicator(Communicator):
         """See `Communicator.close`."""
         if self.closed:
             return
-        self._end_flights()
-        self._engine.drain(lambda driven: isinstance(driven, Leftover) and driven.control is self.control)
+        self._end_outstanding()
+        self._engine.drain(lambda driven: isinstance(driven, DetachedSends) and driven.control is self.control)
         self._engine.forget(self)
         self.closed = True
-        missing = part([self], "it closed the communicator", None if self.control.verdict else self.timeout)
-        if missing and self.control.verdict is None:
+        missing = depart([self], "it closed the communicator", None if self.control.abort_reason else self.timeout)
+        if missing and self.control.abort_reason is None:
             raise TimeoutError(f"rank {self.rank} closed its communicator, but ranks {missing} did not: all ranks must")
 
     def count(self, nbytes: int, messages: int) -> None:
@@ -111,19 +111,19 @@ class TransportCommunicator(Communicator):
             self.messages_sent += messages
 
     def listen(self) -> None:
-        """Reads the letters that have come and writes what follows from them."""
+        """Reads the control messages that have come and writes what follows from them."""
         with self.lock:
             if self.released:
                 return
-            for letter in self.transport.read():
-                self._write(self.control.receive(letter))
+            for message in self.transport.read_control():
+                self._write(self.control.receive(message))
             for peer in set(self.transport.unreachable()) - self.control.lost:
                 self._write(self.control.lose(peer))
 
-    def complain(self, reason: str) -> None:
+    def request_abort(self, reason: str) -> None:
         """Tells the arbiter why a collective cannot proceed."""
         with self.lock:
-            self._write(self.control.complain(reason))
+            self._write(self.control.request_abort(reason))
 
     def lose(self, peer: int) -> None:
         """This peer cannot be reached any more, or does not answer."""
@@ -135,25 +135,25 @@ class TransportCommunicator(Communicator):
         with self.lock:
             self._write(self.control.waits(call.number, call.facts, peers))
 
-    def leave(self, why: str) -> None:
-        """Says goodbye to all peers."""
+    def depart(self, why: str) -> None:
+        """Tells all peers that this rank departs."""
         with self.lock:
-            self._write(self.control.leaves(why, min(self._under_way, default=self._calls)))
+            self._write(self.control.departs(why, min(self._in_flight, default=self._calls)))
 
-    def sees_through(self, unsent: Unsent) -> bool:
+    def detaches(self, unsent: Unsent) -> bool:
         """Whether the last messages of a call are left to the engine, so that the call is over."""
-        leftover = Leftover(self.control, unsent)
-        if leftover.poll():
+        detached = DetachedSends(self.control, unsent)
+        if detached.poll():
             return True
         if not self._engine.drives:
             return False
-        self._engine.add(leftover)
+        self._engine.add(detached)
         return True
 
     def over(self, call: Call) -> None:
         """A call has ended, or failed."""
         with self.lock:
-            self._under_way.discard(call.number)
+            self._in_flight.discard(call.number)
             self.transport.ended(call)
 
     def release(self) -> None:
@@ -163,22 +163,24 @@ class TransportCommunicator(Communicator):
             self.transport.close()
 
     def missing(self) -> list[int]:
-        """The peers that have not said goodbye."""
-        return sorted(set(range(self.size)) - {self.rank, *self.control.gone})
+        """The peers that have not departed."""
+        return sorted(set(range(self.size)) - {self.rank, *self.control.departed})
 
-    def staying(self) -> list[int]:
-        """Those of them that may still do so; none where letters cannot be exchanged any more."""
+    def awaited(self) -> list[int]:
+        """Those of them that may still do so; none where control messages cannot be exchanged any more."""
         others = sorted(set(self.missing()) - self.control.lost)
         return others if others and self.transport.closing() else []
 
-    def goodbye_seconds(self) -> float:
-        """How long their goodbyes are waited for: who does not answer after a failure may never do so."""
-        usual = self.transport.goodbye_seconds
-        return usual if self.control.verdict is None else min(usual, FAILED_GOODBYE_SECONDS)
+    def departure_seconds(self) -> float:
+        """How long their departure is waited for: who does not answer after a failure may never do so."""
+        usual = self.transport.departure_seconds
+        return usual if self.control.abort_reason is None else min(usual, FAILED_DEPARTURE_SECONDS)
 
     def fail(self, error: BaseException) -> None:
         """The transport itself has failed here."""
-        self.control.verdict = self.control.verdict or f"rank {self.rank}'s transport failed: {errors.describe(error)}"
+        self.control.abort_reason = (
+            self.control.abort_reason or f"rank {self.rank}'s transport failed: {errors.describe(error)}"
+        )
 
     def duplicate(self) -> TransportCommunicator:
         """See `Communicator.duplicate`."""
@@ -205,42 +207,44 @@ class TransportCommunicator(Communicator):
         self._duplicates.add(made)
         return made
 
-    def _end_flights(self) -> None:
-        """RuntimeError while calls that were started are under way and have not failed."""
-        for flight in list(self._flights):
-            failing = self.control.verdict is not None
-            over = self._engine.wait(flight.finished.is_set, flight.finished, FAIL_SECONDS if failing else 0.0)
+    def _end_outstanding(self) -> None:
+        """RuntimeError while calls that were started are in flight and have not failed."""
+        for outstanding in list(self._outstanding):
+            failing = self.control.abort_reason is not None
+            over = self._engine.wait(
+                outstanding.finished.is_set, outstanding.finished, FAIL_SECONDS if failing else 0.0
+            )
             if not over and not failing:
-                raise RuntimeError("close() while calls that were started are under way: wait() for them first")
+                raise RuntimeError("close() while calls that were started are in flight: wait() for them first")
 
     def _launch(
         self, schedule: Schedule[Any], facts: str, timeout: float, device: torch.device | None
-    ) -> TransportFlight:
-        if self.closed or self.control.verdict is not None:
+    ) -> OutstandingCall:
+        if self.closed or self.control.abort_reason is not None:
             schedule.close()
-            raise CollectiveError(self.control.verdict or "this communicator is closed")
+            raise CollectiveError(self.control.abort_reason or "this communicator is closed")
         device = with_index(device if device is not None else self.device)
         untagged = self.transport.untagged(device)
         facts = f"{facts} on {device.type}" if untagged else facts
         with self.lock:
             number, new = self._calls, untagged or facts not in self._facts
             self._calls += 1
-            self._under_way.add(number)
+            self._in_flight.add(number)
             self._facts.add(facts)
             prelude = agreement(facts, number, self.rank, self.size) if new else None
             call = Call(schedule, rank=self.rank, size=self.size, facts=facts, number=number, prelude=prelude)
             if untagged:
                 self.transport.began(call)
             self._write(self.control.called(number, facts))
-        return TransportFlight(self, call, timeout, device)
+        return OutstandingCall(self, call, timeout, device)
 
     def _native_sum(self, total: Tensor) -> Generator[Any, Received, None]:
         """Sums have no tags; they must meet no other call's, nor wait for a rank that is gone: all ranks meet first."""
         yield from barrier(self.rank, self.size)
         yield NativeSum(self.transport.post_sum(total))
 
-    def _write(self, letters: Letters) -> None:
+    def _write(self, messages: ControlMessages) -> None:
         if self.released:
             return
-        for peer, letter in letters:
-            self.transport.write(peer, letter)
+        for peer, message in messages:
+            self.transport.send_control(peer, message)

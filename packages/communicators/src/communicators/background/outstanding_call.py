@@ -1,4 +1,4 @@
-"""One call under way over a transport: its rounds, its clock, and how it ends alike on all ranks."""
+"""One call in flight over a transport: its rounds, its clock, and how it ends alike on all ranks."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ T = TypeVar("T")
 REPORT_SECONDS = 2.0
 """After so long a rank tells those it waits for what it waits for."""
 LEAVE_GRACE_SECONDS = 0.5
-"""A message of a peer that has left may still be under way for so long."""
-VERDICT_SECONDS = 5.0
-"""Where no verdict comes for so long, a rank raises its own reason; after half of it the next arbiter is asked."""
-LATE_VERDICT_SECONDS = 0.8
+"""A message of a peer that has left may still be in flight for so long."""
+ABORT_SECONDS = 5.0
+"""Where no abort reason comes for so long, a rank raises its own reason; after half of it the next arbiter is asked."""
+LATE_ABORT_SECONDS = 0.8
 """The same for a rank that has waited for its whole time-out."""
 
 
-class Home(Protocol):
+class CallOwner(Protocol):
     """What a call needs of the communicator that it belongs to."""
 
     rank: int
@@ -42,13 +42,13 @@ class Home(Protocol):
     def count(self, nbytes: int, messages: int) -> None:
         """What this rank has sent."""
 
-    def sees_through(self, unsent: Unsent) -> bool:
+    def detaches(self, unsent: Unsent) -> bool:
         """Whether the last messages of a call are left to the engine, so that the call is over."""
 
     def over(self, call: Call) -> None:
         """A call has ended, or failed."""
 
-    def complain(self, reason: str) -> None:
+    def request_abort(self, reason: str) -> None:
         """Tells the arbiter why a collective cannot proceed."""
 
     def lose(self, peer: int) -> None:
@@ -58,8 +58,8 @@ class Home(Protocol):
         """Tells the peers what this rank waits for."""
 
 
-class TransportFlight:
-    """A call under way over a transport: polled to its end, by the caller or by the engine.
+class OutstandingCall:
+    """A call in flight over a transport: polled to its end, by the caller or by the engine.
 
     progressed: when its current round was posted, by time.monotonic().
     began, ended: by time.perf_counter(), the communicator's clock.
@@ -68,7 +68,7 @@ class TransportFlight:
 
     lingers = False
 
-    def __init__(self, comm: Home, call: Call, timeout: float, device: torch.device) -> None:
+    def __init__(self, comm: CallOwner, call: Call, timeout: float, device: torch.device) -> None:
         self.comm, self.call = comm, call
         self.began, self.ended = time.perf_counter(), cast(float | None, None)
         self.finished = threading.Event()
@@ -81,7 +81,7 @@ class TransportFlight:
         self._unsent: list[Pending] = []  # rounds before it of which not all is known to have come
         self._cause: BaseException | None = None
         self._reason: str | None = None
-        self._patience, self._asked_again = VERDICT_SECONDS, False
+        self._patience, self._asked_again = ABORT_SECONDS, False
         self._lost: PeerLost | None = None
         self._reported = False
         self._callbacks: list[Callable[[], None]] = []
@@ -94,22 +94,22 @@ class TransportFlight:
         try:
             with self.side.current():
                 return self._poll()
-        except Exception as error:  # the GPU itself has failed: without it the flight can still say so
+        except Exception as error:  # the GPU itself has failed: without it the call can still say so
             self.side = None
-            self._complain(errors.failed(self.comm.rank, self.call.facts, error), error)
+            self._request_abort(errors.failed(self.comm.rank, self.call.facts, error), error)
             return self._poll()
 
     def _poll(self) -> bool:
         try:
-            if self._reason is None and self.comm.control.verdict is None and self._advance():
+            if self._reason is None and self.comm.control.abort_reason is None and self._advance():
                 self._finish()
                 return True
-        except PeerLost as lost:  # `watch` complains, unless a letter has said why
+        except PeerLost as lost:  # `watch` requests an abort, unless a control message has said why
             if self._lost is None:
                 self._lost = lost
                 self.comm.lose(lost.peer)
         except Exception as error:
-            self._complain(errors.reason(self.comm.rank, self.call.facts, error), error)
+            self._request_abort(errors.reason(self.comm.rank, self.call.facts, error), error)
         return self._failed()
 
     def watch(self) -> None:
@@ -121,13 +121,13 @@ class TransportFlight:
             return
         missing, control = self._pending.missing(), self.comm.control
         waiting = errors.waits(self.comm.rank, self.call.number, self.call.facts, self.call.turn, missing)
-        if lost := control.deserters(self.call.number, missing):
-            self._complain(errors.left(lost[0], control.gone[lost[0]], waiting))
+        if lost := control.departed_before(self.call.number, missing):
+            self._request_abort(errors.left(lost[0], control.departed[lost[0]], waiting))
         elif self._lost is not None:  # no word of who noticed: if the arbiter is gone, every rank says this by itself
-            self._complain(f"rank {self._lost.peer} is gone: its connection was lost", self._lost.error)
+            self._request_abort(f"rank {self._lost.peer} is gone: its connection was lost", self._lost.error)
         elif waited > self._timeout:
-            self._patience = LATE_VERDICT_SECONDS
-            self._complain(f"timed out after {self._timeout:g} s: {waiting}")
+            self._patience = LATE_ABORT_SECONDS
+            self._request_abort(f"timed out after {self._timeout:g} s: {waiting}")
         elif waited > REPORT_SECONDS and not self._reported:
             self._reported = True
             self.comm.report(self.call, missing)
@@ -149,12 +149,12 @@ class TransportFlight:
             self.error, self._cause = CollectiveError(reason), error
             self.call.close()
             self._finish()
-            self.comm.complain(reason)
+            self.comm.request_abort(reason)
 
     def interrupted(self, error: BaseException) -> None:
         """A signal came while its rank waited: later calls would be out of step, so it ends on all ranks."""
         self.abandon()
-        self.comm.complain(errors.failed(self.comm.rank, self.call.facts, error))
+        self.comm.request_abort(errors.failed(self.comm.rank, self.call.facts, error))
 
     def result(self) -> Any:
         """The schedule's result, or its error."""
@@ -177,7 +177,7 @@ class TransportFlight:
             if action is None:
                 unsent, self._unsent = Unsent(self._still_unsent()), []
                 self._stepped_through = True
-                self._pending = None if self.comm.sees_through(unsent) else unsent
+                self._pending = None if self.comm.detaches(unsent) else unsent
             elif not isinstance(action, Elapse):
                 self._post(action)
         if self.side is not None and not self.side.is_idle():
@@ -199,25 +199,25 @@ class TransportFlight:
                 self.comm.count(sum(payload.numel() for payload in action.sends.values()), len(action.sends))
         self.progressed, self._reported = time.monotonic(), False
 
-    def _complain(self, reason: str, cause: BaseException | None = None) -> None:
+    def _request_abort(self, reason: str, cause: BaseException | None = None) -> None:
         self._reason, self._cause = reason, cause
         self.progressed = time.monotonic()
-        self.comm.complain(reason)
+        self.comm.request_abort(reason)
 
     def _failed(self) -> bool:
-        """Ends with the verdict once there is one; a rank that complained waits for it."""
+        """Ends with the abort reason once there is one; a rank that requested the abort waits for it."""
         control = self.comm.control
-        if control.verdict is None and self._reason is not None:
+        if control.abort_reason is None and self._reason is not None:
             waited = time.monotonic() - self.progressed
             if waited > self._patience / 2 and not self._asked_again:
                 self._asked_again = True
                 self.comm.lose(control.arbiter)
             if waited < self._patience:
                 return False
-            control.verdict = self._reason
-        if control.verdict is None:
+            control.abort_reason = self._reason
+        if control.abort_reason is None:
             return False
-        self.error = CollectiveError(control.verdict)
+        self.error = CollectiveError(control.abort_reason)
         self.abandon()
         self.call.close()
         self._finish()
@@ -236,17 +236,17 @@ class TransportFlight:
 class TransportWork(Work[T]):
     """A started call; the engine drives it."""
 
-    def __init__(self, flight: TransportFlight, engine: Engine) -> None:
-        self._flight, self._engine = flight, engine
+    def __init__(self, outstanding: OutstandingCall, engine: Engine) -> None:
+        self._outstanding, self._engine = outstanding, engine
 
     def wait(self, timeout: float | None = None) -> T:
         """See `Work.wait`."""
         if not self._over_within(timeout):
-            call = self._flight.call
-            waiting = errors.waits(call.rank, call.number, call.facts, call.turn, self._flight.peers)
+            call = self._outstanding.call
+            waiting = errors.waits(call.rank, call.number, call.facts, call.turn, self._outstanding.peers)
             raise TimeoutError(f"not completed within {timeout} s: {waiting}")
-        result = cast(T, self._flight.result())
-        return result if self._flight.side is None else owned_here(result, self._flight.device)
+        result = cast(T, self._outstanding.result())
+        return result if self._outstanding.side is None else owned_here(result, self._outstanding.device)
 
     def is_completed(self) -> bool:
         """See `Work.is_completed`."""
@@ -254,23 +254,23 @@ class TransportWork(Work[T]):
 
     def get_future(self) -> torch.futures.Future[T]:
         """See `Work.get_future`. Without a thread nothing would complete it later, so it is waited for."""
-        flight = self._flight
+        outstanding = self._outstanding
         if self._engine.inline:
             self._over_within(None)
-        done: torch.futures.Future[None] = torch.futures.Future(devices=devices_of(flight.device))
-        flight.when_finished(lambda: done.set_result(None))
-        return done.then(lambda _: flight.result())  # an error raised here surfaces as itself; set_exception's does not
+        done: torch.futures.Future[None] = torch.futures.Future(devices=devices_of(outstanding.device))
+        outstanding.when_finished(lambda: done.set_result(None))
+        return done.then(lambda _: outstanding.result())  # what is raised here surfaces as itself
 
     @property
     def began(self) -> float:
         """See `Work.began`."""
-        return self._flight.began
+        return self._outstanding.began
 
     @property
     def ended(self) -> float | None:
         """See `Work.ended`."""
-        return self._flight.ended
+        return self._outstanding.ended
 
     def _over_within(self, timeout: float | None) -> bool:
-        finished = self._flight.finished
+        finished = self._outstanding.finished
         return self._engine.wait(finished.is_set, finished, timeout)

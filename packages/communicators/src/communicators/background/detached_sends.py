@@ -13,10 +13,10 @@ from communicators.background.transport import Unsent
 from communicators.communicator import TIMEOUT_SECONDS
 
 GRACE_SECONDS = 0.5
-"""For so long the receipt of a peer that has left may still be under way."""
+"""For so long the receipt of a peer that has left may still be in flight."""
 
 
-class Leftover:
+class DetachedSends:
     """The last messages of one call, for the engine to see through. control: of its communicator."""
 
     lingers = True
@@ -48,6 +48,6 @@ class Leftover:
 
     def _hopeless(self) -> bool:
         waited = time.monotonic() - self.progressed
-        if self.control.verdict is not None or waited > TIMEOUT_SECONDS:
+        if self.control.abort_reason is not None or waited > TIMEOUT_SECONDS:
             return True
-        return waited > GRACE_SECONDS and set(self._unsent.missing()) <= set(self.control.gone)
+        return waited > GRACE_SECONDS and set(self._unsent.missing()) <= set(self.control.departed)
