@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from bench import collectives, compress, overlap, partial, predictions, signals
+from bench import collectives, compress, eager, overlap, partial, predictions, signals
 from bench.slow_link.__main__ import main as slow_link
 
 BENCHMARKS: dict[str, Callable[[Sequence[str]], int]] = {
     "collectives": collectives.main,
     "compress": compress.main,
+    "eager": eager.main,
     "overlap": overlap.main,
     "partial": partial.main,
     "predictions": predictions.main,
