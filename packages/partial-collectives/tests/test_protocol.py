@@ -7,6 +7,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from partial_collectives import injected_delays
 from partial_collectives.protocol.events import Header, Join
 from partial_collectives.protocol.interleaving import Case, Play, case_of, random_case
 from partial_collectives.protocol.machine import Machine
@@ -99,3 +100,10 @@ def test_bad_rules(settings, error, said):
 def test_a_case_is_played_again_from_its_line():
     case = random_case(random.Random(1), 4)
     assert case_of(case.line.split("interleaving '")[1].rstrip("'")) == case
+
+
+def test_the_draw_is_independent_of_injected_delays():
+    """Of the same seed: else the rank that is waited for would always be the one that is held up."""
+    held_up = [injected_delays("random:1=1", rank, 8, seed=0) for rank in range(8)]
+    met = sum(held_up[Rules(seed=0).drawn(step, among=range(8))](step) for step in range(2000))
+    assert abs(met - 2000 / 8) < 5 * (2000 * 7 / 64) ** 0.5

@@ -29,7 +29,7 @@ class Rules:
 
     def drawn(self, round_: int, among: Collection[int]) -> int:
         """The rank that coordinates a round, alike on all ranks; independent of who arrives when."""
-        return random.Random(f"{self.seed}/{round_}").choice(sorted(among))
+        return random.Random(f"coordinator {self.seed}/{round_}").choice(sorted(among))
 
     def quorum_is_there(self, arrived: Collection[int], running: Collection[int], drawn: int) -> bool:
         """Whether a round may begin. arrived: of those that are running; those that have ended are not waited for."""

@@ -36,4 +36,4 @@ def injected_delays(text: str, rank: int, size: int, *, seed: int = 0) -> Callab
         return lambda step: seconds * rank
     if kind == "fixed":
         return lambda step: seconds if rank in ranks else 0.0
-    return lambda step: seconds if rank in random.Random(f"{seed}/{step}").sample(range(size), count) else 0.0
+    return lambda step: seconds if rank in random.Random(f"delay {seed}/{step}").sample(range(size), count) else 0.0
