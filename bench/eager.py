@@ -78,7 +78,8 @@ def _on_rank(
             comm.elapse(COMPUTE_SECONDS + delay(step))
             batch = torch.randint(1437, (BATCH,), generator=draw)
             optimizer.zero_grad()
-            nn.functional.cross_entropy(model(inputs[batch]), labels[batch]).backward()
+            loss = nn.functional.cross_entropy(model(inputs[batch]), labels[batch])
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             if comm.rank == 0 and reached == float("inf") and optimizer.applied >= seen + 5:
                 seen = optimizer.applied
