@@ -114,7 +114,7 @@ def test_packages_need_neither_mpi_nor_triton_nor_hypothesis():
     code = (
         "import importlib, sys, threading\n"
         "for absent in ('mpi4py', 'triton', 'hypothesis'): sys.modules[absent] = None\n"
-        "for name in ('communicators', 'sparse_compress', 'sparse_collectives', 'local_sgd'):\n"
+        "for name in ('communicators', 'sparse_compress', 'sparse_collectives', 'local_sgd', 'partial_collectives'):\n"
         "    importlib.import_module(name)\n"
         "    assert threading.active_count() == 1, (name, threading.enumerate())\n"
     )

@@ -17,10 +17,10 @@ import torch
 from devices import needs_pretend
 
 SCRIPT = Path(__file__).parent / "on_ranks.py"
-MPI = ("mpi:dense_cases", "mpi:sparse_cases", "mpi:local_cases")
+MPI = ("mpi:dense_cases", "mpi:sparse_cases", "mpi:local_cases", "mpi:partial_cases")
 GLOO = (
     "no-group:late_groups",
-    *(f"gloo:{module}" for module in ("dense_cases", "sparse_cases", "local_cases")),
+    *(f"gloo:{module}" for module in ("dense_cases", "sparse_cases", "local_cases", "partial_cases")),
     *(f"gloo:{module}" for module in ("ddp_cases", "ddp_accumulation", "ddp_states")),
     "untagged:untagged_cases",
 )

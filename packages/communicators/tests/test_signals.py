@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from enum import IntEnum
 
 import pytest
 import torch
-from communicators import CollectiveError, Link, SimulatedWorld, allreduce, testing
+from communicators import CollectiveError, Elapse, Link, SimulatedWorld, allreduce, start, testing
 from communicators.background import transport_communicator
 from communicators.background.engine import Engine, engine
 from communicators.background.signals import MOST_UNREAD, MOST_VALUES, SignalTraffic, _packed, _unpacked
@@ -333,3 +334,64 @@ def test_a_lost_connection_departs(monkeypatch):
     made[0].send(1, 2)
     made[1]._comm.lose(0)
     assert on_all(made, lambda one: one.close()) == [None, None]
+
+
+def test_a_rank_waits_until_signals_bring_something_about_and_reminds_itself():
+    def body(comm):
+        heard = []
+        signals = comm.signals(lambda source, value: heard.append((source, value)))
+        if comm.rank == 0:
+            comm.elapse(1e-3)
+            signals.send_all(7)
+        signals.wait_until(lambda: comm.rank == 0 or (0, 7) in heard, 10.0)
+        signals.remind(0.02, 9)
+        begin = comm.clock()
+        signals.wait_until(lambda: (comm.rank, 9) in heard, 10.0)
+        assert comm.clock() - begin >= 0.0199
+        signals.close()
+
+    SimulatedWorld(3).run(body)
+    assert on_all(ranks(3), body) == [None] * 3
+
+
+def test_who_waits_in_vain():
+    def body(comm):
+        signals = comm.signals(lambda source, value: None)
+        if comm.rank == 0:
+            signals.wait_until(lambda: False, 0.2)
+        signals.close()
+
+    with pytest.raises(CollectiveError, match="deadlock: rank 0 waits for a signal"):
+        SimulatedWorld(2).run(body)
+    signals = Alone().signals(lambda source, value: None)
+    with pytest.raises(TimeoutError, match="nobody else"):
+        signals.wait_until(lambda: False, 0.1)
+
+
+def test_signals_from_within_a_schedule():
+    """Where nothing else happens in the world."""
+
+    def says(signals, rank):
+        yield Elapse(1e-3)
+        signals.send(rank, 5)
+
+    def body(comm):
+        heard = []
+        signals = comm.signals(lambda source, value: heard.append(value))
+        work = start(says(signals, comm.rank), comm, facts="says")
+        signals.wait_until(lambda: bool(heard), 5.0)
+        work.wait()
+        signals.close()
+        return comm.clock()
+
+    assert max(SimulatedWorld(2).run(body)) < 1.0
+
+
+class Letter(IntEnum):
+    A = 1
+
+
+def test_a_value_of_an_enumeration():
+    signals = Alone().signals()
+    signals.send(0, Letter.A)
+    assert signals.poll() == [(0, 1)]

@@ -51,6 +51,18 @@ class Signals(ABC):
             raise RuntimeError("these signals go to on_signal: poll() is for those that were made without it")
         return self._take()
 
+    @abstractmethod
+    def wait_until(self, over: Callable[[], bool], timeout: float) -> None:
+        """Waits until something holds that signals bring about, at most so many seconds (TimeoutError).
+
+        over: looked at now, after every signal that `on_signal` has dealt with, and now and then besides; short, and in
+            any thread. Raises CollectiveError where the signals have failed.
+        """
+
+    @abstractmethod
+    def remind(self, seconds: float, value: int) -> None:
+        """Sends a signal to this rank itself so many seconds from now."""
+
     @property
     @abstractmethod
     def departed(self) -> frozenset[int]:
@@ -81,6 +93,6 @@ def refuse_too_many_waiting(peer: int, waiting: int) -> None:
 
 
 def _checked(value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value not in VALUES:
+    if isinstance(value, bool) or not isinstance(value, int) or not VALUES.start <= value < VALUES.stop:
         raise ValueError(f"a signal is a whole number of 64 bits, got {value!r}")
     return value

@@ -10,7 +10,7 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
@@ -27,6 +27,8 @@ MOST_UNREAD = 4096
 """Signals that wait for `poll()`; beyond, messages are left with the transport, and their senders wait."""
 GRACE_SECONDS = 0.5
 """For so long the last message of a peer that has left may still be in flight."""
+LOOK_SECONDS = 0.1
+"""At least so often who waits looks whether he still must."""
 END_SECONDS = 5.0
 """The engine sees much sooner that signals have failed."""
 
@@ -69,6 +71,22 @@ class TransportSignals(Signals):
         """See `Signals.departed`."""
         return self._traffic.departed()
 
+    def wait_until(self, over: Callable[[], bool], timeout: float) -> None:
+        """See `Signals.wait_until`."""
+        end, news = time.monotonic() + timeout, self._traffic.news
+        while True:
+            news.clear()  # before it is looked at, so that nothing that comes meanwhile is missed
+            if over():
+                return
+            self._traffic.raise_failed()
+            if (left := end - time.monotonic()) <= 0:
+                raise TimeoutError(f"not within {timeout:g} s")
+            news.wait(min(left, LOOK_SECONDS))
+
+    def remind(self, seconds: float, value: int) -> None:
+        """See `Signals.remind`."""
+        self._engine.add(Reminder(time.monotonic() + seconds, lambda: self._traffic.put([self.rank], value)))
+
     def close(self) -> None:
         """See `Signals.close`; not in `on_signal`, which the engine calls."""
         if self._engine.on_thread():
@@ -104,6 +122,29 @@ class TransportSignals(Signals):
         return self._traffic.taken()
 
 
+class Reminder:
+    """An action at a time; see `Driven`."""
+
+    lingers = False
+
+    def __init__(self, due: float, action: Callable[[], None]) -> None:
+        self._due, self._action = due, action
+        self.progressed = time.monotonic()
+
+    def poll(self) -> bool:
+        """See `Driven.poll`."""
+        if time.monotonic() < self._due:
+            return False
+        self._action()
+        return True
+
+    def watch(self) -> None:
+        """Has no clock besides."""
+
+    def abandon(self, error: BaseException | None) -> None:
+        """See `Driven.abandon`: the signals are closed, or have failed."""
+
+
 class SignalTraffic:
     """What is to be sent and what has come; see `Driven`.
 
@@ -121,7 +162,7 @@ class SignalTraffic:
         self._told, self._heard = set[int](), set[int]()  # who the last message went to, and came from
         self._left: dict[int, float] = {}  # since when a peer is known to have departed
         self._lock = threading.Lock()
-        self.closing, self.over = False, threading.Event()
+        self.closing, self.over, self.news = False, threading.Event(), threading.Event()
         self.error: CollectiveError | None = None
         self.progressed = time.monotonic()
 
@@ -129,7 +170,7 @@ class SignalTraffic:
         """A signal to each of these peers, called in any thread."""
         departed = self.departed()
         with self._lock:
-            self._raise_failed()
+            self.raise_failed()
             if self.closing:
                 raise CollectiveError("these signals are closed")
             peers = [peer for peer in peers if peer not in departed and value not in self._waiting[peer]]
@@ -143,7 +184,7 @@ class SignalTraffic:
         """What has come, called in any thread."""
         with self._lock:
             if not self._unread:
-                self._raise_failed()
+                self.raise_failed()
             taken, self._unread = list(self._unread), {}
         return taken
 
@@ -199,6 +240,7 @@ class SignalTraffic:
             return
         for value in values:
             self._on_signal(source, value)
+        self.news.set()
 
     def _send(self) -> bool:
         went, departed = False, self.departed()
@@ -256,13 +298,15 @@ class SignalTraffic:
         now = time.monotonic()
         return peer in self.departed() and now - self._left.setdefault(peer, now) > GRACE_SECONDS
 
-    def _raise_failed(self) -> None:
+    def raise_failed(self) -> None:
+        """The error, where there is one."""
         if self.error is not None:
             raise CollectiveError(str(self.error)) from self.error.__cause__
         if self._comm.control.abort_reason is not None:
             raise CollectiveError(self._comm.control.abort_reason)
 
     def _end(self) -> None:
+        self.news.set()
         if not self.over.is_set():
             self.over.set()
             self._line.close()

@@ -53,7 +53,7 @@ class TransportCommunicator(Communicator):
         self.lock = threading.RLock()  # the engine's thread listens while the caller's thread calls
         self.closed = self.released = False
         self._outstanding: weakref.WeakSet[OutstandingCall] = weakref.WeakSet()
-        self._duplicates: weakref.WeakSet[TransportCommunicator] = weakref.WeakSet()
+        self._duplicates: list[TransportCommunicator] = []  # alive until closed: peers wait for their departure
         self.threaded = transport.threaded
         self._engine: Engine = engine()
         self._engine.listen_to(self)
@@ -201,13 +201,13 @@ class TransportCommunicator(Communicator):
         return TransportSignals(comm, on_signal, self._engine)
 
     def _duplicated(self, what: str, make: Callable[[float], Transport]) -> TransportCommunicator:
-        self._duplicates = weakref.WeakSet(made for made in self._duplicates if not made.closed)
+        self._duplicates = [made for made in self._duplicates if not made.closed]
         refuse_too_many(len(self._duplicates))
         facts = f"{what} number {self.transport.duplicates}"
         self.run(barrier(self.rank, self.size), facts=facts, timeout=self.timeout, device=torch.device("cpu"))
         made = TransportCommunicator(make(self.timeout))
         made.timeout = self.timeout
-        self._duplicates.add(made)
+        self._duplicates.append(made)
         made.origin = self
         return made
 

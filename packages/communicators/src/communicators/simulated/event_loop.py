@@ -71,6 +71,19 @@ class SimulatedCall:
         return errors.waits(call.rank, call.number, call.facts, call.turn, list(self.lacks))
 
 
+class Watch:
+    """A rank that waits until something holds which signals of a communicator bring about."""
+
+    def __init__(self, rank: int, context: Context, over: Callable[[], bool]) -> None:
+        self.rank, self.context, self.over = rank, context, over
+        self.done = False
+        self.waiter: Action | None = None
+
+    def waits(self) -> str:
+        """Who waits for what."""
+        return f"rank {self.rank} waits for a signal"
+
+
 class EventLoop:
     """The events of one run of a world.
 
@@ -92,7 +105,8 @@ class EventLoop:
         self._facts: dict[Name, tuple[int, str]] = {}  # of each call: who made it first, and with which
         self._poison: dict[Context, CollectiveError] = {}
         self._dead: CollectiveError | None = None  # of the whole world
-        self._blocked: dict[int, SimulatedCall] = {}
+        self._blocked: dict[int, SimulatedCall | Watch] = {}
+        self._watches: dict[int, Watch] = {}
         self._inboxes: list[dict[Address, torch.Tensor]] = [{} for _ in range(world.size)]
         self._ports = Ports(world.size, self.after, self.seconds_for)
         self.signals = SignalsInFlight(self)
@@ -126,7 +140,18 @@ class EventLoop:
         self._wishes.append(lambda: self.after(seconds, lambda: self._resume(rank)))
         self._ranks[rank].give_back()
 
-    def wait(self, rank: int, outstanding: SimulatedCall, timeout: float | None) -> None:
+    def wait_for(self, watch: Watch) -> None:
+        """Waits until it holds; returns also where its communicator has failed."""
+        self._watches[watch.rank] = watch
+        self.wait(watch.rank, watch, None)
+
+    def look_at(self, watch: Watch | None) -> None:
+        """Called in the loop's thread: whether what it waits for holds now."""
+        if watch is not None and not watch.done and watch.over():
+            watch.done = True
+            self._wake(watch)
+
+    def wait(self, rank: int, outstanding: SimulatedCall | Watch, timeout: float | None) -> None:
         """Waits for the end of a call."""
         self.refuse_to_wait("waiting")
 
@@ -177,6 +202,7 @@ class EventLoop:
             self._expire(before=time)
             self.now = max(self.now, time)
             action()
+            self._carry_out()  # a schedule may send signals too
 
     def _expire(self, before: float) -> None:
         """Fails the calls whose deadline has come; where nothing else would happen, a deadlock is reported instead."""
@@ -209,6 +235,9 @@ class EventLoop:
         self._blocked.pop(rank, None)
         thread.resume()
         self._carry_out()
+        if thread.over:
+            for watch in list(self._watches.values()):
+                self.look_at(watch)
         if thread.error is not None:
             self._fail(errors.failed(rank, "its own code", thread.error), None, thread.error)
 
@@ -322,6 +351,10 @@ class EventLoop:
             for outstanding in list(calls.values()):
                 if context in (None, outstanding.context):
                     self._end(outstanding, poison)
+        for watch in self._watches.values():
+            if not watch.done and context in (None, watch.context):
+                watch.done = True
+                self._wake(watch)
 
     def _end(self, outstanding: SimulatedCall, error: CollectiveError | None) -> None:
         outstanding.done, outstanding.error, outstanding.ended = True, error, self.now
@@ -330,7 +363,7 @@ class EventLoop:
             outstanding.call.close()
         self._wake(outstanding)
 
-    def _wake(self, outstanding: SimulatedCall) -> None:
+    def _wake(self, outstanding: SimulatedCall | Watch) -> None:
         waiter, outstanding.waiter = outstanding.waiter, None
         if waiter is not None:
             self.after(0.0, waiter)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from communicators.communicator import Communicator
 from communicators.dense_schedules import barrier
 from communicators.errors import CollectiveError
 from communicators.signals import OnSignal, Signals, refuse_too_many_waiting
-from communicators.simulated.event_loop import EventLoop
+from communicators.simulated.event_loop import EventLoop, Watch
 from communicators.simulated.signals_in_flight import Context
 
 POLL_SECONDS = 50e-6
@@ -22,7 +22,27 @@ class SimulatedSignals(Signals):
         super().__init__(comm.rank, comm.size, on_signal)
         self._loop, self._comm, self._context, self._closed = loop, comm, context, False
         self._unread: dict[tuple[int, int], None] = {}  # an ordered set
+        self._watch: Watch | None = None
         loop.signals.listen(context, comm.rank, self._arrived)
+
+    def wait_until(self, over: Callable[[], bool], timeout: float) -> None:
+        """See `Signals.wait_until`; there is no time-out: where nothing more can happen a deadlock is reported."""
+        del timeout
+        self._raise_failed()
+        if not over():
+            self._watch = Watch(self.rank, self._context, over)
+            self._loop.wait_for(self._watch)
+            self._raise_failed()
+
+    def remind(self, seconds: float, value: int) -> None:
+        """See `Signals.remind`; virtual seconds."""
+        context, rank = self._context, self.rank
+
+        def send() -> None:
+            self._loop.guarded(context, rank, lambda: self._loop.signals.send(context, rank, rank, value))
+
+        live = lambda: rank not in self._loop.ended_ranks()  # noqa: E731
+        self._loop.wish(lambda: self._loop.after(seconds, send, live))
 
     @property
     def departed(self) -> frozenset[int]:
@@ -65,6 +85,7 @@ class SimulatedSignals(Signals):
         """Called by the loop; whether it is there now to be polled, and was not before."""
         if self._on_signal is not None:
             self._on_signal(source, value)
+            self._loop.look_at(self._watch)
             return False
         new = (source, value) not in self._unread
         self._unread[source, value] = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar, cast
 
 import torch
@@ -66,6 +66,14 @@ class _ToItself(Signals):
     @property
     def departed(self) -> frozenset[int]:
         return frozenset()
+
+    def wait_until(self, over: Callable[[], bool], timeout: float) -> None:
+        if not over():
+            raise TimeoutError(f"not within {timeout:g} s: there is nobody else to bring it about")
+
+    def remind(self, seconds: float, value: int) -> None:
+        time.sleep(seconds)
+        self.send(0, value)
 
     def close(self) -> None:
         self._closed = True

@@ -1,0 +1,139 @@
+"""What a straggler costs the others, with a plain allreduce and with partial ones; and ten thousand schedules.
+
+    python -m bench partial [--full] [--output DIR]
+
+Four real ranks under mpiexec, each computes for 10 ms a step (asleep: ranks share the cores here), then sums 100,000
+floats. call: median milliseconds of the call at the ranks that are not delayed. "delayed": the last rank computes for
+200 ms more. step: the median of computing and call, and against it the overhead of partial rounds where nobody is late.
+idle: share of a core that a rank takes while nothing happens, with a partial allreduce open and without.
+Then the protocol alone, under so many random orders of events at 1 … 8 ranks: each loses nothing and ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from communicators import Communicator, allreduce, as_communicator, barrier
+from partial_collectives import PartialAllreduce
+from partial_collectives.protocol.interleaving import Play, random_case
+from partial_collectives.protocol.rules import Quorum
+
+from bench.record import machine, record
+
+RANKS = 4
+NUMEL = 100_000
+COMPUTE_SECONDS = 0.01
+DELAY_SECONDS = 0.2
+IDLE_SECONDS = 3.0
+SYNCHRONOUS = "plain allreduce"
+QUORUMS: dict[str, Quorum] = {"solo": "solo", "2 of 4": 2, "majority": "majority", "4 of 4": RANKS}
+
+
+def main(argv: Sequence[str] = ()) -> int:
+    """Starts the ranks, prints the table, plays the schedules; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m bench partial", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=60, help="of the ranks that are not delayed, default 60")
+    parser.add_argument("--schedules", type=int, default=10_000, help="default 10,000")
+    parser.add_argument("--full", action="store_true", help="five times as many of both")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="write DIR/partial.csv, .json and .png too")
+    options, facts = parser.parse_args(argv), machine()
+    times = 5 if options.full else 1
+    rows = _launched(times * options.steps)
+    print(f"{'':>16} {'call':>8} {'delayed':>8} {'step':>8}  ms")
+    for row in rows:
+        print(f"{row['how']:>16} {row['call_ms']:8.2f} {row['delayed_ms']:8.2f} {row['step_ms']:8.2f}")
+    idle = rows[0]["idle_share"], rows[-1]["idle_share"]
+    print(f"idle: {idle[1]:.1%} of a core with a partial allreduce open, {idle[0]:.1%} without")
+    print(play(times * options.schedules))
+    if options.output:
+        record(options.output, "partial", rows, labels=("how",), values=("call_ms", "delayed_ms"), facts=facts)
+    return 0
+
+
+def play(schedules: int) -> str:
+    """Plays so many random cases; raises with the line that plays the failing one again."""
+    draw, rounds, begin = random.Random(0), 0, time.perf_counter()
+    for number in range(schedules):
+        rounds += len(Play(random_case(draw, 1 + number % 8)).run().rounds)
+    seconds = time.perf_counter() - begin
+    return f"{schedules:,} schedules of {rounds:,} rounds: nothing lost, no hang, in {seconds:.0f} s"
+
+
+def _launched(steps: int) -> list[dict[str, float]]:
+    mpiexec = Path(sys.executable).parent / "mpiexec"
+    command = [str(mpiexec), "-n", str(RANKS), sys.executable, "-m", "bench.partial", "ranks", str(steps)]
+    printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=600).stdout
+    rows: list[dict[str, float]] = json.loads(printed)
+    return rows
+
+
+def on_rank(steps: int) -> None:
+    """One rank's part, under mpiexec; rank 0 prints the rows."""
+    from mpi4py import MPI
+
+    comm = as_communicator(MPI.COMM_WORLD)
+    rows = []
+    for how in (SYNCHRONOUS, *QUORUMS):
+        alike, delayed = (_measured(comm, how, steps, delay) for delay in (0.0, DELAY_SECONDS))
+        row = {"how": how, "call_ms": alike[0], "delayed_ms": delayed[0], "step_ms": alike[1]}
+        rows.append({**row, "idle_share": _idle_share(comm, how)})
+    if comm.rank == 0:
+        print(json.dumps(rows))
+
+
+def _measured(comm: Communicator, how: str, steps: int, delay: float) -> tuple[float, float]:
+    """(call, step) in ms: medians at rank 0."""
+    delayed = bool(delay) and comm.rank == comm.size - 1
+    ours = torch.ones(NUMEL)
+    barrier(comm)
+    if how == SYNCHRONOUS:
+        return _timed(lambda: allreduce(ours, comm, native=False), steps // (4 if delay else 1), delay * delayed)
+    with PartialAllreduce(ours, comm, quorum=QUORUMS[how], max_staleness=steps) as partial:
+        shared = steps // 4 if how == "4 of 4" and delay else steps
+        alone = max(2, int(steps * COMPUTE_SECONDS / DELAY_SECONDS)) if delayed and shared == steps else shared
+        medians = _timed(lambda: partial.allreduce(ours), alone, delay * delayed)
+        for _ in partial.finish():
+            pass
+    return medians
+
+
+def _timed(call: Callable[[], object], steps: int, delay: float) -> tuple[float, float]:
+    calls, whole = [], []
+    for _ in range(steps):
+        begin = time.perf_counter()
+        time.sleep(COMPUTE_SECONDS + delay)
+        computed = time.perf_counter()
+        call()
+        end = time.perf_counter()
+        calls.append(1e3 * (end - computed))
+        whole.append(1e3 * (end - begin))
+    return statistics.median(calls), statistics.median(whole)
+
+
+def _idle_share(comm: Communicator, how: str) -> float:
+    """Of a core, of this process, while nothing happens."""
+    partial = None if how == SYNCHRONOUS else PartialAllreduce(torch.ones(1), comm, quorum=QUORUMS[how])
+    barrier(comm)
+    cpu, begin = time.process_time(), time.perf_counter()
+    time.sleep(IDLE_SECONDS)
+    share = (time.process_time() - cpu) / (time.perf_counter() - begin)
+    barrier(comm)
+    if partial is not None:
+        partial.close()
+    return share
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["ranks"]:
+        on_rank(int(sys.argv[2]))
+    else:
+        raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,10 @@
+"""Partial allreduces: rounds that do not wait for the last rank, and lose nothing of what it brings later."""
+
+from partial_collectives.eager_sgd import EagerSGD
+from partial_collectives.partial_allreduce import PartialAllreduce
+from partial_collectives.result import PartialResult
+from partial_collectives.stragglers.deadline import until_deadline
+from partial_collectives.stragglers.delays import injected_delays
+from partial_collectives.stragglers.lateness import Lateness
+
+__all__ = ["EagerSGD", "Lateness", "PartialAllreduce", "PartialResult", "injected_delays", "until_deadline"]

@@ -1,0 +1,216 @@
+"""`PartialAllreduce`: sums over ranks that do not wait for the last one, and lose nothing of it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Self
+
+import torch
+from communicators import as_communicator, run
+from communicators.dense_schedules import barrier
+from torch import Tensor
+
+from partial_collectives.protocol.events import Stage
+from partial_collectives.protocol.rules import MAX_STALENESS, Quorum, check_rules
+from partial_collectives.result import PartialResult
+from partial_collectives.rounds.engine import Engine
+from partial_collectives.stragglers.lateness import Lateness
+
+
+class PartialAllreduce:
+    """Sums of what ranks give, in numbered rounds that begin when a quorum has arrived.
+
+        with PartialAllreduce(gradient, comm, quorum="majority") as partial:
+            for _ in range(steps):
+                for result in partial.allreduce(compute()):
+                    apply(result.total / comm.size)
+            for result in partial.finish():
+                apply(result.total / comm.size)
+
+    Every rank gets every round once, in order, with the same bits; how often it calls is its own affair. What comes too
+    late for a round is added up and goes into the next one: Σ given = Σ applied, whatever the order of events.
+
+    like: a tensor, or a list of them, of the sizes and dtypes to be summed; alike on all ranks.
+    quorum: "solo": a round begins with the first arrival. "majority": with that of a rank drawn for it, (P + 1)/2 of
+        which are there in the mean where arrivals are independent of the draw. A number: with so many arrivals.
+    max_staleness: rounds in a row that a rank may miss which has more steps; then they wait for it.
+    grace: seconds for which a round waits for further arrivals once its quorum is there; "0.5x" is half of the median
+        time between the last 20 rounds.
+    seed: of the draws, alike on all ranks.
+
+    All ranks make it, and end it with `finish()` and `close()`. Raises CollectiveError where ranks differ in `like` or
+    settings, RuntimeError where MPI has no THREAD_MULTIPLE.
+    """
+
+    def __init__(
+        self,
+        like: Tensor | Sequence[Tensor],
+        comm: Any,
+        *,
+        quorum: Quorum = "majority",
+        max_staleness: int = MAX_STALENESS,
+        grace: float | str = 0.0,
+        seed: int = 0,
+    ) -> None:
+        self._one = isinstance(like, Tensor)
+        self._like = [like] if isinstance(like, Tensor) else list(like)
+        _check_like(self._like)
+        self.comm = as_communicator(comm)
+        share, seconds = _parsed_grace(grace)
+        rules = check_rules(quorum, max_staleness, bool(share or seconds), seed, self.comm.size)
+        self._share, self._seconds = share, seconds
+        shapes = ", ".join(f"{tuple(one.shape)} {one.dtype}" for one in self._like)
+        facts = f"PartialAllreduce({shapes}; quorum={quorum!r}, {max_staleness=}, {grace=}, {seed=})"
+        run(barrier(self.comm.rank, self.comm.size), self.comm, facts=facts)
+        flat = [torch.empty(one.numel(), dtype=one.dtype) for one in self._like]
+        self._engine = Engine(self.comm, rules, flat, self._grace_seconds, f"a round of {facts}")
+        self._closed = False
+
+    @property
+    def round(self) -> int:
+        """The number of the current round: so many are over on this rank."""
+        return self._engine.machine.round
+
+    @property
+    def lateness(self) -> Lateness:
+        """Who was last, and by how much, as the ranks have told in their rounds."""
+        return self._engine.lateness
+
+    def allreduce(self, tensor: Tensor | Sequence[Tensor], *, weight: float = 1.0) -> list[PartialResult]:
+        """Gives weight · tensor, and returns every round that was completed since the last call, at least one.
+
+        Waits for a round only where none is there; else what was given goes into a later one. The tensor may be
+        changed afterwards.
+        """
+        self._refuse_closed("allreduce()")
+        if not 0 <= weight < float("inf"):
+            raise ValueError(f"weight is {weight!r}, expected 0 or more, such as a number of samples")
+        engine = self._engine
+        engine.deposit(self._checked(tensor), weight)
+        if not engine.results:
+            engine.wait(lambda: bool(engine.results))
+        return self._taken()
+
+    def synchronize(self) -> Iterator[PartialResult]:
+        """Meets all ranks that have more steps: yields rounds until one has found nobody running, and all is applied.
+
+        For every such rank to call, each after as many steps as it likes; then all have applied the same rounds, and
+        go on. For evaluation, and before a checkpoint.
+        """
+        self._refuse_closed("synchronize()")
+        yield from self._rest(Stage.PAUSED)
+
+    def finish(self) -> Iterator[PartialResult]:
+        """This rank has no more steps: takes part until all others have none, and yields the rest of the rounds."""
+        self._refuse_closed("finish()", finishes=True)
+        yield from self._rest(Stage.FINISHED)
+
+    def close(self) -> None:
+        """Ends it, with all other ranks. Without `finish()` before, this rank has no more steps from now on, takes part
+        until the others have none, and throws the results away."""
+        if self._closed:
+            return
+        for _ in self._rest(Stage.FINISHED):
+            pass
+        self._closed = True
+        self._engine.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was given and is in no round yet, rounds that were not returned yet, and where the rounds stand.
+
+        Another one on every rank. A round under way is waited for. The ranks can only go on together from states of
+        the same round: take them after `synchronize()`, or when no rank is in a step.
+        """
+        return self._engine.state()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state_dict` was taken; for every rank to call, before its first `allreduce()`.
+
+        Raises CollectiveError where the states of the ranks are of different rounds.
+        """
+        if self.round or self._engine.results:
+            raise RuntimeError("load_state_dict() after the first round: load into a new PartialAllreduce")
+        machine = {name: state["machine"][name] for name in ("round", "seed", "missed", "running", "unfinished")}
+        facts = f"going on with partial rounds from {machine}"
+        run(barrier(self.comm.rank, self.comm.size), self.comm, facts=facts)
+        self._engine.restore(state)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self.close()
+        elif not self._closed:
+            self._closed = True
+            self._engine.give_up(
+                f"rank {self.comm.rank} gave up its partial allreduce: {type(error).__name__}: {error}"
+            )
+
+    def _rest(self, stage: Stage) -> Iterator[PartialResult]:
+        engine, machine = self._engine, self._engine.machine
+        if machine.over:
+            yield from self._taken()
+            return
+        met = machine.meetings
+        engine.rest(stage)
+
+        def over() -> bool:
+            return machine.over or (stage is Stage.PAUSED and machine.meetings > met)
+
+        while not over():
+            yield from self._taken()
+            engine.wait(lambda: bool(engine.results) or over())
+        yield from self._taken()
+
+    def _taken(self) -> list[PartialResult]:
+        return [replace(result, total=self._shaped(result.total)) for result in self._engine.take()]
+
+    def _shaped(self, totals: Tensor | list[Tensor]) -> Tensor | list[Tensor]:
+        shaped = [total.view(one.shape).to(one.device) for total, one in zip(totals, self._like, strict=True)]
+        return shaped[0] if self._one else shaped
+
+    def _checked(self, tensor: Tensor | Sequence[Tensor]) -> list[Tensor]:
+        tensors = [tensor] if isinstance(tensor, Tensor) else list(tensor)
+        given = [(tuple(one.shape), one.dtype) for one in tensors]
+        expected = [(tuple(one.shape), one.dtype) for one in self._like]
+        if given != expected:
+            raise ValueError(f"allreduce() is given {given}, expected {expected}, as in `like`")
+        return tensors
+
+    def _refuse_closed(self, what: str, *, finishes: bool = False) -> None:
+        if self._closed:
+            raise RuntimeError(f"{what} after close(): make a new PartialAllreduce, on every rank")
+        if not finishes and self._engine.machine.stage is Stage.FINISHED:
+            raise RuntimeError(f"{what} after finish(): this rank has said that it has no more steps")
+
+    def _grace_seconds(self) -> float:
+        if not self._share:
+            return self._seconds
+        began = self._engine.began
+        apart = [later - earlier for earlier, later in zip(began, list(began)[1:], strict=False)]
+        return self._share * statistics.median(apart) if apart else 0.0
+
+
+def _parsed_grace(grace: float | str) -> tuple[float, float]:
+    """(share of the median, seconds); one of them is 0."""
+    text = isinstance(grace, str) and grace.endswith("x")
+    try:
+        number = float(grace[:-1]) if text and isinstance(grace, str) else float(grace)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"grace is {grace!r}, expected seconds, or a share of the rounds' median such as '0.5x'"
+        ) from None
+    if not 0 <= number < float("inf"):
+        raise ValueError(f"grace is {grace!r}, expected 0 or more")
+    return (number, 0.0) if text else (0.0, number)
+
+
+def _check_like(like: Sequence[Tensor]) -> None:
+    if not like or not all(isinstance(one, Tensor) for one in like):
+        raise TypeError("like is no tensor, and no list of tensors: expected what shall be summed")
+    wrong = [str(one.dtype) for one in like if one.layout != torch.strided or one.dtype == torch.bool]
+    if wrong:
+        raise TypeError(f"like holds {wrong}, expected dense tensors of a dtype that adds")

@@ -1,0 +1,71 @@
+"""What ranks tell each other, and what the protocol asks of its engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TypeAlias
+
+
+class Stage(IntEnum):
+    """Where a rank stands: it has more steps, waits for all others to meet it, or has no more steps."""
+
+    RUNNING = 0
+    PAUSED = 1
+    FINISHED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a rank says in a round of itself, to all.
+
+    contributes: it brings gradients. fresh: among them the one that it waits with; others come too late for theirs.
+    weight: of what it brings. deposits: how many gradients that is. finite: whether all of them were.
+    late, late_round: seconds from the beginning of that round to its arrival there, by its own clock; below 0: it was
+        early. late_round is -1 where there is nothing new to say.
+    """
+
+    stage: Stage
+    contributes: bool = False
+    fresh: bool = False
+    weight: float = 0.0
+    deposits: int = 0
+    finite: bool = True
+    late: float = 0.0
+    late_round: int = -1
+
+
+class Kind(IntEnum):
+    """Of a signal: its sender has arrived at a round, or the round begins."""
+
+    ARRIVED = 0
+    BEGIN = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """Action: tell a peer. May come twice, late or in any order; signals of rounds that are over mean nothing."""
+
+    peer: int
+    kind: Kind
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Action: take all that has accumulated, and enter the round's collective with it."""
+
+    round: int
+    stage: Stage
+    contributes: bool
+    fresh: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Grace:
+    """Action: the quorum is there; say `grace_over` when the round has waited long enough for others."""
+
+    round: int
+
+
+Action: TypeAlias = Signal | Join | Grace

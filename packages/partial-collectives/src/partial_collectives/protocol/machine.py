@@ -1,0 +1,163 @@
+"""One rank's part of the protocol of partial rounds (after Eager-SGD, Li et al., PPoPP 2020)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from partial_collectives.protocol.events import Action, Grace, Header, Join, Kind, Signal, Stage
+from partial_collectives.protocol.rules import Rules
+
+NEVER = -1
+
+
+class Machine:
+    """Rounds are numbered, run one after another, and every rank enters each of them.
+
+    Events are methods; each returns what is to be done, in order. A rank *arrives* at a round when it waits with a
+    gradient and has no results to apply, or when it has no more steps for now. The rank drawn for the round counts the
+    arrivals and tells all to begin once the quorum is there ("solo": who arrives tells all itself). A rank that was
+    told enters with what it holds, if only nothing; what is deposited later goes to the next round. But a rank that
+    missed `max_staleness` rounds in a row enters with a gradient only: so the round waits for it.
+    All of this follows from the headers of earlier rounds, which are the same everywhere.
+
+    Differs from the paper: there, late gradients are overwritten, and any rank may be drawn, also one that has ended.
+
+    round: the current one. running: who may be waited for: had more steps, as of the last round.
+    missed: rounds in a row that each rank brought nothing to. meetings: rounds that found nobody running.
+    over: nobody has more steps.
+    """
+
+    def __init__(self, rank: int, size: int, rules: Rules) -> None:
+        self.rank, self.size, self.rules = rank, size, rules
+        self.round = 0
+        self.stage = Stage.RUNNING
+        self.running = self.unfinished = frozenset(range(size))
+        self.missed = [0] * size
+        self.joined = False
+        self.meetings = 0
+        self._holds = self._waits = False
+        self._told, self._announced, self._granted = NEVER, NEVER, NEVER
+        self._arrived: dict[int, set[int]] = {}
+        self._actions: list[Action] = []
+
+    @property
+    def over(self) -> bool:
+        """Whether every rank has finished, and all that was deposited has been in a round."""
+        return not self.unfinished
+
+    @property
+    def coordinator(self) -> int:
+        """Who counts the arrivals at the current round."""
+        return self.rules.drawn(self.round, self.running)
+
+    def deposited(self, *, behind: bool) -> list[Action]:
+        """This rank has a gradient to give. behind: it has results to apply, and so does not wait for another."""
+        self._holds = True
+        self._waits = not behind
+        return self._go_on()
+
+    def rested(self, stage: Stage) -> list[Action]:
+        """It has no more steps for now, or none at all."""
+        self.stage = stage
+        return self._go_on()
+
+    def heard(self, source: int, kind: Kind, round_: int) -> list[Action]:
+        """A signal came."""
+        if kind is Kind.BEGIN:
+            self._told = max(self._told, round_)
+        elif round_ >= self.round:
+            self._arrived.setdefault(round_, set()).add(source)
+        return self._go_on()
+
+    def grace_over(self, round_: int) -> list[Action]:
+        """The round has waited for others."""
+        self._granted = max(self._granted, round_)
+        return self._go_on()
+
+    def completed(self, headers: Sequence[Header]) -> list[Action]:
+        """The current round's collective is over; headers of all ranks."""
+        running = frozenset(r for r, header in enumerate(headers) if header.stage is Stage.RUNNING)
+        self.unfinished = frozenset(r for r, header in enumerate(headers) if header.stage is not Stage.FINISHED)
+        self.meetings += not running
+        self.running = running or self.unfinished
+        self.missed = [
+            missed + 1 if r in running and not headers[r].contributes else 0 for r, missed in enumerate(self.missed)
+        ]
+        if not running and self.stage is Stage.PAUSED:
+            self.stage = Stage.RUNNING
+        if any(header.contributes for header in headers):
+            self._waits = False
+        self._arrived.pop(self.round, None)
+        self.round += 1
+        self.joined = False
+        return self._go_on()
+
+    def state(self) -> dict[str, Any]:
+        """Between rounds: where to go on, the same on all ranks but for the stage."""
+        return {
+            "round": self.round,
+            "seed": self.rules.seed,
+            "missed": list(self.missed),
+            "running": sorted(self.running),
+            "unfinished": sorted(self.unfinished),
+            "stage": int(self.stage),
+            "holds": self._holds,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state` was taken; after the end of a run all ranks begin another one."""
+        everyone = frozenset(range(self.size))
+        self.round, self.missed, self._holds = state["round"], list(state["missed"]), state["holds"]
+        self.running = frozenset(state["running"]) or everyone
+        self.unfinished = frozenset(state["unfinished"]) or everyone
+        self.stage = Stage(state["stage"]) if state["unfinished"] else Stage.RUNNING
+
+    def _go_on(self) -> list[Action]:
+        """What follows from all that is known."""
+        self._actions = []
+        if not self.joined and not self.over:
+            if self._told < self.round:
+                self._arrive()
+                self._count()
+            if self._told >= self.round and not self._is_waited_for():
+                self._join()
+        return self._actions
+
+    def _arrive(self) -> None:
+        at_rest = self.stage is not Stage.RUNNING
+        if self._announced == self.round or self.rank not in self.running or not (self._waits or at_rest):
+            return
+        self._announced = self.round
+        if self.rules.alone:
+            self._begin()
+        elif self.coordinator == self.rank:
+            self._arrived.setdefault(self.round, set()).add(self.rank)
+        else:
+            self._actions.append(Signal(self.coordinator, Kind.ARRIVED, self.round))
+
+    def _count(self) -> None:
+        """The coordinator's part."""
+        if self._told >= self.round or self.coordinator != self.rank:
+            return
+        arrived = self._arrived.get(self.round, set()) & self.running
+        if not self.rules.quorum_is_there(arrived, self.running, self.rank):
+            return
+        if not self.rules.grace or self._granted == self.round or arrived == self.running:
+            self._begin()
+        else:
+            self._actions.append(Grace(self.round))
+
+    def _begin(self) -> None:
+        self._told = self.round
+        self._actions += [Signal(peer, Kind.BEGIN, self.round) for peer in range(self.size) if peer != self.rank]
+
+    def _is_waited_for(self) -> bool:
+        """Whether the round must not go on without a gradient of this rank."""
+        behind = self.missed[self.rank] >= self.rules.max_staleness
+        return behind and not self._holds and self.stage is Stage.RUNNING
+
+    def _join(self) -> None:
+        self.joined = True
+        self._actions.append(Join(self.round, self.stage, self._holds, self._holds and self._waits))
+        self._holds = False

@@ -1,0 +1,60 @@
+"""What all ranks of a partial allreduce must share: when a round begins, and how long a rank may stay away."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+Quorum: TypeAlias = int | Literal["solo", "majority"]
+
+MAX_STALENESS = 8
+"""Rounds in a row that a rank may miss unless it is said otherwise."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """quorum: "solo" (any rank), "majority" (a rank drawn for the round) or so many ranks.
+
+    max_staleness: rounds in a row that an unfinished rank may miss; 0 is a full allreduce.
+    grace: whether a round waits for more arrivals once its quorum is there; for how long is its coordinator's affair.
+    seed: of the draws.
+    """
+
+    quorum: Quorum = "majority"
+    max_staleness: int = MAX_STALENESS
+    grace: bool = False
+    seed: int = 0
+
+    def drawn(self, round_: int, among: Collection[int]) -> int:
+        """The rank that coordinates a round, alike on all ranks; independent of who arrives when."""
+        return random.Random(f"coordinator {self.seed}/{round_}").choice(sorted(among))
+
+    def quorum_is_there(self, arrived: Collection[int], running: Collection[int], drawn: int) -> bool:
+        """Whether a round may begin. arrived: of those that are running; those that have ended are not waited for."""
+        if self.quorum == "majority":
+            return drawn in arrived
+        needed = 1 if self.quorum == "solo" else int(self.quorum)
+        return len(arrived) >= min(needed, len(running))
+
+    @property
+    def alone(self) -> bool:
+        """Whether any arrival begins a round, so that nobody need count them."""
+        return self.quorum in ("solo", 1) and not self.grace
+
+
+def check_rules(quorum: Quorum, max_staleness: int, grace: bool, seed: int, size: int) -> Rules:
+    """The rules as given; TypeError or ValueError where they are none for so many ranks."""
+    if isinstance(quorum, bool) or not isinstance(quorum, int | str):
+        raise TypeError(f"quorum is {quorum!r}, expected 'solo', 'majority' or a number of ranks")
+    if isinstance(quorum, str) and quorum not in ("solo", "majority"):
+        raise ValueError(f"quorum is {quorum!r}, expected 'solo', 'majority' or a number of ranks")
+    if isinstance(quorum, int) and not 1 <= quorum <= size:
+        raise ValueError(f"quorum is {quorum}, expected 1 … {size}: there are {size} ranks")
+    for name, number in (("max_staleness", max_staleness), ("seed", seed)):
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise TypeError(f"{name} is {number!r}, expected a whole number")
+    if max_staleness < 0:
+        raise ValueError(f"max_staleness is {max_staleness}, expected 0 (every round waits for all) or more")
+    return Rules(quorum, max_staleness, grace, seed)

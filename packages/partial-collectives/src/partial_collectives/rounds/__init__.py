@@ -1,0 +1,1 @@
+"""What drives the protocol on real and simulated ranks: signals, collectives, and what has accumulated."""

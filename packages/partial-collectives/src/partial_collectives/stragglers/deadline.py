@@ -1,0 +1,32 @@
+"""A deadline for the micro-batches of a step (DropCompute, Giladi et al., NeurIPS 2023)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def until_deadline(
+    micro_batches: Iterable[T], seconds: float, *, clock: Callable[[], float] = time.perf_counter
+) -> Iterator[T]:
+    """The micro-batches that begin within so many seconds from the first; at least that one.
+
+        samples = 0
+        for batch in until_deadline(micro_batches, 0.5):
+            loss(batch).backward()       # sums over its samples
+            samples += len(batch)
+        optimizer.step(weight=samples)   # what was left out is not counted either
+
+    clock: `comm.clock` in a simulated world.
+    """
+    if not seconds > 0:
+        raise ValueError(f"the deadline is {seconds} s, expected more than 0")
+    end: float | None = None
+    for micro_batch in micro_batches:
+        if end is not None and clock() >= end:
+            return
+        end = clock() + seconds if end is None else end
+        yield micro_batch

@@ -1,0 +1,77 @@
+"""Who comes last, and by how much: arrivals as they are before a barrier hides them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from partial_collectives.protocol.events import Header
+
+NOTHING_NEW = (0.0, -1)
+
+
+class Arrivals:
+    """When this rank came to its rounds, against when they began, by its own clock.
+
+    A rank that comes too late for several rounds is late for the first of them.
+    """
+
+    def __init__(self) -> None:
+        self._came: float | None = None  # to the round that comes next
+        self._missed: tuple[int, float] | None = None  # the round that it has not come to, and when that began
+        self._told = NOTHING_NEW
+
+    def arrived(self, seconds: float) -> None:
+        """A gradient was given."""
+        if self._missed is not None:
+            round_, began = self._missed
+            self._told, self._missed = (seconds - began, round_), None
+        self._came = seconds
+
+    def began(self, round_: int, seconds: float, *, fresh: bool) -> tuple[float, int]:
+        """This rank enters a round; returns what there is to tell in it: seconds late, in which round."""
+        if fresh and self._came is not None and self._told == NOTHING_NEW:
+            self._told = self._came - seconds, round_
+        elif not fresh and self._missed is None:
+            self._missed = round_, seconds
+        told, self._told = self._told, NOTHING_NEW
+        self._came = None
+        return told
+
+
+class Lateness:
+    """What all ranks tell of their arrivals in the headers of rounds; the same on every rank.
+
+    rounds: of each round what is known: rank -> seconds from its beginning to the rank's arrival, below 0 where it was
+        early. Of a rank that is late it comes with a later round.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.rounds: dict[int, dict[int, float]] = {}
+
+    def record(self, headers: Sequence[Header]) -> None:
+        """What the headers of a round tell."""
+        for rank, header in enumerate(headers):
+            if header.late_round >= 0:
+                self.rounds.setdefault(header.late_round, {})[rank] = header.late
+
+    def last(self) -> dict[int, list[float]]:
+        """For each rank the rounds in which it was last: by how many seconds, against the median of the others."""
+        margins: dict[int, list[float]] = {rank: [] for rank in range(self.size)}
+        for arrivals in self.rounds.values():
+            if len(arrivals) > 1:
+                rank = max(arrivals, key=lambda r: (arrivals[r], -r))
+                others = [late for other, late in arrivals.items() if other != rank]
+                margins[rank].append(arrivals[rank] - statistics.median(others))
+        return margins
+
+    def summary(self) -> str:
+        """Such as "rank 2 was last in 61 % of rounds, by 180 ms in the median"."""
+        last = self.last()
+        known = sum(map(len, last.values()))
+        if not known:
+            return "no round has been measured"
+        rank = max(last, key=lambda r: (len(last[r]), -r))
+        share, late = 100 * len(last[rank]) / known, 1e3 * statistics.median(last[rank])
+        return f"rank {rank} was last in {share:.0f} % of rounds, by {late:.0f} ms in the median"

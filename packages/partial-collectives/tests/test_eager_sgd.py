@@ -1,0 +1,202 @@
+"""Eager SGD in simulated worlds: the same parameters everywhere, after as many rounds, however late ranks are."""
+
+from __future__ import annotations
+
+import io
+import warnings
+
+import pytest
+import torch
+from communicators import CollectiveError, SimulatedWorld, barrier, refuse_unlike
+from communicators.replicas.place import KEY
+from hypothesis import given
+from hypothesis import strategies as st
+from partial_collectives import EagerSGD
+
+
+def network(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2).double())
+    for p in model.parameters():
+        p.data = torch.randn(p.shape, generator=generator, dtype=p.dtype)
+    return model
+
+
+def wrapped(model, comm, **settings):
+    """Two dtypes, so two buckets; momentum, and a rate that falls with every round."""
+    inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(inner, 0.97)
+    return EagerSGD(inner, model.named_parameters(), comm=comm, scheduler=scheduler, **settings)
+
+
+def step(model, optimizer, rank, number, **settings):
+    inputs = torch.randn(3, 5, generator=torch.Generator().manual_seed(100 * rank + number))
+    optimizer.zero_grad()
+    model[2](model[1](model[0](inputs)).double()).square().mean().backward()
+    optimizer.step(**settings)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 6), st.sampled_from([1e-4, 1e-3, 7e-3])), min_size=1, max_size=4),
+    st.one_of(st.sampled_from(["solo", "majority"]), st.just(1)),
+    st.integers(0, 3),
+    st.integers(0, 99),
+)
+def test_parameters_are_the_same_on_all_ranks(ranks, quorum, max_staleness, order):
+    def body(comm):
+        model, (steps, seconds) = network(seed=comm.rank), ranks[comm.rank]
+        with wrapped(model, comm, quorum=quorum, max_staleness=max_staleness) as optimizer:
+            for number in range(steps):
+                comm.elapse(seconds)
+                step(model, optimizer, comm.rank, number)
+            optimizer.synchronize()
+            refuse_unlike(dict(model.named_parameters()), comm)
+            for number in range(steps // 2):
+                comm.elapse(seconds)
+                step(model, optimizer, comm.rank, number)
+        refuse_unlike(dict(model.named_parameters()), comm)
+        rate = optimizer.param_groups[0]["lr"]
+        assert rate == pytest.approx(0.05 * 0.97**optimizer.applied)
+        return optimizer.applied, rate
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a scheduler that is stepped in no round at all
+        outcomes = SimulatedWorld(len(ranks), seed=order).run(body)
+    assert len(set(outcomes)) == 1
+
+
+def test_with_all_ranks_it_is_synchronous_sgd():
+    def body(comm):
+        model, alone = network(), network()
+        inner = torch.optim.SGD(alone.parameters(), lr=0.05, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(inner, 0.97)
+        with wrapped(model, comm, quorum=comm.size) as optimizer:
+            for number in range(5):
+                comm.elapse(1e-3 * comm.rank)
+                step(model, optimizer, comm.rank, number)
+        for number in range(5):
+            inner.zero_grad()
+            for rank in range(comm.size):
+                inputs = torch.randn(3, 5, generator=torch.Generator().manual_seed(100 * rank + number))
+                (alone[2](alone[1](alone[0](inputs)).double()).square().mean() / comm.size).backward()
+            inner.step()
+            scheduler.step()
+        for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(p, q)
+
+    SimulatedWorld(3).run(body)
+
+
+def test_one_rank_is_the_wrapped_optimizer():
+    def body(comm):
+        model, alone = network(), network()
+        inner = torch.optim.Adam(alone.parameters(), lr=0.05)
+        with EagerSGD(torch.optim.Adam(model.parameters(), lr=0.05), model.named_parameters(), comm=comm) as optimizer:
+            for number in range(4):
+                step(model, optimizer, 0, number)
+                step(alone, inner, 0, number)
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), alone.parameters(), strict=True))
+
+    SimulatedWorld(1).run(body)
+
+
+def test_weighted_means():
+    def body(comm):
+        p = torch.nn.Parameter(torch.zeros(1))
+        with EagerSGD(torch.optim.SGD([p], lr=1.0), [("p", p)], comm=comm, quorum=2, weighted=True) as optimizer:
+            p.grad = torch.tensor([4.0 * comm.rank])
+            optimizer.step(weight=1 + 2 * comm.rank)
+        assert p.item() == -3.0  # (1 · 0 + 3 · 4) / 4
+
+    SimulatedWorld(2).run(body)
+
+
+def first_part(comm):
+    """Four steps, a meeting, and what a checkpoint holds, as bytes."""
+    model = network()
+    optimizer = wrapped(model, comm, quorum="solo")
+    steps(model, optimizer, range(4))
+    optimizer.synchronize()
+    barrier(comm)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    barrier(comm)
+    optimizer.close()
+    return file.getvalue()
+
+
+def second_part(comm, saved):
+    """Goes on from there for three steps."""
+    model = network(seed=7)
+    with wrapped(model, comm, quorum="solo") as optimizer:
+        both = torch.load(io.BytesIO(saved[comm.rank]), weights_only=True)
+        model.load_state_dict(both["model"])
+        optimizer.load_state_dict(both["optimizer"])
+        steps(model, optimizer, range(4, 7))
+    return [p.tolist() for p in model.parameters()], optimizer.applied
+
+
+def steps(model, optimizer, numbers):
+    for number in numbers:
+        optimizer.comm.elapse(1e-3 * (1 + optimizer.comm.rank))
+        step(model, optimizer, optimizer.comm.rank, number)
+
+
+def test_a_run_goes_on_as_if_it_had_not_stopped():
+    """From a meeting on, where arrivals take the same times, the same bits."""
+
+    def whole(comm):
+        model = network()
+        with wrapped(model, comm, quorum="solo") as optimizer:
+            steps(model, optimizer, range(4))
+            optimizer.synchronize()
+            barrier(comm)
+            steps(model, optimizer, range(4, 7))
+        return [p.tolist() for p in model.parameters()], optimizer.applied
+
+    saved = SimulatedWorld(3).run(first_part)
+    assert SimulatedWorld(3).run(lambda comm: second_part(comm, saved)) == SimulatedWorld(3).run(whole)
+
+
+def test_what_is_not_finite_is_named_on_all_ranks():
+    def body(comm):
+        p = torch.nn.Parameter(torch.zeros(1))
+        try:
+            with EagerSGD(torch.optim.SGD([p], lr=1.0), [("p", p)], comm=comm, quorum="solo") as optimizer:
+                for number in range(3):
+                    comm.elapse(1e-3 * comm.rank)
+                    p.grad = torch.tensor([float("inf") if (comm.rank, number) == (1, 1) else 1.0])
+                    optimizer.step()
+        except CollectiveError as error:
+            return str(error)
+
+    said = SimulatedWorld(3).run(body)
+    assert any(one.startswith("gradients of ranks [1] are not finite in round") for one in said)
+    assert all("gradients of ranks [1] are not finite in round" in one for one in said), said
+
+
+def test_bad_input():
+    def body(comm):
+        model = network()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(TypeError, match=r"expected a torch\.optim\.Optimizer"):
+            EagerSGD(model, model.named_parameters(), comm=comm)
+        other = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(network().parameters(), lr=1.0), 1)
+        with pytest.raises(ValueError, match="of another optimizer"):
+            EagerSGD(inner, model.named_parameters(), comm=comm, scheduler=other)
+        optimizer = EagerSGD(inner, model.named_parameters(), comm=comm)
+        with pytest.raises(RuntimeError, match="cannot be added"):
+            optimizer.add_param_group({"params": [torch.zeros(1, requires_grad=True)]})
+        with pytest.raises(TypeError, match="cannot be copied"):
+            optimizer.__reduce_ex__(2)
+        state = optimizer.state_dict()
+        with pytest.raises(ValueError, match="expected one of an EagerSGD"):
+            optimizer.load_state_dict(inner.state_dict())
+        with pytest.raises(ValueError, match="every rank saves and loads its own"):
+            optimizer.load_state_dict({**state, KEY: {**state[KEY], "rank": 1 - comm.rank}})
+        optimizer.finish()
+        with pytest.raises(RuntimeError, match="after finish"):
+            optimizer.step()
+        optimizer.close()
+
+    SimulatedWorld(2).run(body)

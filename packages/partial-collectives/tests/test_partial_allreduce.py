@@ -1,0 +1,295 @@
+"""Partial allreduces in simulated worlds: nothing is lost, all ranks get the same rounds, whoever is late."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from communicators import CollectiveError, SimulatedWorld, allreduce, barrier
+from communicators.worlds.alone import Alone
+from hypothesis import given
+from hypothesis import strategies as st
+from partial_collectives import PartialAllreduce
+from partial_collectives.protocol.events import Kind
+
+LIKE = [torch.zeros(3), torch.zeros(2, 2, dtype=torch.float64)]
+
+
+def gradients(rank, step):
+    """Integer values that no other rank and step have."""
+    return [torch.full_like(one, 1 + step + 16 * rank) for one in LIKE]
+
+
+def total(given_):
+    return [sum(parts) for parts in zip(*given_, strict=True)]
+
+
+@st.composite
+def plans(draw):
+    """(settings, for each rank its parts between meetings: seconds of each step, whether it ends by close())."""
+    size, parts = draw(st.integers(1, 5)), draw(st.integers(1, 2))
+    step = st.sampled_from([0.0, 1e-4, 1e-3, 5e-3])
+    plan = [[draw(st.lists(step, max_size=4)) for _ in range(parts)] for _ in range(size)]
+    return {
+        "quorum": draw(st.one_of(st.sampled_from(["solo", "majority"]), st.integers(1, size))),
+        "max_staleness": draw(st.integers(0, 3)),
+        "grace": draw(st.sampled_from([0.0, 1e-3, "0.5x"])),
+        "seed": draw(st.integers(0, 9)),
+    }, [(part, draw(st.booleans())) for part in plan]
+
+
+def follow(comm, settings, parts, closes):
+    """What a rank gives, and the rounds that it gets."""
+    given_, got, ends = [], [], []
+    with PartialAllreduce(LIKE, comm, **settings) as partial:
+        for number, part in enumerate(parts):
+            for seconds in part:
+                comm.elapse(seconds)
+                given_.append(gradients(comm.rank, len(given_)))
+                results = partial.allreduce(given_[-1])
+                assert results
+                got += results
+            if number + 1 < len(parts):
+                got += partial.synchronize()
+                ends.append((partial.round, len(got)))
+        if not closes:
+            got += partial.finish()
+    return given_, got, ends
+
+
+@given(plans(), st.integers(0, 99))
+def test_laws(plan, order):
+    settings, ranks = plan
+    world = SimulatedWorld(len(ranks), seed=order, jitter=2e-4)
+    outcomes = world.run(lambda comm: follow(comm, settings, *ranks[comm.rank]))
+    replay = f"plan={plan!r}, order={order}"
+    given_ = [gradient for mine, _, _ in outcomes for gradient in mine]
+    stayed = [got for (_, got, _), (_, closes) in zip(outcomes, ranks, strict=True) if not closes]
+    if given_ and stayed:
+        for one, other in zip(total(given_), total(result.total for result in stayed[0]), strict=True):
+            assert torch.equal(one, other), replay
+        assert sum(result.deposits for result in stayed[0]) == len(given_), replay
+    for got in stayed:
+        assert [said(result) for result in got] == [said(result) for result in stayed[0]], replay
+        assert [result.round for result in got] == sorted({result.round for result in got}), replay
+        assert all(max(result.staleness) <= settings["max_staleness"] for result in got), replay
+    assert len({str(ends) for _, _, ends in outcomes}) == 1, replay
+
+
+def said(result):
+    return (*[one.tolist() for one in result.total], result.round, result.contributors, result.fresh, result.weight)
+
+
+def test_a_full_quorum_is_an_allreduce():
+    def body(comm):
+        ours = torch.randn(1000, generator=torch.Generator().manual_seed(comm.rank))
+        with PartialAllreduce(ours, comm, quorum=comm.size) as partial:
+            comm.elapse(0.01 * comm.rank)
+            (result,) = partial.allreduce(ours)
+            assert torch.equal(result.total, allreduce(ours, comm, native=False))
+            assert list(partial.finish()) == []
+
+    SimulatedWorld(5).run(body)
+
+
+def test_without_staleness_it_is_an_allreduce_too():
+    def body(comm):
+        with PartialAllreduce(torch.zeros(1), comm, quorum="solo", max_staleness=0) as partial:
+            for step in range(4):
+                comm.elapse(0.01 * ((comm.rank + step) % 3))
+                (result,) = partial.allreduce(torch.tensor([float(step)]))
+                assert result.total.item() == 3 * step
+                assert result.contributors == (0, 1, 2)
+
+    SimulatedWorld(3).run(body)
+
+
+def slowest_last(comm, quorum, steps):
+    """Median seconds of a call while the last rank takes 0.2 s a step and the others 1 ms."""
+    slow, times = comm.rank == comm.size - 1, []
+    with PartialAllreduce(torch.zeros(8), comm, quorum=quorum, max_staleness=500) as partial:
+        for _ in range(3 if slow else steps):
+            comm.elapse(0.2 if slow else 1e-3)
+            begin = comm.clock()
+            partial.allreduce(torch.ones(8))
+            times.append(comm.clock() - begin)
+        for _ in partial.finish():
+            pass
+        summary = partial.lateness.summary()
+    return sorted(times)[len(times) // 2], summary
+
+
+def test_solo_does_not_wait_for_a_straggler_and_says_who_it_is():
+    for quorum in ("solo", 3):
+        outcomes = SimulatedWorld(4).run(lambda comm, quorum=quorum: slowest_last(comm, quorum, 60))
+        assert outcomes[0][0] < 0.002
+        assert len({summary for _, summary in outcomes}) == 1
+    seconds, summary = SimulatedWorld(4).run(lambda comm: slowest_last(comm, 4, 3))[0]
+    assert 0.19 < seconds < 0.21
+    assert summary == "rank 3 was last in 100 % of rounds, by 199 ms in the median"
+
+
+def test_with_grace_more_are_fresh():
+    def body(comm, grace):
+        with PartialAllreduce(torch.zeros(1), comm, quorum="solo", grace=grace) as partial:
+            comm.elapse(1e-3 * comm.rank)
+            fresh = partial.allreduce(torch.ones(1))[0].fresh
+            for _ in partial.finish():
+                pass
+        return fresh
+
+    assert SimulatedWorld(4).run(lambda comm: body(comm, 0.0))[0] == (0,)
+    assert SimulatedWorld(4).run(lambda comm: body(comm, 0.0025))[0] == (0, 1, 2)
+    assert SimulatedWorld(4).run(lambda comm: body(comm, 1.0))[0] == (0, 1, 2, 3)  # all there: it waits no longer
+
+
+def test_weights_travel_with_the_gradients():
+    def body(comm):
+        with PartialAllreduce(torch.zeros(1), comm, quorum=2) as partial:
+            (result,) = partial.allreduce(torch.tensor([1.0 + comm.rank]), weight=3.0 - 2 * comm.rank)
+            assert (result.total.item(), result.weight) == (3 * 1 + 1 * 2, 4.0)
+
+    SimulatedWorld(2).run(body)
+
+
+def test_the_input_may_be_changed_at_once():
+    def body(comm):
+        with PartialAllreduce(torch.zeros(2), comm, quorum="solo") as partial:
+            ours, got = torch.ones(2), []
+            for _ in range(3):
+                comm.elapse(1e-3 * comm.rank)
+                ours.fill_(1)
+                got += partial.allreduce(ours)
+                ours.fill_(99)
+            got += partial.finish()
+        return sum(result.total for result in got).tolist()
+
+    assert SimulatedWorld(3).run(body) == [[9.0, 9.0]] * 3
+
+
+def test_a_state_goes_on_exactly():
+    """Saved when no rank is in a step: what is accumulated and unapplied comes back, and nothing is lost."""
+
+    def before(comm):
+        with PartialAllreduce(torch.zeros(1), comm, quorum="solo") as partial:
+            got = []
+            for step in range(1 if comm.rank == 2 else 4):  # rank 2 has rounds to apply, and a gradient that is late
+                comm.elapse(0.05 if comm.rank == 2 else 1e-3)
+                got += partial.allreduce(torch.tensor([float(1 + step + 10 * comm.rank)]))
+            comm.elapse(1.0)
+            state = partial.state_dict()
+            barrier(comm)  # closing goes on with rounds
+            return state, sum(result.total.item() for result in got)
+
+    def after(comm):
+        state, had = saved[comm.rank]
+        with PartialAllreduce(torch.zeros(1), comm, quorum="solo") as partial:
+            partial.load_state_dict(state)
+            return had + sum(result.total.item() for result in partial.finish())
+
+    saved = SimulatedWorld(3).run(before)
+    assert len({state["machine"]["round"] for state, _ in saved}) == 1
+    assert any(state["deposits"]["count"] for state, _ in saved)
+    assert SimulatedWorld(3).run(after) == [sum(1 + step for step in range(4)) * 2 + 40 + 21.0] * 3
+
+
+def fails(body, said, size=3):
+    with pytest.raises(CollectiveError, match=said):
+        SimulatedWorld(size).run(body)
+
+
+def test_ranks_that_differ():
+    fails(lambda comm: PartialAllreduce(torch.zeros(2 + comm.rank), comm), "ranks disagree on call 0")
+    fails(lambda comm: PartialAllreduce(torch.zeros(2), comm, seed=comm.rank), "ranks disagree on call 0")
+
+
+def test_a_rank_that_returns_without_a_word():
+    def body(comm):
+        partial = PartialAllreduce(torch.zeros(2), comm)
+        if comm.rank != 1:
+            partial.allreduce(torch.ones(2))
+            for _ in partial.finish():
+                pass
+
+    fails(body, "deadlock.*already returned: rank 1")
+
+
+def test_a_rank_that_gives_up_is_named_by_all():
+    def body(comm):
+        try:
+            with PartialAllreduce(torch.zeros(2), comm) as partial:
+                for step in range(9):
+                    comm.elapse(1e-3)
+                    if (comm.rank, step) == (1, 4):
+                        raise ValueError("mine")
+                    partial.allreduce(torch.ones(2))
+        except (CollectiveError, ValueError) as error:
+            return str(error)
+
+    reasons = SimulatedWorld(3).run(body)
+    assert reasons[1] == "mine"
+    assert reasons[0] == reasons[2] == "rank 1 gave up its partial allreduce: ValueError: mine"
+
+
+def test_bad_input():
+    def body(comm):
+        with pytest.raises(TypeError, match="like is no tensor"):
+            PartialAllreduce([], comm)
+        with pytest.raises(ValueError, match="expected 0 or more"):
+            PartialAllreduce(torch.zeros(2), comm, grace=-1)
+        with pytest.raises(ValueError, match="a share of the rounds' median"):
+            PartialAllreduce(torch.zeros(2), comm, grace="half")
+        partial = PartialAllreduce(torch.zeros(2), comm, quorum=2)
+        with pytest.raises(ValueError, match=r"is given .*3.*expected .*2.*as in `like`"):
+            partial.allreduce(torch.zeros(3))
+        with pytest.raises(ValueError, match="weight is nan"):
+            partial.allreduce(torch.zeros(2), weight=float("nan"))
+        (result,) = partial.allreduce(torch.tensor([1.0, float("nan") if comm.rank else 2.0]))
+        assert result.nonfinite == (1,)
+        assert list(partial.finish()) == []
+        with pytest.raises(RuntimeError, match="after finish"):
+            partial.allreduce(torch.zeros(2))
+        partial.close()
+        with pytest.raises(RuntimeError, match="after close"):
+            partial.allreduce(torch.zeros(2))
+        partial.close()
+
+    SimulatedWorld(2).run(body)
+
+
+def test_one_rank_alone():
+    with PartialAllreduce(torch.zeros(2), Alone(), quorum="majority") as partial:
+        for step in range(3):
+            (result,) = partial.allreduce(torch.full((2,), float(step)))
+            assert (result.round, result.total.tolist()) == (step, [step, step])
+        assert list(partial.synchronize()) == []
+        assert list(partial.finish()) == []
+
+
+class SignalsComeAtOnce(Alone):
+    """A peer's signal comes in another thread before the signals are returned."""
+
+    def signals(self, on_signal=None):
+        made = super().signals(on_signal)
+        errors = []
+
+        def hear():
+            try:
+                on_signal(0, 8 * 0 + Kind.BEGIN)
+            except BaseException as error:
+                errors.append(error)
+
+        self.thread, self.errors = threading.Thread(target=hear), errors
+        self.thread.start()
+        self.thread.join(0.2)  # it waits, or has failed
+        return made
+
+
+def test_a_signal_that_comes_while_it_is_made():
+    comm = SignalsComeAtOnce()
+    partial = PartialAllreduce(torch.zeros(2), comm)
+    comm.thread.join()
+    assert not comm.errors
+    assert partial.round == 1
+    partial.close()

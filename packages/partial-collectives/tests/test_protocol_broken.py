@@ -1,0 +1,104 @@
+"""Each rule of the protocol is needed: without it, some order of events loses, doubles, disagrees or hangs."""
+
+from __future__ import annotations
+
+import inspect
+import random
+
+import pytest
+from partial_collectives.protocol import interleaving, machine
+from partial_collectives.protocol.interleaving import BrokenRuleError, Play, case_of, random_case
+
+MOST = 2000
+BROKEN = {
+    "what is deposited during a round is taken for its own": (
+        "        self.joined = False\n        return self._go_on()",
+        "        self.joined = self._holds = False\n        return self._go_on()",
+    ),
+    "who ends is no arrival": ("(self._waits or at_rest)", "self._waits"),
+    "draws are among all ranks": (
+        "self.rules.drawn(self.round, self.running)",
+        "self.rules.drawn(self.round, range(self.size))",
+    ),
+    "those that have ended are waited for": (
+        " and not self._holds and self.stage is Stage.RUNNING",
+        " and not self._holds",
+    ),
+    "staleness has no bound": ("return behind and not self._holds and", "return False and"),
+    "one round more may be missed": (">= self.rules.max_staleness", "> self.rules.max_staleness"),
+    "signals of the next round are forgotten": (
+        "elif round_ >= self.round:",
+        "elif round_ == self.round:",
+    ),
+    "a beginning that comes early is forgotten": (
+        "self._told = max(self._told, round_)",
+        "self._told = round_ if round_ == self.round else self._told",
+    ),
+    "a signal that comes twice or late undoes a later one": (
+        "self._told = max(self._told, round_)",
+        "self._told = round_",
+    ),
+    "a rank that waits through an empty round is not heard again": (
+        "        if any(header.contributes for header in headers):\n            self._waits = False",
+        "        self._waits = False",
+    ),
+    "the last arrival at rest meets nobody": (
+        "        if not running and self.stage is Stage.PAUSED:\n            self.stage = Stage.RUNNING\n",
+        "",
+    ),
+    "after a meeting those draw that came last": (
+        "self.running = running or self.unfinished",
+        "self.running = running or self.running",
+    ),
+    "the quorum may be one less": (
+        "self.rules.quorum_is_there(arrived, self.running, self.rank)",
+        "self.rules.quorum_is_there(arrived | {(self.rank + 1) % self.size}, self.running, self.rank)",
+    ),
+    "the coordinator does not tell the others": (
+        "self._actions += [Signal(peer, Kind.BEGIN, self.round) for peer in range(self.size) if peer != self.rank]",
+        "self._actions += []",
+    ),
+    "who brings something says that it does not": (
+        "Join(self.round, self.stage, self._holds,",
+        "Join(self.round, self.stage, self._holds and self._waits,",
+    ),
+    "the run is over once this rank has finished": (
+        "return not self.unfinished",
+        "return self.rank not in self.unfinished",
+    ),
+    "a rank arrives before it has a gradient": ("(self._waits or at_rest)", "True"),
+}
+
+
+def broken(old, new):
+    """The machine without a rule."""
+    source = inspect.getsource(machine)
+    assert source.count(old) == 1, old
+    scope = {"__name__": machine.__name__}
+    exec(compile(source.replace(old, new), "broken", "exec"), scope)
+    return scope["Machine"]
+
+
+def first_failure(kind):
+    """What the first case says that does not hold; None where all do."""
+    draw = random.Random(7)
+    for number in range(MOST):
+        try:
+            Play(random_case(draw, 1 + number % 5), kind).run()
+        except BrokenRuleError as error:
+            return str(error)
+    return None
+
+
+@pytest.mark.parametrize("rule", BROKEN)
+def test_without_a_rule(rule, monkeypatch):
+    monkeypatch.setattr(interleaving, "LONGEST", 20_000)
+    kind = broken(*BROKEN[rule])
+    said = first_failure(kind)
+    assert said is not None
+    with pytest.raises(BrokenRuleError):  # and the printed line plays it again
+        Play(case_of(said.split("interleaving '")[1].rstrip("'")), kind).run()
+
+
+def test_with_all_rules():
+    assert first_failure(machine.Machine) is None
