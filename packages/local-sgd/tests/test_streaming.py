@@ -177,6 +177,30 @@ def test_resumed_runs_have_the_same_bits(quadratic, saved, at, compress, dtype):
         assert torch.equal(one, other)
 
 
+def test_weights_of_a_block_that_is_resumed(quadratic, saved):
+    """By what a rank gave since each fragment's last launch, also before the checkpoint."""
+
+    def body(comm, stop):
+        task = quadratic(comm.rank)
+        optimizer = make(task, comm, weighted=True)
+        for step in range(9):
+            if step == stop:
+                state, weights = saved(optimizer.state_dict()), saved(task.model.state_dict())
+                task = quadratic(comm.rank)
+                optimizer = make(task, comm, weighted=True)
+                task.model.load_state_dict(weights)
+                optimizer.load_state_dict(state)
+            task.backward(step)
+            optimizer.step()
+            optimizer.average(1.0 + step * comm.rank)
+        optimizer.finish()
+        return task.flat()
+
+    straight, resumed = (SimulatedWorld(2).run(lambda comm, s=stop: body(comm, s)) for stop in (None, 6))
+    assert torch.equal(straight[0], resumed[0])
+    assert torch.equal(straight[1], resumed[1])
+
+
 @given(
     st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5), st.integers(0, 4)), min_size=1, max_size=4),
     st.integers(1, 4),

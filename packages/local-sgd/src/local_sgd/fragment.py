@@ -44,9 +44,9 @@ class Fragment:
         self.done, self.weight, self.due = 0, 0.0, due
 
     def state_dict(self) -> dict[str, Any]:
-        """What was launched is waited for, and not applied. Where nothing was, the means are of no meaning."""
+        """What was launched is waited for, and not applied. Where nothing was, means are zeros."""
         arrived = Arrived([], 0.0, 0) if self.due is None else self.exchange.arrived()
-        means = arrived.means or [part["anchor"] for part in self.parts]
+        means = arrived.means or [torch.zeros_like(part["anchor"]) for part in self.parts]
         return {
             "names": self.names,
             "done": self.done,

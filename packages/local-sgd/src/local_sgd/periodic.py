@@ -23,6 +23,7 @@ from local_sgd.compression.choice import Compression
 from local_sgd.compression.exchange import Compressed
 from local_sgd.exchange import Arrived, Exchange
 from local_sgd.inner_state import InnerState
+from local_sgd.levels import Inner, Near
 from local_sgd.nonfinite import refuse_nonfinite
 from local_sgd.parts import Part, parts_of
 from local_sgd.settings import number, policy, whole
@@ -74,6 +75,8 @@ class PeriodicAveraging(Wrapping):
     """The model is the mean over ranks, not the first anchor."""
     compression: Compression = Compression()
     """How the change is exchanged; without one, the model itself."""
+    inner: Inner | None = None
+    """The first of two levels."""
     more: tuple[str, ...] = ()
     """The keys of `more_state`."""
     needs_rate: ClassVar[bool] = False
@@ -116,18 +119,15 @@ class PeriodicAveraging(Wrapping):
         self._names = {id(p): name for name, p in named.items()}
         self._trained = {name: p for name, p in named.items() if p.requires_grad and p.numel()}
         shared = {name: getattr(self, name) for name in self.settings}
-        shared |= {
-            "compress": self.compression,
-            "buffers": buffers,
-            "inner_state": inner_state,
-            "weighted": self._weighted,
-            "native": native,
-        }
+        shared |= {"buffers": buffers, "inner_state": inner_state, "weighted": self._weighted, "native": native}
+        shared |= {"compress": self.compression} if self.compression else {}
+        shared |= {"levels": self.inner} if self.inner else {}
         beginning.agree(named, model, self._comm, what, {**shared, "bucket_bytes": bucket_bytes}, broadcast=broadcast)
         device = None if anchor_device is None else torch.device(anchor_device)
         groups, pieces = optimizer.param_groups, self.pieces()
         self._parts = [part for piece in pieces for part in parts_of(groups, piece, bucket_bytes, device)]
         self._native = native
+        self._near = None if self.inner is None else Near(self.inner, self._comm, what, native=native)
         self._wire = self.compression.wire(self._parts, self._comm, what) if self.compression else None
         self._exchange = self.exchange_of(self._parts)
         self._buffers = Buffers(model, buffers, self._comm, what)
@@ -148,10 +148,13 @@ class PeriodicAveraging(Wrapping):
 
     def more_state(self) -> dict[str, Any]:
         """What else the algorithm keeps, for `state_dict`."""
-        return {} if self._wire is None else {"rests": {"kind": self._wire.kind, **self._wire.state_dict()}}
+        near = {} if self._near is None else {"near": self._near.state_dict()}
+        return near | ({} if self._wire is None else {"rests": {"kind": self._wire.kind, **self._wire.state_dict()}})
 
     def check_more(self, state: dict[str, Any]) -> None:
         """Raises ValueError for what does not fit in what `more_state` gave, and changes nothing."""
+        if ("near" in state) != (self._near is not None):
+            raise ValueError(f"the state is of {1 + ('near' in state)} levels, sync_every of {1 + bool(self._near)}")
         theirs, own = state.get("rests", {}).get("kind"), None if self._wire is None else self._wire.kind
         if theirs != own:
             raise ValueError(f"the state is of compression {theirs}, but compress={self.compression!r} is {own}")
@@ -162,6 +165,8 @@ class PeriodicAveraging(Wrapping):
         """Takes over what `more_state` gave and `check_more` let pass."""
         if self._wire is not None and self._is_own(state):
             self._wire.load_state_dict(_without_kind(state["rests"]))
+        if self._near is not None:
+            self._near.load_state_dict(state["near"])
 
     def exchanges(self) -> list[Exchange]:
         """All of them."""
@@ -197,6 +202,8 @@ class PeriodicAveraging(Wrapping):
 
     @sync_every.setter
     def sync_every(self, every: Every) -> None:
+        if self.inner is not None:
+            raise ValueError("sync_every of two levels stays as it is: drain(), and make another optimizer")
         self._block.every = every
 
     @property
@@ -223,9 +230,14 @@ class PeriodicAveraging(Wrapping):
         """
         self._refuse_shown("average()")
         self._drained, self._unseen = False, 0
-        if self._block.count(self._checked(weight)):
-            self._meet(self._own_weight(), finished=False)
-            self._block.end()
+        weight = self._checked(weight)
+        last = self._block.count(weight)
+        if self._near is not None:
+            if self._near.block.count(weight):
+                self._meet_near(self._near, finished=False)
+            last = self._near.is_due
+        if last:
+            self._meet_all()
 
     def drain(self) -> None:
         """Ends the block now, and what is under way; then every rank holds the model, in the same bits.
@@ -331,6 +343,34 @@ class PeriodicAveraging(Wrapping):
             self._exchange.store(Arrived([], 0.0, self._comm.size))
         self._drained = True
 
+    def _meet_all(self) -> None:
+        """A boundary in mid-training."""
+        self._meet(self._own_weight(), finished=False)
+        self._block.end()
+        if self._near is not None:
+            self._near.met = 0
+
+    def _meet_near(self, near: Near, *, finished: bool) -> int:
+        """The mean of this rank's small group; returns how many of it had not finished."""
+        self._refuse_misfits()
+        xs = [part.gather() for part in self._parts]
+        arrived = near.exchange.now(xs, self._own_weight(near.block), finished=finished)
+        refuse_nonfinite(self._parts, arrived.means, near.comm, f"{self._what} in its group")
+        for part, mean in zip(self._parts, arrived.means or xs, strict=True):
+            part.put(mean)
+        near.block.end()
+        near.met += 1
+        return arrived.unfinished
+
+    def _end_near(self, near: Near, *, all_at_once: bool) -> None:
+        """Until all of this rank's small group have finished."""
+        while unfinished := self._meet_near(near, finished=True):
+            if all_at_once:
+                self._refuse_undrained(unfinished)
+            if near.is_due:
+                self._meet_all()
+        near.begin()
+
     def _meet(self, weight: float, *, finished: bool) -> Arrived:
         """A boundary."""
         self._refuse_misfits()
@@ -363,6 +403,8 @@ class PeriodicAveraging(Wrapping):
     def _end(self, *, most: int | None) -> None:
         """Boundaries until all ranks have finished, `most` of them; then the model."""
         self._refuse_unended()
+        if self._near is not None:
+            self._end_near(self._near, all_at_once=most is not None)
         arrived, means = self._meet(self._own_weight(), finished=True), list[Tensor]()
         while arrived.unfinished:
             means = arrived.means or means
@@ -399,11 +441,12 @@ class PeriodicAveraging(Wrapping):
             self._moved(draft, draft.gather(), mean, arrived.weight)
         return [draft[self.anchors[0]] for draft in drafts]
 
-    def _own_weight(self) -> float:
-        """This rank's in the mean at the block's end."""
-        if self._block.done == 0:
+    def _own_weight(self, block: Block | None = None) -> float:
+        """This rank's in the mean at the end of its block."""
+        block = block or self._block
+        if block.done == 0:
             return 0.0
-        return self._block.weight if self._weighted else 1.0
+        return block.weight if self._weighted else 1.0
 
     def _checked(self, weight: float | None) -> float:
         if weight is None and not self._weighted:

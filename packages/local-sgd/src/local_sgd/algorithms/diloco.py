@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from local_sgd.block import Every
 from local_sgd.compression.choice import Compression
 from local_sgd.compression.sparsifier import Allreduce, Compress
+from local_sgd.levels import Levels, two_levels
 from local_sgd.options import Options
 from local_sgd.outer import NESTEROV, MakeOptimizer, MakeScheduler, Outer
 from local_sgd.parts import Part
@@ -33,7 +34,8 @@ class DiLoCo(PeriodicAveraging):
     outer_scheduler: makes a learning-rate scheduler of it, which takes a step after each of its steps, so one a block.
     compress, allreduce: exchange Δ in fewer bytes, with what was left out added to the next one: see `Compression`, and
         the README. What was left out takes as much memory as z.
-    optimizer: the inner one, AdamW in the paper.  sync_every (τ), options: see `PeriodicAveraging`.
+    sync_every: τ, or two levels, see `LocalSGD`.
+    optimizer: the inner one, AdamW in the paper.  options: see `PeriodicAveraging`.
     """
 
     anchors = ("anchor",)
@@ -43,7 +45,7 @@ class DiLoCo(PeriodicAveraging):
         self,
         optimizer: Optimizer,
         *,
-        sync_every: Every = 500,
+        sync_every: Every | Levels = 500,
         outer: MakeOptimizer = NESTEROV,
         outer_scheduler: MakeScheduler | None = None,
         compress: Compress = None,
@@ -51,7 +53,8 @@ class DiLoCo(PeriodicAveraging):
         **options: Unpack[Options],
     ) -> None:
         self.compression = Compression(compress, allreduce)
-        super().__init__(optimizer, sync_every=sync_every, **options)
+        self.inner, every = two_levels(sync_every, options)
+        super().__init__(optimizer, sync_every=every, **options)
         self.outer = Outer(self._parts, list(self._trained), outer, outer_scheduler)
         self.outer.agree(self.comm)
 

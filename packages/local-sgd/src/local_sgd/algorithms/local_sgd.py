@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from local_sgd.block import Every
 from local_sgd.compression.choice import Compression
 from local_sgd.compression.sparsifier import Allreduce, Compress
+from local_sgd.levels import Levels, two_levels
 from local_sgd.options import Options
 from local_sgd.parts import Part
 from local_sgd.periodic import PeriodicAveraging
@@ -25,9 +26,11 @@ class LocalSGD(PeriodicAveraging):
 
         LocalSGD(inner, compress="int8")               z ← z + mean(x − z), rounded; x ← z
 
+    sync_every: τ, or two levels: `[(machine, 1), (everybody, 100)]` takes plain means within this rank's small group
+        every step, and goes by the algorithm among all ranks every 100. See the README.
     compress, allreduce: exchange the change since the last boundary in fewer bytes, with what was left out added to
         the next one's: see `Compression`, and the README. It keeps z, and as much again for what was left out.
-    optimizer, sync_every (τ), options: see `PeriodicAveraging`.
+    optimizer, options: see `PeriodicAveraging`.
     """
 
     mean_is_model = True
@@ -36,15 +39,16 @@ class LocalSGD(PeriodicAveraging):
         self,
         optimizer: Optimizer,
         *,
-        sync_every: Every = 4,
+        sync_every: Every | Levels = 4,
         compress: Compress = None,
         allreduce: Allreduce | None = None,
         **options: Unpack[Options],
     ) -> None:
         self.compression = Compression(compress, allreduce)
+        self.inner, every = two_levels(sync_every, options)
         if self.compression:
             self.anchors = ("agreed",)
-        super().__init__(optimizer, sync_every=sync_every, **options)
+        super().__init__(optimizer, sync_every=every, **options)
 
     def boundary(self, part: Part, x: Tensor, mean: Tensor) -> Tensor:
         """See `PeriodicAveraging.boundary`."""

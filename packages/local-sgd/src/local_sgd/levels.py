@@ -1,0 +1,94 @@
+"""Two levels: a mean among a few ranks often, such as those of one machine, and the algorithm among all seldom."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from communicators import Communicator, allgather, as_communicator
+
+from local_sgd.block import Block, Every
+from local_sgd.exchange import Exchange
+from local_sgd.options import Options
+from local_sgd.settings import whole
+
+Levels: TypeAlias = Sequence[tuple[Any, int]]
+"""[(this rank's small group, every so many steps), (all ranks, every so many)]"""
+
+
+@dataclass(frozen=True)
+class Inner:
+    """The first of two levels. times: so many of its means to one boundary among all."""
+
+    group: Any
+    every: int
+    times: int
+
+    def __repr__(self) -> str:
+        """The same on every rank."""
+        return f"{self.every} steps, {self.times} times"
+
+
+def two_levels(sync_every: Every | Levels, options: Options) -> tuple[Inner | None, Every]:
+    """The first level, and every how many steps the algorithm goes; `options` gets the last level's group as comm.
+
+    Raises TypeError or ValueError for what are no two levels.
+    """
+    if callable(sync_every) or not isinstance(sync_every, Sequence):
+        return None, sync_every
+    if len(sync_every) != 2 or not all(isinstance(pair, Sequence) and len(pair) == 2 for pair in sync_every):
+        raise ValueError(f"sync_every is {sync_every!r}, expected a number or two pairs of a group and a number")
+    if options.get("comm") is not None:
+        raise ValueError("comm is given, and a group of all ranks in the last pair of sync_every: leave comm out")
+    (group, often), (everybody, seldom) = sync_every
+    if group is None:
+        raise ValueError("the first pair of sync_every has no group: give this rank's, such as its machine's")
+    often, seldom = whole("the first number of sync_every", often), whole("the last number of sync_every", seldom)
+    if seldom % often:
+        raise ValueError(f"sync_every has {often} and {seldom} steps, expected a multiple of {often} as the last one")
+    options["comm"] = everybody
+    return Inner(group, often, seldom // often), seldom
+
+
+class Near:
+    """The small group of this rank: plain means, by weight. met: how many since the last boundary among all."""
+
+    def __init__(self, inner: Inner, everybody: Communicator, what: str, *, native: bool) -> None:
+        self.comm, self.times, self.met = as_communicator(inner.group), inner.times, 0
+        self.block = Block(inner.every)
+        _refuse_gaps(self.comm, everybody)
+        self.exchange = Exchange(self.comm, f"{what} in its group", native=native)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a boundary among all comes next."""
+        return self.met >= self.times
+
+    def begin(self) -> None:
+        """All were together."""
+        self.met = 0
+        self.block.end()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers."""
+        return {"met": self.met, "block": self.block.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on there."""
+        self.met = state["met"]
+        self.block.load_state_dict(state["block"])
+
+
+def _refuse_gaps(group: Communicator, everybody: Communicator) -> None:
+    """Raises ValueError, on all ranks alike, unless every rank is in one group, with the ranks that it says."""
+    members = [int(rank) for rank in allgather(torch.tensor([everybody.rank]), group)]
+    claims = [given.tolist() for given in allgather(torch.tensor([min(members), group.size]), everybody)]
+    firsts = [first for first, _ in claims]
+    wrong = [rank for rank, (first, size) in enumerate(claims) if firsts.count(first) != size or firsts[first] != first]
+    if wrong:
+        raise ValueError(
+            f"the groups of sync_every do not fit: those of ranks {wrong} are not within the last group, of "
+            f"{everybody.size} ranks; give every rank the small group that it is in, and all of them one group of all"
+        )
