@@ -15,6 +15,7 @@ from trainer.records.run_folder import RunFolder
 from trainer.run import run
 
 SECONDS = {"seconds", "compute_seconds", "communication_seconds"}
+MEASURED = SECONDS | {"hidden_fraction"}
 
 
 class Killed(BaseException):
@@ -51,11 +52,11 @@ def killed_after(operations: int, app: App, options: Options, ranks: int) -> boo
 def result(options: Options) -> tuple[list[dict[str, Any]], dict[str, Any], list[dict[str, Any]]]:
     """Metrics but for the times, the model, and all that the ranks hold at the end."""
     folder = RunFolder(options.output)
-    rows = [{k: v for k, v in row.items() if k not in SECONDS} for row in read_metrics(folder.metrics.path)]
+    rows = [{k: v for k, v in row.items() if k not in MEASURED} for row in read_metrics(folder.metrics.path)]
     last = folder.checkpoints.complete()[-1]
     states = [torch.load(file, weights_only=True) for file in sorted(last.glob("rank*.pt"))]
     for state in states:
-        state["totals"] = {k: v for k, v in state["totals"].items() if k not in SECONDS}
+        state["totals"] = {k: v for k, v in state["totals"].items() if k not in MEASURED}
     return rows, torch.load(folder.model, weights_only=True), states
 
 

@@ -167,7 +167,7 @@ def test_settings_leave_out_what_shapes_no_number(app: App) -> None:
 @pytest.mark.parametrize("algorithm", MAKERS)
 def test_own_flags_reach_a_periodic_optimizer(app: App, algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     changed = {"sync_every": 7, "alpha": 0.25, "beta": 0.1, "block_rate": 0.9, "outer_rate": 0.3, "outer_momentum": 0.2}
-    changed |= {"compress": "int8", "fragments": 2, "delay": 3}
+    changed |= {"block_momentum": 0.6, "compress": "int8", "fragments": 2, "delay": 3}
     own = {flag.name: changed[flag.name] for flag in TABLE[algorithm].flags}
     asked: list[dict[str, Any]] = []
     real = MAKERS[algorithm]
@@ -178,6 +178,8 @@ def test_own_flags_reach_a_periodic_optimizer(app: App, algorithm: str, monkeypa
     [named] = asked
     if outer := named.pop("outer", None):
         named |= {f"outer_{name}": outer.keywords[rate] for name, rate in (("rate", "lr"), ("momentum", "momentum"))}
+    if "block_momentum" in own:
+        named["block_momentum"] = named["momentum"]
     assert {name: named[name] for name in own} == own
     assert made.optimizer.param_groups[0]["momentum"] == options.momentum
 

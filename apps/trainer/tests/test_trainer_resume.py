@@ -18,12 +18,14 @@ from hypothesis import strategies as st
 from resumed_runs import SECONDS, assert_same_bits, killed_after, result, train
 from trainer import run as run_module
 from trainer.app import App
+from trainer.command_line.flags import table_of
 from trainer.command_line.options import BEFORE, Options
 from trainer.errors import AgreedError
 from trainer.records.manifest import FileRecord
 from trainer.records.metrics import read_metrics
 from trainer.records.run_folder import RunFolder
 from trainer.run import run
+from trainer.synchronisers.periodic import MAKERS
 from trainer.training.replica import Replica
 
 
@@ -52,6 +54,23 @@ def test_killed_anywhere_and_resumed(
         begun = broken.output.joinpath("config.json").exists()
         train(app, replace(broken, resume="latest" if begun else None), ranks)
     assert_same_bits(result(broken), result(straight))
+
+
+@pytest.mark.parametrize("algorithm", MAKERS)
+def test_periodic_averaging_is_killed_anywhere_and_resumed(
+    app: App, options: Callable[..., Options], tmp_path: Path, algorithm: str
+) -> None:
+    """In mid-block, and with exchanges in flight, which are stored unapplied."""
+    flags: dict[str, Any] = {"max_epochs": 3, "sync_every": 2, "momentum": 0.9}
+    if algorithm in ("diloco", "streaming-diloco"):
+        flags |= {"compress": "int4"} if algorithm == "diloco" else {"fragments": 2}
+    for ranks, operations in ((1, 25), (2, 24), (3, 31)):
+        straight = options(algorithm=algorithm, output=tmp_path / f"straight{ranks}", **flags)
+        train(app, straight, ranks)
+        broken = replace(straight, output=tmp_path / f"broken{ranks}", checkpoint_every=1)
+        assert killed_after(operations, app, broken, ranks)
+        train(app, replace(broken, resume="latest"), ranks)
+        assert_same_bits(result(broken), result(straight))
 
 
 def test_the_model_itself_may_draw_random_numbers(app: App, options: Callable[..., Options], tmp_path: Path) -> None:
@@ -154,8 +173,9 @@ def older(folder: Path, *names: str) -> None:
 
 
 def test_every_setting_that_was_added_says_what_runs_did_before(app: App, options: Callable[..., Options]) -> None:
-    added = {name for algorithm in ("dense", "spardl") for name in options(algorithm=algorithm).settings()}
-    assert added - FIRST_SETTINGS == set(BEFORE)
+    for algorithm, entry in table_of(app).items():
+        added = set(options(algorithm=algorithm).settings()) - FIRST_SETTINGS
+        assert added == set(BEFORE) | {flag.name for flag in entry.flags if flag.shapes} - FIRST_SETTINGS
 
 
 def test_a_run_from_before_an_option_was_added_is_gone_on_with(
@@ -165,10 +185,10 @@ def test_a_run_from_before_an_option_was_added_is_gone_on_with(
     train(app, straight, 2)
     broken = replace(straight, output=tmp_path / "broken", checkpoint_every=2)
     assert killed_after(20, app, broken, 2)
-    older(broken.output, *BEFORE)
+    older(broken.output, *BEFORE, "wire", "nonfinite")
     train(app, replace(broken, resume="latest"), 2)
     assert_same_bits(result(broken), result(straight))
-    older(broken.output, *BEFORE)
+    older(broken.output, *BEFORE, "wire", "nonfinite")
     with pytest.raises(AgreedError, match=r"other settings \(--wire fp32 then, bf16 now\)"):
         train(app, replace(broken, resume="latest", own={**broken.own, "wire": "bf16"}), 2)
 

@@ -1,7 +1,7 @@
 """One rank's whole run: from checked options to the trained model."""
 
 import platform
-from collections.abc import Collection
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -13,7 +13,7 @@ from communicators import Communicator
 from trainer.all_or_none import all_or_none, require_same
 from trainer.app import App, Task
 from trainer.command_line.flags import table_of
-from trainer.command_line.options import Options
+from trainer.command_line.options import Options, Settings
 from trainer.launching.device import clock_of
 from trainer.records.durable import write_tensors
 from trainer.records.folder_lock import locked
@@ -21,7 +21,7 @@ from trainer.records.progress import Events, TrainingProgress
 from trainer.records.run_folder import RunFolder
 from trainer.resuming.resume import resume
 from trainer.synchronisers.synchroniser import Rates, Synchroniser
-from trainer.synchronisers.table import owners
+from trainer.synchronisers.table import Synchronisation, owners
 from trainer.training.aside import Aside, Meter
 from trainer.training.learning_rate import rate_schedule
 from trainer.training.loop import Training, train
@@ -50,9 +50,15 @@ def run(app: App, options: Options, comm: Communicator, *, device: torch.device 
             if comm.rank == 0:
                 training.folder.prepare(resume=options.resume is not None)
         with training.progress, locked(options.output, aside, note=training.progress.note):
-            first_step = _begin(training, device, owners(table_of(app)))
+            first_step = _begin(training, device, _own_flags(table_of(app), options.algorithm))
             train(_reporting(training, first_step))
             _end(training)
+
+
+def _own_flags(table: Mapping[str, Synchronisation], algorithm: str) -> Settings:
+    """Of all algorithms; see `in_todays_terms`."""
+    own = {flag.name: flag.default for flag in table[algorithm].flags}
+    return {name: own.get(name) for name in owners(table)}
 
 
 def _end(training: Training) -> None:
@@ -105,7 +111,7 @@ def _replica(task: Task, synchroniser: Synchroniser, meter: Meter, options: Opti
     return Replica(model=task.model, synchroniser=synchroniser, generator=generator, meter=meter)
 
 
-def _begin(training: Training, device: torch.device, own_flags: Collection[str]) -> int:
+def _begin(training: Training, device: torch.device, own_flags: Settings) -> int:
     """A new folder, or an old one to go on with; returns the first step."""
     options, folder, comm = training.options, training.folder, training.comm
     if options.resume is None:

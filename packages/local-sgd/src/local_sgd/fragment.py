@@ -51,7 +51,8 @@ class Fragment:
             "names": self.names,
             "done": self.done,
             "weight": self.weight,
-            "due": -1 if self.due is None else self.due,
+            "launched": self.due is not None,
+            "due": self.due or 0,
             "arrived": {"means": self._by_name(means), "weight": arrived.weight, "unfinished": arrived.unfinished},
             "outer": self.outer.state_dict(),
         }
@@ -73,7 +74,7 @@ class Fragment:
             view.copy_(arrived["means"][name])
         self.exchange.store(Arrived(means if arrived["weight"] else [], arrived["weight"], arrived["unfinished"]))
         self.done, self.weight = state["done"], state["weight"]
-        self.due = None if state["due"] < 0 else state["due"]
+        self.due = state["due"] if state["launched"] else None
         self.outer.load_state_dict(state["outer"])
 
     def _by_name(self, flats: list[Tensor]) -> dict[str, Tensor]:

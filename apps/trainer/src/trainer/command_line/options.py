@@ -1,6 +1,6 @@
 """The settings of one run, after the command line has been checked."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,9 @@ _NOT_SETTINGS = {
 }
 _PER_RANK = {"nworkers", "oversubscribe", "data_dir", "output", "tensorboard"}  # may differ between ranks
 
-# What a run did before there was a setting for it. Every setting that is added gets its line here, so that runs from
-# before can be resumed: their manifests do not name it.
-BEFORE: Settings = {"teams": 1, "wire": "fp32", "clip_norm": None, "nonfinite": "raise"}
+# What a run did before there was a setting for it. Every common setting that is added gets its line here, so that runs
+# from before can be resumed: their manifests do not name it. An algorithm's own: see `Flag.default`.
+BEFORE: Settings = {"clip_norm": None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +74,11 @@ class Options:
         return chosen
 
 
-def in_todays_terms(then: Settings, now: Settings, flags: Collection[str]) -> Settings:
+def in_todays_terms(then: Settings, now: Settings, own_flags: Settings) -> Settings:
     """The settings of an older run: with what it did where there was no setting yet, without what had no effect.
 
-    flags: the own flags of all algorithms. Runs once recorded those that other algorithms have, too.
+    own_flags: of all algorithms, with the defaults of this one's, and None for others'. Runs once recorded those that
+    other algorithms have, too.
     """
-    effective = {name: value for name, value in then.items() if name in now or name not in flags}
-    return {name: value for name, value in BEFORE.items() if name in now} | effective
+    effective = {name: value for name, value in then.items() if name in now or name not in own_flags}
+    return {name: value for name, value in (BEFORE | own_flags).items() if name in now} | effective

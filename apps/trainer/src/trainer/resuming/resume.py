@@ -1,6 +1,6 @@
 """Going on with a run that was stopped, killed or finished: the same bits as if it had never stopped."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -29,11 +29,11 @@ def resume(
     comm: Communicator,
     *,
     steps_per_epoch: int,
-    own_flags: Collection[str],
+    own_flags: Settings,
 ) -> int | None:
     """Put `replica` and the metrics back to the checkpoint that --resume names, and return its step.
 
-    replica: one that has taken no step. own_flags: names of the flags that only some algorithms take.
+    replica: one that has taken no step. own_flags: see `in_todays_terms`.
     None if the run was stopped before its first checkpoint: it then starts from
     the beginning. AgreedError if the checkpoint is damaged, does not fit, or belongs to other settings or another
     number of ranks: the replica and the folder are then as they were.
@@ -76,7 +76,7 @@ def _agreed_choice(folder: RunFolder, which: str, comm: Communicator) -> Path | 
     return folder.checkpoints.path / name if name else None
 
 
-def _read(chosen: Path, settings: Settings, comm: Communicator, own_flags: Collection[str]) -> tuple[Manifest, State]:
+def _read(chosen: Path, settings: Settings, comm: Communicator, own_flags: Settings) -> tuple[Manifest, State]:
     manifest = Manifest.read(chosen)
     _check_world(manifest, comm.size)
     _check_settings(in_todays_terms(manifest.settings, settings, own_flags), settings)

@@ -5,6 +5,7 @@ Momentum is SGD's, each rank's own. The rate goes by steps.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -82,9 +83,9 @@ class Periodic(Synchroniser):
         return self.optimizer.averaged_model(comm=comm)
 
     def counters(self) -> Mapping[str, int | float]:
-        """See `Synchroniser.counters`."""
+        """See `Synchroniser.counters`. A measured one, since the run was started or resumed; at first there is none."""
         hidden = self.optimizer.hidden_fraction
-        return {} if hidden is None else {"hidden_fraction": hidden}
+        return {"hidden_fraction": math.nan if hidden is None else hidden}
 
     def state_dict(self) -> State:
         """See `Synchroniser.state_dict`."""
@@ -100,7 +101,7 @@ class Periodic(Synchroniser):
         fresh = self.state_dict()
         optimizer = completed_optimizer(state["optimizer"], fresh["optimizer"])
         schedule = completed_schedule(state["schedule"], fresh["schedule"])
-        own = fresh["optimizer"]["distributed"] | {"wrapped": None, "parameters": None}  # looked at by the optimizer
+        own = _as_loaded(fresh["optimizer"]["distributed"])
         require_like(optimizer, fresh["optimizer"] | {"distributed": own}, "optimizer")
         assert isinstance(optimizer, dict)
         for name in ("rank", "world_size", "algorithm"):
@@ -113,6 +114,14 @@ class Periodic(Synchroniser):
         return {"optimizer": optimizer, "schedule": schedule}
 
 
+def _as_loaded(kept: Any) -> Any:
+    """Without what is another one in every state, and looked at by the optimizers that load it."""
+    if not isinstance(kept, dict):
+        return kept
+    free = ("wrapped", "held", "parameters")
+    return {name: None if name in free else _as_loaded(value) for name, value in kept.items()}
+
+
 def periodic(options: Options, model: nn.Module, comm: Communicator, rates: Rates) -> Periodic:
     """Own flags are the keyword arguments of the optimizer, but for those that are left to it: "auto", "none"."""
     inner = SGD(model.parameters(), lr=options.lr, momentum=options.momentum, weight_decay=options.weight_decay)
@@ -120,6 +129,8 @@ def periodic(options: Options, model: nn.Module, comm: Communicator, rates: Rate
     if "outer_rate" in given:
         rate, momentum = given.pop("outer_rate"), given.pop("outer_momentum")
         given["outer"] = partial(SGD, lr=rate, momentum=momentum, nesterov=momentum > 0)
+    if "block_momentum" in given:
+        given["momentum"] = given.pop("block_momentum")
     make = partial(MAKERS[options.algorithm], inner, comm=comm, model=model)
     try:
         return Periodic(model, make(**given), rates)

@@ -31,6 +31,8 @@ Value = str | int | float
 class Flag:
     """A flag that only some algorithms take. read: text -> value; choices: the only ones there are.
 
+    default: what a run did before there was the flag, so that older runs can be resumed.
+
     shapes: whether the value shapes the numbers that training computes, so that a run and its continuation share it.
     """
 
@@ -79,6 +81,11 @@ def _check_teams(own: Mapping[str, Value], workers: int) -> None:
         raise RunError(f"--teams {own['teams']} does not divide the {workers} workers into equal teams")
 
 
+def _check_alpha(own: Mapping[str, Value], workers: int) -> None:
+    if own["alpha"] == "auto":
+        raise RunError("--alpha auto is for easgd: give a number")
+
+
 NONFINITE = Flag(
     name="nonfinite",
     default="raise",
@@ -115,10 +122,13 @@ SYNC_EVERY = Flag(name="sync_every", default=4, read=quantities.count, metavar="
 ALPHA = Flag(
     name="alpha",
     default=1.0,
-    read=quantities.positive_or_auto,
+    read=quantities.non_negative_or_auto,
     says="how far the model goes (slowmo), or ranks and anchor pull at each other; auto: 0.9 / ranks",
 )
 BETA = Flag(name="beta", default=0.7, read=quantities.momentum, says="momentum of the anchor")
+BLOCK_MOMENTUM = Flag(
+    name="block_momentum", default="auto", read=quantities.momentum_or_auto, says="auto: 1 - 1 / ranks, at most 0.875"
+)
 BLOCK_RATE = Flag(name="block_rate", default=1.0, read=quantities.positive, says="of what a block of steps changed")
 OUTER = (
     Flag(name="outer_rate", default=0.7, read=quantities.positive, says="of the outer SGD"),
@@ -142,15 +152,20 @@ PERIODIC = Synchronisation(make=lazily("trainer.synchronisers.periodic:periodic"
 
 AVERAGING: dict[str, Synchronisation] = {
     "local-sgd": replace(PERIODIC, flags=(SYNC_EVERY, COMPRESS)),
-    "bmuf": replace(PERIODIC, flags=(SYNC_EVERY, BLOCK_RATE)),
-    "slowmo": replace(PERIODIC, flags=(SYNC_EVERY, ALPHA, BETA)),
+    "bmuf": replace(PERIODIC, flags=(SYNC_EVERY, BLOCK_RATE, BLOCK_MOMENTUM)),
+    "slowmo": replace(PERIODIC, flags=(SYNC_EVERY, ALPHA, BETA), check=_check_alpha),
     "easgd": replace(PERIODIC, flags=(SYNC_EVERY, replace(ALPHA, default="auto"))),
     "cocod": PERIODIC,
-    "overlap-local-sgd": replace(PERIODIC, flags=(replace(SYNC_EVERY, default=2), replace(ALPHA, default=0.6), BETA)),
+    "overlap-local-sgd": replace(
+        PERIODIC,
+        flags=(replace(SYNC_EVERY, default=2), replace(ALPHA, default=0.6), BETA),
+        check=_check_alpha,
+    ),
     "diloco": replace(PERIODIC, flags=(replace(SYNC_EVERY, default=20), *OUTER, COMPRESS)),
     "streaming-diloco": replace(
         PERIODIC,
         flags=(replace(SYNC_EVERY, default=20), replace(ALPHA, default=0.5), *OUTER, COMPRESS, FRAGMENTS, DELAY),
+        check=_check_alpha,
     ),
 }
 
