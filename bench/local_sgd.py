@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from communicators import Communicator, allreduce, as_communicator, barrier
-from local_sgd import BMUF, EASGD, CoCoDSGD, DiLoCo, LocalSGD, OverlapLocalSGD, PeriodicAveraging, SlowMo
+from local_sgd import ALGORITHMS, LocalSGD, PeriodicAveraging
 from sparse_collectives import DistributedOptimizer
 from torch import nn
 
@@ -31,15 +31,6 @@ from bench.slow_link.throttled import behind_link
 
 WIDTH, LAYERS, EVERY = 256, 4, 2
 WARM, STEPS = EVERY, 4 * EVERY
-PERIODIC: dict[str, type[PeriodicAveraging]] = {
-    "local-sgd": LocalSGD,
-    "bmuf": BMUF,
-    "slowmo": SlowMo,
-    "diloco": DiLoCo,
-    "easgd": EASGD,
-    "cocod": CoCoDSGD,
-    "overlap-local-sgd": OverlapLocalSGD,
-}
 COLUMNS = ("algorithm", "sync_every", "step", "overhead", "hidden", "bytes_a_step")
 
 
@@ -82,7 +73,7 @@ def on_rank(share: float, rounds: int) -> None:
     ways: dict[str, Callable[[], dict[str, float]]] = {
         "computing alone": lambda: _alone(comm, batch),
         "synchronous": lambda: _synchronous(comm, batch),
-        **{name: lambda kind=kind: _periodic(kind, comm, batch) for name, kind in PERIODIC.items()},  # type: ignore[misc]
+        **{name: lambda kind=kind: _periodic(kind, comm, batch) for name, kind in ALGORITHMS.items()},  # type: ignore[misc]
     }
     taken: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
     for turn in range(rounds + 1):
@@ -94,7 +85,7 @@ def on_rank(share: float, rounds: int) -> None:
     alone = statistics.median(one["step"] for one in taken["computing alone"])
     for name, found in taken.items():
         row: dict[str, Any] = {key: statistics.median(one[key] for one in found) for key in found[0]}
-        row = {"algorithm": name, "sync_every": EVERY if name in PERIODIC else 1, **row}
+        row = {"algorithm": name, "sync_every": EVERY if name in ALGORITHMS else 1, **row}
         row["overhead"] = 1 - alone / row["step"]
         if comm.rank == 0:
             print(json.dumps({column: row.get(column) for column in COLUMNS}), flush=True)

@@ -45,9 +45,7 @@ def quadratic():
     return Quadratic
 
 
-@pytest.fixture(
-    params=["LocalSGD", "BMUF", "SlowMo", "EASGD", "CoCoDSGD", "OverlapLocalSGD", "DiLoCo", "StreamingDiLoCo"]
-)
+@pytest.fixture(params=[algorithm.__name__ for algorithm in local_sgd.ALGORITHMS.values()])
 def algorithm(request):
     """Every class of the family."""
     return getattr(local_sgd, request.param)

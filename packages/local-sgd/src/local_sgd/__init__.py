@@ -10,7 +10,20 @@ from local_sgd.algorithms.slowmo import SlowMo
 from local_sgd.algorithms.streaming_diloco import StreamingDiLoCo
 from local_sgd.periodic import PeriodicAveraging
 
+ALGORITHMS: dict[str, type[PeriodicAveraging]] = {
+    "local-sgd": LocalSGD,
+    "bmuf": BMUF,
+    "slowmo": SlowMo,
+    "easgd": EASGD,
+    "cocod": CoCoDSGD,
+    "overlap-local-sgd": OverlapLocalSGD,
+    "diloco": DiLoCo,
+    "streaming-diloco": StreamingDiLoCo,
+}
+"""The family by name. A new one is its own file and one line here: tests, trainer and benchmark take it from it."""
+
 __all__ = [
+    "ALGORITHMS",
     "BMUF",
     "EASGD",
     "CoCoDSGD",

@@ -1,4 +1,4 @@
-"""Names that sparse-collectives knows, without importing it and with it torch: flags are checked before that."""
+"""Names that a package knows, without importing it and with it torch: flags are checked before that."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def literal_dict(module: str, name: str, package: str = "sparse_collectives") -> list[str]:
-    """The keys of a dict that stands as such in a module's source. Raises LookupError where there is none."""
+    """The keys, in order, of a dict that stands as such in a source. Raises LookupError where there is none."""
     spec = find_spec(package)
     if spec is None or spec.origin is None:
         raise LookupError(f"{package} is not installed")

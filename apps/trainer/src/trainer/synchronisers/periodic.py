@@ -12,17 +12,7 @@ from functools import partial
 from typing import Any
 
 from communicators import Communicator
-from local_sgd import (
-    BMUF,
-    EASGD,
-    CoCoDSGD,
-    DiLoCo,
-    LocalSGD,
-    OverlapLocalSGD,
-    PeriodicAveraging,
-    SlowMo,
-    StreamingDiLoCo,
-)
+from local_sgd import ALGORITHMS, PeriodicAveraging
 from torch import nn
 from torch.optim import SGD
 
@@ -38,16 +28,7 @@ from trainer.synchronisers.optimizer_state import (
 )
 from trainer.synchronisers.synchroniser import Rates, State, Synchroniser
 
-MAKERS: dict[str, Callable[..., PeriodicAveraging]] = {
-    "local-sgd": LocalSGD,
-    "bmuf": BMUF,
-    "slowmo": SlowMo,
-    "easgd": EASGD,
-    "cocod": CoCoDSGD,
-    "overlap-local-sgd": OverlapLocalSGD,
-    "diloco": DiLoCo,
-    "streaming-diloco": StreamingDiLoCo,
-}
+MAKERS: dict[str, Callable[..., PeriodicAveraging]] = dict(ALGORITHMS)
 
 
 class Periodic(Synchroniser):

@@ -150,24 +150,22 @@ DELAY = Flag(
 )
 PERIODIC = Synchronisation(make=lazily("trainer.synchronisers.periodic:periodic"), flags=(SYNC_EVERY,))
 
-AVERAGING: dict[str, Synchronisation] = {
-    "local-sgd": replace(PERIODIC, flags=(SYNC_EVERY, COMPRESS)),
-    "bmuf": replace(PERIODIC, flags=(SYNC_EVERY, BLOCK_RATE, BLOCK_MOMENTUM)),
-    "slowmo": replace(PERIODIC, flags=(SYNC_EVERY, ALPHA, BETA), check=_check_alpha),
-    "easgd": replace(PERIODIC, flags=(SYNC_EVERY, replace(ALPHA, default="auto"))),
-    "cocod": PERIODIC,
-    "overlap-local-sgd": replace(
-        PERIODIC,
-        flags=(replace(SYNC_EVERY, default=2), replace(ALPHA, default=0.6), BETA),
-        check=_check_alpha,
-    ),
-    "diloco": replace(PERIODIC, flags=(replace(SYNC_EVERY, default=20), *OUTER, COMPRESS)),
-    "streaming-diloco": replace(
-        PERIODIC,
-        flags=(replace(SYNC_EVERY, default=20), replace(ALPHA, default=0.5), *OUTER, COMPRESS, FRAGMENTS, DELAY),
-        check=_check_alpha,
-    ),
+AVERAGING: dict[str, dict[str, Any]] = {
+    "local-sgd": {"flags": (SYNC_EVERY, COMPRESS)},
+    "bmuf": {"flags": (SYNC_EVERY, BLOCK_RATE, BLOCK_MOMENTUM)},
+    "slowmo": {"flags": (SYNC_EVERY, ALPHA, BETA), "check": _check_alpha},
+    "easgd": {"flags": (SYNC_EVERY, replace(ALPHA, default="auto"))},
+    "overlap-local-sgd": {
+        "flags": (replace(SYNC_EVERY, default=2), replace(ALPHA, default=0.6), BETA),
+        "check": _check_alpha,
+    },
+    "diloco": {"flags": (replace(SYNC_EVERY, default=20), *OUTER, COMPRESS)},
+    "streaming-diloco": {
+        "flags": (replace(SYNC_EVERY, default=20), replace(ALPHA, default=0.5), *OUTER, COMPRESS, FRAGMENTS, DELAY),
+        "check": _check_alpha,
+    },
 }
+"""What an algorithm of local-sgd has besides --sync-every."""
 
 OWN: dict[str, dict[str, Any]] = {
     "topk-allgather": {"compressors": ("topk", "topkA")},
@@ -185,7 +183,10 @@ TABLE: dict[str, Synchronisation] = {
         if name != "dense"
     },
     **{name: replace(WHOLE, **OWN.get(name, {})) for name in literal_dict("training/schemes/table", "WHOLE")},
-    **AVERAGING,
+    **{
+        name: replace(PERIODIC, **AVERAGING.get(name, {}))
+        for name in literal_dict("__init__", "ALGORITHMS", package="local_sgd")
+    },
 }
 
 
