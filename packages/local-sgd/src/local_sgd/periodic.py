@@ -315,7 +315,7 @@ class PeriodicAveraging(Wrapping):
         step; that they are those is checked there. A state that was taken after `drain` or `finish` is alike on all
         ranks, but for the wrapped optimizer's: any rank's may be loaded on every rank, of any number of ranks.
         Raises ValueError for a state of another algorithm, of other parameters and, unless it was drained, of another
-        rank or number of ranks.
+        rank or number of ranks; and, where a compressor keeps residuals, of another cut (`bucket_bytes`, fragments).
         """
         refuse_torch_helpers(self._what)
         self._refuse_shown("load_state_dict()")
