@@ -1,5 +1,6 @@
 """Fewer bytes: what is sent and what stays are what was given, and ranks agree bit for bit."""
 
+import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -64,7 +65,7 @@ classes = pytest.mark.parametrize("algorithm", [LocalSGD, DiLoCo])
 def rests(optimizer):
     """As one vector."""
     state = optimizer.state_dict()["distributed"]["rests"]
-    tensors = state["sparsifier"] if state["kind"] == "sparse" else {k: v for k, v in state.items() if k != "kind"}
+    tensors = state["parts"]["sparsifier"] if state["kind"] == "sparse" else state["parts"]
     return torch.cat([tensor.reshape(-1) for tensor in tensors.values()]).clone() if tensors else torch.zeros(N)
 
 
@@ -162,6 +163,79 @@ def test_resumed_runs_have_the_same_bits(saved, way, algorithm, at):
     straight, resumed = (SimulatedWorld(2).run(lambda comm, s=stop: body(comm, s)) for stop in (None, at))
     for one, other in zip(straight, resumed, strict=True):
         assert torch.equal(one, other)
+
+
+class Two:
+    """Parameters of a rank, by name, with gradients that differ from element to element."""
+
+    def __init__(self, comm, shapes, **options):
+        self.model = torch.nn.ParameterDict({name: torch.zeros(shape) for name, shape in shapes.items()})
+        inner = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.optimizer = LocalSGD(inner, comm=comm, model=self.model, sync_every=2, **options)
+
+    def resume(self, state, model):
+        for name, p in model.items():
+            self.model[name].data.copy_(p.data)
+        self.optimizer.load_state_dict(state)
+
+    def train(self, steps):
+        for step in steps:
+            for p in self.model.values():
+                p.grad = torch.linspace(0.1, 1 + step, p.numel()).view(p.shape)
+            self.optimizer.step()
+            self.optimizer.average()
+        return torch.cat([p.detach().reshape(-1) for p in self.model.values()])
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, 40), (40, None)])
+def test_residuals_of_another_cut_are_refused(saved, before, after):
+    """They are by vector, so the first parameter's would go to all, or the others' be lost; nothing is changed."""
+
+    def body(comm):
+        task, other = (Two(comm, {"a": (1,), "b": (10,)}, bucket_bytes=cut, **sparse()) for cut in (before, after))
+        task.train(range(3))
+        other.train(range(2))
+        state, kept, x = saved(task.optimizer.state_dict()), rests(other.optimizer), other.train([])
+        block = copy.deepcopy(other.optimizer.state_dict()["distributed"]["block"])
+        with pytest.raises(ValueError, match=r"the same bucket_bytes.*\['a', 'b'\].* of 11"):
+            other.optimizer.load_state_dict(state)
+        assert torch.equal(rests(other.optimizer), kept)
+        assert torch.equal(other.train([]), x)
+        assert other.optimizer.state_dict()["distributed"]["block"] == block
+
+    SimulatedWorld(1).run(body)
+
+
+@pytest.mark.parametrize("cut", [None, 40])
+def test_rounded_residuals_outlive_another_cut(saved, cut):
+    """They are by parameter."""
+
+    def body(comm):
+        task = Two(comm, {"a": (1,), "b": (10,)}, compress="int8")
+        task.train(range(3))
+        other = Two(comm, {"a": (1,), "b": (10,)}, compress="int8", bucket_bytes=cut)
+        other.resume(saved(task.optimizer.state_dict()), task.model)
+        assert torch.equal(rests(other.optimizer), rests(task.optimizer))
+        return rests(task.optimizer).any()
+
+    assert all(SimulatedWorld(2).run(body))
+
+
+@ways
+def test_parameters_may_have_any_name(saved, way):
+    """Also those of the entries beside them."""
+    shapes = {"kind": (3,), "parts": (4,), "sparsifier": (5,), "cut": (2,), "tensors": (1,)}
+
+    def body(comm):
+        task = Two(comm, shapes, **way())
+        task.train(range(3))
+        state = saved(task.optimizer.state_dict())
+        other = Two(comm, shapes, **way())
+        other.resume(state, task.model)
+        assert torch.equal(rests(other.optimizer), rests(task.optimizer))
+        assert torch.equal(other.train(range(3, 6)), task.train(range(3, 6)))
+
+    SimulatedWorld(1).run(body)
 
 
 @pytest.mark.parametrize(("way", "bits"), [("int8", 8), ("int4", 4)])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -28,12 +29,14 @@ class Exchange:
     """Every vector is one message, and carries its rank's weight and whether that has finished.
 
     By our schedule, so that all worlds give the same bits; native: by the transport's own sum, within rounding.
+    What was launched and failed stays failed: every later use raises the same error.
     """
 
     def __init__(self, comm: Communicator, what: str, *, native: bool) -> None:
         self._comm, self._what, self._native = comm, what, native
         self._works: list[Work[Tensor]] = []
         self._arrived: Arrived | None = None
+        self._error: Exception | None = None
         self._waited = self._under_way = 0.0
 
     @property
@@ -55,34 +58,52 @@ class Exchange:
 
     def launch(self, vectors: Sequence[Tensor], weight: float, *, finished: bool) -> None:
         """Starts the exchange of the vectors as they are now: they are copied once, here."""
-        self._arrived = None
-        for payload in [self._payload(x, weight, finished) for x in vectors]:
-            schedule = dense.allreduce(payload, self._comm.rank, self._comm.size)
-            self._works.append(
-                start(schedule, self._comm, facts=self._facts(payload, "average()"), device=payload.device)
-            )
+        with self._keeping_errors():
+            self._arrived = None
+            for payload in [self._payload(x, weight, finished) for x in vectors]:
+                schedule = dense.allreduce(payload, self._comm.rank, self._comm.size)
+                facts = self._facts(payload, "average()")
+                self._works.append(start(schedule, self._comm, facts=facts, device=payload.device))
 
     def arrived(self) -> Arrived:
         """What was launched last, waited for. It stays until the next launch."""
-        if self._arrived is None:
-            works, self._works = self._works, []
-            began = self._comm.clock()
-            totals = [work.wait() for work in works]
-            self._waited += self._comm.clock() - began
-            self._under_way += max(work.ended or began for work in works) - works[0].began
-            self._arrived = _means(totals)
+        with self._keeping_errors():
+            if self._arrived is None:
+                self._arrived = self._take()
         return self._arrived
 
     def wait(self) -> None:
         """For what is under way, if anything is."""
-        if self._works:
-            self.arrived()
+        with self._keeping_errors():
+            if self._is_under_way():
+                self.arrived()
 
     def store(self, arrived: Arrived) -> None:
         """As if this had been launched last. What is under way is waited for, and forgotten."""
-        for work in self._works:
-            work.wait()
-        self._works, self._arrived = [], arrived
+        self.wait()
+        self._arrived = arrived
+
+    def _is_under_way(self) -> bool:
+        return bool(self._works)
+
+    def _take(self) -> Arrived:
+        began = self._comm.clock()
+        totals = [work.wait() for work in self._works]
+        works, self._works = self._works, []  # only now: who is interrupted while waiting may wait again
+        self._waited += self._comm.clock() - began
+        self._under_way += max(work.ended or began for work in works) - works[0].began
+        return _means(totals)
+
+    @contextmanager
+    def _keeping_errors(self) -> Iterator[None]:
+        """Of what is half launched, or half taken, there is nothing to go on with."""
+        if self._error is not None:
+            raise self._error
+        try:
+            yield
+        except Exception as error:
+            self._error = error
+            raise
 
     def _payload(self, x: Tensor, weight: float, finished: bool) -> Tensor:
         payload = torch.empty(x.numel() + 2, dtype=x.dtype, device=x.device)

@@ -149,7 +149,9 @@ class PeriodicAveraging(Wrapping):
     def more_state(self) -> dict[str, Any]:
         """What else the algorithm keeps, for `state_dict`."""
         near = {} if self._near is None else {"near": self._near.state_dict()}
-        return near | ({} if self._wire is None else {"rests": {"kind": self._wire.kind, **self._wire.state_dict()}})
+        return near | (
+            {} if self._wire is None else {"rests": {"kind": self._wire.kind, "parts": self._wire.state_dict()}}
+        )
 
     def check_more(self, state: dict[str, Any]) -> None:
         """Raises ValueError for what does not fit in what `more_state` gave, and changes nothing."""
@@ -159,12 +161,12 @@ class PeriodicAveraging(Wrapping):
         if theirs != own:
             raise ValueError(f"the state is of compression {theirs}, but compress={self.compression!r} is {own}")
         if self._wire is not None and self._is_own(state):
-            self._wire.check(_without_kind(state["rests"]))
+            self._wire.check(state["rests"]["parts"])
 
     def load_more(self, state: dict[str, Any]) -> None:
         """Takes over what `more_state` gave and `check_more` let pass."""
         if self._wire is not None and self._is_own(state):
-            self._wire.load_state_dict(_without_kind(state["rests"]))
+            self._wire.load_state_dict(state["rests"]["parts"])
         if self._near is not None:
             self._near.load_state_dict(state["near"])
 
@@ -210,7 +212,8 @@ class PeriodicAveraging(Wrapping):
     def hidden_fraction(self) -> float | None:
         """Of the seconds that exchanges took so far, the part in which this rank did not wait; None before the first.
 
-        1 where the exchange is over before the next boundary, 0 for algorithms that do not overlap.
+        1 where every exchange is over before its mean is applied: at the next boundary, or in `StreamingDiLoCo` `delay`
+        steps later. 0 where it is waited for at once: by algorithms that do not overlap, and with a delay of 0.
         """
         waited, under_way = map(sum, zip(*(exchange.seconds for exchange in self.exchanges()), strict=True))
         return max(0.0, 1.0 - waited / under_way) if under_way > 0 else None
@@ -312,11 +315,12 @@ class PeriodicAveraging(Wrapping):
         step; that they are those is checked there. A state that was taken after `drain` or `finish` is alike on all
         ranks, but for the wrapped optimizer's: any rank's may be loaded on every rank, of any number of ranks.
         Raises ValueError for a state of another algorithm, of other parameters and, unless it was drained, of another
-        rank or number of ranks.
+        rank or number of ranks; and, where a compressor keeps residuals, of another cut (`bucket_bytes`, fragments).
         """
         refuse_torch_helpers(self._what)
         self._refuse_shown("load_state_dict()")
         own = saved.checked(self, state_dict, self._parts)
+        self.settle()  # an error of what is under way is raised before anything is changed
         arrived = saved.load(self, state_dict, own, self._parts, self._block)
         if arrived is not None:
             self._exchange.store(arrived)
@@ -487,7 +491,3 @@ class PeriodicAveraging(Wrapping):
         if self._expected is not None:
             saved.refuse_other_parameters(self._expected, self._trained)
             self._expected = None
-
-
-def _without_kind(rests: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: rest for name, rest in rests.items() if name != "kind"}

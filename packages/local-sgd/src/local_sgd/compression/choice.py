@@ -52,7 +52,7 @@ class Compression:
             return Blocks(parts, BITS[self.compress], comm, what)
         assert isinstance(self.compress, Sparsifier)
         assert self.allreduce is not None
-        return Sparse(self.compress, self.allreduce, comm)
+        return Sparse(parts, self.compress, self.allreduce, comm)
 
 
 def _plain(compress: object) -> bool:

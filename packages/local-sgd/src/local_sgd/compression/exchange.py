@@ -35,42 +35,33 @@ class Compressed(Exchange):
 
     def launch(self, vectors: Sequence[Tensor], weight: float, *, finished: bool) -> None:
         """See `Exchange.launch`. A sum that does not go on by itself is waited for here."""
-        self._arrived, self._began, spoilt = None, self._comm.clock(), False
-        for part, x in zip(self._parts, vectors, strict=True):
-            change = (x - part[self._anchor]).mul_(weight) if weight else torch.zeros_like(x)
-            if not self._wire.carries_nan and not bool(torch.isfinite(change).all()):
-                spoilt = True
-                change.zero_()  # or it would stay in a rest
-            self._flights.append(self._wire.launch(part, change))
-        head = torch.tensor([float("nan") if spoilt else weight, float(not finished)], dtype=torch.float64)
+        with self._keeping_errors():
+            self._arrived, self._began = None, self._comm.clock()
+            spoilt = False
+            for part, x in zip(self._parts, vectors, strict=True):
+                change = (x - part[self._anchor]).mul_(weight) if weight else torch.zeros_like(x)
+                if not self._wire.carries_nan and not bool(torch.isfinite(change).all()):
+                    spoilt = True
+                    change.zero_()  # or it would stay in a rest
+                self._flights.append(self._wire.launch(part, change))
+            self._head = self._start_head(float("nan") if spoilt else weight, finished)
+            self._waited += self._comm.clock() - self._began
+
+    def _start_head(self, weight: float, finished: bool) -> Work[Tensor]:
+        head = torch.tensor([weight, float(not finished)], dtype=torch.float64)
         schedule = dense.allreduce(head, self._comm.rank, self._comm.size)
         facts = f"{self._what}.average(): weights (all ranks call it alike; one with fewer batches ends with finish())"
-        self._head = start(schedule, self._comm, facts=facts, device=head.device)
-        self._waited += self._comm.clock() - self._began
+        return start(schedule, self._comm, facts=facts, device=head.device)
 
-    def arrived(self) -> Arrived:
-        """See `Exchange.arrived`."""
-        if self._arrived is None:
-            self._arrived = self._take()
-        return self._arrived
-
-    def wait(self) -> None:
-        """See `Exchange.wait`."""
-        if self._flights:
-            self.arrived()
-
-    def store(self, arrived: Arrived) -> None:
-        """See `Exchange.store`."""
-        if self._head is not None and self._arrived is None:
-            self._take()
-        self._arrived = arrived
+    def _is_under_way(self) -> bool:
+        return bool(self._flights)
 
     def _take(self) -> Arrived:
         assert self._head is not None
-        flights, self._flights = self._flights, []
         came = self._comm.clock()
         weight, unfinished = self._head.wait().tolist()
-        totals = [self._wire.total(flight) for flight in flights]
+        totals = [self._wire.total(flight) for flight in self._flights]
+        flights, self._flights = self._flights, []  # only now, see `Exchange`
         now = self._comm.clock()
         self._waited += now - came
         works = [work for work in (self._head, *(flight.work for flight in flights)) if work is not None]

@@ -118,7 +118,8 @@ class Sparse(Wire):
     carries_nan = False
     kind = "sparse"
 
-    def __init__(self, sparsifier: Sparsifier, allreduce: Allreduce, comm: Communicator) -> None:
+    def __init__(self, parts: Sequence[Part], sparsifier: Sparsifier, allreduce: Allreduce, comm: Communicator) -> None:
+        self._cut = [[list(part.names), part.bucket.numel] for part in parts]
         self._sparsifier, self._allreduce, self._comm = sparsifier, allreduce, comm
 
     def launch(self, part: Part, x: Tensor) -> Flight:
@@ -145,12 +146,21 @@ class Sparse(Wire):
             self._sparsifier.restore(flight.part.names[0], back)
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Wire.state_dict`; with the number of its tensors, because a loader may leave some out."""
+        """See `Wire.state_dict`; with the number of its tensors, because a loader may leave some out.
+
+        And with the cut: residuals are by part, because a compressor chooses among all elements of one.
+        """
         held = self._sparsifier.state_dict()
-        return {"sparsifier": held, "tensors": _tensors(held)}
+        return {"sparsifier": held, "tensors": _tensors(held), "cut": self._cut}
 
     def check(self, rests: Mapping[str, Any]) -> None:
         """See `Wire.check`."""
+        if sorted(rests["cut"]) != sorted(self._cut):
+            raise ValueError(
+                "the compressor's residuals are by vector, and those were cut otherwise: make the optimizer with the "
+                f"same bucket_bytes and fragments; the state is of {_vectors(rests['cut'])}, this of "
+                f"{_vectors(self._cut)} elements"
+            )
         if (found := _tensors(rests["sparsifier"])) != rests["tensors"]:
             raise ValueError(
                 f"the compressor's state had {rests['tensors']} tensors and has {found}: torch.distributed.checkpoint "
@@ -160,6 +170,10 @@ class Sparse(Wire):
     def load_state_dict(self, rests: Mapping[str, Any]) -> None:
         """See `Wire.load_state_dict`."""
         self._sparsifier.load_state_dict(rests["sparsifier"])
+
+
+def _vectors(cut: list[Any]) -> str:
+    return ", ".join(f"{names} of {numel}" for names, numel in cut)
 
 
 def _tensors(node: Any) -> int:
