@@ -5,7 +5,7 @@ import torch
 from communicators import CollectiveError, Dies, SimulatedWorld
 from hypothesis import given
 from hypothesis import strategies as st
-from local_sgd import BMUF, EASGD, CoCoDSGD, LocalSGD, OverlapLocalSGD, StreamingDiLoCo
+from local_sgd import BMUF, EASGD, CoCoDSGD, LocalSGD, OverlapLocalSGD, SlowMo, StreamingDiLoCo
 from torch import nn
 
 
@@ -367,3 +367,54 @@ def test_copies_are_refused(quadratic):
     optimizer = make(LocalSGD, quadratic(0), None)
     with pytest.raises(TypeError, match="cannot be copied or pickled: save its state_dict"):
         copy.deepcopy(optimizer)
+
+
+def test_ranks_whose_learning_rates_differ_end_alike(quadratic):
+    """A scheduler that goes on by batches is elsewhere on a rank with fewer; SlowMo counts in rates."""
+
+    def run(comm):
+        task = quadratic(comm.rank)
+        optimizer = make(SlowMo, task, comm)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9 - 0.2 * comm.rank)
+        for step in range(9):
+            task.train(optimizer, [step])
+            schedule.step()
+        optimizer.finish()
+        return task.flat()
+
+    first, second = SimulatedWorld(2).run(run)
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_frozen_parameters_that_the_optimizer_lacks_begin_alike(broadcast):
+    def run(comm):
+        torch.manual_seed(comm.rank)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 1))
+        model[0].requires_grad_(False)
+        with torch.no_grad():
+            model[1].weight.fill_(1)
+            model[1].bias.fill_(0)
+        LocalSGD(torch.optim.SGD(model[1].parameters(), lr=0.1), comm=comm, model=model, broadcast=broadcast)
+        return model[0].weight
+
+    if broadcast:
+        first, second = SimulatedWorld(2).run(run)
+        assert torch.equal(first, second)
+    else:
+        with pytest.raises(CollectiveError, match=r"0\.weight"):
+            SimulatedWorld(2).run(run)
+
+
+def test_nan_in_a_buffer_that_is_averaged_is_named():
+    def run(comm):
+        model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+        optimizer = LocalSGD(
+            torch.optim.SGD(model.parameters(), lr=0.1), comm=comm, model=model, sync_every=1, buffers="average"
+        )
+        if comm.rank == 1:
+            model[1].running_mean[1] = torch.nan
+        optimizer.average()
+
+    with pytest.raises(CollectiveError, match=r"buffers \['1\.running_mean'\] is NaN"):
+        SimulatedWorld(2).run(run)

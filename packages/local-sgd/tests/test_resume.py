@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from communicators import SimulatedWorld
+from communicators import CollectiveError, SimulatedWorld
 from local_sgd import BMUF, EASGD, CoCoDSGD, DiLoCo, LocalSGD, OverlapLocalSGD, SlowMo
 from torch import nn
 
@@ -318,3 +318,31 @@ def test_vectors_may_be_cut_otherwise(quadratic, saved, algorithm):
         assert_same_bits(tree(other.state_dict()["distributed"]["kept"]), tree(state["distributed"]["kept"]))
 
     SimulatedWorld(1).run(body)
+
+
+def test_ranks_that_load_states_of_different_boundaries_are_told(algorithm, quadratic, saved):
+    """As after a kill between two ranks' files; or where one rank has none."""
+
+    def begun(comm):
+        task = quadratic(comm.rank)
+        states = []
+        optimizer = make(algorithm, task, comm)
+        for step in range(12):
+            train(task, optimizer, range(step, step + 1))
+            states.append(saved((task.model.state_dict(), optimizer.state_dict())))
+        return states
+
+    files = SimulatedWorld(2).run(begun)
+
+    def resumed(comm, steps):
+        task = quadratic(comm.rank)
+        optimizer = make(algorithm, task, comm)
+        if steps[comm.rank] is not None:
+            weights, state = files[comm.rank][steps[comm.rank]]
+            task.model.load_state_dict(weights)
+            optimizer.load_state_dict(state)
+        train(task, optimizer, range(20, 30))
+
+    for steps in ((4, 10), (7, None)):
+        with pytest.raises(CollectiveError, match=r"after load_state_dict\(\), of all ranks' states"):
+            SimulatedWorld(2).run(lambda comm, steps=steps: resumed(comm, steps))

@@ -51,12 +51,20 @@ def agree(
 ) -> None:
     """All ranks have these settings and parameters, rank 0's or, without `broadcast`, alike; or CollectiveError."""
     text = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+    others = _others(model, named)
     if broadcast:
         broadcast_parameters(named, comm, what=what, settings=text)
-        copy_from_first([b for b in model.buffers() if b.numel()] if model else [], comm, facts=f"buffers of {what}")
+        rest = [*others.values(), *(model.buffers() if model else [])]
+        copy_from_first([tensor for tensor in rest if tensor.numel()], comm, facts=f"what is not averaged of {what}")
     else:
         run(barrier(comm.rank, comm.size), comm, facts=f"{what}({text}, broadcast=False)")
-        refuse_unlike(named, comm)
+        refuse_unlike({**named, **others}, comm)
+
+
+def _others(model: nn.Module | None, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Parameters of the model that the optimizer does not have, frozen ones of a model that is fine-tuned."""
+    known = {id(p) for p in named.values()}
+    return {} if model is None else {name: p for name, p in model.named_parameters() if id(p) not in known}
 
 
 def _numbered(optimizer: Optimizer) -> list[tuple[str, Tensor]]:

@@ -16,12 +16,12 @@ _HINT = " of steps, or a function from the number of steps so far to one"
 class Block:
     """Counts steps. The first block has τ steps like every other.
 
-    steps: in all blocks; done: in this one; weight: the sum of what they were given.
+    steps: in all blocks; done: in this one; weight: the sum of what they were given; boundaries: exchanges so far.
     """
 
     def __init__(self, every: Every) -> None:
         self.every = every
-        self.steps = self.done = 0
+        self.steps = self.done = self.boundaries = 0
         self.weight = 0.0
         self._length = 0
 
@@ -54,12 +54,13 @@ class Block:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers."""
-        return {"steps": self.steps, "done": self.done, "length": self._length, "weight": self.weight}
+        counts = {"steps": self.steps, "done": self.done, "length": self._length, "boundaries": self.boundaries}
+        return {**counts, "weight": self.weight}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where the state was taken."""
         self.steps, self.done, self._length = state["steps"], state["done"], state["length"]
-        self.weight = state["weight"]
+        self.weight, self.boundaries = state["weight"], state["boundaries"]
 
     def _next_length(self) -> int:
         if not callable(self._every):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from communicators import Communicator
+from communicators import CollectiveError, Communicator
 from torch import Tensor, nn
 
 from local_sgd.tensors import average, copy_from_first
@@ -44,7 +44,14 @@ class Buffers:
         copied = [b for b in buffers if not any(b is one for one in averaged)]
         with torch.no_grad():
             average(averaged, comm, facts=f"buffers of {self._what}")
+            self._refuse_nan(averaged)
             copy_from_first(copied, comm, facts=f"buffers of {self._what}")
+
+    def _refuse_nan(self, averaged: list[Tensor]) -> None:
+        """Raises CollectiveError, alike on every rank: they hold the same means. (-inf may be a mask.)"""
+        names = {id(b): name for name, b in self._model.named_buffers()} if self._model is not None else {}
+        if found := [names[id(b)] for b in averaged if bool(b.isnan().any())]:
+            raise CollectiveError(f"{self._what}: the average of buffers {found} is NaN: one rank's holds NaN")
 
     def _all(self) -> list[Tensor]:
         return [] if self._model is None else list(self._model.buffers())

@@ -20,6 +20,8 @@ def refuse_nonfinite(parts: Sequence[Part], means: Sequence[Tensor], comm: Commu
         return  # finite values whose sum is not
     own = any(_nonfinite(part, part.gather()) for part in parts)
     ranks = [rank for rank, theirs in enumerate(allgather(torch.tensor([int(own)]), comm)) if int(theirs)]
+    if not ranks:
+        raise CollectiveError(f"{what}: the sum over ranks overflows in {found[0]!r}: give smaller weights")
     more = f" and {len(found) - 1} more" if len(found) > 1 else ""
     raise CollectiveError(
         f"{what}: the average is not finite in {found[0]!r}{more}; NaN or inf in the parameters of ranks {ranks}: "

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from typing import Any, ClassVar, Self
 
 import torch
-from communicators import Communicator, as_communicator
+from communicators import Communicator, as_communicator, run
+from communicators.dense_schedules import allreduce, barrier
 from communicators.replicas.default_group import refuse_alone
 from communicators.replicas.parameters import refuse_changes
 from communicators.replicas.wrapped_state import refuse_torch_helpers
@@ -133,7 +134,7 @@ class PeriodicAveraging(Wrapping):
         self._buffers = Buffers(model, buffers, self._comm, what)
         self._inner = InnerState(inner_state, optimizer, self._comm, what)
         self._begin()
-        self._showing, self._expected, self._unseen = False, None, 0
+        self._showing, self._expected, self._loaded, self._unseen = False, None, False, 0
 
     @abstractmethod
     def boundary(self, part: Part, x: Tensor, mean: Tensor) -> Tensor:
@@ -316,6 +317,7 @@ class PeriodicAveraging(Wrapping):
         ranks, but for the wrapped optimizer's: any rank's may be loaded on every rank, of any number of ranks.
         Raises ValueError for a state of another algorithm, of other parameters and, unless it was drained, of another
         rank or number of ranks; and, where a compressor keeps residuals, of another cut (`bucket_bytes`, fragments).
+        That all ranks have loaded, and states of the same boundary, is seen at the next one: else a CollectiveError.
         """
         refuse_torch_helpers(self._what)
         self._refuse_shown("load_state_dict()")
@@ -324,7 +326,7 @@ class PeriodicAveraging(Wrapping):
         arrived = saved.load(self, state_dict, own, self._parts, self._block)
         if arrived is not None:
             self._exchange.store(arrived)
-        self._drained, self._expected = own["drained"], own["parameters"]
+        self._drained, self._expected, self._loaded = own["drained"], own["parameters"], True
 
     def _is_own(self, state: dict[str, Any]) -> bool:
         """Whether it was saved by this rank of as many."""
@@ -377,7 +379,7 @@ class PeriodicAveraging(Wrapping):
 
     def _meet(self, weight: float, *, finished: bool) -> Arrived:
         """A boundary."""
-        self._refuse_misfits()
+        self._next_boundary()
         xs = [part.gather() for part in self._parts]
         arrived = self._exchange.arrived() if self.overlaps else self._exchange.now(xs, weight, finished=finished)
         refuse_nonfinite(self._parts, arrived.means, self._comm, self._what)
@@ -388,7 +390,27 @@ class PeriodicAveraging(Wrapping):
         self._buffers.at_boundary()
         return arrived
 
+    def _next_boundary(self) -> None:
+        self._refuse_misfits()
+        if self._loaded:
+            self._loaded = False
+            facts = f"boundary {self._block.boundaries} of {self._what} after load_state_dict(), of all ranks' states"
+            run(barrier(self._comm.rank, self._comm.size), self._comm, facts=facts)
+        self._block.boundaries += 1
+
+    def _rates(self) -> list[float]:
+        """The groups' learning rates; where the algorithm counts in them, the mean over ranks, the same on all."""
+        own = [float(group.get("lr", math.nan)) for group in self.param_groups]
+        if not self.needs_rate:
+            return own
+        schedule = allreduce(torch.tensor(own, dtype=torch.float64), self._comm.rank, self._comm.size)
+        total = run(schedule, self._comm, facts=f"learning rates of {self._what}", device=torch.device("cpu"))
+        return [float(rate) for rate in total / self._comm.size]
+
     def _apply(self, xs: list[Tensor], arrived: Arrived) -> list[Tensor]:
+        rates = self._rates()
+        for part in self._parts:
+            part.rate = rates[part.group]
         if not arrived.means:
             moved = [self.depart(part, x) for part, x in zip(self._parts, xs, strict=True)]
         else:
@@ -399,7 +421,7 @@ class PeriodicAveraging(Wrapping):
         return moved
 
     def _moved(self, part: Part, x: Tensor, mean: Tensor, weight: float) -> Tensor:
-        part.weight, part.rate = weight, float(self.param_groups[part.group].get("lr", math.nan))
+        part.weight = weight
         moved = self.boundary(part, x, mean)
         part.last_rate = part.rate
         return moved

@@ -48,4 +48,6 @@ def policy(name: str, value: Any, *known: str) -> str:
 
 def count(name: str, value: Any) -> int:
     """A whole number from 0 on."""
+    if isinstance(value, int) and value < 0:
+        raise ValueError(f"{name} is {value}, expected 0 or more")
     return value if value == 0 and value is not False and isinstance(value, int) else whole(name, value, ", 0 or more")

@@ -140,7 +140,7 @@ class StreamingDiLoCo(PeriodicAveraging):
         return sum(max(1, k * τ // count) <= self._block.done for k in range(1, count + 1))
 
     def _launch(self, *, finished: bool) -> Fragment:
-        self._refuse_misfits()
+        self._next_boundary()
         fragment = self._fragments[self._turn]
         if fragment.due is not None:
             self._take(fragment)
