@@ -38,18 +38,26 @@ class Exchange:
         self._arrived: Arrived | None = None
         self._error: Exception | None = None
         self._waited = self._under_way = 0.0
+        self._since = ""
 
     @property
     def seconds(self) -> tuple[float, float]:
         """That somebody waited, of those that exchanges took."""
         return self._waited, self._under_way
 
+    def loaded(self, boundary: int) -> None:
+        """The next exchange is agreed on as the first one after states of this boundary were loaded."""
+        self._since = f", after states of boundary {boundary} were loaded on all ranks,"
+
     def now(self, vectors: Sequence[Tensor], weight: float, *, finished: bool) -> Arrived:
         """The means, as soon as all ranks have come."""
         began = self._comm.clock()
+        if self._native and self._since:  # the transport's sum is agreed on by its size alone
+            run(dense.barrier(self._comm.rank, self._comm.size), self._comm, facts=f"{self._what}{self._since}")
         totals = [self._sum(self._payload(x, weight, finished), "average()", self._comm) for x in vectors]
         self._waited += (seconds := self._comm.clock() - began)
         self._under_way += seconds
+        self._since = ""
         return _means(totals)
 
     def plain(self, vectors: Sequence[Tensor], comm: Communicator, what: str) -> list[Tensor]:
@@ -64,6 +72,7 @@ class Exchange:
                 schedule = dense.allreduce(payload, self._comm.rank, self._comm.size)
                 facts = self._facts(payload, "average()")
                 self._works.append(start(schedule, self._comm, facts=facts, device=payload.device))
+            self._since = ""
 
     def arrived(self) -> Arrived:
         """What was launched last, waited for. It stays until the next launch."""
@@ -122,7 +131,7 @@ class Exchange:
 
     def _facts(self, payload: Tensor, what: str) -> str:
         return (
-            f"{self._what}.{what} of {payload.numel() - 2} elements, {payload.dtype} "
+            f"{self._what}.{what}{self._since} of {payload.numel() - 2} elements, {payload.dtype} "
             "(all ranks call it alike; one with fewer batches ends with finish())"
         )
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from communicators import Communicator, as_communicator, run
-from communicators.dense_schedules import allreduce, barrier
+from communicators.dense_schedules import allreduce
 from communicators.replicas.default_group import refuse_alone
 from communicators.replicas.parameters import refuse_changes
 from communicators.replicas.wrapped_state import refuse_torch_helpers
@@ -394,8 +394,8 @@ class PeriodicAveraging(Wrapping):
         self._refuse_misfits()
         if self._loaded:
             self._loaded = False
-            facts = f"boundary {self._block.boundaries} of {self._what} after load_state_dict(), of all ranks' states"
-            run(barrier(self._comm.rank, self._comm.size), self._comm, facts=facts)
+            for exchange in self.exchanges():
+                exchange.loaded(self._block.boundaries)
         self._block.boundaries += 1
 
     def _rates(self) -> list[float]:

@@ -50,7 +50,11 @@ class Compressed(Exchange):
     def _start_head(self, weight: float, finished: bool) -> Work[Tensor]:
         head = torch.tensor([weight, float(not finished)], dtype=torch.float64)
         schedule = dense.allreduce(head, self._comm.rank, self._comm.size)
-        facts = f"{self._what}.average(): weights (all ranks call it alike; one with fewer batches ends with finish())"
+        facts = (
+            f"{self._what}.average(){self._since}: weights "
+            "(all ranks call it alike; one with fewer batches ends with finish())"
+        )
+        self._since = ""
         return start(schedule, self._comm, facts=facts, device=head.device)
 
     def _is_under_way(self) -> bool:
