@@ -1,6 +1,6 @@
 """How long a signal takes from `send` to the other rank's `on_signal`, and what listening for signals costs.
 
-    python -m bench signals [--repeats N] [--output DIR]
+    python -m bench signals [--repeats N] [--full] [--output DIR]
 
 Two real ranks on this machine. one way: half of a signal and its answer from `on_signal`, microseconds, with the
 engine busy (one after the other at once) and idle (after a pause in which it has gone to its longest naps).
@@ -33,9 +33,11 @@ def main(argv: Sequence[str] = ()) -> int:
     """Starts the ranks, prints the table; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench signals", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--repeats", type=int, default=200, help="default 200")
+    parser.add_argument("--full", action="store_true", help="five times as many")
     parser.add_argument("--output", type=Path, metavar="DIR", help="write DIR/signals.csv, .json and .png too")
     options, facts = parser.parse_args(argv), machine()
-    rows = [json.loads(_launched(world, options.repeats)) for world in ("mpi", "gloo")]
+    repeats = options.repeats * (5 if options.full else 1)
+    rows = [json.loads(_launched(world, repeats)) for world in ("mpi", "gloo")]
     for row in rows:
         print(
             f"{row['world']:>5}: one way {row['busy_us']:.0f} µs in the median, 90 % within {row['busy_p90_us']:.0f}; "

@@ -1,10 +1,10 @@
 """One gradient's way from DDP's hook to the parameter and back: which of our files and functions it enters.
 
-    python -m bench walk [--list]
+    python -m bench walk [--list] [--full]
 
 Two gloo ranks on this machine, gTop-k, a model of one bucket, in a step amid training: backward, with all that the
 hook and the background do for it, counted on rank 0 by Python's own profiler. calls: how often the functions were
-entered; polling by the background is in it, so that it differs from run to run by some.
+entered in a step; polling by the background is in it, so that it differs from run to run by some.
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ def main(argv: Sequence[str] = ()) -> int:
     """Starts the ranks, prints the table; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench walk", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--list", action="store_true", help="every function, with how often it was entered")
+    parser.add_argument("--full", action="store_true", help="the mean of 20 steps, not one")
     options = parser.parse_args(argv)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    spawn(on_rank, (port, options.list), nprocs=2)  # type: ignore[no-untyped-call]
+    spawn(on_rank, (port, 20 if options.full else 1, options.list), nprocs=2)  # type: ignore[no-untyped-call]
     return 0
 
 
-def on_rank(rank: int, port: int, every: bool) -> None:
-    """One rank's part; rank 0 prints."""
+def on_rank(rank: int, port: int, steps: int, every: bool) -> None:
+    """One rank's part; rank 0 prints. steps: counted ones."""
     torch.set_num_threads(1)
     walk = Walk()
     threading.setprofile(walk)  # before the background has its thread
@@ -54,17 +55,17 @@ def on_rank(rank: int, port: int, every: bool) -> None:
     state = SparseHookState(density=0.01, algorithm="gtopk", named_parameters=model.named_parameters())
     ddp.register_comm_hook(state, sparse_hook)
     optimizer, batch = torch.optim.SGD(model.parameters(), lr=0.01), torch.randn(8, 100)
-    for step in range(WARM + 1):
+    for step in range(WARM + steps):
         optimizer.zero_grad()
         loss = ddp(batch).square().mean()
         if step == WARM:
             sys.setprofile(walk)
-            walk.counts = True
+        walk.counts = step >= WARM
         loss.backward()
-    walk.counts = False
+        walk.counts = False
     sys.setprofile(None)
     if rank == 0:
-        print(walk.as_text(every))
+        print(walk.as_text(every, steps))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -85,14 +86,15 @@ class Walk:
                 file = "/".join(parts[parts.index(package, parts.index("src")) :])
                 self._entered[package, file, frame.f_code.co_qualname] += 1
 
-    def as_text(self, every: bool) -> str:
-        """By package, or by function."""
+    def as_text(self, every: bool, steps: int) -> str:
+        """By package, or by function; calls as a mean of so many steps."""
         if every:
-            rows = [[f"{file} {function}", f"{n}"] for (_, file, function), n in sorted(self._entered.items())]
-            return table(("function", "calls"), rows)
-        return table(("package", "files", "functions", "calls"), [self._row(name) for name in (*PACKAGES, "together")])
+            calls = sorted(self._entered.items())
+            return table(("function", "calls"), [[f"{file} {name}", f"{n / steps:g}"] for (_, file, name), n in calls])
+        rows = [self._row(package, steps) for package in (*PACKAGES, "together")]
+        return table(("package", "files", "functions", "calls"), rows)
 
-    def _row(self, package: str) -> list[str]:
+    def _row(self, package: str, steps: int) -> list[str]:
         found = {key: n for key, n in self._entered.items() if package in (key[0], "together")}
         files = {file for _, file, _ in found}
-        return [package, str(len(files)), str(len(found)), str(sum(found.values()))]
+        return [package, str(len(files)), str(len(found)), f"{sum(found.values()) / steps:g}"]

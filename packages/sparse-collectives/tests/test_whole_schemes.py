@@ -266,6 +266,24 @@ def test_a_direction_whose_gradients_were_zero_begins_anew():
     assert SimulatedWorld(2).run(body) == pytest.approx([-1200.0] * 2, rel=1e-5)
 
 
+def test_starts_are_drawn_once(monkeypatch):
+    """When a bucket is met; a step needs one only for a direction that has died out, and has it at hand."""
+    drawn = []
+    draw = torch.randn
+    monkeypatch.setattr(torch, "randn", lambda *shape, **options: drawn.append(shape) or draw(*shape, **options))
+
+    def body(comm):
+        model, optimizer = make(comm, algorithm="powersgd")
+        for step in range(3):
+            for p in model.values():
+                p.grad = torch.full(p.shape, float(step))  # at first zeros: directions die out, and begin anew
+            optimizer.step()
+        return float(model["matrix"].detach().sum())
+
+    assert SimulatedWorld(1).run(body) == pytest.approx([-3.0 * 30 * 40], rel=1e-5)
+    assert sorted(drawn) == [(27, 2), (40, 2)]  # of "filters" and of "matrix"
+
+
 def test_the_global_generator_is_left_alone():
     torch.manual_seed(3)
     expected = torch.random.get_rng_state()

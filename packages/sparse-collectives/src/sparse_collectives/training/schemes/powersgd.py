@@ -21,9 +21,14 @@ from sparse_collectives.training.exchange import Transfer
 from sparse_collectives.training.nonfinite import first_nonfinite
 from sparse_collectives.training.parts import PARTS
 from sparse_collectives.training.schemes.gram_schmidt import orthonormal, outer_sum
-from sparse_collectives.training.schemes.residuals import Residuals, in_units, laid_out
-
-Shapes = Sequence[torch.Size]
+from sparse_collectives.training.schemes.low_rank_layout import (
+    Layout,
+    Shapes,
+    layout_of,
+    powersgd_elements,
+    rows_and_columns,
+)
+from sparse_collectives.training.schemes.residuals import Residuals, in_units
 
 
 class LowRank(NamedTuple):
@@ -56,34 +61,33 @@ class PowerSGD:
     def __init__(self, comm: Communicator, *, rank: int) -> None:
         self._comm, self._columns = comm, rank
         self._residuals = Residuals()
-        self._buckets: dict[str, Bucket] = {}
-        self._q: dict[int, Tensor] = {}  # by the matrix's position, alike on all ranks
+        self._layouts: dict[str, Layout] = {}
+        self._starts: dict[int, Tensor] = {}  # by the matrix's position, alike on all ranks
+        self._q: dict[int, Tensor] = {}  # likewise
         self._open: dict[int, Tensor] = {}
 
     def meet(self, key: str, bucket: Bucket, kept: Mapping[str, Tensor]) -> None:
         """Matrices that are new begin with directions of their own, drawn alike on every rank."""
         self._residuals.meet(key, kept)
-        self._buckets[key] = bucket
+        layout = self._layouts[key] = layout_of(bucket, self._columns)
         dtype = torch.promote_types(bucket.dtype, torch.float32)
-        for member, shape in zip(bucket.members, bucket.shapes, strict=True):
-            if is_matrix(shape, self._columns):
-                self._q[member] = self._known(member, _rows_and_columns(shape)[1]).to(bucket.device, dtype)
+        shapes = dict(zip(bucket.members, bucket.shapes, strict=True))
+        for member in layout.matrices:
+            start = self._drawn(member, rows_and_columns(shapes[member])[1])
+            self._starts[member] = start.to(bucket.device, dtype)
+            self._q[member] = self._known(member, start).to(bucket.device, dtype)
 
     def forget(self, key: str) -> dict[str, Tensor]:
         """See `Scheme.forget`. Directions belong to matrices, so they outlive their bucket."""
-        del self._buckets[key]
+        del self._layouts[key]
         return self._residuals.forget(key)
 
     def transfer(self, key: str, flat: Tensor, scale: float, unused: Sequence[slice]) -> Transfer:
         """Directions from the step before meet what has accumulated."""
-        bucket = self._buckets[key]
+        layout = self._layouts[key]
         total = self._residuals.accumulated(key, in_units(flat, scale), unused)
-        directions = [
-            self._alive(member)
-            for member, shape in zip(bucket.members, bucket.shapes, strict=True)
-            if is_matrix(shape, self._columns)
-        ]
-        return _Factored(self, key, bucket, total, directions, scale, unused)
+        directions = [self._alive(member) for member in layout.matrices]
+        return _Factored(self, key, layout, total, directions, scale, unused)
 
     def put(self, key: str, rest: Tensor, unused: Sequence[slice], q: Mapping[int, Tensor]) -> None:
         """What an exchange leaves for the next step."""
@@ -122,28 +126,23 @@ class PowerSGD:
                 f"the state was saved with rank={wrong[0]}, but this is powersgd with rank={self._columns}"
             )
         self._residuals.reset(state)
-        self._buckets, self._q, self._open = {}, loaded, {}
-
-    @property
-    def columns(self) -> int:
-        """r."""
-        return self._columns
+        self._layouts, self._starts, self._q, self._open = {}, {}, loaded, {}
 
     @property
     def comm(self) -> Communicator:
         """The ranks."""
         return self._comm
 
-    def _known(self, member: int, length: int) -> Tensor:
-        known = self._q.get(member)
-        if known is not None and len(known) != length:
-            raise ValueError(f"parameter {member}: directions of {len(known)} elements were loaded, expected {length}")
-        return self._drawn(member, length) if known is None else known
+    def _known(self, member: int, start: Tensor) -> Tensor:
+        known = self._q.get(member, start)
+        if (length := len(known)) != len(start):
+            raise ValueError(f"parameter {member}: directions of {length} elements were loaded, expected {len(start)}")
+        return known
 
     def _alive(self, member: int) -> Tensor:
-        """Its directions; where one has become zeros, which it would stay, another."""
+        """Its directions; where one has become zeros, which it would stay, its start. Without asking a GPU for it."""
         q = self._open.get(member, self._q[member])
-        return torch.where(q.any(0), q, self._drawn(member, len(q)).to(q))
+        return torch.where(q.any(0), q, self._starts[member])
 
     def _drawn(self, member: int, length: int) -> Tensor:
         generator = torch.Generator().manual_seed(member)
@@ -156,7 +155,7 @@ class _Factored:
 
     scheme: PowerSGD
     key: str
-    bucket: Bucket
+    layout: Layout
     total: Tensor
     directions: list[Tensor]
     scale: float
@@ -165,14 +164,12 @@ class _Factored:
 
     @property
     def facts(self) -> str:
-        sizes = powersgd_elements(self.bucket.shapes, self.scheme.columns)
-        numel, dtype = self.total.numel(), self.total.dtype
-        return f"powersgd(rank={self.scheme.columns}, numel={numel}, {dtype}, elements={sizes})"
+        return self.layout.facts
 
     @property
     def schedule(self) -> Schedule[LowRank]:
         comm = self.scheme.comm
-        matrices, whole = self._matrices(self.total), self._whole(self.total)
+        matrices, whole = self.layout.views(self.total), self.layout.whole(self.total)
         return low_rank_sum([view.reshape(len(view), -1) for view in matrices], self.directions, whole, comm)
 
     def agreed(self, result: LowRank) -> Tensor:
@@ -187,40 +184,18 @@ class _Factored:
     def end(self, result: LowRank, flat: Tensor) -> tuple[Tensor, Tensor]:
         """The mean as an optimizer will see it: scaled, and in the gradient's own dtype, which may overflow."""
         size, sums = self.scheme.comm.size, torch.empty_like(self.total)
-        for low, high, at in self._spans_of_whole():
+        for low, high, at in self.layout.spans:
             sums[low:high] = result.whole[at : at + high - low]
             self.total[low:high] = 0
         for view, rest, p, q, own in zip(
-            self._matrices(sums), self._matrices(self.total), result.p, result.q, result.own_q, strict=True
+            self.layout.views(sums), self.layout.views(self.total), result.p, result.q, result.own_q, strict=True
         ):
             view.copy_(outer_sum(p, q).view(view.shape))
             rest.sub_((p @ own.T).view(rest.shape))  # nobody else's, so in whatever order is fastest
-        found = dict(zip(self._members(), orthonormal(result.q), strict=True))
+        found = dict(zip(self.layout.matrices, orthonormal(result.q), strict=True))
         self.scheme.put(self.key, self.total, self.unused, found)
         mean = sums.div_(size).mul_(self.scale).to(flat.dtype)
         return mean, mean
-
-    def _is_matrix(self) -> list[bool]:
-        return [is_matrix(shape, self.scheme.columns) for shape in self.bucket.shapes]
-
-    def _members(self) -> list[int]:
-        return [member for member, low_rank in zip(self.bucket.members, self._is_matrix(), strict=True) if low_rank]
-
-    def _matrices(self, flat: Tensor) -> list[Tensor]:
-        views = self.bucket.views(flat)
-        return [view for view, low_rank in zip(views, self._is_matrix(), strict=True) if low_rank]
-
-    def _spans_of_whole(self) -> list[tuple[int, int, int]]:
-        """[low, high) in the bucket, and where it begins in the message."""
-        spans, at = [], 0
-        for (low, high), low_rank in zip(laid_out(self.bucket), self._is_matrix(), strict=True):
-            if not low_rank:
-                spans.append((low, high, at))
-                at += high - low
-        return spans
-
-    def _whole(self, flat: Tensor) -> Tensor:
-        return torch.cat([flat[:0], *(flat[low:high] for low, high, _ in self._spans_of_whole())])
 
 
 def low_rank_sum(
@@ -242,40 +217,16 @@ def low_rank_sum(
     return LowRank(whole, p, [flat.view(own.shape) for flat, own in zip(q, own_q, strict=True)], own_q)
 
 
-def powersgd_elements(shapes: Shapes, columns: int) -> tuple[int, int]:
-    """Elements of the two sums of a bucket: Σ n·r and what goes whole, Σ m·r."""
-    first = second = 0
-    for shape in shapes:
-        if is_matrix(shape, columns):
-            n, m = _rows_and_columns(shape)
-            first, second = first + n * columns, second + m * columns
-        else:
-            first += shape.numel()
-    return first, second
-
-
 def powersgd_sent(rank: int, size: int, shapes: Shapes, columns: int, *, dtype: torch.dtype = torch.float32) -> Traffic:
     """What a rank sends for a bucket of these shapes, exactly: two dense sums, or one without matrices."""
     sums = [numel for i, numel in enumerate(powersgd_elements(shapes, columns)) if i == 0 or numel]
     return together(*(dense_sent(rank, size, 0, numel, dtype) for numel in sums))
 
 
-def is_matrix(shape: torch.Size, columns: int) -> bool:
-    """Whether P and Q of it have fewer elements than it has: (n + m)·r < n·m."""
-    if len(shape) < 2 or not shape.numel():
-        return False
-    n, m = _rows_and_columns(shape)
-    return (n + m) * columns < n * m
-
-
 def check_rank(rank: int) -> None:
     """Raises ValueError below 1."""
     if rank < 1:
         raise ValueError(f"rank is {rank}, expected 1 or more columns of P and Q; published: 1 to 4")
-
-
-def _rows_and_columns(shape: torch.Size) -> tuple[int, int]:
-    return shape[0], shape.numel() // shape[0]
 
 
 def _joined(tensors: Sequence[Tensor], *more: Tensor) -> Tensor:

@@ -28,22 +28,26 @@ class WholeGradients:
 
     def __init__(self, comm: Communicator, *, wire: str = "fp32") -> None:
         self._rank, self._size, self._wire_name, self._wire = comm.rank, comm.size, wire, dense_wire(wire)
+        self._facts: dict[str, str] = {}
 
     def meet(self, key: str, bucket: Bucket, kept: Mapping[str, Tensor]) -> None:
-        """Nothing is prepared."""
+        """What ranks must share is put into words once."""
+        del kept
+        dtype = torch.promote_types(bucket.dtype, torch.float32)
+        self._facts[key] = f"dense(numel={bucket.numel}, {dtype}, wire={self._wire_name})"
 
     def forget(self, key: str) -> dict[str, Tensor]:
         """Nothing was kept."""
-        del key
+        del self._facts[key]
         return {}
 
     def transfer(self, key: str, flat: Tensor, scale: float, unused: Sequence[slice]) -> Transfer:
         """The sum of scaled gradients is the scaled sum, so the scale stays."""
-        del key, scale, unused
+        del scale, unused
         gradient = flat.to(torch.promote_types(flat.dtype, torch.float32))
         given = self._wire.given(gradient, self._size)
-        facts = f"dense(numel={gradient.numel()}, {gradient.dtype}, wire={self._wire_name})"
-        return _Sum(facts, allreduce(given, self._rank, self._size), given, gradient, self._wire, self._size)
+        schedule = allreduce(given, self._rank, self._size)
+        return _Sum(self._facts[key], schedule, given, gradient, self._wire, self._size)
 
     def commit(self) -> None:
         """Nothing to do."""
@@ -62,6 +66,7 @@ class WholeGradients:
     def reset(self, state: Mapping[str, Any]) -> None:
         """ValueError for residuals that are not zero, which would be lost here."""
         refuse_residuals(state["residuals"])
+        self._facts = {}
 
 
 @dataclass(frozen=True, eq=False)
