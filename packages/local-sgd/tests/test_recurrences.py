@@ -21,9 +21,11 @@ def noise(seed, rank):
     return np.random.default_rng([seed, rank]).normal(size=(STEPS, N)) + rank
 
 
-def schedule(step):
-    """A learning rate that changes."""
-    return 0.3 * 0.97**step
+def inner_settings(seed):
+    """The learning rate as a function of the step, and the inner SGD's momentum."""
+    drawn = np.random.default_rng([seed, 99])
+    rate, decay = drawn.uniform(0.02, 0.4), drawn.uniform(0.9, 1.0)
+    return lambda step: rate * decay**step, drawn.choice([0.0, drawn.uniform(0.1, 0.9)])
 
 
 def trained(make, m, seed):
@@ -31,7 +33,8 @@ def trained(make, m, seed):
 
     def body(comm):
         p = nn.Parameter(torch.linspace(-1, 1, N, dtype=torch.float64))
-        inner = torch.optim.SGD([p], lr=schedule(0))
+        schedule, momentum = inner_settings(seed)
+        inner = torch.optim.SGD([p], lr=schedule(0), momentum=momentum)
         optimizer = make(inner, comm)
         history = []
         for step, shift in enumerate(noise(seed, comm.rank)):
@@ -55,10 +58,12 @@ def trained(make, m, seed):
 def reference(rule, m, tau, seed, **kept):
     """rule(x, kept, γ) gives x of all ranks after a boundary; kept begins with z = x, v = 0."""
     x = np.tile(np.linspace(-1, 1, N), (m, 1))
+    (schedule, momentum), buffer = inner_settings(seed), np.zeros_like(x)
     kept = {"z": x[0].copy(), "v": np.zeros(N), "γ": schedule(tau - 1), "y": x.copy(), **kept}
     shifts, history = np.array([noise(seed, rank) for rank in range(m)]), []
     for step in range(STEPS):
-        x = x - schedule(step) * (x - shifts[:, step])
+        buffer = momentum * buffer + (x - shifts[:, step])
+        x = x - schedule(step) * buffer
         if (step + 1) % tau == 0:
             x = rule(x, kept, schedule(step))
         history.append(x.copy())

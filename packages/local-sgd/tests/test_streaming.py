@@ -14,7 +14,7 @@ from local_sgd import DiLoCo, StreamingDiLoCo
 from local_sgd.fragments import fragments_of
 from torch import nn
 
-STEPS, SIZES = 23, (5, 1, 7, 2)
+STEPS, SIZES = 50, (5, 1, 7, 2)
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 40))
