@@ -143,9 +143,9 @@ def unused(*given: object) -> NoReturn:
 def test_a_new_line_in_the_table_is_a_new_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "__init__.py").write_text("raise ImportError('only read')")
-    (tmp_path / "mine" / "algorithms.py").write_text('ALGORITHMS: dict[str, object] = {"dense": f(1), "new": f(2)}')
+    (tmp_path / "mine" / "table.py").write_text('ALGORITHMS: dict[str, object] = {"dense": f(1), "new": f(2)}')
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert literal_dict("algorithms", "ALGORITHMS", package="mine") == ["dense", "new"]
+    assert literal_dict("table", "ALGORITHMS", package="mine") == ["dense", "new"]
 
 
 def test_flags_are_checked_before_anything_heavy_is_imported() -> None:
