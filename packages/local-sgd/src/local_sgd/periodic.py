@@ -14,6 +14,7 @@ from communicators.dense_schedules import allreduce
 from communicators.replicas.default_group import refuse_alone
 from communicators.replicas.parameters import refuse_changes
 from communicators.replicas.wrapped_state import refuse_torch_helpers
+from communicators.replicas.wrapping import Wrapping
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -28,7 +29,6 @@ from local_sgd.levels import Inner, Near
 from local_sgd.nonfinite import refuse_nonfinite
 from local_sgd.parts import Part, parts_of
 from local_sgd.settings import number, policy, whole
-from local_sgd.wrapping import Wrapping
 
 
 class PeriodicAveraging(Wrapping):
@@ -225,7 +225,7 @@ class PeriodicAveraging(Wrapping):
         self._refuse_shown("step()")
         self._refuse_other_parameters()
         self._drained, self._unseen = False, self._unseen + 1
-        return super().step(closure)
+        return self.optimizer.step(closure) if closure is not None else self.optimizer.step()
 
     def average(self, weight: float | None = None) -> None:
         """Counts a step; at a boundary exchanges. Call it after every step, also after one that a GradScaler left out.

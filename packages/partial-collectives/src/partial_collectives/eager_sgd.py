@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
-from typing import Any, NoReturn, Self, SupportsIndex
+from typing import Any, Self
 
 import torch
 from communicators import CollectiveError, Communicator, as_communicator, buckets_of
@@ -14,6 +12,7 @@ from communicators.replicas.first_broadcast import broadcast_parameters
 from communicators.replicas.parameters import name_parameters, refuse_changes
 from communicators.replicas.place import KEY, check_place, place
 from communicators.replicas.wrapped_state import check_loaded, refuse_torch_helpers, wrapped_state
+from communicators.replicas.wrapping import Wrapping
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -25,7 +24,7 @@ from partial_collectives.stragglers.lateness import Lateness
 ADVICE = "go on with as many ranks, or save after finish() and load the wrapped optimizer's part alone"
 
 
-class EagerSGD(Optimizer):
+class EagerSGD(Wrapping):
     """Wraps an optimizer so that nobody waits for the last rank's gradient (Li et al., PPoPP 2020).
 
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -77,10 +76,8 @@ class EagerSGD(Optimizer):
         trained = {name: p for name, p in named.items() if p.requires_grad and p.numel()}
         if not trained:
             raise ValueError("no parameter is trainable: there is nothing to exchange")
-        super().__init__(optimizer.param_groups, optimizer.defaults)
-        self.optimizer, self.scheduler = optimizer, scheduler
-        self._share()
-        optimizer.register_load_state_dict_post_hook(partial(_share_again, weakref.ref(self)))
+        super().__init__(optimizer)
+        self.scheduler = scheduler
         self._named, self._trained = {id(p): name for name, p in named.items()}, list(trained.values())
         self._weighted, self.applied = weighted, 0
         broadcast_parameters(named, self._comm, what="EagerSGD", settings=f"{weighted=}")
@@ -163,12 +160,6 @@ class EagerSGD(Optimizer):
             self.scheduler.load_state_dict(own["scheduler"])
         self.applied = own["applied"]
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only while it is made: later every rank would have to agree on new buckets."""
-        if "_rounds" in self.__dict__:
-            raise RuntimeError("parameters cannot be added to an EagerSGD: finish() it, and make a new one")
-        super().add_param_group(param_group)
-
     def __enter__(self) -> Self:
         return self
 
@@ -176,11 +167,6 @@ class EagerSGD(Optimizer):
         if error is None:
             self.finish()
         self._rounds.__exit__(kind, error, trace)
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """For copy and pickle, which would make an optimizer of other parameters than the model's."""
-        del protocol
-        raise TypeError("an EagerSGD cannot be copied or pickled: save its state_dict(), and load that into another")
 
     def _apply(self, results: Iterable[PartialResult]) -> None:
         for result in results:
@@ -204,17 +190,3 @@ class EagerSGD(Optimizer):
         totals = [result.total] if isinstance(result.total, Tensor) else result.total
         for total, bucket in zip(totals, self._buckets, strict=True):
             bucket.scatter(total / divisor, gradients)
-
-    def _share(self) -> None:
-        """The wrapped optimizer's own objects, which it replaces when it loads a state."""
-        self.state = self.optimizer.state
-        self.param_groups = self.optimizer.param_groups
-        self.defaults = self.optimizer.defaults
-
-
-def _share_again(eager: weakref.ref[EagerSGD], optimizer: Optimizer) -> None:
-    """After the wrapped optimizer loaded a state."""
-    del optimizer
-    living = eager()
-    if living is not None:
-        living._share()

@@ -6,8 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, NoReturn, SupportsIndex
+from typing import Any
 
 import torch
 from communicators import CollectiveError, Communicator, Work, as_communicator, buckets_of, refuse_unlike
@@ -17,6 +16,7 @@ from communicators.replicas.first_broadcast import broadcast_parameters
 from communicators.replicas.parameters import name_parameters, refuse_changes
 from communicators.replicas.place import KEY
 from communicators.replicas.wrapped_state import check_loaded, refuse_torch_helpers, wrapped_state
+from communicators.replicas.wrapping import Wrapping
 from sparse_compress import Compressor
 from torch import Tensor
 from torch.optim import Optimizer
@@ -42,7 +42,7 @@ SETTINGS = frozenset(
 )
 
 
-class DistributedOptimizer(Optimizer):
+class DistributedOptimizer(Wrapping):
     """Wraps an optimizer so that each step is taken with the mean of all ranks' gradients.
 
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -126,10 +126,7 @@ class DistributedOptimizer(Optimizer):
             parameters=list(trained.values()),
             tentative=nonfinite == "skip",
         )
-        super().__init__(optimizer.param_groups, optimizer.defaults)
-        self.optimizer = optimizer
-        self._share()
-        optimizer.register_load_state_dict_post_hook(partial(_share_again, weakref.ref(self)))
+        super().__init__(optimizer)
         self._comm, self._chosen, self._nonfinite = comm, chosen, nonfinite
         self._compressor, self._verify, self._steps, self.skipped = compressor, verify, 0, 0
         if overlap:  # gradients come in about the reverse order of the parameters
@@ -286,29 +283,6 @@ class DistributedOptimizer(Optimizer):
         self.skipped, self._steps = own["skipped"], own.get("steps", 0)
         self._synchronized = self._skips = False
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only while the optimizer is made: later every rank would have to agree on new buckets."""
-        if "_exchange" in self.__dict__:
-            raise RuntimeError(
-                "parameters cannot be added to a DistributedOptimizer: add the group to the wrapped optimizer, "
-                "and make a new DistributedOptimizer of it"
-            )
-        super().add_param_group(param_group)
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """For copy and pickle, which would make an optimizer of other parameters than the model's, or of none."""
-        del protocol
-        raise TypeError(
-            "a DistributedOptimizer cannot be copied or pickled: save its state_dict(), make another one, "
-            "and load that there"
-        )
-
-    def _share(self) -> None:
-        """The wrapped optimizer's own objects, which it replaces when it loads a state."""
-        self.state = self.optimizer.state
-        self.param_groups = self.optimizer.param_groups
-        self.defaults = self.optimizer.defaults
-
     def _accumulate(self, only: bool) -> None:
         self._accumulates = only
         if self._overlap is not None:
@@ -388,14 +362,6 @@ class DistributedOptimizer(Optimizer):
     def _refuse_no_sync(self, what: str) -> None:
         if self._accumulates:
             raise RuntimeError(f"{what} inside no_sync(): leave it before the last backward of the step")
-
-
-def _share_again(distributed: weakref.ref[DistributedOptimizer], optimizer: Optimizer) -> None:
-    """After the wrapped optimizer loaded a state. It must not keep one alive that was replaced, with its residuals."""
-    del optimizer
-    living = distributed()
-    if living is not None:
-        living._share()
 
 
 def _take_over(optimizer: Optimizer, order: BackwardOrder | None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn, SupportsIndex
 
@@ -24,17 +23,13 @@ class Wrapping(Optimizer):
         self._share()
         optimizer.register_load_state_dict_post_hook(partial(_share_again, weakref.ref(self)))
 
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """The wrapped optimizer's step, a local one."""
-        return self.optimizer.step(closure) if closure is not None else self.optimizer.step()
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while the optimizer is made: later every rank would have to agree on what is exchanged."""
         if "optimizer" in self.__dict__:
             name = type(self).__name__
             raise RuntimeError(
-                f"parameters cannot be added to a {name}: add the group to the wrapped optimizer, and make a new "
-                f"{name} of it"
+                f"parameters cannot be added to a {name}: add the group to the wrapped optimizer, "
+                f"and make a new {name} of it"
             )
         super().add_param_group(param_group)
 
