@@ -22,11 +22,13 @@ allreduce(torch.ones(3), comm, native=False)
 
 
 def test_a_rank_that_dies_in_a_round_frees_the_others(processes, tmp_path):
-    """The call is agreed on by then, and the line itself notices nothing."""
+    """The call is agreed on by then. NCCL's line would notice nothing; this one, gloo's, may notice first by itself."""
     script = tmp_path / "dies.py"
     script.write_text(f"import sys\nsys.path.append({str(HERE)!r})\n{DIES}")
     first, dead, last = processes(3, script, timeout=60)
     assert dead.returncode == -9, dead.stderr
     for launch in (first, last):
         assert launch.returncode == 1
-        assert "CollectiveError: rank 1 is gone: its connection was lost" in launch.stderr
+        said = ("CollectiveError: rank 1 is gone: its connection was lost", "Connection closed by peer")
+        assert "CollectiveError: rank " in launch.stderr, launch.stderr
+        assert any(one in launch.stderr for one in said), launch.stderr
