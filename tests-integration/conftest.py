@@ -14,13 +14,15 @@ from pathlib import Path
 import pytest
 
 MPIEXEC = Path(sys.executable).parent / "mpiexec"
+# Unbuffered, Python writes a line and its end apart, and what another rank prints may come between.
+ONE_THREAD_WHOLE_LINES = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""}
 
 
 def _run_all(commands, timeout):
     """Runs processes side by side under one hard timeout; none of them is left afterwards."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
     processes = [
-        subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1", **env}, **pipes)
+        subprocess.Popen(command, env={**os.environ, **ONE_THREAD_WHOLE_LINES, **env}, **pipes)
         for command, env in commands
     ]
     end = time.monotonic() + timeout

@@ -21,8 +21,10 @@ CUDA = pytest.param(
     id="cuda",
     marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
 )
-HAS_PRETEND = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
-needs_pretend = pytest.mark.skipif(not HAS_PRETEND, reason=f"torch {torch.__version__} takes no device made in Python")
+# Never beside a GPU: autograd would take the pretended device for the process's accelerator, and look for its streams.
+HAS_PRETEND = hasattr(backend_registration, "_setup_privateuseone_for_python_backend") and not torch.cuda.is_available()
+WHY_NOT = "a GPU is here" if torch.cuda.is_available() else f"torch {torch.__version__} takes no device made in Python"
+needs_pretend = pytest.mark.skipif(not HAS_PRETEND, reason=WHY_NOT)
 if HAS_PRETEND:
     backend_registration._setup_privateuseone_for_python_backend("pretend")
 DEVICE = torch.device("pretend" if HAS_PRETEND else "privateuseone", 0)

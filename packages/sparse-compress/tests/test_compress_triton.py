@@ -82,6 +82,7 @@ class TestOnDevice:
         first = topk(x, 5000).pack()
         assert all(torch.equal(topk(x, 5000).pack(), first) for _ in range(20))
 
+    @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
     @pytest.mark.parametrize("momentum", [0.0, 0.9])
     def test_a_step_is_captured_in_a_graph_and_never_waits(self, momentum):
         gradient = torch.randn(300_000, device="cuda")

@@ -70,13 +70,13 @@ def _settle(x: Tensor, maxima: Tensor | None, bound: Tensor, state: Tensor, coun
 def _take_largest(x: Tensor, maxima: Tensor, k: int, block: int, clear: Accumulator | None = None) -> SparseVector:
     state = kth_largest(x, maxima, k, block)
     grid = _grid(x, block)
-    counts = torch.empty(grid[0], 2, dtype=torch.int32, device=x.device)
-    count_selected[grid](x, maxima, state, counts, len(x), BLOCK=block, num_warps=WARPS)
-    counts = counts.cumsum(0, dtype=torch.int32)
+    counts = torch.empty(2, grid[0], dtype=torch.int32, device=x.device)  # a row each: torch sums columns serially
+    count_selected[grid](x, maxima, state, counts[0], counts[1], len(x), BLOCK=block, num_warps=WARPS)
+    above, equal = counts.cumsum(1, dtype=torch.int32)
     sent = SparseVector.allocate(k, len(x), torch.float32, x.device)
     velocity = None if clear is None else clear.velocity
     write_selected[grid](
-        x, x if velocity is None else velocity, maxima, state, counts, sent.indices, sent.values, len(x),
+        x, x if velocity is None else velocity, maxima, state, above, equal, sent.indices, sent.values, len(x),
         CLEAR=clear is not None, MOMENTUM=velocity is not None, BLOCK=block, num_warps=WRITE_WARPS,
     )  # fmt: skip
     return sent
