@@ -9,6 +9,7 @@ from pkgutil import resolve_name
 BENCHMARKS = {
     "collectives": "bench.collectives:main",
     "compress": "bench.compress:main",
+    "compress-gpu": "bench.compress_gpu:main",
     "convergence": "bench.convergence:main",
     "eager": "bench.eager:main",
     "learning": "bench.learning:main",

@@ -4,7 +4,7 @@
 
 All sides of a row take turns within one run, on one thread; times are medians of CPU milliseconds, page
 faults included. ``sweeps`` is our time in units of one read of the input (its sum); worst inputs are also held
-against radix select alone. Where there is a GPU its rows follow (``compress_gpu``).
+against radix select alone.
 DIR gets compress.csv, .png and .json; of that ``bench.compress_report`` makes the package README's tables.
 """
 
@@ -24,7 +24,6 @@ from sparse_compress.magnitude import bits_of
 from sparse_compress.radix import kth_largest
 from torch import Tensor
 
-from bench import compress_gpu
 from bench.record import machine, record
 
 Call = Callable[[], object]
@@ -57,7 +56,7 @@ class Threads(NamedTuple):
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table, line by line as it is measured; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.compress", description=__doc__.partition("\n")[0])
-    parser.add_argument("--full", action="store_true", help="more rounds and n = 10⁸ (GPU: 10⁹): minutes")
+    parser.add_argument("--full", action="store_true", help="more rounds and n = 10⁸: minutes")
     parser.add_argument("--output", type=Path, metavar="DIR", help="write DIR/compress.csv, .json and .png too")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
@@ -73,7 +72,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             flush=True,
         )
     threads = list(report_threads())
-    gpu = list(compress_gpu.report(full=options.full)) if torch.cuda.is_available() else []
     if options.output:
         record(
             options.output,
@@ -83,7 +81,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             values=("speedup",),
             facts=facts,
             threads=[row._asdict() for row in threads],
-            gpu=[row._asdict() for row in gpu],
         )
     return 0
 

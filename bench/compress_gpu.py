@@ -1,18 +1,25 @@
-"""The GPU's rows of ``bench.compress``: kernels next to plain torch, and to copy bandwidth.
+"""Selection and error feedback on a GPU: our kernels next to plain torch, and to copy bandwidth.
+
+    python -m bench compress-gpu [--full] [--output DIR]
 
 Times are medians of CUDA events around a captured graph for ours (no launch is waited for), and around eager calls
 for torch, whose ``torch.topk`` cannot be captured everywhere. ``floor`` is the bytes that no step can avoid (read
 gradient and residual, write the residual; or read x) at the bandwidth of a copy measured in the same run.
+DIR gets compress-gpu.csv, .png and .json; of that ``bench.compress_report`` makes the package README's table.
 """
 
+import argparse
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from sparse_compress import ErrorFeedback, TopK, topk
 from torch import Tensor
+
+from bench.record import machine, record
 
 Call = Callable[[], object]
 
@@ -26,20 +33,34 @@ class GpuRow(NamedTuple):
     ours_ms: float
     torch_ms: float
     floor_ms: float
+    speedup: float
 
 
-def report(*, full: bool) -> Iterator[GpuRow]:
-    """Print and yield every row that fits the memory."""
-    for n in (10**6, 10**7, 10**8, *([10**9] if full else [])):
-        if 40 * n > torch.cuda.get_device_properties(0).total_memory:
-            continue
-        for row in measure(n):
-            print(
-                f"{row.what:30}{row.n:14,}{row.k:11,}{row.ours_ms:9.3f} ms{row.torch_ms:9.3f} ms"
-                f"{row.torch_ms / row.ours_ms:8.1f}×{row.ours_ms / row.floor_ms:7.2f} floors",
-                flush=True,
-            )
-            yield row
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table, line by line as it is measured; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m bench compress-gpu", description=__doc__.partition("\n")[0])
+    parser.add_argument("--full", action="store_true", help="n = 10⁹ too")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="write DIR/compress-gpu.csv, .json and .png too")
+    options = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("nothing measured: no GPU that torch can use is here")
+        return 0
+    facts = machine()
+    print(", ".join(f"{name} {value}" for name, value in facts.items()))
+    sizes = (10**6, 10**7, 10**8, *([10**9] if options.full else []))
+    memory = torch.cuda.get_device_properties(0).total_memory
+    rows = []
+    for row in (row for n in sizes if 40 * n <= memory for row in measure(n)):
+        rows.append(row)
+        print(
+            f"{row.what:30}{row.n:14,}{row.k:11,}{row.ours_ms:9.3f} ms{row.torch_ms:9.3f} ms"
+            f"{row.speedup:8.1f}×{row.ours_ms / row.floor_ms:7.2f} floors",
+            flush=True,
+        )
+    if options.output:
+        dicts = [row._asdict() for row in rows]
+        record(options.output, "compress-gpu", dicts, labels=("what", "n", "k"), values=("speedup",), facts=facts)
+    return 0
 
 
 def measure(n: int) -> Iterator[GpuRow]:
@@ -49,11 +70,11 @@ def measure(n: int) -> Iterator[GpuRow]:
     for density in (0.01, 0.001):
         k = TopK(density).entries(n)
         ours, plain = timed(captured(partial(topk, x, k))), timed(partial(torch_topk, x, k))
-        yield GpuRow("top-k", n, k, ours, plain, 4 * n / bytes_per_ms)
+        yield GpuRow("top-k", n, k, ours, plain, 4 * n / bytes_per_ms, plain / ours)
         for name, gradient, width in (("", x, 12), (", bf16", x.bfloat16(), 10)):
             step = partial(ErrorFeedback(TopK(density)).compress, "x", gradient)
             ours, plain = timed(captured(step)), timed(torch_step(gradient, k))
-            yield GpuRow(f"error feedback step{name}", n, k, ours, plain, width * n / bytes_per_ms)
+            yield GpuRow(f"error feedback step{name}", n, k, ours, plain, width * n / bytes_per_ms, plain / ours)
 
 
 def captured(call: Call) -> Call:

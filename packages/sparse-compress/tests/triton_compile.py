@@ -32,18 +32,21 @@ def cases():
         x = {"x": pointer}
         yield accumulate.find_maxima, x, {}, select.WARPS
         shift, width = select.DIGITS[dtype][-1]
-        yield radix.count_digits, x, {"SHIFT": shift, "WIDTH": width, "LINES": True}, select.WARPS
+        yield radix.count_digits, x, {"SHIFT": shift, "WIDTH": width, "LISTED": True}, select.WARPS
+        x |= {"counts": "*i64", "blocks": "i32"}
         yield compact.count_selected, x, {}, select.WARPS
         yield compact.write_selected, x, {"CLEAR": False, "MOMENTUM": False}, select.WRITE_WARPS
-    yield compact.write_selected, {"x": "*fp32"}, {"CLEAR": True, "MOMENTUM": True}, select.WRITE_WARPS
-    yield radix.count_digits, {}, {"SHIFT": 23, "WIDTH": 8, "LINES": False}, select.WARPS
+    yield compact.write_selected, x | {"x": "*fp32"}, {"CLEAR": True, "MOMENTUM": True}, select.WRITE_WARPS
+    yield radix.count_digits, {}, {"SHIFT": 23, "WIDTH": 8, "LISTED": False}, select.WARPS
+    for kernel in (compact.count_lines, compact.list_lines):
+        yield kernel, {"lines": "i32"}, {}, select.WARPS
     yield radix.pick_digit, {"k": "i32"}, {"SHIFT": 23, "FIRST": True}, select.WARPS
 
 
 def compile_for(target, kernel, types, constants, warps):
     """As the launches do it for pointers and sizes that are multiples of 16."""
     if "BLOCK" in kernel.arg_names:
-        constants = constants | {"BLOCK": select.BLOCK}
+        constants = constants | {"BLOCK": select.TILING.block}
     types = dict.fromkeys(FLOAT32_ARGUMENTS, "*fp32") | {"n": "i32"} | types | dict.fromkeys(constants, "constexpr")
     signature = {name: types.get(name, "*i32") for name in kernel.arg_names}
     places = dict(zip(kernel.arg_names, range(len(signature)), strict=True))

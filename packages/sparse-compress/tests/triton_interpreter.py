@@ -13,29 +13,31 @@ import torch
 from sparse_compress import fused, topk
 from sparse_compress.accumulator import Accumulator
 from sparse_compress.gpu import select
+from sparse_compress.gpu.select import Tiling
 
 from conftest import NASTY
 
-SIZES = {1: 32, 127: 64, 1025: 128, 70001: 8192}  # n: block, so that at most 16 programs run one after another
+# n: how it is shared; few programs, which run one after another here, and some of several blocks
+SIZES = {1: Tiling(32, 1), 127: Tiling(64, 1), 1025: Tiling(128, 3), 70001: Tiling(8192, 4)}
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def check_topk(x, k, block):
+def check_topk(x, k, tiling):
     before = x.clone()
-    found = [select.topk(x, k, block=block).pack() for _ in range(2 if len(x) == 127 else 1)]
+    found = [select.topk(x, k, tiling=tiling).pack() for _ in range(2 if len(x) == 127 else 1)]
     for packed in found:
         assert torch.equal(packed, topk(x, k).pack()), (len(x), k, x.dtype)
     assert torch.equal(x.view(torch.uint8), before.view(torch.uint8))
 
 
-def check_step(gradient, k, block, momentum, tentative):
+def check_step(gradient, k, tiling, momentum, tentative):
     """Two steps, so that residuals and velocities are not zero; sent, kept and left alone are the same bits."""
     kinds = {"momentum": momentum > 0}
     ours, plain = (Accumulator.zeros(gradient, **kinds) for _ in range(2))
     for step in (gradient, gradient.flip(0) * 0.75):
         out, plain_out = (uninitialised(part) if tentative else part for part in (ours, plain))
         old = ours.clone()
-        sent = select.step_topk(ours, step, momentum, k, out, block=block)
+        sent = select.step_topk(ours, step, momentum, k, out, tiling=tiling)
         expected = fused.step_topk(plain, step, momentum, k, plain_out)
         assert torch.equal(sent.pack(), expected.pack()), (len(gradient), k, gradient.dtype, momentum)
         for one, other in zip(out.parts(), plain_out.parts(), strict=True):
@@ -54,15 +56,15 @@ def main():
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     rng = np.random.default_rng(0)
-    for (n, block), dtype in zip(SIZES.items(), (*FLOATS, torch.float32), strict=True):
+    for (n, tiling), dtype in zip(SIZES.items(), (*FLOATS, torch.float32), strict=True):
         x = torch.from_numpy(NASTY["normal"](rng, n)).to(dtype)
-        check_topk(x, max(1, n // 100), block)
-        check_step(x, max(1, n // 100), block, momentum=0.9 if n > 127 else 0.0, tentative=n == 127)
+        check_topk(x, max(1, n // 100), tiling)
+        check_step(x, max(1, n // 100), tiling, momentum=0.9 if n > 127 else 0.0, tentative=n == 127)
     for number, name in enumerate(NASTY):
         x = torch.from_numpy(NASTY[name](rng, 1025)).to(FLOATS[number % 3])
-        check_topk(x, (1, 600)[number % 2], block=512)
-    check_topk(torch.ones(500)[3:].view(-1), 497, block=128)  # all of them, off the usual alignment
-    check_step(torch.zeros(127), 5, block=64, momentum=0.5, tentative=True)
+        check_topk(x, (1, 600)[number % 2], Tiling(512, 2))
+    check_topk(torch.ones(500)[3:].view(-1), 497, Tiling(128, 2))  # all of them, off the usual alignment
+    check_step(torch.zeros(127), 5, tiling=Tiling(64, 1), momentum=0.5, tentative=True)
     print("same bits", file=sys.stderr)
 
 

@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from sparse_compress.gpu.lines import block_lines, store_maxima
+from sparse_compress.gpu.lines import block_lines, elements_of, store_maxima
 
 
 @triton.jit
@@ -17,7 +17,8 @@ def accumulate(
 
     New and old may be the same memory: every element is read and written by one thread, in this order.
     """
-    lines, at = block_lines(BLOCK)
+    lines = block_lines(tl.program_id(0), BLOCK)
+    at = elements_of(lines)
     inside = at < n
     step = tl.load(gradient + at, mask=inside, other=0).to(tl.float32)
     if MOMENTUM:
@@ -31,5 +32,6 @@ def accumulate(
 @triton.jit
 def find_maxima(x, maxima, n, BLOCK: tl.constexpr):  # noqa: N803
     """The maxima of the lines of ``x``."""
-    lines, at = block_lines(BLOCK)
+    lines = block_lines(tl.program_id(0), BLOCK)
+    at = elements_of(lines)
     store_maxima(maxima, lines, tl.load(x + at, mask=at < n, other=0), n)

@@ -1,6 +1,9 @@
 # mypy: ignore-errors
 # (Triton's language is not typed.)
-"""Deterministic compaction: the selected entries in index order, exactly k of them.
+"""Deterministic compaction, in index order: of the lines that reach a bound, then of the k elements that are selected.
+
+Each time one kernel counts what every block has, torch adds the counts up, and another writes each block's into its own
+range: places never overlap and nothing depends on the order in which programs run.
 
 Selected are all keys above the k-th largest, and the first ``ties`` of those that equal it. ``state`` is radix
 select's: the k-th largest key, and ``ties``.
@@ -9,46 +12,63 @@ select's: the k-th largest key, and ``ties``.
 import triton
 import triton.language as tl
 
-from sparse_compress.gpu.lines import block_lines, magnitude_key, reaching_lines
+from sparse_compress.gpu.lines import LINE, block_lines, elements_of, listed_lines, magnitude_key, rank_of
+
+ABOVE = tl.constexpr(32)  # bits: a block's two counts are one int64, so that they are added up at once
 
 
 @triton.jit
-def count_selected(x, maxima, state, above, equal, n, BLOCK: tl.constexpr):  # noqa: N803
-    """For each block how many keys are above the k-th largest, and how many equal it."""
-    kth = tl.load(state)
-    lines, at = block_lines(BLOCK)
-    wanted = (at < n) & reaching_lines(maxima, lines, kth, n)[:, None]
-    keys = magnitude_key(tl.load(x + at, mask=wanted, other=0))
+def count_lines(maxima, bound, counts, lines, BLOCK: tl.constexpr):  # noqa: N803
+    """For each block of BLOCK maxima how many reach the bound."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    reaches = tl.load(maxima + at, mask=at < lines, other=-1) >= tl.load(bound)
+    tl.store(counts + tl.program_id(0), tl.sum(reaches.to(tl.int32)))
+
+
+@triton.jit
+def list_lines(maxima, bound, counts, listed, lines, BLOCK: tl.constexpr):  # noqa: N803
+    """Write the numbers of the lines that reach the bound; ``counts`` holds inclusive sums over the blocks now."""
     block = tl.program_id(0)
-    tl.store(above + block, tl.sum((wanted & (keys > kth)).to(tl.int32)))
-    tl.store(equal + block, tl.sum((wanted & (keys == kth)).to(tl.int32)))
+    rows = block_lines(block, BLOCK)
+    at = elements_of(rows)
+    reaches = tl.load(maxima + at, mask=at < lines, other=-1) >= tl.load(bound)
+    before = tl.load(counts + block - 1, mask=block > 0, other=0)
+    tl.store(listed + before + rank_of(reaches.to(tl.int32)), at, mask=reaches)
+
+
+@triton.jit
+def count_selected(x, listed, total, state, counts, n, blocks, BLOCK: tl.constexpr):  # noqa: N803
+    """For each block of listed lines how many keys are above the k-th largest, times 2³², plus how many equal it."""
+    kth, lines = tl.load(state), tl.load(total)
+    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
+        both = tl.zeros([], dtype=tl.int64)
+        if block * BLOCK < lines * LINE:
+            at, wanted = listed_lines(listed, lines, block, n, BLOCK)
+            keys = magnitude_key(tl.load(x + at, mask=wanted, other=0))
+            above = tl.sum((wanted & (keys > kth)).to(tl.int64))
+            both = (above << ABOVE) + tl.sum((wanted & (keys == kth)).to(tl.int64))
+        tl.store(counts + block, both)
 
 
 @triton.jit
 def write_selected(
-    x, velocity, maxima, state, above, equal, indices, values, n,
+    x, velocity, listed, total, state, counts, indices, values, n,
     CLEAR: tl.constexpr, MOMENTUM: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    """Write this block's entries to their place, and with CLEAR set x, and velocity with MOMENTUM, to 0 there.
+    """Write each block's entries to their place, and with CLEAR set x, and velocity with MOMENTUM, to 0 there.
 
-    ``above`` and ``equal`` now hold inclusive sums over the blocks, so the places of two blocks never overlap, and no
-    element of x is touched by two programs: nothing depends on the order in which programs run.
+    ``counts`` now holds inclusive sums over the blocks. No element of x is touched by two programs.
     """
-    block = tl.program_id(0)
-    above_before = tl.load(above + block - 1, mask=block > 0, other=0)
-    equal_before = tl.load(equal + block - 1, mask=block > 0, other=0)
-    above_after, equal_after = tl.load(above + block), tl.load(equal + block)
-    kth, ties = tl.load(state), tl.load(state + 1)
-    if (above_after > above_before) | ((equal_after > equal_before) & (equal_before < ties)):
-        lines, grid = block_lines(BLOCK)
-        inside = (grid < n) & reaching_lines(maxima, lines, kth, n)[:, None]
-        at, wanted = tl.reshape(grid, [BLOCK]), tl.reshape(inside, [BLOCK])
+    kth, ties, lines = tl.load(state), tl.load(state + 1), tl.load(total)
+    for block in range(tl.program_id(0), tl.cdiv(lines * LINE, BLOCK), tl.num_programs(0)):
+        before = tl.load(counts + block - 1, mask=block > 0, other=0)
+        above_before, equal_before = (before >> ABOVE).to(tl.int32), before.to(tl.int32)
+        at, wanted = listed_lines(listed, lines, block, n, BLOCK)
         element = tl.load(x + at, mask=wanted, other=0)
         keys = magnitude_key(element)
         tied = (wanted & (keys == kth)).to(tl.int32)
-        tie = equal_before + tl.cumsum(tied, 0) - tied
-        taken = wanted & ((keys > kth) | ((tied > 0) & (tie < ties)))
-        place = above_before + tl.minimum(equal_before, ties) + tl.cumsum(taken.to(tl.int32), 0) - 1
+        taken = wanted & ((keys > kth) | ((tied > 0) & (equal_before + rank_of(tied) < ties)))
+        place = above_before + tl.minimum(equal_before, ties) + rank_of(taken.to(tl.int32))
         tl.store(indices + place, at, mask=taken)
         tl.store(values + place, element.to(tl.float32), mask=taken)
         if CLEAR:

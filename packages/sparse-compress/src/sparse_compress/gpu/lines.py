@@ -1,11 +1,11 @@
 # mypy: ignore-errors
 # (Triton's language is not typed.)
-"""Magnitudes of elements and of lines of elements, for the kernels."""
+"""Magnitudes of elements and of lines of elements, and where selected ones go, for the kernels."""
 
 import triton
 import triton.language as tl
 
-LINE = tl.constexpr(32)  # elements: 128 bytes of float32, a line of the GPU's caches
+LINE = tl.constexpr(16)  # elements: 64 bytes of float32, what memory fetches at once
 
 
 @triton.jit
@@ -21,13 +21,27 @@ def magnitude_key(x):
 
 
 @triton.jit
-def block_lines(BLOCK: tl.constexpr):  # noqa: N803
-    """The numbers of this program's lines, (BLOCK / LINE,), and of their elements, (BLOCK / LINE, LINE), int32.
+def elements_of(lines):
+    """The numbers of the elements of ``lines``, (lines, LINE), int32.
 
     32 bits hold any element's number (``available.MAX_ELEMENTS``); bytes are counted by pointers, in 64 bits.
     """
-    lines = tl.program_id(0) * (BLOCK // LINE) + tl.arange(0, BLOCK // LINE)
-    return lines, lines[:, None] * LINE + tl.arange(0, LINE)[None, :]
+    return lines[:, None] * LINE + tl.arange(0, LINE)[None, :]
+
+
+@triton.jit
+def block_lines(block, BLOCK: tl.constexpr):  # noqa: N803
+    """The numbers of the lines of a block of BLOCK elements, (BLOCK / LINE,), int32."""
+    return block * (BLOCK // LINE) + tl.arange(0, BLOCK // LINE)
+
+
+@triton.jit
+def listed_lines(listed, total, block, n, BLOCK: tl.constexpr):  # noqa: N803
+    """Of a block of the ``total`` lines in the list: the numbers of their elements, and which of them there are."""
+    places = block_lines(block, BLOCK)
+    lines = tl.load(listed + places, mask=places < total, other=0)
+    at = elements_of(lines)
+    return at, (places < total)[:, None] & (at < n)
 
 
 @triton.jit
@@ -37,6 +51,7 @@ def store_maxima(maxima, lines, x, n):
 
 
 @triton.jit
-def reaching_lines(maxima, lines, bound, n):
-    """Which lines have an element whose key is at least ``bound``."""
-    return tl.load(maxima + lines, mask=lines * LINE < n, other=-1) >= bound
+def rank_of(wanted):
+    """How many are wanted before each, row by row; ``wanted`` is int32 of 0 and 1, (lines, LINE)."""
+    of_line = tl.sum(wanted, 1)
+    return (tl.cumsum(of_line, 0) - of_line)[:, None] + tl.cumsum(wanted, 1) - wanted

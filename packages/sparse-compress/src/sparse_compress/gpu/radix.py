@@ -9,33 +9,38 @@ that is looked for among those that agree with them.
 import triton
 import triton.language as tl
 
-from sparse_compress.gpu.lines import block_lines, magnitude_key, reaching_lines
+from sparse_compress.gpu.lines import LINE, block_lines, elements_of, listed_lines, magnitude_key
 
 BINS = tl.constexpr(256)  # digits of up to 8 bits: Triton's histogram works bit by bit, and a bin per thread and warp
 
 
 @triton.jit
 def count_digits(
-    x, maxima, bound, state, counts, n,
-    SHIFT: tl.constexpr, WIDTH: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
+    x, listed, total, state, counts, n,
+    SHIFT: tl.constexpr, WIDTH: tl.constexpr, LISTED: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
     """Add to ``counts`` how often each digit (bits SHIFT … SHIFT + WIDTH − 1) occurs under the known ones.
 
-    With LINES only those that reach ``bound`` are read. Digit 0 is not counted: nobody asks how many have it, which
-    is why whatever does not belong may be taken for a 0. Integer atomics: any order gives the same counts.
+    With LISTED in the ``total`` lines of the list only. Each program adds up many blocks before it adds to ``counts``,
+    where all programs meet. Digit 0 is not counted: nobody asks how many have it, which is why whatever does not
+    belong may be taken for a 0. Integer atomics: any order gives the same counts.
     """
-    known = tl.load(state)
-    lines, at = block_lines(BLOCK)
-    wanted = at < n
-    if LINES:
-        wanted = wanted & reaching_lines(maxima, lines, tl.maximum(tl.load(bound), known), n)[:, None]
-    if tl.max(wanted.to(tl.int32)) > 0:
+    known = tl.load(state) >> (SHIFT + WIDTH)
+    elements = n
+    if LISTED:
+        elements = tl.load(total) * LINE
+    found = tl.zeros([BINS], dtype=tl.int32)
+    for block in range(tl.program_id(0), tl.cdiv(elements, BLOCK), tl.num_programs(0)):
+        if LISTED:
+            at, wanted = listed_lines(listed, elements // LINE, block, n, BLOCK)
+        else:
+            lines = block_lines(block, BLOCK)
+            at = elements_of(lines)
+            wanted = at < n
         keys = tl.reshape(magnitude_key(tl.load(x + at, mask=wanted, other=0)), [BLOCK])
-        agrees = keys >> (SHIFT + WIDTH) == known >> (SHIFT + WIDTH)
-        digits = tl.where(agrees, (keys >> SHIFT) & ((1 << WIDTH) - 1), 0)
-        found = tl.histogram(digits, BINS)
-        bins = tl.arange(0, BINS)
-        tl.atomic_add(counts + bins, found, mask=(found > 0) & (bins > 0), sem="relaxed")
+        found += tl.histogram(tl.where(keys >> (SHIFT + WIDTH) == known, (keys >> SHIFT) & ((1 << WIDTH) - 1), 0), BINS)
+    bins = tl.arange(0, BINS)
+    tl.atomic_add(counts + bins, found, mask=(found > 0) & (bins > 0), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["k"])
