@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from communicators import CollectiveError, SimulatedWorld, allreduce
-from local_sgd import DiLoCo
+from local_sgd import DiLoCo, StreamingDiLoCo
 
 STEPS = 13
 OUTERS = {
@@ -107,3 +107,29 @@ def test_ranks_with_other_outers(quadratic):
 
     with pytest.raises(CollectiveError, match=r"lr: 0.5.*lr: 1.5|lr: 1.5.*lr: 0.5"):
         SimulatedWorld(2).run(body)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"native": True}, {"compress": "int8"}, {"kind": StreamingDiLoCo, "fragments": 2, "delay": 1}],
+    ids=str,
+)
+def test_a_rate_that_one_rank_alone_changes_is_an_error_at_the_next_boundary(quadratic, options):
+    """Anchors would part without a word."""
+
+    def body(comm):
+        task = quadratic(comm.rank)
+        kind = options.get("kind", DiLoCo)
+        inner = torch.optim.SGD(task.model.parameters(), lr=0.1)
+        chosen = {name: value for name, value in options.items() if name != "kind"}
+        optimizer = kind(inner, comm=comm, model=task.model, sync_every=3, outer=OUTERS["plain"], **chosen)
+        task.train(optimizer, range(6))
+        outers = [optimizer.outer] if kind is DiLoCo else [fragment.outer for fragment in optimizer._fragments]
+        for outer in outers:
+            outer.optimizer.param_groups[0]["lr"] = 0.4  # on all ranks: nothing to complain of
+        task.train(optimizer, range(6, 9))
+        outers[-1].optimizer.param_groups[0]["lr"] = 0.4 + 0.1 * comm.rank
+        with pytest.raises(CollectiveError, match=r"(?s)lr: 0.4.*lr: 0.5"):
+            task.train(optimizer, range(9, 15))
+
+    SimulatedWorld(2).run(body)

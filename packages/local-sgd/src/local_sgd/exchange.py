@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -30,10 +30,13 @@ class Exchange:
 
     By our schedule, so that all worlds give the same bits; native: by the transport's own sum, within rounding.
     What was launched and failed stays failed: every later use raises the same error.
+
+    alike: says what must be the same on all ranks each time, such as an outer optimizer's rates.
     """
 
     def __init__(self, comm: Communicator, what: str, *, native: bool) -> None:
         self._comm, self._what, self._native = comm, what, native
+        self.alike: Callable[[], str] = str
         self._works: list[Work[Tensor]] = []
         self._arrived: Arrived | None = None
         self._error: Exception | None = None
@@ -52,8 +55,8 @@ class Exchange:
     def now(self, vectors: Sequence[Tensor], weight: float, *, finished: bool) -> Arrived:
         """The means, as soon as all ranks have come."""
         began = self._comm.clock()
-        if self._native and self._since:  # the transport's sum is agreed on by its size alone
-            run(dense.barrier(self._comm.rank, self._comm.size), self._comm, facts=f"{self._what}{self._since}")
+        if self._native and (facts := self._since + self.alike()):  # the transport's sum is agreed on by its size alone
+            run(dense.barrier(self._comm.rank, self._comm.size), self._comm, facts=f"{self._what}{facts}")
         totals = [self._sum(self._payload(x, weight, finished), "average()", self._comm) for x in vectors]
         self._waited += (seconds := self._comm.clock() - began)
         self._under_way += seconds
@@ -131,7 +134,7 @@ class Exchange:
 
     def _facts(self, payload: Tensor, what: str) -> str:
         return (
-            f"{self._what}.{what}{self._since} of {payload.numel() - 2} elements, {payload.dtype} "
+            f"{self._what}.{what}{self._since} of {payload.numel() - 2} elements, {payload.dtype}{self.alike()} "
             "(all ranks call it alike; one with fewer batches ends with finish())"
         )
 

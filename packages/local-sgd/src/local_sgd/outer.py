@@ -8,8 +8,6 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from communicators import Communicator, run
-from communicators.dense_schedules import barrier
 from communicators.replicas.wrapped_state import check_loaded, wrapped_state
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -45,9 +43,9 @@ class Outer:
         schedule = "" if self.scheduler is None else f", {type(self.scheduler).__name__}"
         return " ".join(str(self.optimizer).split()) + schedule
 
-    def agree(self, comm: Communicator) -> None:
-        """All ranks have an outer optimizer alike, or it is a CollectiveError on all of them."""
-        run(barrier(comm.rank, comm.size), comm, facts=f"outer optimizer {self}")
+    def alike(self) -> str:
+        """What ranks must share of it each time that it takes a step: its settings and rates."""
+        return f", outer optimizer {self}"
 
     def give(self, part: Part, delta: Tensor) -> None:
         """Δ of a part is the gradient of its anchor."""

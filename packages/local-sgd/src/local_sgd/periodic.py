@@ -317,6 +317,7 @@ class PeriodicAveraging(Wrapping):
         ranks, but for the wrapped optimizer's: any rank's may be loaded on every rank, of any number of ranks.
         Raises ValueError for a state of another algorithm, of other parameters and, unless it was drained, of another
         rank or number of ranks; and, where a compressor keeps residuals, of another cut (`bucket_bytes`, fragments).
+        Settings such as `sync_every` and `buffers` are this optimizer's own: a state goes on under others, too.
         That all ranks have loaded, and states of the same boundary, is seen at the next one: else a CollectiveError.
         """
         refuse_torch_helpers(self._what)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Unpack
 
+from communicators import run
+from communicators.dense_schedules import barrier
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -30,7 +32,8 @@ class DiLoCo(PeriodicAveraging):
                outer_scheduler=lambda outer: torch.optim.lr_scheduler.CosineAnnealingLR(outer, T_max=100))
 
     outer: makes the outer optimizer over the parameters given to it, which are z: one for each of the model's, in 32
-        bits or more; default torch's SGD with Nesterov momentum as above. It is `.outer.optimizer` then.
+        bits or more; default torch's SGD with Nesterov momentum as above. It is `.outer.optimizer` then; its rates and
+        settings are compared at every boundary, since anchors of ranks would part by others.
     outer_scheduler: makes a learning-rate scheduler of it, which takes a step after each of its steps, so one a block.
     compress, allreduce: exchange Δ in fewer bytes, with what was left out added to the next one: see `Compression`, and
         the README. What was left out takes as much memory as z.
@@ -56,7 +59,8 @@ class DiLoCo(PeriodicAveraging):
         self.inner, every = two_levels(sync_every, options)
         super().__init__(optimizer, sync_every=every, **options)
         self.outer = Outer(self._parts, list(self._trained), outer, outer_scheduler)
-        self.outer.agree(self.comm)
+        self._exchange.alike = self.outer.alike
+        run(barrier(self.comm.rank, self.comm.size), self.comm, facts=f"DiLoCo{self.outer.alike()}")
 
     def boundary(self, part: Part, x: Tensor, mean: Tensor) -> Tensor:
         """See `PeriodicAveraging.boundary`."""

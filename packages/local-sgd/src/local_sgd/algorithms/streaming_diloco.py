@@ -70,7 +70,9 @@ class StreamingDiLoCo(PeriodicAveraging):
         super().__init__(optimizer, sync_every=sync_every, **options)
         self._fragments = [self._fragment(piece, outer, outer_scheduler) for piece in self.pieces()]
         named = zlib.crc32(repr([fragment.names for fragment in self._fragments]).encode())
-        facts = f"{len(self._fragments)} fragments {named:08x}, outer optimizer {self._fragments[0].outer}"
+        for fragment in self._fragments:
+            fragment.exchange.alike = fragment.outer.alike
+        facts = f"{len(self._fragments)} fragments {named:08x}{self._fragments[0].outer.alike()}"
         run(barrier(self.comm.rank, self.comm.size), self.comm, facts=facts)
 
     def pieces(self) -> list[dict[str, Tensor]]:

@@ -51,7 +51,7 @@ class Compressed(Exchange):
         head = torch.tensor([weight, float(not finished)], dtype=torch.float64)
         schedule = dense.allreduce(head, self._comm.rank, self._comm.size)
         facts = (
-            f"{self._what}.average(){self._since}: weights "
+            f"{self._what}.average(){self._since}: weights{self.alike()} "
             "(all ranks call it alike; one with fewer batches ends with finish())"
         )
         self._since = ""
