@@ -76,7 +76,9 @@ def processes(forking, tmp_path_factory):
             asking.sendall(json.dumps({"ranks": ranks, "timeout": timeout}).encode() + b"\n")
             statuses = json.loads(asking.makefile().read())
         done = [
-            subprocess.CompletedProcess(command, status, *(Path(rank[name]).read_text() for name in ("stdout", "stderr")))
+            subprocess.CompletedProcess(
+                command, status, *(Path(rank[name]).read_text() for name in ("stdout", "stderr"))
+            )
             for rank, status in zip(ranks, statuses, strict=True)
         ]
         if None in statuses:
