@@ -53,36 +53,43 @@ def forking(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def processes(forking, tmp_path_factory):
-    """processes(n, *command) -> a CompletedProcess for each rank; env:// finds the others. None is left afterwards."""
+def forked(forking, tmp_path_factory):
+    """forked(command, environments, timeout, folder) -> a CompletedProcess for each; none is left afterwards."""
+
+    def launch(command, environments, timeout, folder):
+        command, output = [*map(str, command)], tmp_path_factory.mktemp("output")
+        ranks = [
+            {
+                "words": command,
+                "folder": str(folder),
+                "environment": {**os.environ, **ONE_THREAD_WHOLE_LINES, **environment},
+                "stdout": str(output / f"stdout-{rank}"),
+                "stderr": str(output / f"stderr-{rank}"),
+            }
+            for rank, environment in enumerate(environments)
+        ]
+        with socket.socket(socket.AF_UNIX) as asking:
+            asking.connect(forking)
+            asking.sendall(json.dumps({"ranks": ranks, "timeout": timeout}).encode() + b"\n")
+            statuses = json.loads(asking.makefile().read())
+        outputs = [[Path(rank[stream]).read_text() for stream in ("stdout", "stderr")] for rank in ranks]
+        if None in statuses:
+            pytest.fail(f"{command} on {len(ranks)} processes did not end within {timeout} s\n{outputs}")
+        done = zip(statuses, outputs, strict=True)
+        return [subprocess.CompletedProcess(command, status, *output) for status, output in done]
+
+    return launch
+
+
+@pytest.fixture(scope="session")
+def processes(forked):
+    """processes(n, *command) -> a CompletedProcess for each rank; env:// finds the others."""
 
     def launch(n, *command, timeout=100):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(n)}
-        command, folder = [*map(str, command)], tmp_path_factory.mktemp("output")
-        ranks = [
-            {
-                "words": command,
-                "environment": {**os.environ, **ONE_THREAD_WHOLE_LINES, **world, "RANK": str(rank)},
-                "stdout": str(folder / f"stdout-{rank}"),
-                "stderr": str(folder / f"stderr-{rank}"),
-            }
-            for rank in range(n)
-        ]
-        with socket.socket(socket.AF_UNIX) as asking:
-            asking.connect(forking)
-            asking.sendall(json.dumps({"ranks": ranks, "timeout": timeout}).encode() + b"\n")
-            statuses = json.loads(asking.makefile().read())
-        done = [
-            subprocess.CompletedProcess(
-                command, status, *(Path(rank[name]).read_text() for name in ("stdout", "stderr"))
-            )
-            for rank, status in zip(ranks, statuses, strict=True)
-        ]
-        if None in statuses:
-            pytest.fail(f"{command} on {n} processes did not end within {timeout} s\n{done}")
-        return done
+        return forked(command, [{**world, "RANK": str(rank)} for rank in range(n)], timeout, os.getcwd())
 
     return launch

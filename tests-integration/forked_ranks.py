@@ -27,9 +27,10 @@ import torch.distributed  # noqa: F401
 
 @dataclass
 class Rank:
-    """words: what stands behind `python`. Output goes to files."""
+    """words: what stands behind `python`. folder: where it runs. Output goes to files."""
 
     words: list[str]
+    folder: str
     environment: dict[str, str]
     stdout: str
     stderr: str
@@ -85,6 +86,7 @@ def become(rank: Rank) -> None:
     os.setsid()
     for descriptor, path in enumerate((os.devnull, rank.stdout, rank.stderr)):
         os.dup2(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), descriptor)
+    os.chdir(rank.folder)
     os.environ.clear()
     os.environ.update(rank.environment)
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
