@@ -3,54 +3,86 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
+HERE = Path(__file__).parent
 MPIEXEC = Path(sys.executable).parent / "mpiexec"
 # Unbuffered, Python writes a line and its end apart, and what another rank prints may come between.
 ONE_THREAD_WHOLE_LINES = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""}
 
 
-def _run_all(commands, timeout):
-    """Runs processes side by side under one hard timeout; none of them is left afterwards."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
-    processes = [
-        subprocess.Popen(command, env={**os.environ, **ONE_THREAD_WHOLE_LINES, **env}, **pipes)
-        for command, env in commands
-    ]
-    end = time.monotonic() + timeout
-    try:
-        outputs = [process.communicate(timeout=max(0.1, end - time.monotonic())) for process in processes]
-    except subprocess.TimeoutExpired:
-        for process in processes:
-            with contextlib.suppress(ProcessLookupError):  # it has ended
-                os.killpg(process.pid, signal.SIGKILL)
-        outputs = [process.communicate() for process in processes]
-        pytest.fail(f"{commands[0][0]} on {len(commands)} processes did not end within {timeout} s\n{outputs}")
-    done = zip(commands, processes, outputs, strict=True)
-    return [subprocess.CompletedProcess(command, process.returncode, *output) for (command, _), process, output in done]
-
-
 @pytest.fixture(scope="session")
 def mpiexec():
-    """mpiexec(n, *command) -> CompletedProcess of the whole launch."""
+    """mpiexec(n, *command) -> CompletedProcess of the whole launch, under a hard timeout."""
 
     def launch(n, *command, timeout=100):
-        [done] = _run_all([([str(MPIEXEC), "-n", str(n), sys.executable, *map(str, command)], {})], timeout)
-        return done
+        command = [str(MPIEXEC), "-n", str(n), sys.executable, *map(str, command)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+        process = subprocess.Popen(command, env={**os.environ, **ONE_THREAD_WHOLE_LINES}, **pipes)
+        try:
+            output = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                os.killpg(process.pid, signal.SIGKILL)
+            pytest.fail(f"mpiexec -n {n} did not end within {timeout} s\n{process.communicate()}")
+        return subprocess.CompletedProcess(command, process.returncode, *output)
 
     return launch
 
 
 @pytest.fixture(scope="session")
-def processes():
+def forking(tmp_path_factory):
+    """The path of the socket where launches are asked for: see forked_ranks.py."""
+    path = str(tmp_path_factory.mktemp("forking") / "socket")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        command = [sys.executable, HERE / "forked_ranks.py", str(listener.fileno())]
+        given = {"stdin": subprocess.PIPE, "pass_fds": [listener.fileno()]}
+        server = subprocess.Popen(command, env={**os.environ, **ONE_THREAD_WHOLE_LINES}, **given)
+    yield path
+    server.communicate()
+
+
+@pytest.fixture(scope="session")
+def forked(forking, tmp_path_factory):
+    """forked(command, environments, timeout, folder) -> a CompletedProcess for each; none is left afterwards."""
+
+    def launch(command, environments, timeout, folder):
+        command, output = [*map(str, command)], tmp_path_factory.mktemp("output")
+        ranks = [
+            {
+                "words": command,
+                "folder": str(folder),
+                "environment": {**os.environ, **ONE_THREAD_WHOLE_LINES, **environment},
+                "stdout": str(output / f"stdout-{rank}"),
+                "stderr": str(output / f"stderr-{rank}"),
+            }
+            for rank, environment in enumerate(environments)
+        ]
+        with socket.socket(socket.AF_UNIX) as asking:
+            asking.connect(forking)
+            asking.sendall(json.dumps({"ranks": ranks, "timeout": timeout}).encode() + b"\n")
+            statuses = json.loads(asking.makefile().read())
+        outputs = [[Path(rank[stream]).read_text() for stream in ("stdout", "stderr")] for rank in ranks]
+        if None in statuses:
+            pytest.fail(f"{command} on {len(ranks)} processes did not end within {timeout} s\n{outputs}")
+        done = zip(statuses, outputs, strict=True)
+        return [subprocess.CompletedProcess(command, status, *output) for status, output in done]
+
+    return launch
+
+
+@pytest.fixture(scope="session")
+def processes(forked):
     """processes(n, *command) -> a CompletedProcess for each rank; env:// finds the others."""
 
     def launch(n, *command, timeout=100):
@@ -58,7 +90,6 @@ def processes():
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(n)}
-        command = [sys.executable, *map(str, command)]
-        return _run_all([(command, {**world, "RANK": str(rank)}) for rank in range(n)], timeout)
+        return forked(command, [{**world, "RANK": str(rank)} for rank in range(n)], timeout, os.getcwd())
 
     return launch

@@ -150,21 +150,22 @@ def outcome_of(case, *given: Any):
     return {**outcome, "seconds": time.monotonic() - begin}
 
 
-def outcomes_of(module, world):
-    """{case: [outcome of each rank]}; failures side by side, since they mostly wait for time-outs."""
-    outcomes = {}
-    for case in module.LAWS:
-        comm = world.fresh()
-        outcomes[case.__name__] = world.gather(outcome_of(case, comm, world.device))
-    failures = getattr(module, "FAILURES", {}) if world.size > 1 else {}
+def outcomes_of(modules, world):
+    """{item: {case: [outcome of each rank]}}; failures side by side, since they mostly wait for time-outs."""
+    outcomes, failures = {item: {} for item in modules}, []
+    for item, module in modules.items():
+        for case in module.LAWS:
+            comm = world.fresh()
+            outcomes[item][case.__name__] = world.gather(outcome_of(case, comm, world.device))
+        failures += [(item, case) for case in getattr(module, "FAILURES", ()) if world.size > 1]
     comms = [world.fresh() for _ in failures]  # a failed one is of no use to the next case
     with ThreadPoolExecutor(max(len(failures), 1)) as side_by_side:
         futures = [
             side_by_side.submit(outcome_of, case, comm, world.device)
-            for case, comm in zip(failures, comms, strict=True)
+            for (_, case), comm in zip(failures, comms, strict=True)
         ]
-    for case, future in zip(failures, futures, strict=True):
-        outcomes[case.__name__] = world.gather(future.result())
+    for (item, case), future in zip(failures, futures, strict=True):
+        outcomes[item][case.__name__] = world.gather(future.result())
     return outcomes
 
 
@@ -174,9 +175,8 @@ def main(report, *items):
         if name != "mpi" and meeting is None:
             meeting = Meeting()
         world = MPI() if name == "mpi" else WORLDS[name](meeting)
-        for item in group:
-            module = importlib.import_module(item.partition(":")[2])
-            outcomes[item] = outcomes_of(module, world)
+        modules = {item: importlib.import_module(item.partition(":")[2]) for item in group}
+        outcomes |= outcomes_of(modules, world)
         world.end()
         if world.rank == 0:
             with open(report, "w") as file:

@@ -7,8 +7,7 @@ import os
 
 import pytest
 
-ADVISE = ["-m", "sparse_collectives.advise"]
-FLAGS = [*ADVISE, "--parameters", "1e5", "--step-seconds", "0.1", "--density", "0.01", "--json"]
+FLAGS = ["--parameters", "1e5", "--step-seconds", "0.1", "--density", "0.01", "--json"]
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
 ONE_FAILS = """import os, torch
 def rank():
@@ -50,7 +49,7 @@ def check(out, ranks):
 
 @pytest.mark.mpi
 def test_under_mpiexec_where_one_rank_tells_what_is_measured(mpiexec):
-    done = mpiexec(3, *FLAGS)
+    done = mpiexec(3, "-m", "sparse_collectives.advise", *FLAGS)
     assert done.returncode == 0, done.stderr
     check(done.stdout, 3)
     told = [line for line in done.stderr.splitlines() if "sparse_collectives.advise: " in line]
@@ -61,31 +60,45 @@ def test_under_mpiexec_where_one_rank_tells_what_is_measured(mpiexec):
     ]
 
 
-def test_under_torchrun(processes):
-    [done] = processes(1, *TORCHRUN, *FLAGS)
-    assert done.returncode == 0, done.stderr
-    check(done.stdout, 2)
-
-
 SAID = {
     "at_once": "rank 1: --model one_fails:at_once: at_once() raised ValueError: no data here ({path}, line 9)",
     "model": "rank 1: --model one_fails:model: loss() raised ValueError: no more data here ({path}, line 16)",
 }
 
 
+CALLS = """import sys
+from sparse_collectives.advise.__main__ import main
+for factory in sys.argv[1:]:
+    print(main(["--model", f"one_fails:{factory}"]), flush=True)
+"""
+
+
 @pytest.mark.mpi
-@pytest.mark.parametrize("factory", SAID)
-def test_a_factory_that_fails_on_one_rank_ends_all_under_mpiexec(mpiexec, factories, factory):
-    done = mpiexec(2, *ADVISE, "--model", f"one_fails:{factory}")
-    assert done.returncode == 2, done.stderr
-    assert done.stdout == ""
-    assert done.stderr.count(SAID[factory].format(path=factories)) == 1
+def test_a_factory_that_fails_on_one_rank_ends_all_under_mpiexec(mpiexec, factories, tmp_path):
+    script = tmp_path / "calls.py"
+    script.write_text(CALLS)
+    done = mpiexec(2, script, *SAID)
+    assert (done.returncode, done.stdout.split()) == (0, ["2"] * 4), done.stderr
+    for said in SAID.values():
+        assert done.stderr.count(said.format(path=factories)) == 1
     assert "Traceback" not in done.stderr
 
 
-def test_a_factory_that_fails_on_one_rank_ends_all_under_torchrun(processes, factories):
+FIRST_WELL = """import sys
+from sparse_collectives.advise.__main__ import main
+import torch.distributed as dist
+assert main(sys.argv[1:]) == 0
+dist.destroy_process_group()
+raise SystemExit(main(["--model", "one_fails:at_once"]))
+"""
+
+
+def test_under_torchrun_also_with_a_factory_that_fails_on_one_rank(processes, factories, tmp_path):
     """torchrun itself adds a report that a worker has failed."""
-    [done] = processes(1, *TORCHRUN, *ADVISE, "--model", "one_fails:at_once")
+    script = tmp_path / "first_well.py"
+    script.write_text(FIRST_WELL)
+    [done] = processes(1, *TORCHRUN, script, *FLAGS)
+    check(done.stdout, 2)
     assert done.returncode != 0
     assert done.stderr.count(SAID["at_once"].format(path=factories)) == 1
     assert "advise/factory.py" not in done.stderr

@@ -12,7 +12,7 @@ pytestmark = needs_pretend
 SPARSE = [name for name, entry in ALGORITHMS.items() if entry.compresses]
 every_algorithm = pytest.mark.parametrize("name", SPARSE)
 every_wire = pytest.mark.parametrize("wire", ["fp32", "bf16-packed"])
-every_size = pytest.mark.parametrize("size", [3, 8])
+every_way = pytest.mark.parametrize(("size", "wire"), [(3, "bf16-packed"), (8, "fp32")])
 
 
 def reduced(vectors, **given):
@@ -51,8 +51,7 @@ def integers(size, n, most):
 
 
 @every_algorithm
-@every_wire
-@every_size
+@every_way
 def test_laws(name, wire, size):
     """Small integers tie and cancel; large ones are rounded."""
     for n, k, most in [(33, 5, 3), (33, 40, 999), (257, 60, 999)] if size < 8 else [(257, 60, 999)]:
@@ -60,8 +59,7 @@ def test_laws(name, wire, size):
 
 
 @every_algorithm
-@every_wire
-@every_size
+@every_way
 def test_the_same_entries_on_all_ranks(name, wire, size):
     """A sum has a P-th of the entries that a device makes room for."""
     for n, k in [(5, 2), (1000, 50)]:
@@ -69,18 +67,19 @@ def test_the_same_entries_on_all_ranks(name, wire, size):
 
 
 @every_algorithm
-@every_wire
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("size", "wire"), [(2, "bf16-packed"), (3, "fp32")])
 def test_tiny_and_empty_vectors(name, wire, size):
     for n in (1, 2, 9):
         inputs = integers(size, n, 9)
-        for entries in {0, 1, n}:
+        for entries in {0, n}:
             check(name, [topk(x, entries) for x in inputs], 1, wire)
         check(name, [topk(x, n * (rank == 1)) for rank, x in enumerate(inputs)], n, wire)
 
 
-@every_wire
-@pytest.mark.parametrize(("size", "teams", "sag"), [(4, 2, "r-sag"), (6, 3, "b-sag"), (6, 6, "b-sag"), (8, 2, "b-sag")])
+@pytest.mark.parametrize(
+    ("size", "teams", "sag", "wire"),
+    [(4, 2, "r-sag", "bf16-packed"), (6, 3, "b-sag", "fp32"), (6, 6, "b-sag", "bf16-packed"), (8, 2, "b-sag", "fp32")],
+)
 def test_spardl_in_teams(wire, size, teams, sag):
     for n, k in [(33, 2), (257, 30)]:
         vectors = [topk(x, k) for x in integers(size, n, 99)]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,11 +13,11 @@ PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize("readme", READMES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_examples_run(readme, tmp_path):
+def test_examples_run(readme, forked, tmp_path):
     blocks = PYTHON.findall(readme.read_text())
     if readme.parent.parent.name == "packages" or readme.parent == ROOT:
         assert blocks, "a package's README shows a first example"
     script = tmp_path / "example.py"
     script.write_text("\n".join(blocks))
-    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    [done] = forked([script], [{}], 120, tmp_path)
     assert done.returncode == 0, done.stderr

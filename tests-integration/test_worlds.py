@@ -96,10 +96,10 @@ NEVER_COMES = """
 import datetime, time
 import torch, torch.distributed as dist
 from communicators import allreduce, as_communicator
-dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=2))
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=1))
 if dist.get_rank() == 1:
     allreduce(torch.ones(3), as_communicator(None))
-time.sleep(4)  # alive, and holds the Store, but elsewhere
+time.sleep(2)  # alive, and holds the Store, but elsewhere
 allreduce(torch.ones(3), as_communicator(None))
 """
 
@@ -110,7 +110,7 @@ def test_gloo_a_rank_that_never_makes_the_first_call(processes, tmp_path):
     script.write_text(NEVER_COMES)
     for rank, launch in enumerate(processes(2, script, timeout=40)):
         assert launch.returncode == 1
-        assert f"timed out after 2 s: rank {rank} waits for ranks [{1 - rank}] in the first call" in launch.stderr
+        assert f"timed out after 1 s: rank {rank} waits for ranks [{1 - rank}] in the first call" in launch.stderr
 
 
 AGAIN = """
@@ -119,7 +119,7 @@ import torch, torch.distributed as dist
 from communicators import CollectiveError, allreduce, as_communicator
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), size, rank == 0)
-for turn in range(3):
+for turn in range(2):
     group = dist.ProcessGroup(dist.PrefixStore("ours", store), rank, size)  # the same keys again
     dist.distributed_c10d._world.pg_map[group] = "gloo", dist.PrefixStore("ours", store)  # asked before torch 2.9
     comm = as_communicator(group)
@@ -165,7 +165,7 @@ except CollectiveError as error:
     print(f"{time.monotonic() - begin}|{error}", flush=True)
 finally:  # it goes on once this rank has ended, which does not wait for it either
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
-    subprocess.Popen(["sh", "-c", f"sleep 5; kill -CONT {stopped.read_text()}"], **quiet)
+    subprocess.Popen(["sh", "-c", f"sleep 2; kill -CONT {stopped.read_text()}"], **quiet)
 """
 
 
@@ -180,42 +180,41 @@ def test_gloo_a_store_that_does_not_answer_at_the_first_call(processes, tmp_path
 
 
 NEVER_COMES_BY_MPI = """
-import sys, time
+import time
 import torch
 from mpi4py import MPI
 from communicators import CollectiveError, as_communicator
 from sparse_collectives import sparse_allreduce
-world, how = MPI.COMM_WORLD, sys.argv[1]
-if how == "call":
-    first = lambda: sparse_allreduce(torch.ones(9), world, k=3, timeout=2)
-elif how == "order":
-    one, other = world.Dup(), world.Dup()
-    first = lambda: [as_communicator(comm, timeout=2) for comm in ((one, other) if world.rank else (other, one))]
-else:
-    first = lambda: as_communicator(world, timeout=2)
-if how != "order" and world.rank == world.size - 1:
-    time.sleep(4)  # alive, but elsewhere
-for _ in range(2):
-    begin = time.monotonic()
-    try:
-        first()
-        print(f"{world.rank}|{time.monotonic() - begin}|made")
-    except CollectiveError as error:
-        print(f"{world.rank}|{time.monotonic() - begin}|{error}", flush=True)
+world, called, one, other = (MPI.COMM_WORLD.Dup() for _ in range(4))
+ways = {
+    "call": lambda: sparse_allreduce(torch.ones(9), called, k=3, timeout=2),
+    "order": lambda: [as_communicator(comm, timeout=2) for comm in ((one, other) if world.rank else (other, one))],
+    "as_communicator": lambda: as_communicator(world, timeout=2),
+}
+for how, first in ways.items():
+    MPI.COMM_WORLD.Barrier()
+    if how != "order" and world.rank == world.size - 1:
+        time.sleep(4)  # alive, but elsewhere
+    for _ in range(2):
+        begin = time.monotonic()
+        try:
+            first()
+            print(f"{how}|{world.rank}|{time.monotonic() - begin}|made", flush=True)
+        except CollectiveError as error:
+            print(f"{how}|{world.rank}|{time.monotonic() - begin}|{error}", flush=True)
 """
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("how", ["call", "order", "as_communicator"])
-def test_mpi_the_first_call_has_its_time_out_and_names_who_is_absent(mpiexec, tmp_path, how):
+def test_mpi_the_first_call_has_its_time_out_and_names_who_is_absent(mpiexec, tmp_path):
     """And nobody is caught by a later call that the others do not expect."""
     script = tmp_path / "never.py"
     script.write_text(NEVER_COMES_BY_MPI)
-    launch = mpiexec(3, script, how, timeout=60)
+    launch = mpiexec(3, script, timeout=60)
     assert launch.returncode == 0, launch.stderr
     lines = [line.split("|") for line in launch.stdout.splitlines()]
-    assert len(lines) == 6
-    for rank, seconds, said in lines:
+    assert [line[0] for line in lines] == ["call"] * 6 + ["order"] * 6 + ["as_communicator"] * 6
+    for how, rank, seconds, said in lines:
         assert float(seconds) < 2 + 2, launch.stdout  # the machine may be busy
         if how == "order":
             absent = {"0": "[1, 2]", "1": "[0]", "2": "[0]"}[rank]
@@ -227,16 +226,16 @@ def test_mpi_the_first_call_has_its_time_out_and_names_who_is_absent(mpiexec, tm
 
 
 MANY = """
-import time
 import torch
 from mpi4py import MPI
 from communicators import allreduce, as_communicator
 world = MPI.COMM_WORLD
-for turn in range(690):  # three of MPI's 2,048 each
+taken = [world.Dup() for _ in range(1800)]  # of MPI's 2,048
+for turn in range(100):  # three each
     comm = world.Dup()
     assert allreduce(torch.ones(1), as_communicator(comm), native=False).item() == 2
     comm.Free()
-comms = [world.Dup() for _ in range(900)]
+comms = [world.Dup() for _ in range(120)]
 made = 0
 try:
     for made, comm in enumerate(comms):
@@ -251,9 +250,9 @@ def test_mpi_communicators_end_with_those_that_they_were_made_for(mpiexec, tmp_p
     """What is never freed ends with an error that says so."""
     script = tmp_path / "many.py"
     script.write_text(MANY)
-    launch = mpiexec(2, script, timeout=200)
+    launch = mpiexec(2, script)
     assert launch.returncode == 0, launch.stderr
     for line in launch.stdout.splitlines():
         made, said = line.split("|")
-        assert int(made) > 300
+        assert int(made) > 30
         assert said.startswith("MPI gives no further communicator")

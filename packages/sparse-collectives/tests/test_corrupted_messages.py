@@ -4,12 +4,13 @@ import numpy as np
 import pytest
 import torch
 from communicators import SLOT_BYTES, CollectiveError, Elapse, SimulatedWorld, run
+from hypothesis import settings
 from sparse_collectives import ALGORITHMS, WIRES
 from sparse_collectives.algorithms.table import algorithm_named
 from sparse_collectives.allreduce import prepare
 from sparse_compress import SparseVector, topk
 
-CASES = 40
+CASES = settings.default.max_examples
 WAYS = [(name, wire) for name, entry in ALGORITHMS.items() for wire in WIRES if entry.compresses or wire == "fp32"]
 EXTREMES = (0, 1, -1, 2**31 - 1, -(2**31), 2**30)
 

@@ -61,7 +61,7 @@ def initial_states(name, size):
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-@settings(max_examples=25)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(data=st.data())
 def test_what_is_not_finite_on_any_rank_is_in_the_total_of_all(name, data):
     """Over several calls with one state: earlier ones, finite or not, may hide nothing."""
@@ -80,7 +80,7 @@ def test_what_is_not_finite_on_any_rank_is_in_the_total_of_all(name, data):
 
 
 @pytest.mark.parametrize("name", [name for name, entry in ALGORITHMS.items() if entry.initial_state])
-@settings(max_examples=25)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(data=st.data())
 def test_a_state_does_not_learn_from_what_is_not_finite(name, data):
     """Calls that follow see what they would have seen without that call, but for what no data have a say in: a count

@@ -68,10 +68,10 @@ values = st.sampled_from([float("nan"), float("inf"), -float("inf")])
 
 
 @pytest.mark.parametrize(("name", "wire"), list(combinations()))
-@settings(max_examples=settings.default.max_examples // 5)
+@settings(max_examples=settings.default.max_examples // 10)
 @given(
     compressor=st.sampled_from(COMPRESSORS),
-    size=st.sampled_from([1, 2, 3, 4, 5, 8]),
+    size=st.sampled_from([3, 1, 2, 4, 5, 8]),
     bad=st.dictionaries(
         st.tuples(st.integers(0, 7), st.sampled_from(list(SHAPES))),
         st.dictionaries(st.integers(0, 39), values, min_size=1, max_size=12),
