@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from communicators.errors import CollectiveError
 from communicators.schedule import Schedule
 from communicators.signals import OnSignal, Signals
 
@@ -57,6 +58,15 @@ class Work(ABC, Generic[T]):
     @abstractmethod
     def is_completed(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
+
+    @property
+    def error(self) -> CollectiveError | None:
+        """What `wait` would raise; None while it has not failed."""
+        raise NotImplementedError(f"{type(self).__name__} does not tell its error: wait() raises it")
+
+    def when_over(self, callback: Callable[[], None]) -> None:
+        """Calls back once there is a result or an error, or now where that is so; in any thread: it must be short."""
+        raise NotImplementedError(f"{type(self).__name__} calls nobody back: wait() for it")
 
     @abstractmethod
     def get_future(self) -> torch.futures.Future[T]:

@@ -63,6 +63,17 @@ class Signals(ABC):
     def remind(self, seconds: float, value: int) -> None:
         """Sends a signal to this rank itself so many seconds from now."""
 
+    @abstractmethod
+    def fail(self, reason: str) -> None:
+        """Has them fail on all ranks, and returns once that is agreed on: who leaves then has been heard.
+
+        All give one reason, the first that was found on any rank. What `on_signal` raises is such a reason too.
+        """
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raises CollectiveError where they have failed."""
+
     @property
     @abstractmethod
     def departed(self) -> frozenset[int]:

@@ -59,6 +59,14 @@ class SimulatedCall:
         self.unsent = -1  # -1: not in a round
         self.received: Received = {}
         self.waiter: Action | None = None
+        self.callbacks: list[Action] = []
+
+    def when_over(self, callback: Action) -> None:
+        """Calls back at the end, or now if that has been."""
+        if self.done:
+            callback()
+        else:
+            self.callbacks.append(callback)
 
     @property
     def name(self) -> Name:
@@ -182,7 +190,7 @@ class EventLoop:
         try:
             self._drain()
             while not all(thread.over for thread in self._ranks):
-                self._fail("deadlock: " + "; ".join(self._stuck()), None)
+                self.fail("deadlock: " + "; ".join(self._stuck()), None)
                 self._drain()
             self._check_end()
         finally:
@@ -211,14 +219,14 @@ class EventLoop:
             outstanding = ref()
             if outstanding is not None and not outstanding.done:
                 self.now = time
-                self._fail(f"timed out after {timeout} virtual seconds: {outstanding.waits()}", outstanding.context)
+                self.fail(f"timed out after {timeout} virtual seconds: {outstanding.waits()}", outstanding.context)
 
     def guarded(self, context: Context, rank: int, deliver: Action) -> None:
         """Delivers a signal to a rank; an error of who listens there fails the communicator."""
         try:
             deliver()
         except Exception as error:
-            self._fail(errors.reason(rank, "its signals", error), context, error)
+            self.fail(errors.reason(rank, "its signals", error), context, error)
         self._carry_out()
 
     def ended_ranks(self) -> frozenset[int]:
@@ -239,7 +247,7 @@ class EventLoop:
             for watch in list(self._watches.values()):
                 self.look_at(watch)
         if thread.error is not None:
-            self._fail(errors.failed(rank, "its own code", thread.error), None, thread.error)
+            self.fail(errors.failed(rank, "its own code", thread.error), None, thread.error)
 
     def _carry_out(self) -> None:
         wishes, self._wishes = self._wishes, []
@@ -255,7 +263,7 @@ class EventLoop:
         heapq.heappush(self._deadlines, (self.now + timeout, next(self._serial), timeout, weakref.ref(outstanding)))
         other, facts = self._facts.setdefault(outstanding.name, (call.rank, call.facts))
         if call.facts != facts:
-            self._fail(errors.mismatch(call.number, call.rank, call.facts, other, facts), outstanding.context)
+            self.fail(errors.mismatch(call.number, call.rank, call.facts, other, facts), outstanding.context)
         else:
             self._advance(outstanding, {})
 
@@ -265,7 +273,7 @@ class EventLoop:
         try:
             action = call.step(received)
         except Exception as error:
-            self._fail(errors.reason(call.rank, call.facts, error), outstanding.context, error)
+            self.fail(errors.reason(call.rank, call.facts, error), outstanding.context, error)
             return
         if action is None:
             self._end(outstanding, None)
@@ -283,7 +291,7 @@ class EventLoop:
             fault = self.world.fault(call.rank, self.messages_sent[call.rank])
             if isinstance(fault, Dies):
                 self._ranks[call.rank].dead = True
-                self._fail(f"rank {call.rank} died in {call.facts}", None)
+                self.fail(f"rank {call.rank} died in {call.facts}", None)
                 return
             call.stamp(payload)
             self.bytes_sent[call.rank] += payload.numel()
@@ -317,7 +325,7 @@ class EventLoop:
         try:
             self._receive(outstanding)
         except CollectiveError as error:
-            self._fail(str(error), outstanding.context)
+            self.fail(str(error), outstanding.context)
             return
         if not outstanding.lacks and not outstanding.unsent:
             outstanding.unsent = -1
@@ -336,7 +344,7 @@ class EventLoop:
         """Why a communicator has failed; None while it has not."""
         return self._poison.get(context, self._dead)
 
-    def _fail(self, reason: str, context: Context | None, cause: BaseException | None = None) -> None:
+    def fail(self, reason: str, context: Context | None, cause: BaseException | None = None) -> None:
         """Every call of a communicator (None: of all) that is in flight ends with this reason, and so does every later
         one. The first reason counts."""
         if self._dead is not None or context in self._poison:
@@ -361,6 +369,9 @@ class EventLoop:
         self._outstanding[outstanding.call.rank].pop(outstanding.name, None)
         if error is not None:
             outstanding.call.close()
+        callbacks, outstanding.callbacks = outstanding.callbacks, []
+        for callback in callbacks:
+            callback()
         self._wake(outstanding)
 
     def _wake(self, outstanding: SimulatedCall | Watch) -> None:

@@ -44,6 +44,16 @@ class SimulatedSignals(Signals):
         live = lambda: rank not in self._loop.ended_ranks()  # noqa: E731
         self._loop.wish(lambda: self._loop.after(seconds, send, live))
 
+    def fail(self, reason: str) -> None:
+        """See `Signals.fail`."""
+        self._loop.refuse_to_wait("fail()")
+        self._loop.wish(lambda: self._loop.fail(reason, self._context))
+        self._loop.sleep(self.rank, 0.0)
+
+    def check(self) -> None:
+        """See `Signals.check`."""
+        self._raise_failed()
+
     @property
     def departed(self) -> frozenset[int]:
         """See `Signals.departed`."""

@@ -180,6 +180,15 @@ class SimulatedWork(Work[T]):
         """See `Work.ended`; virtual seconds."""
         return self._outstanding.ended if self._outstanding.done else None
 
+    @property
+    def error(self) -> CollectiveError | None:
+        """See `Work.error`."""
+        return self._outstanding.error
+
+    def when_over(self, callback: Callable[[], None]) -> None:
+        """See `Work.when_over`; called by the loop, between the turns of ranks."""
+        self._loop.wish(lambda: self._outstanding.when_over(callback))
+
     def wait(self, timeout: float | None = None) -> T:
         """See `Work.wait`; virtual seconds."""
         self._loop.wait(self._rank, self._outstanding, timeout)

@@ -61,7 +61,14 @@ class _ToItself(Signals):
     def __init__(self, on_signal: OnSignal | None) -> None:
         super().__init__(0, 1, on_signal)
         self._unread: dict[tuple[int, int], None] = {}
-        self._closed = False
+        self._closed, self._failed = False, ""
+
+    def fail(self, reason: str) -> None:
+        self._failed = self._failed or reason
+
+    def check(self) -> None:
+        if self._failed:
+            raise CollectiveError(self._failed)
 
     @property
     def departed(self) -> frozenset[int]:
@@ -79,6 +86,7 @@ class _ToItself(Signals):
         self._closed = True
 
     def _send(self, peers: Sequence[int], value: int) -> None:
+        self.check()
         if self._closed:
             raise CollectiveError("these signals are closed")
         for peer in peers:
@@ -104,6 +112,13 @@ class _Finished(Work[T]):
     @property
     def ended(self) -> float:
         return self._ended
+
+    @property
+    def error(self) -> None:
+        return None
+
+    def when_over(self, callback: Callable[[], None]) -> None:
+        callback()
 
     def wait(self, timeout: float | None = None) -> T:
         del timeout
