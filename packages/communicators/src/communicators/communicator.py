@@ -79,6 +79,7 @@ class Communicator(ABC):
     rank, size: this process and how many there are.
     device: where payloads live unless a call names another one.
     bytes_sent, messages_sent: what this rank sent in counted rounds so far, by duplicates too.
+    outlives_ranks: whether its signals, and attempts by them, go on where a rank has died. Its calls never do.
     """
 
     rank: int
@@ -86,6 +87,7 @@ class Communicator(ABC):
     device: torch.device = torch.device("cpu")
     bytes_sent: int = 0
     messages_sent: int = 0
+    outlives_ranks: bool = False
     _timeout = TIMEOUT_SECONDS
 
     @property

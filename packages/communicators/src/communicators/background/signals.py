@@ -12,14 +12,17 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 from communicators import errors
+from communicators.among import among
 from communicators.background.abort import Control
+from communicators.background.attempt import TransportAttempt
 from communicators.background.engine import Engine
 from communicators.background.requested_abort import RequestedAbort
 from communicators.background.transport import PeerLost, SignalLine, Transport
 from communicators.errors import CollectiveError
+from communicators.schedule import Schedule
 from communicators.signals import OnSignal, Signals, refuse_too_many_waiting
 
 MOST_VALUES = 64
@@ -43,6 +46,7 @@ class Group(Protocol):
     size: int
     transport: Transport
     control: Control
+    lock: threading.RLock
 
     @property
     def timeout(self) -> float: ...
@@ -52,6 +56,12 @@ class Group(Protocol):
 
     def lose(self, peer: int) -> None:
         """This peer cannot be reached any more."""
+
+    def count(self, nbytes: int, messages: int) -> None:
+        """What this rank has sent."""
+
+    def depart(self, why: str) -> None:
+        """Tells all peers that this rank departs."""
 
     def close(self) -> None:
         """Releases the transport, with all other ranks."""
@@ -95,6 +105,21 @@ class TransportSignals(Signals):
     def check(self) -> None:
         """See `Signals.check`."""
         self._traffic.raise_failed()
+
+    def attempt(self, schedule: Schedule[Any], members: Sequence[int], *, facts: str) -> TransportAttempt:
+        """See `Signals.attempt`."""
+        if not self._comm.transport.outlives_ranks:
+            return super().attempt(schedule, members, facts=facts)
+        made = TransportAttempt(self._comm, among(schedule, members, facts), facts)
+        self._engine.add(made.outstanding)
+        return made
+
+    def leave(self, why: str) -> None:
+        """See `Signals.leave`."""
+        self._comm.depart(why)
+        self._traffic.left = True
+        self._engine.wake()
+        self._traffic.over.wait(FAIL_SECONDS)
 
     def remind(self, seconds: float, value: int) -> None:
         """See `Signals.remind`."""
@@ -173,6 +198,7 @@ class SignalTraffic:
         self._told, self._heard = set[int](), set[int]()  # who the last message went to, and came from
         self._left: dict[int, float] = {}  # since when a peer is known to have departed
         self._lock = threading.Lock()
+        self.left = False
         self.closing, self.over, self.news = False, threading.Event(), threading.Event()
         self.fail_with = ""
         self._requested: RequestedAbort | None = None
@@ -215,7 +241,7 @@ class SignalTraffic:
             self._requested = RequestedAbort(self._comm, self.fail_with)
         if self._requested is not None and not self._requested.settled():
             return False
-        if self._comm.control.abort_reason is not None:
+        if self._comm.control.abort_reason is not None or self.left:
             self._end()
             return True
         try:

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from communicators.background.call import Call
-from communicators.communicator import Communicator, Work
+from communicators.communicator import TIMEOUT_SECONDS, Communicator, Work
 from communicators.errors import CollectiveError
 from communicators.schedule import Schedule
-from communicators.signals import OnSignal, Signals, refuse_too_many_waiting
+from communicators.signals import Attempt, OnSignal, Signals, refuse_too_many_waiting
 
 T = TypeVar("T")
 
 
 class Alone(Communicator):
     """Rank 0 of 1."""
+
+    outlives_ranks = True
 
     def __init__(self) -> None:
         self.rank, self.size = 0, 1
@@ -70,6 +72,13 @@ class _ToItself(Signals):
         if self._failed:
             raise CollectiveError(self._failed)
 
+    def attempt(self, schedule: Schedule[Any], members: Sequence[int], *, facts: str) -> Attempt:
+        del members
+        return _Attempt(Alone().run(schedule, facts=facts, timeout=TIMEOUT_SECONDS))
+
+    def leave(self, why: str) -> None:
+        self.close()
+
     @property
     def departed(self) -> frozenset[int]:
         return frozenset()
@@ -99,6 +108,23 @@ class _ToItself(Signals):
     def _take(self) -> list[tuple[int, int]]:
         taken, self._unread = list(self._unread), {}
         return taken
+
+
+class _Attempt(Attempt):
+    lost = error = None
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    @property
+    def value(self) -> Any:
+        return self._value
+
+    def when_over(self, callback: Callable[[], None]) -> None:
+        callback()
+
+    def cancel(self) -> None:
+        pass
 
 
 class _Finished(Work[T]):
