@@ -7,7 +7,7 @@ import threading
 import time
 
 import torch
-from communicators import allgather, barrier, refuse_unlike
+from communicators import CollectiveError, allgather, barrier, refuse_unlike
 from partial_collectives import EagerSGD, PartialAllreduce
 
 STEPS = 12
@@ -97,6 +97,18 @@ def partial_beside_other_calls(comm):
     assert all(result.weight == result.deposits for result in results)
 
 
+def gives_up(comm):
+    """An exception in one rank's own code."""
+    try:
+        with PartialAllreduce(torch.zeros(4), comm) as partial:
+            for step in range(100):
+                if comm.rank == comm.size - 1 and step == 3:
+                    raise ValueError("mine")
+                partial.allreduce(torch.ones(4))
+    except ValueError as error:
+        raise CollectiveError(f"rank {comm.rank} gave up its partial allreduce: ValueError: {error}") from error
+
+
 def differs(comm):
     PartialAllreduce(torch.zeros(4 + comm.rank), comm)
 
@@ -111,5 +123,6 @@ LAWS = [
     partial_beside_other_calls,
 ]
 FAILURES = {
+    gives_up: "rank {last} gave up its partial allreduce: ValueError: mine",
     differs: "ranks disagree on call 0: rank 0 calls PartialAllreduce((4,)",
 }

@@ -36,7 +36,7 @@ class Network:
 class Threads(Transport):
     """One rank; `nap_error` is raised once, `read_error` always, where they are set."""
 
-    threaded = True
+    threaded = outlives_ranks = True
     device = torch.device("cpu")
 
     def __init__(self, network, rank):

@@ -20,7 +20,7 @@ from communicators import (
     run,
     start,
 )
-from communicators.background import detached_sends, outstanding_call, transport_communicator
+from communicators.background import detached_sends, outstanding_call, requested_abort, transport_communicator
 from communicators.background.engine import LISTEN_SECONDS, LONGEST_NAP_SECONDS, Engine, engine, leave
 from communicators.background.transport import PeerLost
 from communicators.worlds.waiters import Waiters
@@ -290,7 +290,7 @@ def test_closing_is_collective_and_releases_the_transport():
 
 
 def test_closing_too_early_or_alone_is_told(monkeypatch):
-    monkeypatch.setattr(outstanding_call, "ABORT_SECONDS", 0.1)  # of an arbiter that has left
+    monkeypatch.setattr(requested_abort, "ABORT_SECONDS", 0.1)  # of an arbiter that has left
     comms = ranks(2)
     work = start(ping(comms[0]), comms[0], facts="ping")
     with pytest.raises(RuntimeError, match=r"close\(\) while calls that were started are in flight"):

@@ -27,6 +27,8 @@ def cases(draw, most_ranks=8):
         seed=draw(st.integers(0, 99)),
         steps=draw(st.tuples(*[part] * size)),
         choices=tuple(draw(st.lists(st.integers(0, 1 << 16), max_size=120))),
+        deaths=tuple(draw(st.lists(st.integers(0, size - 1), unique=True, max_size=size))),
+        rejoin=draw(st.booleans()),
     )
 
 

@@ -12,8 +12,8 @@ from partial_collectives.protocol.interleaving import BrokenRuleError, Play, cas
 MOST = 2000
 BROKEN = {
     "what is deposited during a round is taken for its own": (
-        "        self.joined = False\n        return self._go_on()",
-        "        self.joined = self._holds = False\n        return self._go_on()",
+        "        self.round += 1\n        self.joined = False",
+        "        self.round += 1\n        self.joined = self._holds = False",
     ),
     "who ends is no arrival": ("(self._waits or at_rest)", "self._waits"),
     "draws are among all ranks": (
@@ -55,7 +55,7 @@ BROKEN = {
         "self.rules.quorum_is_there(arrived | {(self.rank + 1) % self.size}, self.running, self.rank)",
     ),
     "the coordinator does not tell the others": (
-        "self._actions += [Signal(peer, Kind.BEGIN, self.round) for peer in range(self.size) if peer != self.rank]",
+        "self._actions += [Signal(peer, Kind.BEGIN, self.round) for peer in sorted(self.members - {self.rank})]",
         "self._actions += []",
     ),
     "who brings something says that it does not": (
@@ -67,6 +67,34 @@ BROKEN = {
         "return self.rank not in self.unfinished",
     ),
     "a rank arrives before it has a gradient": ("(self._waits or at_rest)", "True"),
+    "nobody tells on that a rank is gone": ("return [*told, Recover(self.members)]", "return [Recover(self.members)]"),
+    "who was told to begin by one that is gone keeps it to itself": (
+        "        if self._told >= self.round:\n            self._begin()",
+        "        if False:\n            self._begin()",
+    ),
+    "what was brought to a round that nobody has ended is forgotten": (
+        "self._holds = self._holds or (self.joined and self._brought)",
+        "self._holds = self._holds",
+    ),
+    "what was brought to a round that others have ended is brought again": (
+        "        else:\n            self._end_round(headers)\n        self.unfinished",
+        "        else:\n            self._end_round(headers)\n            self._holds = True\n        self.unfinished",
+    ),
+    "arrivals are not told to the next coordinator": ("        self._announced = NEVER  # to", "        pass  # to"),
+    "those that are gone are drawn": (
+        "self.running = self.running & self.members or self.unfinished",
+        "self.running = self.running or self.unfinished",
+    ),
+    "those that are gone are waited for to finish": ("self.unfinished &= self.members", "pass"),
+    "the next round begins before it is known which are over": (
+        "not self.over and not self.recovering",
+        "not self.over",
+    ),
+    "those that come back are not waited for to finish": (
+        'back.union(state["unfinished"])',
+        'frozenset(state["unfinished"])',
+    ),
+    "those that come back are not waited for": ('back.union(state["running"])', 'frozenset(state["running"])'),
 }
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from communicators.errors import CollectiveError
 from communicators.schedule import Schedule
 from communicators.signals import OnSignal, Signals
 
@@ -58,6 +59,15 @@ class Work(ABC, Generic[T]):
     def is_completed(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
 
+    @property
+    def error(self) -> CollectiveError | None:
+        """What `wait` would raise; None while it has not failed."""
+        raise NotImplementedError(f"{type(self).__name__} does not tell its error: wait() raises it")
+
+    def when_over(self, callback: Callable[[], None]) -> None:
+        """Calls back once there is a result or an error, or now where that is so; in any thread: it must be short."""
+        raise NotImplementedError(f"{type(self).__name__} calls nobody back: wait() for it")
+
     @abstractmethod
     def get_future(self) -> torch.futures.Future[T]:
         """A torch future of the result. Errors surface through `wait` of this work, and of futures by `then`."""
@@ -69,6 +79,7 @@ class Communicator(ABC):
     rank, size: this process and how many there are.
     device: where payloads live unless a call names another one.
     bytes_sent, messages_sent: what this rank sent in counted rounds so far, by duplicates too.
+    outlives_ranks: whether its signals, and attempts by them, go on where a rank has died. Its calls never do.
     """
 
     rank: int
@@ -76,6 +87,7 @@ class Communicator(ABC):
     device: torch.device = torch.device("cpu")
     bytes_sent: int = 0
     messages_sent: int = 0
+    outlives_ranks: bool = False
     _timeout = TIMEOUT_SECONDS
 
     @property

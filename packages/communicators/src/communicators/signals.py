@@ -9,10 +9,41 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
+
+from communicators.errors import CollectiveError
+from communicators.schedule import Schedule
 
 OnSignal: TypeAlias = Callable[[int, int], None]
 """Called with source and value."""
+
+
+class Attempt(ABC):
+    """A schedule among some of the ranks, beside others that may have died; made by `Signals.attempt`."""
+
+    @property
+    @abstractmethod
+    def value(self) -> Any:
+        """What the schedule has returned."""
+
+    @property
+    @abstractmethod
+    def error(self) -> CollectiveError | None:
+        """Why it has failed, on this rank alone; None while it has not."""
+
+    @property
+    @abstractmethod
+    def lost(self) -> int | None:
+        """The rank whose connection it failed for."""
+
+    @abstractmethod
+    def when_over(self, callback: Callable[[], None]) -> None:
+        """Calls back once there is a value or an error, or now where that is so; in any thread: it must be short."""
+
+    @abstractmethod
+    def cancel(self) -> None:
+        """Leaves it, on this rank alone: its error says so, unless it is over. Does not block."""
+
 
 MOST_WAITING = 1024
 """Different signals from one rank to one other that the other has not taken; `send` raises beyond."""
@@ -62,6 +93,32 @@ class Signals(ABC):
     @abstractmethod
     def remind(self, seconds: float, value: int) -> None:
         """Sends a signal to this rank itself so many seconds from now."""
+
+    @abstractmethod
+    def fail(self, reason: str) -> None:
+        """Has them fail on all ranks, and returns once that is agreed on: who leaves then has been heard.
+
+        All give one reason, the first that was found on any rank. What `on_signal` raises is such a reason too.
+        """
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raises CollectiveError where they have failed."""
+
+    def attempt(self, schedule: Schedule[Any], members: Sequence[int], *, facts: str) -> Attempt:
+        """Starts a schedule among these ranks, for which its own ranks 0, 1, … stand.
+
+        facts: what tells it from all others, alike on its members. It waits without end, for slow ranks too; where a
+        rank has died that it waits for, `departed` says so, and each member leaves it by itself. Only where
+        `Communicator.outlives_ranks`.
+        """
+        del schedule, members, facts
+        raise NotImplementedError(f"{type(self).__name__} does not outlive its ranks")
+
+    def leave(self, why: str) -> None:
+        """This rank goes, and the others go on: to them it has departed. Nothing comes or goes any more."""
+        del why
+        raise NotImplementedError(f"{type(self).__name__} cannot be left: close() them on all ranks")
 
     @property
     @abstractmethod

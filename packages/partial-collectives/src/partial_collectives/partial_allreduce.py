@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any, Self
 
 import torch
-from communicators import as_communicator, run
+from communicators import CollectiveError, as_communicator, run
 from communicators.dense_schedules import barrier
+from communicators.errors import describe
 from torch import Tensor
 
 from partial_collectives.protocol.events import Stage
@@ -145,9 +146,8 @@ class PartialAllreduce:
             self.close()
         elif not self._closed:
             self._closed = True
-            self._engine.give_up(
-                f"rank {self.comm.rank} gave up its partial allreduce: {type(error).__name__}: {error}"
-            )
+            mine = f"rank {self.comm.rank} gave up its partial allreduce: {describe(error)}"
+            self._engine.give_up(str(error) if isinstance(error, CollectiveError) else mine)
 
     def _rest(self, stage: Stage) -> Iterator[PartialResult]:
         engine, machine = self._engine, self._engine.machine

@@ -13,6 +13,7 @@ from communicators import errors
 from communicators.background.abort import Control
 from communicators.background.call import Call, NativeSum
 from communicators.background.engine import Engine
+from communicators.background.requested_abort import RequestedAbort
 from communicators.background.streams import SideStream, devices_of, owned_here
 from communicators.background.transport import PeerLost, Pending, Transport, Unsent
 from communicators.communicator import Work
@@ -25,10 +26,8 @@ REPORT_SECONDS = 2.0
 """After so long a rank tells those it waits for what it waits for."""
 LEAVE_GRACE_SECONDS = 0.5
 """A message of a peer that has left may still be in flight for so long."""
-ABORT_SECONDS = 5.0
-"""Where no abort reason comes for so long, a rank raises its own reason; after half of it the next arbiter is asked."""
 LATE_ABORT_SECONDS = 0.8
-"""The same for a rank that has waited for its whole time-out."""
+"""For so long a rank that has waited for its whole time-out waits for an abort reason."""
 
 
 class CallOwner(Protocol):
@@ -80,8 +79,7 @@ class OutstandingCall:
         self._pending: Pending | None = None
         self._unsent: list[Pending] = []  # rounds before it of which not all is known to have come
         self._cause: BaseException | None = None
-        self._reason: str | None = None
-        self._patience, self._asked_again = ABORT_SECONDS, False
+        self._requested: RequestedAbort | None = None
         self._lost: PeerLost | None = None
         self._reported = False
         self._callbacks: list[Callable[[], None]] = []
@@ -101,7 +99,7 @@ class OutstandingCall:
 
     def _poll(self) -> bool:
         try:
-            if self._reason is None and self.comm.control.abort_reason is None and self._advance():
+            if self._requested is None and self.comm.control.abort_reason is None and self._advance():
                 self._finish()
                 return True
         except PeerLost as lost:  # `watch` requests an abort, unless a control message has said why
@@ -117,7 +115,7 @@ class OutstandingCall:
         if self._pending is not None and self._pending.waits_its_turn():
             self._turn_came = time.monotonic()
         waited = time.monotonic() - max(self.progressed, self._turn_came)
-        if self._reason is not None or self._pending is None or waited < LEAVE_GRACE_SECONDS:
+        if self._requested is not None or self._pending is None or waited < LEAVE_GRACE_SECONDS:
             return
         missing, control = self._pending.missing(), self.comm.control
         waiting = errors.waits(self.comm.rank, self.call.number, self.call.facts, self.call.turn, missing)
@@ -126,8 +124,7 @@ class OutstandingCall:
         elif self._lost is not None:  # no word of who noticed: if the arbiter is gone, every rank says this by itself
             self._request_abort(f"rank {self._lost.peer} is gone: its connection was lost", self._lost.error)
         elif waited > self._timeout:
-            self._patience = LATE_ABORT_SECONDS
-            self._request_abort(f"timed out after {self._timeout:g} s: {waiting}")
+            self._request_abort(f"timed out after {self._timeout:g} s: {waiting}", patience=LATE_ABORT_SECONDS)
         elif waited > REPORT_SECONDS and not self._reported:
             self._reported = True
             self.comm.report(self.call, missing)
@@ -199,25 +196,21 @@ class OutstandingCall:
                 self.comm.count(sum(payload.numel() for payload in action.sends.values()), len(action.sends))
         self.progressed, self._reported = time.monotonic(), False
 
-    def _request_abort(self, reason: str, cause: BaseException | None = None) -> None:
-        self._reason, self._cause = reason, cause
+    def _request_abort(
+        self, reason: str, cause: BaseException | None = None, *, patience: float | None = None
+    ) -> None:
+        self._cause = cause
         self.progressed = time.monotonic()
-        self.comm.request_abort(reason)
+        self._requested = RequestedAbort(self.comm, reason, patience=patience)
 
     def _failed(self) -> bool:
         """Ends with the abort reason once there is one; a rank that requested the abort waits for it."""
-        control = self.comm.control
-        if control.abort_reason is None and self._reason is not None:
-            waited = time.monotonic() - self.progressed
-            if waited > self._patience / 2 and not self._asked_again:
-                self._asked_again = True
-                self.comm.lose(control.arbiter)
-            if waited < self._patience:
-                return False
-            control.abort_reason = self._reason
-        if control.abort_reason is None:
+        if self._requested is not None and not self._requested.settled():
             return False
-        self.error = CollectiveError(control.abort_reason)
+        reason = self.comm.control.abort_reason
+        if reason is None:
+            return False
+        self.error = CollectiveError(reason)
         self.abandon()
         self.call.close()
         self._finish()
@@ -260,6 +253,15 @@ class TransportWork(Work[T]):
         done: torch.futures.Future[None] = torch.futures.Future(devices=devices_of(outstanding.device))
         outstanding.when_finished(lambda: done.set_result(None))
         return done.then(lambda _: outstanding.result())  # what is raised here surfaces as itself
+
+    @property
+    def error(self) -> CollectiveError | None:
+        """See `Work.error`."""
+        return self._outstanding.error
+
+    def when_over(self, callback: Callable[[], None]) -> None:
+        """See `Work.when_over`."""
+        self._outstanding.when_finished(callback)
 
     @property
     def began(self) -> float:

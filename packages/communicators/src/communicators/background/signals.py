@@ -12,13 +12,17 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 from communicators import errors
+from communicators.among import among
 from communicators.background.abort import Control
+from communicators.background.attempt import TransportAttempt
 from communicators.background.engine import Engine
+from communicators.background.requested_abort import RequestedAbort
 from communicators.background.transport import PeerLost, SignalLine, Transport
 from communicators.errors import CollectiveError
+from communicators.schedule import Schedule
 from communicators.signals import OnSignal, Signals, refuse_too_many_waiting
 
 MOST_VALUES = 64
@@ -29,8 +33,8 @@ GRACE_SECONDS = 0.5
 """For so long the last message of a peer that has left may still be in flight."""
 LOOK_SECONDS = 0.1
 """At least so often who waits looks whether he still must."""
-END_SECONDS = 5.0
-"""The engine sees much sooner that signals have failed."""
+FAIL_SECONDS = 10.0
+"""Sooner all ranks have agreed on a reason, or this rank has raised its own."""
 
 _HEAD = struct.Struct("<IHH")  # checksum of the rest, whether it is the last one, number of values
 
@@ -42,6 +46,7 @@ class Group(Protocol):
     size: int
     transport: Transport
     control: Control
+    lock: threading.RLock
 
     @property
     def timeout(self) -> float: ...
@@ -51,6 +56,12 @@ class Group(Protocol):
 
     def lose(self, peer: int) -> None:
         """This peer cannot be reached any more."""
+
+    def count(self, nbytes: int, messages: int) -> None:
+        """What this rank has sent."""
+
+    def depart(self, why: str) -> None:
+        """Tells all peers that this rank departs."""
 
     def close(self) -> None:
         """Releases the transport, with all other ranks."""
@@ -83,6 +94,33 @@ class TransportSignals(Signals):
                 raise TimeoutError(f"not within {timeout:g} s")
             news.wait(min(left, LOOK_SECONDS))
 
+    def fail(self, reason: str) -> None:
+        """See `Signals.fail`; not in `on_signal`, which may raise it."""
+        if self._engine.on_thread():
+            raise RuntimeError("fail() in on_signal would wait for itself: raise a CollectiveError there")
+        self._traffic.fail_with = reason
+        self._engine.wake()
+        self._traffic.over.wait(FAIL_SECONDS)
+
+    def check(self) -> None:
+        """See `Signals.check`."""
+        self._traffic.raise_failed()
+
+    def attempt(self, schedule: Schedule[Any], members: Sequence[int], *, facts: str) -> TransportAttempt:
+        """See `Signals.attempt`."""
+        if not self._comm.transport.outlives_ranks:
+            return super().attempt(schedule, members, facts=facts)
+        made = TransportAttempt(self._comm, among(schedule, members, facts), facts)
+        self._engine.add(made.outstanding)
+        return made
+
+    def leave(self, why: str) -> None:
+        """See `Signals.leave`."""
+        self._comm.depart(why)
+        self._traffic.left = True
+        self._engine.wake()
+        self._traffic.over.wait(FAIL_SECONDS)
+
     def remind(self, seconds: float, value: int) -> None:
         """See `Signals.remind`."""
         self._engine.add(Reminder(time.monotonic() + seconds, lambda: self._traffic.put([self.rank], value)))
@@ -108,10 +146,7 @@ class TransportSignals(Signals):
             f"timed out after {self._comm.timeout:g} s: rank {self.rank} closes its signals, but ranks "
             f"{self._traffic.unfinished()} do not: all ranks must"
         )
-        self._comm.request_abort(reason)
-        self._traffic.error = self._traffic.error or CollectiveError(reason)
-        self._engine.wake()
-        self._traffic.over.wait(END_SECONDS)
+        self.fail(reason)
         return reason
 
     def _send(self, peers: Sequence[int], value: int) -> None:
@@ -148,7 +183,8 @@ class Reminder:
 class SignalTraffic:
     """What is to be sent and what has come; see `Driven`.
 
-    closing: no more is sent but what waits, and that it was the last. over: set at the end. error: why it has failed.
+    closing: no more is sent but what waits, and that it was the last. over: set at the end.
+    fail_with: a reason for which this rank would have all ranks fail.
     """
 
     lingers = False
@@ -162,8 +198,11 @@ class SignalTraffic:
         self._told, self._heard = set[int](), set[int]()  # who the last message went to, and came from
         self._left: dict[int, float] = {}  # since when a peer is known to have departed
         self._lock = threading.Lock()
+        self.left = False
         self.closing, self.over, self.news = False, threading.Event(), threading.Event()
-        self.error: CollectiveError | None = None
+        self.fail_with = ""
+        self._requested: RequestedAbort | None = None
+        self._cause: BaseException | None = None
         self.progressed = time.monotonic()
 
     def put(self, peers: Sequence[int], value: int) -> None:
@@ -198,9 +237,29 @@ class SignalTraffic:
 
     def poll(self) -> bool:
         """See `Driven.poll`."""
-        if self.error is not None or self._comm.control.abort_reason is not None:
+        if self.fail_with and self._requested is None:
+            self._requested = RequestedAbort(self._comm, self.fail_with)
+        if self._requested is not None and not self._requested.settled():
+            return False
+        if self._comm.control.abort_reason is not None or self.left:
             self._end()
             return True
+        try:
+            return self._go_on()
+        except Exception as error:  # also where `on_signal` has raised
+            self.fail_with, self._cause = errors.reason(self._comm.rank, "its signals", error), error
+            return False
+
+    def watch(self) -> None:
+        """Has no clock of its own."""
+
+    def abandon(self, error: BaseException | None) -> None:
+        """See `Driven.abandon`."""
+        del error
+        self._end()
+
+    def _go_on(self) -> bool:
+        """Receives and sends what there is; True at the end."""
         came = self._receive()
         went = bool(self._active or self.closing) and self._send()
         if came or went:
@@ -209,18 +268,6 @@ class SignalTraffic:
             self._end()
             return True
         return False
-
-    def watch(self) -> None:
-        """Has no clock of its own."""
-
-    def abandon(self, error: BaseException | None) -> None:
-        """See `Driven.abandon`: also where `on_signal` has raised."""
-        if error is not None:
-            reason = errors.reason(self._comm.rank, "its signals", error)
-            self.error = CollectiveError(reason)
-            self.error.__cause__ = error
-            self._comm.request_abort(reason)
-        self._end()
 
     def _receive(self) -> bool:
         if len(self._unread) >= MOST_UNREAD and not self.closing:
@@ -299,11 +346,11 @@ class SignalTraffic:
         return peer in self.departed() and now - self._left.setdefault(peer, now) > GRACE_SECONDS
 
     def raise_failed(self) -> None:
-        """The error, where there is one."""
-        if self.error is not None:
-            raise CollectiveError(str(self.error)) from self.error.__cause__
-        if self._comm.control.abort_reason is not None:
-            raise CollectiveError(self._comm.control.abort_reason)
+        """The reason that all ranks give, where there is one."""
+        reason = self._comm.control.abort_reason
+        if reason is not None:
+            mine = self._requested is not None and self._requested.reason == reason
+            raise CollectiveError(reason) from (self._cause if mine else None)
 
     def _end(self) -> None:
         self.news.set()

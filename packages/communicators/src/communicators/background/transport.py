@@ -100,6 +100,7 @@ class Transport(ABC):
 
     threaded: whether another thread may drive it while the caller computes.
     name: of how data on a GPU travel, "host" or "nccl".
+    outlives_ranks: whether messages between the others go on where a rank has died.
     departure_seconds: how long the end of the process waits for other ranks' departure.
     duplicates: how many were made of it.
     """
@@ -111,6 +112,7 @@ class Transport(ABC):
     departure_seconds: float = math.inf
     duplicates: int = 0
     name: str = "host"
+    outlives_ranks: bool = False
 
     @abstractmethod
     def post(self, call: Call, action: Round, device: torch.device) -> Pending:

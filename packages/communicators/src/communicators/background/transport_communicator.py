@@ -54,7 +54,7 @@ class TransportCommunicator(Communicator):
         self.closed = self.released = False
         self._outstanding: weakref.WeakSet[OutstandingCall] = weakref.WeakSet()
         self._duplicates: list[TransportCommunicator] = []  # alive until closed: peers wait for their departure
-        self.threaded = transport.threaded
+        self.threaded, self.outlives_ranks = transport.threaded, transport.outlives_ranks
         self._engine: Engine = engine()
         self._engine.listen_to(self)
 

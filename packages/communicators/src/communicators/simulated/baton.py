@@ -36,6 +36,8 @@ class RankThread(Generic[T]):
 
     def give_back(self) -> None:
         """Called by the rank: lets the loop run until it resumes this rank."""
+        if self.dead:  # what it does while it unwinds waits for nobody
+            raise Killed
         self._back.release()
         self._turn.acquire()
         if self.dead:

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 from typing import Any, Protocol, TypeVar
 
@@ -43,6 +44,9 @@ class Conditions(Protocol):
     @property
     def jitter(self) -> float: ...
 
+    @property
+    def deaths(self) -> Sequence[tuple[int, float]]: ...
+
     def fault(self, rank: int, message: int) -> Dies | Corrupts | None:
         """What befalls this message of this rank."""
 
@@ -59,6 +63,14 @@ class SimulatedCall:
         self.unsent = -1  # -1: not in a round
         self.received: Received = {}
         self.waiter: Action | None = None
+        self.callbacks: list[Action] = []
+
+    def when_over(self, callback: Action) -> None:
+        """Calls back at the end, or now if that has been."""
+        if self.done:
+            callback()
+        else:
+            self.callbacks.append(callback)
 
     @property
     def name(self) -> Name:
@@ -105,6 +117,9 @@ class EventLoop:
         self._facts: dict[Name, tuple[int, str]] = {}  # of each call: who made it first, and with which
         self._poison: dict[Context, CollectiveError] = {}
         self._dead: CollectiveError | None = None  # of the whole world
+        self._bereaved: CollectiveError | None = None  # of all communicators but these:
+        self._outliving: set[Context] = set()
+        self._torn: set[Context] = set()  # of attempts that a rank has left
         self._blocked: dict[int, SimulatedCall | Watch] = {}
         self._watches: dict[int, Watch] = {}
         self._inboxes: list[dict[Address, torch.Tensor]] = [{} for _ in range(world.size)]
@@ -125,6 +140,16 @@ class EventLoop:
         self._wishes.append(lambda: self._begin(outstanding, timeout))
         return outstanding
 
+    def outlives(self, context: Context) -> None:
+        """A communicator that goes on where a rank has died."""
+        self._outliving.add(context)
+
+    def leave(self, outstanding: SimulatedCall) -> None:
+        """This rank takes no further part in the call, which does not fail for it."""
+        self._torn.add(outstanding.context)
+        if not outstanding.done:
+            self._end(outstanding, CollectiveError("it was cancelled"))
+
     def wish(self, action: Action) -> None:
         """Has the loop's thread do this as soon as it has the baton."""
         self._wishes.append(action)
@@ -144,6 +169,11 @@ class EventLoop:
         """Waits until it holds; returns also where its communicator has failed."""
         self._watches[watch.rank] = watch
         self.wait(watch.rank, watch, None)
+
+    def look_around(self) -> None:
+        """Called in the loop's thread: looks at all who wait."""
+        for watch in list(self._watches.values()):
+            self.look_at(watch)
 
     def look_at(self, watch: Watch | None) -> None:
         """Called in the loop's thread: whether what it waits for holds now."""
@@ -179,10 +209,13 @@ class EventLoop:
         self._ranks = [RankThread(body) for body in bodies]
         for rank in range(len(bodies)):
             self.after(0.0, lambda rank=rank: self._resume(rank))  # type: ignore[misc]
+        for rank, seconds in self.world.deaths:
+            died = f"rank {rank} died after {seconds:g} virtual seconds"
+            self.after(seconds, partial(self._die, rank, died), live=partial(self._lives, rank))
         try:
             self._drain()
-            while not all(thread.over for thread in self._ranks):
-                self._fail("deadlock: " + "; ".join(self._stuck()), None)
+            while not all(thread.over or thread.dead for thread in self._ranks):
+                self.fail("deadlock: " + "; ".join(self._stuck()), None)
                 self._drain()
             self._check_end()
         finally:
@@ -211,15 +244,19 @@ class EventLoop:
             outstanding = ref()
             if outstanding is not None and not outstanding.done:
                 self.now = time
-                self._fail(f"timed out after {timeout} virtual seconds: {outstanding.waits()}", outstanding.context)
+                self.fail(f"timed out after {timeout} virtual seconds: {outstanding.waits()}", outstanding.context)
 
     def guarded(self, context: Context, rank: int, deliver: Action) -> None:
         """Delivers a signal to a rank; an error of who listens there fails the communicator."""
         try:
             deliver()
         except Exception as error:
-            self._fail(errors.reason(rank, "its signals", error), context, error)
+            self.fail(errors.reason(rank, "its signals", error), context, error)
         self._carry_out()
+
+    def is_dead(self, rank: int) -> bool:
+        """Whether it has died."""
+        return self._ranks[rank].dead
 
     def ended_ranks(self) -> frozenset[int]:
         """Those whose function has returned or raised, or that died."""
@@ -230,16 +267,37 @@ class EventLoop:
         seconds = self.world.link.seconds(nbytes)
         return seconds + self.world.jitter * self._draw() if self.world.jitter else seconds
 
+    def _lives(self, rank: int) -> bool:
+        return rank not in self.ended_ranks() and not all(thread.over or thread.dead for thread in self._ranks)
+
+    def _die(self, rank: int, reason: str) -> None:
+        """Nothing of it goes on, and nobody's calls but those that outlive it."""
+        self._ranks[rank].dead = True
+        self._blocked.pop(rank, None)
+        self._watches.pop(rank, None)
+        for outstanding in list(self._outstanding[rank].values()):
+            outstanding.callbacks.clear()
+            outstanding.waiter = None
+            self._torn.add(outstanding.context)
+            self._end(outstanding, CollectiveError(reason))
+        self._bereaved = self._bereaved or CollectiveError(reason)
+        for calls in self._outstanding:
+            for outstanding in list(calls.values()):
+                if outstanding.context not in self._outliving:
+                    self._end(outstanding, self._bereaved)
+        self.look_around()
+
     def _resume(self, rank: int) -> None:
         thread = self._ranks[rank]
+        if thread.dead:
+            return
         self._blocked.pop(rank, None)
         thread.resume()
         self._carry_out()
         if thread.over:
-            for watch in list(self._watches.values()):
-                self.look_at(watch)
+            self.look_around()
         if thread.error is not None:
-            self._fail(errors.failed(rank, "its own code", thread.error), None, thread.error)
+            self.fail(errors.failed(rank, "its own code", thread.error), None, thread.error)
 
     def _carry_out(self) -> None:
         wishes, self._wishes = self._wishes, []
@@ -255,7 +313,7 @@ class EventLoop:
         heapq.heappush(self._deadlines, (self.now + timeout, next(self._serial), timeout, weakref.ref(outstanding)))
         other, facts = self._facts.setdefault(outstanding.name, (call.rank, call.facts))
         if call.facts != facts:
-            self._fail(errors.mismatch(call.number, call.rank, call.facts, other, facts), outstanding.context)
+            self.fail(errors.mismatch(call.number, call.rank, call.facts, other, facts), outstanding.context)
         else:
             self._advance(outstanding, {})
 
@@ -265,7 +323,7 @@ class EventLoop:
         try:
             action = call.step(received)
         except Exception as error:
-            self._fail(errors.reason(call.rank, call.facts, error), outstanding.context, error)
+            self.fail(errors.reason(call.rank, call.facts, error), outstanding.context, error)
             return
         if action is None:
             self._end(outstanding, None)
@@ -282,8 +340,7 @@ class EventLoop:
         for target, payload in action.sends.items():
             fault = self.world.fault(call.rank, self.messages_sent[call.rank])
             if isinstance(fault, Dies):
-                self._ranks[call.rank].dead = True
-                self._fail(f"rank {call.rank} died in {call.facts}", None)
+                self._die(call.rank, f"rank {call.rank} died in {call.facts}")
                 return
             call.stamp(payload)
             self.bytes_sent[call.rank] += payload.numel()
@@ -317,7 +374,7 @@ class EventLoop:
         try:
             self._receive(outstanding)
         except CollectiveError as error:
-            self._fail(str(error), outstanding.context)
+            self.fail(str(error), outstanding.context)
             return
         if not outstanding.lacks and not outstanding.unsent:
             outstanding.unsent = -1
@@ -334,9 +391,11 @@ class EventLoop:
 
     def poisoned(self, context: Context) -> CollectiveError | None:
         """Why a communicator has failed; None while it has not."""
-        return self._poison.get(context, self._dead)
+        if context in self._poison or self._dead is not None:
+            return self._poison.get(context, self._dead)
+        return None if context in self._outliving else self._bereaved
 
-    def _fail(self, reason: str, context: Context | None, cause: BaseException | None = None) -> None:
+    def fail(self, reason: str, context: Context | None, cause: BaseException | None = None) -> None:
         """Every call of a communicator (None: of all) that is in flight ends with this reason, and so does every later
         one. The first reason counts."""
         if self._dead is not None or context in self._poison:
@@ -361,6 +420,9 @@ class EventLoop:
         self._outstanding[outstanding.call.rank].pop(outstanding.name, None)
         if error is not None:
             outstanding.call.close()
+        callbacks, outstanding.callbacks = outstanding.callbacks, []
+        for callback in callbacks:
+            callback()
         self._wake(outstanding)
 
     def _wake(self, outstanding: SimulatedCall | Watch) -> None:
@@ -371,7 +433,9 @@ class EventLoop:
     def _stuck(self) -> list[str]:
         waiting = [self._blocked[rank].waits() for rank in sorted(self._blocked)]
         gone = [str(rank) for rank, thread in enumerate(self._ranks) if thread.over]
-        return waiting + ([f"already returned: rank {', '.join(gone)}"] if gone else [])
+        dead = [str(rank) for rank, thread in enumerate(self._ranks) if thread.dead]
+        waiting += [f"already returned: rank {', '.join(gone)}"] if gone else []
+        return waiting + ([f"dead: rank {', '.join(dead)}"] if dead else [])
 
     def _check_end(self) -> None:
         """Raises what went wrong on a rank, or what a schedule left behind."""
@@ -379,14 +443,14 @@ class EventLoop:
         raised.sort(key=lambda error: isinstance(error, CollectiveError))  # a cause rather than its consequences
         if raised:
             raise raised[0]
-        if self._dead is not None:
+        if self._dead is not None or self._bereaved is not None:
             return  # every rank has caught it
         for calls in self._outstanding:
             for outstanding in calls.values():
                 raise CollectiveError(f"started, but never completed: {outstanding.waits()}")
         for rank, inbox in enumerate(self._inboxes):
             for source, name, _ in inbox:
-                if name[0] in self._poison:
+                if name[0] in self._poison or name[0] in self._torn:
                     continue
                 facts = self._facts[name][1]
                 raise CollectiveError(

@@ -7,10 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Dies:
-    """Fault: the rank is gone when it would send its message number `message` (0 is its first)."""
+    """Fault: the rank is gone when it would send its message number `message` (0 is its first), or at a virtual time.
+
+    Every call of all ranks ends with an error that names it; signals and attempts go on among the others, who see it in
+    `Signals.departed`. Of its own nothing goes on, and its result is None.
+    at: virtual seconds, in place of `message`.
+    """
 
     rank: int
     message: int = 0
+    at: float | None = None
 
 
 @dataclass(frozen=True)

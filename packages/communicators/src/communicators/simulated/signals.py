@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import zlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
+from communicators.among import among
 from communicators.communicator import Communicator
-from communicators.dense_schedules import barrier
 from communicators.errors import CollectiveError
-from communicators.signals import OnSignal, Signals, refuse_too_many_waiting
-from communicators.simulated.event_loop import EventLoop, Watch
-from communicators.simulated.signals_in_flight import Context
+from communicators.schedule import Schedule
+from communicators.signals import Attempt, OnSignal, Signals, refuse_too_many_waiting
+from communicators.simulated.event_loop import EventLoop, SimulatedCall, Watch
+from communicators.simulated.signals_in_flight import SIGNAL_BYTES, Context
 
 POLL_SECONDS = 50e-6
 """Virtual cost of one `poll()`."""
@@ -23,6 +27,7 @@ class SimulatedSignals(Signals):
         self._loop, self._comm, self._context, self._closed = loop, comm, context, False
         self._unread: dict[tuple[int, int], None] = {}  # an ordered set
         self._watch: Watch | None = None
+        loop.outlives(context)
         loop.signals.listen(context, comm.rank, self._arrived)
 
     def wait_until(self, over: Callable[[], bool], timeout: float) -> None:
@@ -44,10 +49,34 @@ class SimulatedSignals(Signals):
         live = lambda: rank not in self._loop.ended_ranks()  # noqa: E731
         self._loop.wish(lambda: self._loop.after(seconds, send, live))
 
+    def fail(self, reason: str) -> None:
+        """See `Signals.fail`."""
+        self._loop.refuse_to_wait("fail()")
+        self._loop.wish(lambda: self._loop.fail(reason, self._context))
+        self._loop.sleep(self.rank, 0.0)
+
+    def check(self) -> None:
+        """See `Signals.check`."""
+        self._raise_failed()
+
     @property
     def departed(self) -> frozenset[int]:
         """See `Signals.departed`."""
-        return self._loop.ended_ranks() - {self.rank}
+        return (self._loop.ended_ranks() | self._loop.signals.left(self._context)) - {self.rank}
+
+    def attempt(self, schedule: Schedule[Any], members: Sequence[int], *, facts: str) -> SimulatedAttempt:
+        """See `Signals.attempt`."""
+        context = (*self._context, zlib.crc32(facts.encode()))
+        self._loop.outlives(context)
+        outside = among(schedule, members, facts)
+        return SimulatedAttempt(self._loop, self._loop.submit(self.rank, outside, facts, math.inf, context))
+
+    def leave(self, why: str) -> None:
+        """See `Signals.leave`."""
+        del why
+        self._closed = True
+        self._loop.signals.leave(self._context, self.rank)
+        self._loop.wish(self._loop.look_around)
 
     def close(self) -> None:
         """See `Signals.close`. Raises CollectiveError where a rank does not come."""
@@ -56,11 +85,18 @@ class SimulatedSignals(Signals):
             return
         self._closed = True
         if self._loop.poisoned(self._context) is None:
-            ended = barrier(self.rank, self.size)
-            self._comm.run(ended, facts="the end of signals", timeout=self._comm.timeout)
+            self._loop.signals.close(self._context, self.rank)
+            self._loop.wish(self._loop.look_around)
+            self._loop.wait_for(Watch(self.rank, self._context, self._all_close))
+            self._raise_failed()
+            self._loop.sleep(self.rank, self._loop.world.link.seconds(SIGNAL_BYTES))  # the last one says so
             while self._loop.signals.on_their_way(self._context, self.rank):
                 self._loop.sleep(self.rank, POLL_SECONDS)
         self._comm.close()
+
+    def _all_close(self) -> bool:
+        others = set(range(self.size)) - self.departed
+        return all(self._loop.signals.closing(self._context, rank) for rank in others)
 
     def _send(self, peers: Sequence[int], value: int) -> None:
         self._raise_failed()
@@ -94,3 +130,31 @@ class SimulatedSignals(Signals):
     def _raise_failed(self) -> None:
         if (poison := self._loop.poisoned(self._context)) is not None:
             raise CollectiveError(str(poison)) from poison.__cause__
+
+
+class SimulatedAttempt(Attempt):
+    """See `Attempt`."""
+
+    lost = None
+    """Its signals tell who has departed."""
+
+    def __init__(self, loop: EventLoop, outstanding: SimulatedCall) -> None:
+        self._loop, self._outstanding = loop, outstanding
+
+    @property
+    def value(self) -> Any:
+        """See `Attempt.value`."""
+        return self._outstanding.call.value
+
+    @property
+    def error(self) -> CollectiveError | None:
+        """See `Attempt.error`."""
+        return self._outstanding.error
+
+    def when_over(self, callback: Callable[[], None]) -> None:
+        """See `Attempt.when_over`; called by the loop."""
+        self._loop.wish(lambda: self._outstanding.when_over(callback))
+
+    def cancel(self) -> None:
+        """See `Attempt.cancel`."""
+        self._loop.wish(lambda: self._loop.leave(self._outstanding))

@@ -30,6 +30,9 @@ class Events(Protocol):
     def seconds_for(self, nbytes: int) -> float:
         """How long a message takes."""
 
+    def is_dead(self, rank: int) -> bool:
+        """Whether a rank has died: it hears nothing."""
+
 
 class SignalsInFlight:
     """Between two ranks the first that was sent is the first to come, whatever the jitter."""
@@ -39,6 +42,8 @@ class SignalsInFlight:
         self._listeners: dict[tuple[Context, int], Listener] = {}
         self._early: defaultdict[tuple[Context, int], list[tuple[int, int]]] = defaultdict(list)
         self._sent: defaultdict[tuple[Context, int, int], deque[int]] = defaultdict(deque)
+        self._left: set[tuple[Context, int]] = set()
+        self._closing: set[tuple[Context, int]] = set()
         self._waiting: Counter[tuple[Context, int, int]] = Counter()
 
     def listen(self, context: Context, rank: int, listener: Listener) -> None:
@@ -62,6 +67,22 @@ class SignalsInFlight:
 
         self._events.wish(wish)
 
+    def leave(self, context: Context, rank: int) -> None:
+        """This rank hears nothing more, and the others know."""
+        self._left.add((context, rank))
+
+    def left(self, context: Context) -> frozenset[int]:
+        """Who has left."""
+        return frozenset(rank for at, rank in self._left if at == context)
+
+    def close(self, context: Context, rank: int) -> None:
+        """This rank sends no more."""
+        self._closing.add((context, rank))
+
+    def closing(self, context: Context, rank: int) -> bool:
+        """Whether it has said so."""
+        return (context, rank) in self._closing
+
     def on_their_way(self, context: Context, target: int) -> bool:
         """Whether any are to this rank."""
         return any(sent for (at, _, to), sent in self._sent.items() if (at, to) == (context, target))
@@ -76,6 +97,9 @@ class SignalsInFlight:
 
     def _arrive(self, context: Context, source: int, target: int) -> None:
         value = self._sent[context, source, target].popleft()
+        if self._events.is_dead(target) or (context, target) in self._left:
+            self.polled(context, source, target)
+            return
         if (context, target) in self._listeners:
             self._hear(context, source, target, value)
         else:

@@ -7,9 +7,10 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from communicators.among import among
 from communicators.communicator import Communicator, Work
 from communicators.dense_schedules import barrier
-from communicators.schedule import Elapse, Received, Round, Schedule
+from communicators.schedule import Schedule
 
 T = TypeVar("T")
 
@@ -68,7 +69,7 @@ class SimulatedSubgroup(Communicator):
         self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None
     ) -> Work[T]:
         """See `communicators.start`."""
-        outside = _outside(schedule, self._members, facts)
+        outside = among(schedule, self._members, facts)
         return self._whole.start(outside, facts=facts, timeout=timeout, device=device)
 
     def duplicate(self) -> SimulatedSubgroup:
@@ -87,29 +88,3 @@ class SimulatedSubgroup(Communicator):
     def elapse(self, seconds: float) -> None:
         """See `Communicator.elapse`."""
         self._whole.elapse(seconds)
-
-
-def _outside(schedule: Schedule[T], members: Sequence[int], facts: str) -> Schedule[T]:
-    """The same with ranks of the world for those of the group."""
-    places = {member: place for place, member in enumerate(members)}
-    received: Received | None = None
-    try:
-        while True:
-            try:
-                action = next(schedule) if received is None else schedule.send(received)
-            except StopIteration as stop:
-                result: T = stop.value
-                return result
-            received = {places[member]: payload for member, payload in (yield _named(action, members, facts)).items()}
-    finally:
-        schedule.close()
-
-
-def _named(action: Round | Elapse, members: Sequence[int], facts: str) -> Round | Elapse:
-    if not isinstance(action, Round):
-        return action
-    if strangers := [peer for peer in (*action.sends, *action.recvs) if not 0 <= peer < len(members)]:
-        raise ValueError(f"{facts}: a group of {len(members)} ranks has no ranks {strangers}")
-    sends = {members[peer]: payload for peer, payload in action.sends.items()}
-    recvs = {members[peer]: nbytes for peer, nbytes in action.recvs.items()}
-    return Round(sends, recvs, bounded=action.bounded)

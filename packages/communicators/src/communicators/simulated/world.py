@@ -65,7 +65,9 @@ class SimulatedWorld:
         self.bytes_sent = [0] * size
         self.messages_sent = [0] * size
         self._draw = draw
-        self._faults = {(f.rank, f.message): f for f in faults}
+        faults = list(faults)
+        self.deaths = [(f.rank, f.at) for f in faults if isinstance(f, Dies) and f.at is not None]
+        self._faults = {(f.rank, f.message): f for f in faults if isinstance(f, Corrupts) or f.at is None}
 
     def run(self, fn: Callable[[SimulatedCommunicator], T]) -> list[T]:
         """Runs fn(comm) on every rank and returns the results in rank order (None for a rank that died).
@@ -87,6 +89,8 @@ class SimulatedWorld:
 
 class SimulatedCommunicator(Communicator):
     """One rank's view of a simulated world. Its bytes and messages are those of all communicators of the rank."""
+
+    outlives_ranks = True
 
     def __init__(self, loop: EventLoop, rank: int, context: Context = ()) -> None:
         self._loop, self._context = loop, context
@@ -179,6 +183,15 @@ class SimulatedWork(Work[T]):
     def ended(self) -> float | None:
         """See `Work.ended`; virtual seconds."""
         return self._outstanding.ended if self._outstanding.done else None
+
+    @property
+    def error(self) -> CollectiveError | None:
+        """See `Work.error`."""
+        return self._outstanding.error
+
+    def when_over(self, callback: Callable[[], None]) -> None:
+        """See `Work.when_over`; called by the loop, between the turns of ranks."""
+        self._loop.wish(lambda: self._outstanding.when_over(callback))
 
     def wait(self, timeout: float | None = None) -> T:
         """See `Work.wait`; virtual seconds."""

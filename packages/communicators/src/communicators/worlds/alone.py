@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from communicators.background.call import Call
-from communicators.communicator import Communicator, Work
+from communicators.communicator import TIMEOUT_SECONDS, Communicator, Work
 from communicators.errors import CollectiveError
 from communicators.schedule import Schedule
-from communicators.signals import OnSignal, Signals, refuse_too_many_waiting
+from communicators.signals import Attempt, OnSignal, Signals, refuse_too_many_waiting
 
 T = TypeVar("T")
 
 
 class Alone(Communicator):
     """Rank 0 of 1."""
+
+    outlives_ranks = True
 
     def __init__(self) -> None:
         self.rank, self.size = 0, 1
@@ -61,7 +63,21 @@ class _ToItself(Signals):
     def __init__(self, on_signal: OnSignal | None) -> None:
         super().__init__(0, 1, on_signal)
         self._unread: dict[tuple[int, int], None] = {}
-        self._closed = False
+        self._closed, self._failed = False, ""
+
+    def fail(self, reason: str) -> None:
+        self._failed = self._failed or reason
+
+    def check(self) -> None:
+        if self._failed:
+            raise CollectiveError(self._failed)
+
+    def attempt(self, schedule: Schedule[Any], members: Sequence[int], *, facts: str) -> Attempt:
+        del members
+        return _Attempt(Alone().run(schedule, facts=facts, timeout=TIMEOUT_SECONDS))
+
+    def leave(self, why: str) -> None:
+        self.close()
 
     @property
     def departed(self) -> frozenset[int]:
@@ -79,6 +95,7 @@ class _ToItself(Signals):
         self._closed = True
 
     def _send(self, peers: Sequence[int], value: int) -> None:
+        self.check()
         if self._closed:
             raise CollectiveError("these signals are closed")
         for peer in peers:
@@ -93,6 +110,23 @@ class _ToItself(Signals):
         return taken
 
 
+class _Attempt(Attempt):
+    lost = error = None
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    @property
+    def value(self) -> Any:
+        return self._value
+
+    def when_over(self, callback: Callable[[], None]) -> None:
+        callback()
+
+    def cancel(self) -> None:
+        pass
+
+
 class _Finished(Work[T]):
     def __init__(self, value: T, began: float, ended: float) -> None:
         self._value, self._began, self._ended = value, began, ended
@@ -104,6 +138,13 @@ class _Finished(Work[T]):
     @property
     def ended(self) -> float:
         return self._ended
+
+    @property
+    def error(self) -> None:
+        return None
+
+    def when_over(self, callback: Callable[[], None]) -> None:
+        callback()
 
     def wait(self, timeout: float | None = None) -> T:
         del timeout

@@ -132,7 +132,7 @@ class Meeting(NamedTuple):
 class ProcessGroupTransport(Transport):
     """A gloo group, for payloads and for control messages."""
 
-    threaded = True
+    threaded = outlives_ranks = True
     departure_seconds = 2.0  # nothing of gloo waits for anybody at the end
 
     def __init__(self, meeting: Meeting, patience: float = TIMEOUT_SECONDS) -> None:

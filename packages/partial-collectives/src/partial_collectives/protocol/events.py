@@ -36,10 +36,12 @@ class Header:
 
 
 class Kind(IntEnum):
-    """Of a signal: its sender has arrived at a round, or the round begins."""
+    """Of a signal: its sender has arrived at a round; the round begins; a rank is gone, whose number stands for that of
+    the round."""
 
     ARRIVED = 0
     BEGIN = 1
+    GONE = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,4 +70,16 @@ class Grace:
     round: int
 
 
-Action: TypeAlias = Signal | Join | Grace
+@dataclass(frozen=True, slots=True)
+class Recover:
+    """Action: leave the round's collective, and find out with these ranks which rounds are over: see `recovered`."""
+
+    members: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """Action: the others go on without this rank, which they take for dead."""
+
+
+Action: TypeAlias = Signal | Join | Grace | Recover | LeftOut

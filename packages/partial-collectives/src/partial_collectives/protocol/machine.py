@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from partial_collectives.protocol.events import Action, Grace, Header, Join, Kind, Signal, Stage
+from partial_collectives.protocol.events import Action, Grace, Header, Join, Kind, LeftOut, Recover, Signal, Stage
 from partial_collectives.protocol.rules import Rules
 
 NEVER = -1
@@ -21,11 +21,16 @@ class Machine:
     missed `max_staleness` rounds in a row enters with a gradient only: so the round waits for it.
     All of this follows from the headers of earlier rounds, which are the same everywhere.
 
+    A rank that is gone is told to all by every rank that learns of it. All that are left then leave the round that is
+    under way and find out who has ended it: if any has, it is over, and the others get its result from there; if none
+    has, all take back what they brought, and begin it anew. What a rank that is gone had brought to a round that is
+    over is in it; the rest is given up.
+
     Differs from the paper: there, late gradients are overwritten, and any rank may be drawn, also one that has ended.
 
     round: the current one. running: who may be waited for: had more steps, as of the last round.
     missed: rounds in a row that each rank brought nothing to. meetings: rounds that found nobody running.
-    over: nobody has more steps.
+    over: nobody has more steps. members: who is not known to be gone. recovering: between `Recover` and `recovered`.
     """
 
     def __init__(self, rank: int, size: int, rules: Rules) -> None:
@@ -36,7 +41,8 @@ class Machine:
         self.missed = [0] * size
         self.joined = False
         self.meetings = 0
-        self._holds = self._waits = False
+        self.members, self.recovering = frozenset(range(size)), False
+        self._holds = self._waits = self._brought = False
         self._told, self._announced, self._granted = NEVER, NEVER, NEVER
         self._arrived: dict[int, set[int]] = {}
         self._actions: list[Action] = []
@@ -64,6 +70,8 @@ class Machine:
 
     def heard(self, source: int, kind: Kind, round_: int) -> list[Action]:
         """A signal came."""
+        if kind is Kind.GONE:
+            return self.gone(round_)
         if kind is Kind.BEGIN:
             self._told = max(self._told, round_)
         elif round_ >= self.round:
@@ -75,8 +83,62 @@ class Machine:
         self._granted = max(self._granted, round_)
         return self._go_on()
 
+    def gone(self, rank: int) -> list[Action]:
+        """A rank has died or left, by what this rank or another one has seen."""
+        if rank == self.rank:
+            return [LeftOut()]
+        if rank not in self.members:
+            return []
+        self.members, self.recovering = self.members - {rank}, True
+        told = [Signal(peer, Kind.GONE, rank) for peer in range(self.size) if peer != self.rank]
+        return [*told, Recover(self.members)]
+
+    def recovered(self, headers: Sequence[Header] | None) -> list[Action]:
+        """All members have ended as many rounds. headers: of the one that others had ended before this rank."""
+        self.recovering = False
+        if headers is None:
+            self._holds = self._holds or (self.joined and self._brought)
+            self.joined = False
+        else:
+            self._end_round(headers)
+        self.unfinished &= self.members
+        self.running = self.running & self.members or self.unfinished
+        self._announced = NEVER  # to whom is drawn now
+        self._actions = []
+        if self._told >= self.round:
+            self._begin()  # who told this rank may be gone before it told the others
+        return self._actions + self._go_on()
+
     def completed(self, headers: Sequence[Header]) -> list[Action]:
-        """The current round's collective is over; headers of all ranks."""
+        """The current round's collective is over; headers of all ranks, FINISHED for those that are gone."""
+        self._end_round(headers)
+        return self._go_on()
+
+    def state(self) -> dict[str, Any]:
+        """Between rounds: where to go on, the same on all ranks but for the stage."""
+        return {
+            "round": self.round,
+            "seed": self.rules.seed,
+            "missed": list(self.missed),
+            "running": sorted(self.running),
+            "unfinished": sorted(self.unfinished),
+            "gone": sorted(set(range(self.size)) - self.members),
+            "stage": int(self.stage),
+            "holds": self._holds,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state` was taken; after the end of a run all ranks begin another one.
+
+        Those that were gone are here again: each goes on from a peer's state.
+        """
+        everyone, back = frozenset(range(self.size)), frozenset(state.get("gone", ()))
+        self.round, self.missed, self._holds = state["round"], list(state["missed"]), state["holds"]
+        self.running = back.union(state["running"]) if state["running"] else everyone
+        self.unfinished = back.union(state["unfinished"]) if state["unfinished"] else everyone
+        self.stage = Stage(state["stage"]) if state["unfinished"] else Stage.RUNNING
+
+    def _end_round(self, headers: Sequence[Header]) -> None:
         running = frozenset(r for r, header in enumerate(headers) if header.stage is Stage.RUNNING)
         self.unfinished = frozenset(r for r, header in enumerate(headers) if header.stage is not Stage.FINISHED)
         self.meetings += not running
@@ -91,32 +153,11 @@ class Machine:
         self._arrived.pop(self.round, None)
         self.round += 1
         self.joined = False
-        return self._go_on()
-
-    def state(self) -> dict[str, Any]:
-        """Between rounds: where to go on, the same on all ranks but for the stage."""
-        return {
-            "round": self.round,
-            "seed": self.rules.seed,
-            "missed": list(self.missed),
-            "running": sorted(self.running),
-            "unfinished": sorted(self.unfinished),
-            "stage": int(self.stage),
-            "holds": self._holds,
-        }
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state` was taken; after the end of a run all ranks begin another one."""
-        everyone = frozenset(range(self.size))
-        self.round, self.missed, self._holds = state["round"], list(state["missed"]), state["holds"]
-        self.running = frozenset(state["running"]) or everyone
-        self.unfinished = frozenset(state["unfinished"]) or everyone
-        self.stage = Stage(state["stage"]) if state["unfinished"] else Stage.RUNNING
 
     def _go_on(self) -> list[Action]:
         """What follows from all that is known."""
         self._actions = []
-        if not self.joined and not self.over:
+        if not self.joined and not self.over and not self.recovering:
             if self._told < self.round:
                 self._arrive()
                 self._count()
@@ -150,7 +191,7 @@ class Machine:
 
     def _begin(self) -> None:
         self._told = self.round
-        self._actions += [Signal(peer, Kind.BEGIN, self.round) for peer in range(self.size) if peer != self.rank]
+        self._actions += [Signal(peer, Kind.BEGIN, self.round) for peer in sorted(self.members - {self.rank})]
 
     def _is_waited_for(self) -> bool:
         """Whether the round must not go on without a gradient of this rank."""
@@ -160,4 +201,4 @@ class Machine:
     def _join(self) -> None:
         self.joined = True
         self._actions.append(Join(self.round, self.stage, self._holds, self._holds and self._waits))
-        self._holds = False
+        self._brought, self._holds = self._holds, False

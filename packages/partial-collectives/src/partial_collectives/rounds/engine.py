@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -17,20 +18,23 @@ from partial_collectives.protocol.machine import Machine
 from partial_collectives.protocol.rules import Rules
 from partial_collectives.result import PartialResult
 from partial_collectives.rounds.deposits import Deposits, weighted_copy
+from partial_collectives.rounds.pulse import Pulse
 from partial_collectives.rounds.schedule import partial_round
 from partial_collectives.stragglers.lateness import Arrivals, Lateness
 
-KINDS = 8
+KINDS = 16
 MOST_BEGAN = 21
 
 
-class ToItself(IntEnum):
-    """Signals of a rank to itself: its round's collective is over, or has failed; its grace is; it gives up."""
+class Between(IntEnum):
+    """Signals between engines beside the protocol's: to itself, that a round's collective or a grace is over; whether a
+    rank lives, and that it does; that it closes."""
 
-    OVER = 2
-    FAILED = 3
-    GRACE_OVER = 4
-    GIVES_UP = 5
+    OVER = 4
+    GRACE_OVER = 5
+    LIVES = 6
+    LIVE = 7
+    CLOSES = 8
 
 
 class Engine:
@@ -61,7 +65,9 @@ class Engine:
         self._work: Work[None] | None = None
         self._outcome: tuple[list[Header], list[Tensor]] | None = None
         self._graced = -1
-        self._why, self._broken = "", False
+        self._others = frozenset(range(comm.size)) - {comm.rank}
+        self._answered: set[int] = set()
+        self._closing = frozenset[int]()
         self._data = comm.duplicate()
         with self._lock:  # signals of faster ranks may come before this one has returned
             self._signals = comm.signals(self._on_signal)
@@ -70,7 +76,7 @@ class Engine:
         """Gives a gradient, which the next round takes that this rank enters."""
         copies, finite = weighted_copy(tensors, weight)
         with self._lock:
-            self._raise_broken()
+            self._signals.check()
             self._arrivals.arrived(self._comm.clock())
             self.deposits.add(copies, weight, finite)
             self._do(self.machine.deposited(behind=bool(self.results)))
@@ -78,22 +84,23 @@ class Engine:
     def rest(self, stage: Stage) -> None:
         """This rank has no more steps for now, or none at all."""
         with self._lock:
-            self._raise_broken()
+            self._signals.check()
             self._do(self.machine.rested(stage))
 
     def wait(self, over: Callable[[], bool]) -> None:
         """Until something holds, which is looked at after every signal; raises what has gone wrong meanwhile.
 
-        Who waits longer than the communicator's time-out raises: a rank is not merely slow then.
+        A rank that is slow is waited for as long as it takes, but its engine must answer.
         """
-        timeout = self._comm.timeout
-        try:
-            self._signals.wait_until(lambda: over() or self._is_broken(), timeout)
-        except TimeoutError as error:
-            self._why = f"timed out after {timeout:g} s: {self._waits()}"
-            raise CollectiveError(self._why) from error
-        with self._lock:
-            self._raise_broken()
+        pulse = Pulse(self._comm.timeout, lambda peer: self._signals.send(peer, Between.LIVES), self._answered)
+        while True:
+            try:
+                return self._signals.wait_until(lambda: self._looks(over), pulse.seconds)
+            except TimeoutError:
+                if self._comm.size == 1:
+                    raise
+                if in_vain := pulse.feel(self._others - self._signals.departed, self._waits()):
+                    self._signals.fail(in_vain)
 
     def take(self) -> list[PartialResult]:
         """The rounds that are over and were not taken yet."""
@@ -103,13 +110,13 @@ class Engine:
         return taken
 
     def give_up(self, why: str) -> None:
-        """This rank cannot go on: the others raise that it says so."""
-        self._why = why
-        with suppress(CollectiveError):
-            self._signals.send(self._comm.rank, ToItself.GIVES_UP)
+        """This rank cannot go on: all others raise why, unless something else went wrong before."""
+        self._signals.fail(why)
 
     def close(self) -> None:
-        """Ends signals and collectives, on all ranks; after the last round."""
+        """Ends signals and collectives, on all ranks; after the last round, and once all ranks have come to it."""
+        self._signals.send_all(Between.CLOSES)
+        self.wait(lambda: self._others <= self._closing | self._signals.departed)
         self._signals.close()
         if self._work is not None:
             self._work.wait()
@@ -131,16 +138,17 @@ class Engine:
 
     def _on_signal(self, source: int, value: int) -> None:
         round_, kind = divmod(value, KINDS)
+        self._answered.add(source)
         with self._lock:
-            if kind == ToItself.GIVES_UP:
-                raise CollectiveError(self._why)
-            if kind == ToItself.FAILED:
-                self._broken = True
-            elif kind == ToItself.OVER:
+            if kind == Between.OVER:
                 self._completed()
-            elif kind == ToItself.GRACE_OVER:
+            elif kind == Between.GRACE_OVER:
                 self._do(self.machine.grace_over(round_))
-            else:
+            elif kind == Between.LIVES:
+                self._signals.send(source, Between.LIVE)
+            elif kind == Between.CLOSES:
+                self._closing |= {source}
+            elif kind != Between.LIVE:
                 self._do(self.machine.heard(source, Kind(kind), round_))
 
     def _do(self, actions: Sequence[Action]) -> None:
@@ -154,7 +162,7 @@ class Engine:
                 self._remind(action)
 
     def _remind(self, grace: Grace) -> None:
-        self._signals.remind(self._seconds_of_grace(), KINDS * grace.round + ToItself.GRACE_OVER)
+        self._signals.remind(self._seconds_of_grace(), KINDS * grace.round + Between.GRACE_OVER)
 
     def _join(self, join: Join) -> None:
         deposits = self.deposits
@@ -163,21 +171,23 @@ class Engine:
         header = Header(
             join.stage, join.contributes, join.fresh, deposits.weight, deposits.count, deposits.finite, late, late_round
         )
-        schedule = self._round(join.round, header, deposits.take())
-        self._work = start(schedule, self._data, facts=self._facts)
+        self._work = start(
+            self._round(header, deposits.take()), self._data, facts=self._facts, timeout=math.inf
+        )  # slow ranks are waited for
+        self._work.when_over(self._tell_over)
 
-    def _round(self, round_: int, header: Header, tensors: list[Tensor] | None) -> Schedule[None]:
-        """The collective of a round, which says to this rank that it is over."""
+    def _round(self, header: Header, tensors: list[Tensor] | None) -> Schedule[None]:
         rank, size = self._comm.rank, self._comm.size
-        try:
-            self._outcome = yield from partial_round(header, tensors, self.deposits.like, rank, size)
-        except BaseException:
-            with suppress(CollectiveError):
-                self._signals.send(rank, KINDS * round_ + ToItself.FAILED)
-            raise
-        self._signals.send(rank, KINDS * round_ + ToItself.OVER)
+        self._outcome = yield from partial_round(header, tensors, self.deposits.like, rank, size)
+
+    def _tell_over(self) -> None:
+        with suppress(CollectiveError):  # they have failed already
+            self._signals.send(self._comm.rank, Between.OVER)
 
     def _completed(self) -> None:
+        work = cast(Work[None], self._work)
+        if work.error is not None:
+            raise CollectiveError(str(work.error)) from work.error
         headers, totals = cast(tuple[list[Header], list[Tensor]], self._outcome)
         self._outcome, round_ = None, self.machine.round
         actions = self.machine.completed(headers)
@@ -201,24 +211,14 @@ class Engine:
             nonfinite=who(lambda header: not header.finite),
         )
 
-    def _is_broken(self) -> bool:
-        """Whether waiting is in vain. A rank that is gone is waited for in the round's collective, which then fails
-        alike on all ranks."""
+    def _looks(self, over: Callable[[], bool]) -> bool:
+        """Whether it holds. A rank that is gone is waited for in the round's collective, which fails alike on all."""
         with self._lock:
-            if not self._broken and not self.machine.over and self._signals.departed:
+            if not self.machine.over and not self.machine.joined and self._signals.departed:
                 self._do(self.machine.heard(self._comm.rank, Kind.BEGIN, self.machine.round))
-            ended = self._work is not None and self._work.ended is not None
-            if self.machine.joined and ended and self._outcome is None:  # before its first round
-                self._broken = True
-            return self._broken
+            return over()
 
     def _waits(self) -> str:
         machine = self.machine
         whom = "all others to end it" if machine.joined else f"rank {machine.coordinator} to begin it"
         return f"rank {machine.rank} waits in partial round {machine.round} for {whom}"
-
-    def _raise_broken(self) -> None:
-        if self._why:
-            raise CollectiveError(self._why)
-        if self._broken and self._work is not None:
-            self._work.wait()

@@ -1,0 +1,93 @@
+"""A schedule among some ranks that fails here alone: the others may have died, or tried something else meanwhile."""
+
+from __future__ import annotations
+
+import math
+import threading
+import zlib
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from communicators.background.abort import Control
+from communicators.background.call import Call
+from communicators.background.outstanding_call import OutstandingCall
+from communicators.background.transport import Transport, Unsent
+from communicators.errors import CollectiveError
+from communicators.schedule import Schedule
+from communicators.signals import Attempt
+
+
+class Group(Protocol):
+    """The communicator over whose transport it goes."""
+
+    rank: int
+    size: int
+    transport: Transport
+    lock: threading.RLock
+
+    def count(self, nbytes: int, messages: int) -> None:
+        """What this rank has sent."""
+
+
+class TransportAttempt(Attempt):
+    """See `Attempt`. It is the owner of its call: what a communicator would tell all ranks stays here.
+
+    facts: what tells it from all others; tags follow from it, so that no message of another one is taken for its own.
+    """
+
+    def __init__(self, comm: Group, schedule: Schedule[Any], facts: str) -> None:
+        self.rank, self.transport, self.lock = comm.rank, comm.transport, comm.lock
+        self.control, self._comm = Control(comm.rank, comm.size), comm
+        self._lost: int | None = None
+        number = zlib.crc32(facts.encode())
+        call = Call(schedule, rank=comm.rank, size=comm.size, facts=facts, number=number)
+        self.outstanding = OutstandingCall(self, call, math.inf, torch.device("cpu"))
+
+    @property
+    def value(self) -> Any:
+        """See `Attempt.value`."""
+        return self.outstanding.call.value
+
+    @property
+    def error(self) -> CollectiveError | None:
+        """See `Attempt.error`."""
+        return self.outstanding.error
+
+    @property
+    def lost(self) -> int | None:
+        """See `Attempt.lost`."""
+        return self._lost
+
+    def when_over(self, callback: Callable[[], None]) -> None:
+        """See `Attempt.when_over`."""
+        self.outstanding.when_finished(callback)
+
+    def cancel(self) -> None:
+        """See `Attempt.cancel`."""
+        self.request_abort("it was cancelled")
+
+    def count(self, nbytes: int, messages: int) -> None:
+        """See `CallOwner.count`."""
+        self._comm.count(nbytes, messages)
+
+    def detaches(self, unsent: Unsent) -> bool:
+        """Never: who has left this attempt will not take them."""
+        return unsent.done()
+
+    def over(self, call: Call) -> None:
+        """See `CallOwner.over`."""
+        self.transport.ended(call)
+
+    def request_abort(self, reason: str) -> None:
+        """Nobody else hears of it."""
+        self.control.abort_reason = self.control.abort_reason or reason
+
+    def lose(self, peer: int) -> None:
+        """See `CallOwner.lose`."""
+        self._lost = peer
+        self.request_abort(f"rank {peer} is gone: its connection was lost")
+
+    def report(self, call: Call, peers: list[int]) -> None:
+        """Slow ranks are waited for."""

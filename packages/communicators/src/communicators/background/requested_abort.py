@@ -1,0 +1,49 @@
+"""A reason that this rank has found, until all ranks agree on one."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+from communicators.background.abort import Control
+
+ABORT_SECONDS = 5.0
+"""Where no abort reason comes for so long, a rank raises its own reason; after half of it the next arbiter is asked."""
+
+
+class Requester(Protocol):
+    """The communicator that cannot proceed."""
+
+    control: Control
+
+    def request_abort(self, reason: str) -> None:
+        """Tells the arbiter why."""
+
+    def lose(self, peer: int) -> None:
+        """This peer does not answer."""
+
+
+class RequestedAbort:
+    """reason: what this rank says; the agreed one, `control.abort_reason`, may be another rank's.
+
+    patience: seconds, default ABORT_SECONDS.
+    """
+
+    def __init__(self, comm: Requester, reason: str, *, patience: float | None = None) -> None:
+        self.reason = reason
+        self._comm, self._patience = comm, ABORT_SECONDS if patience is None else patience
+        self._begin, self._asked_again = time.monotonic(), False
+        comm.request_abort(reason)
+
+    def settled(self) -> bool:
+        """Whether there is an abort reason: the arbiter's, the next one's, or at last this rank's own."""
+        control, waited = self._comm.control, time.monotonic() - self._begin
+        if control.abort_reason is not None:
+            return True
+        if waited > self._patience / 2 and not self._asked_again:
+            self._asked_again = True
+            self._comm.lose(control.arbiter)
+        if waited < self._patience:
+            return False
+        control.abort_reason = self.reason
+        return True

@@ -1,0 +1,48 @@
+"""Whether the others live, while a rank waits: one that computes is slow, but its background engine answers."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection
+
+ASKS = 8
+"""So many questions in a row without an answer, spread over the time-out, mean that a rank cannot be reached."""
+
+logger = logging.getLogger(__name__)
+
+
+class Pulse:
+    """Counts questions, not seconds: a rank that was stopped itself must not take the others for gone.
+
+    timeout: seconds. ask(peer): sends a question. answered: peers that were heard of since it was emptied last.
+    """
+
+    def __init__(self, timeout: float, ask: Callable[[int], None], answered: set[int]) -> None:
+        self.seconds = timeout / (ASKS + 1)
+        self._timeout, self._ask, self._answered = timeout, ask, answered
+        self._unanswered: Counter[int] = Counter()
+        self._felt = 0
+        answered.clear()
+
+    def feel(self, peers: Collection[int], waits: str) -> str:
+        """Called every `seconds` of a wait: asks the peers, and returns why that is in vain; "" where it is not.
+
+        waits: who waits for whom, for a warning when it takes long.
+        """
+        self._felt += 1
+        heard = set(self._answered)
+        self._answered -= heard
+        for peer in heard:
+            self._unanswered[peer] = 0
+        for peer in sorted(peers):
+            if self._unanswered[peer] >= ASKS:
+                return (
+                    f"rank {peer} has not answered for {self._timeout:g} s, not even in the background: its process is "
+                    "stopped, or cannot be reached"
+                )
+            self._unanswered[peer] += 1
+            self._ask(peer)
+        if self._felt % (ASKS + 1) == 0:
+            logger.warning("%s, for %g s now; all ranks live", waits, self._felt * self.seconds)
+        return ""
