@@ -28,7 +28,10 @@ def fetch(remote: Remote, folder: Path, *, unpacked: str | None = None) -> None:
         reason = " ".join(str(error).split())
         raise RunError(f"cannot fetch {remote.url} ({reason:.300}): {_by_hand(remote, folder)}") from None
     if unpacked is not None:
-        _unpack(path, folder / unpacked)
+        try:
+            _unpack(path, folder / unpacked)
+        except (OSError, tarfile.TarError) as error:
+            raise RunError(f"cannot unpack {path} ({error}): unpack it by hand, as {folder / unpacked}") from None
 
 
 @contextmanager

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from trainer.launching.placement import placement
@@ -37,5 +38,11 @@ def warn(folder: Path, differences: Sequence[str]) -> None:
     """One line on standard error, from one rank, if there are any: such files are used, but not in silence."""
     found = [text for text in differences if text]
     if found and placement(os.environ).rank == 0:
-        text = f"{folder} does not hold the published files, and is used as it is: {'; '.join(found)}"
-        print(f"cifar: warning: {text}", file=sys.stderr, flush=True)
+        others = f" (and {len(found) - 1} more files differ)" if len(found) > 1 else ""
+        _say(f"{folder} does not hold the published files, and is used as it is: {found[0]}{others}")
+
+
+@cache
+def _say(text: str) -> None:
+    """Once in a process, which may hold many ranks of a simulated world."""
+    print(f"cifar: warning: {text}", file=sys.stderr, flush=True)
