@@ -11,6 +11,7 @@ BENCHMARKS = {
     "compress": "bench.compress:main",
     "convergence": "bench.convergence:main",
     "eager": "bench.eager:main",
+    "input": "bench.input:main",
     "learning": "bench.learning:main",
     "local-sgd": "bench.local_sgd:main",
     "local-sgd-peers": "bench.local_sgd_peers:main",

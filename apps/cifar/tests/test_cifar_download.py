@@ -1,4 +1,4 @@
-"""--download, from a server of this machine's own: checked, unpacked as a whole, once; and what to do without a network."""
+"""--download, from a server of this machine's own: checked, unpacked as a whole, once; and without a network."""
 
 import hashlib
 import importlib.util

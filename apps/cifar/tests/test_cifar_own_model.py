@@ -126,7 +126,7 @@ def test_a_fault_of_its_author_keeps_its_traceback(make: Callable[[str], torch.n
 def test_a_module_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken_models_for_tests.py").write_text("import not_there_at_all\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(RunError, match="cannot be imported.*not_there_at_all"):
+    with pytest.raises(RunError, match=r"cannot be imported.*not_there_at_all"):
         built("broken_models_for_tests:build", "broken_models_for_tests:build", None)  # type: ignore[arg-type]
 
 

@@ -19,8 +19,8 @@ def built(name: str, place: str, images: Images) -> nn.Module:
 
     name: as it was asked for. What fails inside the function is its author's to mend, and keeps its traceback.
     """
-    given = {"channels": images.channels, "classes": images.classes, "size": images.size}
     build = _resolved(name, place)
+    given = {"channels": images.channels, "classes": images.classes, "size": images.size}
     try:
         inspect.signature(build).bind(**given)
     except (TypeError, ValueError) as error:
