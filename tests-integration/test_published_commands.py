@@ -53,7 +53,7 @@ def test_gtopk(tmp_path: Path) -> None:
 @pytest.mark.parametrize("variables", ["dnn=alexnet", "dnn=vgg16 compressor=none lr=0.5", "hosts=a,b density=0.5"])
 def test_the_variables_of_the_script(variables: str, tmp_path: Path) -> None:
     """What it starts, without starting it."""
-    (tmp_path / "mpiexec").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "mpiexec").write_text('#!/bin/sh\nprintf "%s " "$@"\n')
     (tmp_path / "mpiexec").chmod(0o755)
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     command = f"{variables} {ROOT / 'examples' / 'gtopk_mpi.sh'} --seed 3"
