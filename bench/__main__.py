@@ -12,6 +12,7 @@ BENCHMARKS = {
     "compress-gpu": "bench.compress_gpu:main",
     "convergence": "bench.convergence:main",
     "eager": "bench.eager:main",
+    "input": "bench.input:main",
     "learning": "bench.learning:main",
     "local-sgd": "bench.local_sgd:main",
     "local-sgd-peers": "bench.local_sgd_peers:main",

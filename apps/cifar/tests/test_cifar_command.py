@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from cifar import cifar10
+import small_files
 from cifar.__main__ import APP
 from trainer.command import main
 from trainer.launching.placement import LAUNCHERS
@@ -31,8 +31,14 @@ def refusal(flags: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ("--dnn resnet21", "invalid choice: 'resnet21' (choose from 'resnet20')"),
-        ("--dataset mnist", "'digits', 'cifar10'"),
+        ("--dnn resnet21", "given 'resnet21', expected one of 'resnet20', 'resnet32'"),
+        ("--dnn resnet21", "or package.module:function for a model of your own"),
+        ("--dnn nowhere_to_be_found:build", "there is no package 'nowhere_to_be_found'"),
+        ("--dnn cifar.models.mlp:", "given 'cifar.models.mlp:'"),
+        ("--dnn lstm", "lstm is a model of another app: python -m text"),
+        ("--dnn lstmimdb", "not part of this release yet"),
+        ("--dataset cifar", "'digits', 'mnist', 'cifar10', 'cifar100', 'imagenet'"),
+        ("--readers -1", "given '-1', expected a whole number from 0 on"),
         ("--density 0", "expected 0 < density <= 1"),
         ("--density 1.01", "given '1.01'"),
         ("--lr fast", "given 'fast'"),
@@ -47,15 +53,14 @@ def test_wrong_flags(flags: str, says: str, capsys: pytest.CaptureFixture[str]) 
 def test_missing_and_truncated_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, message = refusal("--dataset cifar10 --data-dir nowhere", capsys)
     assert code == 1
-    assert "nowhere/cifar-10-batches-bin/data_batch_1.bin is missing" in message
+    assert "missing: nowhere/cifar-10-batches-bin/{data_batch_1.bin, " in message
+    assert " or nowhere/cifar-10-batches-py/{data_batch_1, " in message
     assert "https://www.cs.toronto.edu/~kriz/cifar.html" in message
-    for name in cifar10.TRAIN_FILES | cifar10.TEST_FILES:
-        file = tmp_path / "short" / cifar10.FOLDER / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(bytes(3073))
+    for file in small_files.cifar10_binary(tmp_path / "short").iterdir():
+        file.write_bytes(file.read_bytes()[:-1])
     code, message = refusal("--dataset cifar10 --data-dir short", capsys)
     assert code == 1
-    assert "data_batch_1.bin has 3,073 bytes, expected 30,730,000" in message
+    assert "data_batch_1.bin has 18,437 bytes, expected a multiple of 3,073" in message
 
 
 @pytest.mark.parametrize("algorithm", ["dense", "gtopk"])

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 from cifar.classification import Classification
-from cifar.digits import load
-from cifar.images import Images
-from cifar.resnet import resnet20
+from cifar.data.digits import load
+from cifar.data.images import Images
+from cifar.models.resnet_cifar import resnet20
 
 
 @pytest.fixture(scope="module")
@@ -16,21 +16,23 @@ def digits() -> Images:
 
 
 def test_split(digits: Images) -> None:
-    assert (len(digits.train), len(digits.test)) == (1_437, 360)
-    assert digits.train.pixels.shape[1:] == (1, 8, 8)
-    assert digits.train.pixels.dtype == torch.uint8
-    assert int(digits.train.pixels.max()) == 16
+    assert (len(digits.train.labels), len(digits.test.labels)) == (1_437, 360)
+    pixels = digits.train.read(torch.arange(1_437), None)
+    assert pixels.shape[1:] == (digits.channels, digits.size, digits.size) == (1, 8, 8)
+    assert pixels.dtype == torch.uint8
+    assert int(pixels.max()) == 16
     # Every class is in both parts, in like shares.
     for part in (digits.train, digits.test):
-        shares = torch.bincount(part.labels, minlength=10) / len(part)
+        shares = torch.bincount(part.labels, minlength=10) / len(part.labels)
         assert 0.07 < shares.min() <= shares.max() < 0.13
 
 
 def test_scores_add_up_over_batches(digits: Images) -> None:
-    task = Classification(resnet20(channels=1, classes=10).eval(), digits, torch.device("cpu"))
+    task = Classification(resnet20(channels=1, classes=10, size=8).eval(), digits, torch.device("cpu"))
     with torch.no_grad():
-        whole = task.score(torch.arange(60))
-        parts = task.score(torch.arange(25)) + task.score(torch.arange(25, 60)) + task.score(torch.arange(0))
+        whole = task.score(task.read_test(torch.arange(60)))
+        ranges = (torch.arange(25), torch.arange(25, 60), torch.arange(0))
+        parts = torch.stack([task.score(task.read_test(some)) for some in ranges]).sum(0)
     assert torch.allclose(whole, parts)
     metrics = task.metrics(whole)
     assert set(metrics) == {"test_loss", "test_accuracy"}
@@ -46,6 +48,6 @@ def test_images_are_normalised_by_the_training_images(digits: Images) -> None:
             return torch.zeros(len(x), 10)
 
     task = Classification(Watcher(), digits, torch.device("cpu"))
-    task.loss(torch.arange(task.train_size), torch.Generator())
+    task.loss(task.read_train(torch.arange(task.train_size), seed=0), torch.Generator())
     assert seen[0].mean().item() == pytest.approx(0, abs=1e-4)
     assert seen[0].std().item() == pytest.approx(1, abs=1e-4)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from trainer.app import App
 from trainer.command import main
 
-from cifar.catalogue import DATASETS, MODELS
+from cifar.catalogue import DATASETS, ELSEWHERE, MODELS
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +24,7 @@ def build(options: Options, device: torch.device) -> Classification:
     return build(options, device)
 
 
-APP = App(module="cifar", models=MODELS, datasets=DATASETS, build=build)
+APP = App(module="cifar", models=MODELS, datasets=DATASETS, build=build, elsewhere=ELSEWHERE, own_models=True)
 
 if __name__ == "__main__":
     sys.exit(main(APP))

@@ -17,7 +17,7 @@ from trainer.records.run_folder import RunFolder
 from trainer.run import run
 
 from cifar.__main__ import APP
-from cifar.digits import TEST_SIZE
+from cifar.data.digits import TEST_SIZE
 from cifar.prediction import exchange_seconds, selection_seconds
 from cifar.report import Prediction, Summary, show, summarise
 

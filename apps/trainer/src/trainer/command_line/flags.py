@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from trainer.app import App
 from trainer.command_line import quantities
+from trainer.command_line.model_name import model_name, models_help
 from trainer.command_line.options import Options
 from trainer.errors import RunError
 from trainer.synchronisers.table import TABLE, Flag, Synchronisation, Value, owners
@@ -43,7 +44,9 @@ def parse(argv: Sequence[str], app: App, *, world_size: int | None) -> Options:
         _check_output(given)
     except RunError as error:
         parser.error(str(error))
-    given.output = given.output or Path("runs") / f"{app.module}-{given.dnn}-{given.dataset}-{given.algorithm}"
+    given.output = (
+        given.output or Path("runs") / f"{app.module}-{given.dnn.replace(':', '.')}-{given.dataset}-{given.algorithm}"
+    )
     del given.compression, given.compressor
     return Options(**vars(given))
 
@@ -120,9 +123,11 @@ def _check_output(given: Namespace) -> None:
 def _parser(app: App, table: Mapping[str, Synchronisation]) -> ArgumentParser:
     parser = _Parser(prog=app.module, allow_abbrev=False)
     add = parser.add_argument
-    add("--dnn", choices=list(app.models), default=next(iter(app.models)), help="model")
+    add("--dnn", type=model_name(app), default=next(iter(app.models)), metavar="NAME", help=models_help(app))
     add("--dataset", choices=list(app.datasets), default=next(iter(app.datasets)), help="data set")
     add("--data-dir", type=Path, default=Path("data"), metavar="DIR", help="where the data set's files are")
+    add("--download", action="store_true", help="fetch the data set's files that --data-dir does not have")
+    add("--readers", type=quantities.count_or_zero, default=2, metavar="N", help="threads that read ahead (default: 2)")
     _add_synchronisation(parser, table)
     _add_own(parser, table, app.defaults)
     _add_optimisation(parser)

@@ -12,13 +12,23 @@ _NOT_SETTINGS = {
     "nworkers",
     "oversubscribe",
     "data_dir",
+    "download",
+    "readers",
     "output",
     "resume",
     "overwrite",
     "checkpoint_every",
     "tensorboard",
 }
-_PER_RANK = {"nworkers", "oversubscribe", "data_dir", "output", "tensorboard"}  # may differ between ranks
+_PER_RANK = {
+    "nworkers",
+    "oversubscribe",
+    "data_dir",
+    "download",
+    "readers",
+    "output",
+    "tensorboard",
+}  # may differ between ranks
 
 # What a run did before there was a setting for it. Every common setting that is added gets its line here, so that runs
 # from before can be resumed: their manifests do not name it. An algorithm's own: see `Flag.default`.
@@ -47,6 +57,8 @@ class Options:
     seed: int
     nworkers: int
     data_dir: Path
+    download: bool  # what of the data set is missing
+    readers: int  # threads that read ahead
     output: Path
     resume: str | None  # "latest" or "previous"
     overwrite: bool

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from communicators import Communicator, allgather, allreduce
-from torch import Tensor
 
 from trainer.all_or_none import all_or_none
 from trainer.app import Task
@@ -19,8 +20,9 @@ from trainer.records.metrics import Row
 from trainer.records.progress import Events, TrainingProgress
 from trainer.records.run_folder import RunFolder
 from trainer.training.evaluation import evaluate
+from trainer.training.input import train_input
 from trainer.training.replica import Position, Replica, Totals
-from trainer.training.sharding import batches, steps_per_epoch
+from trainer.training.sharding import SAMPLES, batches, derived_seed, steps_per_epoch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,22 +88,24 @@ def train_epoch(training: Training) -> None:
         seed=options.seed,
         epoch=position.epoch,
     )
-    while position.step < len(shard):
-        loss = train_step(training, shard[position.step])
-        position.step += 1
-        training.progress.step(training.steps, loss)
-        if position.step < len(shard):  # the end of an epoch is saved after its evaluation
-            save_if_due(training)
+    seed, rest = derived_seed(options.seed, SAMPLES, position.epoch), shard[position.step :]
+    with closing(train_input(training.task, rest, seed=seed, readers=options.readers)) as read:
+        for indices in rest:
+            loss = train_step(training, read, samples=len(indices))
+            position.step += 1
+            training.progress.step(training.steps, loss)
+            if position.step < len(shard):  # the end of an epoch is saved after its evaluation
+                save_if_due(training)
     synchroniser = training.replica.synchroniser
     end(training, synchroniser.finish if position.epoch + 1 == options.max_epochs else synchroniser.settle)
 
 
-def train_step(training: Training, indices: Tensor) -> float:
-    """One step on this rank's batch; returns the batch's mean loss."""
+def train_step(training: Training, read: Iterator[Any], *, samples: int) -> float:
+    """One step on this rank's next batch, of so many samples; returns the batch's mean loss."""
     replica, totals, synchroniser = training.replica, training.replica.totals, training.replica.synchroniser
     times = [training.clock()]
     synchroniser.zero_grad()
-    loss = training.task.loss(indices, replica.generator)
+    loss = training.task.loss(next(read), replica.generator)
     loss.backward()  # type: ignore[no-untyped-call]
     if training.options.clip_norm is not None:
         torch.nn.utils.clip_grad_norm_(replica.model.parameters(), training.options.clip_norm)
@@ -109,8 +113,8 @@ def train_step(training: Training, indices: Tensor) -> float:
         times.append(training.clock())
         part()
     times.append(training.clock())
-    totals.loss += loss.item() * len(indices)
-    totals.samples += len(indices)
+    totals.loss += loss.item() * samples
+    totals.samples += samples
     backward, exchange, update, average = (end - start for start, end in pairwise(times))
     totals.compute_seconds += backward + update
     totals.communication_seconds += exchange + average
@@ -132,7 +136,7 @@ def end_epoch(training: Training) -> Row:
     replica, totals, comm = training.replica, training.replica.totals, training.comm
     replica.count_bytes()
     began = training.clock()
-    tested = evaluate(training.task, comm, replica.synchroniser.averaged_model(comm))
+    tested = evaluate(training.task, comm, replica.synchroniser.averaged_model(comm), readers=training.options.readers)
     totals.seconds += training.clock() - began
     loss, samples = allreduce(torch.tensor([totals.loss, totals.samples], dtype=torch.float64), comm).tolist()
     bytes_sent = allgather(torch.tensor([totals.bytes_sent]), comm)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-SHUFFLE, AUGMENT, DROPOUT = range(3)  # purposes of random numbers
+SHUFFLE, AUGMENT, DROPOUT, SAMPLES = range(4)  # purposes of random numbers
 
 
 def steps_per_epoch(samples: int, *, size: int, batch_size: int) -> int:

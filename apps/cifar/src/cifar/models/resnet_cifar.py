@@ -1,4 +1,8 @@
-"""ResNet for small images (He et al. 2016, section 4.2): 6·blocks + 2 layers, three stages of 16, 32, 64 channels."""
+"""ResNet for small images (He et al. 2016, section 4.2): 6·blocks + 2 layers, three stages of 16, 32, 64 channels.
+
+Parameters for CIFAR-10 (three channels, ten classes), with shortcuts that have none (A): the paper's Table 6 says 0.27,
+0.46, 0.85 and 1.7 million.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -55,9 +59,28 @@ class ResNet(nn.Module):
         return logits
 
 
-def resnet20(*, channels: int, classes: int) -> ResNet:
-    """20 layers: 269,722 parameters for CIFAR-10 (three channels), 269,434 for one channel."""
+def resnet20(*, channels: int, classes: int, size: int) -> ResNet:
+    """20 layers: 269,722 parameters for CIFAR-10, 269,434 for one channel."""
+    del size
     return ResNet(3, channels=channels, classes=classes)
+
+
+def resnet32(*, channels: int, classes: int, size: int) -> ResNet:
+    """32 layers: 464,154 parameters for CIFAR-10."""
+    del size
+    return ResNet(5, channels=channels, classes=classes)
+
+
+def resnet56(*, channels: int, classes: int, size: int) -> ResNet:
+    """56 layers: 853,018 parameters for CIFAR-10."""
+    del size
+    return ResNet(9, channels=channels, classes=classes)
+
+
+def resnet110(*, channels: int, classes: int, size: int) -> ResNet:
+    """110 layers: 1,727,962 parameters for CIFAR-10."""
+    del size
+    return ResNet(18, channels=channels, classes=classes)
 
 
 def _conv3x3(channels_in: int, channels: int, stride: int) -> nn.Conv2d:

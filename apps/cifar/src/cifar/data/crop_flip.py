@@ -1,17 +1,20 @@
 """The augmentation of He et al. (2016) for CIFAR: pad by 4, crop at random, mirror every other image."""
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 from torch.nn.functional import pad
+
+from cifar.data.keyed import Keys, uniform
 
 PADDING = 4  # pixels on each side
 
 
-def crop_flip(pixels: Tensor, generator: Generator) -> Tensor:
+def crop_flip(pixels: Tensor, keys: Keys) -> Tensor:
     """Each image [c, h, w] of the batch [n, c, h, w] shifted by at most 4 pixels, black outside; half mirrored."""
     n, _, height, width = pixels.shape
-    shifts = torch.randint(0, 2 * PADDING + 1, (n, 2), generator=generator)
-    mirrored = torch.randint(0, 2, (n, 1), generator=generator).bool()
+    drawn = torch.from_numpy(uniform(keys, 3))
+    shifts = (drawn[:, :2] * (2 * PADDING + 1)).long()
+    mirrored = drawn[:, 2:] < 0.5
     rows = shifts[:, :1] + torch.arange(height)  # [n, h]
     columns = shifts[:, 1:] + torch.arange(width)  # [n, w]
     columns = torch.where(mirrored, columns.flip(1), columns)

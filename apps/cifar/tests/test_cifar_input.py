@@ -1,0 +1,126 @@
+"""Reading ahead changes no bit: any number of threads, interrupted or not; and each sample has numbers of its own."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_files
+import torch
+from cifar.__main__ import APP
+from communicators import SimulatedWorld
+from trainer.command_line.flags import parse
+from trainer.records.metrics import read_metrics
+from trainer.run import run
+
+
+def trained(tmp_path: Path, name: str, flags: str) -> tuple[dict[str, Any], list[Any]]:
+    argv = (
+        f"--dnn mlp --lr 0.01 --batch-size 8 --data-dir {tmp_path / 'data'} --output {tmp_path / name} {flags}".split()
+    )
+    options = parse(argv, APP, world_size=2)
+    SimulatedWorld(2).run(lambda comm: run(APP, options, comm))
+    rows = read_metrics(tmp_path / name / "metrics.jsonl")
+    figures = [{key: value for key, value in row.items() if not key.endswith("seconds")} for row in rows]
+    return torch.load(tmp_path / name / "model.pt", weights_only=True), figures
+
+
+def same(one: tuple[dict[str, Any], list[Any]], other: tuple[dict[str, Any], list[Any]]) -> bool:
+    return one[1] == other[1] and all(torch.equal(one[0][name], other[0][name]) for name in one[0] | other[0])
+
+
+class Killed(Exception):  # noqa: N818 - not an error of ours
+    """In place of a signal."""
+
+
+@pytest.mark.parametrize("dataset", ["cifar10", "imagenet"])
+def test_any_number_of_readers_and_a_resume_give_the_same_bits(
+    dataset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cifar.data.imagenet.SIZE", 20)
+    {"cifar10": small_files.cifar10_binary, "imagenet": small_files.imagenet}[dataset](tmp_path / "data", 10)
+    flags = f"--dataset {dataset} --max-epochs 2 --checkpoint-every 1"
+    uninterrupted = trained(tmp_path, "none", f"{flags} --readers 0")
+    assert same(uninterrupted, trained(tmp_path, "three", f"{flags} --readers 3"))
+    assert not same(uninterrupted, trained(tmp_path, "other", f"{flags} --seed 1"))
+
+    from trainer.training import loop
+
+    real, taken = loop.save_if_due, []
+
+    def saved_then_killed(training: Any) -> None:
+        real(training)
+        taken.append(training.steps)
+        if taken.count(1) == 2:  # both ranks, in the middle of the first epoch or at its end
+            raise Killed("Killed")
+
+    monkeypatch.setattr(loop, "save_if_due", saved_then_killed)
+    with pytest.raises(Exception, match=r"Killed|ended|left"):
+        trained(tmp_path, "resumed", f"{flags} --readers 2")
+    monkeypatch.setattr(loop, "save_if_due", real)
+    assert same(uninterrupted, trained(tmp_path, "resumed", f"{flags} --readers 1 --resume"))
+
+
+def test_epochs_and_samples_are_augmented_unlike(tmp_path: Path) -> None:
+    from cifar.classification import build
+
+    small_files.cifar10_binary(tmp_path)
+    options = parse(["--dnn", "mlp", "--dataset", "cifar10", "--data-dir", str(tmp_path)], APP, world_size=None)
+    task = build(options, torch.device("cpu"))
+    everything = torch.arange(task.train_size)
+    first, again, next_epoch = (task.read_train(everything, seed).pixels for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert (first != next_epoch).flatten(1).any(1).sum() > 25  # of 30; one in 162 is as it was
+
+
+def test_the_index_of_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cifar.data import folders
+
+    root = small_files.imagenet(tmp_path, images=6, classes=3)
+    for folder in (root / "train").iterdir():
+        os.utime(folder, (1e9, 1e9))
+    looked: list[Path] = []
+    real = folders._images
+    monkeypatch.setattr(folders, "_images", lambda folder: looked.append(folder) or real(folder))
+    first = folders.listing(root, "train")
+    assert (first.classes, len(looked)) == (["n00000000", "n00000001", "n00000002"], 3)
+    assert [first.path(image).name for image in range(6)] == [
+        "0.JPEG",
+        "3.JPEG",
+        "1.JPEG",
+        "4.JPEG",
+        "2.JPEG",
+        "5.JPEG",
+    ]
+    assert folders.listing(root, "train") == first
+    assert len(looked) == 3  # all from the index
+    (root / "train" / "n00000001" / "9.jpg").write_bytes(b"new")
+    changed = folders.listing(root, "train")
+    assert [folder.name for folder in looked[3:]] == ["n00000001"]
+    assert len(changed) == 7
+    folders.listing(root, "train")
+    assert len(looked) == 5  # what has changed just now is not trusted yet
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"n00000000": [1, ["../../../etc/passwd"]]}',
+        b'{"n00000000": [1000000000000000000, ["../0.JPEG"]]}',
+        b'{"n00000000": [1000000000000000000, [7]]}',
+        b'{"n00000000": 1}',
+        b"\xff\xfe",
+        b"[" * 10_000,
+    ],
+)
+def test_an_index_that_somebody_else_wrote(content: bytes, tmp_path: Path) -> None:
+    from cifar.data import folders
+
+    root = small_files.imagenet(tmp_path)
+    os.utime(root / "train" / "n00000000", (1e9, 1e9))
+    (root / ".index-train.json").write_bytes(content)
+    found = folders.listing(root, "train")
+    assert sorted(found.path(image).name for image in range(len(found))) == [f"{n}.JPEG" for n in range(6)]

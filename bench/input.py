@@ -1,0 +1,156 @@
+"""Whether the input keeps up: samples a second that are read, and those that the model takes, on one rank.
+
+    python -m bench input [--models NAME ...] [--readers N ...] [--seconds S] [--full] [--output DIR]
+
+Files in the data sets' own formats, generated: CIFAR-10 in memory, cropped and mirrored; JPEG of 500 × 375 (ImageNet's
+most usual size) from their files. input: samples a second that N threads read when nobody else works (0: the step reads
+for itself). need: those that the model takes when they are there already, forward, backward and update. fed: those that
+it takes while they read ahead, and waits: the share of that time that it waits for them. Medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from cifar.__main__ import APP
+from cifar.classification import Classification, build
+from PIL import Image
+from torch import Tensor
+from trainer.command_line.flags import parse
+from trainer.launching.device import clock_of, own_device
+from trainer.training.input import train_input
+
+from bench.record import machine, record
+
+COLUMNS = ("model", "dataset", "batch", "readers", "input", "need", "fed", "waits")
+MODELS = {  # -> data set, batch
+    "resnet20": ("cifar10", 32),
+    "vgg16": ("cifar10", 16),
+    "resnet18": ("imagenet", 8),
+    "resnet50": ("imagenet", 8),
+}
+WIDTH, HEIGHT, PHOTOGRAPHS, PICTURES = 500, 375, 64, 2000
+
+
+def main(argv: Sequence[str] = ()) -> int:
+    """Prints a row for each model and number of readers; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m bench input", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--models", nargs="+", choices=MODELS, help="default resnet20, resnet18; with --full all")
+    parser.add_argument("--readers", type=int, nargs="+", default=[0, 1, 2, 4], help="default 0 1 2 4")
+    parser.add_argument("--seconds", type=float, help="a measurement at least; default 1, with --full 5")
+    parser.add_argument("--full", action="store_true", help="the numbers to report")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="write DIR/input.csv, .json and .png too")
+    options, facts = parser.parse_args(argv), machine()
+    seconds, rows = options.seconds or (5.0 if options.full else 1.0), list[dict[str, Any]]()
+    print("  ".join(f"{name:>10}" for name in COLUMNS), flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        _write_cifar10(Path(folder))
+        _write_imagenet(Path(folder))
+        for model in options.models or (list(MODELS) if options.full else ["resnet20", "resnet18"]):
+            rows += _measured(model, Path(folder), options.readers, seconds)
+    if options.output:
+        record(options.output, "input", rows, labels=("model", "readers"), values=("input", "need"), facts=facts)
+    return 0
+
+
+def _measured(model: str, folder: Path, readers: Sequence[int], seconds: float) -> list[dict[str, Any]]:
+    dataset, batch = MODELS[model]
+    device = own_device(0)
+    argv = ["--dnn", model, "--dataset", dataset, "--data-dir", str(folder)]
+    task = build(parse(argv, APP, world_size=None), device)
+    task.model.train()
+    optimizer = torch.optim.SGD(task.model.parameters(), lr=1e-3, momentum=0.9)
+    shard = _endless(task.train_size, batch)
+    ready = task.read_train(shard[0], 0)
+    need, _ = _rate(lambda: ready, lambda given: _step(task, optimizer, given), device, batch, seconds)
+    rows = []
+    for count in readers:
+        alone = _reading(task, shard, count, lambda given: None, device, seconds)
+        fed = _reading(task, shard, count, lambda given: _step(task, optimizer, given), device, seconds)
+        rows.append(dict(zip(COLUMNS, (model, dataset, batch, count, alone[0], need, *fed), strict=True)))
+        cells = [f"{value:,.1f}" if isinstance(value, float) else str(value) for value in list(rows[-1].values())[:-1]]
+        print("  ".join(f"{cell:>10}" for cell in [*cells, f"{fed[1]:.1%}"]), flush=True)
+    return rows
+
+
+def _endless(samples: int, batch: int) -> list[Tensor]:
+    """More batches than are ever read; no two the same."""
+    order = torch.randint(samples, (20_000, batch), generator=torch.Generator().manual_seed(0))
+    return list(order)
+
+
+def _reading(
+    task: Classification,
+    shard: Sequence[Tensor],
+    readers: int,
+    use: Callable[[Any], None],
+    device: torch.device,
+    seconds: float,
+) -> tuple[float, float]:
+    """Samples a second through `use`, and the share of the time that was spent waiting for them."""
+    with closing(train_input(task, shard, seed=0, readers=readers)) as read:
+        for _ in islice(read, 2 * readers + 2):  # until all threads are at work, and the first ones are used up
+            pass
+        return _rate(lambda: next(read), use, device, len(shard[0]), seconds)
+
+
+def _rate(
+    take: Callable[[], Any], use: Callable[[Any], None], device: torch.device, batch: int, seconds: float
+) -> tuple[float, float]:
+    clock, taking, using = clock_of(device), list[float](), list[float]()
+    use(take())
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(using) < 5:
+        began = clock()
+        given = take()
+        taken = clock()
+        use(given)
+        taking.append(taken - began)
+        using.append(clock() - taken)
+    if max(using) < 1e-4:  # nothing to do: batches come in bursts, of which the median says nothing
+        return batch * len(taking) / sum(taking), 1.0
+    waited, worked = statistics.median(taking), statistics.median(using)
+    return batch / (waited + worked), waited / (waited + worked)
+
+
+def _step(task: Classification, optimizer: torch.optim.Optimizer, given: Any) -> None:
+    optimizer.zero_grad()
+    task.loss(given, torch.Generator()).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+
+
+def _write_cifar10(folder: Path) -> None:
+    drawn = np.random.default_rng(0)
+    target = folder / "cifar-10-batches-bin"
+    target.mkdir()
+    for name in [*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin"]:
+        records = drawn.integers(0, 256, (PICTURES, 3073), dtype=np.uint8)
+        records[:, 0] %= 10
+        (target / name).write_bytes(records.tobytes())
+
+
+def _write_imagenet(folder: Path) -> None:
+    """Smooth images with some noise, which compress about as photographs do."""
+    drawn = np.random.default_rng(0)
+    for split in ("train", "val"):
+        for number in range(PHOTOGRAPHS):
+            target = folder / "imagenet" / split / f"n{number % 4:08}"
+            target.mkdir(parents=True, exist_ok=True)
+            rough = Image.fromarray(drawn.integers(0, 256, (24, 32, 3), dtype=np.uint8))
+            smooth = np.asarray(rough.resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC), dtype=np.int16)
+            noisy = smooth + drawn.normal(0, 8, (HEIGHT, WIDTH, 1)).astype(np.int16)
+            Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(target / f"{number}.JPEG", quality=90)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
