@@ -1,4 +1,8 @@
-"""The compiled file, found and loaded when it is first asked for."""
+"""The compiled file, found and loaded when it is first asked for.
+
+$SPARSE_COMPRESS_NATIVE chooses: 0 for NumPy; c, avx2 or avx512 for the most that the kernels may use; or the path of a
+file that was compiled otherwise.
+"""
 
 import ctypes
 import os
@@ -52,9 +56,11 @@ def in_use() -> str:
 def using(level: str) -> Iterator[bool]:
     """Meanwhile "plain" NumPy, or kernels of one level ("c", "avx2", "avx512"), in all threads: for tests.
 
-    Whether there is such a level here; without it, the best below it runs.
+    Whether there is such a level here; without it, the best below it runs. Where $SPARSE_COMPRESS_NATIVE is 0 there is
+    none.
     """
-    found = Found(None, "NumPy, as chosen") if level == "plain" else _opened(COMPILED, level)
+    plain = level == "plain" or os.environ.get(SWITCH) == "0"
+    found = Found(None, "NumPy, as chosen") if plain else _opened(_path(), level)
     _chosen.append(found)
     try:
         yield level == "plain" or found.words.startswith(f"kernels for {level}:")
@@ -71,8 +77,12 @@ def _found() -> Found:
         return Found(None, f"NumPy: {SWITCH}=0 is set")
     if setting and setting not in LEVELS and not Path(setting).is_file():
         return Found(None, f"NumPy: {SWITCH}={setting!r} is neither 0, one of {list(LEVELS)} nor a compiled file")
-    path = Path(setting) if setting and setting not in LEVELS else COMPILED
-    return _opened(path, _level())
+    return _opened(_path(), _level())
+
+
+def _path() -> Path:
+    setting = os.environ.get(SWITCH, "")
+    return COMPILED if setting in ("", "0", *LEVELS) else Path(setting)
 
 
 def _level() -> str:
