@@ -82,6 +82,17 @@ def test_steps(level, nasty, seed, n, dtype, momentum, tentative, kind):
         assert_same(one, other)
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_sample_that_misleads(level, momentum):
+    """Too few elements reach its threshold: what was found goes back, and nothing is accumulated twice."""
+    x = torch.full((100_000,), 1e-3)
+    sampled = x[:: len(x) // 1024 | 1]
+    sampled.copy_(torch.arange(1, len(sampled) + 1))
+    assert_same(*both(level, lambda: topk(x, 2000)))
+    for one, other in zip(*both(level, lambda: steps([x, x], momentum=momentum)), strict=True):
+        assert_same(one, other)
+
+
 def entries(rng, nasty, numel, count):
     """A vector at random indices."""
     indices = np.sort(rng.permutation(numel)[:count]).astype(np.int32)
