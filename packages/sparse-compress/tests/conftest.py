@@ -1,10 +1,11 @@
 """Inputs that have broken selections before, for every test of the package."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from sparse_compress.native.library import LEVELS, kernels, using
 
 Inputs = Callable[[np.random.Generator, int], NDArray[np.float32]]
 
@@ -52,3 +53,28 @@ def nasty(request: pytest.FixtureRequest) -> Inputs:
 def all_nasty() -> dict[str, Inputs]:
     """All of them by name."""
     return NASTY
+
+
+@pytest.fixture(params=LEVELS, scope="session")
+def level(request: pytest.FixtureRequest) -> str:
+    """A level of the compiled kernels that runs here."""
+    with using(request.param) as available:
+        if not available:
+            pytest.skip(f"no kernels for {request.param} here: there is no compiled file, or the processor lacks it")
+    return str(request.param)
+
+
+@pytest.fixture(params=["plain", "compiled"], scope="session")
+def both_ways(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Once in NumPy, once by the compiled kernels."""
+    with using("plain" if request.param == "plain" else "avx512"):
+        if request.param == "compiled" and kernels() is None:
+            pytest.skip("there is no compiled file: python -m sparse_compress says why")
+        yield
+
+
+@pytest.fixture
+def plain() -> Iterator[None]:
+    """In NumPy, for tests of what the kernels have no part in."""
+    with using("plain"):
+        yield

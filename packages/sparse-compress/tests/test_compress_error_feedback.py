@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_compress import ErrorFeedback, SparseVector, TopK, topk
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 seeds = st.integers(0, 2**32 - 1)
 modes = st.fixed_dictionaries({"momentum": st.sampled_from([0.0, 0.5]), "tentative": st.booleans()})
 GRADIENT_DTYPES = st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64])

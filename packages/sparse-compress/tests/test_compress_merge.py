@@ -11,6 +11,8 @@ from sparse_compress.magnitude import largest_on_device
 from sparse_compress.merge import _merge_on_device
 from sparse_compress.union import _union_cpu, _union_on_device
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 DTYPES = st.sampled_from([torch.float32, torch.float64])
 seeds = st.integers(0, 2**32 - 1)
 

@@ -16,6 +16,8 @@ from sparse_compress.magnitude import bits_of, largest_on_device
 from sparse_compress.radix import kth_largest
 from sparse_compress.topk_cpu import SMALL, largest_entries
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 INT_DTYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 WIRE_DTYPES = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float32}
 seeds = st.integers(0, 2**32 - 1)
@@ -101,6 +103,7 @@ def test_radix_select_of_other_widths(dtype):
 
 
 @pytest.mark.parametrize("name", ["normal", "heavy tails", "constant", "zeros", "mostly zero", "large off stride"])
+@pytest.mark.usefixtures("plain")
 def test_radix_select_is_only_for_misled_samples(all_nasty, name, monkeypatch):
     class RadixSelectError(Exception):
         """Radix select was needed."""

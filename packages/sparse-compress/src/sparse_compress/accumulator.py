@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sparse_compress.chunks import CHUNK
+from sparse_compress.native.dense import add_at, take
 from sparse_compress.vector import SparseVector
 from sparse_compress.vector_format import WIRE_DTYPES
 
@@ -48,11 +49,11 @@ class Accumulator:
 
     def copies(self, spans: Sequence[slice]) -> list[list[Tensor]]:
         """Copies of spans of the flat tensors."""
-        return [[tensor[span].clone() for span in spans] for tensor in self._flat()]
+        return [[tensor[span].clone() for span in spans] for tensor in self.flat()]
 
     def fill(self, spans: Sequence[slice], values: float | list[list[Tensor]]) -> None:
         """Set spans of the flat tensors, to one number or to ``copies`` of them."""
-        for i, tensor in enumerate(self._flat()):
+        for i, tensor in enumerate(self.flat()):
             for j, span in enumerate(spans):
                 tensor[span] = values[i][j] if isinstance(values, list) else values
 
@@ -87,7 +88,7 @@ class Accumulator:
 
     def clear(self, sent: SparseVector) -> None:
         """Set residual and velocity to zero where entries were sent (DGC's factor masking)."""
-        for tensor in self._flat():
+        for tensor in self.flat():
             if tensor.is_cpu:
                 tensor.numpy()[sent.indices.numpy()] = 0
             else:
@@ -95,12 +96,16 @@ class Accumulator:
 
     def restore(self, dropped: SparseVector) -> None:
         """v ← v + dropped."""
+        if take(self.residual):
+            add_at(self.residual, dropped.indices, dropped.values)
+            return
         self.residual.view(-1).index_add_(0, dropped.indices, dropped.values)
 
     def _arrays(self) -> list[NDArray[np.floating[Any]]]:
-        return [part.numpy() for part in self._flat()]
+        return [part.numpy() for part in self.flat()]
 
-    def _flat(self) -> list[Tensor]:
+    def flat(self) -> list[Tensor]:
+        """The parts as 1-D tensors, over the same memory."""
         return [part.view(-1) for part in self.parts()]
 
 

@@ -8,6 +8,7 @@ from sparse_compress.accumulator import Accumulator
 from sparse_compress.chunks import at_least
 from sparse_compress.gpu.available import kernels_take
 from sparse_compress.magnitude import bits_of
+from sparse_compress.native.selecting import Step, take_gradient
 from sparse_compress.reaching import limit_of, reachable, reached, reaching
 from sparse_compress.threshold import sample_stride
 from sparse_compress.topk import from_bits, topk
@@ -23,6 +24,10 @@ def step_topk(before: Accumulator, gradient: Tensor, momentum: float, k: int, ou
     """
     if k and kernels_take(gradient):
         return _step_in_triton(before, gradient, momentum, k, out)
+    if 0 < k < gradient.numel() and take_gradient(gradient):
+        sent = SparseVector.allocate(k, gradient.numel(), torch.float32, gradient.device)
+        Step(before.flat(), gradient, momentum, out.flat(), into=sent).largest(0, sent.numel, k)
+        return sent
     if gradient.is_cpu and gradient.is_contiguous() and 0 < k < gradient.numel() > SMALL:
         sent = _sweep(before, gradient, momentum, k, out)
     else:
@@ -40,6 +45,9 @@ def step_reaching(
     The same bits as advance, ``reaching`` and clear one after another, which it is on GPUs and for strided tensors.
     """
     residual = out.residual.view(-1)
+    if k > 0 and take_gradient(gradient):
+        key = reachable(key, residual.dtype)
+        return Step(before.flat(), gradient, momentum, out.flat()).reaching(len(residual), key, k)
     if gradient.is_cpu and gradient.is_contiguous():
         with np.errstate(all="ignore"):  # of the sums
             written = before.advance_by_chunks(gradient, momentum, out)

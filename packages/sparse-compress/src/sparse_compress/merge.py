@@ -7,6 +7,8 @@ import torch
 from sparse_compress.arguments import integer
 from sparse_compress.compact import compact
 from sparse_compress.magnitude import Keys, bits_of, largest, magnitude_keys, magnitude_mask
+from sparse_compress.native.adding import merged
+from sparse_compress.native.dense import take
 from sparse_compress.pad import pad
 from sparse_compress.union import Array, paired, paired_cpu, picked_cpu, union, without
 from sparse_compress.vector import SparseVector
@@ -92,6 +94,11 @@ def _check_alike(a: SparseVector, b: SparseVector) -> None:
 
 def _merge_cpu(a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
     """For k < len(a) + len(b)."""
+    if k and len(a) and len(b) and take(a.values):
+        kept_there, cut_there = merged(a, b, k)
+        if cut_there is None:
+            return pad(kept_there, k), SparseVector.empty(a.numel, a.dtype, device=a.device)
+        return kept_there, cut_there
     indices, values, void = paired_cpu(a, b)
     if len(indices) - len(void) <= k:
         counts = without(void, len(indices))

@@ -5,6 +5,8 @@ from torch import Tensor
 
 from sparse_compress.chunks import Positions, at_least
 from sparse_compress.magnitude import Bits, bits_of, magnitude_keys
+from sparse_compress.native.dense import take
+from sparse_compress.native.selecting import select_reaching
 from sparse_compress.topk import from_bits, gather, topk
 from sparse_compress.topk_cpu import largest_of
 from sparse_compress.vector import SparseVector
@@ -20,6 +22,8 @@ def reaching(flat: Tensor, key: int, k: int) -> SparseVector:
     if not flat.is_cpu:
         positions = (magnitude_keys(flat) >= key).nonzero().view(-1)
         return gather(flat, positions) if len(positions) <= k else topk(flat, k)
+    if k and take(flat):
+        return select_reaching(flat, key, k)
     return reached(at_least(bits_of(flat), key, limit_of(len(flat), k)), flat, k)
 
 

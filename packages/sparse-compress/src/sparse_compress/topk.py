@@ -9,6 +9,8 @@ from sparse_compress.chunks import Positions
 from sparse_compress.dense_input import flatten
 from sparse_compress.gpu.available import kernels_take
 from sparse_compress.magnitude import Bits, bits_of, largest_on_device
+from sparse_compress.native.dense import take
+from sparse_compress.native.selecting import select
 from sparse_compress.topk_cpu import largest_entries
 from sparse_compress.vector import SparseVector
 from sparse_compress.vector_format import WIRE_DTYPES
@@ -24,8 +26,9 @@ def topk(x: Tensor, k: int) -> SparseVector:
     entries, explicit zeros included, so its size on the wire is known beforehand. Ties go to the lowest index.
     The order is that of the bits without the sign: finite < inf < NaN, so non-finite elements come first.
 
-    On a CPU one sweep over x as a rule and no temporary of its size; on a GPU radix select in Triton (``gpu``), and
-    without Triton, or for float64, a stable sort with temporaries of x's size. Neither waits for the device.
+    On a CPU one sweep over x as a rule and no temporary of its size; compiled for float32, where there is a compiled
+    file (``native``). On a GPU radix select in Triton (``gpu``), and without Triton, or for float64, a stable sort with
+    temporaries of x's size. Neither waits for the device.
     Raises TypeError for other dtypes and layouts, and for a k that is no integer, ValueError for k < 0 or more than
     2³¹ − 1 elements.
     """
@@ -40,6 +43,8 @@ def topk(x: Tensor, k: int) -> SparseVector:
         positions = torch.empty(0, dtype=torch.int64, device=flat.device)
     elif kernels_take(flat):
         return _topk_in_triton(flat, k)
+    elif take(flat):
+        return select(flat, k)
     elif flat.is_cpu:
         return from_bits(*largest_entries(bits_of(flat), k), flat)
     else:

@@ -8,6 +8,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sparse_compress.compact import compact
+from sparse_compress.native.adding import added
+from sparse_compress.native.dense import take
 from sparse_compress.vector import SparseVector
 
 Array = NDArray[Any]
@@ -56,6 +58,8 @@ def picked_cpu(indices: Array, values: Array, picked: Array, numel: int) -> Spar
 
 
 def _union_cpu(a: SparseVector, b: SparseVector) -> SparseVector:
+    if take(a.values):
+        return added(a, b)
     indices, values, void = paired_cpu(a, b)
     return picked_cpu(indices, values, without(void, len(indices)), a.numel)
 

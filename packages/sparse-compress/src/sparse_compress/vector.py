@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from sparse_compress.arguments import check_bytes, element_count
+from sparse_compress.native.dense import put, take
 from sparse_compress.order import check_indices
 from sparse_compress.vector_format import (
     HEADER_BYTES,
@@ -114,8 +115,24 @@ class SparseVector:
 
     def to_dense(self) -> Tensor:
         """The whole vector, shape (numel,)."""
-        dense = torch.zeros(self.numel, dtype=self.dtype, device=self.device)
-        return dense.index_copy_(0, self.indices.long(), self.values)
+        return self.put(torch.empty(self.numel, dtype=self.dtype, device=self.device))
+
+    def put(self, out: Tensor, *, divisor: float = 1.0) -> Tensor:
+        """Overwrites ``out`` with the whole vector divided by ``divisor``, and returns it.
+
+        ``out``: numel elements of this dtype and device, of any shape; contiguous. Raises ValueError for another.
+        """
+        if (out.numel(), out.dtype, out.device) != (self.numel, self.dtype, self.device) or not out.is_contiguous():
+            raise ValueError(
+                f"{self} cannot be put into {out.dtype}, {tuple(out.shape)} on {out.device}: expected a contiguous "
+                "tensor of its numel, dtype and device"
+            )
+        if take(out):
+            put(self.indices, self.values, out, divisor)
+        else:
+            values = self.values if divisor == 1 else self.values / divisor
+            out.view(-1).zero_().index_copy_(0, self.indices.long(), values)
+        return out
 
     def pack(self) -> Tensor:
         """The wire form, 1-D uint8: this vector's own memory, not a copy."""

@@ -1,0 +1,17 @@
+"""A vector of what lies in scratch memory."""
+
+import ctypes
+
+import torch
+
+from sparse_compress.native.scratch import SCRATCH
+from sparse_compress.vector import SparseVector
+
+
+def copied(indices: int, values: int, count: int, numel: int) -> SparseVector:
+    """float32 entries at these addresses, which may then be written over."""
+    vector = SparseVector.allocate(count, numel, torch.float32, torch.device("cpu"))
+    ctypes.memmove(vector.indices.data_ptr(), indices, 4 * count)
+    ctypes.memmove(vector.values.data_ptr(), values, 4 * count)
+    SCRATCH.trim()
+    return vector

@@ -1,0 +1,21 @@
+"""Between sparse and dense: what the kernels take, and where they put it."""
+
+import torch
+from torch import Tensor
+
+from sparse_compress.native.library import kernels
+
+
+def take(tensor: Tensor) -> bool:
+    """Whether there are kernels, and they take this tensor: contiguous float32 on a CPU."""
+    return tensor.dtype == torch.float32 and tensor.is_cpu and kernels() is not None and tensor.is_contiguous()
+
+
+def put(indices: Tensor, values: Tensor, out: Tensor, divisor: float) -> None:
+    """out ← 0, and values / divisor at the indices, which increase; all of them taken."""
+    kernels().sc_put(out.data_ptr(), out.numel(), indices.data_ptr(), values.data_ptr(), len(indices), divisor)
+
+
+def add_at(out: Tensor, indices: Tensor, values: Tensor) -> None:
+    """out ← out + values at the indices; all of them taken."""
+    kernels().sc_add_at(out.data_ptr(), indices.data_ptr(), values.data_ptr(), len(indices))

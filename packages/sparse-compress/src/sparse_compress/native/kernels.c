@@ -1,0 +1,740 @@
+/* Selection, error feedback, addition and putting back of float32, in one pass over memory each.
+ *
+ * Every function gives the bits of the NumPy function that it stands in for (chunks.py, merge.py, accumulator.py), which
+ * is the reference that tests hold it to; of a NaN that arithmetic makes out of two NaNs only that it is one.
+ * Keys are magnitudes as integers: a float's bits without the sign. Memory is the caller's, at any address; nothing is
+ * allocated here and nothing is kept, so any number of threads may call at once. Needs nothing but memcpy, memmove and
+ * memset, which are in every process: no library is linked.
+ *
+ * Three levels, chosen once by sc_use: plain C, AVX2, AVX-512. Only what the compiler cannot make of plain C (keeping
+ * some elements of a vector) is written for each of them.
+ */
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define X86 1
+#include <immintrin.h>
+#endif
+
+#define EXPORT __attribute__((visibility("default")))
+#define INLINE static inline __attribute__((always_inline))
+#ifdef __clang__
+#define SAME_PLACE _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define SAME_PLACE _Pragma("GCC ivdep") /* in and out may be the same array: element i depends on element i alone */
+#endif
+
+/* Tensors begin where their owner wants them to, and are read as floats and as bits. */
+typedef uint32_t u32 __attribute__((aligned(1), may_alias));
+typedef int32_t i32 __attribute__((aligned(1), may_alias));
+typedef uint16_t u16 __attribute__((aligned(1), may_alias));
+typedef float f32 __attribute__((aligned(1), may_alias));
+
+enum { PLAIN, AVX2, AVX512 };
+enum { FLOAT32, BFLOAT16, FLOAT16 };
+enum {
+    MAGNITUDE = 0x7FFFFFFF,
+    QUIET = 0x00400000,    /* of a NaN */
+    SLACK = 64,            /* entries that may be overwritten beyond the last one */
+    BLOCK = 1024,          /* elements that are advanced, looked at and cleared while they are in L1 */
+    AHEAD = 512,           /* elements that are fetched beforehand, 2 KB */
+    MIN_SAMPLE = 1024,     /* elements: reading each costs a cache miss */
+    MAX_SAMPLE = 32768,
+    KEY_SAMPLE = 2048,     /* of keys that are in memory anyway */
+    DIGITS = 2048,         /* a histogram that stays in L1 */
+    WINDOW = 4096,         /* elements of a dense tensor that are put back at a time */
+    STREAMED = 1 << 22     /* elements: a tensor that no cache keeps is written past the caches */
+};
+
+typedef int64_t collect_f(const u32 *x, int64_t n, int64_t base, uint32_t least, i32 *index, u32 *bits);
+typedef int64_t between_f(const u32 *bits, int64_t n, uint32_t low, uint32_t high, u32 *keys, int64_t *above);
+typedef int64_t split_f(const i32 *index, const u32 *bits, int64_t n, uint32_t kth, int64_t ties, i32 *kept_index,
+                        u32 *kept_bits, int64_t kept_room, i32 *cut_index, u32 *cut_bits, int64_t cut_room);
+typedef void advance_f(const f32 *v, const f32 *u, const void *g, int kind, float m, f32 *vo, f32 *uo, int64_t n);
+typedef void fill_f(f32 *out, const f32 *from, int64_t n);
+
+INLINE int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t most_of(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* ---- 16-bit gradients --------------------------------------------------------------------------------------------- */
+
+INLINE float from_bits(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+INLINE uint32_t to_bits(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return bits;
+}
+
+INLINE float widened_bf16(uint16_t h) { return from_bits((uint32_t)h << 16); }
+
+INLINE float widened_fp16(uint16_t h) {
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = (uint32_t)(h & 0x7FFF) << 13;
+    uint32_t normal = rest + 0x38000000;                                              /* 112 more in the exponent */
+    uint32_t tiny = to_bits(from_bits(rest + 0x38800000) - from_bits(0x38800000));    /* 2^-14 more, and less, exactly */
+    uint32_t huge = rest | 0x7F800000;
+    uint32_t bits = rest < 0x00800000 ? tiny : rest >= 0x0F800000 ? huge : normal;
+    return from_bits(sign | bits);
+}
+
+/* ---- Accumulation: u <- m u + g; v <- v + u, or without momentum v <- v + g --------------------------------------- */
+
+#define ADVANCE(GRADIENT)                      \
+    if (u) {                                   \
+        SAME_PLACE                             \
+        for (int64_t i = 0; i < n; i++) {      \
+            float w = u[i] * m;                \
+            w = w + (GRADIENT);                \
+            uo[i] = w;                         \
+            vo[i] = v[i] + w;                  \
+        }                                      \
+    } else {                                   \
+        SAME_PLACE                             \
+        for (int64_t i = 0; i < n; i++)        \
+            vo[i] = v[i] + (GRADIENT);         \
+    }
+
+INLINE void advance_body(const f32 *v, const f32 *u, const void *g, int kind, float m, f32 *vo, f32 *uo, int64_t n) {
+    const f32 *whole = g;
+    const u16 *half = g;
+    if (kind == FLOAT32) {
+        ADVANCE(whole[i])
+    } else if (kind == BFLOAT16) {
+        ADVANCE(widened_bf16(half[i]))
+    } else {
+        ADVANCE(widened_fp16(half[i]))
+    }
+}
+
+static void advance_plain(const f32 *v, const f32 *u, const void *g, int kind, float m, f32 *vo, f32 *uo, int64_t n) {
+    advance_body(v, u, g, kind, m, vo, uo, n);
+}
+
+/* ---- Filters ------------------------------------------------------------------------------------------------------ */
+
+/* Index and bits of the elements whose key is `least` or more, in order; index and bits have SLACK to spare. */
+static int64_t collect_plain(const u32 *x, int64_t n, int64_t base, uint32_t least, i32 *index, u32 *bits) {
+    int64_t found = 0;
+    for (int64_t start = 0; start < n; start += 32) {
+        int64_t end = least_of(start + 32, n);
+        uint32_t any = 0;
+        for (int64_t i = start; i < end; i++)
+            any |= (x[i] & MAGNITUDE) >= least;
+        if (any)
+            for (int64_t i = start; i < end; i++) {
+                index[found] = (int32_t)(base + i);
+                bits[found] = x[i];
+                found += (x[i] & MAGNITUDE) >= least;
+            }
+    }
+    return found;
+}
+
+/* The keys from low to high, in any order; how many are higher. keys has SLACK to spare. */
+static int64_t between_plain(const u32 *bits, int64_t n, uint32_t low, uint32_t high, u32 *keys, int64_t *above) {
+    int64_t found = 0, higher = 0;
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t key = bits[i] & MAGNITUDE;
+        keys[found] = key;
+        found += (key - low) <= (high - low);
+        higher += key > high;
+    }
+    *above = higher;
+    return found;
+}
+
+/* Entries of a key above kth, and the first `ties` of those equal to it, are kept; the others are cut. Both in order.
+ * Kept may be where the entries are. Nothing is written beyond the rooms. */
+INLINE void split_rest(const i32 *index, const u32 *bits, int64_t i, int64_t n, uint32_t kth, int64_t ties,
+                       i32 *kept_index, u32 *kept_bits, int64_t kept, i32 *cut_index, u32 *cut_bits, int64_t cut) {
+    for (; i < n; i++) {
+        uint32_t key = bits[i] & MAGNITUDE;
+        int tie = key == kth, keep = key > kth || (tie && ties > 0);
+        ties -= tie;
+        if (keep) {
+            kept_index[kept] = index[i];
+            kept_bits[kept++] = bits[i];
+        } else {
+            cut_index[cut] = index[i];
+            cut_bits[cut++] = bits[i];
+        }
+    }
+}
+
+static int64_t split_plain(const i32 *index, const u32 *bits, int64_t n, uint32_t kth, int64_t ties, i32 *kept_index,
+                           u32 *kept_bits, int64_t kept_room, i32 *cut_index, u32 *cut_bits, int64_t cut_room) {
+    int64_t i = 0, kept = 0, cut = 0;
+    for (; i < n && kept < kept_room && cut < cut_room; i++) {
+        uint32_t key = bits[i] & MAGNITUDE, word = bits[i];
+        int32_t at = index[i];
+        int tie = key == kth, keep = (key > kth) | (tie & (ties > 0));
+        ties -= tie;
+        cut_index[cut] = at; /* before kept, which may be where the entries are */
+        cut_bits[cut] = word;
+        kept_index[kept] = at;
+        kept_bits[kept] = word;
+        kept += keep;
+        cut += !keep;
+    }
+    split_rest(index, bits, i, n, kth, ties, kept_index, kept_bits, kept, cut_index, cut_bits, cut);
+    return n;
+}
+
+static void fill_plain(f32 *out, const f32 *from, int64_t n) { memcpy(out, from, (size_t)n * 4); }
+
+#ifdef X86
+static uint8_t places[256][8]; /* of the bits that are set, first ones first */
+
+__attribute__((target("avx2"))) static void advance_avx2(const f32 *v, const f32 *u, const void *g, int kind, float m,
+                                                         f32 *vo, f32 *uo, int64_t n) {
+    advance_body(v, u, g, kind, m, vo, uo, n);
+}
+
+__attribute__((target("avx2,popcnt"))) static int64_t collect_avx2(const u32 *x, int64_t n, int64_t base,
+                                                                   uint32_t least, i32 *index, u32 *bits) {
+    const __m256i magnitude = _mm256_set1_epi32(MAGNITUDE), below = _mm256_set1_epi32((int32_t)(least - 1));
+    const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    int64_t found = 0, i = 0;
+    for (; i + 32 <= n; i += 32) {
+        __m256i word[4];
+        uint32_t hits[4];
+        for (int j = 0; j < 4; j++) {
+            word[j] = _mm256_loadu_si256((const __m256i *)(x + i + 8 * j));
+            __m256i reach = _mm256_cmpgt_epi32(_mm256_and_si256(word[j], magnitude), below);
+            hits[j] = (uint32_t)_mm256_movemask_ps(_mm256_castsi256_ps(reach));
+        }
+        if (!(hits[0] | hits[1] | hits[2] | hits[3]))
+            continue;
+        for (int j = 0; j < 4; j++) {
+            __m256i order = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)places[hits[j]]));
+            __m256i at = _mm256_add_epi32(_mm256_set1_epi32((int32_t)(base + i + 8 * j)), lanes);
+            _mm256_storeu_si256((__m256i *)(index + found), _mm256_permutevar8x32_epi32(at, order));
+            _mm256_storeu_si256((__m256i *)(bits + found), _mm256_permutevar8x32_epi32(word[j], order));
+            found += __builtin_popcount(hits[j]);
+        }
+    }
+    return found + collect_plain(x + i, n - i, base + i, least, index + found, bits + found);
+}
+
+__attribute__((target("avx2"))) static void fill_avx2(f32 *out, const f32 *from, int64_t n) {
+    int64_t i = 0;
+    for (; i < n && ((uintptr_t)(out + i) & 31); i++)
+        out[i] = from[i];
+    if (((uintptr_t)(out + i) & 31) == 0)
+        for (; i + 8 <= n; i += 8)
+            _mm256_stream_ps((float *)(out + i), _mm256_loadu_ps((const float *)(from + i)));
+    memcpy(out + i, from + i, (size_t)(n - i) * 4);
+}
+
+#define WIDE __attribute__((target("avx512f,avx512vl,avx512bw,avx512dq,popcnt,bmi,bmi2")))
+
+WIDE static void advance_avx512(const f32 *v, const f32 *u, const void *g, int kind, float m, f32 *vo, f32 *uo,
+                                int64_t n) {
+    int64_t i = 0;
+    if (kind == FLOAT32 && !u) {
+        const f32 *whole = g;
+        for (; i + 16 <= n; i += 16)
+            _mm512_storeu_ps(vo + i, _mm512_add_ps(_mm512_loadu_ps(v + i), _mm512_loadu_ps(whole + i)));
+        g = whole + i;
+    } else if (kind == FLOAT32) {
+        const f32 *whole = g;
+        for (; i + 16 <= n; i += 16) {
+            __m512 w = _mm512_mul_ps(_mm512_loadu_ps(u + i), _mm512_set1_ps(m));
+            w = _mm512_add_ps(w, _mm512_loadu_ps(whole + i));
+            _mm512_storeu_ps(uo + i, w);
+            _mm512_storeu_ps(vo + i, _mm512_add_ps(_mm512_loadu_ps(v + i), w));
+        }
+        g = whole + i;
+    }
+    advance_body(v + i, u ? u + i : NULL, g, kind, m, vo + i, u ? uo + i : NULL, n - i);
+}
+
+WIDE static int64_t collect_avx512(const u32 *x, int64_t n, int64_t base, uint32_t least, i32 *index, u32 *bits) {
+    const __m512i magnitude = _mm512_set1_epi32(MAGNITUDE), bound = _mm512_set1_epi32((int32_t)least);
+    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    int64_t found = 0;
+    for (int64_t i = 0; i < n; i += 16) {
+        __mmask16 inside = n - i >= 16 ? 0xFFFF : (__mmask16)((1u << (n - i)) - 1);
+        __m512i word = _mm512_maskz_loadu_epi32(inside, x + i);
+        __mmask16 hits = _mm512_mask_cmpge_epu32_mask(inside, _mm512_and_si512(word, magnitude), bound);
+        __m512i at = _mm512_add_epi32(_mm512_set1_epi32((int32_t)(base + i)), lanes);
+        _mm512_storeu_si512(index + found, _mm512_maskz_compress_epi32(hits, at));
+        _mm512_storeu_si512(bits + found, _mm512_maskz_compress_epi32(hits, word));
+        found += __builtin_popcount(hits);
+    }
+    return found;
+}
+
+WIDE static int64_t between_avx512(const u32 *bits, int64_t n, uint32_t low, uint32_t high, u32 *keys,
+                                   int64_t *above) {
+    const __m512i magnitude = _mm512_set1_epi32(MAGNITUDE);
+    const __m512i least = _mm512_set1_epi32((int32_t)low), most = _mm512_set1_epi32((int32_t)high);
+    int64_t found = 0, higher = 0;
+    for (int64_t i = 0; i < n; i += 16) {
+        __mmask16 inside = n - i >= 16 ? 0xFFFF : (__mmask16)((1u << (n - i)) - 1);
+        __m512i key = _mm512_and_si512(_mm512_maskz_loadu_epi32(inside, bits + i), magnitude);
+        __mmask16 over = _mm512_mask_cmpgt_epu32_mask(inside, key, most);
+        __mmask16 hits = _mm512_mask_cmpge_epu32_mask(inside, key, least) & ~over;
+        _mm512_storeu_si512(keys + found, _mm512_maskz_compress_epi32(hits, key));
+        found += __builtin_popcount(hits);
+        higher += __builtin_popcount(over);
+    }
+    *above = higher;
+    return found;
+}
+
+WIDE static int64_t split_avx512(const i32 *index, const u32 *bits, int64_t n, uint32_t kth, int64_t ties,
+                                 i32 *kept_index, u32 *kept_bits, int64_t kept_room, i32 *cut_index, u32 *cut_bits,
+                                 int64_t cut_room) {
+    const __m512i magnitude = _mm512_set1_epi32(MAGNITUDE), bound = _mm512_set1_epi32((int32_t)kth);
+    int64_t i = 0, kept = 0, cut = 0;
+    for (; i + 16 <= n && kept + 16 <= kept_room && cut + 16 <= cut_room; i += 16) {
+        __m512i word = _mm512_loadu_si512(bits + i), at = _mm512_loadu_si512(index + i);
+        __m512i key = _mm512_and_si512(word, magnitude);
+        __mmask16 keep = _mm512_cmpgt_epu32_mask(key, bound), equal = _mm512_cmpeq_epu32_mask(key, bound);
+        if (equal && ties > 0) {
+            uint32_t first = ties >= 16 ? equal : _pdep_u32((1u << ties) - 1, equal);
+            keep |= (__mmask16)first;
+            ties -= __builtin_popcount(first);
+        }
+        _mm512_storeu_si512(cut_index + cut, _mm512_maskz_compress_epi32((__mmask16)~keep, at));
+        _mm512_storeu_si512(cut_bits + cut, _mm512_maskz_compress_epi32((__mmask16)~keep, word));
+        _mm512_storeu_si512(kept_index + kept, _mm512_maskz_compress_epi32(keep, at));
+        _mm512_storeu_si512(kept_bits + kept, _mm512_maskz_compress_epi32(keep, word));
+        kept += __builtin_popcount(keep);
+        cut += 16 - __builtin_popcount(keep);
+    }
+    split_rest(index, bits, i, n, kth, ties, kept_index, kept_bits, kept, cut_index, cut_bits, cut);
+    return n;
+}
+#endif
+
+/* ---- Levels ------------------------------------------------------------------------------------------------------- */
+
+static struct {
+    int level;
+    collect_f *collect;
+    between_f *between;
+    split_f *split;
+    advance_f *advance;
+    fill_f *stream;
+} use = {PLAIN, collect_plain, between_plain, split_plain, advance_plain, fill_plain};
+
+#ifndef SOURCE
+#define SOURCE "unknown"
+#endif
+
+/* Which source this was compiled from. */
+EXPORT const char *sc_source(void) { return SOURCE; }
+
+/* The best level that this processor has, `most` at most; to be called once before the others. Returns the level. */
+EXPORT int sc_use(int most) {
+    use.level = PLAIN;
+    use.collect = collect_plain, use.between = between_plain, use.split = split_plain;
+    use.advance = advance_plain, use.stream = fill_plain;
+#ifdef X86
+    for (int set = 0; set < 256; set++)
+        for (int bit = 0, place = 0; bit < 8; bit++)
+            if (set >> bit & 1)
+                places[set][place++] = (uint8_t)bit;
+    __builtin_cpu_init();
+    if (most >= AVX2 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("popcnt")) {
+        use.level = AVX2;
+        use.collect = collect_avx2, use.advance = advance_avx2, use.stream = fill_avx2;
+    }
+    if (most >= AVX512 && use.level == AVX2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("bmi2")) {
+        use.level = AVX512;
+        use.collect = collect_avx512, use.between = between_avx512, use.split = split_avx512;
+        use.advance = advance_avx512;
+    }
+#endif
+    return use.level;
+}
+
+/* ---- The k-th largest key ----------------------------------------------------------------------------------------- */
+
+/* The rank-th largest (from 1) of keys that all lie in low ... high; the keys are overwritten. Digit by digit of a
+ * histogram over the range that is left, so linear whatever the keys are. */
+static uint32_t ranked(u32 *keys, int64_t n, int64_t rank, uint32_t low, uint32_t high) {
+    uint32_t counts[DIGITS];
+    while (low < high) {
+        int width = 32 - __builtin_clz(high - low), shift = width > 11 ? width - 11 : 0;
+        uint32_t digit = (high - low) >> shift;
+        memset(counts, 0, (digit + 1) * sizeof *counts);
+        for (int64_t i = 0; i < n; i++)
+            counts[(keys[i] - low) >> shift]++;
+        while (counts[digit] < rank)
+            rank -= counts[digit--];
+        uint32_t base = low + (digit << shift);
+        high = (uint32_t)least_of(high, (int64_t)base + ((int64_t)1 << shift) - 1);
+        low = base;
+        if (shift) {
+            int64_t left = 0;
+            for (int64_t i = 0; i < n; i++) {
+                uint32_t key = keys[i];
+                keys[left] = key;
+                left += (key - low) <= (high - low);
+            }
+            n = left;
+        }
+    }
+    return low;
+}
+
+static uint32_t ranked_of_all(const u32 *bits, int64_t n, int64_t rank, u32 *scratch) {
+    uint32_t low = MAGNITUDE, high = 0;
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t key = bits[i] & MAGNITUDE;
+        low = key < low ? key : low;
+        high = key > high ? key : high;
+        scratch[i] = key;
+    }
+    return ranked(scratch, n, rank, low, high);
+}
+
+/* e + 4 sqrt(e + 1) + 2: the rank of a sample's key that most likely is below the one of which e are expected above. */
+INLINE double spread(double expected) { return 4 * __builtin_sqrt(expected + 1) + 2; }
+
+/* The k-th largest key, 0 < k <= n (Floyd and Rivest, CACM 1975): a sample's keys most likely enclose it, so only
+ * what lies between is looked at again. scratch: n entries and SLACK. */
+static uint32_t kth_key(const u32 *bits, int64_t n, int64_t k, u32 *scratch) {
+    if (n < 16 * KEY_SAMPLE)
+        return ranked_of_all(bits, n, k, scratch);
+    uint32_t sample[KEY_SAMPLE], ends[2] = {0, MAGNITUDE};
+    double expected = (double)KEY_SAMPLE * (double)k / (double)n;
+    double off = spread(expected < KEY_SAMPLE - expected ? expected : KEY_SAMPLE - expected);
+    for (int end = 0; end < 2; end++) {
+        int64_t rank = (int64_t)(end ? expected - off : expected + off + 1);
+        if (rank < 1 || rank > KEY_SAMPLE)
+            continue;
+        for (int64_t i = 0; i < KEY_SAMPLE; i++)
+            sample[i] = bits[i * (n / KEY_SAMPLE)];
+        ends[end] = ranked_of_all((u32 *)sample, KEY_SAMPLE, rank, scratch);
+    }
+    int64_t above, left = use.between(bits, n, ends[0], ends[1], scratch, &above);
+    if (k <= above || k > above + left)
+        return ranked_of_all(bits, n, k, scratch);
+    return ranked(scratch, left, k - above, ends[0], ends[1]);
+}
+
+/* How many of the keys equal to kth, the k-th largest of n, are among the k largest. */
+static int64_t ties_of(const u32 *bits, int64_t n, int64_t k, uint32_t kth) {
+    int64_t above = 0;
+    for (int64_t i = 0; i < n; i++)
+        above += (bits[i] & MAGNITUDE) > kth;
+    return k - above;
+}
+
+/* ---- Selection, alone or as a step of error feedback -------------------------------------------------------------- */
+
+typedef struct {
+    const f32 *v, *u; /* of a step: residual and velocity (or NULL) before it, */
+    const void *g;    /* the gradient, */
+    int kind;         /* in this dtype, */
+    float m;
+    f32 *vo, *uo; /* and residual and velocity after it. Without a step vo is what is selected from. */
+    int clears;   /* whether what is found is taken out of vo and uo */
+    int64_t n, k, base;
+    uint32_t least;
+    i32 *index; /* what was found: positions, in order, */
+    u32 *bits, *velocity;
+    u32 *spare; /* as many again */
+    int64_t found, room;
+} Selecting;
+
+EXPORT int64_t sc_room(int64_t n, int64_t k) { return 2 * k + n / 64 + 4 * BLOCK; }
+
+/* Bytes of scratch memory that a selection takes, and a split of n entries. */
+EXPORT int64_t sc_scratch(int64_t n, int64_t k) { return 16 * (sc_room(n, k) + SLACK); }
+
+static void lay_out(Selecting *s, void *scratch) {
+    s->room = sc_room(s->n, s->k);
+    s->index = scratch;
+    s->bits = (u32 *)scratch + (s->room + SLACK);
+    s->velocity = (u32 *)scratch + 2 * (s->room + SLACK);
+    s->spare = (u32 *)scratch + 3 * (s->room + SLACK);
+    s->found = 0;
+}
+
+static void put_back_from(Selecting *s, int64_t i) {
+    u32 *vo = (u32 *)s->vo, *uo = (u32 *)s->uo;
+    vo[s->index[i]] = s->bits[i];
+    if (uo)
+        uo[s->index[i]] = s->velocity[i];
+}
+
+/* Leaves the k largest of what was found, ties to the lowest index; what is not among them goes back. Later elements
+ * must then be larger than the k-th: an equal one would come after k that are at least as large. */
+static void shrink(Selecting *s) {
+    uint32_t kth = kth_key(s->bits, s->found, s->k, s->spare);
+    int64_t ties = ties_of(s->bits, s->found, s->k, kth), kept = 0;
+    for (int64_t i = 0; i < s->found; i++) {
+        uint32_t key = s->bits[i] & MAGNITUDE;
+        if (key < kth || (key == kth && ties-- <= 0)) {
+            if (s->clears)
+                put_back_from(s, i);
+            continue;
+        }
+        s->index[kept] = s->index[i];
+        s->bits[kept] = s->bits[i];
+        if (s->uo)
+            s->velocity[kept] = s->velocity[i];
+        kept++;
+    }
+    s->found = kept;
+    s->least = kth + 1;
+}
+
+INLINE void fetch(const void *x, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64)
+        __builtin_prefetch((const char *)x + i);
+}
+
+static void advance_block(Selecting *s, int64_t start, int64_t n) {
+    int64_t width = s->kind == FLOAT32 ? 4 : 2;
+    for (int64_t i = start; i < start + n; i += AHEAD / 2) {
+        int64_t part = least_of(AHEAD / 2, start + n - i);
+        if (i + AHEAD + AHEAD / 2 <= s->n) {
+            fetch(s->v + i + AHEAD, 2 * AHEAD);
+            fetch((const char *)s->g + (i + AHEAD) * width, AHEAD / 2 * width);
+            if (s->u)
+                fetch(s->u + i + AHEAD, 2 * AHEAD);
+        }
+        use.advance(s->v + i, s->u ? s->u + i : NULL, (const char *)s->g + i * width, s->kind, s->m, s->vo + i,
+                    s->u ? s->uo + i : NULL, part);
+    }
+}
+
+static void take_out(Selecting *s, int64_t found) {
+    u32 *vo = (u32 *)s->vo, *uo = (u32 *)s->uo;
+    for (int64_t i = s->found; i < s->found + found; i++) {
+        int64_t at = s->index[i];
+        vo[at] = 0;
+        if (uo) {
+            s->velocity[i] = uo[at];
+            uo[at] = 0;
+        }
+    }
+}
+
+static void sweep(Selecting *s) {
+    for (int64_t start = 0; start < s->n; start += BLOCK) {
+        int64_t n = least_of(BLOCK, s->n - start);
+        if (s->found + n > s->room)
+            shrink(s);
+        if (s->g)
+            advance_block(s, start, n);
+        else if (start + 2 * BLOCK <= s->n)
+            fetch(s->vo + start + BLOCK, 4 * BLOCK);
+        int64_t found = use.collect((u32 *)(s->vo + start), n, start, s->least, s->index + s->found, s->bits + s->found);
+        if (s->clears)
+            take_out(s, found);
+        s->found += found;
+    }
+}
+
+static float foreseen(const Selecting *s, int64_t i) {
+    if (!s->g)
+        return s->vo[i];
+    float g = s->kind == FLOAT32    ? ((const f32 *)s->g)[i]
+              : s->kind == BFLOAT16 ? widened_bf16(((const u16 *)s->g)[i])
+                                    : widened_fp16(((const u16 *)s->g)[i]);
+    return s->v[i] + (s->u ? s->u[i] * s->m + g : g);
+}
+
+/* A key that little more than k elements most likely reach: of a strided sample, as in threshold.py. The stride is
+ * odd: rows of even length do not put the sample into one column. */
+static uint32_t sampled(Selecting *s) {
+    int64_t size = least_of(most_of(s->n / 256, MIN_SAMPLE), MAX_SAMPLE), stride = s->n / size | 1, taken = 0;
+    if (s->n <= 4 * size)
+        return 0;
+    for (int64_t i = 0; i < s->n; i += stride)
+        s->bits[taken++] = to_bits(foreseen(s, i));
+    double expected = (double)taken * (double)s->k / (double)s->n;
+    int64_t rank = (int64_t)(expected + spread(expected)) + 1;
+    return rank < taken ? ranked_of_all(s->bits, taken, rank, s->spare) : 0;
+}
+
+static int64_t selected(Selecting *s, int64_t least, i32 *index, u32 *bits) {
+    s->least = least < 0 ? sampled(s) : (uint32_t)least;
+    sweep(s);
+    if (least < 0 && s->found < s->k) { /* the sample misled: once more, of everything */
+        if (s->clears)
+            for (int64_t i = 0; i < s->found; i++)
+                put_back_from(s, i);
+        s->found = 0, s->least = 0, s->g = NULL;
+        sweep(s);
+    }
+    if (s->found > s->k && s->clears)
+        shrink(s);
+    if (s->found > s->k) {
+        uint32_t kth = kth_key(s->bits, s->found, s->k, s->spare);
+        use.split(s->index, s->bits, s->found, kth, ties_of(s->bits, s->found, s->k, kth), index, bits, s->k,
+                  (i32 *)s->velocity, s->spare, s->room);
+        s->found = s->k;
+    } else {
+        memcpy(index, s->index, (size_t)s->found * 4);
+        memcpy(bits, s->bits, (size_t)s->found * 4);
+    }
+    if (s->base)
+        for (int64_t i = 0; i < s->found; i++)
+            index[i] += (int32_t)s->base;
+    return s->found;
+}
+
+/* The k largest of n elements, or (least >= 0) those whose key reaches `least`, the k largest of them if more.
+ * index, bits: room for k; base is added to the indices. scratch: sc_scratch(n, k) bytes. Returns their number. */
+EXPORT int64_t sc_select(const void *x, int64_t n, int64_t k, int64_t least, int64_t base, void *index, void *bits,
+                         void *scratch) {
+    Selecting s = {.vo = (f32 *)(uintptr_t)x, .n = n, .k = k, .base = base};
+    lay_out(&s, scratch);
+    return selected(&s, least, index, bits);
+}
+
+/* Accumulates, selects as sc_select does, and clears what it has selected. u, uo: NULL without momentum; vo, uo: where
+ * v, u are, or other memory. */
+EXPORT int64_t sc_step(const void *v, const void *u, const void *g, int kind, float m, void *vo, void *uo, int64_t n,
+                       int64_t k, int64_t least, int64_t base, void *index, void *bits, void *scratch) {
+    Selecting s = {.v = v, .u = u, .g = g, .kind = kind, .m = m, .vo = vo, .uo = uo, .clears = 1,
+                   .n = n, .k = k, .base = base};
+    lay_out(&s, scratch);
+    return selected(&s, least, index, bits);
+}
+
+/* ---- Sums of sparse vectors --------------------------------------------------------------------------------------- */
+
+typedef struct {
+    const i32 *ai, *bi, *a_end, *b_end; /* the indices that are left, increasing; */
+    const f32 *av, *bv;                 /* their values; */
+    i32 *index;                         /* where the sum goes */
+    f32 *value;
+} Merging;
+
+/* The smaller index, or both with a + b; a NaN of a stays what it is, and one of b where a is none. */
+INLINE void merge_one(Merging *s) {
+    int32_t a = *s->ai, b = *s->bi;
+    float x = *s->av, y = *s->bv;
+    int from_a = a <= b, from_b = b <= a;
+    float sum = x + y;
+    uint32_t bits = x != x ? to_bits(x) | QUIET : to_bits(sum);
+    bits = from_b ? bits : to_bits(x);
+    bits = from_a ? bits : to_bits(y);
+    *s->index++ = from_a ? a : b;
+    *(u32 *)s->value++ = bits;
+    s->ai += from_a, s->av += from_a;
+    s->bi += from_b, s->bv += from_b;
+}
+
+static void merge_rest(Merging *s) {
+    while (s->ai < s->a_end && s->bi < s->b_end)
+        merge_one(s);
+    size_t a = (size_t)(s->a_end - s->ai), b = (size_t)(s->b_end - s->bi);
+    memcpy(s->index, s->ai, a * 4), memcpy(s->value, s->av, a * 4);
+    memcpy(s->index + a, s->bi, b * 4), memcpy(s->value + a, s->bv, b * 4);
+    s->index += a + b, s->value += a + b;
+}
+
+/* Of the first d entries of both, merged: how many are of a. An equal index is not parted: *j gets b's. */
+static int64_t parted(const i32 *ai, int64_t na, const i32 *bi, int64_t nb, int64_t d, int64_t *j) {
+    int64_t low = most_of(0, d - nb), high = least_of(d, na);
+    while (low < high) {
+        int64_t middle = (low + high) / 2;
+        if (ai[middle] <= bi[d - 1 - middle])
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    *j = d - low;
+    *j += low > 0 && *j < nb && ai[low - 1] == bi[*j];
+    return low;
+}
+
+enum { STREAMS = 4 }; /* one waits for its own loads; four take turns */
+
+/* a + b over the union of their indices, which increase. index, value: room for na + nb. Returns the entries. */
+EXPORT int64_t sc_union(const void *a_index, const void *a_value, int64_t na, const void *b_index, const void *b_value,
+                        int64_t nb, void *index, void *value) {
+    const i32 *ai = a_index, *bi = b_index;
+    const f32 *av = a_value, *bv = b_value;
+    Merging s[STREAMS];
+    int64_t starts[STREAMS], i = 0, j = 0;
+    for (int t = 0; t < STREAMS; t++) {
+        int64_t next_j, next_i = parted(ai, na, bi, nb, (na + nb) * (t + 1) / STREAMS, &next_j);
+        starts[t] = i + j;
+        s[t] = (Merging){ai + i, bi + j, ai + next_i, bi + next_j, av + i, bv + j, (i32 *)index + i + j,
+                         (f32 *)value + i + j};
+        i = next_i, j = next_j;
+    }
+    for (;;) {
+        int64_t steps = na + nb;
+        for (int t = 0; t < STREAMS; t++)
+            steps = least_of(steps, least_of(s[t].a_end - s[t].ai, s[t].b_end - s[t].bi));
+        if (steps <= 0)
+            break;
+        while (steps--) {
+            merge_one(&s[0]);
+            merge_one(&s[1]);
+            merge_one(&s[2]);
+            merge_one(&s[3]);
+        }
+    }
+    int64_t total = 0;
+    for (int t = 0; t < STREAMS; t++) {
+        merge_rest(&s[t]);
+        int64_t count = s[t].index - ((i32 *)index + starts[t]);
+        if (total < starts[t]) { /* pairs that became one have left a gap */
+            memmove((i32 *)index + total, (i32 *)index + starts[t], (size_t)count * 4);
+            memmove((f32 *)value + total, (f32 *)value + starts[t], (size_t)count * 4);
+        }
+        total += count;
+    }
+    return total;
+}
+
+/* Parts n entries into the k largest (0 < k < n), ties to the lowest index, and the n - k others, both in order.
+ * scratch: n entries of 4 bytes and SLACK. */
+EXPORT void sc_split(const void *index, const void *bits, int64_t n, int64_t k, void *kept_index, void *kept_bits,
+                     void *cut_index, void *cut_bits, void *scratch) {
+    uint32_t kth = kth_key(bits, n, k, scratch);
+    use.split(index, bits, n, kth, ties_of(bits, n, k, kth), kept_index, kept_bits, k, cut_index, cut_bits, n - k);
+}
+
+/* ---- Between sparse and dense ------------------------------------------------------------------------------------- */
+
+/* out <- 0, and value / divisor at the indices, which increase; n elements. */
+EXPORT void sc_put(void *out, int64_t n, const void *index, const void *value, int64_t count, float divisor) {
+    float window[WINDOW];
+    const i32 *at = index;
+    const f32 *x = value;
+    int64_t i = 0;
+    for (int64_t start = 0; start < n; start += WINDOW) {
+        int64_t length = least_of(WINDOW, n - start);
+        f32 *part = n < STREAMED ? (f32 *)out + start : (f32 *)window;
+        memset(part, 0, (size_t)length * 4);
+        if (divisor == 1) /* as it is, whatever NaN */
+            for (; i < count && at[i] < start + length; i++)
+                ((u32 *)part)[at[i] - start] = ((const u32 *)x)[i];
+        else
+            for (; i < count && at[i] < start + length; i++)
+                part[at[i] - start] = x[i] / divisor;
+        if (n >= STREAMED)
+            use.stream((f32 *)out + start, part, length);
+    }
+    __sync_synchronize(); /* what was streamed is there for other threads */
+}
+
+/* out <- out + value at the indices. */
+EXPORT void sc_add_at(void *out, const void *index, const void *value, int64_t count) {
+    f32 *sums = out;
+    const i32 *at = index;
+    const f32 *x = value;
+    for (int64_t i = 0; i < count; i++)
+        sums[at[i]] = sums[at[i]] + x[i];
+}

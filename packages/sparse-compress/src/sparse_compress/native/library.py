@@ -1,0 +1,106 @@
+"""The compiled file, found and loaded when it is first asked for.
+
+$SPARSE_COMPRESS_NATIVE chooses: 0 for NumPy; c, avx2 or avx512 for the most that the kernels may use; or the path of a
+file that was compiled otherwise.
+"""
+
+import ctypes
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from ctypes import c_char_p, c_float, c_int, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sparse_compress.native.compiling import COMPILED, SOURCE, SWITCH, digest
+
+LEVELS = {"c": 0, "avx2": 1, "avx512": 2}
+SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "sc_source": (c_char_p, []),
+    "sc_use": (c_int, [c_int]),
+    "sc_scratch": (c_int64, [c_int64, c_int64]),
+    "sc_select": (c_int64, [c_void_p, *[c_int64] * 4, c_void_p, c_void_p, c_void_p]),
+    "sc_step": (
+        c_int64,
+        [c_void_p, c_void_p, c_void_p, c_int, c_float, c_void_p, c_void_p, *[c_int64] * 4, *[c_void_p] * 3],
+    ),
+    "sc_union": (c_int64, [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_void_p]),
+    "sc_split": (None, [c_void_p, c_void_p, c_int64, c_int64, *[c_void_p] * 5]),
+    "sc_put": (None, [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_float]),
+    "sc_add_at": (None, [c_void_p, c_void_p, c_void_p, c_int64]),
+}
+
+
+class Found(NamedTuple):
+    """The library, or None; and in words what is in use, or why nothing is."""
+
+    library: Any
+    words: str
+
+
+_chosen: list[Found] = []  # of `using`, the last one counts
+
+
+def kernels() -> Any:
+    """The library, its functions typed, or None. They let go of the GIL."""
+    return (_chosen[-1] if _chosen else _found()).library
+
+
+def in_use() -> str:
+    """What runs, in a few words."""
+    return (_chosen[-1] if _chosen else _found()).words
+
+
+@contextmanager
+def using(level: str) -> Iterator[bool]:
+    """Meanwhile "plain" NumPy, or kernels of one level ("c", "avx2", "avx512"), in all threads: for tests.
+
+    Whether there is such a level here; without it, the best below it runs. Where $SPARSE_COMPRESS_NATIVE is 0 there is
+    none.
+    """
+    plain = level == "plain" or os.environ.get(SWITCH) == "0"
+    found = Found(None, "NumPy, as chosen") if plain else _opened(_path(), level)
+    _chosen.append(found)
+    try:
+        yield level == "plain" or found.words.startswith(f"kernels for {level}:")
+    finally:
+        _chosen.pop()
+        if not _chosen and (before := _found().library):
+            before.sc_use(LEVELS[_level()])
+
+
+@cache
+def _found() -> Found:
+    setting = os.environ.get(SWITCH, "")
+    if setting == "0":
+        return Found(None, f"NumPy: {SWITCH}=0 is set")
+    if setting and setting not in LEVELS and not Path(setting).is_file():
+        return Found(None, f"NumPy: {SWITCH}={setting!r} is neither 0, one of {list(LEVELS)} nor a compiled file")
+    return _opened(_path(), _level())
+
+
+def _path() -> Path:
+    setting = os.environ.get(SWITCH, "")
+    return COMPILED if setting in ("", "0", *LEVELS) else Path(setting)
+
+
+def _level() -> str:
+    setting = os.environ.get(SWITCH, "")
+    return setting if setting in LEVELS else "avx512"
+
+
+def _opened(path: Path, level: str) -> Found:
+    if not path.exists():
+        return Found(None, "NumPy: installed without a compiled file")
+    try:
+        library = ctypes.CDLL(str(path))
+        for name, (result, arguments) in SIGNATURES.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+    except (OSError, AttributeError) as error:
+        return Found(None, f"NumPy: {path.name} cannot be loaded: {error}")
+    if SOURCE.exists() and library.sc_source() != digest().encode():
+        return Found(None, f"NumPy: {path.name} is of another {SOURCE.name}: install again")
+    level = list(LEVELS)[library.sc_use(LEVELS[level])]
+    return Found(library, f"kernels for {level}: {path}")

@@ -1,0 +1,102 @@
+"""Selection by the kernels, alone or as a step of error feedback."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparse_compress.native.copied import copied
+from sparse_compress.native.library import kernels
+from sparse_compress.native.scratch import SCRATCH
+from sparse_compress.vector import SparseVector
+
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+def take_gradient(gradient: Tensor) -> bool:
+    """Whether a step with this gradient can be theirs: contiguous, on a CPU, of at most 32 bits."""
+    return gradient.dtype in KINDS and gradient.is_cpu and kernels() is not None and gradient.is_contiguous()
+
+
+def select(flat: Tensor, k: int) -> SparseVector:
+    """The k largest of a 1-D tensor, 0 < k ≤ n."""
+    selected = SparseVector.allocate(k, len(flat), torch.float32, flat.device)
+    library = kernels()
+    scratch = SCRATCH.of(library.sc_scratch(len(flat), k))
+    library.sc_select(
+        flat.data_ptr(), len(flat), k, -1, 0, selected.indices.data_ptr(), selected.values.data_ptr(), scratch
+    )
+    SCRATCH.trim()
+    return selected
+
+
+def select_reaching(flat: Tensor, key: int, k: int) -> SparseVector:
+    """The elements of a 1-D tensor whose key is ``key`` or larger, the k largest if more."""
+    n, library = len(flat), kernels()
+    size = library.sc_scratch(n, k)
+    scratch = SCRATCH.of(size + 8 * k)
+    count = library.sc_select(flat.data_ptr(), n, k, key, 0, scratch + size, scratch + size + 4 * k, scratch)
+    return copied(scratch + size, scratch + size + 4 * k, count, n)
+
+
+class Step:
+    """One step of error feedback: accumulates, selects and clears, span by span.
+
+    before, after: residual, and velocity with momentum, flat float32; which may be the same. into: what `largest`
+    fills, span by span.
+    """
+
+    def __init__(
+        self,
+        before: list[Tensor],
+        gradient: Tensor,
+        momentum: float,
+        after: list[Tensor],
+        *,
+        into: SparseVector | None = None,
+    ) -> None:
+        (self._v, self._u), (self._vo, self._uo) = _addresses(before), _addresses(after)
+        self._g, self._width = gradient.data_ptr(), gradient.element_size()
+        self._kind, self._momentum = KINDS[gradient.dtype], momentum
+        self._into, self._filled, self._library = into, 0, kernels()
+
+    def largest(self, low: int, high: int, k: int) -> None:
+        """The k largest of elements low … high − 1, 0 < k ≤ high − low, to where the last span ended."""
+        assert self._into is not None
+        scratch = SCRATCH.of(self._library.sc_scratch(high - low, k))
+        at = self._into.indices.data_ptr() + 4 * self._filled, self._into.values.data_ptr() + 4 * self._filled
+        self._run(low, high, k, -1, *at, scratch)
+        self._filled += k
+        SCRATCH.trim()
+
+    def reaching(self, numel: int, key: int, k: int) -> SparseVector:
+        """What reaches ``key``, the k largest if more."""
+        size = self._library.sc_scratch(numel, k)
+        scratch = SCRATCH.of(size + 8 * k)
+        indices, values = scratch + size, scratch + size + 4 * k
+        return copied(indices, values, self._run(0, numel, k, key, indices, values, scratch), numel)
+
+    def _run(self, low: int, high: int, k: int, key: int, indices: int, values: int, scratch: int) -> int:
+        at = 4 * low
+        count: int = self._library.sc_step(
+            self._v + at,
+            self._u and self._u + at,
+            self._g + self._width * low,
+            self._kind,
+            self._momentum,
+            self._vo + at,
+            self._uo and self._uo + at,
+            high - low,
+            k,
+            key,
+            low,
+            indices,
+            values,
+            scratch,
+        )
+        return count
+
+
+def _addresses(parts: list[Tensor]) -> tuple[int, Any]:
+    """Of residual and velocity; None for no velocity."""
+    return parts[0].data_ptr(), parts[1].data_ptr() if len(parts) > 1 else None

@@ -1,0 +1,270 @@
+"""The compiled kernels against NumPy, at every level that runs here: the same bits, at any address, in any thread."""
+
+import mmap
+import os
+import subprocess
+import sys
+import threading
+import warnings
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from sparse_compress import ErrorFeedback, SparseVector, TopK, add, add_all, merge, topk
+from sparse_compress.native import compiling, library
+from sparse_compress.native.library import SWITCH, kernels, using
+from sparse_compress.selection import LargestOfBlocks, Reaching
+
+seeds = st.integers(0, 2**32 - 1)
+lengths = st.integers(1, 300) | st.integers(1, 100_000)
+
+
+def bits(tensor):
+    return tensor.view(torch.int32)
+
+
+def assert_same(one, other):
+    """Of vectors or tensors."""
+    one, other = ((x.pack() if isinstance(x, SparseVector) else bits(x)) for x in (one, other))
+    assert torch.equal(one, other)
+
+
+def both(level, call):
+    """The results in NumPy and by the kernels."""
+    with using("plain"):
+        expected = call()
+    with using(level):
+        assert kernels() is not None
+        return expected, call()
+
+
+@given(seed=seeds, n=lengths | st.integers(100_000, 300_000), data=st.data())
+def test_selection(level, nasty, seed, n, data):
+    x = torch.from_numpy(nasty(np.random.default_rng(seed), n))
+    k = data.draw(st.sampled_from([1, 2, n // 1000, n // 100, n // 10, n // 2, n - 1, n]) | st.integers(0, n))
+    assert_same(*both(level, lambda: topk(x, k)))
+    key = int(bits(x)[seed % n]) & 0x7FFFFFFF
+    assert_same(*both(level, lambda: Reaching(key, k)(x)))
+
+
+def steps(gradients, *, select=None, **mode):
+    """Sent, residuals and velocities of some steps."""
+    feedback, seen = ErrorFeedback(TopK(0.02), **mode), []
+    for gradient in gradients:
+        sent = feedback.compress("w", gradient, select=select)
+        feedback.commit()
+        feedback.restore("w", topk(sent.to_dense(), 7))
+        seen += [sent, *(part.clone() for part in feedback._find("w").parts())]
+    return seen
+
+
+@given(
+    seed=seeds,
+    n=lengths,
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    momentum=st.sampled_from([0.0, 0.9]),
+    tentative=st.booleans(),
+    kind=st.sampled_from(["k", "key", "blocks"]),
+)
+def test_steps(level, nasty, seed, n, dtype, momentum, tentative, kind):
+    rng = np.random.default_rng(seed)
+    first, second = (torch.from_numpy(nasty(rng, n)) for _ in range(2))
+    second[first.isnan()] = 0
+    gradients = [x.nan_to_num(0).to(dtype) if dtype.itemsize == 2 else x for x in (first, second)]
+    a, k = n // 3, max(n // 50, 1)
+    blocks = LargestOfBlocks([(0, a), (a, a), (a, n)], [min(k, a), 0, min(k, n - a)])
+    select = {"k": None, "key": Reaching(int(bits(first)[seed % n]) & 0x7FFFFFFF, k), "blocks": blocks}[kind]
+    call = partial(steps, gradients, select=select, momentum=momentum, tentative=tentative)
+    for one, other in zip(*both(level, call), strict=True):
+        assert_same(one, other)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_sample_that_misleads(level, momentum):
+    """Too few elements reach its threshold: what was found goes back, and nothing is accumulated twice."""
+    x = torch.full((100_000,), 1e-3)
+    sampled = x[:: len(x) // 1024 | 1]
+    sampled.copy_(torch.arange(1, len(sampled) + 1))
+    assert_same(*both(level, lambda: topk(x, 2000)))
+    for one, other in zip(*both(level, lambda: steps([x, x], momentum=momentum)), strict=True):
+        assert_same(one, other)
+
+
+def entries(rng, nasty, numel, count):
+    """A vector at random indices."""
+    indices = np.sort(rng.permutation(numel)[:count]).astype(np.int32)
+    values = nasty(rng, count) if count else np.empty(0, np.float32)
+    return SparseVector(torch.from_numpy(indices), torch.from_numpy(values), numel)
+
+
+@given(seed=seeds, numel=lengths, data=st.data())
+def test_sums(level, nasty, seed, numel, data):
+    rng = np.random.default_rng(seed)
+    a, b, c = (entries(rng, nasty, numel, data.draw(st.integers(0, numel) | st.just(numel // 2))) for _ in range(3))
+    for other in (b, c):  # of two NaNs NumPy keeps the one or the other, depending on the place
+        other.values[other.values.isnan()] = torch.inf
+    k = data.draw(st.integers(0, numel))
+    for one, other in zip(*both(level, lambda: merge(a, b, k)), strict=True):
+        assert_same(one, other)
+    assert_same(*both(level, lambda: add(a, b)))
+    assert_same(*both(level, lambda: add_all([a, b, c])))
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_sums_of_many_entries(level, apart):
+    """More than a sample of keys decides about; and vectors that do not overlap, so that streams end unevenly."""
+    x = torch.randn(2, 400_000, generator=torch.Generator().manual_seed(0)).round(decimals=3)
+    if apart:
+        x[0, :200_000], x[1, 200_000:] = 0, 0
+    a, b = topk(x[0], 100_000), topk(x[1], 90_001)
+    for k in (1, 40_000, 100_000, 150_000, 190_000):
+        for one, other in zip(*both(level, lambda k=k: merge(a, b, k)), strict=True):
+            assert_same(one, other)
+
+
+def test_of_two_nans_the_first_stays(level):
+    with using(level):
+        for first, second in ((1, 2), (2, 1)):
+            a, b = (SparseVector(torch.tensor([3], dtype=torch.int32), torch.zeros(1), 4) for _ in range(2))
+            bits(a.values)[0], bits(b.values)[0] = 0x7F800000 + first, 0x7FC00000 + second
+            assert bits(add(a, b).values).item() == 0x7FC00000 + first
+
+
+@given(seed=seeds, numel=lengths, divisor=st.sampled_from([1.0, 2.0, 3.0]))
+def test_putting_back(level, nasty, seed, numel, divisor):
+    sparse = entries(np.random.default_rng(seed), nasty, numel, numel * 2 // 3)
+    out = torch.full((numel + 1,), 7.0)
+    assert_same(*both(level, lambda: sparse.put(out.clone()[1:], divisor=divisor)))
+    assert_same(*both(level, sparse.to_dense))
+
+
+def test_putting_back_what_no_cache_keeps(level):
+    """It is written by other stores."""
+    sparse = topk(torch.randn((1 << 22) + 5, generator=torch.Generator().manual_seed(0)), 5000)
+    assert_same(*both(level, lambda: sparse.put(torch.ones(sparse.numel + 1)[1:], divisor=3)))
+
+
+def test_what_is_put_elsewhere_is_refused():
+    sparse = topk(torch.ones(6), 2)
+    assert sparse.put(torch.ones(2, 3), divisor=2).tolist() == [[0.5, 0.5, 0], [0, 0, 0]]
+    for out in (torch.ones(5), torch.ones(6, dtype=torch.float64), torch.ones(3, 2).T, torch.ones(6, device="meta")):
+        with pytest.raises(ValueError, match="cannot be put into"):
+            sparse.put(out)
+
+
+def unaligned(x, offset):
+    """The same elements at an address that is no multiple of 4."""
+    memory = np.zeros(x.numel() * x.element_size() + offset, np.uint8)
+    moved = torch.from_numpy(memory[offset:].view(np.float32))
+    return moved.copy_(x)
+
+
+@pytest.mark.parametrize("offset", [1, 2, 3])
+def test_at_any_address(level, offset):
+    for n in (1, 31, 10_007):
+        x = unaligned(torch.randn(n, generator=torch.Generator().manual_seed(n)), offset)
+        assert_same(*both(level, lambda x=x: topk(x, max(len(x) // 50, 1))))
+        for one, other in zip(*both(level, partial(steps, [x, x], momentum=0.9)), strict=True):
+            assert_same(one, other)
+        with using(level):
+            out = unaligned(torch.zeros(n), offset)
+            assert_same(topk(x, 1).put(out), topk(x, 1).to_dense())
+
+
+def test_what_is_read_is_not_written(level):
+    """In memory that the system protects."""
+    values = np.random.default_rng(0).standard_normal(50_000).astype(np.float32)
+    with open("/dev/zero" if sys.platform != "linux" else os.memfd_create("input"), "r+b", buffering=0) as file:
+        file.write(values.tobytes())
+        memory = mmap.mmap(file.fileno(), values.nbytes, prot=mmap.PROT_READ)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, that it is not to be written
+        x = torch.from_numpy(np.frombuffer(memory, np.float32))
+    assert_same(*both(level, lambda: topk(x, 500)))
+    for one, other in zip(*both(level, partial(steps, [x, x], momentum=0.9, tentative=True)), strict=True):
+        assert_same(one, other)
+
+
+def test_in_several_threads_at_once(level):
+    """Each has scratch memory of its own."""
+    inputs = [torch.randn(200_000, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    expected = [merge(topk(x, 3000 + seed), topk(-x.flip(0), 2000), 2500) for seed, x in enumerate(inputs)]
+    wrong = []
+
+    def work(seed, x):
+        for _ in range(20):
+            found = merge(topk(x, 3000 + seed), topk(-x.flip(0), 2000), 2500)
+            if any(not torch.equal(a.pack(), b.pack()) for a, b in zip(found, expected[seed], strict=True)):
+                wrong.append(seed)
+
+    with using(level):
+        threads = [threading.Thread(target=work, args=pair) for pair in enumerate(inputs)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert wrong == []
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """A compiled file, and the reason why there is none."""
+    target = tmp_path_factory.mktemp("native") / "kernels.so"
+    reason = compiling.compile_kernels(target)
+    if reason is not None:
+        pytest.skip(f"nothing can be compiled here: {reason}")
+    return target
+
+
+def words(**environment):
+    """What `python -m sparse_compress` tells, and the entries that a process then selects."""
+    command = "import runpy, torch, sparse_compress as s; print(s.topk(torch.tensor([1., 3, 2]), 1).indices.item());"
+    done = subprocess.run(
+        [sys.executable, "-c", command + "runpy.run_module('sparse_compress', run_name='__main__')"],
+        env={**os.environ, SWITCH: "", **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    first, line = done.stdout.strip().split("\n", 1)
+    assert first == "1"
+    return line
+
+
+def test_a_process_tells_what_it_uses(compiled):
+    assert words(**{SWITCH: "0"}).endswith(f"NumPy: {SWITCH}=0 is set")
+    assert words(**{SWITCH: str(compiled)}).endswith(f": {compiled}")
+    assert "is neither 0, one of ['c', 'avx2', 'avx512'] nor a compiled file" in words(**{SWITCH: "fast"})
+
+
+def test_the_compiled_file_names_no_library(compiled):
+    """So that one wheel serves every C library, and is small."""
+    content = compiled.read_bytes()
+    assert len(content) < 200_000
+    assert sys.platform != "linux" or (b"libc" not in content and b"GLIBC" not in content)
+
+
+def test_a_file_of_another_source_is_not_used(compiled, tmp_path, monkeypatch):
+    other = tmp_path / "kernels.c"
+    other.write_text(compiling.SOURCE.read_text() + "\n")
+    for module in (compiling, library):
+        monkeypatch.setattr(module, "SOURCE", other)
+    found = library._opened(compiled, "c")
+    assert found.library is None
+    assert found.words == "NumPy: kernels.so is of another kernels.c: install again"
+
+
+def test_without_a_compiler_one_line_says_so(tmp_path, monkeypatch):
+    target = tmp_path / "kernels.so"
+    monkeypatch.delenv(SWITCH, raising=False)
+    monkeypatch.setenv("CC", "/nowhere/cc")
+    assert compiling.compile_kernels(target) == "no C compiler was found"
+    monkeypatch.setenv("CC", f"{sys.executable} -c 'raise SystemExit(\"no\\nfit\")'")
+    assert compiling.compile_kernels(target) == f"{sys.executable} failed: fit"
+    monkeypatch.setenv(SWITCH, "0")
+    assert compiling.compile_kernels(target) == f"{SWITCH}=0 is set"
+    assert list(tmp_path.iterdir()) == []
+    assert library._opened(target, "c").words == "NumPy: installed without a compiled file"
