@@ -5,13 +5,12 @@
 Files in the data sets' own formats, generated: CIFAR-10 in memory, cropped and mirrored; JPEG of 500 × 375 (ImageNet's
 most usual size) from their files. input: samples a second that N threads read when nobody else works (0: the step reads
 for itself). need: those that the model takes when they are there already, forward, backward and update. fed: those that
-it takes while they read ahead, and waits: the share of that time that it waits for them. Medians.
+it takes while they read ahead, and waits: the share of that time that it waits for them.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -117,10 +116,8 @@ def _rate(
         use(given)
         taking.append(taken - began)
         using.append(clock() - taken)
-    if max(using) < 1e-4:  # nothing to do: batches come in bursts, of which the median says nothing
-        return batch * len(taking) / sum(taking), 1.0
-    waited, worked = statistics.median(taking), statistics.median(using)
-    return batch / (waited + worked), waited / (waited + worked)
+    whole = sum(taking) + sum(using)  # no medians: batches may come in bursts
+    return batch * len(taking) / whole, sum(taking) / whole
 
 
 def _step(task: Classification, optimizer: torch.optim.Optimizer, given: Any) -> None:

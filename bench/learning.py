@@ -37,7 +37,7 @@ def main(argv: Sequence[str] = ()) -> int:
     parser.add_argument("--epochs", type=int, default=20, help="default 20")
     parser.add_argument("--algorithms", nargs="+", metavar="NAME", choices=TABLE, default=list(TABLE))
     parser.add_argument("--full", action="store_true", help="the numbers to report")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="write DIR/learning.csv, .json and .png too")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="write DIR/learning.csv, .json, .md and .png too")
     options, facts = parser.parse_args(argv), machine()
     seeds, rows = options.seeds or (3 if options.full else 1), list[dict[str, Any]]()
     print("  ".join(f"{name:>17}" for name in COLUMNS), flush=True)
@@ -49,7 +49,19 @@ def main(argv: Sequence[str] = ()) -> int:
         print("  ".join(f"{cell:>17}" for cell in cells), flush=True)
     if options.output:
         record(options.output, "learning", rows, labels=COLUMNS[:1], values=("mean",), facts=facts)
+        (options.output / "learning.md").write_text(_markdown(rows, seeds))
     return 0
+
+
+def _markdown(rows: Sequence[dict[str, Any]], seeds: int) -> str:
+    """The table for a README; an algorithm more than a point behind is marked, for a reason to be given."""
+    lines = [f"| `--algorithm` | accuracy in %, mean of {seeds} seeds | of each | points behind dense | bytes a step |"]
+    lines.append("|---|---|---|---|---|")
+    for row in rows:
+        marked = f"**{row['behind']:.1f}**" if row["behind"] > 1 else f"{row['behind']:.1f}"
+        spread = f"{row['least']:.1f} … {row['most']:.1f}"
+        lines.append(f"| `{row['algorithm']}` | {row['mean']:.1f} | {spread} | {marked} | {row['bytes_a_step']:,.0f} |")
+    return "\n".join(lines) + "\n"
 
 
 def _trained(algorithm: str, ranks: int, epochs: int, seed: int) -> dict[str, Any]:

@@ -39,6 +39,19 @@ def test_scores_add_up_over_batches(digits: Images) -> None:
     assert 0 <= metrics["test_accuracy"] <= 1
 
 
+def test_labels_are_smoothed_in_training_alone(digits: Images) -> None:
+    model = resnet20(channels=1, classes=10, size=8).eval()
+    plain, smooth = (Classification(model, digits, torch.device("cpu"), label_smoothing=share) for share in (0.0, 0.1))
+    batch = plain.read_train(torch.arange(50), seed=0)
+    with torch.no_grad():
+        logits = model((batch.pixels.float() - digits.mean[0]) / digits.deviation[0])
+        even = -logits.log_softmax(1).mean()  # cross entropy with the same share for every class
+        expected = 0.9 * plain.loss(batch, torch.Generator()) + 0.1 * even
+        assert torch.allclose(smooth.loss(batch, torch.Generator()), expected, rtol=1e-4)
+        assert not torch.allclose(smooth.loss(batch, torch.Generator()), plain.loss(batch, torch.Generator()))
+        assert torch.equal(smooth.score(batch), plain.score(batch))
+
+
 def test_images_are_normalised_by_the_training_images(digits: Images) -> None:
     seen: list[torch.Tensor] = []
 

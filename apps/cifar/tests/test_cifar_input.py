@@ -1,6 +1,7 @@
 """Reading ahead changes no bit: any number of threads, interrupted or not; and each sample has numbers of its own."""
 
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import small_files
 import torch
 from cifar.__main__ import APP
+from cifar.classification import Classification, build
 from communicators import SimulatedWorld
 from trainer.command_line.flags import parse
 from trainer.records.metrics import read_metrics
@@ -61,9 +63,23 @@ def test_any_number_of_readers_and_a_resume_give_the_same_bits(
     assert same(uninterrupted, trained(tmp_path, "resumed", f"{flags} --readers 1 --resume"))
 
 
-def test_epochs_and_samples_are_augmented_unlike(tmp_path: Path) -> None:
-    from cifar.classification import build
+def test_every_epoch_and_run_has_a_seed_of_its_own_that_ranks_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds: list[int] = []
+    real = Classification.read_train
+    monkeypatch.setattr(
+        Classification, "read_train", lambda self, indices, seed: seeds.append(seed) or real(self, indices, seed)
+    )
+    small_files.cifar10_binary(tmp_path / "data")
+    for run_seed in (0, 1):
+        trained(tmp_path, f"seed-{run_seed}", f"--dataset cifar10 --max-epochs 3 --seed {run_seed}")
+    steps = 2  # of 30 images on 2 ranks with batches of 8
+    assert Counter(seeds) == dict.fromkeys(set(seeds), 2 * steps)
+    assert len(set(seeds)) == 6
 
+
+def test_epochs_and_samples_are_augmented_unlike(tmp_path: Path) -> None:
     small_files.cifar10_binary(tmp_path)
     options = parse(["--dnn", "mlp", "--dataset", "cifar10", "--data-dir", str(tmp_path)], APP, world_size=None)
     task = build(options, torch.device("cpu"))

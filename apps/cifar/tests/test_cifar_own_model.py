@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 import torch
@@ -60,6 +61,15 @@ def broken(*, channels, classes, size):
     return undefined_name
 
 
+class Noisy(nn.Module):
+    def __init__(self, *, channels, classes, size):
+        super().__init__()
+        self.inner = build(channels=channels, classes=classes, size=size)
+
+    def forward(self, x):
+        return self.inner(x + torch.rand(()))
+
+
 class Class(nn.Module):
     def __init__(self, *, channels, classes, size):
         super().__init__()
@@ -85,13 +95,14 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], tor
     return built
 
 
-@pytest.mark.parametrize("function", ["build", "any_name", "Class"])
+@pytest.mark.parametrize("function", ["build", "any_name", "Class", "Noisy"])
 def test_a_model_of_ones_own(function: str, make: Callable[[str], torch.nn.Module]) -> None:
+    """The one that the function makes, and random numbers after it as if nobody had looked at it."""
     torch.manual_seed(0)
     model = make(function)
     after = torch.rand(1)
     torch.manual_seed(0)
-    again = make(function)
+    again = resolve_name(f"my_models_for_tests:{function}")(channels=1, classes=10, size=8)
     assert torch.equal(after, torch.rand(1))
     assert model.training
     assert model(torch.zeros(2, 1, 8, 8)).shape == (2, 10)

@@ -79,8 +79,11 @@ class Classification:
         return mean, deviation
 
     def _pinned(self, batch: Batch) -> Batch:
-        """Where a GPU can fetch it while it computes."""
-        return Batch(*(part.pin_memory() for part in batch)) if self.device.type == "cuda" else batch
+        """Where a GPU can fetch it while it computes. A thread that reads would otherwise wake the first GPU."""
+        if self.device.type != "cuda":
+            return batch
+        with torch.cuda.device(self.device):
+            return Batch(*(part.pin_memory() for part in batch))
 
     def _classify(self, batch: Batch) -> tuple[Tensor, Tensor]:
         pixels, labels = (part.to(self.device, non_blocking=True) for part in batch)

@@ -38,7 +38,7 @@ def warn(folder: Path, differences: Sequence[str]) -> None:
     """One line on standard error, from one rank, if there are any: such files are used, but not in silence."""
     found = [text for text in differences if text]
     if found and placement(os.environ).rank == 0:
-        others = f" (and {len(found) - 1} more files differ)" if len(found) > 1 else ""
+        others = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         _say(f"{folder} does not hold the published files, and is used as it is: {found[0]}{others}")
 
 
