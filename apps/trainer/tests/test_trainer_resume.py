@@ -26,6 +26,7 @@ from trainer.records.metrics import read_metrics
 from trainer.records.run_folder import RunFolder
 from trainer.run import run
 from trainer.synchronisers.periodic import MAKERS
+from trainer.training import replica as replica_module
 from trainer.training.replica import Replica
 
 
@@ -81,6 +82,32 @@ def test_the_model_itself_may_draw_random_numbers(app: App, options: Callable[..
     torch.manual_seed(99)  # a new process would not begin with the old one's generator either
     train(app, replace(broken, resume="latest"), 1)
     assert_same_bits(result(broken), result(straight))
+
+
+@pytest.mark.parametrize(("then", "now"), [(False, True), (True, False)])
+def test_whether_there_is_a_gpu_may_change_between_a_run_and_its_continuation(
+    app: App,
+    options: Callable[..., Options],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    then: bool,
+    now: bool,
+) -> None:
+    """A pretended GPU, which has only random numbers."""
+    drawn = torch.arange(16, dtype=torch.uint8)
+    put_back: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: drawn)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", put_back.append)
+    straight = options(output=tmp_path / "straight")
+    train(app, straight, 1)
+    monkeypatch.setattr(replica_module, "uses_gpu", lambda: then)
+    broken = replace(straight, output=tmp_path / "broken", checkpoint_every=1)
+    assert killed_after(20, app, broken, 1)
+    monkeypatch.setattr(replica_module, "uses_gpu", lambda: now)
+    train(app, replace(broken, resume="latest"), 1)
+    assert put_back == []
+    rows, model, _ = result(broken)
+    assert_same_bits([rows, model], list(result(straight)[:2]))
 
 
 def test_a_damaged_checkpoint_is_named_and_the_previous_one_taken_when_asked(

@@ -27,6 +27,11 @@ def own_device(local_rank: int) -> torch.device:
     return torch.device("cpu")
 
 
+def uses_gpu() -> bool:
+    """Whether this process computes on a GPU: one that it could use, but does not, has nothing of the run."""
+    return torch.cuda.is_initialized()
+
+
 def clock_of(device: torch.device) -> Clock:
     """A clock for work on this device: on a GPU it waits for the queued kernels before it reads the time."""
     if device.type != "cuda":

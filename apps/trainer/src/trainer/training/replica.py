@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainer.launching.device import uses_gpu
 from trainer.synchronisers.synchroniser import Synchroniser
 from trainer.training.aside import Meter
 
@@ -56,7 +57,7 @@ class Replica:
             **synchronised,
             "generator": self.generator.get_state(),
             "torch_rng": torch.get_rng_state(),
-            "cuda_rng": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+            "cuda_rng": torch.cuda.get_rng_state() if uses_gpu() else None,
             "position": asdict(self.position),
             "totals": asdict(self.totals),
         }
@@ -67,7 +68,7 @@ class Replica:
         self.synchroniser.load_state_dict({name: state[name] for name in self.synchroniser.state_dict()})
         self.generator.set_state(state["generator"])
         torch.set_rng_state(state["torch_rng"])
-        if state["cuda_rng"] is not None and torch.cuda.is_available():
+        if state["cuda_rng"] is not None and uses_gpu():  # else a GPU draws on from where this run's seed put it
             torch.cuda.set_rng_state(state["cuda_rng"])
         self.position = Position(**state["position"])
         self.totals = Totals(**state["totals"])
