@@ -45,7 +45,7 @@ def train(app: App, options: "Options", place: Placement) -> int:
     from trainer.run import run
 
     def work() -> None:
-        device = own_device(place.local_rank)
+        device = own_device(place.local_rank, options.device)
         with joined(place) as comm:
             run(app, options, comm, device=device)
 

@@ -11,9 +11,11 @@ from torch import Tensor
 from trainer.command_line.options import Options
 from trainer.errors import DamagedError
 from trainer.resuming.likeness import require_keys, require_like
+from trainer.training import phases
 from trainer.training.replica import Replica
 
 State = dict[str, Any]
+PHASES = [f"{name}_seconds" for name in (*phases.PHASES, "evaluation")]
 
 
 def fitted(state: State, replica: Replica, options: Options, *, step: int, steps_per_epoch: int) -> State:
@@ -23,6 +25,8 @@ def fitted(state: State, replica: Replica, options: Options, *, step: int, steps
     """
     fresh, synchronised = replica.state_dict(), replica.synchroniser.state_dict().keys()
     require_keys(state, fresh, "the state")
+    if isinstance(state["totals"], dict):  # phases were not told apart before
+        state = state | {"totals": dict.fromkeys(PHASES, 0.0) | state["totals"]}
     _allow_another_device(state, fresh)
     for name in fresh.keys() - synchronised:
         require_like(state[name], fresh[name], f"the state/{name}")

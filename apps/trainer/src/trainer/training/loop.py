@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import pairwise
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 
 import torch
 from communicators import Communicator, allgather, allreduce
@@ -18,7 +18,9 @@ from trainer.launching.device import Clock
 from trainer.records.metrics import Row
 from trainer.records.progress import Events, TrainingProgress
 from trainer.records.run_folder import RunFolder
+from trainer.records.trace import Trace
 from trainer.training.evaluation import evaluate
+from trainer.training.phases import PHASES, Phases
 from trainer.training.replica import Position, Replica, Totals
 from trainer.training.sharding import batches, steps_per_epoch
 
@@ -34,6 +36,9 @@ class Training:
     folder: RunFolder
     progress: TrainingProgress
     clock: Clock
+    phases: Phases
+    autocast: AbstractContextManager[object] = field(default_factory=nullcontext)  # of the forward
+    trace: Trace | None = None  # --profile, rank 0
     events: Events | None = None  # TensorBoard, rank 0
 
     @property
@@ -86,36 +91,48 @@ def train_epoch(training: Training) -> None:
         seed=options.seed,
         epoch=position.epoch,
     )
-    while position.step < len(shard):
-        loss = train_step(training, shard[position.step])
-        position.step += 1
-        training.progress.step(training.steps, loss)
-        if position.step < len(shard):  # the end of an epoch is saved after its evaluation
-            save_if_due(training)
+    with training.phases.forward_of(training.task.model):
+        while position.step < len(shard):
+            began = training.clock()
+            loss = train_step(training, shard[position.step])
+            position.step += 1
+            training.progress.step(training.steps, loss)
+            training.replica.totals.seconds += training.clock() - began
+            if training.trace:
+                training.trace.step()
+            if position.step < len(shard):  # the end of an epoch is saved after its evaluation
+                save_if_due(training)
     synchroniser = training.replica.synchroniser
     end(training, synchroniser.finish if position.epoch + 1 == options.max_epochs else synchroniser.settle)
 
 
 def train_step(training: Training, indices: Tensor) -> float:
     """One step on this rank's batch; returns the batch's mean loss."""
-    replica, totals, synchroniser = training.replica, training.replica.totals, training.replica.synchroniser
-    times = [training.clock()]
+    replica, synchroniser, phases = training.replica, training.replica.synchroniser, training.phases
+    phases.enter("update")
     synchroniser.zero_grad()
-    loss = training.task.loss(indices, replica.generator)
+    phases.enter("data")
+    with training.autocast:
+        loss = training.task.loss(indices, replica.generator)
+    phases.enter("backward")
     loss.backward()  # type: ignore[no-untyped-call]
     if training.options.clip_norm is not None:
         torch.nn.utils.clip_grad_norm_(replica.model.parameters(), training.options.clip_norm)
-    for part in (synchroniser.exchange, synchroniser.update, synchroniser.average):
-        times.append(training.clock())
-        part()
-    times.append(training.clock())
-    totals.loss += loss.item() * len(indices)
-    totals.samples += len(indices)
-    backward, exchange, update, average = (end - start for start, end in pairwise(times))
-    totals.compute_seconds += backward + update
-    totals.communication_seconds += exchange + average
-    totals.seconds += times[-1] - times[0]
-    return loss.item()
+    phases.enter("exchange")
+    selected = synchroniser.selection_seconds
+    synchroniser.exchange()
+    selected = synchroniser.selection_seconds - selected
+    phases.enter("update")
+    synchroniser.update()
+    phases.enter("exchange")
+    synchroniser.average()
+    value = loss.item()  # waits for the device
+    seconds = phases.end()
+    selected = min(selected, seconds["exchange"])
+    replica.totals.add(seconds | {"exchange": seconds["exchange"] - selected, "selection": selected})
+    replica.totals.loss += value * len(indices)
+    replica.totals.samples += len(indices)
+    return value
 
 
 def end(training: Training, part: Callable[[], None]) -> None:
@@ -123,7 +140,7 @@ def end(training: Training, part: Callable[[], None]) -> None:
     began = training.clock()
     part()
     seconds = training.clock() - began
-    training.replica.totals.communication_seconds += seconds
+    training.replica.totals.add({"exchange": seconds})
     training.replica.totals.seconds += seconds
 
 
@@ -133,7 +150,9 @@ def end_epoch(training: Training) -> Row:
     replica.count_bytes()
     began = training.clock()
     tested = evaluate(training.task, comm, replica.synchroniser.averaged_model(comm))
-    totals.seconds += training.clock() - began
+    evaluated = training.clock() - began
+    totals.evaluation_seconds += evaluated
+    totals.seconds += evaluated
     loss, samples = allreduce(torch.tensor([totals.loss, totals.samples], dtype=torch.float64), comm).tolist()
     bytes_sent = allgather(torch.tensor([totals.bytes_sent]), comm)
     row: Row = {
@@ -144,6 +163,7 @@ def end_epoch(training: Training) -> Row:
         "seconds": totals.seconds,
         "compute_seconds": totals.compute_seconds,
         "communication_seconds": totals.communication_seconds,
+        **{f"{name}_seconds": getattr(totals, f"{name}_seconds") for name in (*PHASES, "evaluation", "rest")},
         "bytes_sent": max(int(sent) for sent in bytes_sent),
         "algorithm": training.options.algorithm,
         "world_size": comm.size,

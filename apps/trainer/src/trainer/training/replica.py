@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -27,10 +28,32 @@ class Totals:
 
     loss: float = 0.0  # sum over samples
     samples: int = 0
-    seconds: float = 0.0  # training and evaluation
-    compute_seconds: float = 0.0  # forward, backward, update
-    communication_seconds: float = 0.0  # compression, exchange, waiting for others
+    seconds: float = 0.0  # training steps and evaluation
+    evaluation_seconds: float = 0.0
+    compute_seconds: float = 0.0  # data, forward, backward, update
+    communication_seconds: float = 0.0  # selection, exchange
+    data_seconds: float = 0.0  # this and the following: the phases of steps, see `trainer.training.phases`
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    selection_seconds: float = 0.0
+    exchange_seconds: float = 0.0
+    update_seconds: float = 0.0
     bytes_sent: int = 0  # for training, in the background too
+
+
+    def add(self, phases: Mapping[str, float]) -> None:
+        """Seconds of a step, or of its end, by phase."""
+        for name, seconds in phases.items():
+            setattr(self, f"{name}_seconds", getattr(self, f"{name}_seconds") + seconds)
+        communication = sum(phases.get(name, 0.0) for name in ("selection", "exchange"))
+        self.communication_seconds += communication
+        self.compute_seconds += sum(phases.values()) - communication
+
+    @property
+    def rest_seconds(self) -> float:
+        """Of training steps and evaluation, what is in no phase: the loop's own work."""
+        phases = self.compute_seconds + self.communication_seconds
+        return self.seconds - phases - self.evaluation_seconds
 
 
 @dataclass
