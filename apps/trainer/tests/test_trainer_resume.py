@@ -26,6 +26,7 @@ from trainer.records.metrics import read_metrics
 from trainer.records.run_folder import RunFolder
 from trainer.run import run
 from trainer.synchronisers.periodic import MAKERS
+from trainer.synchronisers.table import TABLE
 from trainer.training import replica as replica_module
 from trainer.training.replica import Replica
 
@@ -72,6 +73,36 @@ def test_periodic_averaging_is_killed_anywhere_and_resumed(
         assert killed_after(operations, app, broken, ranks)
         train(app, replace(broken, resume="latest"), ranks)
         assert_same_bits(result(broken), result(straight))
+
+
+@pytest.mark.parametrize("select", ["topk", "dgc", "gaussiank", "randomk", "threshold"])
+def test_every_selection_is_killed_anywhere_and_resumed(
+    app: App, options: Callable[..., Options], tmp_path: Path, select: str
+) -> None:
+    own = {"select": select} | ({"threshold": 0.05} if select == "threshold" else {})
+    straight = options(algorithm="gtopk", output=tmp_path / "straight", momentum=0.9, **own)
+    train(app, straight, 2)
+    broken = replace(straight, output=tmp_path / "broken", checkpoint_every=1)
+    assert killed_after(20, app, broken, 2)
+    with pytest.raises(AgreedError, match=f"--select {select} then"):
+        other = "topk" if select == "dgc" else "dgc"
+        train(app, replace(broken, own={**broken.own, "select": other}, resume="latest"), 2)
+    train(app, replace(broken, resume="latest"), 2)
+    assert_same_bits(result(broken), result(straight))
+
+
+@pytest.mark.parametrize("algorithm", TABLE)
+def test_the_same_seed_and_world_give_the_same_bits(
+    app: App, options: Callable[..., Options], tmp_path: Path, algorithm: str
+) -> None:
+    flags = {"algorithm": algorithm, "momentum": 0.9, "label_smoothing": 0.1, "dnn": "dropout"}
+    first, second, other = (options(output=tmp_path / name, **flags) for name in ("first", "second", "other"))
+    train(app, first, 3)
+    torch.rand(7)  # what else draws numbers in a process has nothing to do with it
+    train(app, second, 3)
+    assert_same_bits(result(second), result(first))
+    train(app, replace(other, seed=1), 3)
+    assert result(other)[0] != result(first)[0]
 
 
 def test_the_model_itself_may_draw_random_numbers(app: App, options: Callable[..., Options], tmp_path: Path) -> None:

@@ -25,7 +25,10 @@ def parse(argv: Sequence[str], app: App, *, world_size: int | None) -> Options:
     try:
         if given.config is not None:
             explicit = config_file.given(argv, parser)
-            given = _with_file(given, explicit, config_file.read(given.config, parser, explicit=explicit), table)
+            file = config_file.read(given.config, parser, explicit=explicit)
+            if world_size is not None:  # the launcher has decided
+                file.pop("nworkers", None)
+            given = _with_file(given, explicit, file, table)
         return _checked(given, app, table, world_size)
     except RunError as error:
         parser.error(str(error))

@@ -19,6 +19,7 @@ from torch.optim import SGD
 from trainer.command_line.options import Options
 from trainer.resuming.likeness import require_equal, require_like
 from trainer.synchronisers.optimizer_state import (
+    completed_counts,
     completed_optimizer,
     completed_schedule,
     require_at_most,
@@ -88,8 +89,13 @@ class SynchronousSGD(Synchroniser):
         optimizer = completed_optimizer(state["optimizer"], fresh["optimizer"])
         schedule = completed_schedule(state["schedule"], fresh["schedule"])
         own = fresh["optimizer"]["distributed"] | {"wrapped": None}  # what SGD holds, by name; looked at as itself
+        if "compressor" in own:
+            own["compressor"] = completed_counts(optimizer, own["compressor"], names=own["residuals"].keys())
         require_like(optimizer, fresh["optimizer"] | {"distributed": own}, "optimizer")
         assert isinstance(optimizer, dict)
+        for name, counts in optimizer["distributed"].get("compressor", ()):
+            for bucket, calls in counts.items():
+                require_at_most(calls, step, f"optimizer/compressor/{name}/{bucket}")
         for name in ("rank", "world_size", "algorithm"):
             require_equal(optimizer["distributed"][name], own[name], f"optimizer/{name}")
         require_equal(optimizer["distributed"]["steps"], step, "optimizer/steps")
