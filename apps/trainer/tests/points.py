@@ -28,7 +28,9 @@ class Points:
 
     def loss(self, indices: Tensor, generator: Generator) -> Tensor:
         jitter = 0.1 * torch.randn(len(indices), FEATURES, generator=generator)
-        return cross_entropy(self.model(self.points[indices] + jitter), self.labels[indices], label_smoothing=self.smoothing)
+        return cross_entropy(
+            self.model(self.points[indices] + jitter), self.labels[indices], label_smoothing=self.smoothing
+        )
 
     def score(self, indices: Tensor) -> Tensor:
         logits, labels = self.model(self.points[self.train_size + indices]), self.labels[self.train_size + indices]
@@ -46,4 +48,10 @@ def build(options: Options, device: torch.device) -> Points:
     return Points(nn.Sequential(*layers).to(device), options.label_smoothing)
 
 
-APP = App(module="points", models={"plain": "", "dropout": ""}, datasets={"points": ""}, build=build, takes=frozenset({"label_smoothing"}))
+APP = App(
+    module="points",
+    models={"plain": "", "dropout": ""},
+    datasets={"points": ""},
+    build=build,
+    takes=frozenset({"label_smoothing"}),
+)

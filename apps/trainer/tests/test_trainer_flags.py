@@ -86,7 +86,10 @@ def test_two_spellings_of_the_algorithm(app: App, flags: str, algorithm: str) ->
         ("--milestones 0", "expected a whole number from 1 on"),
         ("--milestones 2 --lr-schedule cosine", "--milestones are those of --lr-schedule step, not cosine"),
         ("--label-smoothing 1", "expected 0 <= smoothing < 1"),
-        ("--algorithm spardl --select dgc", "--select dgc is for topk-allgather, topk-dsa, gtopk; spardl has no select"),
+        (
+            "--algorithm spardl --select dgc",
+            "--select dgc is for topk-allgather, topk-dsa, gtopk; spardl has no select",
+        ),
         ("--algorithm gtopk --select threshold", "give it with --threshold"),
         ("--algorithm gtopk --threshold 0.1", "has no effect on --select topk"),
         ("--algorithm gtopk --select most", "'topk', 'dgc'"),
@@ -259,9 +262,11 @@ def chosen(compressor: Any) -> dict[str, Any]:
 def test_a_selection_is_the_compressor_of_that_name(app: App, select: str, kind: type) -> None:
     threshold = ["--threshold", "0.1"] if select == "threshold" else []
     argv = ["--algorithm", "gtopk", "--select", select, "--density", "0.25", "--seed", "9", *threshold]
-    made = TABLE["gtopk"].make(
-        parse(argv, app, world_size=None), torch.nn.Linear(9, 7), as_communicator(None), steady
-    ).optimizer.compressor
+    made = (
+        TABLE["gtopk"]
+        .make(parse(argv, app, world_size=None), torch.nn.Linear(9, 7), as_communicator(None), steady)
+        .optimizer.compressor
+    )
     assert (type(made), made.density, getattr(made, "seed", 9)) == (kind, 0.25, 9)
 
 

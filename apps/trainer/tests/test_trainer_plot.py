@@ -24,7 +24,9 @@ def test_runs_are_compared_by_epochs_bytes_and_seconds(
 ) -> None:
     figures: list[Figure] = []
     real = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, *given, **named: figures.append(self) or real(self, *given, **named))
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *given, **named: figures.append(self) or real(self, *given, **named)
+    )
     for algorithm in ("dense", "gtopk"):
         train(app, options(algorithm=algorithm, output=tmp_path / algorithm), 2)
     picture = tmp_path / f"both.{kind}"

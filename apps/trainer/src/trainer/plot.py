@@ -1,6 +1,6 @@
 """Several runs in one picture: loss and test metrics against epochs, bytes sent and seconds.
 
-    python -m trainer.plot runs/dense runs/gtopk --output runs.svg
+python -m trainer.plot runs/dense runs/gtopk --output runs.svg
 """
 
 import math
@@ -84,7 +84,7 @@ def rows_of(path: Path) -> list[Row]:
     except (ValueError, OSError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is damaged"
         raise RunError(f"{file} cannot be read ({reason}): give the --output of a run") from None
-    if not all(isinstance(row, dict) and NEEDED <= row.keys() for row in rows):
+    if not all(isinstance(row, dict) and row.keys() >= NEEDED for row in rows):
         raise RunError(f"{file} holds other things than epochs: give the --output of a run")
     if not rows:
         raise RunError(f"{file} has no epoch yet")

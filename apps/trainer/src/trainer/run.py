@@ -15,6 +15,7 @@ from trainer.app import App, Task
 from trainer.command_line.flags import table_of
 from trainer.command_line.options import Options, Settings
 from trainer.launching.device import clock_of
+from trainer.launching.ending import StopRequest
 from trainer.records.durable import write_tensors
 from trainer.records.folder_lock import locked
 from trainer.records.progress import Events, TrainingProgress
@@ -30,14 +31,23 @@ from trainer.training.loop import Training, train
 from trainer.training.phases import Phases, stopwatch_of
 from trainer.training.replica import Replica
 from trainer.training.sharding import AUGMENT, DROPOUT, derived_seed, steps_per_epoch
+from trainer.training.stopping import AgreedStop
 
 CPU = torch.device("cpu")
 
 
-def run(app: App, options: Options, comm: Communicator, *, device: torch.device = CPU) -> None:
+def run(
+    app: App,
+    options: Options,
+    comm: Communicator,
+    *,
+    device: torch.device = CPU,
+    request: StopRequest | None = None,
+) -> None:
     """Train as `options` say, on every rank of `comm`. Results are in `options.output`.
 
-    device: this rank's (see `trainer.launching.device.own_device`). AgreedError where a user can mend what is wrong.
+    device: this rank's (see `trainer.launching.device.own_device`). request: how signals reach the loop, on all ranks or
+    on none. AgreedError where a user can mend what is wrong; Stopped where a signal asked for the end, on all ranks.
     """
     aside = Aside(comm)
     require_same(options.alike(), aside)
@@ -57,9 +67,19 @@ def run(app: App, options: Options, comm: Communicator, *, device: torch.device 
                 training.folder.prepare(resume=options.resume is not None)
         with training.progress, locked(options.output, aside, note=training.progress.note):
             first_step = _begin(training, device, _own_flags(table_of(app), options.algorithm))
-            with _traced(training) as traced:
-                train(_reporting(traced, first_step))
+            with _traced(training) as traced, _stopped_by(request, traced, first_step) as stoppable:
+                train(_reporting(stoppable, first_step))
             _end(training)
+
+
+@contextmanager
+def _stopped_by(request: StopRequest | None, training: Training, first_step: int) -> Iterator[Training]:
+    """A signal is answered by the loop, unless there is no use in that: no checkpoint is wanted."""
+    if request is None or training.options.checkpoint_every == 0:
+        yield training
+        return
+    with request.deferred():
+        yield replace(training, stop=AgreedStop(training.comm, lambda: request.number, first_step=first_step))
 
 
 @contextmanager

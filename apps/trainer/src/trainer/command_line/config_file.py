@@ -51,7 +51,9 @@ def _entries(path: Path) -> Mapping[str, Any]:
     except OSError as error:
         raise RunError(f"--config {path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise RunError(f"--config {path} is not JSON ({error}): give the config.json of a run, or one like it") from None
+        raise RunError(
+            f"--config {path} is not JSON ({error}): give the config.json of a run, or one like it"
+        ) from None
     if not isinstance(entries, dict):
         raise RunError(f"--config {path} holds no settings by name: give the config.json of a run, or one like it")
     return entries

@@ -136,15 +136,21 @@ def _check_rate(given: Namespace) -> None:
         given.lr_schedule = given.lr_schedule or SCHEDULE
         return
     if given.lr_schedule not in (None, MILESTONED):
-        raise RunError(f"--milestones are those of --lr-schedule {MILESTONED}, not {given.lr_schedule}: give one of them")
+        raise RunError(
+            f"--milestones are those of --lr-schedule {MILESTONED}, not {given.lr_schedule}: give one of them"
+        )
     if sorted(set(given.milestones)) != given.milestones:
-        raise RunError(f"--milestones {' '.join(map(str, given.milestones))}: give epochs in ascending order, each once")
+        raise RunError(
+            f"--milestones {' '.join(map(str, given.milestones))}: give epochs in ascending order, each once"
+        )
     given.lr_schedule = MILESTONED
 
 
 def _check_loss(given: Namespace, app: App) -> None:
     if given.label_smoothing and "label_smoothing" not in app.takes:
-        raise RunError(f"--label-smoothing {given.label_smoothing} has no effect on the loss of {app.module}: leave it out")
+        raise RunError(
+            f"--label-smoothing {given.label_smoothing} has no effect on the loss of {app.module}: leave it out"
+        )
 
 
 def _check_output(given: Namespace) -> None:

@@ -29,7 +29,6 @@ from trainer.synchronisers.optimizer_state import (
 from trainer.synchronisers.sgd import plain_sgd
 from trainer.synchronisers.synchroniser import Rates, State, Synchroniser
 
-
 SELECTIONS: dict[str, Callable[[Options], Compressor]] = {
     "topk": lambda options: TopK(options.own["density"]),
     "dgc": lambda options: DGCTopK(options.own["density"]),

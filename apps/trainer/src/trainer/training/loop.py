@@ -14,6 +14,7 @@ from torch import Tensor
 from trainer.all_or_none import all_or_none
 from trainer.app import Task
 from trainer.command_line.options import Options
+from trainer.errors import Stopped
 from trainer.launching.device import Clock
 from trainer.records.metrics import Row
 from trainer.records.progress import Events, TrainingProgress
@@ -23,6 +24,7 @@ from trainer.training.evaluation import evaluate
 from trainer.training.phases import PHASES, Phases
 from trainer.training.replica import Position, Replica, Totals
 from trainer.training.sharding import batches, steps_per_epoch
+from trainer.training.stopping import AgreedStop
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +41,7 @@ class Training:
     phases: Phases
     autocast: AbstractContextManager[object] = field(default_factory=nullcontext)  # of the forward
     trace: Trace | None = None  # --profile, rank 0
+    stop: AgreedStop | None = None  # where signals are waited for
     events: Events | None = None  # TensorBoard, rank 0
 
     @property
@@ -58,17 +61,28 @@ class Training:
 
 
 def train(training: Training) -> None:
-    """From the replica's position to the last epoch."""
+    """From the replica's position to the last epoch. Raises Stopped where a signal asks for an earlier end."""
     training.task.model.train()
     training.replica.meter.begin()
     while training.replica.position.epoch < training.options.max_epochs:
-        train_epoch(training)
+        stopped_by = train_epoch(training)
         row = end_epoch(training)
         with all_or_none(training.comm):
             report(training, row)
         training.replica.position = Position(epoch=training.replica.position.epoch + 1)
         training.replica.totals = Totals()
         save_if_due(training)
+        if stopped_by and training.replica.position.epoch < training.options.max_epochs:
+            stop(training, stopped_by)
+    if training.stop:
+        training.stop.close()
+
+
+def stop(training: Training, number: int) -> None:
+    """Ends the run at this step, on every rank: with a checkpoint, unless there is one."""
+    if not is_due(training):
+        save(training)
+    raise Stopped(number, training.steps)
 
 
 def report(training: Training, row: Row) -> None:
@@ -80,8 +94,8 @@ def report(training: Training, row: Row) -> None:
             training.events.write(row)
 
 
-def train_epoch(training: Training) -> None:
-    """The rest of the epoch that the replica is in."""
+def train_epoch(training: Training) -> int:
+    """The rest of the epoch that the replica is in; returns the signal that asked for the end after its last step."""
     position, options, comm = training.replica.position, training.options, training.comm
     shard = batches(
         training.task.train_size,
@@ -91,19 +105,24 @@ def train_epoch(training: Training) -> None:
         seed=options.seed,
         epoch=position.epoch,
     )
+    stopped_by = 0
     with training.phases.forward_of(training.task.model):
         while position.step < len(shard):
             began = training.clock()
             loss = train_step(training, shard[position.step])
             position.step += 1
             training.progress.step(training.steps, loss)
+            stopped_by = training.stop.after(training.steps) if training.stop else 0
             training.replica.totals.seconds += training.clock() - began
             if training.trace:
                 training.trace.step()
             if position.step < len(shard):  # the end of an epoch is saved after its evaluation
                 save_if_due(training)
+                if stopped_by:
+                    stop(training, stopped_by)
     synchroniser = training.replica.synchroniser
     end(training, synchroniser.finish if position.epoch + 1 == options.max_epochs else synchroniser.settle)
+    return stopped_by
 
 
 def train_step(training: Training, indices: Tensor) -> float:
@@ -179,14 +198,23 @@ def _written(value: float | str | None) -> float | str | None:
 
 def save_if_due(training: Training) -> None:
     """Write a checkpoint if --checkpoint-every asks for one at this step."""
+    if is_due(training):
+        save(training)
+
+
+def is_due(training: Training) -> bool:
+    """Whether --checkpoint-every asks for a checkpoint at this step."""
     every, position = training.options.checkpoint_every, training.replica.position
     ended = position.epoch == training.options.max_epochs
-    due = position.step == 0 if every is None else every > 0 and (training.steps % every == 0 or ended)
-    if due:
-        training.folder.checkpoints.save(
-            training.steps,
-            training.replica.state_dict(),
-            training.comm,
-            metrics=training.folder.metrics,
-            settings=training.options.settings(),
-        )
+    return position.step == 0 if every is None else every > 0 and (training.steps % every == 0 or ended)
+
+
+def save(training: Training) -> None:
+    """Write a checkpoint."""
+    training.folder.checkpoints.save(
+        training.steps,
+        training.replica.state_dict(),
+        training.comm,
+        metrics=training.folder.metrics,
+        settings=training.options.settings(),
+    )

@@ -40,7 +40,6 @@ class Totals:
     update_seconds: float = 0.0
     bytes_sent: int = 0  # for training, in the background too
 
-
     def add(self, phases: Mapping[str, float]) -> None:
         """Seconds of a step, or of its end, by phase."""
         for name, seconds in phases.items():
