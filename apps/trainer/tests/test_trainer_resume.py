@@ -84,9 +84,9 @@ def test_every_selection_is_killed_anywhere_and_resumed(
     train(app, straight, 2)
     broken = replace(straight, output=tmp_path / "broken", checkpoint_every=1)
     assert killed_after(20, app, broken, 2)
+    other = replace(broken, own={**broken.own, "select": "topk" if select == "dgc" else "dgc"}, resume="latest")
     with pytest.raises(AgreedError, match=f"--select {select} then"):
-        other = "topk" if select == "dgc" else "dgc"
-        train(app, replace(broken, own={**broken.own, "select": other}, resume="latest"), 2)
+        train(app, other, 2)
     train(app, replace(broken, resume="latest"), 2)
     assert_same_bits(result(broken), result(straight))
 

@@ -11,7 +11,7 @@ class AgreedError(RunError):
     """A `RunError` that every rank raises with the same message, so that one of them prints it."""
 
 
-class Stopped(Exception):
+class Stopped(Exception):  # noqa: N818 - an end, not an error
     """A signal asked for the end, and all ranks have written a checkpoint at the same step."""
 
     def __init__(self, number: int, step: int) -> None:

@@ -46,8 +46,9 @@ def run(
 ) -> None:
     """Train as `options` say, on every rank of `comm`. Results are in `options.output`.
 
-    device: this rank's (see `trainer.launching.device.own_device`). request: how signals reach the loop, on all ranks or
-    on none. AgreedError where a user can mend what is wrong; Stopped where a signal asked for the end, on all ranks.
+    device: this rank's (see `trainer.launching.device.own_device`).
+    request: how signals reach the loop; of all ranks, or of none.
+    AgreedError where a user can mend what is wrong; Stopped, on all ranks, where a signal asked for the end.
     """
     aside = Aside(comm)
     require_same(options.alike(), aside)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from argparse import ArgumentParser, Namespace
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ def read(path: Path, parser: ArgumentParser, *, explicit: Collection[str]) -> di
     return chosen
 
 
-def given(argv: list[str], parser: ArgumentParser) -> dict[str, Any]:
+def given(argv: Sequence[str], parser: ArgumentParser) -> dict[str, Any]:
     """What the command line itself says, by destination."""
     unset = object()
     parsed = parser.parse_args(argv, Namespace(**dict.fromkeys(vars(parser.parse_args([])), unset)))

@@ -37,7 +37,7 @@ def parse(argv: Sequence[str], app: App, *, world_size: int | None) -> Options:
 def _with_file(
     given: Namespace, explicit: Mapping[str, Any], file: Mapping[str, Any], table: Mapping[str, Synchronisation]
 ) -> Namespace:
-    """The command line's before the file's. With another algorithm than the file's, that one's own flags are dropped."""
+    """The command line's before the file's. An algorithm that it names takes none of another's flags."""
     merged = Namespace(**{**vars(given), **file, **explicit})
     if not {"algorithm", "compression"}.isdisjoint(explicit):
         own = {flag.name for flag in table[_algorithm(merged, table)].flags}

@@ -35,7 +35,7 @@ def own_device(local_rank: int, kind: str = "auto") -> torch.device:
 
 def uses_gpu() -> bool:
     """Whether this process computes on a GPU: one that it could use, but does not, has nothing of the run."""
-    return torch.cuda.is_initialized()
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def clock_of(device: torch.device) -> Clock:

@@ -3,7 +3,7 @@
     OUTPUT/checkpoints/00000120/rank0.pt …      one file a rank: its replica's state
     OUTPUT/checkpoints/00000120/manifest.json   what belongs together, with checksums; appears last
 
-The newest checkpoints are kept, as many as --keep says. All ranks see the same folder (on several machines: a shared file system).
+The newest are kept, as many as --keep says. All ranks see the same folder (on several machines: a shared file system).
 Only folders with such a name are checkpoints; whatever else lies there is left alone.
 """
 

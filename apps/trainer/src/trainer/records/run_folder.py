@@ -22,7 +22,7 @@ from trainer.records.metrics import MetricsFile
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The output folder of one run, with so many checkpoints. Ranks read it; only rank 0 writes, except for checkpoints."""
+    """The output folder of one run; `keep` checkpoints. Ranks read it; only rank 0 writes, except for checkpoints."""
 
     path: Path
     keep: int = KEEP

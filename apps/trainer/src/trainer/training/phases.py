@@ -7,9 +7,10 @@ selection  of what is sent, part of the exchange's call
 exchange   the rest of it, and of averages: messages, waiting for other ranks, merging
 update     the optimizer and its rate
 
-On a CPU the phases are timed where they happen. On a GPU they are the device's time, by events in its stream, which are
-read when the step's loss has been read anyway: nothing waits for a kernel that would not have been waited for. Only what
-is selection in an exchange is the host's time there: kernels that it has queued count where they are waited for.
+On a CPU the phases are timed where they happen. On a GPU they are the device's time, by events in its stream. These are
+read when the step's loss has been read anyway: nothing waits for a kernel that would not have been waited for.
+Only what is selection in an exchange is the host's time there: kernels that it has queued count where they are waited
+for.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class DeviceStopwatch:
 
     def mark(self) -> None:
         """See `Stopwatch.mark`."""
-        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
+        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         self._events.append(event)
 
