@@ -61,7 +61,15 @@ def test_the_command_line_wins(app: App, tmp_path: Path) -> None:
 
 def test_what_describes_the_machine_is_left_to_this_one(app: App, tmp_path: Path) -> None:
     entries = {"output": "/elsewhere", "data_dir": "/there", "device": "cuda", "resume": "latest", "overwrite": True}
-    entries |= {"oversubscribe": True, "world_size": 64, "hardware": "x", "torch": "1", "python": "3", "parameters": 1}
+    entries |= {
+        "oversubscribe": True,
+        "backend": "nccl",
+        "world_size": 64,
+        "hardware": "x",
+        "torch": "1",
+        "python": "3",
+        "parameters": 1,
+    }
     options = parse([written(tmp_path, entries)], app, world_size=None)
     assert options.flags() == parse([], app, world_size=None).flags()
     assert parse([written(tmp_path, {"nworkers": 4})], app, world_size=2).nworkers == 2  # as the launcher says

@@ -95,6 +95,7 @@ def test_two_spellings_of_the_algorithm(app: App, flags: str, algorithm: str) ->
         ("--algorithm gtopk --select most", "'topk', 'dgc'"),
         ("--keep 0", "expected a whole number from 1 on"),
         ("--keep 3 --checkpoint-every 0", "--keep 3 has no effect with --checkpoint-every 0"),
+        ("--device cpu --backend nccl", "--backend nccl is for GPUs"),
         ("--device tpu", "'auto', 'cpu', 'cuda'"),
     ],
 )

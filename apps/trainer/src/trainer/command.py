@@ -46,8 +46,8 @@ def train(app: App, options: "Options", place: Placement, request: StopRequest) 
     from trainer.run import run
 
     def work() -> None:
-        device = own_device(place.local_rank, options.device)
-        with joined(place) as comm:
+        device = own_device(place.local_rank, "cuda" if options.backend == "nccl" else options.device)
+        with joined(place, options.backend) as comm:
             run(app, options, comm, device=device, request=request)
 
     return exit_code(work, place, program=app.module)
@@ -58,6 +58,8 @@ def _checked(app: App, argv: Sequence[str], place: Placement) -> "Options":
     complaint, options = "", None
     try:
         options = parse(argv, app, world_size=place.size if place.launcher else None)
+        if options.backend == "nccl" and place.launcher != "torchrun":
+            raise RunError("--backend nccl is for ranks that torchrun starts; others talk by MPI: leave it out")
     except RunError as error:
         complaint = str(error)
     complaint = first_complaint(complaint, place)

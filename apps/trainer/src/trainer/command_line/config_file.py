@@ -14,7 +14,7 @@ from typing import Any
 from trainer.errors import RunError
 
 # What says where and on what a run was, or what became of it, but not how it trained.
-IGNORED = {"config", "data_dir", "device", "output", "overwrite", "oversubscribe", "resume"}
+IGNORED = {"backend", "config", "data_dir", "device", "output", "overwrite", "oversubscribe", "resume"}
 RECORDED = {"hardware", "parameters", "python", "torch", "world_size"}
 EITHER = ({"algorithm", "compression", "compressor"}, {"lr_schedule", "milestones"})
 """Flags that speak of the same: one of them on the command line takes the place of all in the file."""

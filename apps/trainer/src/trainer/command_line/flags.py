@@ -57,6 +57,7 @@ def _checked(given: Namespace, app: App, table: Mapping[str, Synchronisation], w
     _check_momentum(given, entry)
     _check_rate(given)
     _check_loss(given, app)
+    _check_machine(given)
     _check_output(given)
     given.output = given.output or Path("runs") / f"{app.module}-{given.dnn}-{given.dataset}-{given.algorithm}"
     del given.compression, given.compressor, given.config
@@ -151,6 +152,11 @@ def _check_loss(given: Namespace, app: App) -> None:
         raise RunError(
             f"--label-smoothing {given.label_smoothing} has no effect on the loss of {app.module}: leave it out"
         )
+
+
+def _check_machine(given: Namespace) -> None:
+    if given.backend == "nccl" and given.device == "cpu":
+        raise RunError("--backend nccl is for GPUs, and --device cpu leaves them alone: give one of them")
 
 
 def _check_output(given: Namespace) -> None:

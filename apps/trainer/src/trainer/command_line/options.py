@@ -15,6 +15,7 @@ _NOT_SETTINGS = {
     "nworkers",
     "oversubscribe",
     "device",
+    "backend",
     "data_dir",
     "output",
     "resume",
@@ -63,6 +64,7 @@ class Options:
     seed: int
     nworkers: int
     device: str  # "auto", "cpu" or "cuda"
+    backend: str  # torchrun's: "gloo" or "nccl"
     amp: bool  # autocast to bfloat16
     compile: bool
     data_dir: Path

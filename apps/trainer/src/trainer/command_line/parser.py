@@ -16,6 +16,7 @@ DEFAULT = "dense"
 COMPRESSED = "gtopk"  # by --compression without --compressor
 SCHEDULE, MILESTONED = "cosine", "step"
 DEVICES = ("auto", "cpu", "cuda")
+BACKENDS = ("gloo", "nccl")
 
 
 class _Parser(ArgumentParser):
@@ -146,6 +147,7 @@ def _add_machine(parser: ArgumentParser) -> None:
     add("--nworkers", type=quantities.count, metavar="N", help="ranks; without a launcher this many are started")
     add("--oversubscribe", action="store_true", help="start more workers than this machine's cores can bear")
     add("--device", choices=DEVICES, default=DEVICES[0], help="auto: a GPU of its own for each local rank, if there is")
+    add("--backend", choices=BACKENDS, default=BACKENDS[0], help="between torchrun's ranks; nccl: GPUs (default: gloo)")
     add("--amp", action=BooleanOptionalAction, default=False, help="forward passes of training in bfloat16 (autocast)")
     add("--compile", action=BooleanOptionalAction, default=False, help="the model by torch.compile")
 
