@@ -2,8 +2,9 @@
 
     python -m bench trainer [--epochs N] [--full] [--output DIR]
 
-One rank trains ResNet-20 on digits, with `python -m cifar`'s own loop, metrics and checkpoints, and between any two of
-its steps a bare loop (loss, backward, torch.optim.SGD) takes one with a model of its own: both meet the same machine.
+One rank trains ResNet-20 with the loop, metrics and checkpoints of `python -m cifar`, and between any two of its steps
+a bare loop (loss, backward, torch.optim.SGD) takes one with a model of its own: both meet the same machine.
+pixels: 32×32 as in CIFAR, noise; 8×8 the digits, whose steps are as short as any.
 bare, trainer: ms in the median; overhead: the median over pairs of neighbours of what the trainer's step takes more, and
 as a share of a bare step. The first step of an epoch, with the evaluation before it, is left out.
 """
@@ -24,6 +25,7 @@ import torch
 from cifar.__main__ import APP
 from communicators import as_communicator
 from torch import Generator, Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 from trainer.app import Task
 from trainer.command_line.flags import parse
@@ -34,6 +36,7 @@ from trainer.run import run
 from bench.record import machine, record
 
 ALGORITHMS = {"dense": [], "local-sgd": [], "gtopk": ["--density", "0.01"]}
+PIXELS = (32, 8)
 SKIPPED = 5  # pairs, while both warm up
 
 
@@ -84,12 +87,29 @@ class Interleaved:
         return time.perf_counter() - began
 
 
-def measured(algorithm: str, own: Sequence[str], epochs: int) -> list[tuple[float, float]]:
+@dataclass
+class Larger:
+    """The app's task on noise of CIFAR's size; tested as ever."""
+
+    task: Task
+    pixels: Tensor = field(default_factory=lambda: torch.rand(256, 1, 32, 32))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.task, name)
+
+    def loss(self, indices: Tensor, generator: Generator) -> Tensor:
+        del generator
+        return cross_entropy(self.task.model(self.pixels[indices % len(self.pixels)]), indices % 10)
+
+
+def measured(algorithm: str, own: Sequence[str], epochs: int, pixels: int) -> list[tuple[float, float]]:
     """Seconds of the trainer's steps, each with that of a bare one beside it."""
     made: list[Interleaved] = []
 
     def build(options: Options, device: torch.device) -> Interleaved:
         bare, task = APP.build(options, device), APP.build(options, device)
+        if pixels == 32:
+            bare, task = Larger(bare), Larger(task)
         optimizer = SGD(bare.model.parameters(), lr=options.lr, momentum=options.momentum)
         made.append(Interleaved(task, bare, optimizer))
         return made[-1]
@@ -100,12 +120,13 @@ def measured(algorithm: str, own: Sequence[str], epochs: int) -> list[tuple[floa
     return made[0].pairs[SKIPPED:]
 
 
-def row_of(algorithm: str, pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
+def row_of(algorithm: str, pixels: int, pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
     """The figures of one algorithm."""
     trainer, bare = (statistics.median(seconds) for seconds in zip(*pairs, strict=True))
     more = statistics.median(one - other for one, other in pairs)
     return {
         "algorithm": algorithm,
+        "pixels": pixels,
         "pairs": len(pairs),
         "bare_ms": round(1e3 * bare, 3),
         "trainer_ms": round(1e3 * trainer, 3),
@@ -117,20 +138,24 @@ def row_of(algorithm: str, pairs: Sequence[tuple[float, float]]) -> dict[str, An
 def main(argv: Sequence[str] = ()) -> int:
     """Prints a line for each algorithm; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench trainer", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--epochs", type=int, default=3, help="of 45 steps; default 3")
+    parser.add_argument("--epochs", type=int, default=2, help="of 45 steps; default 2")
     parser.add_argument("--full", action="store_true", help="five times as many")
     parser.add_argument("--output", type=Path, metavar="DIR", help="write DIR/trainer.csv, .json and .png too")
     options, facts = parser.parse_args(argv), machine()
     epochs = options.epochs * (5 if options.full else 1)
-    rows = [row_of(algorithm, measured(algorithm, own, epochs)) for algorithm, own in ALGORITHMS.items()]
+    rows = [
+        row_of(algorithm, pixels, measured(algorithm, own, epochs, pixels))
+        for algorithm, own in ALGORITHMS.items()
+        for pixels in PIXELS
+    ]
     for row in rows:
         print(
-            f"{row['algorithm']:>10}: bare {row['bare_ms']:.2f} ms, trainer {row['trainer_ms']:.2f} ms a step: "
+            f"{row['algorithm']:>10}, {row['pixels']:>2} pixels wide: bare {row['bare_ms']:.2f} ms, trainer {row['trainer_ms']:.2f} ms a step: "
             f"{row['overhead_us']:.0f} µs more, {row['overhead_percent']:.1f} % ({row['pairs']} pairs)"
         )
     if options.output:
         values = ("bare_ms", "trainer_ms")
-        record(options.output, "trainer", rows, labels=("algorithm",), values=values, facts=facts)
+        record(options.output, "trainer", rows, labels=("algorithm", "pixels"), values=values, facts=facts)
     return 0
 
 
