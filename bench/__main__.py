@@ -21,7 +21,9 @@ BENCHMARKS = {
     "powersgd": "bench.powersgd:main",
     "predictions": "bench.predictions:main",
     "signals": "bench.signals:main",
+    "kills": "bench.kills:main",
     "slow-link": "bench.slow_link.__main__:check_command",
+    "trainer": "bench.trainer:main",
     "walk": "bench.walk:main",
 }
 

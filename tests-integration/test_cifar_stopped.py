@@ -1,4 +1,7 @@
-"""Stopping a run, or what started it: no rank is left, one line says so, and --resume goes on at once."""
+"""Stopping a run, or what started it: no rank is left, one line says so, and --resume goes on at once.
+
+Where a signal asks for it the ranks agree on a step, and leave a checkpoint of that.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from pathlib import Path
 import pytest
 
 BESIDE = Path(sys.executable).parent
-FLAGS = "--algorithm gtopk --max-epochs 500 --lr-schedule constant --checkpoint-every 4"
+FLAGS = "--algorithm gtopk --max-epochs 500 --lr-schedule constant --checkpoint-every 4 --keep 1"
 TRAIN = ["-m", "cifar", *FLAGS.split()]
 STARTERS = {
     "by itself": [sys.executable, *TRAIN],
@@ -77,12 +80,21 @@ def job(tmp_path):
 
 
 def stopped_by(job, number):
-    """All ranks end, with one line and the signal's exit code."""
+    """All ranks end, with one line, the signal's exit code, and a checkpoint of the step that the line names."""
     job.starter.send_signal(number)
     _, error = job.starter.communicate(timeout=LIMIT)
     assert job.starter.returncode == 128 + number
-    assert error == f"cifar: error: stopped by {signal.Signals(number).name}\n"
+    line = r"cifar: error: stopped by (\w+) after step (\d+), with a checkpoint: --resume goes on\n"
+    said = re.fullmatch(line, _without_torchruns(error))
+    assert said, error
+    assert said[1] == signal.Signals(number).name
+    assert int(job.newest()) == int(said[2])
     job.until(lambda: not job.left(), "the end of all ranks")
+
+
+def _without_torchruns(error):
+    """torchrun reports what became of each rank, too."""
+    return "".join(line for line in error.splitlines(keepends=True) if line.startswith("cifar:"))
 
 
 def killed(job, number):
@@ -97,6 +109,7 @@ CHAINS = {
         ("its own workers", stopped_by, signal.SIGINT),
         ("its own workers", stopped_by, signal.SIGTERM),
         ("mpiexec", stopped_by, signal.SIGTERM),
+        ("mpiexec", stopped_by, signal.SIGINT),
         ("its own workers", killed, signal.SIGKILL),
         ("mpiexec", killed, signal.SIGKILL),
         ("torchrun", killed, signal.SIGKILL),

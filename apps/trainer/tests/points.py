@@ -16,6 +16,7 @@ class Points:
     """Points in three classes, jittered when trained on; the model has batch normalisation."""
 
     model: nn.Module
+    smoothing: float = 0.0
     train_size: int = 23
     test_size: int = 11
 
@@ -27,7 +28,9 @@ class Points:
 
     def loss(self, indices: Tensor, generator: Generator) -> Tensor:
         jitter = 0.1 * torch.randn(len(indices), FEATURES, generator=generator)
-        return cross_entropy(self.model(self.points[indices] + jitter), self.labels[indices])
+        return cross_entropy(
+            self.model(self.points[indices] + jitter), self.labels[indices], label_smoothing=self.smoothing
+        )
 
     def score(self, indices: Tensor) -> Tensor:
         logits, labels = self.model(self.points[self.train_size + indices]), self.labels[self.train_size + indices]
@@ -42,7 +45,13 @@ class Points:
 def build(options: Options, device: torch.device) -> Points:
     dropout = 0.2 if options.dnn == "dropout" else 0.0
     layers = [nn.Linear(FEATURES, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(dropout), nn.Linear(6, CLASSES)]
-    return Points(nn.Sequential(*layers).to(device))
+    return Points(nn.Sequential(*layers).to(device), options.label_smoothing)
 
 
-APP = App(module="points", models={"plain": "", "dropout": ""}, datasets={"points": ""}, build=build)
+APP = App(
+    module="points",
+    models={"plain": "", "dropout": ""},
+    datasets={"points": ""},
+    build=build,
+    takes=frozenset({"label_smoothing"}),
+)

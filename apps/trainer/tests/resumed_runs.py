@@ -13,8 +13,10 @@ from trainer.command_line.options import Options
 from trainer.records.metrics import read_metrics
 from trainer.records.run_folder import RunFolder
 from trainer.run import run
+from trainer.training import phases
 
-SECONDS = {"seconds", "compute_seconds", "communication_seconds"}
+PHASES = {f"{name}_seconds" for name in (*phases.PHASES, "evaluation", "rest")}
+SECONDS = {"seconds", "compute_seconds", "communication_seconds"} | PHASES
 MEASURED = SECONDS | {"hidden_fraction"}
 
 

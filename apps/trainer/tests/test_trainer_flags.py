@@ -14,6 +14,7 @@ from sparse_collectives import ALGORITHMS, DistributedOptimizer
 from sparse_collectives.training.schemes.table import WHOLE
 from sparse_collectives.wire.half import DENSE_WIRES as KNOWN_DENSE_WIRES
 from sparse_collectives.wire.wire import WIRES as KNOWN_WIRES
+from sparse_compress import DGCTopK, GaussianK, RandomK, Threshold, TopK
 from trainer.app import App
 from trainer.command_line.flags import parse
 from trainer.errors import RunError
@@ -79,6 +80,23 @@ def test_two_spellings_of_the_algorithm(app: App, flags: str, algorithm: str) ->
         ("--resume yesterday", "'latest', 'previous'"),
         ("--nworkers 3", "the launcher started 4"),
         ("--dens 0.1", "unrecognized"),
+        ("--algorithm gtopk --nesterov", "gtopk has its own before the selection"),
+        ("--nesterov --momentum 0", "no effect with --momentum 0"),
+        ("--milestones 3 2", "ascending"),
+        ("--milestones 0", "expected a whole number from 1 on"),
+        ("--milestones 2 --lr-schedule cosine", "--milestones are those of --lr-schedule step, not cosine"),
+        ("--label-smoothing 1", "expected 0 <= smoothing < 1"),
+        (
+            "--algorithm spardl --select dgc",
+            "--select dgc is for topk-allgather, topk-dsa, gtopk; spardl has no select",
+        ),
+        ("--algorithm gtopk --select threshold", "give it with --threshold"),
+        ("--algorithm gtopk --threshold 0.1", "has no effect on --select topk"),
+        ("--algorithm gtopk --select most", "'topk', 'dgc'"),
+        ("--keep 0", "expected a whole number from 1 on"),
+        ("--keep 3 --checkpoint-every 0", "--keep 3 has no effect with --checkpoint-every 0"),
+        ("--device cpu --backend nccl", "--backend nccl is for GPUs"),
+        ("--device tpu", "'auto', 'cpu', 'cuda'"),
     ],
 )
 def test_a_wrong_flag_is_named_with_what_was_expected(app: App, flags: str, says: str) -> None:
@@ -110,6 +128,21 @@ def test_absent_flags_are_absent(app: App, algorithm: str) -> None:
     others = {flag.name for entry in TABLE.values() for flag in entry.flags} - own
     assert not others & (set(options.settings()) | set(options.flags()) | set(options.alike()))
     assert ("density" in options.settings()) == ("density" in own)
+
+
+def test_label_smoothing_is_for_apps_whose_loss_takes_it(app: App) -> None:
+    assert parse(["--label-smoothing", "0.1"], app, world_size=None).label_smoothing == 0.1
+    with pytest.raises(RunError, match=r"--label-smoothing 0\.1 has no effect on the loss of points"):
+        parse(["--label-smoothing", "0.1"], replace(app, takes=frozenset()), world_size=None)
+
+
+def test_help_shows_what_all_runs_take_before_what_some_take(app: App, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--help"], app, world_size=None)
+    headings = re.findall(r"^([^\s:][^:\n]*):$", capsys.readouterr().out, flags=re.MULTILINE)
+    common = ["options", "task", "synchronisation", "optimisation", "machine", "run"]
+    assert headings[: len(common)] == common
+    assert all(heading.startswith("only with") for heading in headings[len(common) :])
 
 
 def test_an_apps_default_is_for_the_algorithms_that_take_it(app: App) -> None:
@@ -203,16 +236,46 @@ def test_own_flags_reach_the_optimizer(app: App, algorithm: str, monkeypatch: py
 
     monkeypatch.setattr(synchronous, "DistributedOptimizer", Seen)
     changed = {"verify": 25, "nonfinite": "skip", "wire": "bf16", "density": 0.5, "teams": 1, "rank": 3}
+    changed |= {"select": "threshold", "threshold": 0.25}
     own = {name: value for name, value in changed.items() if name in {flag.name for flag in TABLE[algorithm].flags}}
     argv = [text for name, value in own.items() for text in (f"--{name}", str(value))]
     options = parse(["--algorithm", algorithm, *argv], app, world_size=None)
     made = TABLE[algorithm].make(options, torch.nn.Linear(9, 7), as_communicator(None), steady)
     [named] = asked
-    given = {**named, **named["options"], "density": named["compressor"].density if "compressor" in named else None}
+    given = {**named, **named["options"], **chosen(named.get("compressor"))}
     assert {name: given[name] for name in own} == own
     assert made.optimizer.param_groups[0].get("momentum", 0) == (0 if "density" in own else options.momentum)
     free = parse(["--algorithm", algorithm, *argv, "--verify", "7"], app, world_size=None)
     assert options.settings() == free.settings()
+
+
+def chosen(compressor: Any) -> dict[str, Any]:
+    """The own flags that the compressor shows."""
+    if compressor is None:
+        return {}
+    return {"density": compressor.density, "select": "threshold", "threshold": getattr(compressor, "threshold", None)}
+
+
+@pytest.mark.parametrize(
+    ("select", "kind"),
+    [("topk", TopK), ("dgc", DGCTopK), ("gaussiank", GaussianK), ("randomk", RandomK), ("threshold", Threshold)],
+)
+def test_a_selection_is_the_compressor_of_that_name(app: App, select: str, kind: type) -> None:
+    threshold = ["--threshold", "0.1"] if select == "threshold" else []
+    argv = ["--algorithm", "gtopk", "--select", select, "--density", "0.25", "--seed", "9", *threshold]
+    made = (
+        TABLE["gtopk"]
+        .make(parse(argv, app, world_size=None), torch.nn.Linear(9, 7), as_communicator(None), steady)
+        .optimizer.compressor
+    )
+    assert (type(made), made.density, getattr(made, "seed", 9)) == (kind, 0.25, 9)
+
+
+@pytest.mark.parametrize("algorithm", [name for name, entry in TABLE.items() if entry.nesterov])
+def test_nesterovs_momentum_reaches_sgd(app: App, algorithm: str) -> None:
+    options = parse(["--algorithm", algorithm, "--nesterov"], app, world_size=None)
+    made = TABLE[algorithm].make(options, torch.nn.Linear(9, 7), as_communicator(None), steady)
+    assert made.optimizer.param_groups[0]["nesterov"]
 
 
 def steady(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:

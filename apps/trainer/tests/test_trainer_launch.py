@@ -6,9 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import communicators
 import pytest
+import torch
+from trainer.app import App
+from trainer.command import main
 from trainer.errors import RunError
 from trainer.launching import workers
+from trainer.launching.placement import Placement
+from trainer.launching.world import joined
 
 
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> None:
@@ -37,6 +43,34 @@ while True: signal.pause()
 """
     stand_in(tmp_path, monkeypatch, program)
     assert workers.start_workers("points", [], 2) == 9
+
+
+@pytest.mark.parametrize(
+    ("backend", "group", "transport"), [("gloo", "gloo", None), ("nccl", "cpu:gloo,cuda:nccl", "nccl")]
+)
+def test_torchruns_ranks_meet_by_gloo_or_where_asked_by_nccl(
+    monkeypatch: pytest.MonkeyPatch, backend: str, group: str, transport: str | None
+) -> None:
+    """No GPU is needed to see what is asked of torch.distributed."""
+    seen: list[object] = []
+    monkeypatch.setattr(torch.distributed, "init_process_group", seen.append)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: seen.append("end"))
+    monkeypatch.setattr(communicators, "as_communicator", lambda comm, *, transport=None: transport)
+    place = Placement(launcher="torchrun", size=2)
+    with joined(place, backend) as comm:
+        assert comm == transport
+    assert seen == [group, "end"]
+
+
+def test_nccl_is_refused_where_mpi_carries_the_messages(
+    app: App, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "PMI_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    assert main(app, ["--backend", "nccl"]) == 2
+    assert capsys.readouterr().err == (
+        "points: error: --backend nccl is for ranks that torchrun starts; others talk by MPI: leave it out\n"
+    )
 
 
 def test_death_by_a_signal_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,8 @@ from trainer.records.metrics import read_metrics
 from trainer.records.run_folder import RunFolder
 from trainer.run import run
 from trainer.synchronisers.periodic import MAKERS
+from trainer.synchronisers.table import TABLE
+from trainer.training import replica as replica_module
 from trainer.training.replica import Replica
 
 
@@ -73,6 +75,36 @@ def test_periodic_averaging_is_killed_anywhere_and_resumed(
         assert_same_bits(result(broken), result(straight))
 
 
+@pytest.mark.parametrize("select", ["topk", "dgc", "gaussiank", "randomk", "threshold"])
+def test_every_selection_is_killed_anywhere_and_resumed(
+    app: App, options: Callable[..., Options], tmp_path: Path, select: str
+) -> None:
+    own = {"select": select} | ({"threshold": 0.05} if select == "threshold" else {})
+    straight = options(algorithm="gtopk", output=tmp_path / "straight", momentum=0.9, **own)
+    train(app, straight, 2)
+    broken = replace(straight, output=tmp_path / "broken", checkpoint_every=1)
+    assert killed_after(20, app, broken, 2)
+    other = replace(broken, own={**broken.own, "select": "topk" if select == "dgc" else "dgc"}, resume="latest")
+    with pytest.raises(AgreedError, match=f"--select {select} then"):
+        train(app, other, 2)
+    train(app, replace(broken, resume="latest"), 2)
+    assert_same_bits(result(broken), result(straight))
+
+
+@pytest.mark.parametrize("algorithm", TABLE)
+def test_the_same_seed_and_world_give_the_same_bits(
+    app: App, options: Callable[..., Options], tmp_path: Path, algorithm: str
+) -> None:
+    flags = {"algorithm": algorithm, "momentum": 0.9, "label_smoothing": 0.1, "dnn": "dropout"}
+    first, second, other = (options(output=tmp_path / name, **flags) for name in ("first", "second", "other"))
+    train(app, first, 3)
+    torch.rand(7)  # what else draws numbers in a process has nothing to do with it
+    train(app, second, 3)
+    assert_same_bits(result(second), result(first))
+    train(app, replace(other, seed=1), 3)
+    assert result(other)[0] != result(first)[0]
+
+
 def test_the_model_itself_may_draw_random_numbers(app: App, options: Callable[..., Options], tmp_path: Path) -> None:
     straight = options(dnn="dropout", output=tmp_path / "straight")
     train(app, straight, 1)
@@ -81,6 +113,32 @@ def test_the_model_itself_may_draw_random_numbers(app: App, options: Callable[..
     torch.manual_seed(99)  # a new process would not begin with the old one's generator either
     train(app, replace(broken, resume="latest"), 1)
     assert_same_bits(result(broken), result(straight))
+
+
+@pytest.mark.parametrize(("then", "now"), [(False, True), (True, False)])
+def test_whether_there_is_a_gpu_may_change_between_a_run_and_its_continuation(
+    app: App,
+    options: Callable[..., Options],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    then: bool,
+    now: bool,
+) -> None:
+    """A pretended GPU, which has only random numbers."""
+    drawn = torch.arange(16, dtype=torch.uint8)
+    put_back: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: drawn)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", put_back.append)
+    straight = options(output=tmp_path / "straight")
+    train(app, straight, 1)
+    monkeypatch.setattr(replica_module, "uses_gpu", lambda: then)
+    broken = replace(straight, output=tmp_path / "broken", checkpoint_every=1)
+    assert killed_after(20, app, broken, 1)
+    monkeypatch.setattr(replica_module, "uses_gpu", lambda: now)
+    train(app, replace(broken, resume="latest"), 1)
+    assert put_back == []
+    rows, model, _ = result(broken)
+    assert_same_bits([rows, model], list(result(straight)[:2]))
 
 
 def test_a_damaged_checkpoint_is_named_and_the_previous_one_taken_when_asked(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from trainer.training.learning_rate import SHAPES, factor, rate_schedule
+from trainer.training.learning_rate import SHAPES, factor, milestones, rate_schedule
 
 
 @given(
@@ -33,6 +33,21 @@ def test_shapes_at_known_points() -> None:
     assert rate("cosine", 25) == pytest.approx(0.5 + math.sqrt(2) / 4)
 
 
+@given(epochs=st.integers(1, 400), steps=st.integers(1, 1000), drops=st.sets(st.integers(1, 450), max_size=4))
+def test_the_rate_drops_to_a_tenth_with_the_first_step_after_each_milestone(
+    epochs: int, steps: int, drops: set[int]
+) -> None:
+    curve = milestones(sorted(drops), of=epochs)
+
+    def rate(step: int) -> float:
+        return factor(step, total_steps=epochs * steps, warmup_steps=0, shape=curve)
+
+    for done, drop in enumerate(sorted(drops & set(range(epochs)))):
+        assert rate(drop * steps - 1) == pytest.approx(0.1**done)
+        assert rate(drop * steps) == pytest.approx(0.1 ** (done + 1))
+    assert rate(epochs * steps - 1) == pytest.approx(0.1 ** sum(drop < epochs for drop in drops))
+
+
 def test_the_scheduler_sets_the_rate_of_every_step() -> None:
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=0.5)
@@ -43,3 +58,5 @@ def test_the_scheduler_sets_the_rate_of_every_step() -> None:
         optimizer.step()
         schedule.step()
     assert rates == pytest.approx([0.25, 0.5, 0.5, 0.5, 0.05, 0.05, 0.005, 0.005])
+    dropping = rate_schedule(optimizer, steps_per_epoch=4, epochs=9, warmup_epochs=0, shape="step", drops=[1, 3])
+    assert [dropping.lr_lambdas[0](step) for step in (3, 4, 11, 12)] == pytest.approx([1, 0.1, 0.1, 0.01])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from trainer.app import App
 from trainer.command_line.flags import parse
 from trainer.errors import RunError
-from trainer.launching.ending import stoppable
+from trainer.launching.ending import StopRequest, stoppable
 from trainer.launching.placement import Placement, placement
 from trainer.launching.workers import start_workers
 from trainer.launching.world import first_complaint, joined
@@ -22,11 +22,12 @@ WRONG_USAGE = 2
 def main(app: App, argv: Sequence[str] | None = None) -> int:
     """Run the app and return the process's exit code: 0, 1 for a run that failed, 2 for a wrong command line.
 
-    128 + the number of a signal that stopped it: the process then ends at once, without returning from here.
+    128 + the number of a signal that stopped it: after a checkpoint of all ranks where they train. Elsewhere, and where
+    they cannot agree in time, the process ends at once, without returning from here.
     """
     argv = sys.argv[1:] if argv is None else argv
     place = placement(os.environ)
-    with stoppable(place, program=app.module):
+    with stoppable(place, program=app.module) as request:
         try:
             options = _checked(app, argv, place)
             if place.launcher is None and options.nworkers > 1:
@@ -35,19 +36,19 @@ def main(app: App, argv: Sequence[str] | None = None) -> int:
             if place.rank == 0:
                 print(f"{app.module}: error: {error}", file=sys.stderr, flush=True)
             return WRONG_USAGE
-        return train(app, options, place)
+        return train(app, options, place, request)
 
 
-def train(app: App, options: "Options", place: Placement) -> int:
+def train(app: App, options: "Options", place: Placement, request: StopRequest) -> int:
     """One rank's run, to its exit code."""
     from trainer.launching.device import own_device
     from trainer.launching.ending import exit_code
     from trainer.run import run
 
     def work() -> None:
-        device = own_device(place.local_rank)
-        with joined(place) as comm:
-            run(app, options, comm, device=device)
+        device = own_device(place.local_rank, "cuda" if options.backend == "nccl" else options.device)
+        with joined(place, options.backend) as comm:
+            run(app, options, comm, device=device, request=request)
 
     return exit_code(work, place, program=app.module)
 
@@ -57,6 +58,8 @@ def _checked(app: App, argv: Sequence[str], place: Placement) -> "Options":
     complaint, options = "", None
     try:
         options = parse(argv, app, world_size=place.size if place.launcher else None)
+        if options.backend == "nccl" and place.launcher != "torchrun":
+            raise RunError("--backend nccl is for ranks that torchrun starts; others talk by MPI: leave it out")
     except RunError as error:
         complaint = str(error)
     complaint = first_complaint(complaint, place)

@@ -1,8 +1,8 @@
 """One rank's whole run: from checked options to the trained model."""
 
 import platform
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,44 +15,85 @@ from trainer.app import App, Task
 from trainer.command_line.flags import table_of
 from trainer.command_line.options import Options, Settings
 from trainer.launching.device import clock_of
+from trainer.launching.ending import StopRequest
 from trainer.records.durable import write_tensors
 from trainer.records.folder_lock import locked
 from trainer.records.progress import Events, TrainingProgress
 from trainer.records.run_folder import RunFolder
+from trainer.records.trace import Trace
 from trainer.resuming.resume import resume
 from trainer.synchronisers.synchroniser import Rates, Synchroniser
 from trainer.synchronisers.table import Synchronisation, owners
 from trainer.training.aside import Aside, Meter
+from trainer.training.faster import autocast, compile_forward
 from trainer.training.learning_rate import rate_schedule
 from trainer.training.loop import Training, train
+from trainer.training.phases import Phases, stopwatch_of
 from trainer.training.replica import Replica
 from trainer.training.sharding import AUGMENT, DROPOUT, derived_seed, steps_per_epoch
+from trainer.training.stopping import AgreedStop
 
 CPU = torch.device("cpu")
 
 
-def run(app: App, options: Options, comm: Communicator, *, device: torch.device = CPU) -> None:
+def run(
+    app: App,
+    options: Options,
+    comm: Communicator,
+    *,
+    device: torch.device = CPU,
+    request: StopRequest | None = None,
+) -> None:
     """Train as `options` say, on every rank of `comm`. Results are in `options.output`.
 
-    device: this rank's (see `trainer.launching.device.own_device`). AgreedError where a user can mend what is wrong.
+    device: this rank's (see `trainer.launching.device.own_device`).
+    request: how signals reach the loop; of all ranks, or of none.
+    AgreedError where a user can mend what is wrong; Stopped, on all ranks, where a signal asked for the end.
     """
     aside = Aside(comm)
     require_same(options.alike(), aside)
     torch.manual_seed(options.seed)  # the model starts alike on all ranks
     with all_or_none(aside):
         task = app.build(options, device)
+        compile_forward(task.model, options, device)
+        casting = autocast(options, device)
     steps = steps_per_epoch(task.train_size, size=comm.size, batch_size=options.batch_size)
     make = table_of(app)[options.algorithm].make
     with closing(make(options, task.model, comm, _rates(options, steps))) as synchroniser:
         meter = Meter(comm, aside, lambda: synchroniser.bytes_elsewhere)
         training = _training(task, _replica(task, synchroniser, meter, options, comm.rank), options, aside, device)
+        training = replace(training, autocast=casting)
         with all_or_none(aside):
             if comm.rank == 0:
                 training.folder.prepare(resume=options.resume is not None)
         with training.progress, locked(options.output, aside, note=training.progress.note):
             first_step = _begin(training, device, _own_flags(table_of(app), options.algorithm))
-            train(_reporting(training, first_step))
+            with _traced(training) as traced, _stopped_by(request, traced, first_step) as stoppable:
+                train(_reporting(stoppable, first_step))
             _end(training)
+
+
+@contextmanager
+def _stopped_by(request: StopRequest | None, training: Training, first_step: int) -> Iterator[Training]:
+    """A signal is answered by the loop, unless there is no use in that: no checkpoint is wanted."""
+    if request is None or training.options.checkpoint_every == 0:
+        yield training
+        return
+    with request.deferred():
+        yield replace(training, stop=AgreedStop(training.comm, lambda: request.number, first_step=first_step))
+
+
+@contextmanager
+def _traced(training: Training) -> Iterator[Training]:
+    """With a trace of some steps, where asked for."""
+    if not (training.options.profile and training.comm.rank == 0):
+        yield training
+        return
+    trace = Trace(training.folder.trace)
+    try:
+        yield replace(training, trace=trace)
+    finally:
+        trace.close()
 
 
 def _own_flags(table: Mapping[str, Synchronisation], algorithm: str) -> Settings:
@@ -87,11 +128,12 @@ def _training(task: Task, replica: Replica, options: Options, comm: Aside, devic
         replica=replica,
         comm=comm,
         options=options,
-        folder=RunFolder(options.output),
+        folder=RunFolder(options.output, options.keep),
         progress=TrainingProgress(
             options.algorithm, epochs=options.max_epochs, steps_per_epoch=steps, quiet=comm.rank != 0
         ),
         clock=clock_of(device),
+        phases=Phases(stopwatch_of(device)),
     )
 
 
@@ -102,6 +144,7 @@ def _rates(options: Options, steps: int) -> Rates:
         epochs=options.max_epochs,
         warmup_epochs=options.warmup_epochs,
         shape=options.lr_schedule,
+        drops=options.milestones,
     )
 
 
@@ -134,7 +177,7 @@ def _config(training: Training, device: torch.device) -> dict[str, object]:
     return given | {
         "world_size": training.comm.size,
         "parameters": sum(parameter.numel() for parameter in training.task.model.parameters()),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
         "torch": torch.__version__,
         "python": platform.python_version(),
     }

@@ -5,12 +5,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-Settings = dict[str, str | int | float | None]
+Settings = dict[str, str | int | float | list[int] | None]
+
+KEEP = 2
+"""Checkpoints, where --keep does not say."""
 
 # What may differ between a run and its continuation: it shapes no number that training computes.
 _NOT_SETTINGS = {
     "nworkers",
     "oversubscribe",
+    "device",
+    "backend",
     "data_dir",
     "download",
     "readers",
@@ -18,7 +23,9 @@ _NOT_SETTINGS = {
     "resume",
     "overwrite",
     "checkpoint_every",
+    "keep",
     "tensorboard",
+    "profile",
 }
 _PER_RANK = {
     "nworkers",
@@ -32,7 +39,14 @@ _PER_RANK = {
 
 # What a run did before there was a setting for it. Every common setting that is added gets its line here, so that runs
 # from before can be resumed: their manifests do not name it. An algorithm's own: see `Flag.default`.
-BEFORE: Settings = {"clip_norm": None}
+BEFORE: Settings = {
+    "clip_norm": None,
+    "nesterov": False,
+    "label_smoothing": 0.0,
+    "milestones": None,
+    "amp": False,
+    "compile": False,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +63,20 @@ class Options:
     batch_size: int  # samples per rank and step
     lr: float
     momentum: float
+    nesterov: bool
     weight_decay: float
     clip_norm: float | None
+    label_smoothing: float  # for the task's loss; 0 where the app takes none
     max_epochs: int
     warmup_epochs: float
     lr_schedule: str
+    milestones: list[int] | None  # epochs, ascending; None: where the schedule has them
     seed: int
     nworkers: int
+    device: str  # "auto", "cpu" or "cuda"
+    backend: str  # torchrun's: "gloo" or "nccl"
+    amp: bool  # autocast to bfloat16
+    compile: bool
     data_dir: Path
     download: bool  # what of the data set is missing
     readers: int  # threads that read ahead
@@ -63,7 +84,9 @@ class Options:
     resume: str | None  # "latest" or "previous"
     overwrite: bool
     checkpoint_every: int | None  # steps; 0: never; None: every epoch
+    keep: int  # checkpoints
     tensorboard: bool
+    profile: bool
     oversubscribe: bool  # more workers than the cores of this machine can bear
     own: Mapping[str, Any]
     free: frozenset[str] = frozenset()
@@ -81,7 +104,7 @@ class Options:
     def settings(self) -> Settings:
         """What a run and its continuation must share: numbers and names only."""
         chosen = {name: value for name, value in self.flags().items() if name not in _NOT_SETTINGS | self.free}
-        if self.lr_schedule == "constant":
+        if self.lr_schedule == "constant" or self.milestones:
             del chosen["max_epochs"]  # nothing else depends on where the end is
         return chosen
 

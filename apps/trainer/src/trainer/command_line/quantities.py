@@ -42,6 +42,7 @@ def or_auto(parse: Callable[[str], float]) -> Callable[[str], float | str]:
 
 density = number("0 < density <= 1, for example 0.01 to send one entry in a hundred", lambda value: 0 < value <= 1)
 momentum = number("0 <= momentum < 1", lambda value: 0 <= value < 1)
+smoothing = number("0 <= smoothing < 1", lambda value: 0 <= value < 1)
 positive = number("a number above 0", lambda value: value > 0)
 non_negative_or_auto = or_auto(number("a number from 0 on, or auto", lambda value: value >= 0))
 momentum_or_auto = or_auto(number("0 <= momentum < 1, or auto", lambda value: 0 <= value < 1))

@@ -15,7 +15,7 @@ from types import FrameType
 from trainer.errors import RunError
 
 WORKERS_A_CORE = 8  # more is rather a slip of the finger: each takes a few hundred megabytes and its share of a core
-GRACE = 10.0  # seconds that the workers have to end, after a signal
+GRACE = 25.0  # seconds that the workers have to end, after a signal: longer than their own patience
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 

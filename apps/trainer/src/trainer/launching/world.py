@@ -25,16 +25,20 @@ def first_complaint(complaint: str, place: Placement) -> str:
 
 
 @contextmanager
-def joined(place: Placement) -> Iterator[Communicator]:
-    """This rank's communicator: MPI's under an MPI launcher, torch.distributed's under torchrun, else of one rank."""
+def joined(place: Placement, backend: str = "gloo") -> Iterator[Communicator]:
+    """This rank's communicator: MPI's under an MPI launcher, torch.distributed's under torchrun, else of one rank.
+
+    backend: torchrun's. By "gloo" what a GPU sends is staged through the host's memory; by "nccl" it goes directly.
+    """
     from communicators import as_communicator
     from torch import distributed
 
     if place.uses_mpi:
         yield as_communicator(_mpi_world(place))
     elif place.launcher == "torchrun":
-        distributed.init_process_group("gloo")  # our messages are staged through the host's memory
-        yield as_communicator(None)
+        direct = backend == "nccl"
+        distributed.init_process_group("cpu:gloo,cuda:nccl" if direct else "gloo")
+        yield as_communicator(None, transport="nccl" if direct else None)
         distributed.destroy_process_group()
     else:
         yield as_communicator(None)

@@ -3,7 +3,7 @@
     OUTPUT/checkpoints/00000120/rank0.pt …      one file a rank: its replica's state
     OUTPUT/checkpoints/00000120/manifest.json   what belongs together, with checksums; appears last
 
-The two newest checkpoints are kept. All ranks see the same folder (on several machines: a shared file system).
+The newest are kept, as many as --keep says. All ranks see the same folder (on several machines: a shared file system).
 Only folders with such a name are checkpoints; whatever else lies there is left alone.
 """
 
@@ -20,21 +20,21 @@ import torch
 from communicators import Communicator
 
 from trainer.all_or_none import all_or_none, gather_texts
-from trainer.command_line.options import Settings
+from trainer.command_line.options import KEEP, Settings
 from trainer.errors import AgreedError, DamagedError, RunError
 from trainer.records.durable import remove_folder, sync_folder, write_tensors
 from trainer.records.manifest import NAME, FileRecord, Manifest, file_name, folder_name
 from trainer.records.metrics import MetricsFile
 
-KEPT = 2
 State = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The checkpoints of one run."""
+    """The checkpoints of one run, the newest so many."""
 
     path: Path
+    keep: int = KEEP
 
     def save(self, step: int, state: State, comm: Communicator, *, metrics: MetricsFile, settings: Settings) -> None:
         """Write this rank's state; on return the checkpoint exists, for all ranks or (AgreedError) for none.
@@ -79,7 +79,7 @@ class Checkpoints:
     def choose(self, which: str) -> Path | None:
         """The "latest" checkpoint or the "previous" one; None where there is none at all."""
         found = self.complete()
-        if which == "previous" and len(found) < KEPT:
+        if which == "previous" and len(found) < 2:
             raise RunError(f"{self.path} holds {len(found)} checkpoint(s): there is no previous one to resume")
         return found[-1 if which == "latest" else -2] if found else None
 
@@ -97,7 +97,7 @@ class Checkpoints:
             self.path.rmdir()
 
     def _prune(self) -> None:
-        kept = self.complete()[-KEPT:]
+        kept = self.complete()[-self.keep :]
         for folder in self._folders():
             if folder not in kept:
                 remove_folder(folder, first=NAME)

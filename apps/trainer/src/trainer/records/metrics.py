@@ -9,8 +9,8 @@ from trainer.errors import DamagedError
 from trainer.records.durable import naming, opened
 
 Row = dict[str, int | float | str | None]
-"""epoch, steps, train_loss, the task's test metrics, seconds, compute_seconds, communication_seconds, bytes_sent
-(by the busiest rank, in training steps), algorithm, world_size."""
+"""epoch, steps, train_loss, the task's test metrics, seconds and what they went into (`trainer.training.phases`),
+bytes_sent (by the busiest rank, in training steps), algorithm, world_size."""
 
 
 class MetricsFile:

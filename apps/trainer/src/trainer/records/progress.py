@@ -56,7 +56,7 @@ class TrainingProgress:
 
 def _shown(name: str, value: float | str | None) -> bool:
     """Losses, the task's own metrics and the time; not what is the same every epoch."""
-    return isinstance(value, float) and name not in ("compute_seconds", "communication_seconds")
+    return isinstance(value, float) and not name.endswith("_seconds")
 
 
 class Events:

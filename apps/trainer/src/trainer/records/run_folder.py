@@ -3,6 +3,7 @@
 OUTPUT/config.json      its settings, and on what it ran
 OUTPUT/metrics.jsonl    one object an epoch
 OUTPUT/checkpoints/     for --resume
+OUTPUT/trace.json       where --profile asks for it (see `trainer.records.trace`)
 OUTPUT/model.pt         the trained model's state_dict, buffers averaged over ranks
 OUTPUT/lock             while a run writes there (see `trainer.records.folder_lock`)
 """
@@ -12,6 +13,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer.command_line.options import KEEP
 from trainer.errors import RunError
 from trainer.records.checkpoint import Checkpoints
 from trainer.records.durable import write_aside
@@ -20,9 +22,10 @@ from trainer.records.metrics import MetricsFile
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The output folder of one run. Ranks read it; only rank 0 writes, except for checkpoints."""
+    """The output folder of one run; `keep` checkpoints. Ranks read it; only rank 0 writes, except for checkpoints."""
 
     path: Path
+    keep: int = KEEP
 
     @property
     def config(self) -> Path:
@@ -35,14 +38,19 @@ class RunFolder:
         return self.path / "model.pt"
 
     @property
+    def trace(self) -> Path:
+        """Of a few steps."""
+        return self.path / "trace.json"
+
+    @property
     def metrics(self) -> MetricsFile:
         """The epochs so far."""
         return MetricsFile(self.path / "metrics.jsonl")
 
     @property
     def checkpoints(self) -> Checkpoints:
-        """The newest two."""
-        return Checkpoints(self.path / "checkpoints")
+        """The newest, `keep` of them."""
+        return Checkpoints(self.path / "checkpoints", self.keep)
 
     def prepare(self, *, resume: bool) -> None:
         """Make the folder, or RunError if there is none to resume, or something else lies there."""
@@ -65,10 +73,10 @@ class RunFolder:
 
     @property
     def _written(self) -> tuple[Path, ...]:
-        return self.checkpoints.path, self.metrics.path, self.model, self.config
+        return self.checkpoints.path, self.metrics.path, self.model, self.trace, self.config
 
     def _delete_run(self) -> None:
         """Delete what a run writes and nothing else that may lie in the folder."""
         self.checkpoints.delete()
-        for file in (self.metrics.path, self.model, self.config):
+        for file in (self.metrics.path, self.model, self.trace, self.config):
             file.unlink(missing_ok=True)

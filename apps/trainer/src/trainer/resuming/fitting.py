@@ -11,9 +11,11 @@ from torch import Tensor
 from trainer.command_line.options import Options
 from trainer.errors import DamagedError
 from trainer.resuming.likeness import require_keys, require_like
+from trainer.training import phases
 from trainer.training.replica import Replica
 
 State = dict[str, Any]
+PHASES = [f"{name}_seconds" for name in (*phases.PHASES, "evaluation")]
 
 
 def fitted(state: State, replica: Replica, options: Options, *, step: int, steps_per_epoch: int) -> State:
@@ -22,9 +24,10 @@ def fitted(state: State, replica: Replica, options: Options, *, step: int, steps
     replica: one that has taken no step; nothing of it is changed.
     """
     fresh, synchronised = replica.state_dict(), replica.synchroniser.state_dict().keys()
-    if isinstance(state.get("cuda_rng"), Tensor):  # whether there is a GPU may have changed
-        fresh["cuda_rng"] = state["cuda_rng"]
     require_keys(state, fresh, "the state")
+    if isinstance(state["totals"], dict):  # phases were not told apart before
+        state = state | {"totals": dict.fromkeys(PHASES, 0.0) | state["totals"]}
+    _allow_another_device(state, fresh)
     for name in fresh.keys() - synchronised:
         require_like(state[name], fresh[name], f"the state/{name}")
     if divmod(step, steps_per_epoch) != (state["position"]["epoch"], state["position"]["step"]):
@@ -32,3 +35,10 @@ def fitted(state: State, replica: Replica, options: Options, *, step: int, steps
     if state["position"]["epoch"] > options.max_epochs:
         raise DamagedError(f"it has more epochs than --max-epochs {options.max_epochs} asks for")
     return state | replica.synchroniser.fitted({name: state[name] for name in synchronised}, step=step)
+
+
+def _allow_another_device(state: State, fresh: State) -> None:
+    """Where only one of the two runs has a GPU, that one's random numbers are not looked for in the other."""
+    then, now = state["cuda_rng"], fresh["cuda_rng"]
+    if then is None or (now is None and isinstance(then, Tensor)):
+        fresh["cuda_rng"] = then

@@ -1,7 +1,9 @@
 """States of torch's optimizers and rate schedules: completed across versions of torch, compared with a new one's."""
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
+
+from communicators.replicas.place import KEY
 
 from trainer.errors import DamagedError
 from trainer.resuming.likeness import require_equal, require_like
@@ -17,6 +19,22 @@ def completed_optimizer(found: object, fresh: State) -> object:
         if isinstance(group, dict):
             groups = [*groups[:number], _known(group, own, {"lr", "params"}), *groups[number + 1 :]]
     return found | {"param_groups": groups}
+
+
+def completed_counts(found: object, fresh: Sequence[tuple[str, State]], *, names: Set[str]) -> list[tuple[str, State]]:
+    """A new compressor's state, as it would be once it had been called for the buckets that `found` names.
+
+    found: an optimizer's state. names: of parameters, which buckets have, too.
+    """
+    own = found.get(KEY) if isinstance(found, dict) else None
+    parts = own.get("compressor") if isinstance(own, dict) else None
+    parts = parts if isinstance(parts, list) and len(parts) == len(fresh) else [None] * len(fresh)
+    called = [dict(part) if isinstance(part, Mapping) else {} for part in map(_second, parts)]
+    return [(name, dict.fromkeys(names & part.keys(), 0)) for (name, _), part in zip(fresh, called, strict=True)]
+
+
+def _second(part: object) -> object:
+    return part[1] if isinstance(part, list | tuple) and len(part) == 2 else None
 
 
 def completed_schedule(found: object, fresh: State) -> object:

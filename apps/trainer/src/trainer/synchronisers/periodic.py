@@ -26,6 +26,7 @@ from trainer.synchronisers.optimizer_state import (
     require_groups,
     require_schedule,
 )
+from trainer.synchronisers.sgd import plain_sgd
 from trainer.synchronisers.synchroniser import Rates, State, Synchroniser
 
 MAKERS: dict[str, Callable[..., PeriodicAveraging]] = dict(ALGORITHMS)
@@ -105,7 +106,7 @@ def _as_loaded(kept: Any) -> Any:
 
 def periodic(options: Options, model: nn.Module, comm: Communicator, rates: Rates) -> Periodic:
     """Own flags are the keyword arguments of the optimizer, but for those that are left to it: "auto", "none"."""
-    inner = SGD(model.parameters(), lr=options.lr, momentum=options.momentum, weight_decay=options.weight_decay)
+    inner = plain_sgd(options, model)
     given: dict[str, Any] = {name: value for name, value in options.own.items() if value not in ("auto", "none")}
     if "outer_rate" in given:
         rate, momentum = given.pop("outer_rate"), given.pop("outer_momentum")

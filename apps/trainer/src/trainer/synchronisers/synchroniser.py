@@ -75,6 +75,11 @@ class Synchroniser(ABC):
         """Bytes that this rank has sent so far over a communicator that is neither the run's own nor made of it."""
         return 0
 
+    @property
+    def selection_seconds(self) -> float:
+        """Of all calls of `exchange` until now, what went into choosing what is sent."""
+        return 0.0
+
     def counters(self) -> Mapping[str, int | float]:
         """What this rank has counted since the run began, for the metrics of every epoch, such as `hidden_fraction`."""
         return {}

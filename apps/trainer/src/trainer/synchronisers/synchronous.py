@@ -7,25 +7,36 @@ applied to what survives a selection amplifies the few entries that were sent an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from communicators import Communicator
 from sparse_collectives import DistributedOptimizer
-from sparse_compress import TopK
+from sparse_compress import Compressor, DGCTopK, GaussianK, RandomK, Threshold, TopK
 from torch import nn
 from torch.optim import SGD
 
 from trainer.command_line.options import Options
 from trainer.resuming.likeness import require_equal, require_like
 from trainer.synchronisers.optimizer_state import (
+    completed_counts,
     completed_optimizer,
     completed_schedule,
     require_at_most,
     require_groups,
     require_schedule,
 )
+from trainer.synchronisers.sgd import plain_sgd
 from trainer.synchronisers.synchroniser import Rates, State, Synchroniser
+
+SELECTIONS: dict[str, Callable[[Options], Compressor]] = {
+    "topk": lambda options: TopK(options.own["density"]),
+    "dgc": lambda options: DGCTopK(options.own["density"]),
+    "gaussiank": lambda options: GaussianK(options.own["density"]),
+    "randomk": lambda options: RandomK(options.own["density"], seed=options.seed),
+    "threshold": lambda options: Threshold(options.own["threshold"], options.own["density"]),
+}
+"""By --select; where an algorithm prescribes its selection, TopK says how many."""
 
 
 class SynchronousSGD(Synchroniser):
@@ -47,6 +58,11 @@ class SynchronousSGD(Synchroniser):
         """See `Synchroniser.update`."""
         self.optimizer.step()
         self.schedule.step()
+
+    @property
+    def selection_seconds(self) -> float:
+        """See `Synchroniser.selection_seconds`."""
+        return self.optimizer.selection_seconds
 
     def counters(self) -> Mapping[str, int | float]:
         """See `Synchroniser.counters`."""
@@ -72,8 +88,13 @@ class SynchronousSGD(Synchroniser):
         optimizer = completed_optimizer(state["optimizer"], fresh["optimizer"])
         schedule = completed_schedule(state["schedule"], fresh["schedule"])
         own = fresh["optimizer"]["distributed"] | {"wrapped": None}  # what SGD holds, by name; looked at as itself
+        if "compressor" in own:
+            own["compressor"] = completed_counts(optimizer, own["compressor"], names=own["residuals"].keys())
         require_like(optimizer, fresh["optimizer"] | {"distributed": own}, "optimizer")
         assert isinstance(optimizer, dict)
+        for name, counts in optimizer["distributed"].get("compressor", ()):
+            for bucket, calls in counts.items():
+                require_at_most(calls, step, f"optimizer/compressor/{name}/{bucket}")
         for name in ("rank", "world_size", "algorithm"):
             require_equal(optimizer["distributed"][name], own[name], f"optimizer/{name}")
         require_equal(optimizer["distributed"]["steps"], step, "optimizer/steps")
@@ -85,12 +106,12 @@ class SynchronousSGD(Synchroniser):
 
 def dense(options: Options, model: nn.Module, comm: Communicator, rates: Rates) -> SynchronousSGD:
     """The mean of whole gradients."""
-    return _made(options, model, comm, rates, _sgd(options, model), wire=options.own["wire"])
+    return _made(options, model, comm, rates, plain_sgd(options, model), wire=options.own["wire"])
 
 
 def whole(options: Options, model: nn.Module, comm: Communicator, rates: Rates) -> SynchronousSGD:
     """Something of every element, the rest fed back: powersgd, dense-int8."""
-    return _made(options, model, comm, rates, _sgd(options, model), takes=("rank",))
+    return _made(options, model, comm, rates, plain_sgd(options, model), takes=("rank",))
 
 
 def sparse(options: Options, model: nn.Module, comm: Communicator, rates: Rates) -> SynchronousSGD:
@@ -106,15 +127,10 @@ def sparse(options: Options, model: nn.Module, comm: Communicator, rates: Rates)
         rates,
         SGD(model.parameters(), lr=options.lr, weight_decay=options.weight_decay / (1 - options.momentum)),
         takes=("teams",),
-        compressor=TopK(options.own["density"]),
+        compressor=SELECTIONS[options.own.get("select", "topk")](options),
         wire=options.own["wire"],
         momentum=options.momentum,
     )
-
-
-def _sgd(options: Options, model: nn.Module) -> SGD:
-    """With momentum after the exchange."""
-    return SGD(model.parameters(), lr=options.lr, momentum=options.momentum, weight_decay=options.weight_decay)
 
 
 def _made(

@@ -51,11 +51,13 @@ class Synchronisation:
 
     make: (options, model, comm, rates) -> Synchroniser; options.own has a value for every flag.
     compressors: what --compressor calls it. check: (own values, workers); raises RunError for what does not fit.
+    nesterov: whether its momentum is SGD's own, which has this form.
     needs: the distribution that it comes with, where that may not be installed; imported by the name with "_" for "-".
     """
 
     make: Make
     flags: Sequence[Flag] = ()
+    nesterov: bool = True
     compressors: Sequence[str] = ()
     check: Callable[[Mapping[str, Value], int], None] = lambda own, workers: None
     needs: str = ""
@@ -86,6 +88,13 @@ def _check_alpha(own: Mapping[str, Value], workers: int) -> None:
         raise RunError("--alpha auto is for easgd: give a number")
 
 
+def _check_threshold(own: Mapping[str, Value], workers: int) -> None:
+    if own["select"] == "threshold" and not own["threshold"]:
+        raise RunError("--select threshold takes entries from a magnitude on: give it with --threshold")
+    if own["threshold"] and own["select"] != "threshold":
+        raise RunError(f"--threshold {own['threshold']} has no effect on --select {own['select']}: leave it out")
+
+
 NONFINITE = Flag(
     name="nonfinite",
     default="raise",
@@ -108,6 +117,19 @@ WIRE = Flag(
 )
 DENSE_WIRE = replace(WIRE, choices=literal_dict("wire/half", "DENSE_WIRES"))
 DENSITY = Flag(name="density", default=0.01, read=quantities.density, says="share of the gradient that is sent")
+SELECT = Flag(
+    name="select",
+    default="topk",
+    choices=("topk", "dgc", "gaussiank", "randomk", "threshold"),
+    says="how the entries that are sent are chosen, at most the density's share",
+)
+THRESHOLD = Flag(
+    name="threshold",
+    default=0.0,
+    read=quantities.non_negative,
+    metavar="T",
+    says="the least magnitude that --select threshold takes",
+)
 TEAMS = Flag(name="teams", default=1, read=quantities.count, metavar="D", says="teams of ranks; divide their number")
 RANK = Flag(name="rank", default=2, read=quantities.count, metavar="R", says="columns of each matrix's two factors")
 
@@ -115,7 +137,7 @@ SYNCHRONOUS = "trainer.synchronisers.synchronous"
 DENSE = Synchronisation(
     make=lazily(f"{SYNCHRONOUS}:dense"), flags=(DENSE_WIRE, NONFINITE, VERIFY), compressors=("none",)
 )
-SPARSE = Synchronisation(make=lazily(f"{SYNCHRONOUS}:sparse"), flags=(DENSITY, WIRE, NONFINITE, VERIFY))
+SPARSE = Synchronisation(make=lazily(f"{SYNCHRONOUS}:sparse"), flags=(DENSITY, WIRE, NONFINITE, VERIFY), nesterov=False)
 WHOLE = Synchronisation(make=lazily(f"{SYNCHRONOUS}:whole"), flags=(NONFINITE, VERIFY))
 
 SYNC_EVERY = Flag(name="sync_every", default=4, read=quantities.count, metavar="STEPS", says="steps between averages")
@@ -167,9 +189,13 @@ AVERAGING: dict[str, dict[str, Any]] = {
 }
 """What an algorithm of local-sgd has besides --sync-every."""
 
+CHOSEN: dict[str, Any] = {"flags": (SELECT, THRESHOLD, *SPARSE.flags), "check": _check_threshold}
+"""Where the algorithm leaves it to others what is selected."""
+
 OWN: dict[str, dict[str, Any]] = {
-    "topk-allgather": {"compressors": ("topk", "topkA")},
-    "topk-dsa": {"compressors": ("topkDSA",)},
+    "topk-allgather": {"compressors": ("topk", "topkA"), **CHOSEN},
+    "topk-dsa": {"compressors": ("topkDSA",), **CHOSEN},
+    "gtopk": CHOSEN,
     "spardl": {"flags": (TEAMS, *SPARSE.flags), "check": _check_teams},
     "powersgd": {"flags": (RANK, *WHOLE.flags)},
 }

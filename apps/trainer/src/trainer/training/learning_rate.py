@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,6 +19,11 @@ def cosine(progress: float) -> float:
 def step(progress: float) -> float:
     """A tenth after half of the run, a hundredth after three quarters (He et al. 2016, CIFAR)."""
     return 1.0 if progress < 0.5 else 0.1 if progress < 0.75 else 0.01
+
+
+def milestones(epochs: Sequence[int], *, of: int) -> Callable[[float], float]:
+    """A tenth after each of these epochs, of so many."""
+    return lambda progress: 0.1 ** sum(progress >= epoch / of for epoch in epochs)
 
 
 def constant(progress: float) -> float:
@@ -40,10 +45,20 @@ def factor(step: int, *, total_steps: int, warmup_steps: int, shape: Callable[[f
 
 
 def rate_schedule(
-    optimizer: Optimizer, *, steps_per_epoch: int, epochs: int, warmup_epochs: float, shape: str
+    optimizer: Optimizer,
+    *,
+    steps_per_epoch: int,
+    epochs: int,
+    warmup_epochs: float,
+    shape: str,
+    drops: Sequence[int] | None = None,
 ) -> LambdaLR:
-    """A scheduler to be stepped after every optimizer step; its state is part of a checkpoint."""
+    """A scheduler to be stepped after every optimizer step; its state is part of a checkpoint.
+
+    drops: the epochs of `milestones`, in the place of a shape.
+    """
     from torch.optim.lr_scheduler import LambdaLR
 
     total, warmup = epochs * steps_per_epoch, round(warmup_epochs * steps_per_epoch)
-    return LambdaLR(optimizer, lambda step: factor(step, total_steps=total, warmup_steps=warmup, shape=SHAPES[shape]))
+    curve = milestones(drops, of=epochs) if drops else SHAPES[shape]
+    return LambdaLR(optimizer, lambda step: factor(step, total_steps=total, warmup_steps=warmup, shape=curve))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import closing
-from dataclasses import dataclass
-from itertools import pairwise
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,14 +14,18 @@ from communicators import Communicator, allgather, allreduce
 from trainer.all_or_none import all_or_none
 from trainer.app import Task
 from trainer.command_line.options import Options
+from trainer.errors import Stopped
 from trainer.launching.device import Clock
 from trainer.records.metrics import Row
 from trainer.records.progress import Events, TrainingProgress
 from trainer.records.run_folder import RunFolder
+from trainer.records.trace import Trace
 from trainer.training.evaluation import evaluate
 from trainer.training.input import train_input
+from trainer.training.phases import PHASES, Phases
 from trainer.training.replica import Position, Replica, Totals
 from trainer.training.sharding import SAMPLES, batches, derived_seed, steps_per_epoch
+from trainer.training.stopping import AgreedStop
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +39,10 @@ class Training:
     folder: RunFolder
     progress: TrainingProgress
     clock: Clock
+    phases: Phases
+    autocast: AbstractContextManager[object] = field(default_factory=nullcontext)  # of the forward
+    trace: Trace | None = None  # --profile, rank 0
+    stop: AgreedStop | None = None  # where signals are waited for
     events: Events | None = None  # TensorBoard, rank 0
 
     @property
@@ -55,17 +62,28 @@ class Training:
 
 
 def train(training: Training) -> None:
-    """From the replica's position to the last epoch."""
+    """From the replica's position to the last epoch. Raises Stopped where a signal asks for an earlier end."""
     training.task.model.train()
     training.replica.meter.begin()
     while training.replica.position.epoch < training.options.max_epochs:
-        train_epoch(training)
+        stopped_by = train_epoch(training)
         row = end_epoch(training)
         with all_or_none(training.comm):
             report(training, row)
         training.replica.position = Position(epoch=training.replica.position.epoch + 1)
         training.replica.totals = Totals()
         save_if_due(training)
+        if stopped_by and training.replica.position.epoch < training.options.max_epochs:
+            stop(training, stopped_by)
+    if training.stop:
+        training.stop.close()
+
+
+def stop(training: Training, number: int) -> None:
+    """Ends the run at this step, on every rank: with a checkpoint, unless there is one."""
+    if not is_due(training):
+        save(training)
+    raise Stopped(number, training.steps)
 
 
 def report(training: Training, row: Row) -> None:
@@ -77,8 +95,8 @@ def report(training: Training, row: Row) -> None:
             training.events.write(row)
 
 
-def train_epoch(training: Training) -> None:
-    """The rest of the epoch that the replica is in."""
+def train_epoch(training: Training) -> int:
+    """The rest of the epoch that the replica is in; returns the signal that asked for the end after its last step."""
     position, options, comm = training.replica.position, training.options, training.comm
     shard = batches(
         training.task.train_size,
@@ -89,37 +107,55 @@ def train_epoch(training: Training) -> None:
         epoch=position.epoch,
     )
     seed, rest = derived_seed(options.seed, SAMPLES, position.epoch), shard[position.step :]
-    with closing(train_input(training.task, rest, seed=seed, readers=options.readers)) as read:
+    read = closing(train_input(training.task, rest, seed=seed, readers=options.readers))
+    stopped_by = 0
+    with training.phases.forward_of(training.task.model), read as batches_read:
         for indices in rest:
-            loss = train_step(training, read, samples=len(indices))
+            began = training.clock()
+            loss = train_step(training, batches_read, samples=len(indices))
             position.step += 1
             training.progress.step(training.steps, loss)
+            stopped_by = training.stop.after(training.steps) if training.stop else 0
+            training.replica.totals.seconds += training.clock() - began
+            if training.trace:
+                training.trace.step()
             if position.step < len(shard):  # the end of an epoch is saved after its evaluation
                 save_if_due(training)
+                if stopped_by:
+                    stop(training, stopped_by)
     synchroniser = training.replica.synchroniser
     end(training, synchroniser.finish if position.epoch + 1 == options.max_epochs else synchroniser.settle)
+    return stopped_by
 
 
 def train_step(training: Training, read: Iterator[Any], *, samples: int) -> float:
     """One step on this rank's next batch, of so many samples; returns the batch's mean loss."""
-    replica, totals, synchroniser = training.replica, training.replica.totals, training.replica.synchroniser
-    times = [training.clock()]
+    replica, synchroniser, phases = training.replica, training.replica.synchroniser, training.phases
+    phases.enter("update")
     synchroniser.zero_grad()
-    loss = training.task.loss(next(read), replica.generator)
+    phases.enter("data")
+    batch = next(read)
+    with training.autocast:
+        loss = training.task.loss(batch, replica.generator)
+    phases.enter("backward")
     loss.backward()  # type: ignore[no-untyped-call]
     if training.options.clip_norm is not None:
         torch.nn.utils.clip_grad_norm_(replica.model.parameters(), training.options.clip_norm)
-    for part in (synchroniser.exchange, synchroniser.update, synchroniser.average):
-        times.append(training.clock())
-        part()
-    times.append(training.clock())
-    totals.loss += loss.item() * samples
-    totals.samples += samples
-    backward, exchange, update, average = (end - start for start, end in pairwise(times))
-    totals.compute_seconds += backward + update
-    totals.communication_seconds += exchange + average
-    totals.seconds += times[-1] - times[0]
-    return loss.item()
+    phases.enter("exchange")
+    selected = synchroniser.selection_seconds
+    synchroniser.exchange()
+    selected = synchroniser.selection_seconds - selected
+    phases.enter("update")
+    synchroniser.update()
+    phases.enter("exchange")
+    synchroniser.average()
+    value = loss.item()  # waits for the device
+    seconds = phases.end()
+    selected = min(selected, seconds["exchange"])
+    replica.totals.add(seconds | {"exchange": seconds["exchange"] - selected, "selection": selected})
+    replica.totals.loss += value * samples
+    replica.totals.samples += samples
+    return value
 
 
 def end(training: Training, part: Callable[[], None]) -> None:
@@ -127,7 +163,7 @@ def end(training: Training, part: Callable[[], None]) -> None:
     began = training.clock()
     part()
     seconds = training.clock() - began
-    training.replica.totals.communication_seconds += seconds
+    training.replica.totals.add({"exchange": seconds})
     training.replica.totals.seconds += seconds
 
 
@@ -137,7 +173,9 @@ def end_epoch(training: Training) -> Row:
     replica.count_bytes()
     began = training.clock()
     tested = evaluate(training.task, comm, replica.synchroniser.averaged_model(comm), readers=training.options.readers)
-    totals.seconds += training.clock() - began
+    evaluated = training.clock() - began
+    totals.evaluation_seconds += evaluated
+    totals.seconds += evaluated
     loss, samples = allreduce(torch.tensor([totals.loss, totals.samples], dtype=torch.float64), comm).tolist()
     bytes_sent = allgather(torch.tensor([totals.bytes_sent]), comm)
     row: Row = {
@@ -148,6 +186,7 @@ def end_epoch(training: Training) -> Row:
         "seconds": totals.seconds,
         "compute_seconds": totals.compute_seconds,
         "communication_seconds": totals.communication_seconds,
+        **{f"{name}_seconds": getattr(totals, f"{name}_seconds") for name in (*PHASES, "evaluation", "rest")},
         "bytes_sent": max(int(sent) for sent in bytes_sent),
         "algorithm": training.options.algorithm,
         "world_size": comm.size,
@@ -163,14 +202,23 @@ def _written(value: float | str | None) -> float | str | None:
 
 def save_if_due(training: Training) -> None:
     """Write a checkpoint if --checkpoint-every asks for one at this step."""
+    if is_due(training):
+        save(training)
+
+
+def is_due(training: Training) -> bool:
+    """Whether --checkpoint-every asks for a checkpoint at this step."""
     every, position = training.options.checkpoint_every, training.replica.position
     ended = position.epoch == training.options.max_epochs
-    due = position.step == 0 if every is None else every > 0 and (training.steps % every == 0 or ended)
-    if due:
-        training.folder.checkpoints.save(
-            training.steps,
-            training.replica.state_dict(),
-            training.comm,
-            metrics=training.folder.metrics,
-            settings=training.options.settings(),
-        )
+    return position.step == 0 if every is None else every > 0 and (training.steps % every == 0 or ended)
+
+
+def save(training: Training) -> None:
+    """Write a checkpoint."""
+    training.folder.checkpoints.save(
+        training.steps,
+        training.replica.state_dict(),
+        training.comm,
+        metrics=training.folder.metrics,
+        settings=training.options.settings(),
+    )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from trainer.launching.device import uses_gpu
 from trainer.synchronisers.synchroniser import Synchroniser
 from trainer.training.aside import Meter
 
@@ -26,10 +28,31 @@ class Totals:
 
     loss: float = 0.0  # sum over samples
     samples: int = 0
-    seconds: float = 0.0  # training and evaluation
-    compute_seconds: float = 0.0  # forward, backward, update
-    communication_seconds: float = 0.0  # compression, exchange, waiting for others
+    seconds: float = 0.0  # training steps and evaluation
+    evaluation_seconds: float = 0.0
+    compute_seconds: float = 0.0  # data, forward, backward, update
+    communication_seconds: float = 0.0  # selection, exchange
+    data_seconds: float = 0.0  # this and the following: the phases of steps, see `trainer.training.phases`
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    selection_seconds: float = 0.0
+    exchange_seconds: float = 0.0
+    update_seconds: float = 0.0
     bytes_sent: int = 0  # for training, in the background too
+
+    def add(self, phases: Mapping[str, float]) -> None:
+        """Seconds of a step, or of its end, by phase."""
+        for name, seconds in phases.items():
+            setattr(self, f"{name}_seconds", getattr(self, f"{name}_seconds") + seconds)
+        communication = sum(phases.get(name, 0.0) for name in ("selection", "exchange"))
+        self.communication_seconds += communication
+        self.compute_seconds += sum(phases.values()) - communication
+
+    @property
+    def rest_seconds(self) -> float:
+        """Of training steps and evaluation, what is in no phase: the loop's own work."""
+        phases = self.compute_seconds + self.communication_seconds
+        return self.seconds - phases - self.evaluation_seconds
 
 
 @dataclass
@@ -56,7 +79,7 @@ class Replica:
             **synchronised,
             "generator": self.generator.get_state(),
             "torch_rng": torch.get_rng_state(),
-            "cuda_rng": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+            "cuda_rng": torch.cuda.get_rng_state() if uses_gpu() else None,
             "position": asdict(self.position),
             "totals": asdict(self.totals),
         }
@@ -67,7 +90,7 @@ class Replica:
         self.synchroniser.load_state_dict({name: state[name] for name in self.synchroniser.state_dict()})
         self.generator.set_state(state["generator"])
         torch.set_rng_state(state["torch_rng"])
-        if state["cuda_rng"] is not None and torch.cuda.is_available():
+        if state["cuda_rng"] is not None and uses_gpu():  # else a GPU draws on from where this run's seed put it
             torch.cuda.set_rng_state(state["cuda_rng"])
         self.position = Position(**state["position"])
         self.totals = Totals(**state["totals"])

@@ -18,6 +18,7 @@ from communicators.background.streams import SideStream, devices_of, owned_here
 from communicators.background.transport import PeerLost, Pending, Transport, Unsent
 from communicators.communicator import Work
 from communicators.errors import CollectiveError
+from communicators.labels import labelled
 from communicators.schedule import Elapse, Received, Round
 
 T = TypeVar("T")
@@ -70,6 +71,8 @@ class OutstandingCall:
     def __init__(self, comm: CallOwner, call: Call, timeout: float, device: torch.device) -> None:
         self.comm, self.call = comm, call
         self.began, self.ended = time.perf_counter(), cast(float | None, None)
+        self._label = labelled("exchange")
+        self._label.__enter__()
         self.finished = threading.Event()
         self.error: CollectiveError | None = None
         self.device, self.side = device, cast(SideStream | None, None)
@@ -169,7 +172,8 @@ class OutstandingCall:
                 self._unsent, self._pending = [*self._still_unsent(), self._pending], None
             if self._stepped_through:
                 break
-            action = self.call.step(received)
+            with labelled("merge"):
+                action = self.call.step(received)
             received = {}
             if action is None:
                 unsent, self._unsent = Unsent(self._still_unsent()), []
@@ -196,9 +200,7 @@ class OutstandingCall:
                 self.comm.count(sum(payload.numel() for payload in action.sends.values()), len(action.sends))
         self.progressed, self._reported = time.monotonic(), False
 
-    def _request_abort(
-        self, reason: str, cause: BaseException | None = None, *, patience: float | None = None
-    ) -> None:
+    def _request_abort(self, reason: str, cause: BaseException | None = None, *, patience: float | None = None) -> None:
         self._cause = cause
         self.progressed = time.monotonic()
         self._requested = RequestedAbort(self.comm, reason, patience=patience)
@@ -218,6 +220,7 @@ class OutstandingCall:
 
     def _finish(self) -> None:
         self.comm.over(self.call)
+        self._label.__exit__(None, None, None)  # maybe in another thread
         self.ended = time.perf_counter()
         with self.comm.lock:
             self.finished.set()

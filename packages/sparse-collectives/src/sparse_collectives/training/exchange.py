@@ -13,6 +13,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from communicators import Bucket, Communicator, Schedule, Work, run, start
+from communicators.labels import labelled
 from communicators.replicas.bucket_parts import empty_like, split
 from torch import Tensor
 
@@ -88,6 +89,7 @@ class Exchange:
     nonfinite: "raise": a NaN or inf of any rank is an error on all of them, raised by each `Work`'s wait. "skip":
         `settle` tells whether the step stands, and undoes it where not. "pass": nobody looks.
     native: whole sums are left to the transport, where it has one, when their `Work` is waited for.
+    selection_seconds: until now, on this rank, by the communicator's clock.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class Exchange:
         self._pool: dict[str, dict[str, Tensor]] = {part: {} for part in PARTS}  # of no bucket yet, by parameter
         self._agreed: list[Tensor] = []  # of this step, by bucket, 0-D bool: a GPU is asked once, at its end
         self._own: list[Tensor] = []
+        self.selection_seconds = 0.0
 
     def start(self, bucket: Bucket, flat: Tensor, *, scale: float = 1.0, unused: Sequence[slice] = ()) -> Work[Tensor]:
         """Starts one bucket: `flat`, 1-D, belongs to the exchange until the work, its mean, has been waited for.
@@ -113,7 +116,10 @@ class Exchange:
         scale: of the loss; residuals are without it. unused: spans whose residuals wait; their gradient is zero.
         """
         key = self.meet(bucket)
-        transfer = self.scheme.transfer(key, flat, scale, unused)
+        began = self.comm.clock()
+        with labelled("select"):
+            transfer = self.scheme.transfer(key, flat, scale, unused)
+        self.selection_seconds += self.comm.clock() - began
         native = self._native and transfer.summed is not None
         later = partial(self._sum, transfer, bucket)
         work: Work[Checked] = _Later(later, self.comm.clock) if native else self._launch(transfer, bucket)
@@ -208,7 +214,8 @@ class Exchange:
         result, error = outcome
         if error is not None:
             raise error
-        mean, seen = transfer.end(result, flat)
+        with labelled("restore"):
+            mean, seen = transfer.end(result, flat)
         if self._nonfinite == "skip":
             self._agreed.append(torch.isfinite(seen).all())
             self._own.append(torch.isfinite(transfer.own(result)).all())

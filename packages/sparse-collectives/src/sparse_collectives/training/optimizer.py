@@ -165,6 +165,11 @@ class DistributedOptimizer(Wrapping):
         return self._chosen.choice
 
     @property
+    def selection_seconds(self) -> float:
+        """What choosing, rounding or factoring what is sent has taken until now, by this rank's `comm.clock`."""
+        return self._exchange.selection_seconds
+
+    @property
     def compressor(self) -> Compressor:
         """What is sent of a gradient."""
         return self._compressor

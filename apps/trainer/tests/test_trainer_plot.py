@@ -1,0 +1,90 @@
+"""Runs in one picture."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+from resumed_runs import train
+from trainer.app import App
+from trainer.command_line.options import Options
+from trainer.plot import curves_of, main, named, rows_of
+from trainer.records.metrics import read_metrics
+
+
+@pytest.mark.parametrize("kind", ["png", "svg"])
+def test_runs_are_compared_by_epochs_bytes_and_seconds(
+    app: App,
+    options: Callable[..., Options],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    kind: str,
+) -> None:
+    figures: list[Figure] = []
+    real = Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *given, **named: figures.append(self) or real(self, *given, **named)
+    )
+    for algorithm in ("dense", "gtopk"):
+        train(app, options(algorithm=algorithm, output=tmp_path / algorithm), 2)
+    picture = tmp_path / f"both.{kind}"
+    assert main([str(tmp_path / "dense"), str(tmp_path / "gtopk"), f"--output={picture}"]) == 0
+    assert capsys.readouterr().out.endswith(f"{picture}\n")
+    assert picture.read_bytes()[:5] == {"png": b"\x89PNG\r", "svg": b"<?xml"}[kind]
+    panels = figures[0].axes
+    rows = {name: read_metrics(tmp_path / name / "metrics.jsonl") for name in ("dense", "gtopk")}
+    assert [panel.get_ylabel() for panel in panels[::3]] == ["training loss", "test loss", "test accuracy"]
+    for place, metric in enumerate(["train_loss", "test_loss", "test_accuracy"]):
+        for panel in panels[3 * place : 3 * place + 3]:
+            drawn = {line.get_label(): list(line.get_ydata()) for line in panel.lines}
+            assert drawn == {name: [row[metric] for row in found] for name, found in rows.items()}
+    for panel, quantity, unit in ((panels[1], "bytes_sent", 1 << 20), (panels[2], "seconds", 1)):
+        line = next(line for line in panel.lines if line.get_label() == "gtopk")
+        first, second = (row[quantity] / unit for row in rows["gtopk"])
+        assert list(line.get_xdata()) == [first, first + second]
+
+
+def test_a_metric_that_only_some_have_and_a_loss_that_is_not_finite_are_gaps(tmp_path: Path) -> None:
+    row = {"epoch": 1, "train_loss": None, "test_accuracy": 0.5, "seconds": 1.0, "bytes_sent": 0}
+    other = {"epoch": 1, "train_loss": 2.0, "perplexity": 9.0, "seconds": 1.0, "bytes_sent": 0}
+    for name, content in (("images", row), ("text", other)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text(json.dumps(content) + "\n")
+    runs = {name: rows_of(path) for name, path in named([tmp_path / "images", tmp_path / "text"]).items()}
+    assert curves_of(runs) == {
+        "train_loss": "training loss",
+        "test_accuracy": "test accuracy",
+        "perplexity": "perplexity",
+    }
+    assert main([str(tmp_path / "images"), str(tmp_path / "text"), f"--output={tmp_path / 'a.png'}"]) == 0
+
+
+def test_runs_are_named_by_what_tells_them_apart(tmp_path: Path) -> None:
+    assert list(named([tmp_path / "a", tmp_path / "b"])) == ["a", "b"]
+    assert list(named([tmp_path / "a" / "run", tmp_path / "b" / "run"])) == ["a/run", "b/run"]
+    assert list(named([tmp_path / "a"])) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("content", "flags", "says"),
+    [
+        (None, [], "cannot be read (No such file or directory): give the --output of a run"),
+        ("", [], "has no epoch yet"),
+        ("{", [], "it is damaged"),
+        ("[1]\n", [], "holds other things than epochs"),
+        ('{"epoch": 1}\n', [], "holds other things than epochs"),
+        ("", ["--output=picture.gif"], "is to end in .png, .svg, .pdf"),
+        ("", ["{run}"], "a run is given twice"),
+    ],
+)
+def test_what_is_no_run_is_said_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, flags: list[str], says: str
+) -> None:
+    if content is not None:
+        (tmp_path / "metrics.jsonl").write_text(content)
+    assert main([str(tmp_path), *(flag.format(run=tmp_path) for flag in flags)]) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.count("\n") == 1

@@ -1,0 +1,179 @@
+"""Runs that are killed again and again, each time at a random moment, and gone on with: do they end in the same bits?
+
+    python -m bench kills [--kills N] [--algorithms NAME …] [--seed S] [--full] [--output DIR]
+
+For each algorithm: a run that nobody touches, and one that is killed (SIGKILL to every process of it) N times, at a
+random time after it has begun to train or, now and then, after its start, with `--resume` after each. At the end the
+model, the metrics but for the seconds, and all that every rank holds must be the same, bit for bit. With --full N is 20
+and there are 4 ranks. Exit status 1 where anything differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.record import machine, record
+
+ALGORITHMS = {
+    "dense": [],
+    "gtopk": ["--density", "0.01"],
+    "spardl": ["--density", "0.01", "--teams", "2"],
+    "local-sgd": [],
+    "overlap-local-sgd": [],
+}
+COMMON = "--checkpoint-every 3 --lr 0.05 --batch-size 64"
+FROM_START = 0.2  # of the kills
+LONGEST_WAIT = 1.0  # seconds, once it trains
+LIMIT = 300.0  # seconds for one launch
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of `python -m cifar`, of a fresh or a continued one."""
+
+    algorithm: str
+    ranks: int
+    epochs: int
+    folder: Path
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """In a session of its own, so that all of it can be killed at once."""
+        flags = [*COMMON.split(), "--algorithm", self.algorithm, *ALGORITHMS[self.algorithm]]
+        size = ["--max-epochs", str(self.epochs), "--nworkers", str(self.ranks), "--output", str(self.folder)]
+        again = ["--resume"] if (self.folder / "config.json").exists() else []
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(
+            [sys.executable, "-m", "cifar", *flags, *size, *again],
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def finish(self) -> None:
+        """To the end."""
+        if code := self.start().wait(LIMIT):
+            raise RuntimeError(f"the run in {self.folder} ended with {code}")
+
+    def killed(self, chance: random.Random) -> bool:
+        """Go on with it and kill it at some time; whether it was still there."""
+        reached, process = self.newest(), self.start()
+        end = time.monotonic() + LIMIT
+        from_start = chance.random() < FROM_START
+        while not from_start and process.poll() is None and self.newest() == reached and time.monotonic() < end:
+            time.sleep(0.01)
+        try:
+            process.wait(chance.uniform(0.0, LONGEST_WAIT * (4 if from_start else 1)))
+            return False
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            self._wait_for_ranks()
+            return True
+
+    def newest(self) -> str:
+        """The newest checkpoint's name."""
+        return max((path.parent.name for path in self.folder.glob("checkpoints/*/manifest.json")), default="")
+
+    def _wait_for_ranks(self) -> None:
+        """Launchers put ranks into sessions of their own: those end when they see that mpiexec has."""
+        end = time.monotonic() + LIMIT
+        while any(self._is_of_it(process) for process in Path("/proc").glob("[0-9]*")):
+            if time.monotonic() > end:
+                raise RuntimeError(f"ranks of the run in {self.folder} are left")
+            time.sleep(0.05)
+
+    def _is_of_it(self, process: Path) -> bool:
+        try:
+            return str(self.folder).encode() in (process / "cmdline").read_bytes()
+        except OSError:
+            return False
+
+
+def result(run: Run) -> dict[str, Any]:
+    """All that a run ends with, but for its seconds."""
+    rows = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    states = {}
+    for path in sorted(run.folder.glob(f"checkpoints/{run.newest()}/rank*.pt")):
+        states[path.name] = torch.load(path, weights_only=True)
+        states[path.name]["totals"] = _unmeasured(states[path.name]["totals"])
+    model = torch.load(run.folder / "model.pt", weights_only=True)
+    return {"metrics": [_unmeasured(row) for row in rows], "model": model, "states": states}
+
+
+def _unmeasured(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if not name.endswith(("seconds", "hidden_fraction"))}
+
+
+def same(found: Any, expected: Any) -> bool:
+    """Whether two results are the same, tensors bit for bit."""
+    if isinstance(expected, torch.Tensor):
+        return found.dtype == expected.dtype and found.numpy().tobytes() == expected.numpy().tobytes()
+    if isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(same(found[key], value) for key, value in expected.items())
+    if isinstance(expected, list | tuple):
+        return len(found) == len(expected) and all(map(same, found, expected))
+    return bool(found == expected)
+
+
+def chain(algorithm: str, *, kills: int, ranks: int, chance: random.Random, folder: Path) -> dict[str, Any]:
+    """One algorithm's row. Runs are long enough for so many kills; one that has ended early is deleted and begun anew."""
+    began, epochs = time.perf_counter(), max(2, kills)
+    straight = Run(algorithm, ranks, epochs, folder / "straight")
+    straight.finish()
+    broken = Run(algorithm, ranks, epochs, folder / "broken")
+    done = 0
+    while done < kills and broken.killed(chance):
+        done += 1
+    broken.finish()
+    return {
+        "algorithm": algorithm,
+        "ranks": ranks,
+        "kills": done,
+        "same": same(result(broken), result(straight)),
+        "seconds": round(time.perf_counter() - began, 1),
+    }
+
+
+def main(argv: Sequence[str] = ()) -> int:
+    """Prints a line for each algorithm; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m bench kills", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--kills", type=int, help="of each run; default 3, with --full 20")
+    parser.add_argument("--algorithms", nargs="+", choices=list(ALGORITHMS), default=list(ALGORITHMS))
+    parser.add_argument("--seed", type=int, default=0, help="of the times; default 0")
+    parser.add_argument("--full", action="store_true", help="20 kills, 4 ranks")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="write DIR/kills.csv, .json and .png too")
+    options, facts = parser.parse_args(argv), machine()
+    kills, ranks, chance = (
+        options.kills or (20 if options.full else 3),
+        4 if options.full else 2,
+        random.Random(options.seed),
+    )
+    rows = []
+    for algorithm in options.algorithms:
+        with tempfile.TemporaryDirectory() as folder:
+            rows.append(chain(algorithm, kills=kills, ranks=ranks, chance=chance, folder=Path(folder)))
+        outcome = "the same bits" if rows[-1]["same"] else "OTHER BITS"
+        print(
+            f"{algorithm:>18}: {rows[-1]['kills']} kills, {ranks} ranks, {rows[-1]['seconds']} s: {outcome}", flush=True
+        )
+    if options.output:
+        record(options.output, "kills", rows, labels=("algorithm", "ranks"), values=("kills",), facts=facts)
+    return 0 if all(row["same"] and row["kills"] == kills for row in rows) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
