@@ -1,9 +1,10 @@
 """A signal on any rank: all ranks stop at the same step, with a checkpoint, from which the run goes on."""
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from communicators import CollectiveError, Communicator, SimulatedWorld
@@ -74,10 +75,10 @@ def stopped_at(told: int, app: App, options: Options, ranks: int, monkeypatch: p
     """Train until the last rank is told to stop, after so many steps; at which step it did, 0 if it ended before."""
     real = loop.train_step
 
-    def train_step(training: loop.Training, indices: object) -> float:
+    def train_step(training: loop.Training, read: Iterator[Any], *, samples: int) -> float:
         if training.comm.rank == ranks - 1 and training.steps == told:
             requests[training.comm.rank].takes(signal.SIGTERM)
-        return real(training, indices)  # type: ignore[arg-type]
+        return real(training, read, samples=samples)
 
     requests = [StopRequest() for _ in range(ranks)]
     steps: list[tuple[int, int]] = []
