@@ -10,10 +10,12 @@ of the busiest rank, in the last epoch, evaluations left out.
 from __future__ import annotations
 
 import argparse
+import io
 import statistics
 import tempfile
 import warnings
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +68,8 @@ def _markdown(rows: Sequence[dict[str, Any]], seeds: int) -> str:
 
 def _trained(algorithm: str, ranks: int, epochs: int, seed: int) -> dict[str, Any]:
     """The last epoch's metrics."""
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+    silent = redirect_stdout(io.StringIO())  # the table is what is shown
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), silent:
         warnings.simplefilter("ignore")
         words = f"--dnn resnet20 --dataset digits --algorithm {algorithm} --max-epochs {epochs} --seed {seed}"
         argv = [*words.split(), "--checkpoint-every", "0", "--output", f"{folder}/run"]

@@ -59,7 +59,7 @@ def refused(folder):
     if RANK == 0:
         short.mkdir(parents=True)
         for name in [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]:
-            (short / f"{name}.bin").write_bytes(bytes(3073 * 10))
+            (short / f"{name}.bin").write_bytes(bytes(3073 * 10 - 1))
     WORLD.Barrier()
     out = ["--output", str(folder / "run")]
     report = {

@@ -72,12 +72,12 @@ def test_killed_in_mid_write_and_resumed_a_run_ends_in_the_same_bits(rest, folde
 
 
 REFUSALS = {
-    "unknown model": (2, "'vgg' (choose from 'resnet20')"),
+    "unknown model": (2, "given 'vgg', expected one of 'resnet20', 'resnet32'"),
     "density above 1": (2, "given '1.5', expected 0 < density <= 1"),
     "density 0 on rank 2": (2, "given '0', expected 0 < density <= 1"),
     "other world size": (2, "--nworkers 3, but the launcher started 4"),
-    "no data": (1, "data_batch_1.bin is missing: get the binary version of CIFAR-10"),
-    "truncated data": (1, "data_batch_1.bin has 30,730 bytes, expected 30,730,000"),
+    "no data": (1, "test_batch}; get one of them from https://www.cs.toronto.edu/~kriz/cifar.html"),
+    "truncated data": (1, "data_batch_1.bin has 30,729 bytes, expected a multiple of 3,073"),
     "other flags on rank 3": (1, "rank 0 was started with --lr 0.1, rank 3 with --lr 0.2"),
     "exists": (1, "already holds a run: give --resume"),
     "no data on rank 1": (1, "the disk of this machine is empty (on rank 1 of 4)"),
