@@ -95,5 +95,4 @@ def build(options: Options, device: torch.device) -> Classification:
     """The task that --dnn and --dataset name; RunError where data are missing or damaged, or do not fit the model."""
     images: Images = pkgutil.resolve_name(DATASETS[options.dataset])(options.data_dir, download=options.download)
     model = built(options.dnn, MODELS.get(options.dnn, options.dnn), images)
-    smoothing: float = vars(options).get("label_smoothing", 0.0)
-    return Classification(model.to(device), images, device, label_smoothing=smoothing)
+    return Classification(model.to(device), images, device, label_smoothing=options.label_smoothing)
