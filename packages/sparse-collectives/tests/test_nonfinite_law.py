@@ -16,6 +16,7 @@ from sparse_compress import DGCTopK, GaussianK, RandomK, SparseVector, Threshold
 from torch import nn
 
 SHAPES = {"a": (5, 3), "b": (7,), "c": (40,), "d": (1,)}
+HALF = ("bf16", "fp16")  # of whole gradients
 COMPRESSORS = [
     lambda: TopK(0.1),
     lambda: RandomK(0.05),
@@ -24,12 +25,6 @@ COMPRESSORS = [
     lambda: GaussianK(0.1),
     lambda: Threshold(1.0, 0.2),
 ]
-
-
-def combinations():
-    for name, entry in ALGORITHMS.items():
-        for wire in WIRES if entry.compresses else ("fp32", "bf16", "fp16"):
-            yield pytest.param(name, wire, id=f"{name}-{wire}")
 
 
 def run(comm, bad, *, steps, nonfinite, name, compressor, wire, bucket_bytes, momentum):
@@ -67,11 +62,12 @@ def run(comm, bad, *, steps, nonfinite, name, compressor, wire, bucket_bytes, mo
 values = st.sampled_from([float("nan"), float("inf"), -float("inf")])
 
 
-@pytest.mark.parametrize(("name", "wire"), list(combinations()))
-@settings(max_examples=settings.default.max_examples // 10)
+@pytest.mark.parametrize("name", ALGORITHMS)
+@settings(max_examples=settings.default.max_examples * 3 // 5)
 @given(
+    wire=st.sampled_from(list(WIRES)),
     compressor=st.sampled_from(COMPRESSORS),
-    size=st.sampled_from([3, 1, 2, 4, 5, 8]),
+    size=st.sampled_from([1, 2, 3, 4, 5, 8]),
     bad=st.dictionaries(
         st.tuples(st.integers(0, 7), st.sampled_from(list(SHAPES))),
         st.dictionaries(st.integers(0, 39), values, min_size=1, max_size=12),
@@ -83,6 +79,8 @@ values = st.sampled_from([float("nan"), float("inf"), -float("inf")])
 )
 def test_an_error_or_a_skipped_step_on_every_rank(name, wire, compressor, size, bad, bucket_bytes, momentum):
     bad = {(rank % size, key): found for (rank, key), found in bad.items()}
+    if not ALGORITHMS[name].compresses and wire not in HALF:
+        wire = "fp32"
     if not ALGORITHMS[name].compresses or ALGORITHMS[name].select is not None:
         compressor = COMPRESSORS[0]  # the algorithm selects
     options = {"name": name, "compressor": compressor, "wire": wire, "bucket_bytes": bucket_bytes, "momentum": momentum}
