@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from sparse_collectives import ALGORITHMS
+from sparse_collectives.prediction.plain_table import table
 
 from bench.record import machine, record
 
@@ -81,9 +82,7 @@ def _row(
 
 
 def _print(rows: Sequence[dict[str, str | int | float]]) -> None:
-    print("".join(f"{column:>16}" for column in COLUMNS))
-    for row in rows:
-        print("".join(f"{value:>16.1f}" if isinstance(value, float) else f"{value:>16}" for value in row.values()))
+    print(table(COLUMNS, [[f"{v:.1f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ import torch
 from communicators import Communicator, allreduce, as_communicator, barrier
 from local_sgd import ALGORITHMS, LocalSGD, PeriodicAveraging
 from sparse_collectives import DistributedOptimizer
+from sparse_collectives.prediction.plain_table import table
 from torch import nn
 
 from bench.record import machine, record
@@ -185,11 +186,12 @@ def off_boundary(repeats: int = 2000) -> tuple[float, float]:
 
 
 def _print(rows: Sequence[dict[str, Any]]) -> None:
-    print("  ".join(f"{name:>18}" for name in COLUMNS))
+    cells = []
     for row in rows:
-        cells = [row["algorithm"], row["sync_every"], f"{row['step'] * 1e3:.1f} ms", f"{row['overhead']:.1%}"]
-        cells += ["" if row["hidden"] is None else f"{row['hidden']:.1%}", f"{row['bytes_a_step']:,.0f}"]
-        print("  ".join(f"{cell:>18}" for cell in cells))
+        hidden = "" if row["hidden"] is None else f"{row['hidden']:.1%}"
+        times = f"{row['step'] * 1e3:.1f} ms", f"{row['overhead']:.1%}", hidden
+        cells.append([row["algorithm"], str(row["sync_every"]), *times, f"{row['bytes_a_step']:,.0f}"])
+    print(table(COLUMNS, cells))
 
 
 if __name__ == "__main__":

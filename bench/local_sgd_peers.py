@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from local_sgd import DiLoCo, LocalSGD
+from sparse_collectives.prediction.plain_table import table
 from torch import Tensor, nn
 
 from bench.record import machine, record
@@ -310,12 +311,13 @@ def _loopback_bytes() -> int:
 
 
 def _print(rows: Sequence[dict[str, Any]]) -> None:
-    widths = [max(len(column), *(len(str(row[column])[:28]) for row in rows)) for column in COLUMNS]
-    print("  ".join(f"{name:>{width}}" for name, width in zip(COLUMNS, widths, strict=True)))
+    cells = []
     for row in rows:
-        cells = [row["algorithm"], row["library"], f"{row['difference']:.1e}", f"{row['boundary'] * 1e3:.2f} ms"]
-        cells += [f"{row['bytes']:,.0f}", f"{row['step'] * 1e3:.2f} ms"]
-        print("  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)))
+        boundary, step = (f"{row[name] * 1e3:.2f} ms" for name in ("boundary", "step"))
+        cells.append(
+            [row["algorithm"], row["library"], f"{row['difference']:.1e}", boundary, f"{row['bytes']:,.0f}", step]
+        )
+    print(table(COLUMNS, cells))
 
 
 if __name__ == "__main__":

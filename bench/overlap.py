@@ -29,6 +29,7 @@ from communicators.background.transport_communicator import TransportCommunicato
 from communicators.dense_schedules import ring_allreduce
 from communicators.schedule import Received, Round
 from sparse_collectives import DistributedOptimizer, sparse_allreduce_async
+from sparse_collectives.prediction.plain_table import table
 from sparse_collectives.training.backward_order import BUCKET_BYTES
 from sparse_compress import TopK, topk
 from torch import nn
@@ -243,10 +244,8 @@ def python_microseconds_a_round(repeats: int = 50) -> float:
 
 
 def _print(rows: Sequence[dict[str, float]]) -> None:
-    print("  ".join(f"{name:>15}" for name in COLUMNS))
-    for row in rows:
-        cells = [row[c] if c in COLUMNS[:3] else f"{row[c]:.0%}" if c == "hidden" else f"{row[c]:.1f}" for c in COLUMNS]
-        print("  ".join(f"{cell:>15}" for cell in cells))
+    formats = {**dict.fromkeys(COLUMNS, ".1f"), **dict.fromkeys(COLUMNS[:3], ""), "hidden": ".0%"}
+    print(table(COLUMNS, [[f"{row[column]:{how}}" for column, how in formats.items()] for row in rows]))
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def background_leaves_others_alone(comm):
     if dist.is_initialized():
         dist.barrier()
     else:
-        world().Barrier()
+        world(comm).Barrier()
     held = held or [start(late(comm), comm, facts="late")]
     assert torch.equal(allreduce(torch.ones(3), comm), torch.full((3,), float(comm.size)))
     assert held[0].wait(timeout=20) == (comm.rank - 1) % comm.size
@@ -138,7 +138,7 @@ def a_subset_first(comm):
         subset = dist.new_group(list(range(1, comm.size)))
         everybody = dist.new_group()
     else:
-        subset, everybody = world().Split(color=int(comm.rank > 0)), world().Dup()
+        subset, everybody = world(comm).Split(color=int(comm.rank > 0)), world(comm).Dup()
     if comm.rank > 0:
         assert allreduce(torch.ones(1), as_communicator(subset)).item() == comm.size - 1
     assert allreduce(torch.ones(1), as_communicator(everybody)).item() == comm.size
@@ -146,7 +146,7 @@ def a_subset_first(comm):
 
 def closed_and_made_again(comm):
     """A closed communicator says so; the same group gets a new one, as often as one likes."""
-    group = dist.new_group() if dist.is_initialized() else world().Dup()
+    group = dist.new_group() if dist.is_initialized() else world(comm).Dup()
     for _ in range(3):
         again = as_communicator(group)
         assert comm.size == 1 or again is as_communicator(group)
@@ -223,10 +223,11 @@ def signals_are_answered(comm):
     signals.close()
 
 
-def world():
+def world(comm):
+    """As many of MPI's ranks."""
     from mpi4py import MPI
 
-    return MPI.COMM_WORLD
+    return MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.group.Incl(range(comm.size)))
 
 
 LAWS = [

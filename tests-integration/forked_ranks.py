@@ -1,7 +1,8 @@
 """Ranks that have torch when they begin: forks of one process, since every import of it takes a second or two.
 
 Each connection is one launch: a request in, [exit status of each rank] out, both JSON. A rank is a process and a
-session of its own, runs its script as `python SCRIPT` or `python -m MODULE` would, and ends as an interpreter ends.
+session of its own, runs its script as `python SCRIPT` or `python -m MODULE` would, and ends as an interpreter ends; all
+are ended where who asked is gone. They share one seed of hashes, which ranks that mpiexec starts do not.
 
 usage: python forked_ranks.py DESCRIPTOR (of a listening socket); ends with its standard input
 """
@@ -60,12 +61,13 @@ def launched(connection: socket.socket) -> Rank:
         if not pids[-1]:
             connection.close()
             return rank
-    statuses = waited_for(pids, time.monotonic() + request["timeout"])
-    connection.sendall(json.dumps(statuses).encode())
+    statuses = waited_for(pids, time.monotonic() + request["timeout"], connection)
+    with contextlib.suppress(BrokenPipeError):
+        connection.sendall(json.dumps(statuses).encode())
     os._exit(0)
 
 
-def waited_for(pids: list[int], end: float) -> list[int | None]:
+def waited_for(pids: list[int], end: float, connection: socket.socket) -> list[int | None]:
     """As Popen.returncode; None for ranks that had to be ended."""
     statuses: dict[int, int | None] = {}
     while len(statuses) < len(pids):
@@ -78,7 +80,8 @@ def waited_for(pids: list[int], end: float) -> list[int | None]:
                     os.killpg(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
                 statuses[pid] = None
-        time.sleep(0.01)
+        if select.select([connection], [], [], 0.01)[0]:  # closed: nothing more is sent there
+            end = 0.0
     return [statuses[pid] for pid in pids]
 
 

@@ -1,4 +1,4 @@
-"""Runs cases on real ranks, in as few launches as there are numbers of ranks; rank 0 writes what came of each.
+"""Runs cases on real ranks, many in one launch; rank 0 writes what came of each.
 
 A module of cases has LAWS, functions that must return, and may have FAILURES: function -> how the reason begins that
 all ranks must give. A case takes as much as it names of: a communicator of its own, the device that data lie on.
@@ -17,7 +17,6 @@ import sys
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,23 +26,26 @@ from communicators import CollectiveError, as_communicator
 HOST = torch.device("cpu")
 
 
-@dataclass
 class MPI:
-    """Ranks that mpiexec started."""
+    """The first `size` ranks that mpiexec started; the others wait for them, asleep."""
 
-    device: torch.device = HOST
+    device = HOST
 
-    def __post_init__(self):
+    def __init__(self, size):
         from mpi4py import MPI
 
-        self.world = MPI.COMM_WORLD
+        self.everybody = MPI.COMM_WORLD
+        self.takes_part = self.everybody.rank < size
+        self.world = self.everybody.Split(self.takes_part)
         self.rank, self.size, self.gather = self.world.rank, self.world.size, self.world.gather
 
     def fresh(self):
         return as_communicator(self.world.Dup())
 
     def end(self):
-        pass
+        over = self.everybody.Ibarrier()
+        while not over.Test():
+            time.sleep(0.02)
 
 
 class Meeting:
@@ -70,7 +72,7 @@ class Meeting:
 class NoGroup:
     """Cases get the meeting in place of a communicator, and open groups themselves."""
 
-    device = HOST
+    device, takes_part = HOST, True
 
     def __init__(self, meeting):
         self.meeting, self.rank, self.size = meeting, meeting.rank, meeting.size
@@ -92,6 +94,8 @@ class NoGroup:
 
 class ProcessGroup:
     """A process group, and new groups of all its ranks."""
+
+    takes_part = True
 
     def __init__(self, meeting, device=HOST, *, backend="gloo", transport=None):
         meeting.open_group(backend)
@@ -135,7 +139,7 @@ WORLDS = {
     "cuda-gloo": lambda meeting: ProcessGroup(meeting, gpu(meeting)),
     "cuda-nccl": lambda meeting: ProcessGroup(meeting, gpu(meeting), backend="cpu:gloo,cuda:nccl", transport="nccl"),
 }
-"""mpi besides, which meets by itself; gloo's ranks may share a GPU, nccl wants one for each."""
+"""mpi-SIZE besides, which meets by itself; gloo's ranks may share a GPU, nccl wants one for each."""
 
 
 def outcome_of(case, *given: Any):
@@ -172,13 +176,15 @@ def outcomes_of(modules, world):
 def main(report, *items):
     meeting, outcomes = None, {}
     for name, group in itertools.groupby(items, lambda item: item.partition(":")[0]):
-        if name != "mpi" and meeting is None:
+        by_mpi = name.startswith("mpi-")
+        if not by_mpi and meeting is None:
             meeting = Meeting()
-        world = MPI() if name == "mpi" else WORLDS[name](meeting)
+        world = MPI(int(name.removeprefix("mpi-"))) if by_mpi else WORLDS[name](meeting)
         modules = {item: importlib.import_module(item.partition(":")[2]) for item in group}
-        outcomes |= outcomes_of(modules, world)
+        if world.takes_part:
+            outcomes |= outcomes_of(modules, world)
         world.end()
-        if world.rank == 0:
+        if world.takes_part and world.rank == 0:
             with open(report, "w") as file:
                 json.dump(outcomes, file)
 

@@ -84,21 +84,15 @@ def test_a_factory_that_fails_on_one_rank_ends_all_under_mpiexec(mpiexec, factor
     assert "Traceback" not in done.stderr
 
 
-FIRST_WELL = """import sys
-from sparse_collectives.advise.__main__ import main
-import torch.distributed as dist
-assert main(sys.argv[1:]) == 0
-dist.destroy_process_group()
-raise SystemExit(main(["--model", "one_fails:at_once"]))
-"""
-
-
-def test_under_torchrun_also_with_a_factory_that_fails_on_one_rank(processes, factories, tmp_path):
-    """torchrun itself adds a report that a worker has failed."""
-    script = tmp_path / "first_well.py"
-    script.write_text(FIRST_WELL)
-    [done] = processes(1, *TORCHRUN, script, *FLAGS)
+def test_under_torchrun(processes):
+    [done] = processes(1, *TORCHRUN, "-m", "sparse_collectives.advise", *FLAGS)
+    assert done.returncode == 0, done.stderr
     check(done.stdout, 2)
+
+
+def test_a_factory_that_fails_on_one_rank_ends_all_under_torchrun(processes, factories):
+    """torchrun itself adds a report that a worker has failed."""
+    [done] = processes(1, *TORCHRUN, "-m", "sparse_collectives.advise", "--model", "one_fails:at_once")
     assert done.returncode != 0
     assert done.stderr.count(SAID["at_once"].format(path=factories)) == 1
     assert "advise/factory.py" not in done.stderr

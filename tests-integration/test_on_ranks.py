@@ -1,6 +1,6 @@
 """Laws, features of DDP, and failures that all ranks tell alike, on real ranks; the cases stand in modules.
 
-One launch a number of ranks runs all cases of its worlds, since a rank takes seconds to start: see on_ranks.py. On
+One launch runs all cases of its worlds, since a rank takes seconds to start: see on_ranks.py. On
 GPUs, marked `gpu`, over gloo and NCCL; without one on a device that is only pretended.
 """
 
@@ -17,7 +17,11 @@ import torch
 from devices import needs_pretend
 
 SCRIPT = Path(__file__).parent / "on_ranks.py"
-MPI = ("mpi:dense_cases", "mpi:sparse_cases")
+MPI = (
+    *(f"mpi-{size}:{module}" for size in (1, 2) for module in ("dense_cases", "sparse_cases")),
+    *(f"mpi-3:{module}" for module in ("dense_cases", "sparse_cases", "local_cases")),
+    *(f"mpi-4:{module}" for module in ("dense_cases", "sparse_cases", "partial_cases")),
+)
 TWO = ("gloo:dense_cases", "gloo:sparse_cases", "gloo:ddp_accumulation", "gloo:digits_cases")  # means of two are exact
 THREE = (
     "no-group:late_groups",
@@ -40,12 +44,16 @@ LAUNCHES = {
     "gloo-2": Launch(2, TWO),
     "gloo-3": Launch(3, THREE),
     "pretend-3": Launch(3, PRETEND),
-    **{f"mpi-{size}": Launch(size, MPI) for size in (1, 2)},
-    "mpi-3": Launch(3, (*MPI, "mpi:local_cases")),
-    "mpi-4": Launch(4, (*MPI, "mpi:partial_cases")),
+    "mpi": Launch(4, MPI),
     "gpu": Launch(2, ("cuda-gloo:device_cases", "cuda-gloo:device_ddp_cases"), gpus=1),
     "gpus": Launch(min(max(GPUS, 2), 3), ("cuda-nccl:device_cases", "cuda-nccl:device_ddp_cases"), gpus=2),
 }
+
+
+def ranks_of(launch, item):
+    """How many take part."""
+    world = item.partition(":")[0]
+    return int(world.removeprefix("mpi-")) if world.startswith("mpi-") else launch.size
 
 
 def marks(name):
@@ -58,10 +66,11 @@ def marks(name):
 def cases(kind):
     """Of every launch, item by item."""
     for name, launch in LAUNCHES.items():
-        for item in launch.items if kind == "LAWS" or launch.size > 1 else ():
+        for item in launch.items:
             world, _, module = item.partition(":")
-            for case in getattr(import_module(module), kind, ()):
-                of = f"{world}-{launch.size}-{module}-{case.__name__}"
+            ranks = ranks_of(launch, item)
+            for case in getattr(import_module(module), kind, ()) if kind == "LAWS" or ranks > 1 else ():
+                of = f"{world.removesuffix(f'-{ranks}')}-{ranks}-{module}-{case.__name__}"
                 yield pytest.param(name, item, case, id=of, marks=marks(name))
 
 
@@ -93,7 +102,7 @@ def outcomes(mpiexec, processes, tmp_path_factory):
 def test_laws(outcomes, launch, item, case):
     found = outcomes(launch)[item][case.__name__]
     errors = [outcome.get("error") or outcome.get("reason") for outcome in found]
-    assert errors == [None] * LAUNCHES[launch].size, next(filter(None, errors))
+    assert errors == [None] * ranks_of(LAUNCHES[launch], item), next(filter(None, errors))
 
 
 @pytest.mark.parametrize(("launch", "item", "case"), list(cases("FAILURES")))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,10 +19,10 @@ def installed(monkeypatch):
 
 
 @pytest.mark.usefixtures("installed")
-def test_its_own_tests_pass():
+def test_its_own_tests_pass(forked):
     """Its laws in simulated worlds of 1, 2, 3, 5 and 8 ranks, and training on 3."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=240", EXAMPLE / "tests"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=240", EXAMPLE / "tests"]
+    [done] = forked(command, [{}], 280, ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

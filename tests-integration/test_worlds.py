@@ -149,7 +149,11 @@ import os, pathlib, signal, subprocess, sys, time
 import torch.distributed as dist
 from communicators import CollectiveError, as_communicator
 dist.init_process_group("gloo")
-stopped = pathlib.Path(sys.argv[1])
+stopped, there = pathlib.Path(sys.argv[1]), pathlib.Path(f"{sys.argv[1]}-there")
+if dist.get_rank() == 1:
+    there.touch()  # its group is made
+while not there.exists():
+    time.sleep(0.05)
 if dist.get_rank() == 0:  # it holds the Store
     stopped.write_text(str(os.getpid()))
     os.kill(os.getpid(), signal.SIGSTOP)

@@ -39,8 +39,10 @@ def test_an_error_of_one_leaves_the_others_alone(size, data):
     assert SimulatedWorld(size).run(body) == [(size, size)] * size
 
 
-def test_they_are_bounded_in_number_and_freed_by_closing():
+@pytest.mark.parametrize("of", [lambda comm: comm, lambda comm: comm.split(0)], ids=["world", "group"])
+def test_they_are_bounded_in_number_and_freed_by_closing(of):
     def body(comm):
+        comm = of(comm)
         made = [comm.duplicate() for _ in range(MOST_DUPLICATES)]
         with pytest.raises(RuntimeError, match="close\\(\\) some"):
             comm.duplicate()

@@ -31,7 +31,7 @@ def _little_work(monkeypatch):
             MEASURED[key] = measure_handling(comm, **situation)
         return MEASURED[key]
 
-    monkeypatch.setattr("sparse_collectives.prediction.calibration.MOST_ELEMENTS", 1 << 18)
+    monkeypatch.setattr("sparse_collectives.prediction.calibration.MOST_ELEMENTS", 1 << 15)
     monkeypatch.setattr("sparse_collectives.advise.situation.measure_handling", measured)
 
 
@@ -132,14 +132,14 @@ def test_a_measured_share_is_asked_of_every_stage(capsys, monkeypatch):
 
 
 def test_what_takes_long_is_told_on_stderr(capsys):
-    assert main([*TRAINING, "--link", "1gbit", "--ranks", "1000", "--json"]) == 0
+    assert main([*TRAINING, "--link", "1gbit", "--ranks", "100", "--json"]) == 0
     out, err = capsys.readouterr()
-    assert json.loads(out)["ranks"] == 1000
+    assert json.loads(out)["ranks"] == 100
     told = [line.partition(": ")[2] for line in err.splitlines()]
     assert told == [
         "measuring selecting and merging at density 0.01 (1 of 2)",
         "measuring selecting and merging at density 0.001 (2 of 2)",
-        "predicting steps of 1000 ranks",
+        "predicting steps of 100 ranks",
     ]
 
 

@@ -73,9 +73,9 @@ def test_nothing_is_lost(name, density, wire, **options):
 
 @every_other_device
 @pytest.mark.parametrize("name", ALGORITHMS)
-@pytest.mark.parametrize("options", [{}, {"overlap": True}, {"wire": "bf16"}, {"bucket_bytes": 24}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"overlap": True, "bucket_bytes": 24}, {"wire": "bf16"}], ids=str)
 def test_nothing_is_lost_on_a_device(name, device, options):
     if not ALGORITHMS[name].compresses:
         options = {option: value for option, value in options.items() if option != "wire"}
     skipped = set() if "overlap" in options else {1}  # there the exchange has begun before a gradient is made inf
-    check(4, algorithm=name, compressor=TopK(0.2), steps=3, skipped=skipped, device=device, **options)
+    check(2, algorithm=name, compressor=TopK(0.2), steps=3, skipped=skipped, device=device, **options)

@@ -19,7 +19,7 @@ def reduce(inputs, k, name, **options):
 
 
 @pytest.mark.parametrize("name", REFERENCES)
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 8, 12, 16])
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 12])
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (33, 1), (33, 5), (33, 33)])
 def test_integers_with_ties(name, size, n, k):
     inputs = np.random.default_rng(size).integers(-4, 5, (size, n)).astype(np.float32)

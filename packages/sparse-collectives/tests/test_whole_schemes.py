@@ -88,7 +88,7 @@ def test_nothing_is_lost_and_all_agree(name, size, seed, steps, **options):
         torch.testing.assert_close(inputs, applied + rests, rtol=0, atol=2e-5 * size)
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     size=st.sampled_from([1, 2, 4, 8]),  # so that total / P is exact
     seed=st.integers(0, 99),
@@ -136,7 +136,7 @@ def test_int8_sends_what_its_expression_says(size, numel):
 
 
 @either
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(size=st.sampled_from(SIZES), seed=st.integers(0, 99), bucket_bytes=st.sampled_from([None, 4000]))
 def test_a_resumed_run_has_the_same_bits(name, size, seed, bucket_bytes):
     options = {"algorithm": name, "seed": seed, "draw": normal, "bucket_bytes": bucket_bytes}

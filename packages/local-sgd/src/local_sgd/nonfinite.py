@@ -1,4 +1,4 @@
-"""A mean with NaN or inf in it: the same error on every rank, which says whose and where."""
+"""NaN and inf: whether there are any; in a mean, the same error on every rank, which says whose and where."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from torch import Tensor
 from local_sgd.parts import Part
 
 
+def all_finite(x: Tensor) -> bool:
+    """Whether all elements are: so they are if their sum is, which takes one pass; else it may have overflowed."""
+    return bool(torch.isfinite(x.sum())) or bool(torch.isfinite(x).all())
+
+
 def refuse_nonfinite(parts: Sequence[Part], means: Sequence[Tensor], comm: Communicator, what: str) -> None:
     """Raises CollectiveError, alike on every rank, for means that are not finite. Ranks hold the same means."""
-    if all(bool(torch.isfinite(mean.sum())) for mean in means):  # a NaN or inf never leaves a sum
+    if all(map(all_finite, means)):
         return
     found = [name for part, mean in zip(parts, means, strict=True) for name in _nonfinite(part, mean)]
-    if not found:
-        return  # finite values whose sum is not
     own = any(_nonfinite(part, part.gather()) for part in parts)
     ranks = [rank for rank, theirs in enumerate(allgather(torch.tensor([int(own)]), comm)) if int(theirs)]
     if not ranks:
@@ -30,4 +33,4 @@ def refuse_nonfinite(parts: Sequence[Part], means: Sequence[Tensor], comm: Commu
 
 
 def _nonfinite(part: Part, flat: Tensor) -> list[str]:
-    return [name for name, view in part.by_name(flat).items() if not bool(torch.isfinite(view).all())]
+    return [name for name, view in part.by_name(flat).items() if not all_finite(view)]

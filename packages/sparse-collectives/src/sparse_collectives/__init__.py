@@ -8,7 +8,10 @@ from sparse_collectives.prediction.auto import Choice, choose
 from sparse_collectives.prediction.traffic import Traffic
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.training.ddp.hook import SparseHookState, sparse_hook
+from sparse_collectives.training.exchange import Scheme, Transfer
 from sparse_collectives.training.optimizer import DistributedOptimizer
+from sparse_collectives.training.schemes.residuals import Residuals
+from sparse_collectives.training.schemes.table import WholeScheme
 from sparse_collectives.training.state_dict import reshard_residuals
 from sparse_collectives.wire.invalid import given_by
 from sparse_collectives.wire.wire import WIRES, Wire
@@ -21,8 +24,12 @@ __all__ = [
     "DenseReduction",
     "DistributedOptimizer",
     "Reduction",
+    "Residuals",
+    "Scheme",
     "SparseHookState",
     "Traffic",
+    "Transfer",
+    "WholeScheme",
     "Wire",
     "choose",
     "given_by",

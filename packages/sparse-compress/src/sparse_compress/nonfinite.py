@@ -2,6 +2,7 @@
 
 from math import inf, isfinite
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -10,7 +11,10 @@ def all_finite(x: Tensor) -> Tensor:
     """Whether all elements are finite: bool, 0-D, on x's device; no temporary of x's size."""
     if not x.numel():
         return torch.ones((), dtype=torch.bool, device=x.device)
-    if x.is_cpu:  # NumPy, which starts no threads; what is not finite shows in the least or the largest
-        return torch.tensor(isfinite(x.numpy().min()) and isfinite(x.numpy().max()))
+    if x.is_cpu and x.dtype != torch.bfloat16:  # NumPy, which starts no threads, and knows no bfloat16
+        values = x.numpy()
+        with np.errstate(all="ignore"):  # a sum takes one pass, but may overflow
+            finite = isfinite(values.sum()) or (isfinite(values.min()) and isfinite(values.max()))
+        return torch.tensor(finite)
     least, most = torch.aminmax(x)
     return (least > -inf) & (most < inf)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sparse_compress.accumulator import Accumulator
 from sparse_compress.fused import step_reaching, step_topk
+from sparse_compress.nonfinite import all_finite
 from sparse_compress.reaching import reaching
 from sparse_compress.topk import topk
 from sparse_compress.vector import SparseVector
@@ -99,7 +100,7 @@ def _largest(block: Tensor, k: int) -> SparseVector:
     if k:
         return topk(block, k)
     largest = topk(block, 1)  # inf and NaN are the largest
-    return largest if not bool(torch.isfinite(largest.values).all()) else topk(block, 0)
+    return largest if not bool(all_finite(largest.values)) else topk(block, 0)
 
 
 def _step(before: Accumulator, gradient: Tensor, out: Accumulator, momentum: float, k: int) -> SparseVector:

@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from communicators.among import among
-from communicators.communicator import Communicator, Work
+from communicators.communicator import Communicator, Work, refuse_too_many
 from communicators.dense_schedules import barrier
 from communicators.schedule import Schedule
 
@@ -50,6 +50,8 @@ class SimulatedSubgroup(Communicator):
         self._whole, self._members = whole, list(members)
         self.rank, self.size = self._members.index(whole.rank), len(self._members)
         self.timeout = whole.timeout
+        self._duplicates: list[SimulatedSubgroup] = []
+        self._closed = False
 
     @property
     def bytes_sent(self) -> int:  # type: ignore[override]
@@ -74,11 +76,16 @@ class SimulatedSubgroup(Communicator):
 
     def duplicate(self) -> SimulatedSubgroup:
         """See `Communicator.duplicate`."""
+        self._duplicates = [made for made in self._duplicates if not made._closed]
+        refuse_too_many(len(self._duplicates))
         self.run(barrier(self.rank, self.size), facts="duplicate of a group", timeout=self.timeout)
-        return SimulatedSubgroup(self._whole.inner(), self._members)
+        made = SimulatedSubgroup(self._whole.inner(), self._members)
+        self._duplicates.append(made)
+        return made
 
     def close(self) -> None:
         """See `Communicator.close`."""
+        self._closed = True
         self._whole.close()
 
     def clock(self) -> float:

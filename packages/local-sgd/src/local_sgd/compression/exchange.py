@@ -11,6 +11,7 @@ from torch import Tensor
 
 from local_sgd.compression.wires import Flight, Wire
 from local_sgd.exchange import Arrived, Exchange
+from local_sgd.nonfinite import all_finite
 from local_sgd.parts import Part
 
 
@@ -40,7 +41,7 @@ class Compressed(Exchange):
             spoilt = False
             for part, x in zip(self._parts, vectors, strict=True):
                 change = (x - part[self._anchor]).mul_(weight) if weight else torch.zeros_like(x)
-                if not self._wire.carries_nan and not bool(torch.isfinite(change).all()):
+                if not self._wire.carries_nan and not all_finite(change):
                     spoilt = True
                     change.zero_()  # or it would stay in a rest
                 self._flights.append(self._wire.launch(part, change))
@@ -70,7 +71,7 @@ class Compressed(Exchange):
         self._waited += now - came
         works = [work for work in (self._head, *(flight.work for flight in flights)) if work is not None]
         self._under_way += max(work.ended or now for work in works) - self._began
-        applied = bool(weight) and all(bool(torch.isfinite(total).all()) for total in totals)
+        applied = bool(weight) and all(map(all_finite, totals))
         for flight in flights:
             self._wire.settle(flight, applied=applied)
         if not weight:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from communicators.dense_schedules import block_bounds
 from sparse_compress import SparseVector, add_all, share
+from sparse_compress.nonfinite import all_finite
 from torch import Tensor
 
 from sparse_collectives.algorithms.budgets import block_budgets, cut_to_budgets, merge_to_budgets
@@ -33,7 +34,7 @@ class Blocks:
         self.kept, cut = cut_to_budgets(sparse, self.bounds, self.budgets)
         self.cuts = [cut]
         if 0 in self.budgets:
-            finite = torch.isfinite(cut.values).all()
+            finite = all_finite(cut.values)
             self.kept.values[0] = torch.where(finite, self.kept.values[0], torch.nan)
 
     def give(self, members: Sequence[int]) -> Tensor:

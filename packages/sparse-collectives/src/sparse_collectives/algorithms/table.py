@@ -108,7 +108,7 @@ def algorithm_named(
     """
     entry = known(algorithm)
     check_are_options(options)
-    settings = _settings(entry.name, entry.options, options or {})
+    settings = settings_of(entry.name, entry.options, options or {})
     if entry.check is not None:
         entry.check(size, **settings)
     if wire is not PLAIN:
@@ -126,6 +126,14 @@ def algorithm_named(
     )
 
 
+def settings_of(name: str, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options: those given, in the types of their defaults, else the defaults. ValueError or TypeError."""
+    if unknown := [str(key) for key in given if key not in defaults]:
+        known = ", ".join(defaults) or "none"
+        raise ValueError(f"{name} has no option {', '.join(sorted(unknown))}; it takes: {known}")
+    return {key: _like(default, given[key], key) if key in given else default for key, default in defaults.items()}
+
+
 def check_takes_wire(entry: Algorithm) -> None:
     """Raises ValueError for an algorithm that sends vectors only as they are."""
     if not entry.takes_wire:
@@ -138,13 +146,6 @@ def check_are_options(options: object) -> None:
     """Raises TypeError for what is no dict, nor None."""
     if options is not None and not isinstance(options, Mapping):
         raise TypeError(f"options is {options!r}, expected a dict of the algorithm's own settings")
-
-
-def _settings(name: str, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    if unknown := [str(key) for key in given if key not in defaults]:
-        known = ", ".join(defaults) or "none"
-        raise ValueError(f"{name} has no option {', '.join(sorted(unknown))}; it takes: {known}")
-    return {key: _like(default, given[key], key) if key in given else default for key, default in defaults.items()}
 
 
 def _like(default: Any, value: Any, key: str) -> Any:
@@ -175,6 +176,6 @@ def _check_own(own: Algorithm) -> None:
             raise TypeError(f"an Algorithm's {part} is {getattr(own, part)!r}, expected a function")
     if not own.compresses:
         raise ValueError(
-            "an Algorithm of your own has compresses=False, but whole gradients are summed by 'dense' only: leave it "
-            "out, or write a collective for communicators.run"
+            "an Algorithm of your own has compresses=False, but what sends something of every element is a WholeScheme "
+            "for training; a sum of whole tensors is a collective for communicators.run"
         )

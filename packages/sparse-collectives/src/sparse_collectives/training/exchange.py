@@ -15,9 +15,10 @@ import torch
 from communicators import Bucket, Communicator, Schedule, Work, run, start
 from communicators.labels import labelled
 from communicators.replicas.bucket_parts import empty_like, split
+from sparse_compress.nonfinite import all_finite
 from torch import Tensor
 
-from sparse_collectives.training.nonfinite import Checked, checked, is_finite, unlawful
+from sparse_collectives.training.nonfinite import Checked, checked, unlawful
 from sparse_collectives.training.parts import PARTS
 
 
@@ -199,7 +200,7 @@ class Exchange:
         total = self.comm.native_allreduce(transfer.summed, facts=f"{transfer.facts} in {self._place}")
         if total is None:
             return self._launch(transfer, bucket).wait()
-        if self._nonfinite != "raise" or is_finite(total):
+        if self._nonfinite != "raise" or bool(all_finite(total)):
             return total, None
         again = self._looked_at(_done(total), transfer, bucket)
         return run(again, self.comm, facts=f"what is not finite in {transfer.facts}", device=bucket.device)
@@ -217,8 +218,8 @@ class Exchange:
         with labelled("restore"):
             mean, seen = transfer.end(result, flat)
         if self._nonfinite == "skip":
-            self._agreed.append(torch.isfinite(seen).all())
-            self._own.append(torch.isfinite(transfer.own(result)).all())
+            self._agreed.append(all_finite(seen))
+            self._own.append(all_finite(transfer.own(result)))
         return mean
 
     def _out_of_pool(self, bucket: Bucket, part: str) -> Tensor | None:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from communicators import Bucket, CollectiveError, Schedule
 from communicators.dense_schedules import allgather_blocks
+from sparse_compress.nonfinite import all_finite
 from torch import Tensor
 
 Checked = tuple[Any, CollectiveError | None]
@@ -38,8 +39,8 @@ def checked(
     not finite, the algorithm has hidden it from the others: then the call fails, which all of them learn.
     """
     result = yield from schedule
-    if is_finite(transfer.agreed(result)):
-        if not is_finite(transfer.own(result)):
+    if bool(all_finite(transfer.agreed(result))):
+        if not bool(all_finite(transfer.own(result))):
             raise unlawful(place, rank)
         return result, None
     found = transfer.suspect()
@@ -54,11 +55,6 @@ def unlawful(place: str, rank: int) -> CollectiveError:
         f"{place}: what rank {rank} is to keep is not finite although the total is; an algorithm must let NaN and inf "
         "of any rank show in the total"
     )
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """Whether all elements are: so they are if their sum is, which takes one pass; else it may have overflowed."""
-    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
 def first_nonfinite(tensor: Tensor) -> int:

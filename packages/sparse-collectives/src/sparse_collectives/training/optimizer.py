@@ -26,6 +26,7 @@ from sparse_collectives.prediction.auto import Choice
 from sparse_collectives.training.backward_order import BUCKET_BYTES, BackwardOrder
 from sparse_collectives.training.exchange import Exchange
 from sparse_collectives.training.scheme import choose_scheme
+from sparse_collectives.training.schemes.table import WholeScheme
 from sparse_collectives.training.settings import (
     check_compressor,
     check_count,
@@ -64,7 +65,8 @@ class DistributedOptimizer(Wrapping):
     compressor: what is sent of a gradient, default TopK(0.01). "oktopk", "spardl" and "dense" have no use for another
         selection than TopK, of which they take k.
     algorithm: a name in `ALGORITHMS`, or an `Algorithm` of one's own. "dense" sums whole gradients, without compressor
-        and residuals; "powersgd" and "dense-int8" send something of every element, with residuals, without compressor.
+        and residuals; "powersgd", "dense-int8", or a `WholeScheme` of one's own sends something of every element, with
+        residuals, without compressor.
         "auto" measures the ranks now and takes what is predicted to be fastest; `choice` then says what and why.
     options: the algorithm's own settings, such as {"teams": 2} for "spardl"; "auto" chooses them too.
     wire: how values travel: "fp32"; fewer bytes for selections, see `WIRES`, where what is rounded off stays in the
@@ -100,7 +102,7 @@ class DistributedOptimizer(Wrapping):
         *,
         comm: Any = None,
         compressor: Compressor | None = None,
-        algorithm: str | Algorithm = "gtopk",
+        algorithm: str | Algorithm | WholeScheme = "gtopk",
         options: Mapping[str, Any] | None = None,
         wire: str = "fp32",
         momentum: float = 0.0,

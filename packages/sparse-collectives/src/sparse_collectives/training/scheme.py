@@ -15,14 +15,14 @@ from sparse_collectives.prediction.auto import Choice, choose_for_training
 from sparse_collectives.settled import way_of
 from sparse_collectives.training.exchange import Scheme
 from sparse_collectives.training.schemes.selections import Selections
-from sparse_collectives.training.schemes.table import WHOLE, whole_scheme
+from sparse_collectives.training.schemes.table import WholeScheme, known_whole, whole_scheme
 from sparse_collectives.training.schemes.whole_gradients import WholeGradients
 
 
 class Chosen(NamedTuple):
     """algorithm: its name. entry, wire: what is taken. choice: why, where "auto" chose. settings: options, as text.
 
-    entry: None for what is no sparse allreduce (`WHOLE`).
+    entry: None for what is no sparse allreduce (a `WholeScheme`).
     """
 
     algorithm: str
@@ -36,7 +36,7 @@ class Chosen(NamedTuple):
 def choose_scheme(
     comm: Communicator,
     *,
-    algorithm: str | Algorithm,
+    algorithm: str | Algorithm | WholeScheme,
     options: Mapping[str, Any] | None,
     wire: str,
     compressor: Compressor,
@@ -49,9 +49,10 @@ def choose_scheme(
     Raises ValueError for options that do not fit so many ranks, and without parameters to choose for.
     """
     choice = None
-    if isinstance(algorithm, str) and algorithm in WHOLE:
-        whole, settings = whole_scheme(algorithm, options, comm)
-        return Chosen(algorithm, None, wire, choice, whole, settings)
+    if (own := known_whole(algorithm)) is not None:
+        whole, settings = whole_scheme(own, options, comm)
+        return Chosen(own.name, None, wire, choice, whole, settings)
+    assert not isinstance(algorithm, WholeScheme)
     if isinstance(algorithm, str) and algorithm == AUTO:
         choice = choose_for_training(parameters, comm, compressor, momentum=momentum, wire=wire)
         algorithm, options, wire = choice.algorithm, choice.options, choice.wire

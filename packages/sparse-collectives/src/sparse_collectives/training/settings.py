@@ -12,7 +12,7 @@ from sparse_compress import Compressor, TopK
 from sparse_collectives.algorithm import Algorithm
 from sparse_collectives.algorithms.table import ALGORITHMS, AUTO, check_takes_wire, known
 from sparse_collectives.prediction.auto import refuse_options
-from sparse_collectives.training.schemes.table import WHOLE, check_whole
+from sparse_collectives.training.schemes.table import WHOLE, check_whole, known_whole
 from sparse_collectives.wire.half import dense_wire
 from sparse_collectives.wire.wire import PLAIN, wire_named
 
@@ -74,13 +74,15 @@ def check_settings(
         wire_named(wire)
         check_selects(compressor, None)
         return
-    if isinstance(algorithm, str) and algorithm in WHOLE:
-        check_whole(algorithm, options, wire, momentum, optimizer)
-        check_selects(compressor, replace(known("dense"), name=algorithm))
+    if (whole := known_whole(algorithm)) is not None:
+        check_whole(whole, options, wire, momentum, optimizer)
+        check_selects(compressor, replace(known("dense"), name=whole.name))
         return
     if isinstance(algorithm, str) and algorithm not in ALGORITHMS:
         raise ValueError(f"unknown algorithm {algorithm!r}; known: {', '.join([*ALGORITHMS, *WHOLE, AUTO])}")
     entry = known(algorithm)
+    if entry.name in WHOLE:
+        raise ValueError(f"the name of your Algorithm is {entry.name!r}, which is another's: give it one of its own")
     if momentum and not entry.compresses:
         raise ValueError(f"{entry.name} selects nothing, so momentum={momentum} belongs into {optimizer}")
     check_selects(compressor, entry)

@@ -25,6 +25,7 @@ from sparse_collectives.training.ddp.accumulated import Accumulated, put_back
 from sparse_collectives.training.ddp.buckets import Buckets, unused_spans
 from sparse_collectives.training.exchange import Exchange
 from sparse_collectives.training.scheme import Chosen, choose_scheme
+from sparse_collectives.training.schemes.table import WholeScheme
 from sparse_collectives.training.settings import check_compressor, check_count, check_momentum, check_settings, fixed
 from sparse_collectives.training.state_dict import check_fit, check_place, complete, place, refuse_residuals
 
@@ -39,7 +40,7 @@ class SparseHookState:
         makes, and first uses, the state at the same point.
     density: the share of each bucket's elements that a rank sends, default 0.01; `compressor` in its place for another
         selection, which "oktopk", "spardl" and "dense" have no use for.
-    algorithm: a name in `ALGORITHMS`, an `Algorithm` of one's own, "powersgd" or "dense-int8" (see
+    algorithm: a name in `ALGORITHMS`, an `Algorithm` of one's own, "powersgd", "dense-int8" or a `WholeScheme` (see
         `DistributedOptimizer`), or "auto": measures the ranks at the first use, and takes what is predicted to be
         fastest for the module's `named_parameters`, which it needs; `choice` then says what and why.
     options: the algorithm's own settings, such as {"teams": 2} for "spardl"; "auto" chooses them too.
@@ -75,7 +76,7 @@ class SparseHookState:
         process_group: Any = None,
         *,
         density: float | None = None,
-        algorithm: str | Algorithm = "gtopk",
+        algorithm: str | Algorithm | WholeScheme = "gtopk",
         options: Mapping[str, Any] | None = None,
         wire: str = "fp32",
         momentum: float = 0.0,
@@ -126,7 +127,7 @@ class SparseHookState:
 
     @property
     def entry(self) -> Algorithm | None:
-        """The algorithm with its options; None for what is no sparse allreduce ("powersgd", "dense-int8")."""
+        """The algorithm with its options; None for what is no sparse allreduce (a `WholeScheme`)."""
         return self._world()[2].entry
 
     @property

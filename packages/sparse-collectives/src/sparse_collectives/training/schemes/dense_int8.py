@@ -35,21 +35,24 @@ class Int8Sum:
 
     def __init__(self, comm: Communicator) -> None:
         self._comm, self._residuals = comm, Residuals()
+        self._facts: dict[str, str] = {}
 
     def meet(self, key: str, bucket: Bucket, kept: Mapping[str, Tensor]) -> None:
-        """TypeError for float64 gradients, of which most would wait for long."""
+        """What ranks must share is put into words once. TypeError for float64, of which most would wait for long."""
         if bucket.dtype == torch.float64:
             raise TypeError("dense-int8 carries float32 values, but gradients are float64: take algorithm='dense'")
         self._residuals.meet(key, kept)
+        self._facts[key] = f"dense-int8(numel={bucket.numel})"
 
     def forget(self, key: str) -> dict[str, Tensor]:
         """See `Scheme.forget`."""
+        del self._facts[key]
         return self._residuals.forget(key)
 
     def transfer(self, key: str, flat: Tensor, scale: float, unused: Sequence[slice]) -> Transfer:
         """Of what has accumulated."""
         total = self._residuals.accumulated(key, in_units(flat, scale), unused)
-        return _Quantised(self._residuals, self._comm, key, total, scale, unused)
+        return _Quantised(self._facts[key], self._residuals, self._comm, key, total, scale, unused)
 
     def commit(self) -> None:
         """See `Scheme.commit`."""
@@ -70,12 +73,14 @@ class Int8Sum:
     def reset(self, state: Mapping[str, Any]) -> None:
         """See `Scheme.reset`."""
         self._residuals.reset(state)
+        self._facts = {}
 
 
 @dataclass(frozen=True, eq=False)
 class _Quantised:
     """See `Transfer`. given: what has accumulated, flat."""
 
+    facts: str
     residuals: Residuals
     comm: Communicator
     key: str
@@ -83,10 +88,6 @@ class _Quantised:
     scale: float
     unused: Sequence[slice]
     summed: None = None
-
-    @property
-    def facts(self) -> str:
-        return f"dense-int8(numel={self.given.numel()})"
 
     @property
     def schedule(self) -> Schedule[Rounded]:

@@ -1,59 +1,90 @@
 """Schemes that send something of every element, by name: for training only, since they live by error feedback.
 
-A new one is its own file and one line here.
+A new one is its own file and one line here; one's own stands where a name does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from communicators import Communicator
-from sparse_compress.arguments import integer
 
+from sparse_collectives.algorithms.table import ALGORITHMS, AUTO, settings_of
 from sparse_collectives.training.exchange import Scheme
 from sparse_collectives.training.schemes.dense_int8 import Int8Sum
 from sparse_collectives.training.schemes.powersgd import PowerSGD, check_rank
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
-    """make: (comm, **options) -> the scheme. options: whole numbers, with their defaults; check: (**options)."""
+class WholeScheme:
+    """What the rest of the package asks of a scheme, one of ours or one's own (see CONTRIBUTING).
+
+    make: (comm, **options) -> a new `Scheme`, for gradients of these ranks.
+    options: its own settings, with their defaults, whose types they have.
+    check: (**options), raises ValueError for settings that do not fit.
+    name: what errors and checkpoints call it; default: the key in `WHOLE`, else the name of what makes it.
+    """
 
     make: Callable[..., Scheme]
-    options: Mapping[str, int] = field(default_factory=dict)
-    check: Callable[..., None] = lambda: None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    check: Callable[..., None] | None = None
+    name: str = ""
 
 
-WHOLE: dict[str, Whole] = {
-    "powersgd": Whole(PowerSGD, options={"rank": 2}, check=check_rank),
-    "dense-int8": Whole(Int8Sum),
+WHOLE: dict[str, WholeScheme] = {
+    "powersgd": WholeScheme(PowerSGD, options={"rank": 2}, check=check_rank),
+    "dense-int8": WholeScheme(Int8Sum),
 }
 
 
-def check_whole(name: str, options: Mapping[str, Any] | None, wire: str, momentum: float, optimizer: str) -> None:
-    """What a user set for one of `WHOLE`. Raises TypeError or ValueError; `optimizer`: where momentum belongs."""
-    _options(name, options)
+def known_whole(algorithm: object) -> WholeScheme | None:
+    """The scheme of that name, or one's own, with its name set; None for what is something else.
+
+    Raises TypeError or ValueError for one's own that has no name, that of another, or nothing that makes it.
+    """
+    if isinstance(algorithm, str):
+        return replace(WHOLE[algorithm], name=algorithm) if algorithm in WHOLE else None
+    if not isinstance(algorithm, WholeScheme):
+        return None
+    for name, entry in WHOLE.items():
+        if entry is algorithm:
+            return replace(entry, name=name)
+    if not callable(algorithm.make):
+        raise TypeError(f"a WholeScheme's make is {algorithm.make!r}, expected a function or class")
+    name = algorithm.name or getattr(algorithm.make, "__name__", "")
+    if not isinstance(name, str):
+        raise TypeError(f"a WholeScheme's name is {name!r}, expected text")
+    if not name or name == "<lambda>":
+        raise ValueError(
+            f"the WholeScheme of {algorithm.make!r} has no name: give it one, WholeScheme(..., name='mine')"
+        )
+    if name in ALGORITHMS or name in WHOLE or name == AUTO:
+        raise ValueError(f"the name of your WholeScheme is {name!r}, which is another's: give it one of its own, name=")
+    return replace(algorithm, name=name)
+
+
+def check_whole(
+    entry: WholeScheme, options: Mapping[str, Any] | None, wire: str, momentum: float, optimizer: str
+) -> None:
+    """What a user set for one. Raises TypeError or ValueError; `optimizer`: where momentum belongs."""
+    name = entry.name
+    _options(entry, options)
     if wire != "fp32":
         raise ValueError(f"{name} has a wire of its own, so wire={wire!r} would have no effect: leave it out")
     if momentum:
         raise ValueError(f"{name} selects nothing, so momentum={momentum} belongs into {optimizer}")
 
 
-def whole_scheme(name: str, options: Mapping[str, Any] | None, comm: Communicator) -> tuple[Scheme, list[str]]:
+def whole_scheme(entry: WholeScheme, options: Mapping[str, Any] | None, comm: Communicator) -> tuple[Scheme, list[str]]:
     """The scheme, and its options as text, which all ranks must share."""
-    settings = _options(name, options)
-    return WHOLE[name].make(comm, **settings), [f"{key}={value}" for key, value in settings.items()]
+    settings = _options(entry, options)
+    return entry.make(comm, **settings), [f"{key}={value}" for key, value in settings.items()]
 
 
-def _options(name: str, given: Mapping[str, Any] | None) -> dict[str, int]:
-    defaults = WHOLE[name].options
-    if unknown := sorted(str(key) for key in given or {} if key not in defaults):
-        raise ValueError(f"{name} has no option {', '.join(unknown)}; it takes: {', '.join(defaults) or 'none'}")
-    settings = {
-        key: integer({**defaults, **(given or {})}[key], key, least=None, expected=f"as {default}, the default")
-        for key, default in defaults.items()
-    }
-    WHOLE[name].check(**settings)
+def _options(entry: WholeScheme, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    settings = settings_of(entry.name, entry.options, given or {})
+    if entry.check is not None:
+        entry.check(**settings)
     return settings
