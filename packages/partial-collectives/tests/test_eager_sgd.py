@@ -200,3 +200,124 @@ def test_bad_input():
         optimizer.close()
 
     SimulatedWorld(2).run(body)
+
+
+def normalised(rank):
+    """A model with statistics of its own on every rank: means and variances, a count, a mask."""
+    model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
+    model[2].register_buffer("mask", torch.tensor([True, rank == 0]))
+    return model
+
+
+def train_normalised(comm, buffers, steps):
+    """steps: of each rank, between meetings. Returns its buffers before and after each meeting, and at the end."""
+    model = normalised(comm.rank)
+    inner = torch.optim.SGD(model.parameters(), lr=0.05)
+    seen = []
+    with EagerSGD(inner, model.named_parameters(), comm=comm, model=model, buffers=buffers) as optimizer:
+        for place, part in enumerate(steps[comm.rank], start=1):
+            for number in range(part):
+                comm.elapse(1e-3 * (1 + comm.rank))
+                optimizer.zero_grad()
+                inputs = torch.randn(3, 5, generator=torch.Generator().manual_seed(100 * comm.rank + number))
+                model[2](model[1](model[0](inputs))).square().mean().backward()
+                optimizer.step()
+            if place < len(steps[comm.rank]):
+                own = [buffer.clone() for buffer in model.buffers()]
+                optimizer.synchronize()
+                seen.append((own, [buffer.clone() for buffer in model.buffers()]))
+    return seen, [buffer.clone() for buffer in model.buffers()]
+
+
+@pytest.mark.parametrize("buffers", ["average", "broadcast"])
+def test_buffers_are_shared_where_ranks_meet_also_with_those_that_have_ended(buffers):
+    steps = [[1, 2], [3], [1, 2, 4]]
+    outcomes = SimulatedWorld(3).run(lambda comm: train_normalised(comm, buffers, steps))
+    for number in (0, 1):
+        met = [seen[number] for seen, _ in outcomes if len(seen) > number]
+        for place in range(4):
+            values = [after[place] for _, after in met]
+            assert all(torch.equal(value, values[0]) for value in values)
+    ends = [end for _, end in outcomes]
+    for end in ends:
+        assert all(torch.equal(one, other) for one, other in zip(end, ends[0], strict=True))
+    assert int(ends[0][2]) == 3  # steps of rank 0
+    assert ends[0][3].tolist() == [True, True]
+
+
+def test_means_of_buffers_are_those_of_all_ranks():
+    outcomes = SimulatedWorld(2).run(lambda comm: train_normalised(comm, "average", [[2, 1], [1, 1]]))
+    befores, afters = zip(*(seen[0] for seen, _ in outcomes), strict=True)
+    for place in (0, 1):
+        torch.testing.assert_close(afters[0][place], (befores[0][place] + befores[1][place]) / 2)
+
+
+def test_buffers_stay_each_ranks_own_unless_it_is_said_otherwise():
+    outcomes = SimulatedWorld(2).run(lambda comm: train_normalised(comm, "keep", [[2, 1], [1, 1]]))
+    assert not torch.equal(outcomes[0][1][0], outcomes[1][1][0])
+
+
+def test_buffers_take_the_model():
+    def body(comm):
+        model = normalised(comm.rank)
+        with pytest.raises(ValueError, match="takes the model whose buffers they are"):
+            EagerSGD(torch.optim.SGD(model.parameters()), model.named_parameters(), comm=comm, buffers="average")
+        with pytest.raises(ValueError, match="expected 'keep', 'average' or 'broadcast'"):
+            EagerSGD(torch.optim.SGD(model.parameters()), model.named_parameters(), comm=comm, buffers="mean")
+
+    SimulatedWorld(2).run(body)
+
+
+def rate_by_hand(comm, change, quorum="solo"):
+    """Every rank changes a setting of its optimizer as often as it takes steps."""
+    model = network()
+    inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    with EagerSGD(inner, model.named_parameters(), comm=comm, quorum=quorum) as optimizer:
+        scheduler = change(optimizer)
+        for number in range(4):
+            comm.elapse(1e-3 * (1 + comm.rank))
+            step(model, optimizer, comm.rank, number)
+            scheduler()
+    refuse_unlike(dict(model.named_parameters()), comm)
+
+
+def by_step(optimizer):
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5).step
+
+
+def by_hand(optimizer):
+    return lambda: optimizer.param_groups[0].update(momentum=optimizer.param_groups[0]["momentum"] * 0.9)
+
+
+@pytest.mark.parametrize("change", [by_step, by_hand])
+def test_a_rate_that_goes_by_a_ranks_own_steps_is_an_error(change):
+    with pytest.raises(ValueError, match=r"changed between two rounds: (lr 0.05|momentum 0.9) -> .*give scheduler="):
+        SimulatedWorld(3).run(lambda comm: rate_by_hand(comm, change))
+
+
+def test_where_all_have_met_a_rate_may_be_set_by_hand():
+    def body(comm):
+        model = network()
+        inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        with EagerSGD(inner, model.named_parameters(), comm=comm, quorum="solo") as optimizer:
+            for number in range(6):
+                comm.elapse(1e-3 * (1 + comm.rank))
+                step(model, optimizer, comm.rank, number)
+                if number % 2:
+                    optimizer.synchronize()
+                    optimizer.param_groups[0]["lr"] *= 0.5
+        refuse_unlike(dict(model.named_parameters()), comm)
+        return optimizer.param_groups[0]["lr"]
+
+    assert SimulatedWorld(3).run(body) == [0.05 / 8] * 3
+
+
+def test_a_scheduler_that_wants_a_metric_is_refused():
+    def body(comm):
+        model = network()
+        inner = torch.optim.SGD(model.parameters(), lr=0.05)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(inner)
+        with pytest.raises(TypeError, match=r"takes a metric.*step it yourself after synchronize\(\)"):
+            EagerSGD(inner, model.named_parameters(), comm=comm, scheduler=plateau)
+
+    SimulatedWorld(2).run(body)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
-from communicators import CollectiveError, Communicator, as_communicator, buckets_of
+from communicators import CollectiveError, Communicator, as_communicator, buckets_of, run
+from communicators.dense_schedules import allreduce
+from communicators.replicas.averaging import copy_from_first
+from communicators.replicas.buffers import Buffers
 from communicators.replicas.default_group import refuse_alone
 from communicators.replicas.first_broadcast import broadcast_parameters
 from communicators.replicas.parameters import name_parameters, refuse_changes
 from communicators.replicas.place import KEY, check_place, place
 from communicators.replicas.wrapped_state import check_loaded, refuse_torch_helpers, wrapped_state
 from communicators.replicas.wrapping import Wrapping
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from partial_collectives.partial_allreduce import PartialAllreduce
 from partial_collectives.protocol.rules import MAX_STALENESS, Quorum
@@ -41,13 +45,16 @@ class EagerSGD(Wrapping):
 
     Rounds are the same on all ranks, so parameters are too, bit for bit, after as many rounds; a rank may take several
     in one step. A gradient that is late goes into a later round, of which it is one summand more; P is always the
-    number of ranks. At construction all ranks get rank 0's parameters (not its buffers, which stay each rank's own).
+    number of ranks. At construction all ranks get rank 0's parameters, and the buffers of `model`.
 
     optimizer: built over the live parameters; shared as its param_groups, state and defaults are.
-    scheduler: of the wrapped optimizer; stepped here, once for every round. One that is stepped by hand would give
-        ranks different rates for the same round.
+    scheduler: of the wrapped optimizer; stepped here, once for every round. Rates that change otherwise between two
+        rounds, and so go by a rank's own steps, are a ValueError: ranks would part in silence.
     weighted: total is divided by the sum of the weights that ranks give to `step(weight=…)`, samples or tokens, not
         by P.
+    model: has buffers, such as BatchNorm's. buffers: "keep", they differ between ranks, in evaluations and checkpoints
+        too; "average", their mean over ranks at `synchronize()` and `finish()`, what is not floating-point being rank
+        0's; "broadcast", rank 0's there. Ranks that have finished are in the mean.
     quorum, max_staleness, grace, seed: see `PartialAllreduce`.
 
     `finish()`, or leaving the context, takes part until all ranks have ended. A gradient that is not finite is a
@@ -65,12 +72,14 @@ class EagerSGD(Wrapping):
         scheduler: Any = None,
         grace: float | str = 0.0,
         weighted: bool = False,
+        model: nn.Module | None = None,
+        buffers: str = "keep",
         seed: int = 0,
     ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer is {type(optimizer).__name__}, expected a torch.optim.Optimizer")
-        if scheduler is not None and getattr(scheduler, "optimizer", optimizer) is not optimizer:
-            raise ValueError("the scheduler is of another optimizer, expected one of the wrapped optimizer")
+        _check_scheduler(scheduler, optimizer)
+        _check_buffers(buffers, model)
         self._by_default, self._comm = comm is None, as_communicator(comm)
         named = name_parameters(optimizer, named_parameters)
         trained = {name: p for name, p in named.items() if p.requires_grad and p.numel()}
@@ -80,7 +89,11 @@ class EagerSGD(Wrapping):
         self.scheduler = scheduler
         self._named, self._trained = {id(p): name for name, p in named.items()}, list(trained.values())
         self._weighted, self.applied = weighted, 0
-        broadcast_parameters(named, self._comm, what="EagerSGD", settings=f"{weighted=}")
+        broadcast_parameters(named, self._comm, what="EagerSGD", settings=f"{weighted=}, {buffers=}")
+        held = [] if model is None else [buffer for buffer in model.buffers() if buffer.numel()]
+        copy_from_first(held, self._comm, facts="buffers of EagerSGD")
+        self._shared = None if buffers == "keep" or not held else Buffers(model, buffers, self._comm, "EagerSGD")
+        self._ended, self._known = False, cast(list[dict[str, Any]] | None, None)
         self._buckets = buckets_of(self._trained)
         like = [torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device) for bucket in self._buckets]
         self._rounds = PartialAllreduce(
@@ -115,11 +128,13 @@ class EagerSGD(Wrapping):
 
     def synchronize(self) -> None:
         """Meets all ranks that have more steps, each after as many as it likes; then parameters are the same on all,
-        and no gradient is under way. For evaluation, and before a checkpoint."""
-        self._apply(self._rounds.synchronize())
+        and no gradient is under way. For evaluation, before a checkpoint, and to set rates by hand, alike on all."""
+        self._meet(finished=False)
 
     def finish(self) -> None:
         """This rank has no more steps: applies the rest of the rounds until no rank has any."""
+        while self._shared is not None and not self._ended:
+            self._ended = self._meet(finished=True)
         self._apply(self._rounds.finish())
 
     def close(self) -> None:
@@ -158,7 +173,7 @@ class EagerSGD(Wrapping):
         self.optimizer.load_state_dict(wrapped)
         if self.scheduler is not None and own["scheduler"] is not None:
             self.scheduler.load_state_dict(own["scheduler"])
-        self.applied = own["applied"]
+        self.applied, self._known = own["applied"], None
 
     def __enter__(self) -> Self:
         return self
@@ -174,11 +189,44 @@ class EagerSGD(Wrapping):
                 raise CollectiveError(
                     f"gradients of ranks {list(result.nonfinite)} are not finite in round {result.round}"
                 )
+            self._refuse_own_settings()
             self._put(result)
             self.optimizer.step()
             if self.scheduler is not None:
                 self.scheduler.step()
-            self.applied += 1
+            self.applied, self._known = self.applied + 1, self._settings()
+
+    def _meet(self, *, finished: bool) -> bool:
+        """All ranks that have steps are here, where buffers are shared all others too; whether all have finished."""
+        self._apply(self._rounds.synchronize())
+        self._known = None
+        if self._shared is None:
+            return finished
+        self._shared.at_boundary()
+        unfinished = allreduce(torch.tensor([int(not finished)]), self._comm.rank, self._comm.size)
+        return not run(unfinished, self._comm, facts="EagerSGD: who has finished").item()
+
+    def _settings(self) -> list[dict[str, Any]]:
+        """Rates, momenta and the like of all groups."""
+        plain = {"params", "initial_lr"}
+        return [
+            {name: value.tolist() if isinstance(value, Tensor) else value for name, value in group.items()}
+            for group in ({name: group[name] for name in group.keys() - plain} for group in self.param_groups)
+        ]
+
+    def _refuse_own_settings(self) -> None:
+        """Settings that were changed since the last round, by a rank which knows of no other's."""
+        if self._known is None or self._comm.size == 1:
+            return
+        for number, (now, before) in enumerate(zip(self._settings(), self._known, strict=True)):
+            if changed := [
+                f"{name} {before.get(name)} -> {now[name]}" for name in now if now[name] != before.get(name)
+            ]:
+                raise ValueError(
+                    f"settings of parameter group {number} changed between two rounds: {', '.join(changed)}; ranks do "
+                    "not take as many rounds in a step, so their models would part: give scheduler=, which is stepped "
+                    "once a round, or change them on all ranks right after synchronize()"
+                )
 
     def _put(self, result: PartialResult) -> None:
         """The mean into p.grad, which is made where there is none."""
@@ -190,3 +238,17 @@ class EagerSGD(Wrapping):
         totals = [result.total] if isinstance(result.total, Tensor) else result.total
         for total, bucket in zip(totals, self._buckets, strict=True):
             bucket.scatter(total / divisor, gradients)
+
+
+def _check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise TypeError("a ReduceLROnPlateau takes a metric: leave it out, and step it yourself after synchronize()")
+    if scheduler is not None and getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise ValueError("the scheduler is of another optimizer, expected one of the wrapped optimizer")
+
+
+def _check_buffers(buffers: str, model: nn.Module | None) -> None:
+    if buffers not in ("keep", "average", "broadcast"):
+        raise ValueError(f"buffers is {buffers!r}, expected 'keep', 'average' or 'broadcast'")
+    if buffers != "keep" and model is None:
+        raise ValueError(f"buffers={buffers!r} takes the model whose buffers they are: give model=")
