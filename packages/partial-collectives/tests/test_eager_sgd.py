@@ -321,3 +321,96 @@ def test_a_scheduler_that_wants_a_metric_is_refused():
             EagerSGD(inner, model.named_parameters(), comm=comm, scheduler=plateau)
 
     SimulatedWorld(2).run(body)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gradients"), [(torch.float16, [4e4, 4e4]), (torch.bfloat16, [256.0, 1.0, 1.0, 1.0])]
+)
+def test_16_bits_are_summed_in_32(dtype, gradients):
+    """Halves that are finite may add to inf, and small ones beside a large one would be rounded away."""
+
+    def body(comm):
+        p = torch.nn.Parameter(torch.zeros(3, dtype=dtype))
+        got = []
+        inner = torch.optim.SGD([p], lr=0.0)
+        inner.register_step_pre_hook(lambda *_: got.append(p.grad[0].item()))
+        with EagerSGD(inner, [("p", p)], comm=comm, quorum=comm.size) as optimizer:
+            p.grad = torch.full_like(p, gradients[comm.rank])
+            optimizer.step()
+        return got
+
+    mean = torch.tensor(sum(gradients) / len(gradients)).to(dtype).item()
+    assert SimulatedWorld(len(gradients)).run(body) == [[mean]] * len(gradients)
+
+
+def test_gradients_and_rounds_that_nobody_has_applied_yet_come_back():
+    """Saved where no rank is in a step: one has a gradient that came too late for any round, one has rounds to apply.
+    Going on gives the bits of a run that went on at once."""
+
+    def unmet(comm):
+        model = network()
+        optimizer = wrapped(model, comm, quorum="solo")
+        for number in range(4 if comm.rank == 0 else 1):
+            comm.elapse(0.05 if comm.rank == 1 else 1e-3)
+            step(model, optimizer, comm.rank, number)
+        comm.elapse(1.0)
+        return model, optimizer
+
+    def ends(model, optimizer):
+        optimizer.finish()
+        optimizer.close()
+        return [p.tolist() for p in model.parameters()], optimizer.applied
+
+    def stops(comm):
+        model, optimizer = unmet(comm)
+        state, file = optimizer.state_dict(), io.BytesIO()
+        torch.save({"model": model.state_dict(), "optimizer": state}, file)
+        barrier(comm)  # closing goes on with rounds
+        optimizer.close()
+        rounds = state[KEY]["rounds"]
+        return file.getvalue(), optimizer.applied, rounds["deposits"]["count"], len(rounds["results"])
+
+    def resumes(comm):
+        model = network(seed=9)
+        optimizer = wrapped(model, comm, quorum="solo")
+        both = torch.load(io.BytesIO(saved[comm.rank][0]), weights_only=True)
+        model.load_state_dict(both["model"])
+        optimizer.load_state_dict(both["optimizer"])
+        return ends(model, optimizer)
+
+    saved = SimulatedWorld(3).run(stops)
+    assert [tuple(counts) for _, *counts in saved] == [(4, 0, 0), (4, 1, 0), (1, 0, 3)]
+    assert SimulatedWorld(3).run(resumes) == SimulatedWorld(3).run(lambda comm: ends(*unmet(comm)))
+
+
+def test_as_users_write_it_with_a_scaler_clipping_and_accumulation():
+    """A rank whose gradient overflowed takes no step; nobody waits for it, nothing of the inf is applied."""
+
+    def body(comm):
+        model = network()
+        inner = torch.optim.Adam(model.parameters(), lr=0.05)
+        norms = []
+        inner.register_step_pre_hook(
+            lambda *_: norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+        )
+        scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=2)
+        with EagerSGD(inner, model.named_parameters(), comm=comm, quorum="majority") as optimizer:
+            for number in range(8):
+                comm.elapse(1e-3 * (1 + comm.rank))
+                optimizer.zero_grad()
+                for micro in range(2):
+                    inputs = torch.randn(3, 5, generator=torch.Generator().manual_seed(10 * number + micro))
+                    loss = model[2](model[1](model[0](inputs)).double()).square().mean() / 2
+                    scaler.scale(loss * float("inf") if (comm.rank, number) == (1, 3) else loss).backward()
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+        refuse_unlike(dict(model.named_parameters()), comm)
+        assert all(torch.isfinite(p).all() for p in model.parameters())
+        assert len(norms) == optimizer.applied
+        return optimizer.applied, scaler.get_scale()
+
+    outcomes = SimulatedWorld(3).run(body)
+    assert len({applied for applied, _ in outcomes}) == 1
+    assert outcomes[1][1] < outcomes[0][1]

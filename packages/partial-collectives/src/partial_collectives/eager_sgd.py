@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Self, cast
 
 import torch
 from communicators import CollectiveError, Communicator, as_communicator, buckets_of, run
+from communicators.buckets import Bucket
 from communicators.dense_schedules import allreduce
 from communicators.replicas.averaging import copy_from_first
 from communicators.replicas.buffers import Buffers
@@ -45,7 +47,9 @@ class EagerSGD(Wrapping):
 
     Rounds are the same on all ranks, so parameters are too, bit for bit, after as many rounds; a rank may take several
     in one step. A gradient that is late goes into a later round, of which it is one summand more; P is always the
-    number of ranks. At construction all ranks get rank 0's parameters, and the buffers of `model`.
+    number of ranks. A parameter without a gradient counts as zeros; those of 16 bits are added up in 32. At construction
+    all ranks get rank 0's parameters, and the buffers of `model`. What is done to p.grad before `step()`, such as
+    clipping, is done to this rank's; to the mean by `optimizer.register_step_pre_hook` of the wrapped one.
 
     optimizer: built over the live parameters; shared as its param_groups, state and defaults are.
     scheduler: of the wrapped optimizer; stepped here, once for every round. Rates that change otherwise between two
@@ -94,7 +98,7 @@ class EagerSGD(Wrapping):
         copy_from_first(held, self._comm, facts="buffers of EagerSGD")
         self._shared = None if buffers == "keep" or not held else Buffers(model, buffers, self._comm, "EagerSGD")
         self._ended, self._known = False, cast(list[dict[str, Any]] | None, None)
-        self._buckets = buckets_of(self._trained)
+        self._buckets = [_in_32_bits(bucket) for bucket in buckets_of(self._trained)]
         like = [torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device) for bucket in self._buckets]
         self._rounds = PartialAllreduce(
             like, self._comm, quorum=quorum, max_staleness=max_staleness, grace=grace, seed=seed
@@ -238,6 +242,11 @@ class EagerSGD(Wrapping):
         totals = [result.total] if isinstance(result.total, Tensor) else result.total
         for total, bucket in zip(totals, self._buckets, strict=True):
             bucket.scatter(total / divisor, gradients)
+
+
+def _in_32_bits(bucket: Bucket) -> Bucket:
+    """Gradients of 16 bits are added up in 32: halves that are finite may add to inf."""
+    return replace(bucket, dtype=torch.promote_types(bucket.dtype, torch.float32))
 
 
 def _check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
