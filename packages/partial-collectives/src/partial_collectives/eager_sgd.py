@@ -47,9 +47,9 @@ class EagerSGD(Wrapping):
 
     Rounds are the same on all ranks, so parameters are too, bit for bit, after as many rounds; a rank may take several
     in one step. A gradient that is late goes into a later round, of which it is one summand more; P is always the
-    number of ranks. A parameter without a gradient counts as zeros; those of 16 bits are added up in 32. At construction
-    all ranks get rank 0's parameters, and the buffers of `model`. What is done to p.grad before `step()`, such as
-    clipping, is done to this rank's; to the mean by `optimizer.register_step_pre_hook` of the wrapped one.
+    number of ranks. A parameter without a gradient counts as zeros; those of 16 bits are added up in 32. Clipping
+    before `step()` is of this rank's gradient; the mean is clipped by a hook of the wrapped optimizer
+    (`register_step_pre_hook`). At construction all ranks get rank 0's parameters, and the buffers of `model`.
 
     optimizer: built over the live parameters; shared as its param_groups, state and defaults are.
     scheduler: of the wrapped optimizer; stepped here, once for every round. Rates that change otherwise between two
@@ -60,6 +60,8 @@ class EagerSGD(Wrapping):
         too; "average", their mean over ranks at `synchronize()` and `finish()`, what is not floating-point being rank
         0's; "broadcast", rank 0's there. Ranks that have finished are in the mean.
     quorum, max_staleness, grace, seed: see `PartialAllreduce`.
+
+    applied: rounds so far. gradients: how many were in them, of all ranks.
 
     `finish()`, or leaving the context, takes part until all ranks have ended. A gradient that is not finite is a
     CollectiveError on every rank, that names the rank, when its round is applied.
@@ -92,7 +94,7 @@ class EagerSGD(Wrapping):
         super().__init__(optimizer)
         self.scheduler = scheduler
         self._named, self._trained = {id(p): name for name, p in named.items()}, list(trained.values())
-        self._weighted, self.applied = weighted, 0
+        self._weighted, self.applied, self.gradients = weighted, 0, 0
         broadcast_parameters(named, self._comm, what="EagerSGD", settings=f"{weighted=}, {buffers=}")
         held = [] if model is None else [buffer for buffer in model.buffers() if buffer.numel()]
         copy_from_first(held, self._comm, facts="buffers of EagerSGD")
@@ -157,6 +159,7 @@ class EagerSGD(Wrapping):
             **place(self._comm, ADVICE),
             "rounds": self._rounds.state_dict(),
             "applied": self.applied,
+            "gradients": self.gradients,
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "wrapped": held,
         }
@@ -169,7 +172,7 @@ class EagerSGD(Wrapping):
         states of different rounds.
         """
         refuse_torch_helpers("EagerSGD")
-        needs = ("rounds", "applied", "scheduler")
+        needs = ("rounds", "applied", "gradients", "scheduler")
         check_place(state_dict, self._comm.rank, self._comm.size, of="an EagerSGD", needs=needs, advice=ADVICE)
         own = state_dict[KEY]
         wrapped = check_loaded({key: value for key, value in state_dict.items() if key != KEY}, own.get("wrapped"))
@@ -177,7 +180,7 @@ class EagerSGD(Wrapping):
         self.optimizer.load_state_dict(wrapped)
         if self.scheduler is not None and own["scheduler"] is not None:
             self.scheduler.load_state_dict(own["scheduler"])
-        self.applied, self._known = own["applied"], None
+        self.applied, self.gradients, self._known = own["applied"], own["gradients"], None
 
     def __enter__(self) -> Self:
         return self
@@ -195,6 +198,7 @@ class EagerSGD(Wrapping):
                 )
             self._refuse_own_settings()
             self._put(result)
+            self.gradients += result.deposits
             self.optimizer.step()
             if self.scheduler is not None:
                 self.scheduler.step()
