@@ -166,3 +166,22 @@ def test_after_an_error_on_one_rank_nobody_waits_and_no_thread_is_left(
         train(replace(app, build=build), options(algorithm="eager-solo"), 3)
     assert threading.active_count() == before
     assert SimulatedWorld(2).run(lambda comm: comm.rank) == [0, 1]
+
+
+def test_a_load_that_fails_on_one_rank_is_undone_and_told_on_all(
+    app: App, options: Callable[..., Options], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What undoes it is a second load, of the state before."""
+    given = options(algorithm="eager-majority")
+    train(app, given, 2)
+    real, loads = eager.Eager.load_state_dict, itertools.count()
+
+    def load(synchroniser: eager.Eager, state: dict[str, Any]) -> None:
+        real(synchroniser, state)
+        if next(loads) == 0:
+            raise TypeError("what nobody foresaw")
+
+    monkeypatch.setattr(eager.Eager, "load_state_dict", load)
+    with pytest.raises(AgreedError, match=r"does not fit this run .TypeError: what nobody foresaw"):
+        train(app, replace(given, resume="latest"), 2)
+    assert next(loads) >= 3
