@@ -32,7 +32,7 @@ def eager_sgd(model: nn.Module, comm: Communicator, quorum: Any) -> EagerSGD:
 
 
 def eager_diloco(model: nn.Module, comm: Communicator, quorum: Any) -> DiLoCo:
-    """A round a block. What comes late acts as momentum does, so the outer optimizer has less of it than DiLoCo's 0.9."""
+    """A round a block. What comes late acts as momentum does: the outer optimizer has less of it than DiLoCo's 0.9."""
     inner = torch.optim.AdamW(model.parameters(), lr=2e-3)
     outer = partial(torch.optim.SGD, lr=1.0, momentum=0.5, nesterov=True)
     return DiLoCo(inner, comm=comm, sync_every=TAU, outer=outer, allreduce=partial(PartialAllreduce, quorum=quorum))
