@@ -4,7 +4,7 @@
 
 Four real ranks under mpiexec, each computes for 10 ms a step (asleep: ranks share the cores here), then sums 100,000
 floats. call: median milliseconds of the call at the ranks that are not delayed. "delayed": the last rank computes for
-200 ms more. overhead: of a step of 100 ms and the call against one with a plain allreduce, where nobody is late; the ways
+200 ms more. overhead: of a step of 100 ms and the call against one with a plain allreduce, where nobody is late; ways
 take turns, so that what else the machine does meets all of them: median of the turns, and their quartiles.
 idle: share of a core that a rank takes while nothing happens, with a partial allreduce open and without.
 Then the protocol alone, under so many random orders of events at 1 … 8 ranks: each loses nothing and ends.
