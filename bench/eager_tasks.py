@@ -81,7 +81,7 @@ class Text(Task):
     """The next character of Python's own help texts, by an LSTM. A step takes as long as its sequences: 0.2 … 3.2 s,
     about as of the paper's videos; a rank's length is drawn for each step."""
 
-    name, ranks, steps, target, rate, every = "lstm", 8, 240, 0.30, 0.5, 5
+    name, ranks, steps, target, rate, every = "lstm", 8, 480, 0.45, 0.5, 5
 
     def model(self) -> nn.Module:
         """See `Task.model`."""
