@@ -180,6 +180,20 @@ def test_what_does_not_go_with_rounds_is_an_error():
     SimulatedWorld(2).run(body)
 
 
+def test_a_round_without_weight_changes_nothing():
+    def body(comm):
+        p = torch.nn.Parameter(torch.ones(3))
+        maker = partial(PartialAllreduce, quorum="majority")
+        inner = torch.optim.SGD([p], lr=1.0)
+        with DiLoCo(inner, comm=comm, sync_every=1, weighted=True, outer=PLAIN, allreduce=maker) as optimizer:
+            p.grad = torch.ones(3)
+            optimizer.step()
+            optimizer.average(weight=0.0)
+        return p.tolist()
+
+    assert SimulatedWorld(2).run(body) == [[1.0] * 3] * 2
+
+
 def test_nan_and_a_rank_that_gives_up_are_named_on_all():
     def body(comm, fault):
         model = network()

@@ -11,7 +11,7 @@ from communicators import CollectiveError, SimulatedWorld, barrier, refuse_unlik
 from communicators.replicas.place import KEY
 from hypothesis import given
 from hypothesis import strategies as st
-from partial_collectives import EagerSGD
+from partial_collectives import EagerSGD, until_deadline
 
 
 def network(seed=0):
@@ -414,3 +414,94 @@ def test_as_users_write_it_with_a_scaler_clipping_and_accumulation():
     outcomes = SimulatedWorld(3).run(body)
     assert len({applied for applied, _ in outcomes}) == 1
     assert outcomes[1][1] < outcomes[0][1]
+
+
+def one_parameter(comm, **settings):
+    p = torch.nn.Parameter(torch.zeros(1))
+    return p, EagerSGD(torch.optim.SGD([p], lr=1.0), [("p", p)], comm=comm, **settings)
+
+
+def test_a_round_without_weight_changes_nothing():
+    def body(comm):
+        p, optimizer = one_parameter(comm, quorum=2, weighted=True)
+        with optimizer:
+            for weight in (0.0, 1.0, 0.0):
+                p.grad = torch.tensor([1.0])
+                optimizer.step(weight=weight)
+        return p.item()
+
+    assert SimulatedWorld(2).run(body) == [-1.0] * 2
+
+
+def test_weights_that_would_count_for_nothing_or_twice_are_refused():
+    def body(comm):
+        p, optimizer = one_parameter(comm)
+        p.grad = torch.tensor([1.0])
+        with pytest.raises(ValueError, match=r"step\(weight=32\), but means are plain: .* weighted=True"):
+            optimizer.step(weight=32)
+        optimizer.close()
+        p, optimizer = one_parameter(comm, weighted=True)
+        p.grad = torch.tensor([1.0])
+        with pytest.raises(ValueError, match=r"step\(\) of a weighted EagerSGD: give the step's weight"):
+            optimizer.step()
+        optimizer.close()
+
+    SimulatedWorld(2).run(body)
+
+
+def test_micro_batches_until_a_deadline_count_as_many_samples_as_they_were():
+    """As `until_deadline` is documented: the mean over all samples that were in time, on all ranks."""
+
+    def body(comm):
+        p, optimizer = one_parameter(comm, quorum=2, weighted=True)
+        with optimizer:
+            samples = 0
+            for batch in until_deadline([torch.full((3,), 1.0 + comm.rank)] * 4, 0.5, clock=comm.clock):
+                comm.elapse(0.2 if comm.rank else 0.1)
+                (p * batch).sum().backward()
+                samples += len(batch)
+            p.grad /= samples
+            optimizer.step(weight=samples)
+        return p.item(), samples
+
+    (change, ours), (_, theirs) = SimulatedWorld(2).run(body)
+    assert (ours, theirs) == (12, 9)
+    assert change == pytest.approx(-(12 * 1.0 + 9 * 2.0) / 21)
+
+
+def other_rate(model, rank):
+    return torch.optim.SGD(model.parameters(), lr=0.1 * (1 + rank))
+
+
+def other_optimizer(model, rank):
+    return (torch.optim.Adam if rank else torch.optim.AdamW)(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("make", [other_rate, other_optimizer])
+def test_ranks_with_other_optimizers_or_rates_are_refused(make):
+    def body(comm):
+        model = network()
+        EagerSGD(make(model, comm.rank), model.named_parameters(), comm=comm)
+
+    with pytest.raises(CollectiveError, match="ranks disagree on call 0"):
+        SimulatedWorld(2).run(body)
+
+
+def test_a_state_of_other_settings_is_refused():
+    def body(comm):
+        model = network()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(inner, 0.5)
+        plain = EagerSGD(inner, model.named_parameters(), comm=comm)
+        scheduled = EagerSGD(inner, model.named_parameters(), comm=comm, scheduler=scheduler)
+        weighted = EagerSGD(inner, model.named_parameters(), comm=comm, weighted=True)
+        with pytest.raises(ValueError, match="with scheduler=ExponentialLR, this one has scheduler=None"):
+            plain.load_state_dict(scheduled.state_dict())
+        with pytest.raises(ValueError, match="with scheduler=None, this one has scheduler=ExponentialLR"):
+            scheduled.load_state_dict(plain.state_dict())
+        with pytest.raises(ValueError, match="with weighted=True, this one has weighted=False"):
+            plain.load_state_dict(weighted.state_dict())
+        for one in (plain, scheduled, weighted):
+            one.close()
+
+    SimulatedWorld(2).run(body)

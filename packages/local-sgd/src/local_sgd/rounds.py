@@ -124,6 +124,8 @@ class OuterRounds:
                     f"{self._what}: NaN or inf in the parameters of ranks {list(one.nonfinite)}, seen in round "
                     f"{one.round}: lower the learning rate there, clip gradients, or go back to a checkpoint"
                 )
+            if self._weighted and not one.weight:  # on all ranks: there is nothing to take a mean of
+                continue
             divisor = one.weight if self._weighted else self._size
             totals = [one.total] if isinstance(one.total, Tensor) else one.total
             for part, total in zip(self._parts, totals, strict=True):

@@ -20,11 +20,11 @@ from communicators.replicas.wrapped_state import check_loaded, refuse_torch_help
 from communicators.replicas.wrapping import Wrapping
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from partial_collectives.partial_allreduce import PartialAllreduce
 from partial_collectives.protocol.rules import MAX_STALENESS, Quorum
 from partial_collectives.result import PartialResult
+from partial_collectives.settings import as_facts, check_scheduler, refuse_changed, settings_of
 from partial_collectives.stragglers.lateness import Lateness
 
 ADVICE = "go on with as many ranks, or save after finish() and load the wrapped optimizer's part alone"
@@ -55,7 +55,7 @@ class EagerSGD(Wrapping):
     scheduler: of the wrapped optimizer; stepped here, once for every round. Rates that change otherwise between two
         rounds, and so go by a rank's own steps, are a ValueError: ranks would part in silence.
     weighted: total is divided by the sum of the weights that ranks give to `step(weight=…)`, samples or tokens, not
-        by P.
+        by P. A gradient is then the mean over them.
     model: has buffers, such as BatchNorm's. buffers: "keep", they differ between ranks, in evaluations and checkpoints
         too; "average", their mean over ranks at `synchronize()` and `finish()`, what is not floating-point being rank
         0's; "broadcast", rank 0's there. Ranks that have finished are in the mean.
@@ -84,7 +84,7 @@ class EagerSGD(Wrapping):
     ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer is {type(optimizer).__name__}, expected a torch.optim.Optimizer")
-        _check_scheduler(scheduler, optimizer)
+        check_scheduler(scheduler, optimizer)
         _check_buffers(buffers, model)
         self._by_default, self._comm = comm is None, as_communicator(comm)
         named = name_parameters(optimizer, named_parameters)
@@ -95,7 +95,8 @@ class EagerSGD(Wrapping):
         self.scheduler = scheduler
         self._named, self._trained = {id(p): name for name, p in named.items()}, list(trained.values())
         self._weighted, self.applied, self.gradients = weighted, 0, 0
-        broadcast_parameters(named, self._comm, what="EagerSGD", settings=f"{weighted=}, {buffers=}")
+        settings = f"{weighted=}, {buffers=}, {as_facts(optimizer, scheduler)}"
+        broadcast_parameters(named, self._comm, what="EagerSGD", settings=settings)
         held = [] if model is None else [buffer for buffer in model.buffers() if buffer.numel()]
         copy_from_first(held, self._comm, facts="buffers of EagerSGD")
         self._shared = None if buffers == "keep" or not held else Buffers(model, buffers, self._comm, "EagerSGD")
@@ -117,10 +118,14 @@ class EagerSGD(Wrapping):
         return self._rounds.lateness
 
     def step(  # type: ignore[override]
-        self, closure: Callable[[], float] | None = None, *, weight: float = 1.0
+        self, closure: Callable[[], float] | None = None, *, weight: float | None = None
     ) -> float | None:
-        """Gives the gradients, and applies every round that is over. See `PartialAllreduce.allreduce`."""
+        """Gives the gradients, and applies every round that is over. See `PartialAllreduce.allreduce`.
+
+        weight: of the gradient, a mean over so many samples or tokens; given if, and only if, it is `weighted`.
+        """
         refuse_torch_helpers("EagerSGD")
+        weight = self._checked(weight)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -160,6 +165,7 @@ class EagerSGD(Wrapping):
             "rounds": self._rounds.state_dict(),
             "applied": self.applied,
             "gradients": self.gradients,
+            "settings": {"weighted": self._weighted, "scheduler": _name(self.scheduler)},
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "wrapped": held,
         }
@@ -172,13 +178,16 @@ class EagerSGD(Wrapping):
         states of different rounds.
         """
         refuse_torch_helpers("EagerSGD")
-        needs = ("rounds", "applied", "gradients", "scheduler")
+        needs = ("rounds", "applied", "gradients", "settings", "scheduler")
         check_place(state_dict, self._comm.rank, self._comm.size, of="an EagerSGD", needs=needs, advice=ADVICE)
         own = state_dict[KEY]
+        for name, now in (("weighted", self._weighted), ("scheduler", _name(self.scheduler))):
+            if (then := own["settings"][name]) != now:
+                raise ValueError(f"the state is of an EagerSGD with {name}={then}, this one has {name}={now}")
         wrapped = check_loaded({key: value for key, value in state_dict.items() if key != KEY}, own.get("wrapped"))
         self._rounds.load_state_dict(own["rounds"])
         self.optimizer.load_state_dict(wrapped)
-        if self.scheduler is not None and own["scheduler"] is not None:
+        if self.scheduler is not None:
             self.scheduler.load_state_dict(own["scheduler"])
         self.applied, self.gradients, self._known = own["applied"], own["gradients"], None
 
@@ -194,15 +203,19 @@ class EagerSGD(Wrapping):
         for result in results:
             if result.nonfinite:
                 raise CollectiveError(
-                    f"gradients of ranks {list(result.nonfinite)} are not finite in round {result.round}"
+                    f"gradients of ranks {list(result.nonfinite)} are not finite in round {result.round}, which was "
+                    "not applied: clip gradients, lower the learning rate, or go back to a checkpoint"
                 )
-            self._refuse_own_settings()
-            self._put(result)
             self.gradients += result.deposits
+            if self._weighted and not result.weight:  # on all ranks: there is nothing to take a mean of
+                continue
+            if self._known is not None and self._comm.size > 1:
+                refuse_changed(self.optimizer, self._known)
+            self._put(result)
             self.optimizer.step()
             if self.scheduler is not None:
                 self.scheduler.step()
-            self.applied, self._known = self.applied + 1, self._settings()
+            self.applied, self._known = self.applied + 1, settings_of(self.optimizer)
 
     def _meet(self, *, finished: bool) -> bool:
         """All ranks that have steps are here, where buffers are shared all others too; whether all have finished."""
@@ -214,27 +227,12 @@ class EagerSGD(Wrapping):
         unfinished = allreduce(torch.tensor([int(not finished)]), self._comm.rank, self._comm.size)
         return not run(unfinished, self._comm, facts="EagerSGD: who has finished").item()
 
-    def _settings(self) -> list[dict[str, Any]]:
-        """Rates, momenta and the like of all groups."""
-        plain = {"params", "initial_lr"}
-        return [
-            {name: value.tolist() if isinstance(value, Tensor) else value for name, value in group.items()}
-            for group in ({name: group[name] for name in group.keys() - plain} for group in self.param_groups)
-        ]
-
-    def _refuse_own_settings(self) -> None:
-        """Settings that were changed since the last round, by a rank which knows of no other's."""
-        if self._known is None or self._comm.size == 1:
-            return
-        for number, (now, before) in enumerate(zip(self._settings(), self._known, strict=True)):
-            if changed := [
-                f"{name} {before.get(name)} -> {now[name]}" for name in now if now[name] != before.get(name)
-            ]:
-                raise ValueError(
-                    f"settings of parameter group {number} changed between two rounds: {', '.join(changed)}; ranks do "
-                    "not take as many rounds in a step, so their models would part: give scheduler=, which is stepped "
-                    "once a round, or change them on all ranks right after synchronize()"
-                )
+    def _checked(self, weight: float | None) -> float:
+        if weight is not None and not self._weighted:
+            raise ValueError(f"step(weight={weight}), but means are plain: make the EagerSGD with weighted=True")
+        if weight is None and self._weighted:
+            raise ValueError("step() of a weighted EagerSGD: give the step's weight, such as step(weight=len(batch))")
+        return 1.0 if weight is None else weight
 
     def _put(self, result: PartialResult) -> None:
         """The mean into p.grad, which is made where there is none."""
@@ -253,11 +251,8 @@ def _in_32_bits(bucket: Bucket) -> Bucket:
     return replace(bucket, dtype=torch.promote_types(bucket.dtype, torch.float32))
 
 
-def _check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
-    if isinstance(scheduler, ReduceLROnPlateau):
-        raise TypeError("a ReduceLROnPlateau takes a metric: leave it out, and step it yourself after synchronize()")
-    if scheduler is not None and getattr(scheduler, "optimizer", optimizer) is not optimizer:
-        raise ValueError("the scheduler is of another optimizer, expected one of the wrapped optimizer")
+def _name(scheduler: Any) -> str | None:
+    return None if scheduler is None else type(scheduler).__name__
 
 
 def _check_buffers(buffers: str, model: nn.Module | None) -> None:
