@@ -6,8 +6,8 @@ By the model of `bench.cluster_model`, which says what is drawn from what, and w
 5 s, of which 2 % take longer by 2.5 s in the mean; a rank is slow for an hour every 100 hours, and dies every 1,000
 hours, so that one of all dies every 4. share: gradients that were kept, against ranks that never wait, are late or die:
 median and extremes of the seeds. contributors: of a round, of all ranks. After a death the ways with "restarts" begin
-again at the last checkpoint, those with "shrink" go on with who is left. grace: as long as a round's collective takes.
-Nothing of this tells how well is learnt: see `bench eager`.
+again at the last checkpoint; those with "shrink" go on with who is left, and write a checkpoint every hour only. grace:
+as long as a round's collective takes. Nothing of this tells how well is learnt: see `bench eager`.
 """
 
 from __future__ import annotations
