@@ -15,7 +15,7 @@ from trainer.records.run_folder import RunFolder
 from trainer.run import run
 
 SECONDS = {"seconds", "compute_seconds", "communication_seconds"}
-MEASURED = SECONDS | {"hidden_fraction"}
+MEASURED = SECONDS | {"hidden_fraction", "last_rank", "last_share", "late_seconds"}
 
 
 class Killed(BaseException):
