@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pkgutil import resolve_name
 
 BENCHMARKS = {
+    "cluster": "bench.cluster:main",
     "collectives": "bench.collectives:main",
     "compress": "bench.compress:main",
     "compress-gpu": "bench.compress_gpu:main",

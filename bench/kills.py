@@ -130,7 +130,7 @@ def same(found: Any, expected: Any) -> bool:
 
 
 def chain(algorithm: str, *, kills: int, ranks: int, chance: random.Random, folder: Path) -> dict[str, Any]:
-    """One algorithm's row. Runs are long enough for so many kills; one that has ended early is deleted and begun anew."""
+    """One algorithm's row. Runs are long enough for so many kills; one that ended early is deleted and begun anew."""
     began, epochs = time.perf_counter(), max(2, kills)
     straight = Run(algorithm, ranks, epochs, folder / "straight")
     straight.finish()

@@ -4,7 +4,8 @@
 
 Four real ranks under mpiexec, each computes for 10 ms a step (asleep: ranks share the cores here), then sums 100,000
 floats. call: median milliseconds of the call at the ranks that are not delayed. "delayed": the last rank computes for
-200 ms more. step: the median of computing and call, and against it the overhead of partial rounds where nobody is late.
+200 ms more. overhead: of a step of 100 ms and the call against one with a plain allreduce, where nobody is late; ways
+take turns, so that what else the machine does meets all of them: median of the turns, and their quartiles.
 idle: share of a core that a rank takes while nothing happens, with a partial allreduce open and without.
 Then the protocol alone, under so many random orders of events at 1 … 8 ranks: each loses nothing and ends.
 """
@@ -20,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from communicators import Communicator, allreduce, as_communicator, barrier
@@ -34,6 +36,7 @@ NUMEL = 100_000
 COMPUTE_SECONDS = 0.01
 DELAY_SECONDS = 0.2
 IDLE_SECONDS = 3.0
+STEP_SECONDS, TURN_STEPS = 0.1, 5
 SYNCHRONOUS = "plain allreduce"
 QUORUMS: dict[str, Quorum] = {"solo": "solo", "2 of 4": 2, "majority": "majority", "4 of 4": RANKS}
 
@@ -48,9 +51,10 @@ def main(argv: Sequence[str] = ()) -> int:
     options, facts = parser.parse_args(argv), machine()
     times = 5 if options.full else 1
     rows = _launched(times * options.steps)
-    print(f"{'':>16} {'call':>8} {'delayed':>8} {'step':>8}  ms")
+    print(f"{'':>16} {'call':>8} {'delayed':>8}  ms, overhead [quartiles]")
     for row in rows:
-        print(f"{row['how']:>16} {row['call_ms']:8.2f} {row['delayed_ms']:8.2f} {row['step_ms']:8.2f}")
+        spread = f"{row['overhead']:7.1%} [{row['overhead_low']:.1%}, {row['overhead_high']:.1%}]"
+        print(f"{row['how']:>16} {row['call_ms']:8.2f} {row['delayed_ms']:8.2f}   {spread}")
     idle = rows[0]["idle_share"], rows[-1]["idle_share"]
     print(f"idle: {idle[1]:.1%} of a core with a partial allreduce open, {idle[0]:.1%} without")
     print(play(times * options.schedules))
@@ -68,11 +72,11 @@ def play(schedules: int) -> str:
     return f"{schedules:,} schedules of {rounds:,} rounds: nothing lost, no hang, in {seconds:.0f} s"
 
 
-def _launched(steps: int) -> list[dict[str, float]]:
+def _launched(steps: int) -> list[dict[str, Any]]:
     mpiexec = Path(sys.executable).parent / "mpiexec"
     command = [str(mpiexec), "-n", str(RANKS), sys.executable, "-m", "bench.partial", "ranks", str(steps)]
     printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=600).stdout
-    rows: list[dict[str, float]] = json.loads(printed)
+    rows: list[dict[str, Any]] = json.loads(printed)
     return rows
 
 
@@ -81,17 +85,19 @@ def on_rank(steps: int) -> None:
     from mpi4py import MPI
 
     comm = as_communicator(MPI.COMM_WORLD)
-    rows = []
+    rows, overheads = [], _overheads(comm, turns=max(4, steps // 6))
     for how in (SYNCHRONOUS, *QUORUMS):
         alike, delayed = (_measured(comm, how, steps, delay) for delay in (0.0, DELAY_SECONDS))
-        row = {"how": how, "call_ms": alike[0], "delayed_ms": delayed[0], "step_ms": alike[1]}
+        low, middle, high = overheads[how]
+        row = {"how": how, "call_ms": alike, "delayed_ms": delayed}
+        row |= {"overhead": middle, "overhead_low": low, "overhead_high": high}
         rows.append({**row, "idle_share": _idle_share(comm, how)})
     if comm.rank == 0:
         print(json.dumps(rows))
 
 
-def _measured(comm: Communicator, how: str, steps: int, delay: float) -> tuple[float, float]:
-    """(call, step) in ms: medians at rank 0."""
+def _measured(comm: Communicator, how: str, steps: int, delay: float) -> float:
+    """Median milliseconds of the call, at rank 0."""
     delayed = bool(delay) and comm.rank == comm.size - 1
     ours = torch.ones(NUMEL)
     barrier(comm)
@@ -100,23 +106,44 @@ def _measured(comm: Communicator, how: str, steps: int, delay: float) -> tuple[f
     with PartialAllreduce(ours, comm, quorum=QUORUMS[how], max_staleness=steps) as partial:
         shared = steps // 4 if how == "4 of 4" and delay else steps
         alone = max(2, int(steps * COMPUTE_SECONDS / DELAY_SECONDS)) if delayed and shared == steps else shared
-        medians = _timed(lambda: partial.allreduce(ours), alone, delay * delayed)
+        median = _timed(lambda: partial.allreduce(ours), alone, delay * delayed)
         for _ in partial.finish():
             pass
-    return medians
+    return median
 
 
-def _timed(call: Callable[[], object], steps: int, delay: float) -> tuple[float, float]:
-    calls, whole = [], []
+def _overheads(comm: Communicator, turns: int) -> dict[str, tuple[float, float, float]]:
+    """For each way the quartiles over turns of its step against the plain allreduce's of the same turn, minus 1."""
+    ours, steps = torch.ones(NUMEL), dict[str, list[float]]()
+    for _ in range(turns):
+        for how in (SYNCHRONOUS, *QUORUMS):
+            barrier(comm)
+            steps.setdefault(how, []).append(1e3 * STEP_SECONDS + _turn(comm, how, ours))
+    ratios = {
+        how: [one / plain - 1 for one, plain in zip(steps[how], steps[SYNCHRONOUS], strict=True)] for how in steps
+    }
+    return {how: tuple(statistics.quantiles(ratio, n=4)) for how, ratio in ratios.items()}  # type: ignore[misc]
+
+
+def _turn(comm: Communicator, how: str, ours: torch.Tensor) -> float:
+    """Median milliseconds of the call in a few steps."""
+    if how == SYNCHRONOUS:
+        return _timed(lambda: allreduce(ours, comm, native=False), TURN_STEPS, STEP_SECONDS - COMPUTE_SECONDS)
+    with PartialAllreduce(ours, comm, quorum=QUORUMS[how], max_staleness=1000) as partial:
+        median = _timed(lambda: partial.allreduce(ours), TURN_STEPS, STEP_SECONDS - COMPUTE_SECONDS)
+        for _ in partial.finish():
+            pass
+    return median
+
+
+def _timed(call: Callable[[], object], steps: int, delay: float) -> float:
+    calls = []
     for _ in range(steps):
-        begin = time.perf_counter()
         time.sleep(COMPUTE_SECONDS + delay)
         computed = time.perf_counter()
         call()
-        end = time.perf_counter()
-        calls.append(1e3 * (end - computed))
-        whole.append(1e3 * (end - begin))
-    return statistics.median(calls), statistics.median(whole)
+        calls.append(1e3 * (time.perf_counter() - computed))
+    return statistics.median(calls)
 
 
 def _idle_share(comm: Communicator, how: str) -> float:

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 BESIDE = Path(sys.executable).parent
-FLAGS = "--algorithm gtopk --max-epochs 500 --lr-schedule constant --checkpoint-every 4 --keep 1"
+FLAGS = "--max-epochs 500 --lr-schedule constant --checkpoint-every 4 --keep 1"
 TRAIN = ["-m", "cifar", *FLAGS.split()]
 STARTERS = {
     "by itself": [sys.executable, *TRAIN],
@@ -118,21 +118,23 @@ CHAINS = {
 
 
 @pytest.mark.timeout(600)  # a launch takes long on a busy machine
-@pytest.mark.parametrize("chain", CHAINS)
-def test_however_a_run_ends_no_rank_is_left_and_the_next_one_goes_on_with_it_at_once(job, chain):
+@pytest.mark.parametrize(
+    ("chain", "algorithm"), [*((chain, "gtopk") for chain in CHAINS), ("two ranks", "eager-majority")]
+)
+def test_however_a_run_ends_no_rank_is_left_and_the_next_one_goes_on_with_it_at_once(job, chain, algorithm):
     reached = ""
     for turn, (how, end, number) in enumerate([*CHAINS[chain], (CHAINS[chain][0][0], killed, signal.SIGKILL)]):
-        run = job(how, *(["--resume"] if turn else []))
+        run = job(how, "--algorithm", algorithm, *(["--resume"] if turn else []))
         run.until(lambda run=run, reached=reached: run.newest() > reached, f"run {turn}, {how}: another checkpoint")
         end(run, number)
         reached = run.newest()
 
 
 def test_a_second_job_in_the_folder_is_refused_and_the_first_goes_on(job):
-    first = job("its own workers")
+    first = job("its own workers", "--algorithm", "gtopk")
     first.until(first.newest, "a checkpoint")
     for flags in (["--overwrite"], ["--resume"]):
-        second = job("its own workers", *flags)
+        second = job("its own workers", "--algorithm", "gtopk", *flags)
         _, error = second.starter.communicate(timeout=LIMIT)
         assert second.starter.returncode == 1
         assert re.fullmatch(r"cifar: error: [^\n]+/run is in use by process \d+ on [^\n]+\n", error), error

@@ -17,7 +17,7 @@ from trainer.training import phases
 
 PHASES = {f"{name}_seconds" for name in (*phases.PHASES, "evaluation", "rest")}
 SECONDS = {"seconds", "compute_seconds", "communication_seconds"} | PHASES
-MEASURED = SECONDS | {"hidden_fraction"}
+MEASURED = SECONDS | {"hidden_fraction", "last_rank", "last_share", "late_seconds"}
 
 
 class Killed(BaseException):

@@ -73,6 +73,11 @@ def test_two_spellings_of_the_algorithm(app: App, flags: str, algorithm: str) ->
         ("--algorithm gtopk --teams 1", "--teams 1 is for spardl"),
         ("--algorithm gtopk --teams 2", "--teams 2 is for spardl; gtopk has no teams"),
         ("--algorithm spardl --teams 3", "--teams 3 does not divide the 4 workers"),
+        ("--algorithm eager-quorum --quorum 5", "--quorum 5 is more than the 4 workers"),
+        ("--algorithm eager-quorum --quorum 0", "expected a whole number from 1 on"),
+        ("--algorithm eager-solo --quorum 2", "--quorum 2 is for eager-quorum; eager-solo has no quorum"),
+        ("--algorithm eager-solo --grace soon", "given 'soon', expected a number from 0 on"),
+        ("--algorithm eager-solo --max-staleness -1", "expected a whole number from 0 on"),
         ("--algorithm gtopk --wire fp8", "'fp32', 'bf16'"),
         ("--algorithm dense --wire int8", "is not for dense, which takes fp32, bf16, fp16"),
         ("--compression --compressor topk --algorithm gtopk", "differ"),
@@ -115,7 +120,8 @@ def test_tensorboard_is_asked_for_only_where_it_is(app: App, monkeypatch: pytest
 
 
 def test_every_algorithm_can_be_trained_with() -> None:
-    assert sorted([*ALGORITHMS, *WHOLE, *MAKERS]) == sorted(TABLE)
+    eager = ["eager-solo", "eager-majority", "eager-quorum"]
+    assert sorted([*ALGORITHMS, *WHOLE, *MAKERS, *eager]) == sorted(TABLE)
     assert list(KNOWN_WIRES) == WIRE.choices
     assert list(KNOWN_DENSE_WIRES) == DENSE_WIRE.choices
 

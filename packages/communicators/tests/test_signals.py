@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from enum import IntEnum
 
 import pytest
@@ -366,6 +367,23 @@ def test_who_waits_in_vain():
     signals = Alone().signals(lambda source, value: None)
     with pytest.raises(TimeoutError, match="nobody else"):
         signals.wait_until(lambda: False, 0.1)
+
+
+def test_who_begins_to_wait_is_not_kept_waiting_by_naps_that_grew_while_nothing_came():
+    def naps(comm):
+        signals = comm.signals(lambda source, value: None)
+        traffic, seen = signals._traffic, []
+        traffic.progressed = 0.0  # nothing has come for long
+
+        def over():
+            seen.append(time.monotonic() - traffic.progressed)
+            return True
+
+        signals.wait_until(over, 1.0)
+        signals.close()
+        return seen[0]
+
+    assert max(on_all(ranks(2), naps)) < 60  # seconds of a clock that began long ago, or a moment
 
 
 def test_signals_from_within_a_schedule():

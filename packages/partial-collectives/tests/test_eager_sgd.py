@@ -11,7 +11,7 @@ from communicators import CollectiveError, SimulatedWorld, barrier, refuse_unlik
 from communicators.replicas.place import KEY
 from hypothesis import given
 from hypothesis import strategies as st
-from partial_collectives import EagerSGD
+from partial_collectives import EagerSGD, until_deadline
 
 
 def network(seed=0):
@@ -198,5 +198,310 @@ def test_bad_input():
         with pytest.raises(RuntimeError, match="after finish"):
             optimizer.step()
         optimizer.close()
+
+    SimulatedWorld(2).run(body)
+
+
+def normalised(rank):
+    """A model with statistics of its own on every rank: means and variances, a count, a mask."""
+    model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
+    model[2].register_buffer("mask", torch.tensor([True, rank == 0]))
+    return model
+
+
+def train_normalised(comm, buffers, steps):
+    """steps: of each rank, between meetings. Returns its buffers before and after each meeting, and at the end."""
+    model = normalised(comm.rank)
+    inner = torch.optim.SGD(model.parameters(), lr=0.05)
+    seen = []
+    with EagerSGD(inner, model.named_parameters(), comm=comm, model=model, buffers=buffers) as optimizer:
+        for place, part in enumerate(steps[comm.rank], start=1):
+            for number in range(part):
+                comm.elapse(1e-3 * (1 + comm.rank))
+                optimizer.zero_grad()
+                inputs = torch.randn(3, 5, generator=torch.Generator().manual_seed(100 * comm.rank + number))
+                model[2](model[1](model[0](inputs))).square().mean().backward()
+                optimizer.step()
+            if place < len(steps[comm.rank]):
+                own = [buffer.clone() for buffer in model.buffers()]
+                optimizer.synchronize()
+                seen.append((own, [buffer.clone() for buffer in model.buffers()]))
+    return seen, [buffer.clone() for buffer in model.buffers()]
+
+
+@pytest.mark.parametrize("buffers", ["average", "broadcast"])
+def test_buffers_are_shared_where_ranks_meet_also_with_those_that_have_ended(buffers):
+    steps = [[1, 2], [3], [1, 2, 4]]
+    outcomes = SimulatedWorld(3).run(lambda comm: train_normalised(comm, buffers, steps))
+    for number in (0, 1):
+        met = [seen[number] for seen, _ in outcomes if len(seen) > number]
+        for place in range(4):
+            values = [after[place] for _, after in met]
+            assert all(torch.equal(value, values[0]) for value in values)
+    ends = [end for _, end in outcomes]
+    for end in ends:
+        assert all(torch.equal(one, other) for one, other in zip(end, ends[0], strict=True))
+    assert int(ends[0][2]) == 3  # steps of rank 0
+    assert ends[0][3].tolist() == [True, True]
+
+
+def test_means_of_buffers_are_those_of_all_ranks():
+    outcomes = SimulatedWorld(2).run(lambda comm: train_normalised(comm, "average", [[2, 1], [1, 1]]))
+    befores, afters = zip(*(seen[0] for seen, _ in outcomes), strict=True)
+    for place in (0, 1):
+        torch.testing.assert_close(afters[0][place], (befores[0][place] + befores[1][place]) / 2)
+
+
+def test_buffers_stay_each_ranks_own_unless_it_is_said_otherwise():
+    outcomes = SimulatedWorld(2).run(lambda comm: train_normalised(comm, "keep", [[2, 1], [1, 1]]))
+    assert not torch.equal(outcomes[0][1][0], outcomes[1][1][0])
+
+
+def test_buffers_take_the_model():
+    def body(comm):
+        model = normalised(comm.rank)
+        with pytest.raises(ValueError, match="takes the model whose buffers they are"):
+            EagerSGD(torch.optim.SGD(model.parameters()), model.named_parameters(), comm=comm, buffers="average")
+        with pytest.raises(ValueError, match="expected 'keep', 'average' or 'broadcast'"):
+            EagerSGD(torch.optim.SGD(model.parameters()), model.named_parameters(), comm=comm, buffers="mean")
+
+    SimulatedWorld(2).run(body)
+
+
+def rate_by_hand(comm, change, quorum="solo"):
+    """Every rank changes a setting of its optimizer as often as it takes steps."""
+    model = network()
+    inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    with EagerSGD(inner, model.named_parameters(), comm=comm, quorum=quorum) as optimizer:
+        scheduler = change(optimizer)
+        for number in range(4):
+            comm.elapse(1e-3 * (1 + comm.rank))
+            step(model, optimizer, comm.rank, number)
+            scheduler()
+    refuse_unlike(dict(model.named_parameters()), comm)
+
+
+def by_step(optimizer):
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5).step
+
+
+def by_hand(optimizer):
+    return lambda: optimizer.param_groups[0].update(momentum=optimizer.param_groups[0]["momentum"] * 0.9)
+
+
+@pytest.mark.parametrize("change", [by_step, by_hand])
+def test_a_rate_that_goes_by_a_ranks_own_steps_is_an_error(change):
+    with pytest.raises(ValueError, match=r"changed between two rounds: (lr 0.05|momentum 0.9) -> .*give scheduler="):
+        SimulatedWorld(3).run(lambda comm: rate_by_hand(comm, change))
+
+
+def test_where_all_have_met_a_rate_may_be_set_by_hand():
+    def body(comm):
+        model = network()
+        inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        with EagerSGD(inner, model.named_parameters(), comm=comm, quorum="solo") as optimizer:
+            for number in range(6):
+                comm.elapse(1e-3 * (1 + comm.rank))
+                step(model, optimizer, comm.rank, number)
+                if number % 2:
+                    optimizer.synchronize()
+                    optimizer.param_groups[0]["lr"] *= 0.5
+        refuse_unlike(dict(model.named_parameters()), comm)
+        return optimizer.param_groups[0]["lr"]
+
+    assert SimulatedWorld(3).run(body) == [0.05 / 8] * 3
+
+
+def test_a_scheduler_that_wants_a_metric_is_refused():
+    def body(comm):
+        model = network()
+        inner = torch.optim.SGD(model.parameters(), lr=0.05)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(inner)
+        with pytest.raises(TypeError, match=r"takes a metric.*step it yourself after synchronize\(\)"):
+            EagerSGD(inner, model.named_parameters(), comm=comm, scheduler=plateau)
+
+    SimulatedWorld(2).run(body)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gradients"), [(torch.float16, [4e4, 4e4]), (torch.bfloat16, [256.0, 1.0, 1.0, 1.0])]
+)
+def test_16_bits_are_summed_in_32(dtype, gradients):
+    """Halves that are finite may add to inf, and small ones beside a large one would be rounded away."""
+
+    def body(comm):
+        p = torch.nn.Parameter(torch.zeros(3, dtype=dtype))
+        got = []
+        inner = torch.optim.SGD([p], lr=0.0)
+        inner.register_step_pre_hook(lambda *_: got.append(p.grad[0].item()))
+        with EagerSGD(inner, [("p", p)], comm=comm, quorum=comm.size) as optimizer:
+            p.grad = torch.full_like(p, gradients[comm.rank])
+            optimizer.step()
+        return got
+
+    mean = torch.tensor(sum(gradients) / len(gradients)).to(dtype).item()
+    assert SimulatedWorld(len(gradients)).run(body) == [[mean]] * len(gradients)
+
+
+def test_gradients_and_rounds_that_nobody_has_applied_yet_come_back():
+    """Saved where no rank is in a step: one has a gradient that came too late for any round, one has rounds to apply.
+    Going on gives the bits of a run that went on at once."""
+
+    def unmet(comm):
+        model = network()
+        optimizer = wrapped(model, comm, quorum="solo")
+        for number in range(4 if comm.rank == 0 else 1):
+            comm.elapse(0.05 if comm.rank == 1 else 1e-3)
+            step(model, optimizer, comm.rank, number)
+        comm.elapse(1.0)
+        return model, optimizer
+
+    def ends(model, optimizer):
+        optimizer.finish()
+        optimizer.close()
+        return [p.tolist() for p in model.parameters()], optimizer.applied
+
+    def stops(comm):
+        model, optimizer = unmet(comm)
+        state, file = optimizer.state_dict(), io.BytesIO()
+        torch.save({"model": model.state_dict(), "optimizer": state}, file)
+        barrier(comm)  # closing goes on with rounds
+        optimizer.close()
+        rounds = state[KEY]["rounds"]
+        return file.getvalue(), optimizer.applied, rounds["deposits"]["count"], len(rounds["results"])
+
+    def resumes(comm):
+        model = network(seed=9)
+        optimizer = wrapped(model, comm, quorum="solo")
+        both = torch.load(io.BytesIO(saved[comm.rank][0]), weights_only=True)
+        model.load_state_dict(both["model"])
+        optimizer.load_state_dict(both["optimizer"])
+        return ends(model, optimizer)
+
+    saved = SimulatedWorld(3).run(stops)
+    assert [tuple(counts) for _, *counts in saved] == [(4, 0, 0), (4, 1, 0), (1, 0, 3)]
+    assert SimulatedWorld(3).run(resumes) == SimulatedWorld(3).run(lambda comm: ends(*unmet(comm)))
+
+
+def test_as_users_write_it_with_a_scaler_clipping_and_accumulation():
+    """A rank whose gradient overflowed takes no step; nobody waits for it, nothing of the inf is applied."""
+
+    def body(comm):
+        model = network()
+        inner = torch.optim.Adam(model.parameters(), lr=0.05)
+        norms = []
+        inner.register_step_pre_hook(
+            lambda *_: norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+        )
+        scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=2)
+        with EagerSGD(inner, model.named_parameters(), comm=comm, quorum="majority") as optimizer:
+            for number in range(8):
+                comm.elapse(1e-3 * (1 + comm.rank))
+                optimizer.zero_grad()
+                for micro in range(2):
+                    inputs = torch.randn(3, 5, generator=torch.Generator().manual_seed(10 * number + micro))
+                    loss = model[2](model[1](model[0](inputs)).double()).square().mean() / 2
+                    scaler.scale(loss * float("inf") if (comm.rank, number) == (1, 3) else loss).backward()
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+        refuse_unlike(dict(model.named_parameters()), comm)
+        assert all(torch.isfinite(p).all() for p in model.parameters())
+        assert len(norms) == optimizer.applied
+        return optimizer.applied, scaler.get_scale()
+
+    outcomes = SimulatedWorld(3).run(body)
+    assert len({applied for applied, _ in outcomes}) == 1
+    assert outcomes[1][1] < outcomes[0][1]
+
+
+def one_parameter(comm, **settings):
+    p = torch.nn.Parameter(torch.zeros(1))
+    return p, EagerSGD(torch.optim.SGD([p], lr=1.0), [("p", p)], comm=comm, **settings)
+
+
+def test_a_round_without_weight_changes_nothing():
+    def body(comm):
+        p, optimizer = one_parameter(comm, quorum=2, weighted=True)
+        with optimizer:
+            for weight in (0.0, 1.0, 0.0):
+                p.grad = torch.tensor([1.0])
+                optimizer.step(weight=weight)
+        return p.item()
+
+    assert SimulatedWorld(2).run(body) == [-1.0] * 2
+
+
+def test_weights_that_would_count_for_nothing_or_twice_are_refused():
+    def body(comm):
+        p, optimizer = one_parameter(comm)
+        p.grad = torch.tensor([1.0])
+        with pytest.raises(ValueError, match=r"step\(weight=32\), but means are plain: .* weighted=True"):
+            optimizer.step(weight=32)
+        optimizer.close()
+        p, optimizer = one_parameter(comm, weighted=True)
+        p.grad = torch.tensor([1.0])
+        with pytest.raises(ValueError, match=r"step\(\) of a weighted EagerSGD: give the step's weight"):
+            optimizer.step()
+        optimizer.close()
+
+    SimulatedWorld(2).run(body)
+
+
+def test_micro_batches_until_a_deadline_count_as_many_samples_as_they_were():
+    """As `until_deadline` is documented: the mean over all samples that were in time, on all ranks."""
+
+    def body(comm):
+        p, optimizer = one_parameter(comm, quorum=2, weighted=True)
+        with optimizer:
+            samples = 0
+            for batch in until_deadline([torch.full((3,), 1.0 + comm.rank)] * 4, 0.5, clock=comm.clock):
+                comm.elapse(0.2 if comm.rank else 0.1)
+                (p * batch).sum().backward()
+                samples += len(batch)
+            p.grad /= samples
+            optimizer.step(weight=samples)
+        return p.item(), samples
+
+    (change, ours), (_, theirs) = SimulatedWorld(2).run(body)
+    assert (ours, theirs) == (12, 9)
+    assert change == pytest.approx(-(12 * 1.0 + 9 * 2.0) / 21)
+
+
+def other_rate(model, rank):
+    return torch.optim.SGD(model.parameters(), lr=0.1 * (1 + rank))
+
+
+def other_optimizer(model, rank):
+    return (torch.optim.Adam if rank else torch.optim.AdamW)(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("make", [other_rate, other_optimizer])
+def test_ranks_with_other_optimizers_or_rates_are_refused(make):
+    def body(comm):
+        model = network()
+        EagerSGD(make(model, comm.rank), model.named_parameters(), comm=comm)
+
+    with pytest.raises(CollectiveError, match="ranks disagree on call 0"):
+        SimulatedWorld(2).run(body)
+
+
+def test_a_state_of_other_settings_is_refused():
+    def body(comm):
+        model = network()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(inner, 0.5)
+        plain = EagerSGD(inner, model.named_parameters(), comm=comm)
+        scheduled = EagerSGD(inner, model.named_parameters(), comm=comm, scheduler=scheduler)
+        weighted = EagerSGD(inner, model.named_parameters(), comm=comm, weighted=True)
+        with pytest.raises(ValueError, match="with scheduler=ExponentialLR, this one has scheduler=None"):
+            plain.load_state_dict(scheduled.state_dict())
+        with pytest.raises(ValueError, match="with scheduler=None, this one has scheduler=ExponentialLR"):
+            scheduled.load_state_dict(plain.state_dict())
+        with pytest.raises(ValueError, match="with weighted=True, this one has weighted=False"):
+            plain.load_state_dict(weighted.state_dict())
+        for one in (plain, scheduled, weighted):
+            one.close()
 
     SimulatedWorld(2).run(body)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from partial_collectives import Lateness, injected_delays, until_deadline
 from partial_collectives.protocol.events import Header, Stage
-from partial_collectives.stragglers.lateness import NOTHING_NEW, Arrivals
+from partial_collectives.stragglers.lateness import MOST_ROUNDS, NOTHING_NEW, Arrivals
 
 
 def test_arrivals_are_told_against_the_round_that_they_were_for():
@@ -60,3 +62,32 @@ def test_a_deadline_ends_a_step_but_never_before_its_first_micro_batch():
     assert list(until_deadline("", 1.0)) == []
     with pytest.raises(ValueError, match="more than 0"):
         list(until_deadline("a", 0))
+
+
+def tells(round_, *late):
+    return [Header(Stage.RUNNING, late=seconds, late_round=round_) for seconds in late]
+
+
+def test_lateness_is_of_the_last_rounds_and_takes_no_more_memory_with_every_one():
+    lateness = Lateness(2)
+    for round_ in range(MOST_ROUNDS):
+        lateness.record(tells(round_, 0.0, 1.0))
+    for round_ in range(MOST_ROUNDS, 2 * MOST_ROUNDS):
+        lateness.record(tells(round_, 1.0, 0.0))
+    assert len(lateness.rounds) == MOST_ROUNDS
+    assert lateness.summary() == "rank 0 was last in 100 % of rounds, by 1000 ms in the median"
+
+
+def test_lateness_may_be_asked_while_rounds_go_on():
+    """They end in the background engine's thread."""
+    lateness = Lateness(3)
+
+    def rounds():
+        for round_ in range(20_000):
+            lateness.record(tells(round_, 0.0, 1.0, 2.0))
+
+    ends = threading.Thread(target=rounds)
+    ends.start()
+    while ends.is_alive():
+        assert lateness.summary()
+    ends.join()

@@ -8,12 +8,11 @@ from typing import Any
 import torch.distributed as dist
 from communicators import Communicator, refuse_unlike, run
 from communicators.dense_schedules import barrier
+from communicators.replicas.averaging import copy_from_first
 from communicators.replicas.first_broadcast import broadcast_parameters
 from communicators.replicas.parameters import name_parameters
 from torch import Tensor, nn
 from torch.optim import Optimizer
-
-from local_sgd.tensors import copy_from_first
 
 
 def named_parameters(

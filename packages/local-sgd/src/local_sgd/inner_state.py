@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 from communicators import Communicator
+from communicators.replicas.averaging import average
 from communicators.replicas.wrapped_state import foreseen_state
 from torch import Tensor
 from torch.optim import Optimizer
-
-from local_sgd.tensors import average
 
 
 class InnerState:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Self
 import torch
 from communicators import Communicator, as_communicator, run
 from communicators.dense_schedules import allreduce
+from communicators.replicas.buffers import Buffers
 from communicators.replicas.default_group import refuse_alone
 from communicators.replicas.parameters import refuse_changes
 from communicators.replicas.wrapped_state import refuse_torch_helpers
@@ -20,7 +21,6 @@ from torch.optim import Optimizer
 
 from local_sgd import beginning, saved
 from local_sgd.block import Block, Every
-from local_sgd.buffers import Buffers
 from local_sgd.compression.choice import Compression
 from local_sgd.compression.exchange import Compressed
 from local_sgd.exchange import Arrived, Exchange

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Self
+from dataclasses import replace
+from typing import Any, Self, cast
 
 import torch
-from communicators import CollectiveError, Communicator, as_communicator, buckets_of
+from communicators import CollectiveError, Communicator, as_communicator, buckets_of, run
+from communicators.buckets import Bucket
+from communicators.dense_schedules import allreduce
+from communicators.replicas.averaging import copy_from_first
+from communicators.replicas.buffers import Buffers
 from communicators.replicas.default_group import refuse_alone
 from communicators.replicas.first_broadcast import broadcast_parameters
 from communicators.replicas.parameters import name_parameters, refuse_changes
 from communicators.replicas.place import KEY, check_place, place
 from communicators.replicas.wrapped_state import check_loaded, refuse_torch_helpers, wrapped_state
 from communicators.replicas.wrapping import Wrapping
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from partial_collectives.partial_allreduce import PartialAllreduce
 from partial_collectives.protocol.rules import MAX_STALENESS, Quorum
 from partial_collectives.result import PartialResult
+from partial_collectives.settings import as_facts, check_scheduler, refuse_changed, settings_of
 from partial_collectives.stragglers.lateness import Lateness
 
 ADVICE = "go on with as many ranks, or save after finish() and load the wrapped optimizer's part alone"
@@ -41,14 +47,21 @@ class EagerSGD(Wrapping):
 
     Rounds are the same on all ranks, so parameters are too, bit for bit, after as many rounds; a rank may take several
     in one step. A gradient that is late goes into a later round, of which it is one summand more; P is always the
-    number of ranks. At construction all ranks get rank 0's parameters (not its buffers, which stay each rank's own).
+    number of ranks. A parameter without a gradient counts as zeros; those of 16 bits are added up in 32. Clipping
+    before `step()` is of this rank's gradient; the mean is clipped by a hook of the wrapped optimizer
+    (`register_step_pre_hook`). At construction all ranks get rank 0's parameters, and the buffers of `model`.
 
     optimizer: built over the live parameters; shared as its param_groups, state and defaults are.
-    scheduler: of the wrapped optimizer; stepped here, once for every round. One that is stepped by hand would give
-        ranks different rates for the same round.
+    scheduler: of the wrapped optimizer; stepped here, once for every round. Rates that change otherwise between two
+        rounds, and so go by a rank's own steps, are a ValueError: ranks would part in silence.
     weighted: total is divided by the sum of the weights that ranks give to `step(weight=…)`, samples or tokens, not
-        by P.
+        by P. A gradient is then the mean over them.
+    model: has buffers, such as BatchNorm's. buffers: "keep", they differ between ranks, in evaluations and checkpoints
+        too; "average", their mean over ranks at `synchronize()` and `finish()`, what is not floating-point being rank
+        0's; "broadcast", rank 0's there. Ranks that have finished are in the mean.
     quorum, max_staleness, grace, seed: see `PartialAllreduce`.
+
+    applied: rounds so far. gradients: how many were in them, of all ranks.
 
     `finish()`, or leaving the context, takes part until all ranks have ended. A gradient that is not finite is a
     CollectiveError on every rank, that names the rank, when its round is applied.
@@ -65,12 +78,14 @@ class EagerSGD(Wrapping):
         scheduler: Any = None,
         grace: float | str = 0.0,
         weighted: bool = False,
+        model: nn.Module | None = None,
+        buffers: str = "keep",
         seed: int = 0,
     ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer is {type(optimizer).__name__}, expected a torch.optim.Optimizer")
-        if scheduler is not None and getattr(scheduler, "optimizer", optimizer) is not optimizer:
-            raise ValueError("the scheduler is of another optimizer, expected one of the wrapped optimizer")
+        check_scheduler(scheduler, optimizer)
+        _check_buffers(buffers, model)
         self._by_default, self._comm = comm is None, as_communicator(comm)
         named = name_parameters(optimizer, named_parameters)
         trained = {name: p for name, p in named.items() if p.requires_grad and p.numel()}
@@ -79,9 +94,14 @@ class EagerSGD(Wrapping):
         super().__init__(optimizer)
         self.scheduler = scheduler
         self._named, self._trained = {id(p): name for name, p in named.items()}, list(trained.values())
-        self._weighted, self.applied = weighted, 0
-        broadcast_parameters(named, self._comm, what="EagerSGD", settings=f"{weighted=}")
-        self._buckets = buckets_of(self._trained)
+        self._weighted, self.applied, self.gradients = weighted, 0, 0
+        settings = f"{weighted=}, {buffers=}, {as_facts(optimizer, scheduler)}"
+        broadcast_parameters(named, self._comm, what="EagerSGD", settings=settings)
+        held = [] if model is None else [buffer for buffer in model.buffers() if buffer.numel()]
+        copy_from_first(held, self._comm, facts="buffers of EagerSGD")
+        self._shared = None if buffers == "keep" or not held else Buffers(model, buffers, self._comm, "EagerSGD")
+        self._ended, self._known = False, cast(list[dict[str, Any]] | None, None)
+        self._buckets = [_in_32_bits(bucket) for bucket in buckets_of(self._trained)]
         like = [torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device) for bucket in self._buckets]
         self._rounds = PartialAllreduce(
             like, self._comm, quorum=quorum, max_staleness=max_staleness, grace=grace, seed=seed
@@ -98,10 +118,14 @@ class EagerSGD(Wrapping):
         return self._rounds.lateness
 
     def step(  # type: ignore[override]
-        self, closure: Callable[[], float] | None = None, *, weight: float = 1.0
+        self, closure: Callable[[], float] | None = None, *, weight: float | None = None
     ) -> float | None:
-        """Gives the gradients, and applies every round that is over. See `PartialAllreduce.allreduce`."""
+        """Gives the gradients, and applies every round that is over. See `PartialAllreduce.allreduce`.
+
+        weight: of the gradient, a mean over so many samples or tokens; given if, and only if, it is `weighted`.
+        """
         refuse_torch_helpers("EagerSGD")
+        weight = self._checked(weight)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -115,11 +139,13 @@ class EagerSGD(Wrapping):
 
     def synchronize(self) -> None:
         """Meets all ranks that have more steps, each after as many as it likes; then parameters are the same on all,
-        and no gradient is under way. For evaluation, and before a checkpoint."""
-        self._apply(self._rounds.synchronize())
+        and no gradient is under way. For evaluation, before a checkpoint, and to set rates by hand, alike on all."""
+        self._meet(finished=False)
 
     def finish(self) -> None:
         """This rank has no more steps: applies the rest of the rounds until no rank has any."""
+        while self._shared is not None and not self._ended:
+            self._ended = self._meet(finished=True)
         self._apply(self._rounds.finish())
 
     def close(self) -> None:
@@ -138,6 +164,8 @@ class EagerSGD(Wrapping):
             **place(self._comm, ADVICE),
             "rounds": self._rounds.state_dict(),
             "applied": self.applied,
+            "gradients": self.gradients,
+            "settings": {"weighted": self._weighted, "scheduler": _name(self.scheduler)},
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "wrapped": held,
         }
@@ -150,15 +178,18 @@ class EagerSGD(Wrapping):
         states of different rounds.
         """
         refuse_torch_helpers("EagerSGD")
-        needs = ("rounds", "applied", "scheduler")
+        needs = ("rounds", "applied", "gradients", "settings", "scheduler")
         check_place(state_dict, self._comm.rank, self._comm.size, of="an EagerSGD", needs=needs, advice=ADVICE)
         own = state_dict[KEY]
+        for name, now in (("weighted", self._weighted), ("scheduler", _name(self.scheduler))):
+            if (then := own["settings"][name]) != now:
+                raise ValueError(f"the state is of an EagerSGD with {name}={then}, this one has {name}={now}")
         wrapped = check_loaded({key: value for key, value in state_dict.items() if key != KEY}, own.get("wrapped"))
         self._rounds.load_state_dict(own["rounds"])
         self.optimizer.load_state_dict(wrapped)
-        if self.scheduler is not None and own["scheduler"] is not None:
+        if self.scheduler is not None:
             self.scheduler.load_state_dict(own["scheduler"])
-        self.applied = own["applied"]
+        self.applied, self.gradients, self._known = own["applied"], own["gradients"], None
 
     def __enter__(self) -> Self:
         return self
@@ -172,13 +203,36 @@ class EagerSGD(Wrapping):
         for result in results:
             if result.nonfinite:
                 raise CollectiveError(
-                    f"gradients of ranks {list(result.nonfinite)} are not finite in round {result.round}"
+                    f"gradients of ranks {list(result.nonfinite)} are not finite in round {result.round}, which was "
+                    "not applied: clip gradients, lower the learning rate, or go back to a checkpoint"
                 )
+            self.gradients += result.deposits
+            if self._weighted and not result.weight:  # on all ranks: there is nothing to take a mean of
+                continue
+            if self._known is not None and self._comm.size > 1:
+                refuse_changed(self.optimizer, self._known)
             self._put(result)
             self.optimizer.step()
             if self.scheduler is not None:
                 self.scheduler.step()
-            self.applied += 1
+            self.applied, self._known = self.applied + 1, settings_of(self.optimizer)
+
+    def _meet(self, *, finished: bool) -> bool:
+        """All ranks that have steps are here, where buffers are shared all others too; whether all have finished."""
+        self._apply(self._rounds.synchronize())
+        self._known = None
+        if self._shared is None:
+            return finished
+        self._shared.at_boundary()
+        unfinished = allreduce(torch.tensor([int(not finished)]), self._comm.rank, self._comm.size)
+        return not run(unfinished, self._comm, facts="EagerSGD: who has finished").item()
+
+    def _checked(self, weight: float | None) -> float:
+        if weight is not None and not self._weighted:
+            raise ValueError(f"step(weight={weight}), but means are plain: make the EagerSGD with weighted=True")
+        if weight is None and self._weighted:
+            raise ValueError("step() of a weighted EagerSGD: give the step's weight, such as step(weight=len(batch))")
+        return 1.0 if weight is None else weight
 
     def _put(self, result: PartialResult) -> None:
         """The mean into p.grad, which is made where there is none."""
@@ -190,3 +244,19 @@ class EagerSGD(Wrapping):
         totals = [result.total] if isinstance(result.total, Tensor) else result.total
         for total, bucket in zip(totals, self._buckets, strict=True):
             bucket.scatter(total / divisor, gradients)
+
+
+def _in_32_bits(bucket: Bucket) -> Bucket:
+    """Gradients of 16 bits are added up in 32: halves that are finite may add to inf."""
+    return replace(bucket, dtype=torch.promote_types(bucket.dtype, torch.float32))
+
+
+def _name(scheduler: Any) -> str | None:
+    return None if scheduler is None else type(scheduler).__name__
+
+
+def _check_buffers(buffers: str, model: nn.Module | None) -> None:
+    if buffers not in ("keep", "average", "broadcast"):
+        raise ValueError(f"buffers is {buffers!r}, expected 'keep', 'average' or 'broadcast'")
+    if buffers != "keep" and model is None:
+        raise ValueError(f"buffers={buffers!r} takes the model whose buffers they are: give model=")

@@ -131,7 +131,7 @@ class PartialAllreduce:
 
         Raises CollectiveError where the states of the ranks are of different rounds.
         """
-        if self.round or self._engine.results:
+        if self._engine.began:
             raise RuntimeError("load_state_dict() after the first round: load into a new PartialAllreduce")
         machine = {name: state["machine"][name] for name in ("round", "seed", "missed", "running", "unfinished")}
         facts = f"going on with partial rounds from {machine}"

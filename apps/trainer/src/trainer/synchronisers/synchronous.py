@@ -27,6 +27,7 @@ from trainer.synchronisers.optimizer_state import (
     require_schedule,
 )
 from trainer.synchronisers.sgd import plain_sgd
+from trainer.synchronisers.stragglers import held_up
 from trainer.synchronisers.synchroniser import Rates, State, Synchroniser
 
 SELECTIONS: dict[str, Callable[[Options], Compressor]] = {
@@ -40,14 +41,26 @@ SELECTIONS: dict[str, Callable[[Options], Compressor]] = {
 
 
 class SynchronousSGD(Synchroniser):
-    """A `DistributedOptimizer`, and the rate by its steps."""
+    """A `DistributedOptimizer`, and the rate by its steps.
 
-    def __init__(self, model: nn.Module, optimizer: DistributedOptimizer, rates: Rates, *, skips: bool) -> None:
+    wait: holds this rank up, for an experiment, at the beginning of a step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: DistributedOptimizer,
+        rates: Rates,
+        *,
+        skips: bool,
+        wait: Callable[[int], None] = lambda step: None,
+    ) -> None:
         super().__init__(model)
-        self.optimizer, self.schedule, self._skips = optimizer, rates(optimizer), skips
+        self.optimizer, self.schedule, self._skips, self._wait = optimizer, rates(optimizer), skips, wait
 
     def zero_grad(self) -> None:
         """See `Synchroniser.zero_grad`."""
+        self._wait(self.schedule.last_epoch)
         self.optimizer.zero_grad()
 
     def exchange(self) -> None:
@@ -154,4 +167,5 @@ def _made(
         verify=options.own["verify"],
         **settings,
     )
-    return SynchronousSGD(model, optimizer, rates, skips=options.own["nonfinite"] == "skip")
+    wait = held_up(options, comm) if "inject_delay" in options.own else lambda step: None
+    return SynchronousSGD(model, optimizer, rates, skips=options.own["nonfinite"] == "skip", wait=wait)

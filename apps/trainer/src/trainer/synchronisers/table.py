@@ -133,9 +133,18 @@ THRESHOLD = Flag(
 TEAMS = Flag(name="teams", default=1, read=quantities.count, metavar="D", says="teams of ranks; divide their number")
 RANK = Flag(name="rank", default=2, read=quantities.count, metavar="R", says="columns of each matrix's two factors")
 
+INJECT_DELAY = Flag(
+    name="inject_delay",
+    default="none",
+    metavar="WHOM=SECONDS",
+    says="holds ranks up at every step, for experiments: fixed:0,3=0.2, random:2=0.32 (so many, drawn anew) or "
+    "linear=0.001 (times the rank)",
+    shapes=False,
+)
+
 SYNCHRONOUS = "trainer.synchronisers.synchronous"
 DENSE = Synchronisation(
-    make=lazily(f"{SYNCHRONOUS}:dense"), flags=(DENSE_WIRE, NONFINITE, VERIFY), compressors=("none",)
+    make=lazily(f"{SYNCHRONOUS}:dense"), flags=(DENSE_WIRE, NONFINITE, VERIFY, INJECT_DELAY), compressors=("none",)
 )
 SPARSE = Synchronisation(make=lazily(f"{SYNCHRONOUS}:sparse"), flags=(DENSITY, WIRE, NONFINITE, VERIFY), nesterov=False)
 WHOLE = Synchronisation(make=lazily(f"{SYNCHRONOUS}:whole"), flags=(NONFINITE, VERIFY))
@@ -192,6 +201,46 @@ AVERAGING: dict[str, dict[str, Any]] = {
 CHOSEN: dict[str, Any] = {"flags": (SELECT, THRESHOLD, *SPARSE.flags), "check": _check_threshold}
 """Where the algorithm leaves it to others what is selected."""
 
+
+def _grace(text: str) -> str:
+    """Seconds, or a share such as 0.5x."""
+    quantities.non_negative(text.removesuffix("x"))
+    return text
+
+
+def _check_quorum(own: Mapping[str, Value], workers: int) -> None:
+    if own["quorum"] != "auto" and int(own["quorum"]) > workers:
+        raise RunError(f"--quorum {own['quorum']} is more than the {workers} workers")
+
+
+EAGER = Synchronisation(
+    make=lazily("trainer.synchronisers.eager:eager"),
+    flags=(
+        Flag(
+            name="grace",
+            default="0",
+            read=_grace,
+            metavar="SECONDS",
+            says="that a round waits for more ranks once its quorum is there; 0.5x: half of the median round",
+        ),
+        Flag(
+            name="max_staleness",
+            default=8,
+            read=quantities.count_or_zero,
+            metavar="ROUNDS",
+            says="in a row that a rank may miss; then they wait for it",
+        ),
+        INJECT_DELAY,
+    ),
+)
+QUORUM = Flag(
+    name="quorum",
+    default="auto",
+    read=quantities.or_auto(quantities.count),
+    metavar="RANKS",
+    says="with so many a round begins; auto: half of them",
+)
+
 OWN: dict[str, dict[str, Any]] = {
     "topk-allgather": {"compressors": ("topk", "topkA"), **CHOSEN},
     "topk-dsa": {"compressors": ("topkDSA",), **CHOSEN},
@@ -213,6 +262,9 @@ TABLE: dict[str, Synchronisation] = {
         name: replace(PERIODIC, **AVERAGING.get(name, {}))
         for name in literal_dict("__init__", "ALGORITHMS", package="local_sgd")
     },
+    "eager-solo": EAGER,
+    "eager-majority": EAGER,
+    "eager-quorum": replace(EAGER, flags=(QUORUM, *EAGER.flags), check=_check_quorum),
 }
 
 

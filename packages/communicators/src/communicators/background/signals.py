@@ -85,6 +85,8 @@ class TransportSignals(Signals):
     def wait_until(self, over: Callable[[], bool], timeout: float) -> None:
         """See `Signals.wait_until`."""
         end, news = time.monotonic() + timeout, self._traffic.news
+        self._traffic.progressed = time.monotonic()  # who waits is not kept waiting by naps that had grown meanwhile
+        self._engine.wake()
         while True:
             news.clear()  # before it is looked at, so that nothing that comes meanwhile is missed
             if over():

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
-from communicators import run
+from communicators import Communicator, run
 from communicators.dense_schedules import barrier
 from torch import Tensor
 from torch.optim import Optimizer
@@ -17,6 +17,7 @@ from local_sgd.options import Options
 from local_sgd.outer import NESTEROV, MakeOptimizer, MakeScheduler, Outer
 from local_sgd.parts import Part
 from local_sgd.periodic import PeriodicAveraging
+from local_sgd.rounds import MakeRounds, OuterRounds, checked_rounds
 
 
 class DiLoCo(PeriodicAveraging):
@@ -37,12 +38,18 @@ class DiLoCo(PeriodicAveraging):
     outer_scheduler: makes a learning-rate scheduler of it, which takes a step after each of its steps, so one a block.
     compress, allreduce: exchange Δ in fewer bytes, with what was left out added to the next one: see `Compression`, and
         the README. What was left out takes as much memory as z.
+    allreduce, without compress: makes what sums Δ in rounds that do not wait for the last rank, allreduce(like, comm):
+        see `Rounds` and `OuterRounds`. Between two `drain()`s ranks may then have taken unlike numbers of outer steps;
+        `finish()` is for good.
+
+            DiLoCo(inner, allreduce=partial(PartialAllreduce, quorum="majority"))
+
     sync_every: τ, or two levels, see `LocalSGD`.
     optimizer: the inner one, AdamW in the paper.  options: see `PeriodicAveraging`.
     """
 
     anchors = ("anchor",)
-    more = ("outer",)
+    more: tuple[str, ...] = ("outer",)
 
     def __init__(
         self,
@@ -52,15 +59,22 @@ class DiLoCo(PeriodicAveraging):
         outer: MakeOptimizer = NESTEROV,
         outer_scheduler: MakeScheduler | None = None,
         compress: Compress = None,
-        allreduce: Allreduce | None = None,
+        allreduce: Allreduce | MakeRounds | None = None,
         **options: Unpack[Options],
     ) -> None:
-        self.compression = Compression(compress, allreduce)
         self.inner, every = two_levels(sync_every, options)
+        make = checked_rounds(allreduce, compress, options, levels=self.inner is not None)
+        self.compression = Compression(compress, cast(Allreduce | None, None if make else allreduce))
         super().__init__(optimizer, sync_every=every, **options)
         self.outer = Outer(self._parts, list(self._trained), outer, outer_scheduler)
         self._exchange.alike = self.outer.alike
         run(barrier(self.comm.rank, self.comm.size), self.comm, facts=f"DiLoCo{self.outer.alike()}")
+        self._rounds: OuterRounds | None = None
+        if make is not None:
+            self.more = (*self.more, "rounds")
+            self._rounds = OuterRounds(
+                self._parts, self.outer, make, self.comm, weighted=self._weighted, what=self._what
+            )
 
     def boundary(self, part: Part, x: Tensor, mean: Tensor) -> Tensor:
         """See `PeriodicAveraging.boundary`."""
@@ -73,14 +87,50 @@ class DiLoCo(PeriodicAveraging):
 
     def more_state(self) -> dict[str, Any]:
         """See `PeriodicAveraging.more_state`."""
-        return {**super().more_state(), "outer": self.outer.state_dict()}
+        rounds = {} if self._rounds is None else {"rounds": self._rounds.state_dict()}
+        return {**super().more_state(), **rounds, "outer": self.outer.state_dict()}
 
     def check_more(self, state: dict[str, Any]) -> None:
         """See `PeriodicAveraging.check_more`."""
         super().check_more(state)
+        if ("rounds" in state) != (self._rounds is not None):
+            raise ValueError(f"the state is of outer steps {'by' if 'rounds' in state else 'without'} rounds")
         self.outer.check(state["outer"])
 
     def load_more(self, state: dict[str, Any]) -> None:
         """See `PeriodicAveraging.load_more`."""
         super().load_more(state)
         self.outer.load_state_dict(state["outer"])
+        if self._rounds is not None and not state["drained"]:  # else nothing is in them
+            self._rounds.load_state_dict(state["rounds"])
+
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        """See `PeriodicAveraging.__exit__`."""
+        if self._rounds is not None and kind is not None:
+            self._rounds.give_up(error[0])
+        super().__exit__(kind, *error)
+
+    def _meet_all(self) -> None:
+        if self._rounds is None:
+            super()._meet_all()
+            return
+        self._next_boundary()
+        self._rounds.give(self._own_weight())
+        self._block.end()
+
+    def _end(self, *, most: int | None) -> None:
+        if self._rounds is None:
+            super()._end(most=most)
+            return
+        self._refuse_unended()
+        self._next_boundary()
+        if weight := self._own_weight():
+            self._rounds.give(weight)
+        self._rounds.finish() if most is None else self._rounds.meet()
+        self._block.end()
+        self._drained = True
+
+    def _models(self, comm: Communicator) -> list[Tensor]:
+        if self._rounds is not None and not self._drained:
+            raise RuntimeError("averaged_model(): ranks may have applied unlike numbers of rounds: drain() first")
+        return super()._models(comm)

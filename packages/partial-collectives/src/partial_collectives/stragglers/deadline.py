@@ -18,7 +18,9 @@ def until_deadline(
         for batch in until_deadline(micro_batches, 0.5):
             loss(batch).backward()       # sums over its samples
             samples += len(batch)
-        optimizer.step(weight=samples)   # what was left out is not counted either
+        for p in model.parameters():
+            p.grad /= samples            # the mean over those that were in time
+        optimizer.step(weight=samples)   # of a weighted EagerSGD: what was left out is not counted either
 
     clock: `comm.clock` in a simulated world.
     """

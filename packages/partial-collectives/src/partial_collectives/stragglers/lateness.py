@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import statistics
+import threading
 from collections.abc import Sequence
 
 from partial_collectives.protocol.events import Header
 
 NOTHING_NEW = (0.0, -1)
+MOST_ROUNDS = 4096
+"""Of which it is known who was late; of older ones it is forgotten."""
 
 
 class Arrivals:
@@ -42,36 +45,52 @@ class Arrivals:
 class Lateness:
     """What all ranks tell of their arrivals in the headers of rounds; the same on every rank.
 
-    rounds: of each round what is known: rank -> seconds from its beginning to the rank's arrival, below 0 where it was
-        early. Of a rank that is late it comes with a later round.
+    rounds: of each of the last rounds what is known: rank -> seconds from its beginning to the rank's arrival, below 0
+        where it was early. Of a rank that is late it comes with a later round.
+
+    May be asked in any thread while rounds go on.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.rounds: dict[int, dict[int, float]] = {}
+        self._lock = threading.Lock()
 
     def record(self, headers: Sequence[Header]) -> None:
         """What the headers of a round tell."""
-        for rank, header in enumerate(headers):
-            if header.late_round >= 0:
-                self.rounds.setdefault(header.late_round, {})[rank] = header.late
+        with self._lock:
+            for rank, header in enumerate(headers):
+                if header.late_round >= 0:
+                    self.rounds.setdefault(header.late_round, {})[rank] = header.late
+            while len(self.rounds) > MOST_ROUNDS:
+                del self.rounds[next(iter(self.rounds))]
 
     def last(self) -> dict[int, list[float]]:
         """For each rank the rounds in which it was last: by how many seconds, against the median of the others."""
         margins: dict[int, list[float]] = {rank: [] for rank in range(self.size)}
-        for arrivals in self.rounds.values():
+        with self._lock:
+            rounds = [dict(arrivals) for arrivals in self.rounds.values()]
+        for arrivals in rounds:
             if len(arrivals) > 1:
                 rank = max(arrivals, key=lambda r: (arrivals[r], -r))
                 others = [late for other, late in arrivals.items() if other != rank]
                 margins[rank].append(arrivals[rank] - statistics.median(others))
         return margins
 
+    def slowest(self) -> tuple[int, float, float]:
+        """(rank that was last most often, in which share of the rounds, by how many seconds in the median).
+
+        (-1, 0, 0) where no round has been measured.
+        """
+        last = self.last()
+        if not any(last.values()):
+            return -1, 0.0, 0.0
+        rank = max(last, key=lambda r: (len(last[r]), -r))
+        return rank, len(last[rank]) / sum(map(len, last.values())), statistics.median(last[rank])
+
     def summary(self) -> str:
         """Such as "rank 2 was last in 61 % of rounds, by 180 ms in the median"."""
-        last = self.last()
-        known = sum(map(len, last.values()))
-        if not known:
+        rank, share, late = self.slowest()
+        if rank < 0:
             return "no round has been measured"
-        rank = max(last, key=lambda r: (len(last[r]), -r))
-        share, late = 100 * len(last[rank]) / known, 1e3 * statistics.median(last[rank])
-        return f"rank {rank} was last in {share:.0f} % of rounds, by {late:.0f} ms in the median"
+        return f"rank {rank} was last in {100 * share:.0f} % of rounds, by {1e3 * late:.0f} ms in the median"

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from communicators import CollectiveError, Communicator
 from torch import Tensor, nn
 
-from local_sgd.tensors import average, copy_from_first
+from communicators.communicator import Communicator
+from communicators.errors import CollectiveError
+from communicators.replicas.averaging import average, copy_from_first
 
 
 class Buffers:

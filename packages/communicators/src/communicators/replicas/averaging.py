@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from communicators import Communicator, buckets_of, run
-from communicators import dense_schedules as dense
 from torch import Tensor
+
+from communicators import dense_schedules as dense
+from communicators.buckets import buckets_of
+from communicators.communicator import Communicator, run
 
 
 def average(tensors: Sequence[Tensor], comm: Communicator, *, facts: str) -> None:

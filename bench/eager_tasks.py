@@ -1,0 +1,148 @@
+"""What `bench eager` trains: tasks whose steps take unlike times, fixed in advance, as in Eager-SGD's evaluation."""
+
+from __future__ import annotations
+
+import string
+from abc import ABC, abstractmethod
+from functools import cache
+from pydoc_data.topics import topics
+
+import torch
+from partial_collectives import injected_delays
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+
+
+class Task(ABC):
+    """target: the test accuracy to be reached. every: rounds between looks at it."""
+
+    name: str
+    ranks: int
+    steps: int
+    target: float
+    rate: float
+    every: int
+
+    @abstractmethod
+    def model(self) -> nn.Module:
+        """A new one."""
+
+    @abstractmethod
+    def seconds(self, seed: int, rank: int) -> list[float]:
+        """Of each step of a rank."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, seed: int, rank: int, step: int) -> Tensor:
+        """Of this rank's batch."""
+
+    @abstractmethod
+    def accuracy(self, model: nn.Module) -> float:
+        """On the test samples."""
+
+    def ideal(self, seed: int) -> float:
+        """The bound of a speed-up: steps as long as their slowest rank, against every rank at its own mean pace."""
+        table = [self.seconds(seed, rank) for rank in range(self.ranks)]
+        slowest: float = sum(max(step) for step in zip(*table, strict=True))
+        return slowest / max(sum(own) for own in table)
+
+
+class Digits(Task):
+    """scikit-learn's digits, 1,437 to train with and 360 to test; a step takes 0.5 s, on one rank of 16, drawn anew in
+    each step, 0.32 s more (the paper: on two of 64)."""
+
+    name, ranks, steps, target, rate, every = "digits", 16, 200, 0.95, 0.05, 5
+
+    def model(self) -> nn.Module:
+        """See `Task.model`."""
+        return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+
+    def seconds(self, seed: int, rank: int) -> list[float]:
+        """See `Task.seconds`."""
+        late = injected_delays("random:1=0.32", rank, self.ranks, seed=seed)
+        return [0.5 + late(step) for step in range(self.steps)]
+
+    def loss(self, model: nn.Module, seed: int, rank: int, step: int) -> Tensor:
+        """See `Task.loss`."""
+        images, labels = _digits()
+        batch = torch.randint(1437, (8,), generator=_draw(seed, rank, step))
+        return nn.functional.cross_entropy(model(images[batch]), labels[batch])
+
+    def accuracy(self, model: nn.Module) -> float:
+        """See `Task.accuracy`."""
+        images, labels = _digits()
+        with torch.no_grad():
+            return float((model(images[1437:]).argmax(1) == labels[1437:]).float().mean())
+
+
+LENGTHS = (4, 8, 12, 16, 24, 32, 48, 64)
+
+
+class Text(Task):
+    """The next character of Python's own help texts, by an LSTM. A step takes as long as its sequences: 0.2 … 3.2 s,
+    about as of the paper's videos; a rank's length is drawn for each step."""
+
+    name, ranks, steps, target, rate, every = "lstm", 8, 480, 0.45, 0.5, 5
+
+    def model(self) -> nn.Module:
+        """See `Task.model`."""
+        return NextCharacter()
+
+    def seconds(self, seed: int, rank: int) -> list[float]:
+        """See `Task.seconds`."""
+        return [0.05 * self._length(seed, rank, step) for step in range(self.steps)]
+
+    def loss(self, model: nn.Module, seed: int, rank: int, step: int) -> Tensor:
+        """See `Task.loss`: the mean over characters, so that short batches count as much as long ones."""
+        text, length = _text()[:-20_000], self._length(seed, rank, step)
+        starts = torch.randint(len(text) - length - 1, (8,), generator=_draw(seed, rank, step))
+        windows = torch.stack([text[start : start + length + 1] for start in starts.tolist()])
+        return nn.functional.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
+
+    def accuracy(self, model: nn.Module) -> float:
+        """See `Task.accuracy`."""
+        windows = _text()[-20_000:].view(-1, 40)[::8]
+        with torch.no_grad():
+            return float((model(windows[:, :-1]).argmax(2) == windows[:, 1:])[:, 8:].float().mean())
+
+    def _length(self, seed: int, rank: int, step: int) -> int:
+        return LENGTHS[int(torch.randint(len(LENGTHS), (), generator=_draw(seed, rank, step + 1_000_000)))]
+
+
+class NextCharacter(nn.Module):
+    """Scores of the next character, for every place of [batch, length] characters."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        kinds = len(ALPHABET) + 1
+        self.embed = nn.Embedding(kinds, 16)
+        self.lstm = nn.LSTM(16, width, batch_first=True)
+        self.out = nn.Linear(width, kinds)
+
+    def forward(self, characters: Tensor) -> Tensor:
+        """[batch, length, kinds]"""
+        scores: Tensor = self.out(self.lstm(self.embed(characters))[0])
+        return scores
+
+
+TASKS: dict[str, Task] = {task.name: task for task in (Digits(), Text())}
+
+ALPHABET = string.ascii_lowercase + string.digits + " \n.,:;()[]'\"`_-="
+
+
+@cache
+def _text() -> Tensor:
+    """As numbers; capitals are small, what is not in the alphabet is one more kind."""
+    known = {character: number for number, character in enumerate(ALPHABET)}
+    text = "".join(topics[name] for name in sorted(topics)).lower()[:300_000]
+    return torch.tensor([known.get(character, len(ALPHABET)) for character in text])
+
+
+@cache
+def _digits() -> tuple[Tensor, Tensor]:
+    images, labels = load_digits(return_X_y=True)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    return torch.tensor(images, dtype=torch.float32)[order] / 16, torch.tensor(labels)[order]
+
+
+def _draw(seed: int, rank: int, step: int) -> torch.Generator:
+    return torch.Generator().manual_seed((seed << 40) + (rank << 24) + step)

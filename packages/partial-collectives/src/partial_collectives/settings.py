@@ -1,0 +1,50 @@
+"""What shapes an update besides the gradient: rates, momenta, the schedule. Alike on all ranks at the same round."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+_PLAIN = (bool, int, float, str, type(None), tuple, list)
+
+
+def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Of all parameter groups, as plain values; "initial_lr" is a scheduler's."""
+    return [
+        {name: value.tolist() if isinstance(value, Tensor) else value for name, value in group.items() if _counts(name)}
+        for group in optimizer.param_groups
+    ]
+
+
+def as_facts(optimizer: Optimizer, scheduler: Any) -> str:
+    """What ranks must share of them at the beginning."""
+    groups = [
+        {name: value for name, value in group.items() if isinstance(value, _PLAIN)} for group in settings_of(optimizer)
+    ]
+    return f"{type(optimizer).__name__}{groups}, scheduler={scheduler and type(scheduler).__name__}"
+
+
+def refuse_changed(optimizer: Optimizer, known: list[dict[str, Any]]) -> None:
+    """Raises ValueError for settings that are not those after the last round: a rank knows of no other's."""
+    for number, (now, before) in enumerate(zip(settings_of(optimizer), known, strict=True)):
+        if changed := [f"{name} {before.get(name)} -> {now[name]}" for name in now if now[name] != before.get(name)]:
+            raise ValueError(
+                f"settings of parameter group {number} changed between two rounds: {', '.join(changed)}; ranks do not "
+                "take as many rounds in a step, so their models would part: give scheduler=, which is stepped once a "
+                "round, or change them on all ranks right after synchronize()"
+            )
+
+
+def check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
+    """Raises TypeError or ValueError for one that cannot be stepped once a round."""
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise TypeError("a ReduceLROnPlateau takes a metric: leave it out, and step it yourself after synchronize()")
+    if scheduler is not None and getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise ValueError("the scheduler is of another optimizer, expected one of the wrapped optimizer")
+
+
+def _counts(name: str) -> bool:
+    return name not in ("params", "initial_lr")
