@@ -133,7 +133,7 @@ def test_absent_flags_are_absent(app: App, algorithm: str) -> None:
 def test_label_smoothing_is_for_apps_whose_loss_takes_it(app: App) -> None:
     assert parse(["--label-smoothing", "0.1"], app, world_size=None).label_smoothing == 0.1
     with pytest.raises(RunError, match=r"--label-smoothing 0\.1 has no effect on the loss of points"):
-        parse(["--label-smoothing", "0.1"], replace(app, takes=frozenset()), world_size=None)
+        parse(["--label-smoothing", "0.1"], replace(app, ignores=frozenset({"label_smoothing"})), world_size=None)
 
 
 def test_help_shows_what_all_runs_take_before_what_some_take(app: App, capsys: pytest.CaptureFixture[str]) -> None:

@@ -148,7 +148,7 @@ def _check_rate(given: Namespace) -> None:
 
 
 def _check_loss(given: Namespace, app: App) -> None:
-    if given.label_smoothing and "label_smoothing" not in app.takes:
+    if given.label_smoothing and "label_smoothing" in app.ignores:
         raise RunError(
             f"--label-smoothing {given.label_smoothing} has no effect on the loss of {app.module}: leave it out"
         )
