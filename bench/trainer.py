@@ -5,8 +5,9 @@
 One rank trains ResNet-20 with the loop, metrics and checkpoints of `python -m cifar`, and between any two of its steps
 a bare loop (loss, backward, torch.optim.SGD) takes one with a model of its own: both meet the same machine. Images are
 noise: 32 pixels wide as in CIFAR, and 8 as the digits, whose steps are as short as any.
-bare, trainer: ms in the median; overhead: the median over pairs of neighbours of what the trainer's step takes more,
-and as a share of a bare step. The first step of an epoch, with the evaluation before it, is left out.
+bare, trainer: ms of CPU time in the median, which other programs change little; overhead: the median over pairs of
+neighbours of what the trainer's step takes more, and as a share of a bare step. The first step of an epoch, with
+the evaluation before it, is left out.
 """
 
 from __future__ import annotations
@@ -69,19 +70,19 @@ class Interleaved:
         return self.task.metrics(sums)
 
     def loss(self, indices: Tensor, generator: Generator) -> Tensor:
-        ended = time.perf_counter()
+        ended = time.process_time()
         bare = self._bare_step(indices, generator)
         if self.mark is not None:
             self.pairs.append((ended - self.mark, bare))
-        self.mark = time.perf_counter()
+        self.mark = time.process_time()
         return self.task.loss(indices, generator)
 
     def _bare_step(self, indices: Tensor, generator: Generator) -> float:
-        began = time.perf_counter()
+        began = time.process_time()
         self.optimizer.zero_grad()
         self.bare.loss(indices, generator).backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
-        return time.perf_counter() - began
+        return time.process_time() - began
 
 
 @dataclass
