@@ -36,6 +36,7 @@ BEFORE: Settings = {
     "milestones": None,
     "amp": False,
     "compile": False,
+    "overlap": False,
 }
 
 
@@ -50,6 +51,7 @@ class Options:
     dnn: str
     dataset: str
     algorithm: str
+    overlap: bool  # of the exchange with backward
     batch_size: int  # samples per rank and step
     lr: float
     momentum: float

@@ -72,6 +72,9 @@ def _add_synchronisation(parser: ArgumentParser, table: Mapping[str, Synchronisa
         choices=list(compressors(table)),
         help=f"what published commands call an algorithm (with --compression; default: {COMPRESSED})",
     )
+    add(
+        "--overlap", action=BooleanOptionalAction, default=False, help="gradients travel while backward computes others"
+    )
 
 
 def _add_own(parser: ArgumentParser, table: Mapping[str, Synchronisation], defaults: Mapping[str, object]) -> None:

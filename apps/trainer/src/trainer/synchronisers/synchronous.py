@@ -152,6 +152,7 @@ def _made(
         options={name: options.own[name] for name in takes if name in options.own},
         nonfinite=options.own["nonfinite"],
         verify=options.own["verify"],
+        overlap=options.overlap,
         **settings,
     )
     return SynchronousSGD(model, optimizer, rates, skips=options.own["nonfinite"] == "skip")
