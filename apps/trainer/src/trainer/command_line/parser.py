@@ -23,7 +23,8 @@ class _Parser(ArgumentParser):
     """An `ArgumentParser` that leaves printing and exiting to the caller: with many ranks only one speaks."""
 
     def error(self, message: str) -> NoReturn:
-        raise RunError(f"{message} (python -m {self.prog} --help lists all flags)")
+        hint = f"(python -m {self.prog} --help lists all flags)"
+        raise RunError(message if message.endswith(hint) else f"{message} {hint}")
 
 
 def parser_of(app: App, table: Mapping[str, Synchronisation]) -> ArgumentParser:
