@@ -121,7 +121,7 @@ def _unmeasured(row: dict[str, Any]) -> dict[str, Any]:
 def same(found: Any, expected: Any) -> bool:
     """Whether two results are the same, tensors bit for bit."""
     if isinstance(expected, torch.Tensor):
-        return found.dtype == expected.dtype and found.numpy().tobytes() == expected.numpy().tobytes()
+        return bool(found.dtype == expected.dtype and found.numpy().tobytes() == expected.numpy().tobytes())
     if isinstance(expected, dict):
         return found.keys() == expected.keys() and all(same(found[key], value) for key, value in expected.items())
     if isinstance(expected, list | tuple):
@@ -130,8 +130,8 @@ def same(found: Any, expected: Any) -> bool:
 
 
 def chain(algorithm: str, *, kills: int, ranks: int, chance: random.Random, folder: Path) -> dict[str, Any]:
-    """One algorithm's row. Runs are long enough for so many kills; one that ended early is deleted and begun anew."""
-    began, epochs = time.perf_counter(), max(2, kills)
+    """One algorithm's row. Runs are long enough for so many kills."""
+    began, epochs = time.perf_counter(), 2 + 3 * kills
     straight = Run(algorithm, ranks, epochs, folder / "straight")
     straight.finish()
     broken = Run(algorithm, ranks, epochs, folder / "broken")
@@ -157,12 +157,8 @@ def main(argv: Sequence[str] = ()) -> int:
     parser.add_argument("--full", action="store_true", help="20 kills, 4 ranks")
     parser.add_argument("--output", type=Path, metavar="DIR", help="write DIR/kills.csv, .json and .png too")
     options, facts = parser.parse_args(argv), machine()
-    kills, ranks, chance = (
-        options.kills or (20 if options.full else 3),
-        4 if options.full else 2,
-        random.Random(options.seed),
-    )
-    rows = []
+    kills, ranks = options.kills or (20 if options.full else 3), 4 if options.full else 2
+    rows, chance = [], random.Random(options.seed)
     for algorithm in options.algorithms:
         with tempfile.TemporaryDirectory() as folder:
             rows.append(chain(algorithm, kills=kills, ranks=ranks, chance=chance, folder=Path(folder)))

@@ -3,10 +3,12 @@
     python -m bench trainer [--epochs N] [--full] [--output DIR]
 
 One rank trains ResNet-20 with the loop, metrics and checkpoints of `python -m cifar`, and between any two of its steps
-a bare loop (loss, backward, torch.optim.SGD) takes one with a model of its own: both meet the same machine. Images are
-noise: 32 pixels wide as in CIFAR, and 8 as the digits, whose steps are as short as any.
-bare, trainer: ms in the median; overhead: the median over pairs of neighbours of what the trainer's step takes more,
-and as a share of a bare step. The first step of an epoch, with the evaluation before it, is left out.
+bare loops take one each, with models of their own: all meet the same machine. Images are noise: 32 pixels wide as in
+CIFAR, and 8 as the digits, whose steps are as short as any.
+bare: loss, backward and torch.optim.SGD; same: loss, backward and the optimizer that the algorithm takes, at one rank;
+trainer: ms of CPU time in the median, which other programs change little. loop, overhead: the median over neighbours
+of what the trainer's step takes more than same, and than bare, in per cent of bare. The first step of an epoch, with
+the evaluation before it, is left out.
 """
 
 from __future__ import annotations
@@ -15,10 +17,11 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from cifar.__main__ import APP
@@ -26,8 +29,9 @@ from communicators import as_communicator
 from torch import Generator, Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
+from torch.optim.lr_scheduler import LambdaLR
 from trainer.app import Task
-from trainer.command_line.flags import parse
+from trainer.command_line.flags import parse, table_of
 from trainer.command_line.options import Options
 from trainer.launching.device import own_device
 from trainer.run import run
@@ -36,7 +40,9 @@ from bench.record import machine, record
 
 ALGORITHMS = {"dense": [], "local-sgd": [], "gtopk": ["--density", "0.01"]}
 PIXELS = (32, 8)
-SKIPPED = 5  # pairs, while both warm up
+SKIPPED = 5  # steps, while all warm up
+BareStep: TypeAlias = Callable[[Tensor, Generator], float]
+"""Takes a step on these samples; seconds of CPU time."""
 
 
 @dataclass
@@ -44,10 +50,9 @@ class Interleaved:
     """The app's task, which times the steps of whoever trains it, and takes a bare step at the end of each."""
 
     task: Task
-    bare: Task
-    optimizer: SGD
+    bare: Sequence[BareStep]
     mark: float | None = None
-    pairs: list[tuple[float, float]] = field(default_factory=list)  # seconds: the trainer's step, a bare one
+    steps: list[tuple[float, ...]] = field(default_factory=list)  # seconds: the trainer's step, the bare ones
 
     @property
     def model(self) -> nn.Module:
@@ -69,19 +74,44 @@ class Interleaved:
         return self.task.metrics(sums)
 
     def loss(self, indices: Tensor, generator: Generator) -> Tensor:
-        ended = time.perf_counter()
-        bare = self._bare_step(indices, generator)
+        ended = time.process_time()
+        seconds = [bare(indices, generator) for bare in self.bare]
         if self.mark is not None:
-            self.pairs.append((ended - self.mark, bare))
-        self.mark = time.perf_counter()
+            self.steps.append((ended - self.mark, *seconds))
+        self.mark = time.process_time()
         return self.task.loss(indices, generator)
 
-    def _bare_step(self, indices: Tensor, generator: Generator) -> float:
-        began = time.perf_counter()
-        self.optimizer.zero_grad()
-        self.bare.loss(indices, generator).backward()  # type: ignore[no-untyped-call]
-        self.optimizer.step()
-        return time.perf_counter() - began
+
+def plain(task: Task, options: Options) -> BareStep:
+    """A step of torch alone."""
+    optimizer = SGD(task.model.parameters(), lr=options.lr, momentum=options.momentum)
+
+    def step(indices: Tensor, generator: Generator) -> float:
+        began = time.process_time()
+        optimizer.zero_grad()
+        task.loss(indices, generator).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        return time.process_time() - began
+
+    return step
+
+
+def same(task: Task, options: Options) -> BareStep:
+    """A step with the algorithm's own optimizer, at a constant rate."""
+    make = table_of(APP)[options.algorithm].make
+    steady = partial(LambdaLR, lr_lambda=lambda step: 1.0)
+    synchroniser = make(options, task.model, as_communicator(None), steady)
+
+    def step(indices: Tensor, generator: Generator) -> float:
+        began = time.process_time()
+        synchroniser.zero_grad()
+        task.loss(indices, generator).backward()  # type: ignore[no-untyped-call]
+        synchroniser.exchange()
+        synchroniser.update()
+        synchroniser.average()
+        return time.process_time() - began
+
+    return step
 
 
 @dataclass
@@ -108,34 +138,36 @@ class Noise:
         return {"test_loss": float(sums)}
 
 
-def measured(algorithm: str, own: Sequence[str], epochs: int, pixels: int) -> list[tuple[float, float]]:
-    """Seconds of the trainer's steps, each with that of a bare one beside it."""
+def measured(algorithm: str, own: Sequence[str], epochs: int, pixels: int) -> list[tuple[float, ...]]:
+    """Seconds of the trainer's steps, each with those of the bare ones beside it."""
     made: list[Interleaved] = []
 
     def build(options: Options, device: torch.device) -> Interleaved:
         noise = torch.rand(256, 1, pixels, pixels, generator=torch.Generator().manual_seed(0))
-        bare, task = (Noise(APP.build(options, device).model, noise) for _ in range(2))
-        optimizer = SGD(bare.model.parameters(), lr=options.lr, momentum=options.momentum)
-        made.append(Interleaved(task, bare, optimizer))
+        task, *others = (Noise(APP.build(options, device).model, noise) for _ in range(3))
+        made.append(
+            Interleaved(task, [make(other, options) for make, other in zip((plain, same), others, strict=True)])
+        )
         return made[-1]
 
     with tempfile.TemporaryDirectory() as folder:
         argv = ["--algorithm", algorithm, *own, "--max-epochs", str(epochs), "--output", str(Path(folder) / "run")]
         run(replace(APP, build=build), parse(argv, APP, world_size=None), as_communicator(None), device=own_device(0))
-    return made[0].pairs[SKIPPED:]
+    return made[0].steps[SKIPPED:]
 
 
-def row_of(algorithm: str, pixels: int, pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
+def row_of(algorithm: str, pixels: int, steps: Sequence[tuple[float, ...]]) -> dict[str, Any]:
     """The figures of one algorithm."""
-    trainer, bare = (statistics.median(seconds) for seconds in zip(*pairs, strict=True))
-    more = statistics.median(one - other for one, other in pairs)
+    trainer, bare, alike = (statistics.median(seconds) for seconds in zip(*steps, strict=True))
+    loop, more = (statistics.median(step[0] - step[other] for step in steps) for other in (2, 1))
     return {
         "algorithm": algorithm,
         "pixels": pixels,
-        "pairs": len(pairs),
+        "steps": len(steps),
         "bare_ms": round(1e3 * bare, 3),
+        "same_ms": round(1e3 * alike, 3),
         "trainer_ms": round(1e3 * trainer, 3),
-        "overhead_us": round(1e6 * more, 1),
+        "loop_percent": round(100 * loop / bare, 2),
         "overhead_percent": round(100 * more / bare, 2),
     }
 
@@ -156,11 +188,11 @@ def main(argv: Sequence[str] = ()) -> int:
     for row in rows:
         print(
             f"{row['algorithm']:>10}, {row['pixels']:>2} pixels wide: bare {row['bare_ms']:.2f} ms, "
-            f"trainer {row['trainer_ms']:.2f} ms a step: "
-            f"{row['overhead_us']:.0f} µs more, {row['overhead_percent']:.1f} % ({row['pairs']} pairs)"
+            f"same {row['same_ms']:.2f} ms, trainer {row['trainer_ms']:.2f} ms a step: the loop "
+            f"{row['loop_percent']:.1f} %, all {row['overhead_percent']:.1f} % ({row['steps']} steps)"
         )
     if options.output:
-        values = ("bare_ms", "trainer_ms")
+        values = ("bare_ms", "same_ms", "trainer_ms")
         record(options.output, "trainer", rows, labels=("algorithm", "pixels"), values=values, facts=facts)
     return 0
 

@@ -53,5 +53,4 @@ APP = App(
     models={"plain": "", "dropout": ""},
     datasets={"points": ""},
     build=build,
-    takes=frozenset({"label_smoothing"}),
 )

@@ -104,6 +104,7 @@ def test_a_wrong_entry_is_named(app: App, tmp_path: Path, entries: object, says:
     with pytest.raises(RunError, match=says) as refusal:
         parse([written(tmp_path, entries)], app, world_size=None)
     assert "\n" not in str(refusal.value)
+    assert str(refusal.value).count("--help") == 1
 
 
 def test_a_file_that_is_not_there_is_named(app: App, tmp_path: Path) -> None:

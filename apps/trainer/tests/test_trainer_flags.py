@@ -86,6 +86,8 @@ def test_two_spellings_of_the_algorithm(app: App, flags: str, algorithm: str) ->
         ("--nworkers 3", "the launcher started 4"),
         ("--dens 0.1", "unrecognized"),
         ("--algorithm gtopk --nesterov", "gtopk has its own before the selection"),
+        ("--algorithm local-sgd --overlap", "--overlap is for gradients that are exchanged, and local-sgd has none"),
+        ("--overlap --clip-norm 2", "--clip-norm 2.0 is of whole gradients"),
         ("--nesterov --momentum 0", "no effect with --momentum 0"),
         ("--milestones 3 2", "ascending"),
         ("--milestones 0", "expected a whole number from 1 on"),
@@ -139,7 +141,7 @@ def test_absent_flags_are_absent(app: App, algorithm: str) -> None:
 def test_label_smoothing_is_for_apps_whose_loss_takes_it(app: App) -> None:
     assert parse(["--label-smoothing", "0.1"], app, world_size=None).label_smoothing == 0.1
     with pytest.raises(RunError, match=r"--label-smoothing 0\.1 has no effect on the loss of points"):
-        parse(["--label-smoothing", "0.1"], replace(app, takes=frozenset()), world_size=None)
+        parse(["--label-smoothing", "0.1"], replace(app, ignores=frozenset({"label_smoothing"})), world_size=None)
 
 
 def test_help_shows_what_all_runs_take_before_what_some_take(app: App, capsys: pytest.CaptureFixture[str]) -> None:

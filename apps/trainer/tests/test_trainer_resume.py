@@ -91,6 +91,27 @@ def test_every_selection_is_killed_anywhere_and_resumed(
     assert_same_bits(result(broken), result(straight))
 
 
+@pytest.mark.parametrize("algorithm", [name for name, entry in TABLE.items() if entry.overlaps])
+def test_an_exchange_that_overlaps_is_killed_anywhere_and_resumed(
+    app: App,
+    options: Callable[..., Options],
+    tmp_path: Path,
+    algorithm: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In buckets of one parameter, so that some are under way while others are computed."""
+    monkeypatch.setattr("sparse_collectives.training.optimizer.BUCKET_BYTES", 1)
+    flags = {"algorithm": algorithm, "momentum": 0.9, "overlap": True}
+    straight = options(output=tmp_path / "straight", **flags)
+    train(app, straight, 2)
+    broken = replace(straight, output=tmp_path / "broken", checkpoint_every=1)
+    assert killed_after(20, app, broken, 2)
+    with pytest.raises(AgreedError, match="--overlap True then, False now"):
+        train(app, replace(broken, overlap=False, resume="latest"), 2)
+    train(app, replace(broken, resume="latest"), 2)
+    assert_same_bits(result(broken), result(straight))
+
+
 @pytest.mark.parametrize("algorithm", TABLE)
 def test_the_same_seed_and_world_give_the_same_bits(
     app: App, options: Callable[..., Options], tmp_path: Path, algorithm: str

@@ -54,6 +54,7 @@ def _checked(given: Namespace, app: App, table: Mapping[str, Synchronisation], w
     given.own = _own(given, entry, table, app.defaults)
     given.free = frozenset(flag.name for flag in entry.flags if not flag.shapes)
     entry.check(given.own, given.nworkers)
+    _check_overlap(given, entry)
     _check_momentum(given, entry)
     _check_rate(given)
     _check_loss(given, app)
@@ -120,6 +121,18 @@ def _check_choice(flag: Flag, value: Value, algorithm: str) -> None:
         raise RunError(f"{spelt(flag.name)} {value} is not for {algorithm}, which takes {', '.join(flag.choices)}")
 
 
+def _check_overlap(given: Namespace, entry: Synchronisation) -> None:
+    if not given.overlap:
+        return
+    if not entry.overlaps:
+        raise RunError(f"--overlap is for gradients that are exchanged, and {given.algorithm} has none: leave it out")
+    if given.clip_norm:
+        raise RunError(
+            f"--clip-norm {given.clip_norm} is of whole gradients, and with --overlap the first have gone before the "
+            f"last are there: give one of them"
+        )
+
+
 def _check_momentum(given: Namespace, entry: Synchronisation) -> None:
     if not given.nesterov:
         return
@@ -149,7 +162,7 @@ def _check_rate(given: Namespace) -> None:
 
 
 def _check_loss(given: Namespace, app: App) -> None:
-    if given.label_smoothing and "label_smoothing" not in app.takes:
+    if given.label_smoothing and "label_smoothing" in app.ignores:
         raise RunError(
             f"--label-smoothing {given.label_smoothing} has no effect on the loss of {app.module}: leave it out"
         )

@@ -46,6 +46,7 @@ BEFORE: Settings = {
     "milestones": None,
     "amp": False,
     "compile": False,
+    "overlap": False,
 }
 
 
@@ -60,6 +61,7 @@ class Options:
     dnn: str
     dataset: str
     algorithm: str
+    overlap: bool  # of the exchange with backward
     batch_size: int  # samples per rank and step
     lr: float
     momentum: float

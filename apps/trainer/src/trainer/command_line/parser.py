@@ -24,7 +24,8 @@ class _Parser(ArgumentParser):
     """An `ArgumentParser` that leaves printing and exiting to the caller: with many ranks only one speaks."""
 
     def error(self, message: str) -> NoReturn:
-        raise RunError(f"{message} (python -m {self.prog} --help lists all flags)")
+        hint = f"(python -m {self.prog} --help lists all flags)"
+        raise RunError(message if message.endswith(hint) else f"{message} {hint}")
 
 
 def parser_of(app: App, table: Mapping[str, Synchronisation]) -> ArgumentParser:
@@ -74,6 +75,9 @@ def _add_synchronisation(parser: ArgumentParser, table: Mapping[str, Synchronisa
         "--compressor",
         choices=list(compressors(table)),
         help=f"what published commands call an algorithm (with --compression; default: {COMPRESSED})",
+    )
+    add(
+        "--overlap", action=BooleanOptionalAction, default=False, help="gradients travel while backward computes others"
     )
 
 

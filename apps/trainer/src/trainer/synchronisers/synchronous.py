@@ -165,6 +165,7 @@ def _made(
         options={name: options.own[name] for name in takes if name in options.own},
         nonfinite=options.own["nonfinite"],
         verify=options.own["verify"],
+        overlap=options.overlap,
         **settings,
     )
     wait = held_up(options, comm) if "inject_delay" in options.own else lambda step: None

@@ -51,6 +51,7 @@ class Synchronisation:
 
     make: (options, model, comm, rates) -> Synchroniser; options.own has a value for every flag.
     compressors: what --compressor calls it. check: (own values, workers); raises RunError for what does not fit.
+    overlaps: whether its exchange may begin during backward.
     nesterov: whether its momentum is SGD's own, which has this form.
     needs: the distribution that it comes with, where that may not be installed; imported by the name with "_" for "-".
     """
@@ -58,6 +59,7 @@ class Synchronisation:
     make: Make
     flags: Sequence[Flag] = ()
     nesterov: bool = True
+    overlaps: bool = False
     compressors: Sequence[str] = ()
     check: Callable[[Mapping[str, Value], int], None] = lambda own, workers: None
     needs: str = ""
@@ -144,10 +146,15 @@ INJECT_DELAY = Flag(
 
 SYNCHRONOUS = "trainer.synchronisers.synchronous"
 DENSE = Synchronisation(
-    make=lazily(f"{SYNCHRONOUS}:dense"), flags=(DENSE_WIRE, NONFINITE, VERIFY, INJECT_DELAY), compressors=("none",)
+    make=lazily(f"{SYNCHRONOUS}:dense"),
+    flags=(DENSE_WIRE, NONFINITE, VERIFY, INJECT_DELAY),
+    compressors=("none",),
+    overlaps=True,
 )
-SPARSE = Synchronisation(make=lazily(f"{SYNCHRONOUS}:sparse"), flags=(DENSITY, WIRE, NONFINITE, VERIFY), nesterov=False)
-WHOLE = Synchronisation(make=lazily(f"{SYNCHRONOUS}:whole"), flags=(NONFINITE, VERIFY))
+SPARSE = Synchronisation(
+    make=lazily(f"{SYNCHRONOUS}:sparse"), flags=(DENSITY, WIRE, NONFINITE, VERIFY), nesterov=False, overlaps=True
+)
+WHOLE = Synchronisation(make=lazily(f"{SYNCHRONOUS}:whole"), flags=(NONFINITE, VERIFY), overlaps=True)
 
 SYNC_EVERY = Flag(name="sync_every", default=4, read=quantities.count, metavar="STEPS", says="steps between averages")
 ALPHA = Flag(
