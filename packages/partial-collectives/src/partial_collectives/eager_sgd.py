@@ -186,7 +186,7 @@ class EagerSGD(Wrapping):
             if p.grad is None:
                 p.grad = torch.empty_like(p)
         gradients = [p.grad for p in self._trained if p.grad is not None]
-        divisor = result.weight if self._weighted else self._comm.size
+        divisor = result.weight if self._weighted else len(result.members)
         totals = [result.total] if isinstance(result.total, Tensor) else result.total
         for total, bucket in zip(totals, self._buckets, strict=True):
             bucket.scatter(total / divisor, gradients)

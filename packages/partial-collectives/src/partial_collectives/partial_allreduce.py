@@ -5,10 +5,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
-from communicators import CollectiveError, as_communicator, run
+from communicators import CollectiveError, Communicator, as_communicator, run
 from communicators.dense_schedules import barrier
 from communicators.errors import describe
 from torch import Tensor
@@ -54,19 +54,21 @@ class PartialAllreduce:
         max_staleness: int = MAX_STALENESS,
         grace: float | str = 0.0,
         seed: int = 0,
+        on_death: Literal["error", "shrink"] = "error",
     ) -> None:
         self._one = isinstance(like, Tensor)
         self._like = [like] if isinstance(like, Tensor) else list(like)
         _check_like(self._like)
         self.comm = as_communicator(comm)
+        _check_on_death(on_death, self.comm)
         share, seconds = _parsed_grace(grace)
         rules = check_rules(quorum, max_staleness, bool(share or seconds), seed, self.comm.size)
         self._share, self._seconds = share, seconds
         shapes = ", ".join(f"{tuple(one.shape)} {one.dtype}" for one in self._like)
-        facts = f"PartialAllreduce({shapes}; quorum={quorum!r}, {max_staleness=}, {grace=}, {seed=})"
+        facts = f"PartialAllreduce({shapes}; quorum={quorum!r}, {max_staleness=}, {grace=}, {seed=}, {on_death=})"
         run(barrier(self.comm.rank, self.comm.size), self.comm, facts=facts)
         flat = [torch.empty(one.numel(), dtype=one.dtype) for one in self._like]
-        self._engine = Engine(self.comm, rules, flat, self._grace_seconds, f"a round of {facts}")
+        self._engine = Engine(self.comm, rules, flat, self._grace_seconds, f"a round of {facts}", shrinks=on_death == "shrink")
         self._closed = False
 
     @property
@@ -206,6 +208,16 @@ def _parsed_grace(grace: float | str) -> tuple[float, float]:
     if not 0 <= number < float("inf"):
         raise ValueError(f"grace is {grace!r}, expected 0 or more")
     return (number, 0.0) if text else (0.0, number)
+
+
+def _check_on_death(on_death: str, comm: Communicator) -> None:
+    if on_death not in ("error", "shrink"):
+        raise ValueError(f"on_death is {on_death!r}, expected 'error' or 'shrink'")
+    if on_death == "shrink" and not comm.outlives_ranks:
+        raise ValueError(
+            "on_death='shrink' needs ranks that outlive one another, over a gloo process group or in a simulated world; "
+            "under MPI the launcher ends the whole job when a rank dies, so leave on_death='error' there"
+        )
 
 
 def _check_like(like: Sequence[Tensor]) -> None:

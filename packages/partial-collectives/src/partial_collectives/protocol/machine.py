@@ -110,7 +110,7 @@ class Machine:
         return self._actions + self._go_on()
 
     def completed(self, headers: Sequence[Header]) -> list[Action]:
-        """The current round's collective is over; headers of all ranks, FINISHED for those that are gone."""
+        """The current round's collective is over; headers of all ranks, also of those that are gone."""
         self._end_round(headers)
         return self._go_on()
 
@@ -140,7 +140,7 @@ class Machine:
 
     def _end_round(self, headers: Sequence[Header]) -> None:
         running = frozenset(r for r, header in enumerate(headers) if header.stage is Stage.RUNNING)
-        self.unfinished = frozenset(r for r, header in enumerate(headers) if header.stage is not Stage.FINISHED)
+        self.unfinished = frozenset(r for r, header in enumerate(headers) if header.stage < Stage.FINISHED)
         self.meetings += not running
         self.running = running or self.unfinished
         self.missed = [
