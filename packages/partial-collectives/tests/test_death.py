@@ -34,26 +34,46 @@ def plans(draw):
 def follow(comm, settings, halves, given_):
     """What a rank gets; what it gives is counted in given_, which outlives it."""
     got = []
+
+    def apply(results):
+        for result in results:
+            got.append(
+                (*result.total.tolist(), result.round, result.contributors, result.members, result.deposits)
+            )
+            result.total.fill_(-1)  # it is the user's, and nobody else's
+
     with PartialAllreduce(torch.zeros(2, dtype=torch.int64), comm, on_death="shrink", **settings) as partial:
         for number, half in enumerate(halves):
             for seconds in half:
                 comm.elapse(seconds)
                 given_[comm.rank] += 1
-                got += partial.allreduce(torch.full((2,), MARK**comm.rank))
+                apply(partial.allreduce(torch.full((2,), MARK**comm.rank)))
             if number == 0:
-                got += partial.synchronize()
-        got += partial.finish()
-    return [(*result.total.tolist(), result.round, result.contributors, result.members, result.deposits) for result in got]
+                apply(partial.synchronize())
+        apply(partial.finish())
+    return got
 
 
 @settings(max_examples=150)
 @given(plans(), st.integers(0, 99))
 def test_those_that_are_left_agree_and_lose_nothing(plan, order):
-    options, steps, deaths = plan
+    agree_and_lose_nothing(*plan, order, jitter=2e-4)
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_whenever_it_dies(part):
+    """Messages take so long, one more than the other, that some ranks have ended the round and others have not."""
+    options = {"quorum": 3, "max_staleness": 1, "grace": 0.0}
+    for order in range(15):
+        at = 0.3 + 0.02 * (part + order / 15)
+        agree_and_lose_nothing(options, [[[0.01] * 4] * 2] * 3, [Dies(order % 3, at=at)], order, jitter=0.02)
+
+
+def agree_and_lose_nothing(options, steps, deaths, order, jitter):
     given_ = [0] * len(steps)
-    world = SimulatedWorld(len(steps), seed=order, jitter=2e-4, faults=deaths)
+    world = SimulatedWorld(len(steps), seed=order, jitter=jitter, faults=deaths)
     outcomes = world.run(lambda comm: follow(comm, options, steps[comm.rank], given_))
-    replay = f"{plan=!r}, {order=}"
+    replay = f"{options=}, {steps=}, {deaths=}, {order=}, {jitter=}"
     left = [rank for rank, outcome in enumerate(outcomes) if outcome is not None]
     if not left:
         return
