@@ -81,6 +81,60 @@ def test_gloo_the_others_go_on_without_a_rank_that_is_killed(processes, tmp_path
     assert arrived == [40, 40]
 
 
+INTERRUPTED = """
+import os, pathlib, signal, sys, threading, time
+import torch
+from communicators import CollectiveError, as_communicator
+from partial_collectives import PartialAllreduce
+if sys.argv[1] == "mpi":
+    from mpi4py import MPI
+else:
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+comm, caught = as_communicator(None, timeout=60), pathlib.Path(sys.argv[2])
+
+def interrupt(main):
+    names = set()
+    while "wait_until" not in names:  # it waits in allreduce
+        time.sleep(0.01)
+        frame, names = sys._current_frames()[main], set()
+        while frame is not None:
+            names.add(frame.f_code.co_name)
+            frame = frame.f_back
+    os.kill(os.getpid(), signal.SIGINT)
+
+begin = 0.0
+try:
+    with PartialAllreduce(torch.zeros(10), comm, quorum=3) as partial:
+        for step in range(6):
+            if step == 5 and comm.rank == 1:
+                threading.Thread(target=interrupt, args=[threading.get_ident()]).start()
+            while step == 5 and comm.rank == 0 and not caught.exists():  # so that the others wait
+                time.sleep(0.01)
+            begin = time.monotonic()
+            partial.allreduce(torch.ones(10))
+except BaseException as error:
+    caught.touch()
+    sys.stdout.write(f"{comm.rank}|{time.monotonic() - begin < 10}|{type(error).__name__}: {error}\\n")
+    sys.stdout.flush()
+"""
+
+
+@pytest.mark.parametrize("world", ["gloo", pytest.param("mpi", marks=pytest.mark.mpi)])
+def test_an_interrupt_in_the_middle_of_an_allreduce(processes, mpiexec, tmp_path, world):
+    """It reaches the user, whose process ends; the others err with one reason within seconds."""
+    script = tmp_path / "interrupted.py"
+    script.write_text(INTERRUPTED)
+    if world == "mpi":
+        done = [mpiexec(3, script, world, tmp_path / "caught", timeout=60)]
+    else:
+        done = processes(3, script, world, tmp_path / "caught", timeout=60)
+    assert [launch.returncode for launch in done] == [0] * len(done), [launch.stderr for launch in done]
+    said = dict(line.split("|", 1) for launch in done for line in launch.stdout.splitlines())
+    assert said["1"] == "True|KeyboardInterrupt: "
+    assert said["0"] == said["2"] == "True|CollectiveError: rank 1 gave up its partial allreduce: KeyboardInterrupt"
+
+
 NO_THREADS = """
 import mpi4py
 mpi4py.rc.thread_level = "funneled"
