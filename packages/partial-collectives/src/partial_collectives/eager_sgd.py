@@ -164,8 +164,12 @@ class EagerSGD(Wrapping):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is None:
-            self.finish()
+        try:
+            if error is None:
+                self.finish()
+        except BaseException as failed:
+            self._rounds.__exit__(type(failed), failed, None)
+            raise
         self._rounds.__exit__(kind, error, trace)
 
     def _apply(self, results: Iterable[PartialResult]) -> None:

@@ -117,8 +117,8 @@ class PartialAllreduce:
             return
         for _ in self._rest(Stage.FINISHED):
             pass
-        self._closed = True
         self._engine.close()
+        self._closed = True
 
     def state_dict(self) -> dict[str, Any]:
         """What was given and is in no round yet, rounds that were not returned yet, and where the rounds stand.
@@ -144,9 +144,17 @@ class PartialAllreduce:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is None:
+        if error is not None:
+            self._give_up(error)
+            return
+        try:
             self.close()
-        elif not self._closed:
+        except BaseException as failed:
+            self._give_up(failed)
+            raise
+
+    def _give_up(self, error: BaseException) -> None:
+        if not self._closed:
             self._closed = True
             mine = f"rank {self.comm.rank} gave up its partial allreduce: {describe(error)}"
             self._engine.give_up(str(error) if isinstance(error, CollectiveError) else mine)
