@@ -183,3 +183,60 @@ def test_calls_of_the_others_fail_and_a_dead_rank_does_nothing_more():
 
     assert SimulatedWorld(3, faults=[Dies(1, at=0.035)]).run(body)[::2] == ["rank 1 died after 0.035 virtual seconds"] * 2
     assert [step for rank, step in done if rank == 1] == [0, 1, 2]
+
+
+def test_a_rank_joins_again_from_a_peers_state():
+    """In another group of all ranks; the peer's own gradient that is in no round yet is not given twice."""
+
+    def before(comm):
+        with PartialAllreduce(torch.zeros(1), comm, on_death="shrink", quorum="solo") as partial:
+            got = []
+            for _ in range(6):
+                comm.elapse(0.02 if comm.rank == 2 else 0.01)
+                got += partial.allreduce(torch.ones(1))
+            got += partial.synchronize()
+            saved[comm.rank] = partial.state_dict(), sum(result.total.item() for result in got)
+
+    def after(comm):
+        joins = comm.rank == 2
+        state, had = saved[0 if joins else comm.rank]
+        with PartialAllreduce(torch.zeros(1), comm, on_death="shrink", quorum="majority") as partial:
+            partial.load_state_dict(state, joins=joins)
+            got = []
+            for _ in range(3 + comm.rank):
+                comm.elapse(0.01)
+                got += partial.allreduce(torch.ones(1))
+            got += partial.finish()
+            assert {result.members for result in got} == {(0, 1, 2)}
+            return had + sum(result.total.item() for result in got), partial.round
+
+    saved = {}
+    SimulatedWorld(3, faults=[Dies(2, at=0.05)]).run(before)
+    assert sorted(saved) == [0, 1]
+    assert saved[0][1] == saved[1][1]
+    assert 12 <= saved[0][1] <= 14
+    outcomes = SimulatedWorld(3).run(after)
+    assert [total for total, _ in outcomes] == [saved[0][1] + 3 + 4 + 5] * 3
+    assert outcomes[0][1] > saved[0][0]["machine"]["round"]
+
+
+def test_of_a_peers_state_its_own_gradients_stay_with_it():
+    def before(comm):
+        with PartialAllreduce(torch.zeros(1), comm, on_death="shrink", quorum="solo") as partial:
+            for _ in range(1 if comm.rank else 4):
+                comm.elapse(0.05 if comm.rank else 1e-3)
+                partial.allreduce(torch.ones(1))
+            comm.elapse(1.0)
+            saved[comm.rank] = partial.state_dict()
+            barrier(comm)  # closing goes on with rounds
+
+    def after(comm):
+        with PartialAllreduce(torch.zeros(1), comm, on_death="shrink", quorum="solo") as partial:
+            partial.load_state_dict(saved[1], joins=comm.rank == 0)
+            pending = len(saved[1]["results"])
+            return sum(result.total.item() for result in list(partial.finish())[pending:])
+
+    saved = {}
+    SimulatedWorld(2).run(before)
+    assert [saved[rank]["deposits"]["count"] for rank in range(2)] == [0, 1]
+    assert SimulatedWorld(2).run(after) == [1.0, 1.0]

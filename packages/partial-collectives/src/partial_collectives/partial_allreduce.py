@@ -128,9 +128,11 @@ class PartialAllreduce:
         """
         return self._engine.state()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, joins: bool = False) -> None:
         """Goes on where `state_dict` was taken; for every rank to call, before its first `allreduce()`.
 
+        joins: the state is a peer's, for a rank that comes in place of one that has died. What the peer has given and
+            is in no round yet stays the peer's to give; its rounds that were not returned yet are returned here too.
         Raises CollectiveError where the states of the ranks are of different rounds.
         """
         if self.round or self._engine.results:
@@ -138,7 +140,7 @@ class PartialAllreduce:
         machine = {name: state["machine"][name] for name in ("round", "seed", "missed", "running", "unfinished")}
         facts = f"going on with partial rounds from {machine}"
         run(barrier(self.comm.rank, self.comm.size), self.comm, facts=facts)
-        self._engine.restore(state)
+        self._engine.restore(state, joins=joins)
 
     def __enter__(self) -> Self:
         return self

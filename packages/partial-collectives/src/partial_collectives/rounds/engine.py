@@ -141,11 +141,14 @@ class Engine:
             results = [dict(vars(result)) for result in self.results]
             return {"machine": self.machine.state(), "deposits": self.deposits.state(), "results": results}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """What `state` gave; before the first round."""
+    def restore(self, state: Mapping[str, Any], *, joins: bool = False) -> None:
+        """What `state` gave; before the first round. joins: to a peer, whose deposits stay there."""
         with self._lock:
-            self.machine.restore(state["machine"])
-            self.deposits.restore(state["deposits"])
+            if joins:
+                self.machine.restore({**state["machine"], "holds": False, "stage": Stage.RUNNING})
+            else:
+                self.machine.restore(state["machine"])
+                self.deposits.restore(state["deposits"])
             everyone = {"members": tuple(range(self._comm.size))}  # a state of an older version does not say
             self.results = deque(PartialResult(**{**everyone, **result}) for result in state["results"])
 
