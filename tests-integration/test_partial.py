@@ -81,6 +81,56 @@ def test_gloo_the_others_go_on_without_a_rank_that_is_killed(processes, tmp_path
     assert arrived == [40, 40]
 
 
+JOINS = """
+import io, os, signal, sys
+import torch, torch.distributed as dist
+from communicators import as_communicator
+from partial_collectives import PartialAllreduce
+me = int(os.environ.pop("RANK"))  # 3 comes in place of 2
+store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), int(os.environ.pop("WORLD_SIZE")), me == 0)
+
+def part(generation, rank, steps, state, total):
+    dist.init_process_group("gloo", store=dist.PrefixStore(generation, store), rank=rank, world_size=3)
+    comm = as_communicator(None, timeout=60)
+    with PartialAllreduce(torch.zeros(1), comm, quorum="solo", on_death="shrink") as partial:
+        if state is not None:
+            partial.load_state_dict(state, joins=me == 3)
+        for step in range(steps):
+            if (me, step) == (2, 5):
+                os.kill(os.getpid(), signal.SIGKILL)
+            total += sum(result.total.item() for result in partial.allreduce(torch.ones(1)))
+        total += sum(result.total.item() for result in partial.synchronize())
+        state = partial.state_dict()
+    comm.close()
+    dist.destroy_process_group()
+    return state, total
+
+if me == 3:
+    state, total = torch.load(io.BytesIO(store.get("state")))
+else:
+    state, total = part("first", me, 10, None, 0.0)
+if me == 0:
+    saved = io.BytesIO()
+    torch.save((state, total), saved)
+    store.set("state", saved.getvalue())
+_, end = part("second", min(me, 2), 7, state, total)
+sys.stdout.write(f"{total} {end}")
+"""
+
+
+def test_gloo_another_process_joins_in_place_of_one_that_was_killed(processes, tmp_path):
+    """In a new process group, because gloo connects the ranks of a group once; from the state of rank 0."""
+    script = tmp_path / "joins.py"
+    script.write_text(JOINS)
+    done = processes(4, script, timeout=60)
+    assert done.pop(2).returncode == -9
+    assert [launch.returncode for launch in done] == [0] * 3, [launch.stderr for launch in done]
+    assert len({launch.stdout for launch in done}) == 1
+    before, end = map(float, done[0].stdout.split())
+    assert 20 <= before <= 25
+    assert end == before + 21
+
+
 INTERRUPTED = """
 import os, pathlib, signal, sys, threading, time
 import torch

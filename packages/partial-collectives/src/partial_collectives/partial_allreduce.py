@@ -172,13 +172,14 @@ class PartialAllreduce:
         def over() -> bool:
             return machine.over or (stage is Stage.PAUSED and machine.meetings > met)
 
+        meeting = met + 1 if stage is Stage.PAUSED else None
         while not over():
-            yield from self._taken()
+            yield from self._taken(meeting)
             engine.wait(lambda: bool(engine.results) or over())
-        yield from self._taken()
+        yield from self._taken(meeting)
 
-    def _taken(self) -> list[PartialResult]:
-        return [replace(result, total=self._shaped(result.total)) for result in self._engine.take()]
+    def _taken(self, meeting: int | None = None) -> list[PartialResult]:
+        return [replace(result, total=self._shaped(result.total)) for result in self._engine.take(meeting=meeting)]
 
     def _shaped(self, totals: Tensor | list[Tensor]) -> Tensor | list[Tensor]:
         shaped = [total.view(one.shape).to(one.device) for total, one in zip(totals, self._like, strict=True)]

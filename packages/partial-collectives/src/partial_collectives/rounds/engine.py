@@ -71,6 +71,7 @@ class Engine:
         self._number = 0  # of this rank's collectives, so that what one says is not taken for the next one's word
         self._brought: Taken | None = None  # to the round under way
         self._last: Ended | None = None  # which those may lack that have not ended it when another rank dies
+        self._at_meeting: dict[str, Any] | None = None  # the machine's state
         self._graced = -1
         self._others = frozenset(range(comm.size)) - {comm.rank}
         self._answered: set[int] = set()
@@ -84,6 +85,7 @@ class Engine:
         copies, finite = weighted_copy(tensors, weight)
         with self._lock:
             self._check()
+            self._at_meeting = None
             self._arrivals.arrived(self._comm.clock())
             self.deposits.add(copies, weight, finite)
             self._do(self.machine.deposited(behind=bool(self.results)))
@@ -92,6 +94,7 @@ class Engine:
         """This rank has no more steps for now, or none at all."""
         with self._lock:
             self._check()
+            self._at_meeting = None
             self._do(self.machine.rested(stage))
 
     def wait(self, over: Callable[[], bool]) -> None:
@@ -110,11 +113,12 @@ class Engine:
                 if in_vain := pulse.feel(self._others - self._gone(), self._waits()):
                     self._signals.fail(in_vain)
 
-    def take(self) -> list[PartialResult]:
-        """The rounds that are over and were not taken yet."""
+    def take(self, *, meeting: int | None = None) -> list[PartialResult]:
+        """The rounds that are over and were not taken yet; up to the meeting of this number, once that has been."""
         with self._lock:
-            taken = list(self.results)
-            self.results.clear()
+            met = meeting is not None and self.machine.meetings >= meeting
+            taken = [result for result in self.results if not met or result.round <= self.machine.met]
+            self.results = deque(list(self.results)[len(taken) :])
         return taken
 
     def give_up(self, why: str) -> None:
@@ -135,9 +139,11 @@ class Engine:
             self._data.close()
 
     def state(self) -> dict[str, Any]:
-        """Between two rounds."""
-        self.wait(lambda: not self.machine.joined and not self.machine.recovering)
+        """Between two rounds: as of the last meeting, where this rank has given nothing since, else now."""
+        self.wait(lambda: self._at_meeting is not None or not self.machine.joined and not self.machine.recovering)
         with self._lock:
+            if self._at_meeting is not None:  # others may have gone on, and rounds with them
+                return {"machine": dict(self._at_meeting), "deposits": self.deposits.state(), "results": []}
             results = [dict(vars(result)) for result in self.results]
             return {"machine": self.machine.state(), "deposits": self.deposits.state(), "results": results}
 
@@ -246,7 +252,10 @@ class Engine:
         round_, self._brought = self.machine.round, None
         if self._shrinks:
             self._last = headers, [total.clone() for total in totals]  # the user may change what he gets
+        meetings = self.machine.meetings
         actions = tell(headers)
+        if self.machine.meetings > meetings and not self.machine.over:
+            self._at_meeting = self.machine.state()
         self.lateness.record(headers)
         if totals:
             self.results.append(self._result(round_, headers, totals))
