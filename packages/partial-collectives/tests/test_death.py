@@ -24,11 +24,15 @@ def plans(draw):
     steps = [[draw(st.lists(step, max_size=5)) for _ in range(2)] for _ in range(size)]
     dying = draw(st.lists(st.integers(0, size - 1), unique=True, max_size=size))
     deaths = [Dies(rank, at=draw(st.floats(5e-3, 0.03))) for rank in dying]
-    return {
-        "quorum": draw(st.one_of(st.sampled_from(["solo", "majority"]), st.integers(1, size))),
-        "max_staleness": draw(st.integers(0, 3)),
-        "grace": draw(st.sampled_from([0.0, 1e-3])),
-    }, steps, deaths
+    return (
+        {
+            "quorum": draw(st.one_of(st.sampled_from(["solo", "majority"]), st.integers(1, size))),
+            "max_staleness": draw(st.integers(0, 3)),
+            "grace": draw(st.sampled_from([0.0, 1e-3])),
+        },
+        steps,
+        deaths,
+    )
 
 
 def follow(comm, settings, halves, given_):
@@ -37,9 +41,7 @@ def follow(comm, settings, halves, given_):
 
     def apply(results):
         for result in results:
-            got.append(
-                (*result.total.tolist(), result.round, result.contributors, result.members, result.deposits)
-            )
+            got.append((*result.total.tolist(), result.round, result.contributors, result.members, result.deposits))
             result.total.fill_(-1)  # it is the user's, and nobody else's
 
     with PartialAllreduce(torch.zeros(2, dtype=torch.int64), comm, on_death="shrink", **settings) as partial:
@@ -181,7 +183,9 @@ def test_calls_of_the_others_fail_and_a_dead_rank_does_nothing_more():
         except CollectiveError as error:
             return str(error)
 
-    assert SimulatedWorld(3, faults=[Dies(1, at=0.035)]).run(body)[::2] == ["rank 1 died after 0.035 virtual seconds"] * 2
+    assert (
+        SimulatedWorld(3, faults=[Dies(1, at=0.035)]).run(body)[::2] == ["rank 1 died after 0.035 virtual seconds"] * 2
+    )
     assert [step for rank, step in done if rank == 1] == [0, 1, 2]
 
 

@@ -196,9 +196,7 @@ class OutstandingCall:
                 self.comm.count(sum(payload.numel() for payload in action.sends.values()), len(action.sends))
         self.progressed, self._reported = time.monotonic(), False
 
-    def _request_abort(
-        self, reason: str, cause: BaseException | None = None, *, patience: float | None = None
-    ) -> None:
+    def _request_abort(self, reason: str, cause: BaseException | None = None, *, patience: float | None = None) -> None:
         self._cause = cause
         self.progressed = time.monotonic()
         self._requested = RequestedAbort(self.comm, reason, patience=patience)

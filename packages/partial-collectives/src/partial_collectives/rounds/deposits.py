@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
-class Taken(NamedTuple):
+@dataclass(frozen=True)
+class Taken:
     """What a round has taken; tensors is None where there was nothing."""
 
     tensors: list[Tensor] | None

@@ -140,7 +140,7 @@ class Engine:
 
     def state(self) -> dict[str, Any]:
         """Between two rounds: as of the last meeting, where this rank has given nothing since, else now."""
-        self.wait(lambda: self._at_meeting is not None or not self.machine.joined and not self.machine.recovering)
+        self.wait(lambda: self._at_meeting is not None or (not self.machine.joined and not self.machine.recovering))
         with self._lock:
             if self._at_meeting is not None:  # others may have gone on, and rounds with them
                 return {"machine": dict(self._at_meeting), "deposits": self.deposits.state(), "results": []}

@@ -57,9 +57,13 @@ def recovery(
         return None
     ahead = last if ended == most else None
     source = counts.index(most)
-    own = torch.zeros(ranks * _HEADER.size, dtype=torch.uint8) if ahead is None else torch.cat(list(map(packed, ahead[0])))
+    own = (
+        torch.zeros(ranks * _HEADER.size, dtype=torch.uint8)
+        if ahead is None
+        else torch.cat(list(map(packed, ahead[0])))
+    )
     together = yield from broadcast(own, rank, size, source)
-    headers = [unpacked(block) for block in together.split(_HEADER.size)]
+    headers = [unpacked(block) for block in torch.split(together, _HEADER.size)]
     totals = []
     for number_, one in enumerate(like if any(header.contributes for header in headers) else ()):
         mine = torch.zeros_like(one) if ahead is None else ahead[1][number_]
