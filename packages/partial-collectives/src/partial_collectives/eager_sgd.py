@@ -40,8 +40,9 @@ class EagerSGD(Wrapping):
         p.grad ← total / P;  optimizer.step();  scheduler.step()
 
     Rounds are the same on all ranks, so parameters are too, bit for bit, after as many rounds; a rank may take several
-    in one step. A gradient that is late goes into a later round, of which it is one summand more; P is always the
-    number of ranks. At construction all ranks get rank 0's parameters (not its buffers, which stay each rank's own).
+    in one step. A gradient that is late goes into a later round, of which it is one summand more; P is the number of
+    ranks that took part in the round: all that live. At construction all ranks get rank 0's parameters (not its
+    buffers, which stay each rank's own).
 
     optimizer: built over the live parameters; shared as its param_groups, state and defaults are.
     scheduler: of the wrapped optimizer; stepped here, once for every round. One that is stepped by hand would give

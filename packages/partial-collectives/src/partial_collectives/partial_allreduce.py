@@ -40,8 +40,12 @@ class PartialAllreduce:
     grace: seconds for which a round waits for further arrivals once its quorum is there; "0.5x" is half of the median
         time between the last 20 rounds.
     seed: of the draws, alike on all ranks.
+    on_death: "error": all others raise one CollectiveError that names the rank. "shrink": they go on without it; what it
+        had brought to a round that any of them has ended is in that round for all, the rest is given up. A mean is
+        divided by len(result.members) then. Over gloo and in simulated worlds; ValueError elsewhere. An exception
+        inside the context is a death too.
 
-    All ranks make it, and end it with `finish()` and `close()`. Raises CollectiveError where ranks differ in `like` or
+    A rank that is slow is waited for without end. All ranks make it, and end it with `finish()` and `close()`. Raises CollectiveError where ranks differ in `like` or
     settings, RuntimeError where MPI has no THREAD_MULTIPLE.
     """
 
@@ -228,7 +232,7 @@ def _check_on_death(on_death: str, comm: Communicator) -> None:
         raise ValueError(f"on_death is {on_death!r}, expected 'error' or 'shrink'")
     if on_death == "shrink" and not comm.outlives_ranks:
         raise ValueError(
-            "on_death='shrink' needs ranks that outlive one another, over a gloo process group or in a simulated world; "
+            "on_death='shrink' needs ranks that outlive one another, over a gloo group or in a simulated world; "
             "under MPI the launcher ends the whole job when a rank dies, so leave on_death='error' there"
         )
 
