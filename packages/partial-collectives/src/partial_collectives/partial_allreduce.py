@@ -40,13 +40,13 @@ class PartialAllreduce:
     grace: seconds for which a round waits for further arrivals once its quorum is there; "0.5x" is half of the median
         time between the last 20 rounds.
     seed: of the draws, alike on all ranks.
-    on_death: "error": all others raise one CollectiveError that names the rank. "shrink": they go on without it; what it
-        had brought to a round that any of them has ended is in that round for all, the rest is given up. A mean is
+    on_death: "error": all others raise one CollectiveError that names the rank. "shrink": they go on without it; what
+        it had brought to a round that any of them has ended is in that round for all, the rest is given up. A mean is
         divided by len(result.members) then. Over gloo and in simulated worlds; ValueError elsewhere. An exception
         inside the context is a death too.
 
-    A rank that is slow is waited for without end. All ranks make it, and end it with `finish()` and `close()`. Raises CollectiveError where ranks differ in `like` or
-    settings, RuntimeError where MPI has no THREAD_MULTIPLE.
+    A rank that is slow is waited for without end. All ranks make it, and end it with `finish()` and `close()`. Raises
+    CollectiveError where ranks differ in `like` or settings, RuntimeError where MPI has no THREAD_MULTIPLE.
     """
 
     def __init__(
