@@ -318,3 +318,28 @@ def test_after_a_meeting_states_are_of_one_round_whoever_goes_on_first():
     assert machines[0] == machines[1] == machines[2]
     assert all(not state["results"] and not state["deposits"]["count"] for _, state, _ in outcomes)
     assert len({tuple(got[-1:]) for got, _, _ in outcomes}) == 1
+
+
+@pytest.mark.parametrize("on_death", ["error", "shrink"])
+def test_who_has_loaded_first_may_go_on_before_the_others_have_loaded(on_death):
+    """Messages of very different speed; signals of the round that was saved must not begin the first one."""
+
+    def before(comm):
+        with PartialAllreduce(torch.zeros(1), comm, quorum="solo") as partial:
+            for _ in range(3):
+                partial.allreduce(torch.ones(1))
+            list(partial.synchronize())
+            saved[comm.rank] = partial.state_dict()
+
+    def after(comm):
+        with PartialAllreduce(torch.zeros(1), comm, quorum="solo", on_death=on_death) as partial:
+            partial.load_state_dict(saved[comm.rank])
+            got = [result for _ in range(3) for result in partial.allreduce(torch.ones(1))]
+            got += partial.finish()
+        assert min(result.round for result in got) >= saved[comm.rank]["machine"]["round"]
+        return sum(result.total.item() for result in got)
+
+    saved = {}
+    SimulatedWorld(3).run(before)
+    for seed in range(10):
+        assert SimulatedWorld(3, seed=seed, jitter=0.5).run(after) == [9.0] * 3

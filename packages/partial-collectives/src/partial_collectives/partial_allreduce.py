@@ -145,8 +145,8 @@ class PartialAllreduce:
             raise RuntimeError("load_state_dict() after the first round: load into a new PartialAllreduce")
         machine = {name: state["machine"][name] for name in ("round", "seed", "missed", "running", "unfinished")}
         facts = f"going on with partial rounds from {machine}"
+        self._engine.restore(state, joins=joins)  # before any rank goes on, and its signals come
         run(barrier(self.comm.rank, self.comm.size), self.comm, facts=facts)
-        self._engine.restore(state, joins=joins)
 
     def __enter__(self) -> Self:
         return self
