@@ -8,7 +8,7 @@ from communicators import CollectiveError, Dies, SimulatedWorld, barrier
 from communicators.communicator import Communicator
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from partial_collectives import PartialAllreduce
+from partial_collectives import EagerSGD, PartialAllreduce
 from ranks_on_threads import Threads, on_all, ranks
 
 SIZE = 4
@@ -244,3 +244,20 @@ def test_of_a_peers_state_its_own_gradients_stay_with_it():
     SimulatedWorld(2).run(before)
     assert [saved[rank]["deposits"]["count"] for rank in range(2)] == [0, 1]
     assert SimulatedWorld(2).run(after) == [1.0, 1.0]
+
+
+def test_eager_sgd_goes_on_with_the_mean_of_those_that_are_left():
+    def body(comm):
+        w = torch.nn.Parameter(torch.zeros(3))
+        with EagerSGD(
+            torch.optim.SGD([w], lr=1.0), [("w", w)], comm=comm, quorum=comm.size, on_death="shrink"
+        ) as optimizer:
+            for step in range(8):
+                comm.elapse(0.01)
+                w.grad = torch.full((3,), 2.0)
+                optimizer.step()
+        return w.tolist(), optimizer.applied
+
+    outcomes = SimulatedWorld(4, faults=[Dies(1, at=0.045)]).run(body)
+    assert outcomes[1] is None
+    assert outcomes[0] == outcomes[2] == outcomes[3] == ([-16.0] * 3, 8)  # a full quorum: every mean is 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from communicators import CollectiveError, Communicator, as_communicator, buckets_of
@@ -49,7 +49,7 @@ class EagerSGD(Wrapping):
         ranks different rates for the same round.
     weighted: total is divided by the sum of the weights that ranks give to `step(weight=…)`, samples or tokens, not
         by P.
-    quorum, max_staleness, grace, seed: see `PartialAllreduce`.
+    quorum, max_staleness, grace, seed, on_death: see `PartialAllreduce`.
 
     `finish()`, or leaving the context, takes part until all ranks have ended. A gradient that is not finite is a
     CollectiveError on every rank, that names the rank, when its round is applied.
@@ -67,6 +67,7 @@ class EagerSGD(Wrapping):
         grace: float | str = 0.0,
         weighted: bool = False,
         seed: int = 0,
+        on_death: Literal["error", "shrink"] = "error",
     ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer is {type(optimizer).__name__}, expected a torch.optim.Optimizer")
@@ -85,7 +86,13 @@ class EagerSGD(Wrapping):
         self._buckets = buckets_of(self._trained)
         like = [torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device) for bucket in self._buckets]
         self._rounds = PartialAllreduce(
-            like, self._comm, quorum=quorum, max_staleness=max_staleness, grace=grace, seed=seed
+            like,
+            self._comm,
+            quorum=quorum,
+            max_staleness=max_staleness,
+            grace=grace,
+            seed=seed,
+            on_death=on_death,
         )
 
     @property
