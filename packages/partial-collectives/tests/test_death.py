@@ -252,7 +252,7 @@ def test_eager_sgd_goes_on_with_the_mean_of_those_that_are_left():
         with EagerSGD(
             torch.optim.SGD([w], lr=1.0), [("w", w)], comm=comm, quorum=comm.size, on_death="shrink"
         ) as optimizer:
-            for step in range(8):
+            for _ in range(8):
                 comm.elapse(0.01)
                 w.grad = torch.full((3,), 2.0)
                 optimizer.step()
