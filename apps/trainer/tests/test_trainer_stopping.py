@@ -98,7 +98,7 @@ def stopped_at(told: int, app: App, options: Options, ranks: int, monkeypatch: p
     return steps[0][1] if steps else 0
 
 
-@pytest.mark.parametrize("algorithm", TABLE)
+@pytest.mark.parametrize("algorithm", [name for name in TABLE if not name.startswith("eager-")])  # these: see below
 def test_a_stopped_run_goes_on_with_the_same_bits(
     app: App, options: Callable[..., Options], tmp_path: Path, algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,6 +112,20 @@ def test_a_stopped_run_goes_on_with_the_same_bits(
         assert RunFolder(broken.output).checkpoints.complete()[-1].name == f"{step:08d}"
         train(app, replace(broken, resume="latest"), 2)
         assert_same_bits(result(broken), result(straight))
+
+
+@pytest.mark.parametrize("algorithm", [name for name in TABLE if name.startswith("eager-")])
+def test_a_stopped_eager_run_goes_on(
+    app: App, options: Callable[..., Options], tmp_path: Path, algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the end; a checkpoint is a meeting of all ranks, so that a run which has more of them has other bits."""
+    monkeypatch.setattr("trainer.training.stopping.BETWEEN", 1e-9)
+    broken = options(algorithm=algorithm, output=tmp_path / "broken", momentum=0.9, max_epochs=3)
+    step = stopped_at(1, app, broken, 2, monkeypatch)
+    assert step > 1
+    assert RunFolder(broken.output).checkpoints.complete()[-1].name == f"{step:08d}"
+    train(app, replace(broken, resume="latest"), 2)
+    assert (broken.output / "metrics.jsonl").read_text().count("\n") == 3
 
 
 def test_at_the_end_of_an_epoch_it_is_evaluated_first_and_a_run_that_has_ended_has_ended(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from communicators import CollectiveError, Link, SimulatedWorld, allreduce, allreduce_async, testing
+from communicators.background.engine import depart, engine
 from communicators.communicator import MOST_DUPLICATES
 from communicators.worlds.alone import Alone
 from hypothesis import given
 from hypothesis import strategies as st
+from ranks_on_threads import on_all, ranks, soon
 
 
 @given(size=testing.world_sizes(), data=st.data())
@@ -52,6 +56,25 @@ def test_they_are_bounded_in_number_and_freed_by_closing(of):
         return allreduce(torch.ones(1), comm.duplicate()).item()
 
     assert SimulatedWorld(2).run(body) == [2.0, 2.0]
+
+
+def test_a_duplicate_that_is_dropped_without_closing_departs_at_the_end_all_the_same():
+    """Its peers wait for that word at their own end, under MPI without a limit."""
+    comms = ranks(2)
+    kept = on_all(comms, lambda comm: comm.duplicate())[1]  # rank 0's is not kept by its user
+    gc.collect()
+    of_rank_0 = [one for one in engine()._listened_to() if one.rank == 0 and one.transport.network in networks(comms)]
+    depart(of_rank_0, "it exited", timeout=0.0)
+    try:
+        assert soon(lambda: comms[1].awaited() == kept.awaited() == [])
+    finally:
+        engine().forget(kept)  # else this process would wait as well
+
+
+def networks(comms):
+    """Those of communicators and of all their duplicates."""
+    found = [comm.transport.network for comm in comms]
+    return found + [duplicate for network in found for duplicate in network.duplicates.values()]
 
 
 def test_alone():

@@ -293,3 +293,53 @@ def test_a_signal_that_comes_while_it_is_made():
     assert not comm.errors
     assert partial.round == 1
     partial.close()
+
+
+def test_after_a_meeting_states_are_of_one_round_whoever_goes_on_first():
+    """Rank 0 goes on at once, and a round begins before rank 1 has taken what the meeting gave, or its state."""
+
+    def body(comm):
+        with PartialAllreduce(torch.zeros(1), comm, quorum="solo") as partial:
+            comm.elapse(1e-3 * comm.rank)
+            partial.allreduce(torch.ones(1))
+            got = []
+            for result in partial.synchronize():
+                got.append(result.round)
+                comm.elapse(0.5 * comm.rank)  # applies it; meanwhile others go on
+            comm.elapse(0.5 * comm.rank)
+            state = partial.state_dict()
+            for _ in range(3):
+                partial.allreduce(torch.ones(1))
+            later = [result.round for result in partial.finish()]
+            return got, state, later
+
+    outcomes = SimulatedWorld(3).run(body)
+    machines = [state["machine"] for _, state, _ in outcomes]
+    assert machines[0] == machines[1] == machines[2]
+    assert all(not state["results"] and not state["deposits"]["count"] for _, state, _ in outcomes)
+    assert len({tuple(got[-1:]) for got, _, _ in outcomes}) == 1
+
+
+@pytest.mark.parametrize("on_death", ["error", "shrink"])
+def test_who_has_loaded_first_may_go_on_before_the_others_have_loaded(on_death):
+    """Messages of very different speed; signals of the round that was saved must not begin the first one."""
+
+    def before(comm):
+        with PartialAllreduce(torch.zeros(1), comm, quorum="solo") as partial:
+            for _ in range(3):
+                partial.allreduce(torch.ones(1))
+            list(partial.synchronize())
+            saved[comm.rank] = partial.state_dict()
+
+    def after(comm):
+        with PartialAllreduce(torch.zeros(1), comm, quorum="solo", on_death=on_death) as partial:
+            partial.load_state_dict(saved[comm.rank])
+            got = [result for _ in range(3) for result in partial.allreduce(torch.ones(1))]
+            got += partial.finish()
+        assert min(result.round for result in got) >= saved[comm.rank]["machine"]["round"]
+        return sum(result.total.item() for result in got)
+
+    saved = {}
+    SimulatedWorld(3).run(before)
+    for seed in range(10):
+        assert SimulatedWorld(3, seed=seed, jitter=0.5).run(after) == [9.0] * 3

@@ -10,7 +10,7 @@ import torch
 from communicators import CollectiveError, SimulatedWorld
 from hypothesis import given
 from hypothesis import strategies as st
-from partial_collectives import PartialAllreduce
+from partial_collectives import EagerSGD, PartialAllreduce
 from partial_collectives.rounds.pulse import ASKS, Pulse
 from ranks_on_threads import on_all, ranks
 
@@ -121,3 +121,43 @@ def test_a_pulse(events):
                 return
             unanswered += 1
     assert set(asked) <= {1}
+
+
+class Raises(torch.optim.lr_scheduler.LRScheduler):
+    """A scheduler of the user's that fails on its rank once it has no more steps."""
+
+    fails = False
+
+    def get_lr(self):
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def step(self, *arguments):
+        if self.fails:
+            raise ZeroDivisionError("by hand")
+        super().step(*arguments)
+
+
+def test_a_rank_that_raises_while_it_finishes_is_named_by_all_others():
+    """Its engine goes on to answer, so that the others would wait for it without end."""
+
+    def body(comm):
+        w = torch.nn.Parameter(torch.zeros(2))
+        inner = torch.optim.SGD([w], lr=0.1)
+        scheduler = Raises(inner)
+        with EagerSGD(inner, [("w", w)], comm=comm, scheduler=scheduler, quorum="solo") as optimizer:
+            for _ in range(1 if comm.rank == 1 else 4):
+                comm.elapse(1e-3)
+                w.grad = torch.ones(2)
+                optimizer.step()
+            scheduler.fails = comm.rank == 1
+
+    reasons = SimulatedWorld(3).run(lambda comm: caught(body, comm))
+    assert reasons[1] == "by hand"
+    assert reasons[0] == reasons[2] == "rank 1 gave up its partial allreduce: ZeroDivisionError: by hand"
+
+
+def caught(body, comm):
+    try:
+        return body(comm)
+    except (CollectiveError, ZeroDivisionError) as error:
+        return str(error)

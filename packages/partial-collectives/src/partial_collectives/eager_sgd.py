@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Self, cast
+from typing import Any, Literal, Self, cast
 
 import torch
 from communicators import CollectiveError, Communicator, as_communicator, buckets_of, run
@@ -46,10 +46,10 @@ class EagerSGD(Wrapping):
         p.grad ← total / P;  optimizer.step();  scheduler.step()
 
     Rounds are the same on all ranks, so parameters are too, bit for bit, after as many rounds; a rank may take several
-    in one step. A gradient that is late goes into a later round, of which it is one summand more; P is always the
-    number of ranks. A parameter without a gradient counts as zeros; those of 16 bits are added up in 32. Clipping
-    before `step()` is of this rank's gradient; the mean is clipped by a hook of the wrapped optimizer
-    (`register_step_pre_hook`). At construction all ranks get rank 0's parameters, and the buffers of `model`.
+    in one step. A gradient that is late goes into a later round, of which it is one summand more; P is the number of
+    ranks that took part in the round: all that live. A parameter without a gradient counts as zeros; those of 16 bits
+    are added up in 32. Clipping before `step()` is of this rank's gradient; the mean is clipped by a hook of the wrapped
+    optimizer (`register_step_pre_hook`). At construction all ranks get rank 0's parameters, and the buffers of `model`.
 
     optimizer: built over the live parameters; shared as its param_groups, state and defaults are.
     scheduler: of the wrapped optimizer; stepped here, once for every round. Rates that change otherwise between two
@@ -59,7 +59,8 @@ class EagerSGD(Wrapping):
     model: has buffers, such as BatchNorm's. buffers: "keep", they differ between ranks, in evaluations and checkpoints
         too; "average", their mean over ranks at `synchronize()` and `finish()`, what is not floating-point being rank
         0's; "broadcast", rank 0's there. Ranks that have finished are in the mean.
-    quorum, max_staleness, grace, seed: see `PartialAllreduce`.
+    quorum, max_staleness, grace, seed, on_death: see `PartialAllreduce`. Where ranks may be lost ("shrink") buffers are
+        kept: to share them takes all ranks.
 
     applied: rounds so far. gradients: how many were in them, of all ranks.
 
@@ -81,11 +82,14 @@ class EagerSGD(Wrapping):
         model: nn.Module | None = None,
         buffers: str = "keep",
         seed: int = 0,
+        on_death: Literal["error", "shrink"] = "error",
     ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer is {type(optimizer).__name__}, expected a torch.optim.Optimizer")
         check_scheduler(scheduler, optimizer)
         _check_buffers(buffers, model)
+        if buffers != "keep" and on_death == "shrink":
+            raise ValueError(f"buffers={buffers!r} takes all ranks, but on_death='shrink' goes on without some: leave one")
         self._by_default, self._comm = comm is None, as_communicator(comm)
         named = name_parameters(optimizer, named_parameters)
         trained = {name: p for name, p in named.items() if p.requires_grad and p.numel()}
@@ -104,7 +108,13 @@ class EagerSGD(Wrapping):
         self._buckets = [_in_32_bits(bucket) for bucket in buckets_of(self._trained)]
         like = [torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device) for bucket in self._buckets]
         self._rounds = PartialAllreduce(
-            like, self._comm, quorum=quorum, max_staleness=max_staleness, grace=grace, seed=seed
+            like,
+            self._comm,
+            quorum=quorum,
+            max_staleness=max_staleness,
+            grace=grace,
+            seed=seed,
+            on_death=on_death,
         )
 
     @property
@@ -195,8 +205,12 @@ class EagerSGD(Wrapping):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is None:
-            self.finish()
+        try:
+            if error is None:
+                self.finish()
+        except BaseException as failed:
+            self._rounds.__exit__(type(failed), failed, None)
+            raise
         self._rounds.__exit__(kind, error, trace)
 
     def _apply(self, results: Iterable[PartialResult]) -> None:
@@ -240,7 +254,7 @@ class EagerSGD(Wrapping):
             if p.grad is None:
                 p.grad = torch.empty_like(p)
         gradients = [p.grad for p in self._trained if p.grad is not None]
-        divisor = result.weight if self._weighted else self._comm.size
+        divisor = result.weight if self._weighted else len(result.members)
         totals = [result.total] if isinstance(result.total, Tensor) else result.total
         for total, bucket in zip(totals, self._buckets, strict=True):
             bucket.scatter(total / divisor, gradients)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
-from communicators import CollectiveError, as_communicator, run
+from communicators import CollectiveError, Communicator, as_communicator, run
 from communicators.dense_schedules import barrier
 from communicators.errors import describe
 from torch import Tensor
@@ -40,9 +40,13 @@ class PartialAllreduce:
     grace: seconds for which a round waits for further arrivals once its quorum is there; "0.5x" is half of the median
         time between the last 20 rounds.
     seed: of the draws, alike on all ranks.
+    on_death: "error": all others raise one CollectiveError that names the rank. "shrink": they go on without it; what
+        it had brought to a round that any of them has ended is in that round for all, the rest is given up. A mean is
+        divided by len(result.members) then. Over gloo and in simulated worlds; ValueError elsewhere. An exception
+        inside the context is a death too.
 
-    All ranks make it, and end it with `finish()` and `close()`. Raises CollectiveError where ranks differ in `like` or
-    settings, RuntimeError where MPI has no THREAD_MULTIPLE.
+    A rank that is slow is waited for without end. All ranks make it, and end it with `finish()` and `close()`. Raises
+    CollectiveError where ranks differ in `like` or settings, RuntimeError where MPI has no THREAD_MULTIPLE.
     """
 
     def __init__(
@@ -54,19 +58,23 @@ class PartialAllreduce:
         max_staleness: int = MAX_STALENESS,
         grace: float | str = 0.0,
         seed: int = 0,
+        on_death: Literal["error", "shrink"] = "error",
     ) -> None:
         self._one = isinstance(like, Tensor)
         self._like = [like] if isinstance(like, Tensor) else list(like)
         _check_like(self._like)
         self.comm = as_communicator(comm)
+        _check_on_death(on_death, self.comm)
         share, seconds = _parsed_grace(grace)
         rules = check_rules(quorum, max_staleness, bool(share or seconds), seed, self.comm.size)
         self._share, self._seconds = share, seconds
         shapes = ", ".join(f"{tuple(one.shape)} {one.dtype}" for one in self._like)
-        facts = f"PartialAllreduce({shapes}; quorum={quorum!r}, {max_staleness=}, {grace=}, {seed=})"
+        facts = f"PartialAllreduce({shapes}; quorum={quorum!r}, {max_staleness=}, {grace=}, {seed=}, {on_death=})"
         run(barrier(self.comm.rank, self.comm.size), self.comm, facts=facts)
         flat = [torch.empty(one.numel(), dtype=one.dtype) for one in self._like]
-        self._engine = Engine(self.comm, rules, flat, self._grace_seconds, f"a round of {facts}")
+        self._engine = Engine(
+            self.comm, rules, flat, self._grace_seconds, f"a round of {facts}", shrinks=on_death == "shrink"
+        )
         self._closed = False
 
     @property
@@ -115,8 +123,8 @@ class PartialAllreduce:
             return
         for _ in self._rest(Stage.FINISHED):
             pass
-        self._closed = True
         self._engine.close()
+        self._closed = True
 
     def state_dict(self) -> dict[str, Any]:
         """What was given and is in no round yet, rounds that were not returned yet, and where the rounds stand.
@@ -126,25 +134,35 @@ class PartialAllreduce:
         """
         return self._engine.state()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, joins: bool = False) -> None:
         """Goes on where `state_dict` was taken; for every rank to call, before its first `allreduce()`.
 
+        joins: the state is a peer's, for a rank that comes in place of one that has died. What the peer has given and
+            is in no round yet stays the peer's to give; its rounds that were not returned yet are returned here too.
         Raises CollectiveError where the states of the ranks are of different rounds.
         """
         if self._engine.began:
             raise RuntimeError("load_state_dict() after the first round: load into a new PartialAllreduce")
         machine = {name: state["machine"][name] for name in ("round", "seed", "missed", "running", "unfinished")}
         facts = f"going on with partial rounds from {machine}"
+        self._engine.restore(state, joins=joins)  # before any rank goes on, and its signals come
         run(barrier(self.comm.rank, self.comm.size), self.comm, facts=facts)
-        self._engine.restore(state)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is None:
+        if error is not None:
+            self._give_up(error)
+            return
+        try:
             self.close()
-        elif not self._closed:
+        except BaseException as failed:
+            self._give_up(failed)
+            raise
+
+    def _give_up(self, error: BaseException) -> None:
+        if not self._closed:
             self._closed = True
             mine = f"rank {self.comm.rank} gave up its partial allreduce: {describe(error)}"
             self._engine.give_up(str(error) if isinstance(error, CollectiveError) else mine)
@@ -160,13 +178,14 @@ class PartialAllreduce:
         def over() -> bool:
             return machine.over or (stage is Stage.PAUSED and machine.meetings > met)
 
+        meeting = met + 1 if stage is Stage.PAUSED else None
         while not over():
-            yield from self._taken()
+            yield from self._taken(meeting)
             engine.wait(lambda: bool(engine.results) or over())
-        yield from self._taken()
+        yield from self._taken(meeting)
 
-    def _taken(self) -> list[PartialResult]:
-        return [replace(result, total=self._shaped(result.total)) for result in self._engine.take()]
+    def _taken(self, meeting: int | None = None) -> list[PartialResult]:
+        return [replace(result, total=self._shaped(result.total)) for result in self._engine.take(meeting=meeting)]
 
     def _shaped(self, totals: Tensor | list[Tensor]) -> Tensor | list[Tensor]:
         shaped = [total.view(one.shape).to(one.device) for total, one in zip(totals, self._like, strict=True)]
@@ -206,6 +225,16 @@ def _parsed_grace(grace: float | str) -> tuple[float, float]:
     if not 0 <= number < float("inf"):
         raise ValueError(f"grace is {grace!r}, expected 0 or more")
     return (number, 0.0) if text else (0.0, number)
+
+
+def _check_on_death(on_death: str, comm: Communicator) -> None:
+    if on_death not in ("error", "shrink"):
+        raise ValueError(f"on_death is {on_death!r}, expected 'error' or 'shrink'")
+    if on_death == "shrink" and not comm.outlives_ranks:
+        raise ValueError(
+            "on_death='shrink' needs ranks that outlive one another, over a gloo group or in a simulated world; "
+            "under MPI the launcher ends the whole job when a rank dies, so leave on_death='error' there"
+        )
 
 
 def _check_like(like: Sequence[Tensor]) -> None:

@@ -18,6 +18,8 @@ class PartialResult:
     staleness: for each rank, how many rounds in a row up to this one nothing of it was in; 0 for those that have ended.
     deposits: how many gradients are in the total. weight: the sum of their weights.
     nonfinite: the ranks that contributed NaN or inf.
+    members: the ranks that took part, with a gradient or without: all that were not known to be dead. As many ranks is
+        what a mean is divided by.
     """
 
     total: Tensor | list[Tensor]
@@ -27,4 +29,5 @@ class PartialResult:
     staleness: tuple[int, ...]
     deposits: int
     weight: float
-    nonfinite: tuple[int, ...] = ()
+    nonfinite: tuple[int, ...]
+    members: tuple[int, ...]

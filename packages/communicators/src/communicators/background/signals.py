@@ -23,7 +23,7 @@ from communicators.background.requested_abort import RequestedAbort
 from communicators.background.transport import PeerLost, SignalLine, Transport
 from communicators.errors import CollectiveError
 from communicators.schedule import Schedule
-from communicators.signals import OnSignal, Signals, refuse_too_many_waiting
+from communicators.signals import Attempt, OnSignal, Signals, refuse_too_many_waiting
 
 MOST_VALUES = 64
 """In one message."""
@@ -108,7 +108,7 @@ class TransportSignals(Signals):
         """See `Signals.check`."""
         self._traffic.raise_failed()
 
-    def attempt(self, schedule: Schedule[Any], members: Sequence[int], *, facts: str) -> TransportAttempt:
+    def attempt(self, schedule: Schedule[Any], members: Sequence[int], *, facts: str) -> Attempt:
         """See `Signals.attempt`."""
         if not self._comm.transport.outlives_ranks:
             return super().attempt(schedule, members, facts=facts)

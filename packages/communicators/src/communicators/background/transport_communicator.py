@@ -102,6 +102,7 @@ class TransportCommunicator(Communicator):
         self._engine.forget(self)
         self.closed = True
         missing = depart([self], "it closed the communicator", None if self.control.abort_reason else self.timeout)
+        missing = sorted(set(missing) - self.control.lost)  # those have died
         if missing and self.control.abort_reason is None:
             raise TimeoutError(f"rank {self.rank} closed its communicator, but ranks {missing} did not: all ranks must")
 

@@ -8,11 +8,12 @@ from typing import TypeAlias
 
 
 class Stage(IntEnum):
-    """Where a rank stands: it has more steps, waits for all others to meet it, or has no more steps."""
+    """Where a rank stands: it has more steps, waits for all others to meet it, has no more steps, or is gone."""
 
     RUNNING = 0
     PAUSED = 1
     FINISHED = 2
+    GONE = 3
 
 
 @dataclass(frozen=True, slots=True)

@@ -317,7 +317,7 @@ class Play:
 
     def _ended(self, attempt: Attempt) -> Ended:
         entered = self.tried[attempt]
-        gone = Header(Stage.FINISHED)
+        gone = Header(Stage.GONE)
         headers = [entered[r].header if r in entered else gone for r in range(self.case.size)]
         drawn = {one.coordinator for one in entered.values()}
         self._demand(len(drawn) == 1, f"ranks draw different coordinators: {drawn}")

@@ -29,7 +29,8 @@ class Machine:
     Differs from the paper: there, late gradients are overwritten, and any rank may be drawn, also one that has ended.
 
     round: the current one. running: who may be waited for: had more steps, as of the last round.
-    missed: rounds in a row that each rank brought nothing to. meetings: rounds that found nobody running.
+    missed: rounds in a row that each rank brought nothing to. meetings: rounds that found nobody running;
+    met: the last of them.
     over: nobody has more steps. members: who is not known to be gone. recovering: between `Recover` and `recovered`.
     """
 
@@ -40,7 +41,7 @@ class Machine:
         self.running = self.unfinished = frozenset(range(size))
         self.missed = [0] * size
         self.joined = False
-        self.meetings = 0
+        self.meetings, self.met = 0, NEVER
         self.members, self.recovering = frozenset(range(size)), False
         self._holds = self._waits = self._brought = False
         self._told, self._announced, self._granted = NEVER, NEVER, NEVER
@@ -110,7 +111,7 @@ class Machine:
         return self._actions + self._go_on()
 
     def completed(self, headers: Sequence[Header]) -> list[Action]:
-        """The current round's collective is over; headers of all ranks, FINISHED for those that are gone."""
+        """The current round's collective is over; headers of all ranks, also of those that are gone."""
         self._end_round(headers)
         return self._go_on()
 
@@ -140,8 +141,9 @@ class Machine:
 
     def _end_round(self, headers: Sequence[Header]) -> None:
         running = frozenset(r for r, header in enumerate(headers) if header.stage is Stage.RUNNING)
-        self.unfinished = frozenset(r for r, header in enumerate(headers) if header.stage is not Stage.FINISHED)
-        self.meetings += not running
+        self.unfinished = frozenset(r for r, header in enumerate(headers) if header.stage < Stage.FINISHED)
+        if not running:
+            self.meetings, self.met = self.meetings + 1, self.round
         self.running = running or self.unfinished
         self.missed = [
             missed + 1 if r in running and not headers[r].contributes else 0 for r, missed in enumerate(self.missed)

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a round has taken; tensors is None where there was nothing."""
+
+    tensors: list[Tensor] | None
+    count: int
+    weight: float
+    finite: bool
 
 
 class Deposits:
@@ -29,11 +40,17 @@ class Deposits:
                 acc += tensor
         self.count, self.weight, self.finite = self.count + 1, self.weight + weight, self.finite and finite
 
-    def take(self) -> list[Tensor] | None:
-        """All of it; None where there is nothing."""
-        taken, self._acc = self._acc, None
-        self.count, self.weight, self.finite = 0, 0.0, True
+    def take(self) -> Taken:
+        """All of it."""
+        taken = Taken(self._acc, self.count, self.weight, self.finite)
+        self._acc, self.count, self.weight, self.finite = None, 0, 0.0, True
         return taken
+
+    def put_back(self, taken: Taken) -> None:
+        """What a round has not used after all."""
+        if taken.tensors is not None:
+            self.add(taken.tensors, taken.weight, taken.finite)
+            self.count += taken.count - 1
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint; zeros where there is nothing, so that it always has the same tensors."""

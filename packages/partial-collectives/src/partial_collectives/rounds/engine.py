@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from enum import IntEnum
+from functools import partial
 from typing import Any, cast
 
-from communicators import CollectiveError, Communicator, Schedule, Work, start
+from communicators import CollectiveError, Communicator, Schedule
+from communicators.signals import Attempt
 from torch import Tensor
 
-from partial_collectives.protocol.events import Action, Grace, Header, Join, Kind, Signal, Stage
+from partial_collectives.protocol.events import Action, Grace, Header, Join, Kind, LeftOut, Recover, Signal, Stage
 from partial_collectives.protocol.machine import Machine
 from partial_collectives.protocol.rules import Rules
 from partial_collectives.result import PartialResult
-from partial_collectives.rounds.deposits import Deposits, weighted_copy
+from partial_collectives.rounds.deposits import Deposits, Taken, weighted_copy
 from partial_collectives.rounds.pulse import Pulse
-from partial_collectives.rounds.schedule import partial_round
+from partial_collectives.rounds.schedule import Ended, partial_round, recovery
+from partial_collectives.rounds.together import Together
 from partial_collectives.stragglers.lateness import Arrivals, Lateness
 
 KINDS = 16
@@ -44,7 +46,7 @@ class Engine:
     thread at a time: by the process's background engine, or by the loop of a simulated world.
     like: 1-D tensors in host memory, where all of this takes place. seconds_of_grace: how long a round waits once its
     quorum is there. results: rounds that were not taken yet; totals are lists of 1-D tensors. began: when this rank
-    entered the last rounds, by the communicator's clock.
+    entered the last rounds, by the communicator's clock. shrinks: whether the others go on where a rank has died.
     """
 
     def __init__(
@@ -54,6 +56,8 @@ class Engine:
         like: Sequence[Tensor],
         seconds_of_grace: Callable[[], float],
         facts: str,
+        *,
+        shrinks: bool = False,
     ) -> None:
         self.machine, self.deposits = Machine(comm.rank, comm.size, rules), Deposits(like)
         self.results: deque[PartialResult] = deque()
@@ -62,13 +66,17 @@ class Engine:
         self._arrivals = Arrivals()
         self._comm, self._facts, self._seconds_of_grace = comm, facts, seconds_of_grace
         self._lock = threading.RLock()
-        self._work: Work[None] | None = None
-        self._outcome: tuple[list[Header], list[Tensor]] | None = None
+        self._shrinks, self._left_out = shrinks, ""
+        self._collective: Attempt | None = None
+        self._number = 0  # of this rank's collectives, so that what one says is not taken for the next one's word
+        self._brought: Taken | None = None  # to the round under way
+        self._last: Ended | None = None  # which those may lack that have not ended it when another rank dies
+        self._at_meeting: dict[str, Any] | None = None  # the machine's state
         self._graced = -1
         self._others = frozenset(range(comm.size)) - {comm.rank}
         self._answered: set[int] = set()
         self._closing = frozenset[int]()
-        self._data = comm.duplicate()
+        self._data = None if shrinks else comm.duplicate()
         with self._lock:  # signals of faster ranks may come before this one has returned
             self._signals = comm.signals(self._on_signal)
 
@@ -76,7 +84,8 @@ class Engine:
         """Gives a gradient, which the next round takes that this rank enters."""
         copies, finite = weighted_copy(tensors, weight)
         with self._lock:
-            self._signals.check()
+            self._check()
+            self._at_meeting = None
             self._arrivals.arrived(self._comm.clock())
             self.deposits.add(copies, weight, finite)
             self._do(self.machine.deposited(behind=bool(self.results)))
@@ -84,7 +93,8 @@ class Engine:
     def rest(self, stage: Stage) -> None:
         """This rank has no more steps for now, or none at all."""
         with self._lock:
-            self._signals.check()
+            self._check()
+            self._at_meeting = None
             self._do(self.machine.rested(stage))
 
     def wait(self, over: Callable[[], bool]) -> None:
@@ -95,53 +105,66 @@ class Engine:
         pulse = Pulse(self._comm.timeout, lambda peer: self._signals.send(peer, Between.LIVES), self._answered)
         while True:
             try:
-                return self._signals.wait_until(lambda: self._looks(over), pulse.seconds)
+                self._signals.wait_until(lambda: self._looks(over), pulse.seconds)
+                return self._check()
             except TimeoutError:
                 if self._comm.size == 1:
                     raise
-                if in_vain := pulse.feel(self._others - self._signals.departed, self._waits()):
+                if in_vain := pulse.feel(self._others - self._gone(), self._waits()):
                     self._signals.fail(in_vain)
 
-    def take(self) -> list[PartialResult]:
-        """The rounds that are over and were not taken yet."""
+    def take(self, *, meeting: int | None = None) -> list[PartialResult]:
+        """The rounds that are over and were not taken yet; up to the meeting of this number, once that has been."""
         with self._lock:
-            taken = list(self.results)
-            self.results.clear()
+            met = meeting is not None and self.machine.meetings >= meeting
+            taken = [result for result in self.results if not met or result.round <= self.machine.met]
+            self.results = deque(list(self.results)[len(taken) :])
         return taken
 
     def give_up(self, why: str) -> None:
-        """This rank cannot go on: all others raise why, unless something else went wrong before."""
-        self._signals.fail(why)
+        """This rank cannot go on: all others raise why, unless something else went wrong before, or go on without."""
+        if self._shrinks:
+            self._signals.leave(why)
+        else:
+            self._signals.fail(why)
 
     def close(self) -> None:
         """Ends signals and collectives, on all ranks; after the last round, and once all ranks have come to it."""
         self._signals.send_all(Between.CLOSES)
-        self.wait(lambda: self._others <= self._closing | self._signals.departed)
+        self.wait(lambda: self._others <= self._closing | self._gone())
+        if self._shrinks and self._collective is not None:
+            self._collective.cancel()
         self._signals.close()
-        if self._work is not None:
-            self._work.wait()
-        self._data.close()
+        if self._data is not None:
+            self._data.close()
 
     def state(self) -> dict[str, Any]:
-        """Between two rounds."""
-        self.wait(lambda: not self.machine.joined)
+        """Between two rounds: as of the last meeting, where this rank has given nothing since, else now."""
+        self.wait(lambda: self._at_meeting is not None or (not self.machine.joined and not self.machine.recovering))
         with self._lock:
+            if self._at_meeting is not None:  # others may have gone on, and rounds with them
+                return {"machine": dict(self._at_meeting), "deposits": self.deposits.state(), "results": []}
             results = [dict(vars(result)) for result in self.results]
             return {"machine": self.machine.state(), "deposits": self.deposits.state(), "results": results}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """What `state` gave; before the first round."""
+    def restore(self, state: Mapping[str, Any], *, joins: bool = False) -> None:
+        """What `state` gave; before the first round. joins: to a peer, whose deposits stay there."""
         with self._lock:
-            self.machine.restore(state["machine"])
-            self.deposits.restore(state["deposits"])
-            self.results = deque(PartialResult(**result) for result in state["results"])
+            if joins:
+                self.machine.restore({**state["machine"], "holds": False, "stage": Stage.RUNNING})
+            else:
+                self.machine.restore(state["machine"])
+                self.deposits.restore(state["deposits"])
+            everyone = {"members": tuple(range(self._comm.size))}  # a state of an older version does not say
+            self.results = deque(PartialResult(**{**everyone, **result}) for result in state["results"])
 
     def _on_signal(self, source: int, value: int) -> None:
         round_, kind = divmod(value, KINDS)
         self._answered.add(source)
         with self._lock:
             if kind == Between.OVER:
-                self._completed()
+                if round_ == self._number:
+                    self._collective_over()
             elif kind == Between.GRACE_OVER:
                 self._do(self.machine.grace_over(round_))
             elif kind == Between.LIVES:
@@ -157,6 +180,10 @@ class Engine:
                 self._signals.send(action.peer, KINDS * action.round + action.kind)
             elif isinstance(action, Join):
                 self._join(action)
+            elif isinstance(action, Recover):
+                self._recover(action)
+            elif isinstance(action, LeftOut):
+                self._left_out = f"rank {self._comm.rank} was left out: others have lost the connection to it"
             elif self._graced != action.round:
                 self._graced = action.round
                 self._remind(action)
@@ -168,29 +195,67 @@ class Engine:
         deposits = self.deposits
         self.began.append(self._comm.clock())
         late, late_round = self._arrivals.began(join.round, self.began[-1], fresh=join.fresh)
+        taken = self._brought = deposits.take()
         header = Header(
-            join.stage, join.contributes, join.fresh, deposits.weight, deposits.count, deposits.finite, late, late_round
+            join.stage, join.contributes, join.fresh, taken.weight, taken.count, taken.finite, late, late_round
         )
-        self._work = start(
-            self._round(header, deposits.take()), self._data, facts=self._facts, timeout=math.inf
-        )  # slow ranks are waited for
-        self._work.when_over(self._tell_over)
+        place, size = self._place()
+        schedule = partial_round(header, taken.tensors, deposits.like, place, size)
+        self._begin(schedule, f"round {join.round}")
 
-    def _round(self, header: Header, tensors: list[Tensor] | None) -> Schedule[None]:
-        rank, size = self._comm.rank, self._comm.size
-        self._outcome = yield from partial_round(header, tensors, self.deposits.like, rank, size)
+    def _recover(self, recover: Recover) -> None:
+        if self._collective is not None:
+            self._collective.cancel()
+        (place, size), ended = self._place(), self.machine.round
+        self._begin(recovery(ended, self._last, self._comm.size, self.deposits.like, place, size), "what is over")
 
-    def _tell_over(self) -> None:
+    def _place(self) -> tuple[int, int]:
+        """This rank among those that are left, and how many they are."""
+        return sorted(self.machine.members).index(self._comm.rank), len(self.machine.members)
+
+    def _begin(self, schedule: Schedule[Any], what: str) -> None:
+        members = sorted(self.machine.members)
+        self._number += 1
+        if self._data is None:
+            self._collective = self._signals.attempt(schedule, members, facts=f"{self._facts}: {what} of {members}")
+        else:
+            self._collective = Together(schedule, self._data, self._facts)
+        self._collective.when_over(partial(self._tell_over, self._number))
+
+    def _tell_over(self, number: int) -> None:
         with suppress(CollectiveError):  # they have failed already
-            self._signals.send(self._comm.rank, Between.OVER)
+            self._signals.send(self._comm.rank, KINDS * number + Between.OVER)
 
-    def _completed(self) -> None:
-        work = cast(Work[None], self._work)
-        if work.error is not None:
-            raise CollectiveError(str(work.error)) from work.error
-        headers, totals = cast(tuple[list[Header], list[Tensor]], self._outcome)
-        self._outcome, round_ = None, self.machine.round
-        actions = self.machine.completed(headers)
+    def _collective_over(self) -> None:
+        collective = cast(Attempt, self._collective)
+        if collective.lost is not None:
+            self._do(self.machine.gone(collective.lost))
+        elif collective.error is not None:
+            raise CollectiveError(str(collective.error)) from collective.error
+        elif not self.machine.recovering:
+            self._end_round(self._of_all(*collective.value), self.machine.completed)
+        elif collective.value is not None:
+            self._end_round(collective.value, self.machine.recovered)
+        else:
+            if self.machine.joined and self._brought is not None:
+                self.deposits.put_back(self._brought)
+            self._brought = None
+            self._do(self.machine.recovered(None))
+
+    def _of_all(self, headers: Sequence[Header], totals: list[Tensor]) -> Ended:
+        """With headers also of those that are gone."""
+        of = dict(zip(sorted(self.machine.members), headers, strict=True))
+        return [of.get(rank, Header(Stage.GONE)) for rank in range(self._comm.size)], totals
+
+    def _end_round(self, ended: Ended, tell: Callable[[Sequence[Header]], list[Action]]) -> None:
+        headers, totals = ended
+        round_, self._brought = self.machine.round, None
+        if self._shrinks:
+            self._last = headers, [total.clone() for total in totals]  # the user may change what he gets
+        meetings = self.machine.meetings
+        actions = tell(headers)
+        if self.machine.meetings > meetings and not self.machine.over:
+            self._at_meeting = self.machine.state()
         self.lateness.record(headers)
         if totals:
             self.results.append(self._result(round_, headers, totals))
@@ -209,14 +274,31 @@ class Engine:
             deposits=sum(header.deposits for header in headers),
             weight=sum(header.weight for header in headers),
             nonfinite=who(lambda header: not header.finite),
+            members=who(lambda header: header.stage is not Stage.GONE),
         )
 
+    def _gone(self) -> frozenset[int]:
+        """Who has departed, or was told by others to be gone."""
+        return self._signals.departed | self._others - self.machine.members
+
     def _looks(self, over: Callable[[], bool]) -> bool:
-        """Whether it holds. A rank that is gone is waited for in the round's collective, which fails alike on all."""
+        """Whether it holds, or waiting is in vain. Who has departed and has not closed is gone.
+
+        Without `shrinks` such a rank is waited for in the round's collective, which fails alike on all ranks.
+        """
         with self._lock:
-            if not self.machine.over and not self.machine.joined and self._signals.departed:
+            gone = self._signals.departed - self._closing
+            if self._shrinks:
+                for rank in sorted(gone):
+                    self._do(self.machine.gone(rank))
+            elif gone and not self.machine.over and not self.machine.joined:
                 self._do(self.machine.heard(self._comm.rank, Kind.BEGIN, self.machine.round))
-            return over()
+            return bool(self._left_out) or over()
+
+    def _check(self) -> None:
+        self._signals.check()
+        if self._left_out:
+            raise CollectiveError(self._left_out)
 
     def _waits(self) -> str:
         machine = self.machine

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 from communicators import CollectiveError, Schedule
-from communicators.dense_schedules import allgather_blocks, allreduce
+from communicators.dense_schedules import allgather_blocks, allreduce, broadcast
 from torch import Tensor
 
 from partial_collectives.protocol.events import Header, Stage
@@ -32,6 +33,42 @@ def partial_round(
         own = torch.zeros_like(one) if tensors is None else tensors[number]
         totals.append((yield from allreduce(own, rank, size)))
     return headers, totals
+
+
+Ended: TypeAlias = tuple[list[Header], list[Tensor]]
+"""What a round has given to each of its ranks: headers and sums."""
+
+
+def recovery(
+    ended: int, last: Ended | None, ranks: int, like: Sequence[Tensor], rank: int, size: int
+) -> Schedule[Ended | None]:
+    """After a death: what the round has given that others had ended before this rank, None where there is none.
+
+    ended: how many this rank has; last: what the last of them has given. ranks: whose headers there are, more than the
+    `size` that are left.
+    """
+    number = torch.tensor([ended]).view(torch.uint8)
+    blocks = yield from allgather_blocks(number, [number.numel()] * size, rank, size)
+    counts = [int(block.clone().view(torch.int64)) for block in blocks]
+    most = max(counts)
+    if not most - 1 <= min(counts) <= most:
+        raise CollectiveError(f"ranks have ended {sorted(counts)} rounds, expected the same or one less")
+    if min(counts) == most:
+        return None
+    ahead = last if ended == most else None
+    source = counts.index(most)
+    own = (
+        torch.zeros(ranks * _HEADER.size, dtype=torch.uint8)
+        if ahead is None
+        else torch.cat(list(map(packed, ahead[0])))
+    )
+    together = yield from broadcast(own, rank, size, source)
+    headers = [unpacked(block) for block in torch.split(together, _HEADER.size)]
+    totals = []
+    for number_, one in enumerate(like if any(header.contributes for header in headers) else ()):
+        mine = torch.zeros_like(one) if ahead is None else ahead[1][number_]
+        totals.append((yield from broadcast(mine, rank, size, source)).clone())
+    return None if ended == most else (headers, totals)
 
 
 def packed(header: Header) -> Tensor:

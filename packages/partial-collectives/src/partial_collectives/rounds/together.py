@@ -1,0 +1,41 @@
+"""A round's collective as a call of the communicator: a death fails it on all ranks alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from communicators import CollectiveError, Communicator, Schedule, start
+from communicators.signals import Attempt
+
+
+class Together(Attempt):
+    """Slow ranks are waited for."""
+
+    lost = None
+
+    def __init__(self, schedule: Schedule[Any], comm: Communicator, facts: str) -> None:
+        self._value: Any = None
+        self._work = start(self._kept(schedule), comm, facts=facts, timeout=math.inf)
+
+    @property
+    def value(self) -> Any:
+        """See `Attempt.value`."""
+        return self._value
+
+    @property
+    def error(self) -> CollectiveError | None:
+        """See `Attempt.error`; the same on all ranks."""
+        return self._work.error
+
+    def when_over(self, callback: Callable[[], None]) -> None:
+        """See `Attempt.when_over`."""
+        self._work.when_over(callback)
+
+    def cancel(self) -> None:
+        """It cannot be left by one rank alone: the communicator's calls are made by all."""
+        raise NotImplementedError("a call of all ranks cannot be left by one")
+
+    def _kept(self, schedule: Schedule[Any]) -> Schedule[None]:
+        self._value = yield from schedule
