@@ -48,8 +48,9 @@ class EagerSGD(Wrapping):
     Rounds are the same on all ranks, so parameters are too, bit for bit, after as many rounds; a rank may take several
     in one step. A gradient that is late goes into a later round, of which it is one summand more; P is the number of
     ranks that took part in the round: all that live. A parameter without a gradient counts as zeros; those of 16 bits
-    are added up in 32. Clipping before `step()` is of this rank's gradient; the mean is clipped by a hook of the wrapped
-    optimizer (`register_step_pre_hook`). At construction all ranks get rank 0's parameters, and the buffers of `model`.
+    are added up in 32. Clipping before `step()` is of this rank's gradient; the mean is clipped by a hook of the
+    wrapped optimizer (`register_step_pre_hook`). At construction all ranks get rank 0's parameters, and the buffers of
+    `model`.
 
     optimizer: built over the live parameters; shared as its param_groups, state and defaults are.
     scheduler: of the wrapped optimizer; stepped here, once for every round. Rates that change otherwise between two
@@ -89,7 +90,9 @@ class EagerSGD(Wrapping):
         check_scheduler(scheduler, optimizer)
         _check_buffers(buffers, model)
         if buffers != "keep" and on_death == "shrink":
-            raise ValueError(f"buffers={buffers!r} takes all ranks, but on_death='shrink' goes on without some: leave one")
+            raise ValueError(
+                f"buffers={buffers!r} takes all ranks, but on_death='shrink' goes on without some: leave one"
+            )
         self._by_default, self._comm = comm is None, as_communicator(comm)
         named = name_parameters(optimizer, named_parameters)
         trained = {name: p for name, p in named.items() if p.requires_grad and p.numel()}
