@@ -265,7 +265,7 @@ def test_buffers_take_the_model():
         with pytest.raises(ValueError, match="expected 'keep', 'average' or 'broadcast'"):
             EagerSGD(torch.optim.SGD(model.parameters()), model.named_parameters(), comm=comm, buffers="mean")
         shared = {"comm": comm, "model": model, "buffers": "average", "on_death": "shrink"}
-        with pytest.raises(ValueError, match="takes all ranks, on_death='shrink' goes on without some"):
+        with pytest.raises(ValueError, match="takes all ranks, but on_death='shrink' goes on without some"):
             EagerSGD(torch.optim.SGD(model.parameters()), model.named_parameters(), **shared)
 
     SimulatedWorld(2).run(body)
