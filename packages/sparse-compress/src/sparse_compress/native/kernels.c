@@ -39,7 +39,8 @@ enum {
     QUIET = 0x00400000,    /* of a NaN */
     SLACK = 64,            /* entries that may be overwritten beyond the last one */
     BLOCK = 1024,          /* elements that are advanced, looked at and cleared while they are in L1 */
-    AHEAD = 512,           /* elements that are fetched beforehand, 2 KB */
+    AHEAD = 512,           /* elements that are fetched beforehand, 2 KB, */
+    PART = 256,            /* so many at a time where the compiler makes the loop */
     MIN_SAMPLE = 1024,     /* elements: reading each costs a cache miss */
     MAX_SAMPLE = 32768,
     KEY_SAMPLE = 2048,     /* of keys that are in memory anyway */
@@ -48,13 +49,31 @@ enum {
     STREAMED = 1 << 22     /* elements: a tensor that no cache keeps is written past the caches */
 };
 
+typedef struct {
+    const f32 *v, *u; /* of a step: residual and velocity (or NULL) before it, */
+    const void *g;    /* the gradient, */
+    int kind;         /* in this dtype, */
+    float m;
+    f32 *vo, *uo; /* and residual and velocity after it. Without a step vo is what is selected from. */
+    int clears;   /* whether what is found is taken out of vo and uo */
+    int64_t n, k, base;
+    uint32_t least;
+    i32 *index; /* what was found: positions, in order, */
+    u32 *bits, *velocity;
+    i32 *cut_index; /* as many again */
+    u32 *cut_bits, *spare;
+    int64_t found, room;
+} Selecting;
+
 typedef int64_t collect_f(const u32 *x, int64_t n, int64_t base, uint32_t least, i32 *index, u32 *bits);
 typedef int64_t between_f(const u32 *bits, int64_t n, uint32_t low, uint32_t high, u32 *keys, int64_t *above);
 typedef int64_t split_f(const i32 *index, const u32 *bits, int64_t n, uint32_t kth, int64_t ties, i32 *kept_index,
                         u32 *kept_bits, int64_t kept_room, i32 *cut_index, u32 *cut_bits, int64_t cut_room);
 typedef void advance_f(const f32 *v, const f32 *u, const void *g, int kind, float m, f32 *vo, f32 *uo, int64_t n);
+typedef int64_t step_f(Selecting *s, int64_t start, int64_t n);
 typedef void fill_f(f32 *out, const f32 *from, int64_t n);
 
+INLINE void fetch(const void *x) { __builtin_prefetch(x); } /* past the end too, where it does nothing */
 INLINE int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t most_of(int64_t a, int64_t b) { return a > b ? a : b; }
 
@@ -188,6 +207,43 @@ static int64_t split_plain(const i32 *index, const u32 *bits, int64_t n, uint32_
 
 static void fill_plain(f32 *out, const f32 *from, int64_t n) { memcpy(out, from, (size_t)n * 4); }
 
+INLINE void take_out(Selecting *s, int64_t found) {
+    u32 *vo = (u32 *)s->vo, *uo = (u32 *)s->uo;
+    for (int64_t i = s->found; i < s->found + found; i++) {
+        int64_t at = s->index[i];
+        vo[at] = 0;
+        if (uo) {
+            s->velocity[i] = uo[at];
+            uo[at] = 0;
+        }
+    }
+}
+
+/* n elements from `start` on are advanced, looked at and cleared while they are in L1. Returns how many were found. */
+INLINE int64_t step_body(Selecting *s, int64_t start, int64_t n, advance_f *advance, collect_f *collect) {
+    int64_t width = s->kind == FLOAT32 ? 4 : 2;
+    if (s->g)
+        for (int64_t i = start; i < start + n; i += PART) {
+            const char *g = (const char *)s->g + i * width;
+            for (int64_t ahead = AHEAD; ahead < AHEAD + PART; ahead += 16) {
+                fetch(s->v + i + ahead);
+                fetch(g + ahead * width);
+                if (s->u)
+                    fetch(s->u + i + ahead);
+            }
+            advance(s->v + i, s->u ? s->u + i : NULL, g, s->kind, s->m, s->vo + i, s->u ? s->uo + i : NULL,
+                    least_of(PART, start + n - i));
+        }
+    int64_t found = collect((u32 *)(s->vo + start), n, start, s->least, s->index + s->found, s->bits + s->found);
+    if (s->clears)
+        take_out(s, found);
+    return found;
+}
+
+static int64_t step_plain(Selecting *s, int64_t start, int64_t n) {
+    return step_body(s, start, n, advance_plain, collect_plain);
+}
+
 #ifdef X86
 static uint8_t places[256][8]; /* of the bits that are set, first ones first */
 
@@ -222,6 +278,10 @@ __attribute__((target("avx2,popcnt"))) static int64_t collect_avx2(const u32 *x,
     return found + collect_plain(x + i, n - i, base + i, least, index + found, bits + found);
 }
 
+__attribute__((target("avx2,popcnt"))) static int64_t step_avx2(Selecting *s, int64_t start, int64_t n) {
+    return step_body(s, start, n, advance_avx2, collect_avx2);
+}
+
 __attribute__((target("avx2"))) static void fill_avx2(f32 *out, const f32 *from, int64_t n) {
     int64_t i = 0;
     for (; i < n && ((uintptr_t)(out + i) & 31); i++)
@@ -236,23 +296,7 @@ __attribute__((target("avx2"))) static void fill_avx2(f32 *out, const f32 *from,
 
 WIDE static void advance_avx512(const f32 *v, const f32 *u, const void *g, int kind, float m, f32 *vo, f32 *uo,
                                 int64_t n) {
-    int64_t i = 0;
-    if (kind == FLOAT32 && !u) {
-        const f32 *whole = g;
-        for (; i + 16 <= n; i += 16)
-            _mm512_storeu_ps(vo + i, _mm512_add_ps(_mm512_loadu_ps(v + i), _mm512_loadu_ps(whole + i)));
-        g = whole + i;
-    } else if (kind == FLOAT32) {
-        const f32 *whole = g;
-        for (; i + 16 <= n; i += 16) {
-            __m512 w = _mm512_mul_ps(_mm512_loadu_ps(u + i), _mm512_set1_ps(m));
-            w = _mm512_add_ps(w, _mm512_loadu_ps(whole + i));
-            _mm512_storeu_ps(uo + i, w);
-            _mm512_storeu_ps(vo + i, _mm512_add_ps(_mm512_loadu_ps(v + i), w));
-        }
-        g = whole + i;
-    }
-    advance_body(v + i, u ? u + i : NULL, g, kind, m, vo + i, u ? uo + i : NULL, n - i);
+    advance_body(v, u, g, kind, m, vo, uo, n);
 }
 
 WIDE static int64_t collect_avx512(const u32 *x, int64_t n, int64_t base, uint32_t least, i32 *index, u32 *bits) {
@@ -262,6 +306,7 @@ WIDE static int64_t collect_avx512(const u32 *x, int64_t n, int64_t base, uint32
     for (int64_t i = 0; i < n; i += 16) {
         __mmask16 inside = n - i >= 16 ? 0xFFFF : (__mmask16)((1u << (n - i)) - 1);
         __m512i word = _mm512_maskz_loadu_epi32(inside, x + i);
+        fetch(x + i + AHEAD);
         __mmask16 hits = _mm512_mask_cmpge_epu32_mask(inside, _mm512_and_si512(word, magnitude), bound);
         __m512i at = _mm512_add_epi32(_mm512_set1_epi32((int32_t)(base + i)), lanes);
         _mm512_storeu_si512(index + found, _mm512_maskz_compress_epi32(hits, at));
@@ -269,6 +314,46 @@ WIDE static int64_t collect_avx512(const u32 *x, int64_t n, int64_t base, uint32
         found += __builtin_popcount(hits);
     }
     return found;
+}
+
+/* Advances, compares, clears and collects vector by vector. */
+INLINE WIDE int64_t fused(Selecting *s, int64_t start, int64_t n, int momentum) {
+    const __m512i magnitude = _mm512_set1_epi32(MAGNITUDE), bound = _mm512_set1_epi32((int32_t)s->least);
+    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512 m = _mm512_set1_ps(s->m);
+    const f32 *v = s->v + start, *u = momentum ? s->u + start : NULL, *g = (const f32 *)s->g + start;
+    f32 *vo = s->vo + start, *uo = momentum ? s->uo + start : NULL;
+    i32 *index = s->index + s->found;
+    u32 *bits = s->bits + s->found, *velocity = s->velocity + s->found;
+    int64_t found = 0;
+    for (int64_t i = 0; i < n; i += 16) {
+        __mmask16 inside = n - i >= 16 ? 0xFFFF : (__mmask16)((1u << (n - i)) - 1);
+        fetch(v + i + AHEAD);
+        fetch(g + i + AHEAD);
+        __m512 w = _mm512_maskz_loadu_ps(inside, g + i);
+        if (momentum) {
+            fetch(u + i + AHEAD);
+            w = _mm512_add_ps(_mm512_mul_ps(_mm512_maskz_loadu_ps(inside, u + i), m), w);
+        }
+        __m512i word = _mm512_castps_si512(_mm512_add_ps(_mm512_maskz_loadu_ps(inside, v + i), w));
+        __mmask16 hits = _mm512_mask_cmpge_epu32_mask(inside, _mm512_and_si512(word, magnitude), bound);
+        __m512i at = _mm512_add_epi32(_mm512_set1_epi32((int32_t)(start + i)), lanes);
+        _mm512_mask_storeu_epi32(vo + i, inside, _mm512_maskz_mov_epi32((__mmask16)~hits, word));
+        _mm512_storeu_si512(index + found, _mm512_maskz_compress_epi32(hits, at));
+        _mm512_storeu_si512(bits + found, _mm512_maskz_compress_epi32(hits, word));
+        if (momentum) {
+            _mm512_mask_storeu_ps(uo + i, inside, _mm512_maskz_mov_ps((__mmask16)~hits, w));
+            _mm512_storeu_si512(velocity + found, _mm512_maskz_compress_epi32(hits, _mm512_castps_si512(w)));
+        }
+        found += __builtin_popcount(hits);
+    }
+    return found;
+}
+
+WIDE static int64_t step_avx512(Selecting *s, int64_t start, int64_t n) {
+    if (!s->g || s->kind != FLOAT32)
+        return step_body(s, start, n, advance_avx512, collect_avx512);
+    return s->u ? fused(s, start, n, 1) : fused(s, start, n, 0);
 }
 
 WIDE static int64_t between_avx512(const u32 *bits, int64_t n, uint32_t low, uint32_t high, u32 *keys,
@@ -319,12 +404,11 @@ WIDE static int64_t split_avx512(const i32 *index, const u32 *bits, int64_t n, u
 
 static struct {
     int level;
-    collect_f *collect;
+    step_f *step;
     between_f *between;
     split_f *split;
-    advance_f *advance;
     fill_f *stream;
-} use = {PLAIN, collect_plain, between_plain, split_plain, advance_plain, fill_plain};
+} use = {PLAIN, step_plain, between_plain, split_plain, fill_plain};
 
 #ifndef SOURCE
 #define SOURCE "unknown"
@@ -336,8 +420,7 @@ EXPORT const char *sc_source(void) { return SOURCE; }
 /* The best level that this processor has, `most` at most; to be called once before the others. Returns the level. */
 EXPORT int sc_use(int most) {
     use.level = PLAIN;
-    use.collect = collect_plain, use.between = between_plain, use.split = split_plain;
-    use.advance = advance_plain, use.stream = fill_plain;
+    use.step = step_plain, use.between = between_plain, use.split = split_plain, use.stream = fill_plain;
 #ifdef X86
     for (int set = 0; set < 256; set++)
         for (int bit = 0, place = 0; bit < 8; bit++)
@@ -346,13 +429,12 @@ EXPORT int sc_use(int most) {
     __builtin_cpu_init();
     if (most >= AVX2 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("popcnt")) {
         use.level = AVX2;
-        use.collect = collect_avx2, use.advance = advance_avx2, use.stream = fill_avx2;
+        use.step = step_avx2, use.stream = fill_avx2;
     }
     if (most >= AVX512 && use.level == AVX2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("bmi2")) {
         use.level = AVX512;
-        use.collect = collect_avx512, use.between = between_avx512, use.split = split_avx512;
-        use.advance = advance_avx512;
+        use.step = step_avx512, use.between = between_avx512, use.split = split_avx512;
     }
 #endif
     return use.level;
@@ -399,13 +481,13 @@ static uint32_t ranked_of_all(const u32 *bits, int64_t n, int64_t rank, u32 *scr
     return ranked(scratch, n, rank, low, high);
 }
 
-/* e + 4 sqrt(e + 1) + 2: the rank of a sample's key that most likely is below the one of which e are expected above. */
+/* Of a sample e keys are expected above some key; most likely they are at most this many more or fewer. */
 INLINE double spread(double expected) { return 4 * __builtin_sqrt(expected + 1) + 2; }
 
 /* The k-th largest key, 0 < k <= n (Floyd and Rivest, CACM 1975): a sample's keys most likely enclose it, so only
  * what lies between is looked at again. scratch: n entries and SLACK. */
 static uint32_t kth_key(const u32 *bits, int64_t n, int64_t k, u32 *scratch) {
-    if (n < 16 * KEY_SAMPLE)
+    if (n < 4 * KEY_SAMPLE)
         return ranked_of_all(bits, n, k, scratch);
     uint32_t sample[KEY_SAMPLE], ends[2] = {0, MAGNITUDE};
     double expected = (double)KEY_SAMPLE * (double)k / (double)n;
@@ -434,94 +516,53 @@ static int64_t ties_of(const u32 *bits, int64_t n, int64_t k, uint32_t kth) {
 
 /* ---- Selection, alone or as a step of error feedback -------------------------------------------------------------- */
 
-typedef struct {
-    const f32 *v, *u; /* of a step: residual and velocity (or NULL) before it, */
-    const void *g;    /* the gradient, */
-    int kind;         /* in this dtype, */
-    float m;
-    f32 *vo, *uo; /* and residual and velocity after it. Without a step vo is what is selected from. */
-    int clears;   /* whether what is found is taken out of vo and uo */
-    int64_t n, k, base;
-    uint32_t least;
-    i32 *index; /* what was found: positions, in order, */
-    u32 *bits, *velocity;
-    u32 *spare; /* as many again */
-    int64_t found, room;
-} Selecting;
-
 EXPORT int64_t sc_room(int64_t n, int64_t k) { return 2 * k + n / 64 + 4 * BLOCK; }
 
 /* Bytes of scratch memory that a selection takes, and a split of n entries. */
-EXPORT int64_t sc_scratch(int64_t n, int64_t k) { return 16 * (sc_room(n, k) + SLACK); }
+EXPORT int64_t sc_scratch(int64_t n, int64_t k) { return 24 * (sc_room(n, k) + SLACK); }
 
 static void lay_out(Selecting *s, void *scratch) {
     s->room = sc_room(s->n, s->k);
     s->index = scratch;
     s->bits = (u32 *)scratch + (s->room + SLACK);
     s->velocity = (u32 *)scratch + 2 * (s->room + SLACK);
-    s->spare = (u32 *)scratch + 3 * (s->room + SLACK);
+    s->cut_index = (i32 *)scratch + 3 * (s->room + SLACK);
+    s->cut_bits = (u32 *)scratch + 4 * (s->room + SLACK);
+    s->spare = (u32 *)scratch + 5 * (s->room + SLACK);
     s->found = 0;
 }
 
-static void put_back_from(Selecting *s, int64_t i) {
-    u32 *vo = (u32 *)s->vo, *uo = (u32 *)s->uo;
-    vo[s->index[i]] = s->bits[i];
-    if (uo)
-        uo[s->index[i]] = s->velocity[i];
+static void put_back(Selecting *s, int32_t at, uint32_t bits, uint32_t velocity) {
+    ((u32 *)s->vo)[at] = bits;
+    if (s->uo)
+        ((u32 *)s->uo)[at] = velocity;
 }
 
 /* Leaves the k largest of what was found, ties to the lowest index; what is not among them goes back. Later elements
  * must then be larger than the k-th: an equal one would come after k that are at least as large. */
 static void shrink(Selecting *s) {
     uint32_t kth = kth_key(s->bits, s->found, s->k, s->spare);
-    int64_t ties = ties_of(s->bits, s->found, s->k, kth), kept = 0;
-    for (int64_t i = 0; i < s->found; i++) {
-        uint32_t key = s->bits[i] & MAGNITUDE;
-        if (key < kth || (key == kth && ties-- <= 0)) {
-            if (s->clears)
-                put_back_from(s, i);
-            continue;
+    int64_t ties = ties_of(s->bits, s->found, s->k, kth), cut = s->found - s->k;
+    if (s->uo) { /* velocities are parted as the bits are: by the same keys */
+        u32 *keys = s->spare;
+        int64_t kept = 0, back = 0, left = ties;
+        for (int64_t i = 0; i < s->found; i++) {
+            uint32_t key = s->bits[i] & MAGNITUDE, velocity = s->velocity[i];
+            int tie = key == kth, keep = (key > kth) | (tie & (left > 0));
+            left -= tie;
+            keys[back] = velocity;
+            s->velocity[kept] = velocity;
+            kept += keep;
+            back += !keep;
         }
-        s->index[kept] = s->index[i];
-        s->bits[kept] = s->bits[i];
-        if (s->uo)
-            s->velocity[kept] = s->velocity[i];
-        kept++;
+        memcpy(s->velocity + s->k, keys, (size_t)cut * 4);
     }
-    s->found = kept;
+    use.split(s->index, s->bits, s->found, kth, ties, s->index, s->bits, s->k, s->cut_index, s->cut_bits, cut);
+    if (s->clears)
+        for (int64_t i = 0; i < cut; i++)
+            put_back(s, s->cut_index[i], s->cut_bits[i], s->uo ? s->velocity[s->k + i] : 0);
+    s->found = s->k;
     s->least = kth + 1;
-}
-
-INLINE void fetch(const void *x, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64)
-        __builtin_prefetch((const char *)x + i);
-}
-
-static void advance_block(Selecting *s, int64_t start, int64_t n) {
-    int64_t width = s->kind == FLOAT32 ? 4 : 2;
-    for (int64_t i = start; i < start + n; i += AHEAD / 2) {
-        int64_t part = least_of(AHEAD / 2, start + n - i);
-        if (i + AHEAD + AHEAD / 2 <= s->n) {
-            fetch(s->v + i + AHEAD, 2 * AHEAD);
-            fetch((const char *)s->g + (i + AHEAD) * width, AHEAD / 2 * width);
-            if (s->u)
-                fetch(s->u + i + AHEAD, 2 * AHEAD);
-        }
-        use.advance(s->v + i, s->u ? s->u + i : NULL, (const char *)s->g + i * width, s->kind, s->m, s->vo + i,
-                    s->u ? s->uo + i : NULL, part);
-    }
-}
-
-static void take_out(Selecting *s, int64_t found) {
-    u32 *vo = (u32 *)s->vo, *uo = (u32 *)s->uo;
-    for (int64_t i = s->found; i < s->found + found; i++) {
-        int64_t at = s->index[i];
-        vo[at] = 0;
-        if (uo) {
-            s->velocity[i] = uo[at];
-            uo[at] = 0;
-        }
-    }
 }
 
 static void sweep(Selecting *s) {
@@ -529,14 +570,7 @@ static void sweep(Selecting *s) {
         int64_t n = least_of(BLOCK, s->n - start);
         if (s->found + n > s->room)
             shrink(s);
-        if (s->g)
-            advance_block(s, start, n);
-        else if (start + 2 * BLOCK <= s->n)
-            fetch(s->vo + start + BLOCK, 4 * BLOCK);
-        int64_t found = use.collect((u32 *)(s->vo + start), n, start, s->least, s->index + s->found, s->bits + s->found);
-        if (s->clears)
-            take_out(s, found);
-        s->found += found;
+        s->found += use.step(s, start, n);
     }
 }
 
@@ -568,21 +602,14 @@ static int64_t selected(Selecting *s, int64_t least, i32 *index, u32 *bits) {
     if (least < 0 && s->found < s->k) { /* the sample misled: once more, of everything */
         if (s->clears)
             for (int64_t i = 0; i < s->found; i++)
-                put_back_from(s, i);
+                put_back(s, s->index[i], s->bits[i], s->uo ? s->velocity[i] : 0);
         s->found = 0, s->least = 0, s->g = NULL;
         sweep(s);
     }
-    if (s->found > s->k && s->clears)
+    if (s->found > s->k)
         shrink(s);
-    if (s->found > s->k) {
-        uint32_t kth = kth_key(s->bits, s->found, s->k, s->spare);
-        use.split(s->index, s->bits, s->found, kth, ties_of(s->bits, s->found, s->k, kth), index, bits, s->k,
-                  (i32 *)s->velocity, s->spare, s->room);
-        s->found = s->k;
-    } else {
-        memcpy(index, s->index, (size_t)s->found * 4);
-        memcpy(bits, s->bits, (size_t)s->found * 4);
-    }
+    memcpy(index, s->index, (size_t)s->found * 4);
+    memcpy(bits, s->bits, (size_t)s->found * 4);
     if (s->base)
         for (int64_t i = 0; i < s->found; i++)
             index[i] += (int32_t)s->base;
