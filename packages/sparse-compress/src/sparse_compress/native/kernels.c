@@ -637,35 +637,50 @@ EXPORT int64_t sc_step(const void *v, const void *u, const void *g, int kind, fl
 
 /* ---- Sums of sparse vectors --------------------------------------------------------------------------------------- */
 
+/* The operands, what is left of them, and where their sum goes. Indices increase. */
 typedef struct {
-    const i32 *ai, *bi, *a_end, *b_end; /* the indices that are left, increasing; */
-    const f32 *av, *bv;                 /* their values; */
-    i32 *index;                         /* where the sum goes */
+    const i32 *ai, *bi;
+    const f32 *av, *bv;
+    int64_t i, a_end, j, b_end;
+    i32 *index;
     f32 *value;
 } Merging;
 
-/* The smaller index, or both with a + b; a NaN of a stays what it is, and one of b where a is none. */
-INLINE void merge_one(Merging *s) {
-    int32_t a = *s->ai, b = *s->bi;
-    float x = *s->av, y = *s->bv;
-    int from_a = a <= b, from_b = b <= a;
-    float sum = x + y;
-    uint32_t bits = x != x ? to_bits(x) | QUIET : to_bits(sum);
-    bits = from_b ? bits : to_bits(x);
-    bits = from_a ? bits : to_bits(y);
-    *s->index++ = from_a ? a : b;
-    *(u32 *)s->value++ = bits;
-    s->ai += from_a, s->av += from_a;
-    s->bi += from_b, s->bv += from_b;
+/* a + b; of two NaNs a, quieted, which a compiler that swaps operands would not keep. */
+INLINE float sum_of(float a, float b) {
+#ifdef X86
+    __asm__("addss %1, %0" : "+x"(a) : "x"(b));
+    return a;
+#else
+    return a != a ? from_bits(to_bits(a) | QUIET) : a + b;
+#endif
 }
 
-static void merge_rest(Merging *s) {
-    while (s->ai < s->a_end && s->bi < s->b_end)
-        merge_one(s);
-    size_t a = (size_t)(s->a_end - s->ai), b = (size_t)(s->b_end - s->bi);
-    memcpy(s->index, s->ai, a * 4), memcpy(s->value, s->av, a * 4);
-    memcpy(s->index + a, s->bi, b * 4), memcpy(s->value + a, s->bv, b * 4);
-    s->index += a + b, s->value += a + b;
+/* The entry of the smaller index, or of both with a + b, to place o; without branches. */
+#define MERGE_ONE(S, I, J, INDEX, VALUE)                                        \
+    {                                                                           \
+        int32_t a = (S).ai[I], b = (S).bi[J];                                   \
+        uint32_t x = ((const u32 *)(S).av)[I], y = ((const u32 *)(S).bv)[J];    \
+        uint32_t sum = to_bits(sum_of(from_bits(x), from_bits(y)));             \
+        int from_a = a <= b, from_b = b <= a;                                   \
+        x = from_b ? sum : x;                                                   \
+        (INDEX)[o] = from_a ? a : b;                                            \
+        ((u32 *)(VALUE))[o] = from_a ? x : y;                                   \
+        I += from_a;                                                            \
+        J += from_b;                                                            \
+    }
+
+/* What is left of a stream, from place o of where it goes on; returns the place after it. */
+static int64_t merge_rest(Merging s, int64_t o) {
+    while (s.i < s.a_end && s.j < s.b_end) {
+        MERGE_ONE(s, s.i, s.j, s.index, s.value)
+        o++;
+    }
+    size_t a = (size_t)(s.a_end - s.i), b = (size_t)(s.b_end - s.j);
+    memcpy(s.index + o, s.ai + s.i, a * 4), memcpy(s.value + o, s.av + s.i, a * 4);
+    o += (int64_t)a;
+    memcpy(s.index + o, s.bi + s.j, b * 4), memcpy(s.value + o, s.bv + s.j, b * 4);
+    return o + (int64_t)b;
 }
 
 /* Of the first d entries of both, merged: how many are of a. An equal index is not parted: *j gets b's. */
@@ -683,46 +698,30 @@ static int64_t parted(const i32 *ai, int64_t na, const i32 *bi, int64_t nb, int6
     return low;
 }
 
-enum { STREAMS = 4 }; /* one waits for its own loads; four take turns */
-
-/* a + b over the union of their indices, which increase. index, value: room for na + nb. Returns the entries. */
+/* a + b over the union of their indices, which increase. index, value: room for na + nb. Returns the entries.
+ * One half waits for its own loads, so two take turns. */
 EXPORT int64_t sc_union(const void *a_index, const void *a_value, int64_t na, const void *b_index, const void *b_value,
                         int64_t nb, void *index, void *value) {
-    const i32 *ai = a_index, *bi = b_index;
-    const f32 *av = a_value, *bv = b_value;
-    Merging s[STREAMS];
-    int64_t starts[STREAMS], i = 0, j = 0;
-    for (int t = 0; t < STREAMS; t++) {
-        int64_t next_j, next_i = parted(ai, na, bi, nb, (na + nb) * (t + 1) / STREAMS, &next_j);
-        starts[t] = i + j;
-        s[t] = (Merging){ai + i, bi + j, ai + next_i, bi + next_j, av + i, bv + j, (i32 *)index + i + j,
-                         (f32 *)value + i + j};
-        i = next_i, j = next_j;
-    }
+    int64_t j, i = parted(a_index, na, b_index, nb, (na + nb) / 2, &j);
+    Merging s = {a_index, b_index, a_value, b_value, 0, i, 0, j, index, value};
+    Merging t = {a_index, b_index, a_value, b_value, i, na, j, nb, s.index + i + j, s.value + i + j};
+    int64_t si = s.i, sj = s.j, ti = t.i, tj = t.j, o = 0;
     for (;;) {
-        int64_t steps = na + nb;
-        for (int t = 0; t < STREAMS; t++)
-            steps = least_of(steps, least_of(s[t].a_end - s[t].ai, s[t].b_end - s[t].bi));
+        int64_t steps = least_of(least_of(s.a_end - si, s.b_end - sj), least_of(t.a_end - ti, t.b_end - tj));
         if (steps <= 0)
             break;
-        while (steps--) {
-            merge_one(&s[0]);
-            merge_one(&s[1]);
-            merge_one(&s[2]);
-            merge_one(&s[3]);
+        for (int64_t end = o + steps; o < end; o++) {
+            MERGE_ONE(s, si, sj, s.index, s.value)
+            MERGE_ONE(t, ti, tj, t.index, t.value)
         }
     }
-    int64_t total = 0;
-    for (int t = 0; t < STREAMS; t++) {
-        merge_rest(&s[t]);
-        int64_t count = s[t].index - ((i32 *)index + starts[t]);
-        if (total < starts[t]) { /* pairs that became one have left a gap */
-            memmove((i32 *)index + total, (i32 *)index + starts[t], (size_t)count * 4);
-            memmove((f32 *)value + total, (f32 *)value + starts[t], (size_t)count * 4);
-        }
-        total += count;
+    s.i = si, s.j = sj, t.i = ti, t.j = tj;
+    int64_t first = merge_rest(s, o), second = merge_rest(t, o);
+    if (first < i + j) { /* pairs that became one have left a gap */
+        memmove(s.index + first, t.index, (size_t)second * 4);
+        memmove(s.value + first, t.value, (size_t)second * 4);
     }
-    return total;
+    return first + second;
 }
 
 /* Parts n entries into the k largest (0 < k < n), ties to the lowest index, and the n - k others, both in order.
