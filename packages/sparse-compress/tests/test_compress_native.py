@@ -75,7 +75,7 @@ def test_steps(level, nasty, seed, n, dtype, momentum, tentative, kind):
     second[first.isnan()] = 0
     gradients = [x.nan_to_num(0).to(dtype) if dtype.itemsize == 2 else x for x in (first, second)]
     a, k = n // 3, max(n // 50, 1)
-    blocks = LargestOfBlocks([(0, a), (a, a), (a, n)], [min(k, a), 0, min(k, n - a)])
+    blocks = LargestOfBlocks([(0, a), (a, a), (a, n)], [min(k, a), 0, min(k, n - a)])  # none is without a budget
     select = {"k": None, "key": Reaching(int(bits(first)[seed % n]) & 0x7FFFFFFF, k), "blocks": blocks}[kind]
     call = partial(steps, gradients, select=select, momentum=momentum, tentative=tentative)
     for one, other in zip(*both(level, call), strict=True):

@@ -586,7 +586,7 @@ static float foreseen(const Selecting *s, int64_t i) {
 /* A key that little more than k elements most likely reach: of a strided sample, as in threshold.py. The stride is
  * odd: rows of even length do not put the sample into one column. */
 static uint32_t sampled(Selecting *s) {
-    int64_t size = least_of(most_of(s->n / 256, MIN_SAMPLE), MAX_SAMPLE), stride = s->n / size | 1, taken = 0;
+    int64_t size = least_of(most_of(s->n / 512, MIN_SAMPLE), MAX_SAMPLE), stride = s->n / size | 1, taken = 0;
     if (s->n <= 4 * size)
         return 0;
     for (int64_t i = 0; i < s->n; i += stride)
@@ -724,12 +724,45 @@ EXPORT int64_t sc_union(const void *a_index, const void *a_value, int64_t na, co
     return first + second;
 }
 
-/* Parts n entries into the k largest (0 < k < n), ties to the lowest index, and the n - k others, both in order.
- * scratch: n entries of 4 bytes and SLACK. */
-EXPORT void sc_split(const void *index, const void *bits, int64_t n, int64_t k, void *kept_index, void *kept_bits,
-                     void *cut_index, void *cut_bits, void *scratch) {
-    uint32_t kth = kth_key(bits, n, k, scratch);
-    use.split(index, bits, n, kth, ties_of(bits, n, k, kth), kept_index, kept_bits, k, cut_index, cut_bits, n - k);
+/* How many of n indices, which increase, are below high. */
+static int64_t below(const i32 *index, int64_t n, int64_t high) {
+    int64_t low = 0;
+    while (low < n) {
+        int64_t middle = (low + n) / 2;
+        if (index[middle] < high)
+            low = middle + 1;
+        else
+            n = middle;
+    }
+    return low;
+}
+
+/* Parts n entries into the largest of every block, as many as its budget, ties to the lowest index, and the others;
+ * both in order. Block b ends before index highs[b], and the last one holds the last entry. kept and cut: room for what
+ * they get, and no more. scratch: n entries of 4 bytes and SLACK. Returns 0, and leaves kept and cut unfinished, where a
+ * block has fewer entries than its budget. */
+EXPORT int sc_split(const void *index, const void *bits, int64_t n, const int64_t *highs, const int64_t *budgets,
+                    int64_t blocks, void *kept_index, void *kept_bits, void *cut_index, void *cut_bits,
+                    void *scratch) {
+    const i32 *at = index;
+    const u32 *word = bits;
+    i32 *kept_at = kept_index, *cut_at = cut_index;
+    u32 *kept = kept_bits, *cut = cut_bits;
+    for (int64_t b = 0; b < blocks; b++) {
+        int64_t all = below(at, n, highs[b]), k = budgets[b], others = all - k;
+        if (others < 0)
+            return 0;
+        if (k && others) {
+            uint32_t kth = kth_key(word, all, k, scratch);
+            use.split(at, word, all, kth, ties_of(word, all, k, kth), kept_at, kept, k, cut_at, cut, others);
+        } else {
+            memcpy(k ? kept_at : cut_at, at, (size_t)all * 4);
+            memcpy(k ? kept : cut, word, (size_t)all * 4);
+        }
+        at += all, word += all, n -= all;
+        kept_at += k, kept += k, cut_at += others, cut += others;
+    }
+    return 1;
 }
 
 /* ---- Between sparse and dense ------------------------------------------------------------------------------------- */
@@ -754,6 +787,15 @@ EXPORT void sc_put(void *out, int64_t n, const void *index, const void *value, i
             use.stream((f32 *)out + start, part, length);
     }
     __sync_synchronize(); /* what was streamed is there for other threads */
+}
+
+/* Whether none of n values is NaN or inf. */
+EXPORT int sc_finite(const void *values, int64_t n) {
+    const u32 *bits = values;
+    uint32_t huge = 0;
+    for (int64_t i = 0; i < n; i++)
+        huge |= (bits[i] & MAGNITUDE) >= 0x7F800000;
+    return !huge;
 }
 
 /* out <- out + value at the indices. */
