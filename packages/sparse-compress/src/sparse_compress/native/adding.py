@@ -13,8 +13,8 @@ from sparse_compress.vector import SparseVector
 def merged(a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, SparseVector | None]:
     """The k largest of a + b, 0 < k, and the others; the whole union and None where it has no more than k."""
     union = _union(a, b)
-    if union.count <= k:
-        return copied(union.indices, union.values, union.count, a.numel), None
+    if union.entries <= k:
+        return copied(union.indices, union.values, union.entries, a.numel), None
     parted = _parted(union, a, [a.numel], [k])
     assert parted is not None
     return parted
@@ -33,7 +33,7 @@ def merged_to_budgets(
 def added(a: SparseVector, b: SparseVector) -> SparseVector:
     """a + b over the union of their indices."""
     union = _union(a, b)
-    return copied(union.indices, union.values, union.count, a.numel)
+    return copied(union.indices, union.values, union.entries, a.numel)
 
 
 class _Union(NamedTuple):
@@ -41,7 +41,7 @@ class _Union(NamedTuple):
 
     indices: int
     values: int
-    count: int
+    entries: int
     spare: int
 
 
@@ -58,12 +58,12 @@ def _parted(
     union: _Union, like: SparseVector, highs: Sequence[int], budgets: Sequence[int]
 ) -> tuple[SparseVector, SparseVector] | None:
     most, blocks = sum(budgets), len(budgets)
-    if union.count < most:
+    if union.entries < most:
         return None
     kept = SparseVector.allocate(most, like.numel, like.dtype, like.device)
-    cut = SparseVector.allocate(union.count - most, like.numel, like.dtype, like.device)
+    cut = SparseVector.allocate(union.entries - most, like.numel, like.dtype, like.device)
     ends = (end.data_ptr() for end in (kept.indices, kept.values, cut.indices, cut.values))
     sizes = (c_int64 * blocks)(*highs), (c_int64 * blocks)(*budgets), blocks
-    done = kernels().sc_split(union.indices, union.values, union.count, *sizes, *ends, union.spare)
+    done = kernels().sc_split(union.indices, union.values, union.entries, *sizes, *ends, union.spare)
     SCRATCH.trim()
     return (kept, cut) if done else None
