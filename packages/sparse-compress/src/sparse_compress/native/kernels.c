@@ -139,18 +139,24 @@ static void advance_plain(const f32 *v, const f32 *u, const void *g, int kind, f
 
 /* Index and bits of the elements whose key is `least` or more, in order; index and bits have SLACK to spare. */
 static int64_t collect_plain(const u32 *x, int64_t n, int64_t base, uint32_t least, i32 *index, u32 *bits) {
-    int64_t found = 0;
-    for (int64_t start = 0; start < n; start += 32) {
-        int64_t end = least_of(start + 32, n);
-        uint32_t any = 0;
-        for (int64_t i = start; i < end; i++)
-            any |= (x[i] & MAGNITUDE) >= least;
-        if (any)
-            for (int64_t i = start; i < end; i++) {
-                index[found] = (int32_t)(base + i);
-                bits[found] = x[i];
-                found += (x[i] & MAGNITUDE) >= least;
+    int32_t bound = (int32_t)(least - 1); /* signed: what every processor compares in vectors */
+    int64_t found = 0, i = 0;
+    while (i < n) {
+        int64_t end = least_of(i + 32, n);
+        if (end == i + 32) {
+            int32_t any = 0;
+            for (int j = 0; j < 32; j++)
+                any |= -((int32_t)(x[i + j] & MAGNITUDE) > bound);
+            if (!any) {
+                i = end;
+                continue;
             }
+        }
+        for (; i < end; i++) {
+            index[found] = (int32_t)(base + i);
+            bits[found] = x[i];
+            found += (int32_t)(x[i] & MAGNITUDE) > bound;
+        }
     }
     return found;
 }
