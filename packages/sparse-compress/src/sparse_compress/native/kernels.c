@@ -15,6 +15,7 @@
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define X86 1
+#include <cpuid.h>
 #include <immintrin.h>
 #endif
 
@@ -423,6 +424,21 @@ static struct {
 /* Which source this was compiled from. */
 EXPORT const char *sc_source(void) { return SOURCE; }
 
+#ifdef X86
+/* What processor and system have, asked here: the compiler's own __builtin_cpu_supports needs a library. */
+static int supported(void) {
+    unsigned a, b, c, d, low, high;
+    const unsigned saved = 1u << 27, avx = 1u << 28, popcnt = 1u << 23; /* leaf 1, ecx */
+    const unsigned avx2 = 1u << 5, wide = 1u << 3 | 1u << 8 | 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31; /* leaf 7, ebx */
+    if (!__get_cpuid(1, &a, &b, &c, &d) || ~c & (saved | avx | popcnt))
+        return PLAIN;
+    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0)); /* which registers the system keeps for a process */
+    if (~low & 0x06 || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || ~b & avx2)
+        return PLAIN;
+    return ~low & 0xE6 || ~b & wide ? AVX2 : AVX512; /* wide: bmi, bmi2, avx512f, dq, bw, vl */
+}
+#endif
+
 /* The best level that this processor has, `most` at most; to be called once before the others. Returns the level. */
 EXPORT int sc_use(int most) {
     use.level = PLAIN;
@@ -432,13 +448,12 @@ EXPORT int sc_use(int most) {
         for (int bit = 0, place = 0; bit < 8; bit++)
             if (set >> bit & 1)
                 places[set][place++] = (uint8_t)bit;
-    __builtin_cpu_init();
-    if (most >= AVX2 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("popcnt")) {
+    int best = supported();
+    if (least_of(most, best) >= AVX2) {
         use.level = AVX2;
         use.step = step_avx2, use.stream = fill_avx2;
     }
-    if (most >= AVX512 && use.level == AVX2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("bmi2")) {
+    if (least_of(most, best) >= AVX512) {
         use.level = AVX512;
         use.step = step_avx512, use.between = between_avx512, use.split = split_avx512;
     }
