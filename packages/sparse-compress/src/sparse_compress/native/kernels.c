@@ -537,13 +537,14 @@ static int64_t ties_of(const u32 *bits, int64_t n, int64_t k, uint32_t kth) {
 
 /* ---- Selection, alone or as a step of error feedback -------------------------------------------------------------- */
 
-EXPORT int64_t sc_room(int64_t n, int64_t k) { return 2 * k + n / 64 + 4 * BLOCK; }
+/* Entries that are collected before the k largest of them are parted from the others. */
+static int64_t room_of(int64_t n, int64_t k) { return least_of(2 * k + n / 64, n) + 4 * BLOCK; }
 
-/* Bytes of scratch memory that a selection takes, and a split of n entries. */
-EXPORT int64_t sc_scratch(int64_t n, int64_t k) { return 24 * (sc_room(n, k) + SLACK); }
+/* Bytes of scratch memory that a selection takes. */
+EXPORT int64_t sc_scratch(int64_t n, int64_t k) { return 24 * (room_of(n, k) + SLACK); }
 
 static void lay_out(Selecting *s, void *scratch) {
-    s->room = sc_room(s->n, s->k);
+    s->room = room_of(s->n, s->k);
     s->index = scratch;
     s->bits = (u32 *)scratch + (s->room + SLACK);
     s->velocity = (u32 *)scratch + 2 * (s->room + SLACK);
