@@ -143,7 +143,7 @@ def test_putting_back(level, nasty, seed, numel, divisor):
 
 def test_putting_back_what_no_cache_keeps(level):
     """It is written by other stores."""
-    sparse = topk(torch.randn((1 << 22) + 5, generator=torch.Generator().manual_seed(0)), 5000)
+    sparse = topk(torch.randn((1 << 19) + 5, generator=torch.Generator().manual_seed(0)), 5000)
     assert_same(*both(level, lambda: sparse.put(torch.ones(sparse.numel + 1)[1:], divisor=3)))
 
 

@@ -47,7 +47,7 @@ enum {
     KEY_SAMPLE = 2048,     /* of keys that are in memory anyway */
     DIGITS = 2048,         /* a histogram that stays in L1 */
     WINDOW = 4096,         /* elements of a dense tensor that are put back at a time */
-    STREAMED = 1 << 22     /* elements: a tensor that no cache keeps is written past the caches */
+    STREAMED = 1 << 19     /* elements, 2 MB: what a core does not have in its own cache is written past the caches */
 };
 
 typedef struct {
