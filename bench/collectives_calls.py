@@ -47,7 +47,7 @@ def sparse(training: Training, gradient: torch.Tensor) -> Times:
     reduction = run(_watched(schedule, inside), comm, facts=facts)
     exchanged = time.perf_counter()
     training.feedback.restore("x", reduction.dropped)
-    training.mean.zero_().index_copy_(0, reduction.total.indices.long(), reduction.total.values / comm.size)
+    reduction.total.put(training.mean, divisor=comm.size)
     put = time.perf_counter() - exchanged
     merging, rounds = inside
     return {

@@ -4,7 +4,7 @@
 
 All sides of a row take turns within one run, on one thread; times are medians of CPU milliseconds, page
 faults included. ``sweeps`` is our time in units of one read of the input (its sum); worst inputs are also held
-against radix select alone.
+against radix select alone. Then the compiled kernels at every level next to NumPy (``compress_levels``).
 DIR gets compress.csv, .png and .json; of that ``bench.compress_report`` makes the package README's tables.
 """
 
@@ -24,6 +24,7 @@ from sparse_compress.magnitude import bits_of
 from sparse_compress.radix import kth_largest
 from torch import Tensor
 
+from bench import compress_levels
 from bench.record import machine, record
 
 Call = Callable[[], object]
@@ -72,6 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             flush=True,
         )
     threads = list(report_threads())
+    levels = list(compress_levels.report(full=options.full))
     if options.output:
         record(
             options.output,
@@ -81,6 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             values=("speedup",),
             facts=facts,
             threads=[row._asdict() for row in threads],
+            levels=[row._asdict() for row in levels],
         )
     return 0
 

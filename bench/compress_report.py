@@ -70,6 +70,13 @@ def speed(results: dict[str, Any]) -> Iterator[str]:
             f"| {row['what']} | {row['n']:,} | {row['k']:,} | {row['one_ms']:.2f} ms "
             f"| {row['threads']}: {row['more_ms']:.2f} ms | {row['more_ms'] / row['one_ms']:.2f} |"
         )
+    yield ""
+    yield "| least of a run, one thread | n | in | NumPy | C | AVX2 | AVX-512 |"
+    yield "|---|---|---|---|---|---|---|"
+    for row in results["levels"]:
+        times = (row[level] for level in ("plain", "c", "avx2", "avx512"))
+        cells = ["" if time is None else f"{time:.2f}" for time in times]
+        yield f"| {row['what']} | {row['n']:,} | {row['unit']} | {' | '.join(cells)} |"
 
 
 def gpu_speed(results: dict[str, Any]) -> Iterator[str]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sparse_compress.accumulator import Accumulator
 from sparse_compress.fused import step_reaching, step_topk
+from sparse_compress.native.selecting import Step, take_gradient
 from sparse_compress.nonfinite import all_finite
 from sparse_compress.reaching import reaching
 from sparse_compress.topk import topk
@@ -82,9 +83,22 @@ class LargestOfBlocks:
             sent = self(out.residual.view(-1))
             out.clear(sent)
             return sent
+        if take_gradient(gradient) and all(
+            budget or low == high for budget, (low, high) in zip(self.budgets, self.bounds, strict=True)
+        ):
+            return self._compiled_step(before, gradient, momentum, out)
         spans, flat = [slice(*edges) for edges in self.bounds], gradient.view(-1)
         parts = [(before.part(span), flat[span], out.part(span)) for span in spans]
         return self._join([_step(*part, momentum, k) for part, k in zip(parts, self.budgets, strict=True)])
+
+    def _compiled_step(self, before: Accumulator, gradient: Tensor, momentum: float, out: Accumulator) -> SparseVector:
+        """Every block straight into the vector of all."""
+        sent = SparseVector.allocate(sum(self.budgets), gradient.numel(), torch.float32, gradient.device)
+        step = Step(before.flat(), gradient, momentum, out.flat(), into=sent)
+        for (low, high), budget in zip(self.bounds, self.budgets, strict=True):
+            if budget:
+                step.largest(low, high, budget)
+        return sent
 
     def _join(self, chosen: Sequence[SparseVector]) -> SparseVector:
         values = [block.values for block in chosen]

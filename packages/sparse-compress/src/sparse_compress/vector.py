@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from sparse_compress.arguments import check_bytes, element_count
-from sparse_compress.native.dense import put, take
 from sparse_compress.order import check_indices
+from sparse_compress.put import put
 from sparse_compress.vector_format import (
     HEADER_BYTES,
     WIRE_DTYPES,
@@ -127,12 +127,7 @@ class SparseVector:
                 f"{self} cannot be put into {out.dtype}, {tuple(out.shape)} on {out.device}: expected a contiguous "
                 "tensor of its numel, dtype and device"
             )
-        if take(out):
-            put(self.indices, self.values, out, divisor)
-        else:
-            values = self.values if divisor == 1 else self.values / divisor
-            out.view(-1).zero_().index_copy_(0, self.indices.long(), values)
-        return out
+        return put(out, self.indices, self.values, divisor=divisor)
 
     def pack(self) -> Tensor:
         """The wire form, 1-D uint8: this vector's own memory, not a copy."""

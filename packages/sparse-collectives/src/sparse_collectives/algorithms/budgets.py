@@ -12,6 +12,8 @@ from sparse_compress import SparseVector, add
 from sparse_compress.compact import compact
 from sparse_compress.magnitude import Keys, Mask, bits_of, largest, magnitude_keys, magnitude_mask
 from sparse_compress.merge import keys_of
+from sparse_compress.native.adding import merged_to_budgets
+from sparse_compress.native.dense import take
 from sparse_compress.union import Array, paired, paired_cpu, picked_cpu
 
 from sparse_collectives.wire.entries import Bounds, assemble, where
@@ -57,6 +59,10 @@ def merge_to_budgets(
     """`cut_to_budgets` of a + b, of which one at least has as many entries in each block as its budget."""
     if not a.values.is_cpu:
         return _merge_on_device(a, b, bounds, budgets)
+    if take(a.values):
+        compiled = merged_to_budgets(a, b, [high for _, high in bounds], budgets)
+        if compiled is not None:
+            return compiled
     indices, values, void = paired_cpu(a, b)
     kept = _selected(keys_of(values, void), _edges(indices, bounds), budgets)
     cut = ~kept

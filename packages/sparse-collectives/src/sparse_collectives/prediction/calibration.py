@@ -122,7 +122,7 @@ def _feedback_step(
     def step() -> None:
         sparse = feedback.compress("gradient", gradient, select=select)
         feedback.restore("gradient", nothing)
-        mean.zero_().index_copy_(0, sparse.indices.long(), sparse.values / size)
+        sparse.put(mean, divisor=size)
 
     return step
 

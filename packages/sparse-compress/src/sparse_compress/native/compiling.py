@@ -18,7 +18,7 @@ SOURCE = Path(__file__).with_name("kernels.c")
 COMPILED = Path(__file__).with_name("kernels.so")
 SWITCH = "SPARSE_COMPRESS_NATIVE"
 FLAGS = ["-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-fvisibility=hidden"]
-UNLINKED = ["-nostdlib", "-lgcc"]  # no C library is named, so that one file serves them all
+UNLINKED = ["-nostdlib"]  # no C library is named, so that one file serves them all
 
 
 def compile_kernels(target: Path, *, extra: Sequence[str] = ()) -> str | None:

@@ -16,6 +16,11 @@ def put(indices: Tensor, values: Tensor, out: Tensor, divisor: float) -> None:
     kernels().sc_put(out.data_ptr(), out.numel(), indices.data_ptr(), values.data_ptr(), len(indices), divisor)
 
 
+def finite(values: Tensor) -> bool:
+    """Whether all values are; taken."""
+    return bool(kernels().sc_finite(values.data_ptr(), values.numel()))
+
+
 def add_at(out: Tensor, indices: Tensor, values: Tensor) -> None:
     """out ← out + values at the indices; all of them taken."""
     kernels().sc_add_at(out.data_ptr(), indices.data_ptr(), values.data_ptr(), len(indices))

@@ -15,6 +15,7 @@
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define X86 1
+#include <cpuid.h>
 #include <immintrin.h>
 #endif
 
@@ -39,22 +40,41 @@ enum {
     QUIET = 0x00400000,    /* of a NaN */
     SLACK = 64,            /* entries that may be overwritten beyond the last one */
     BLOCK = 1024,          /* elements that are advanced, looked at and cleared while they are in L1 */
-    AHEAD = 512,           /* elements that are fetched beforehand, 2 KB */
+    AHEAD = 512,           /* elements that are fetched beforehand, 2 KB, */
+    PART = 256,            /* so many at a time where the compiler makes the loop */
     MIN_SAMPLE = 1024,     /* elements: reading each costs a cache miss */
     MAX_SAMPLE = 32768,
     KEY_SAMPLE = 2048,     /* of keys that are in memory anyway */
     DIGITS = 2048,         /* a histogram that stays in L1 */
     WINDOW = 4096,         /* elements of a dense tensor that are put back at a time */
-    STREAMED = 1 << 22     /* elements: a tensor that no cache keeps is written past the caches */
+    STREAMED = 1 << 19     /* elements, 2 MB: what a core does not have in its own cache is written past the caches */
 };
+
+typedef struct {
+    const f32 *v, *u; /* of a step: residual and velocity (or NULL) before it, */
+    const void *g;    /* the gradient, */
+    int kind;         /* in this dtype, */
+    float m;
+    f32 *vo, *uo; /* and residual and velocity after it. Without a step vo is what is selected from. */
+    int clears;   /* whether what is found is taken out of vo and uo */
+    int64_t n, k, base;
+    uint32_t least;
+    i32 *index; /* what was found: positions, in order, */
+    u32 *bits, *velocity;
+    i32 *cut_index; /* as many again */
+    u32 *cut_bits, *spare;
+    int64_t found, room;
+} Selecting;
 
 typedef int64_t collect_f(const u32 *x, int64_t n, int64_t base, uint32_t least, i32 *index, u32 *bits);
 typedef int64_t between_f(const u32 *bits, int64_t n, uint32_t low, uint32_t high, u32 *keys, int64_t *above);
 typedef int64_t split_f(const i32 *index, const u32 *bits, int64_t n, uint32_t kth, int64_t ties, i32 *kept_index,
                         u32 *kept_bits, int64_t kept_room, i32 *cut_index, u32 *cut_bits, int64_t cut_room);
 typedef void advance_f(const f32 *v, const f32 *u, const void *g, int kind, float m, f32 *vo, f32 *uo, int64_t n);
+typedef int64_t step_f(Selecting *s, int64_t start, int64_t n);
 typedef void fill_f(f32 *out, const f32 *from, int64_t n);
 
+INLINE void fetch(const void *x) { __builtin_prefetch(x); } /* past the end too, where it does nothing */
 INLINE int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t most_of(int64_t a, int64_t b) { return a > b ? a : b; }
 
@@ -120,18 +140,24 @@ static void advance_plain(const f32 *v, const f32 *u, const void *g, int kind, f
 
 /* Index and bits of the elements whose key is `least` or more, in order; index and bits have SLACK to spare. */
 static int64_t collect_plain(const u32 *x, int64_t n, int64_t base, uint32_t least, i32 *index, u32 *bits) {
-    int64_t found = 0;
-    for (int64_t start = 0; start < n; start += 32) {
-        int64_t end = least_of(start + 32, n);
-        uint32_t any = 0;
-        for (int64_t i = start; i < end; i++)
-            any |= (x[i] & MAGNITUDE) >= least;
-        if (any)
-            for (int64_t i = start; i < end; i++) {
-                index[found] = (int32_t)(base + i);
-                bits[found] = x[i];
-                found += (x[i] & MAGNITUDE) >= least;
+    int32_t bound = (int32_t)(least - 1); /* signed: what every processor compares in vectors */
+    int64_t found = 0, i = 0;
+    while (i < n) {
+        int64_t end = least_of(i + 32, n);
+        if (end == i + 32) {
+            int32_t any = 0;
+            for (int j = 0; j < 32; j++)
+                any |= -((int32_t)(x[i + j] & MAGNITUDE) > bound);
+            if (!any) {
+                i = end;
+                continue;
             }
+        }
+        for (; i < end; i++) {
+            index[found] = (int32_t)(base + i);
+            bits[found] = x[i];
+            found += (int32_t)(x[i] & MAGNITUDE) > bound;
+        }
     }
     return found;
 }
@@ -188,6 +214,43 @@ static int64_t split_plain(const i32 *index, const u32 *bits, int64_t n, uint32_
 
 static void fill_plain(f32 *out, const f32 *from, int64_t n) { memcpy(out, from, (size_t)n * 4); }
 
+INLINE void take_out(Selecting *s, int64_t found) {
+    u32 *vo = (u32 *)s->vo, *uo = (u32 *)s->uo;
+    for (int64_t i = s->found; i < s->found + found; i++) {
+        int64_t at = s->index[i];
+        vo[at] = 0;
+        if (uo) {
+            s->velocity[i] = uo[at];
+            uo[at] = 0;
+        }
+    }
+}
+
+/* n elements from `start` on are advanced, looked at and cleared while they are in L1. Returns how many were found. */
+INLINE int64_t step_body(Selecting *s, int64_t start, int64_t n, advance_f *advance, collect_f *collect) {
+    int64_t width = s->kind == FLOAT32 ? 4 : 2;
+    if (s->g)
+        for (int64_t i = start; i < start + n; i += PART) {
+            const char *g = (const char *)s->g + i * width;
+            for (int64_t ahead = AHEAD; ahead < AHEAD + PART; ahead += 16) {
+                fetch(s->v + i + ahead);
+                fetch(g + ahead * width);
+                if (s->u)
+                    fetch(s->u + i + ahead);
+            }
+            advance(s->v + i, s->u ? s->u + i : NULL, g, s->kind, s->m, s->vo + i, s->u ? s->uo + i : NULL,
+                    least_of(PART, start + n - i));
+        }
+    int64_t found = collect((u32 *)(s->vo + start), n, start, s->least, s->index + s->found, s->bits + s->found);
+    if (s->clears)
+        take_out(s, found);
+    return found;
+}
+
+static int64_t step_plain(Selecting *s, int64_t start, int64_t n) {
+    return step_body(s, start, n, advance_plain, collect_plain);
+}
+
 #ifdef X86
 static uint8_t places[256][8]; /* of the bits that are set, first ones first */
 
@@ -222,6 +285,10 @@ __attribute__((target("avx2,popcnt"))) static int64_t collect_avx2(const u32 *x,
     return found + collect_plain(x + i, n - i, base + i, least, index + found, bits + found);
 }
 
+__attribute__((target("avx2,popcnt"))) static int64_t step_avx2(Selecting *s, int64_t start, int64_t n) {
+    return step_body(s, start, n, advance_avx2, collect_avx2);
+}
+
 __attribute__((target("avx2"))) static void fill_avx2(f32 *out, const f32 *from, int64_t n) {
     int64_t i = 0;
     for (; i < n && ((uintptr_t)(out + i) & 31); i++)
@@ -236,23 +303,7 @@ __attribute__((target("avx2"))) static void fill_avx2(f32 *out, const f32 *from,
 
 WIDE static void advance_avx512(const f32 *v, const f32 *u, const void *g, int kind, float m, f32 *vo, f32 *uo,
                                 int64_t n) {
-    int64_t i = 0;
-    if (kind == FLOAT32 && !u) {
-        const f32 *whole = g;
-        for (; i + 16 <= n; i += 16)
-            _mm512_storeu_ps(vo + i, _mm512_add_ps(_mm512_loadu_ps(v + i), _mm512_loadu_ps(whole + i)));
-        g = whole + i;
-    } else if (kind == FLOAT32) {
-        const f32 *whole = g;
-        for (; i + 16 <= n; i += 16) {
-            __m512 w = _mm512_mul_ps(_mm512_loadu_ps(u + i), _mm512_set1_ps(m));
-            w = _mm512_add_ps(w, _mm512_loadu_ps(whole + i));
-            _mm512_storeu_ps(uo + i, w);
-            _mm512_storeu_ps(vo + i, _mm512_add_ps(_mm512_loadu_ps(v + i), w));
-        }
-        g = whole + i;
-    }
-    advance_body(v + i, u ? u + i : NULL, g, kind, m, vo + i, u ? uo + i : NULL, n - i);
+    advance_body(v, u, g, kind, m, vo, uo, n);
 }
 
 WIDE static int64_t collect_avx512(const u32 *x, int64_t n, int64_t base, uint32_t least, i32 *index, u32 *bits) {
@@ -262,6 +313,7 @@ WIDE static int64_t collect_avx512(const u32 *x, int64_t n, int64_t base, uint32
     for (int64_t i = 0; i < n; i += 16) {
         __mmask16 inside = n - i >= 16 ? 0xFFFF : (__mmask16)((1u << (n - i)) - 1);
         __m512i word = _mm512_maskz_loadu_epi32(inside, x + i);
+        fetch(x + i + AHEAD);
         __mmask16 hits = _mm512_mask_cmpge_epu32_mask(inside, _mm512_and_si512(word, magnitude), bound);
         __m512i at = _mm512_add_epi32(_mm512_set1_epi32((int32_t)(base + i)), lanes);
         _mm512_storeu_si512(index + found, _mm512_maskz_compress_epi32(hits, at));
@@ -269,6 +321,46 @@ WIDE static int64_t collect_avx512(const u32 *x, int64_t n, int64_t base, uint32
         found += __builtin_popcount(hits);
     }
     return found;
+}
+
+/* Advances, compares, clears and collects vector by vector. */
+INLINE WIDE int64_t fused(Selecting *s, int64_t start, int64_t n, int momentum) {
+    const __m512i magnitude = _mm512_set1_epi32(MAGNITUDE), bound = _mm512_set1_epi32((int32_t)s->least);
+    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512 m = _mm512_set1_ps(s->m);
+    const f32 *v = s->v + start, *u = momentum ? s->u + start : NULL, *g = (const f32 *)s->g + start;
+    f32 *vo = s->vo + start, *uo = momentum ? s->uo + start : NULL;
+    i32 *index = s->index + s->found;
+    u32 *bits = s->bits + s->found, *velocity = s->velocity + s->found;
+    int64_t found = 0;
+    for (int64_t i = 0; i < n; i += 16) {
+        __mmask16 inside = n - i >= 16 ? 0xFFFF : (__mmask16)((1u << (n - i)) - 1);
+        fetch(v + i + AHEAD);
+        fetch(g + i + AHEAD);
+        __m512 w = _mm512_maskz_loadu_ps(inside, g + i);
+        if (momentum) {
+            fetch(u + i + AHEAD);
+            w = _mm512_add_ps(_mm512_mul_ps(_mm512_maskz_loadu_ps(inside, u + i), m), w);
+        }
+        __m512i word = _mm512_castps_si512(_mm512_add_ps(_mm512_maskz_loadu_ps(inside, v + i), w));
+        __mmask16 hits = _mm512_mask_cmpge_epu32_mask(inside, _mm512_and_si512(word, magnitude), bound);
+        __m512i at = _mm512_add_epi32(_mm512_set1_epi32((int32_t)(start + i)), lanes);
+        _mm512_mask_storeu_epi32(vo + i, inside, _mm512_maskz_mov_epi32((__mmask16)~hits, word));
+        _mm512_storeu_si512(index + found, _mm512_maskz_compress_epi32(hits, at));
+        _mm512_storeu_si512(bits + found, _mm512_maskz_compress_epi32(hits, word));
+        if (momentum) {
+            _mm512_mask_storeu_ps(uo + i, inside, _mm512_maskz_mov_ps((__mmask16)~hits, w));
+            _mm512_storeu_si512(velocity + found, _mm512_maskz_compress_epi32(hits, _mm512_castps_si512(w)));
+        }
+        found += __builtin_popcount(hits);
+    }
+    return found;
+}
+
+WIDE static int64_t step_avx512(Selecting *s, int64_t start, int64_t n) {
+    if (!s->g || s->kind != FLOAT32)
+        return step_body(s, start, n, advance_avx512, collect_avx512);
+    return s->u ? fused(s, start, n, 1) : fused(s, start, n, 0);
 }
 
 WIDE static int64_t between_avx512(const u32 *bits, int64_t n, uint32_t low, uint32_t high, u32 *keys,
@@ -319,12 +411,11 @@ WIDE static int64_t split_avx512(const i32 *index, const u32 *bits, int64_t n, u
 
 static struct {
     int level;
-    collect_f *collect;
+    step_f *step;
     between_f *between;
     split_f *split;
-    advance_f *advance;
     fill_f *stream;
-} use = {PLAIN, collect_plain, between_plain, split_plain, advance_plain, fill_plain};
+} use = {PLAIN, step_plain, between_plain, split_plain, fill_plain};
 
 #ifndef SOURCE
 #define SOURCE "unknown"
@@ -333,26 +424,38 @@ static struct {
 /* Which source this was compiled from. */
 EXPORT const char *sc_source(void) { return SOURCE; }
 
+#ifdef X86
+/* What processor and system have, asked here: the compiler's own __builtin_cpu_supports needs a library. */
+static int supported(void) {
+    unsigned a, b, c, d, low, high;
+    const unsigned saved = 1u << 27, avx = 1u << 28, popcnt = 1u << 23; /* leaf 1, ecx */
+    const unsigned avx2 = 1u << 5, wide = 1u << 3 | 1u << 8 | 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31; /* leaf 7, ebx */
+    if (!__get_cpuid(1, &a, &b, &c, &d) || ~c & (saved | avx | popcnt))
+        return PLAIN;
+    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0)); /* which registers the system keeps for a process */
+    if (~low & 0x06 || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || ~b & avx2)
+        return PLAIN;
+    return ~low & 0xE6 || ~b & wide ? AVX2 : AVX512; /* wide: bmi, bmi2, avx512f, dq, bw, vl */
+}
+#endif
+
 /* The best level that this processor has, `most` at most; to be called once before the others. Returns the level. */
 EXPORT int sc_use(int most) {
     use.level = PLAIN;
-    use.collect = collect_plain, use.between = between_plain, use.split = split_plain;
-    use.advance = advance_plain, use.stream = fill_plain;
+    use.step = step_plain, use.between = between_plain, use.split = split_plain, use.stream = fill_plain;
 #ifdef X86
     for (int set = 0; set < 256; set++)
         for (int bit = 0, place = 0; bit < 8; bit++)
             if (set >> bit & 1)
                 places[set][place++] = (uint8_t)bit;
-    __builtin_cpu_init();
-    if (most >= AVX2 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("popcnt")) {
+    int best = supported();
+    if (least_of(most, best) >= AVX2) {
         use.level = AVX2;
-        use.collect = collect_avx2, use.advance = advance_avx2, use.stream = fill_avx2;
+        use.step = step_avx2, use.stream = fill_avx2;
     }
-    if (most >= AVX512 && use.level == AVX2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("bmi2")) {
+    if (least_of(most, best) >= AVX512) {
         use.level = AVX512;
-        use.collect = collect_avx512, use.between = between_avx512, use.split = split_avx512;
-        use.advance = advance_avx512;
+        use.step = step_avx512, use.between = between_avx512, use.split = split_avx512;
     }
 #endif
     return use.level;
@@ -399,13 +502,13 @@ static uint32_t ranked_of_all(const u32 *bits, int64_t n, int64_t rank, u32 *scr
     return ranked(scratch, n, rank, low, high);
 }
 
-/* e + 4 sqrt(e + 1) + 2: the rank of a sample's key that most likely is below the one of which e are expected above. */
+/* Of a sample e keys are expected above some key; most likely they are at most this many more or fewer. */
 INLINE double spread(double expected) { return 4 * __builtin_sqrt(expected + 1) + 2; }
 
 /* The k-th largest key, 0 < k <= n (Floyd and Rivest, CACM 1975): a sample's keys most likely enclose it, so only
  * what lies between is looked at again. scratch: n entries and SLACK. */
 static uint32_t kth_key(const u32 *bits, int64_t n, int64_t k, u32 *scratch) {
-    if (n < 16 * KEY_SAMPLE)
+    if (n < 4 * KEY_SAMPLE)
         return ranked_of_all(bits, n, k, scratch);
     uint32_t sample[KEY_SAMPLE], ends[2] = {0, MAGNITUDE};
     double expected = (double)KEY_SAMPLE * (double)k / (double)n;
@@ -434,94 +537,54 @@ static int64_t ties_of(const u32 *bits, int64_t n, int64_t k, uint32_t kth) {
 
 /* ---- Selection, alone or as a step of error feedback -------------------------------------------------------------- */
 
-typedef struct {
-    const f32 *v, *u; /* of a step: residual and velocity (or NULL) before it, */
-    const void *g;    /* the gradient, */
-    int kind;         /* in this dtype, */
-    float m;
-    f32 *vo, *uo; /* and residual and velocity after it. Without a step vo is what is selected from. */
-    int clears;   /* whether what is found is taken out of vo and uo */
-    int64_t n, k, base;
-    uint32_t least;
-    i32 *index; /* what was found: positions, in order, */
-    u32 *bits, *velocity;
-    u32 *spare; /* as many again */
-    int64_t found, room;
-} Selecting;
+/* Entries that are collected before the k largest of them are parted from the others. */
+static int64_t room_of(int64_t n, int64_t k) { return least_of(2 * k + n / 64, n) + 4 * BLOCK; }
 
-EXPORT int64_t sc_room(int64_t n, int64_t k) { return 2 * k + n / 64 + 4 * BLOCK; }
-
-/* Bytes of scratch memory that a selection takes, and a split of n entries. */
-EXPORT int64_t sc_scratch(int64_t n, int64_t k) { return 16 * (sc_room(n, k) + SLACK); }
+/* Bytes of scratch memory that a selection takes. */
+EXPORT int64_t sc_scratch(int64_t n, int64_t k) { return 24 * (room_of(n, k) + SLACK); }
 
 static void lay_out(Selecting *s, void *scratch) {
-    s->room = sc_room(s->n, s->k);
+    s->room = room_of(s->n, s->k);
     s->index = scratch;
     s->bits = (u32 *)scratch + (s->room + SLACK);
     s->velocity = (u32 *)scratch + 2 * (s->room + SLACK);
-    s->spare = (u32 *)scratch + 3 * (s->room + SLACK);
+    s->cut_index = (i32 *)scratch + 3 * (s->room + SLACK);
+    s->cut_bits = (u32 *)scratch + 4 * (s->room + SLACK);
+    s->spare = (u32 *)scratch + 5 * (s->room + SLACK);
     s->found = 0;
 }
 
-static void put_back_from(Selecting *s, int64_t i) {
-    u32 *vo = (u32 *)s->vo, *uo = (u32 *)s->uo;
-    vo[s->index[i]] = s->bits[i];
-    if (uo)
-        uo[s->index[i]] = s->velocity[i];
+static void put_back(Selecting *s, int32_t at, uint32_t bits, uint32_t velocity) {
+    ((u32 *)s->vo)[at] = bits;
+    if (s->uo)
+        ((u32 *)s->uo)[at] = velocity;
 }
 
 /* Leaves the k largest of what was found, ties to the lowest index; what is not among them goes back. Later elements
  * must then be larger than the k-th: an equal one would come after k that are at least as large. */
 static void shrink(Selecting *s) {
     uint32_t kth = kth_key(s->bits, s->found, s->k, s->spare);
-    int64_t ties = ties_of(s->bits, s->found, s->k, kth), kept = 0;
-    for (int64_t i = 0; i < s->found; i++) {
-        uint32_t key = s->bits[i] & MAGNITUDE;
-        if (key < kth || (key == kth && ties-- <= 0)) {
-            if (s->clears)
-                put_back_from(s, i);
-            continue;
+    int64_t ties = ties_of(s->bits, s->found, s->k, kth), cut = s->found - s->k;
+    if (s->uo) { /* velocities are parted as the bits are: by the same keys */
+        u32 *keys = s->spare;
+        int64_t kept = 0, back = 0, left = ties;
+        for (int64_t i = 0; i < s->found; i++) {
+            uint32_t key = s->bits[i] & MAGNITUDE, velocity = s->velocity[i];
+            int tie = key == kth, keep = (key > kth) | (tie & (left > 0));
+            left -= tie;
+            keys[back] = velocity;
+            s->velocity[kept] = velocity;
+            kept += keep;
+            back += !keep;
         }
-        s->index[kept] = s->index[i];
-        s->bits[kept] = s->bits[i];
-        if (s->uo)
-            s->velocity[kept] = s->velocity[i];
-        kept++;
+        memcpy(s->velocity + s->k, keys, (size_t)cut * 4);
     }
-    s->found = kept;
+    use.split(s->index, s->bits, s->found, kth, ties, s->index, s->bits, s->k, s->cut_index, s->cut_bits, cut);
+    if (s->clears)
+        for (int64_t i = 0; i < cut; i++)
+            put_back(s, s->cut_index[i], s->cut_bits[i], s->uo ? s->velocity[s->k + i] : 0);
+    s->found = s->k;
     s->least = kth + 1;
-}
-
-INLINE void fetch(const void *x, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64)
-        __builtin_prefetch((const char *)x + i);
-}
-
-static void advance_block(Selecting *s, int64_t start, int64_t n) {
-    int64_t width = s->kind == FLOAT32 ? 4 : 2;
-    for (int64_t i = start; i < start + n; i += AHEAD / 2) {
-        int64_t part = least_of(AHEAD / 2, start + n - i);
-        if (i + AHEAD + AHEAD / 2 <= s->n) {
-            fetch(s->v + i + AHEAD, 2 * AHEAD);
-            fetch((const char *)s->g + (i + AHEAD) * width, AHEAD / 2 * width);
-            if (s->u)
-                fetch(s->u + i + AHEAD, 2 * AHEAD);
-        }
-        use.advance(s->v + i, s->u ? s->u + i : NULL, (const char *)s->g + i * width, s->kind, s->m, s->vo + i,
-                    s->u ? s->uo + i : NULL, part);
-    }
-}
-
-static void take_out(Selecting *s, int64_t found) {
-    u32 *vo = (u32 *)s->vo, *uo = (u32 *)s->uo;
-    for (int64_t i = s->found; i < s->found + found; i++) {
-        int64_t at = s->index[i];
-        vo[at] = 0;
-        if (uo) {
-            s->velocity[i] = uo[at];
-            uo[at] = 0;
-        }
-    }
 }
 
 static void sweep(Selecting *s) {
@@ -529,14 +592,7 @@ static void sweep(Selecting *s) {
         int64_t n = least_of(BLOCK, s->n - start);
         if (s->found + n > s->room)
             shrink(s);
-        if (s->g)
-            advance_block(s, start, n);
-        else if (start + 2 * BLOCK <= s->n)
-            fetch(s->vo + start + BLOCK, 4 * BLOCK);
-        int64_t found = use.collect((u32 *)(s->vo + start), n, start, s->least, s->index + s->found, s->bits + s->found);
-        if (s->clears)
-            take_out(s, found);
-        s->found += found;
+        s->found += use.step(s, start, n);
     }
 }
 
@@ -552,7 +608,7 @@ static float foreseen(const Selecting *s, int64_t i) {
 /* A key that little more than k elements most likely reach: of a strided sample, as in threshold.py. The stride is
  * odd: rows of even length do not put the sample into one column. */
 static uint32_t sampled(Selecting *s) {
-    int64_t size = least_of(most_of(s->n / 256, MIN_SAMPLE), MAX_SAMPLE), stride = s->n / size | 1, taken = 0;
+    int64_t size = least_of(most_of(s->n / 512, MIN_SAMPLE), MAX_SAMPLE), stride = s->n / size | 1, taken = 0;
     if (s->n <= 4 * size)
         return 0;
     for (int64_t i = 0; i < s->n; i += stride)
@@ -568,21 +624,14 @@ static int64_t selected(Selecting *s, int64_t least, i32 *index, u32 *bits) {
     if (least < 0 && s->found < s->k) { /* the sample misled: once more, of everything */
         if (s->clears)
             for (int64_t i = 0; i < s->found; i++)
-                put_back_from(s, i);
+                put_back(s, s->index[i], s->bits[i], s->uo ? s->velocity[i] : 0);
         s->found = 0, s->least = 0, s->g = NULL;
         sweep(s);
     }
-    if (s->found > s->k && s->clears)
+    if (s->found > s->k)
         shrink(s);
-    if (s->found > s->k) {
-        uint32_t kth = kth_key(s->bits, s->found, s->k, s->spare);
-        use.split(s->index, s->bits, s->found, kth, ties_of(s->bits, s->found, s->k, kth), index, bits, s->k,
-                  (i32 *)s->velocity, s->spare, s->room);
-        s->found = s->k;
-    } else {
-        memcpy(index, s->index, (size_t)s->found * 4);
-        memcpy(bits, s->bits, (size_t)s->found * 4);
-    }
+    memcpy(index, s->index, (size_t)s->found * 4);
+    memcpy(bits, s->bits, (size_t)s->found * 4);
     if (s->base)
         for (int64_t i = 0; i < s->found; i++)
             index[i] += (int32_t)s->base;
@@ -610,35 +659,50 @@ EXPORT int64_t sc_step(const void *v, const void *u, const void *g, int kind, fl
 
 /* ---- Sums of sparse vectors --------------------------------------------------------------------------------------- */
 
+/* The operands, what is left of them, and where their sum goes. Indices increase. */
 typedef struct {
-    const i32 *ai, *bi, *a_end, *b_end; /* the indices that are left, increasing; */
-    const f32 *av, *bv;                 /* their values; */
-    i32 *index;                         /* where the sum goes */
+    const i32 *ai, *bi;
+    const f32 *av, *bv;
+    int64_t i, a_end, j, b_end;
+    i32 *index;
     f32 *value;
 } Merging;
 
-/* The smaller index, or both with a + b; a NaN of a stays what it is, and one of b where a is none. */
-INLINE void merge_one(Merging *s) {
-    int32_t a = *s->ai, b = *s->bi;
-    float x = *s->av, y = *s->bv;
-    int from_a = a <= b, from_b = b <= a;
-    float sum = x + y;
-    uint32_t bits = x != x ? to_bits(x) | QUIET : to_bits(sum);
-    bits = from_b ? bits : to_bits(x);
-    bits = from_a ? bits : to_bits(y);
-    *s->index++ = from_a ? a : b;
-    *(u32 *)s->value++ = bits;
-    s->ai += from_a, s->av += from_a;
-    s->bi += from_b, s->bv += from_b;
+/* a + b; of two NaNs a, quieted, which a compiler that swaps operands would not keep. */
+INLINE float sum_of(float a, float b) {
+#ifdef X86
+    __asm__("addss %1, %0" : "+x"(a) : "x"(b));
+    return a;
+#else
+    return a != a ? from_bits(to_bits(a) | QUIET) : a + b;
+#endif
 }
 
-static void merge_rest(Merging *s) {
-    while (s->ai < s->a_end && s->bi < s->b_end)
-        merge_one(s);
-    size_t a = (size_t)(s->a_end - s->ai), b = (size_t)(s->b_end - s->bi);
-    memcpy(s->index, s->ai, a * 4), memcpy(s->value, s->av, a * 4);
-    memcpy(s->index + a, s->bi, b * 4), memcpy(s->value + a, s->bv, b * 4);
-    s->index += a + b, s->value += a + b;
+/* The entry of the smaller index, or of both with a + b, to place o; without branches. */
+#define MERGE_ONE(S, I, J, INDEX, VALUE)                                        \
+    {                                                                           \
+        int32_t a = (S).ai[I], b = (S).bi[J];                                   \
+        uint32_t x = ((const u32 *)(S).av)[I], y = ((const u32 *)(S).bv)[J];    \
+        uint32_t sum = to_bits(sum_of(from_bits(x), from_bits(y)));             \
+        int from_a = a <= b, from_b = b <= a;                                   \
+        x = from_b ? sum : x;                                                   \
+        (INDEX)[o] = from_a ? a : b;                                            \
+        ((u32 *)(VALUE))[o] = from_a ? x : y;                                   \
+        I += from_a;                                                            \
+        J += from_b;                                                            \
+    }
+
+/* What is left of a stream, from place o of where it goes on; returns the place after it. */
+static int64_t merge_rest(Merging s, int64_t o) {
+    while (s.i < s.a_end && s.j < s.b_end) {
+        MERGE_ONE(s, s.i, s.j, s.index, s.value)
+        o++;
+    }
+    size_t a = (size_t)(s.a_end - s.i), b = (size_t)(s.b_end - s.j);
+    memcpy(s.index + o, s.ai + s.i, a * 4), memcpy(s.value + o, s.av + s.i, a * 4);
+    o += (int64_t)a;
+    memcpy(s.index + o, s.bi + s.j, b * 4), memcpy(s.value + o, s.bv + s.j, b * 4);
+    return o + (int64_t)b;
 }
 
 /* Of the first d entries of both, merged: how many are of a. An equal index is not parted: *j gets b's. */
@@ -656,54 +720,71 @@ static int64_t parted(const i32 *ai, int64_t na, const i32 *bi, int64_t nb, int6
     return low;
 }
 
-enum { STREAMS = 4 }; /* one waits for its own loads; four take turns */
-
-/* a + b over the union of their indices, which increase. index, value: room for na + nb. Returns the entries. */
+/* a + b over the union of their indices, which increase. index, value: room for na + nb. Returns the entries.
+ * One half waits for its own loads, so two take turns. */
 EXPORT int64_t sc_union(const void *a_index, const void *a_value, int64_t na, const void *b_index, const void *b_value,
                         int64_t nb, void *index, void *value) {
-    const i32 *ai = a_index, *bi = b_index;
-    const f32 *av = a_value, *bv = b_value;
-    Merging s[STREAMS];
-    int64_t starts[STREAMS], i = 0, j = 0;
-    for (int t = 0; t < STREAMS; t++) {
-        int64_t next_j, next_i = parted(ai, na, bi, nb, (na + nb) * (t + 1) / STREAMS, &next_j);
-        starts[t] = i + j;
-        s[t] = (Merging){ai + i, bi + j, ai + next_i, bi + next_j, av + i, bv + j, (i32 *)index + i + j,
-                         (f32 *)value + i + j};
-        i = next_i, j = next_j;
-    }
+    int64_t j, i = parted(a_index, na, b_index, nb, (na + nb) / 2, &j);
+    Merging s = {a_index, b_index, a_value, b_value, 0, i, 0, j, index, value};
+    Merging t = {a_index, b_index, a_value, b_value, i, na, j, nb, s.index + i + j, s.value + i + j};
+    int64_t si = s.i, sj = s.j, ti = t.i, tj = t.j, o = 0;
     for (;;) {
-        int64_t steps = na + nb;
-        for (int t = 0; t < STREAMS; t++)
-            steps = least_of(steps, least_of(s[t].a_end - s[t].ai, s[t].b_end - s[t].bi));
+        int64_t steps = least_of(least_of(s.a_end - si, s.b_end - sj), least_of(t.a_end - ti, t.b_end - tj));
         if (steps <= 0)
             break;
-        while (steps--) {
-            merge_one(&s[0]);
-            merge_one(&s[1]);
-            merge_one(&s[2]);
-            merge_one(&s[3]);
+        for (int64_t end = o + steps; o < end; o++) {
+            MERGE_ONE(s, si, sj, s.index, s.value)
+            MERGE_ONE(t, ti, tj, t.index, t.value)
         }
     }
-    int64_t total = 0;
-    for (int t = 0; t < STREAMS; t++) {
-        merge_rest(&s[t]);
-        int64_t count = s[t].index - ((i32 *)index + starts[t]);
-        if (total < starts[t]) { /* pairs that became one have left a gap */
-            memmove((i32 *)index + total, (i32 *)index + starts[t], (size_t)count * 4);
-            memmove((f32 *)value + total, (f32 *)value + starts[t], (size_t)count * 4);
-        }
-        total += count;
+    s.i = si, s.j = sj, t.i = ti, t.j = tj;
+    int64_t first = merge_rest(s, o), second = merge_rest(t, o);
+    if (first < i + j) { /* pairs that became one have left a gap */
+        memmove(s.index + first, t.index, (size_t)second * 4);
+        memmove(s.value + first, t.value, (size_t)second * 4);
     }
-    return total;
+    return first + second;
 }
 
-/* Parts n entries into the k largest (0 < k < n), ties to the lowest index, and the n - k others, both in order.
- * scratch: n entries of 4 bytes and SLACK. */
-EXPORT void sc_split(const void *index, const void *bits, int64_t n, int64_t k, void *kept_index, void *kept_bits,
-                     void *cut_index, void *cut_bits, void *scratch) {
-    uint32_t kth = kth_key(bits, n, k, scratch);
-    use.split(index, bits, n, kth, ties_of(bits, n, k, kth), kept_index, kept_bits, k, cut_index, cut_bits, n - k);
+/* How many of n indices, which increase, are below high. */
+static int64_t below(const i32 *index, int64_t n, int64_t high) {
+    int64_t low = 0;
+    while (low < n) {
+        int64_t middle = (low + n) / 2;
+        if (index[middle] < high)
+            low = middle + 1;
+        else
+            n = middle;
+    }
+    return low;
+}
+
+/* Parts n entries into the largest of every block, as many as its budget, ties to the lowest index, and the others;
+ * both in order. Block b ends before index highs[b], and the last one holds the last entry. kept and cut: room for what
+ * they get, and no more. scratch: n entries of 4 bytes and SLACK. Returns 0, and leaves kept and cut unfinished, where a
+ * block has fewer entries than its budget. */
+EXPORT int sc_split(const void *index, const void *bits, int64_t n, const int64_t *highs, const int64_t *budgets,
+                    int64_t blocks, void *kept_index, void *kept_bits, void *cut_index, void *cut_bits,
+                    void *scratch) {
+    const i32 *at = index;
+    const u32 *word = bits;
+    i32 *kept_at = kept_index, *cut_at = cut_index;
+    u32 *kept = kept_bits, *cut = cut_bits;
+    for (int64_t b = 0; b < blocks; b++) {
+        int64_t all = below(at, n, highs[b]), k = budgets[b], others = all - k;
+        if (others < 0)
+            return 0;
+        if (k && others) {
+            uint32_t kth = kth_key(word, all, k, scratch);
+            use.split(at, word, all, kth, ties_of(word, all, k, kth), kept_at, kept, k, cut_at, cut, others);
+        } else {
+            memcpy(k ? kept_at : cut_at, at, (size_t)all * 4);
+            memcpy(k ? kept : cut, word, (size_t)all * 4);
+        }
+        at += all, word += all, n -= all;
+        kept_at += k, kept += k, cut_at += others, cut += others;
+    }
+    return 1;
 }
 
 /* ---- Between sparse and dense ------------------------------------------------------------------------------------- */
@@ -728,6 +809,15 @@ EXPORT void sc_put(void *out, int64_t n, const void *index, const void *value, i
             use.stream((f32 *)out + start, part, length);
     }
     __sync_synchronize(); /* what was streamed is there for other threads */
+}
+
+/* Whether none of n values is NaN or inf. */
+EXPORT int sc_finite(const void *values, int64_t n) {
+    const u32 *bits = values;
+    uint32_t huge = 0;
+    for (int64_t i = 0; i < n; i++)
+        huge |= (bits[i] & MAGNITUDE) >= 0x7F800000;
+    return !huge;
 }
 
 /* out <- out + value at the indices. */

@@ -26,8 +26,9 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         [c_void_p, c_void_p, c_void_p, c_int, c_float, c_void_p, c_void_p, *[c_int64] * 4, *[c_void_p] * 3],
     ),
     "sc_union": (c_int64, [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_void_p]),
-    "sc_split": (None, [c_void_p, c_void_p, c_int64, c_int64, *[c_void_p] * 5]),
+    "sc_split": (c_int, [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64, *[c_void_p] * 5]),
     "sc_put": (None, [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_float]),
+    "sc_finite": (c_int, [c_void_p, c_int64]),
     "sc_add_at": (None, [c_void_p, c_void_p, c_void_p, c_int64]),
 }
 

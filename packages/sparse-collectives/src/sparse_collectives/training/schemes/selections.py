@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from communicators import Bucket, Communicator, Schedule
 from sparse_compress import Compressor, ErrorFeedback, SparseVector, StatefulCompressor
+from sparse_compress.put import put
 from torch import Tensor
 
 from sparse_collectives.allreduce import scheduled
@@ -150,4 +151,4 @@ class _Selected:
         """The mean as an optimizer will see it: scaled, and in the gradient's own dtype, which may overflow."""
         self.feedback.restore(self.key, result.dropped)
         mean = (result.total.values / self.size * self.scale).to(flat.dtype)
-        return flat.zero_().index_copy_(0, result.total.indices.long(), mean), mean
+        return put(flat, result.total.indices, mean), mean
