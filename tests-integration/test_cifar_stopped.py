@@ -104,26 +104,27 @@ def killed(job, number):
 
 
 CHAINS = {
-    "one rank": [("by itself", stopped_by, signal.SIGINT), ("by itself", stopped_by, signal.SIGTERM)],
-    "two ranks": [
+    ("one rank", "gtopk"): [("by itself", stopped_by, signal.SIGINT), ("by itself", stopped_by, signal.SIGTERM)],
+    ("two ranks", "gtopk"): [
         ("its own workers", stopped_by, signal.SIGINT),
-        ("its own workers", stopped_by, signal.SIGTERM),
         ("mpiexec", stopped_by, signal.SIGTERM),
-        ("mpiexec", stopped_by, signal.SIGINT),
         ("its own workers", killed, signal.SIGKILL),
         ("mpiexec", killed, signal.SIGKILL),
+        ("torchrun", killed, signal.SIGKILL),
+    ],
+    ("two ranks", "eager-majority"): [
+        ("mpiexec", stopped_by, signal.SIGINT),
+        ("its own workers", stopped_by, signal.SIGTERM),
         ("torchrun", killed, signal.SIGKILL),
     ],
 }
 
 
 @pytest.mark.timeout(600)  # a launch takes long on a busy machine
-@pytest.mark.parametrize(
-    ("chain", "algorithm"), [*((chain, "gtopk") for chain in CHAINS), ("two ranks", "eager-majority")]
-)
-def test_however_a_run_ends_no_rank_is_left_and_the_next_one_goes_on_with_it_at_once(job, chain, algorithm):
-    reached = ""
-    for turn, (how, end, number) in enumerate([*CHAINS[chain], (CHAINS[chain][0][0], killed, signal.SIGKILL)]):
+@pytest.mark.parametrize(("ranks", "algorithm"), CHAINS)
+def test_however_a_run_ends_no_rank_is_left_and_the_next_one_goes_on_with_it_at_once(job, ranks, algorithm):
+    reached, chain = "", CHAINS[ranks, algorithm]
+    for turn, (how, end, number) in enumerate([*chain, (chain[0][0], killed, signal.SIGKILL)]):
         run = job(how, "--algorithm", algorithm, *(["--resume"] if turn else []))
         run.until(lambda run=run, reached=reached: run.newest() > reached, f"run {turn}, {how}: another checkpoint")
         end(run, number)
