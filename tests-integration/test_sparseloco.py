@@ -76,7 +76,7 @@ def test_all_ranks_go_on_alike_and_nothing_is_lost(example, m):
             given -= 0.1 * p.grad
             optimizer.step()
             optimizer.average()
-        error = optimizer.state_dict()["distributed"]["rests"]["parts"]["sparsifier"]["parameter 0"].clone()
+        error = optimizer.state_dict()["distributed"]["residuals"]["parts"]["sparsifier"]["parameter 0"].clone()
         return p.detach().clone(), given, error
 
     straight, resumed = (SimulatedWorld(m).run(lambda comm, s=stop: body(comm, s)) for stop in (None, 5))

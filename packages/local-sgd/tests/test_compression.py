@@ -64,7 +64,7 @@ classes = pytest.mark.parametrize("algorithm", [LocalSGD, DiLoCo])
 
 def rests(optimizer):
     """As one vector."""
-    state = optimizer.state_dict()["distributed"]["rests"]
+    state = optimizer.state_dict()["distributed"]["residuals"]
     tensors = state["parts"]["sparsifier"] if state["kind"] == "sparse" else state["parts"]
     return torch.cat([tensor.reshape(-1) for tensor in tensors.values()]).clone() if tensors else torch.zeros(N)
 

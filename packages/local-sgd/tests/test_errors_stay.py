@@ -48,7 +48,7 @@ def total_of(schedule):
         (StreamingDiLoCo, {"compress": Everything(), "allreduce": in_the_background}),
     ],
 )
-@pytest.mark.parametrize("later", [("average", "state_dict", "settle"), ("state_dict", "average", "drain")])
+@pytest.mark.parametrize("later", [("average", "state_dict", "wait"), ("state_dict", "average", "drain")])
 def test_an_error_under_way_is_raised_again_at_every_use(quadratic, saved, algorithm, options, later):
     def body(comm):
         task = quadratic(comm.rank)

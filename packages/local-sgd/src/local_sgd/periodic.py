@@ -129,7 +129,7 @@ class PeriodicAveraging(Wrapping):
         self._parts = [part for piece in pieces for part in parts_of(groups, piece, bucket_bytes, device)]
         self._native = native
         self._near = None if self.inner is None else Near(self.inner, self._comm, what, native=native)
-        self._wire = self.compression.wire(self._parts, self._comm, what) if self.compression else None
+        self._sums = self.compression.sum_of(self._parts, self._comm, what) if self.compression else None
         self._exchange = self.exchange_of(self._parts)
         self._buffers = Buffers(model, buffers, self._comm, what)
         self._inner = InnerState(inner_state, optimizer, self._comm, what)
@@ -151,23 +151,23 @@ class PeriodicAveraging(Wrapping):
         """What else the algorithm keeps, for `state_dict`."""
         near = {} if self._near is None else {"near": self._near.state_dict()}
         return near | (
-            {} if self._wire is None else {"rests": {"kind": self._wire.kind, "parts": self._wire.state_dict()}}
+            {} if self._sums is None else {"residuals": {"kind": self._sums.kind, "parts": self._sums.state_dict()}}
         )
 
     def check_more(self, state: dict[str, Any]) -> None:
         """Raises ValueError for what does not fit in what `more_state` gave, and changes nothing."""
         if ("near" in state) != (self._near is not None):
             raise ValueError(f"the state is of {1 + ('near' in state)} levels, sync_every of {1 + bool(self._near)}")
-        theirs, own = state.get("rests", {}).get("kind"), None if self._wire is None else self._wire.kind
+        theirs, own = state.get("residuals", {}).get("kind"), None if self._sums is None else self._sums.kind
         if theirs != own:
             raise ValueError(f"the state is of compression {theirs}, but compress={self.compression!r} is {own}")
-        if self._wire is not None and self._is_own(state):
-            self._wire.check(state["rests"]["parts"])
+        if self._sums is not None and self._is_own(state):
+            self._sums.check(state["residuals"]["parts"])
 
     def load_more(self, state: dict[str, Any]) -> None:
         """Takes over what `more_state` gave and `check_more` let pass."""
-        if self._wire is not None and self._is_own(state):
-            self._wire.load_state_dict(state["rests"]["parts"])
+        if self._sums is not None and self._is_own(state):
+            self._sums.load_state_dict(state["residuals"]["parts"])
         if self._near is not None:
             self._near.load_state_dict(state["near"])
 
@@ -181,9 +181,9 @@ class PeriodicAveraging(Wrapping):
 
     def exchange_of(self, parts: list[Part]) -> Exchange:
         """By which these parts are exchanged."""
-        if self._wire is None:
+        if self._sums is None:
             return Exchange(self._comm, self._what, native=self._native)
-        return Compressed(self._comm, self._what, parts, self.anchors[0], self._wire)
+        return Compressed(self._comm, self._what, parts, self.anchors[0], self._sums)
 
     def depart(self, part: Part, x: Tensor) -> Tensor:
         """Of an algorithm that overlaps, its boundary where no mean comes: at the beginning and after a drain."""
@@ -266,7 +266,7 @@ class PeriodicAveraging(Wrapping):
         if kind is None:
             self.finish()
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Waits for what is under way, which is applied at the next boundary as ever; so that it can be counted."""
         for exchange in self.exchanges():
             exchange.wait()
@@ -323,7 +323,7 @@ class PeriodicAveraging(Wrapping):
         refuse_torch_helpers(self._what)
         self._refuse_shown("load_state_dict()")
         own = saved.checked(self, state_dict, self._parts)
-        self.settle()  # an error of what is under way is raised before anything is changed
+        self.wait()  # an error of what is under way is raised before anything is changed
         arrived = saved.load(self, state_dict, own, self._parts, self._block)
         if arrived is not None:
             self._exchange.store(arrived)
@@ -340,9 +340,9 @@ class PeriodicAveraging(Wrapping):
             part.kept = {name: x.clone() for name in self.anchors} | {
                 name: torch.zeros_like(x) for name in self.momenta
             }
-        self._settle(xs)
+        self._all_hold(xs)
 
-    def _settle(self, models: list[Tensor]) -> None:
+    def _all_hold(self, models: list[Tensor]) -> None:
         for part, model in zip(self._parts, models, strict=True):
             for name in self.anchors:
                 part[name].copy_(model)
@@ -441,7 +441,7 @@ class PeriodicAveraging(Wrapping):
         models = self._final(arrived.means, means) if self.mean_is_model else self._anchors()
         for part, model in zip(self._parts, models, strict=True):
             part.put(model)
-        self._settle(models)
+        self._all_hold(models)
         self._block.end()
 
     def _final(self, last: list[Tensor], before: list[Tensor]) -> list[Tensor]:

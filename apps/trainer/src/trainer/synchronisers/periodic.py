@@ -54,7 +54,7 @@ class Periodic(Synchroniser):
 
     def settle(self) -> None:
         """See `Synchroniser.settle`."""
-        self.optimizer.settle()
+        self.optimizer.wait()
 
     def finish(self) -> None:
         """See `Synchroniser.finish`."""

@@ -111,7 +111,7 @@ class StreamingDiLoCo(PeriodicAveraging):
         """See `PeriodicAveraging.more_state`."""
         fragments = {str(place): fragment.state_dict() for place, fragment in enumerate(self._fragments)}
         own = {"turn": self._turn, "launched": self._launched, "fragments": fragments}
-        return {**super().more_state(), **own}  # the rests last: what is under way, and waited for, changes them
+        return {**super().more_state(), **own}  # the residuals last: what is under way, and waited for, changes them
 
     def check_more(self, state: dict[str, Any]) -> None:
         """See `PeriodicAveraging.check_more`."""
@@ -182,6 +182,6 @@ class StreamingDiLoCo(PeriodicAveraging):
             ended = 0 if unfinished else ended + 1
         for part in self._parts:
             part.put(part["anchor"])
-        self._settle([part["anchor"] for part in self._parts])
+        self._all_hold([part["anchor"] for part in self._parts])
         self._block.end()
         self._launched = 0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from communicators import Communicator
 
 from local_sgd.compression.sparsifier import Allreduce, Compress, Sparsifier
-from local_sgd.compression.wires import Blocks, Sparse, Wire
+from local_sgd.compression.sums import CompressedSum, RoundedSum, SparseSum
 from local_sgd.parts import Part
 
 BITS = {"int8": 8, "int4": 4}
@@ -46,13 +46,13 @@ class Compression:
         """The same on every rank."""
         return str(self.compress) if _plain(self.compress) else type(self.compress).__name__
 
-    def wire(self, parts: Sequence[Part], comm: Communicator, what: str) -> Wire:
+    def sum_of(self, parts: Sequence[Part], comm: Communicator, what: str) -> CompressedSum:
         """Of what is compressed."""
         if isinstance(self.compress, str):
-            return Blocks(parts, BITS[self.compress], comm, what)
+            return RoundedSum(parts, BITS[self.compress], comm, what)
         assert isinstance(self.compress, Sparsifier)
         assert self.allreduce is not None
-        return Sparse(parts, self.compress, self.allreduce, comm)
+        return SparseSum(parts, self.compress, self.allreduce, comm)
 
 
 def _plain(compress: object) -> bool:

@@ -9,23 +9,23 @@ from communicators import Communicator, Work, start
 from communicators import dense_schedules as dense
 from torch import Tensor
 
-from local_sgd.compression.wires import Flight, Wire
+from local_sgd.compression.sums import CompressedSum, Launched
 from local_sgd.exchange import Arrived, Exchange
 from local_sgd.nonfinite import all_finite
 from local_sgd.parts import Part
 
 
 class Compressed(Exchange):
-    """z + Σ w·(x − z) / Σ w, where the sum travels as the wire has it, with its rests, and the weights w exactly.
+    """z + Σ w·(x − z) / Σ w, where the sum travels compressed, with its residuals, and the weights w exactly.
 
-    z is the first anchor of each part, the same bits on all ranks. Rests are in units of the sum. A rank of weight 0
-    sends its rest.
+    z is the first anchor of each part, the same bits on all ranks. Residuals are in units of the sum. A rank of
+    weight 0 sends its residual.
     """
 
-    def __init__(self, comm: Communicator, what: str, parts: Sequence[Part], anchor: str, wire: Wire) -> None:
+    def __init__(self, comm: Communicator, what: str, parts: Sequence[Part], anchor: str, sums: CompressedSum) -> None:
         super().__init__(comm, what, native=False)
-        self._parts, self._anchor, self._wire = parts, anchor, wire
-        self._flights: list[Flight] = []
+        self._parts, self._anchor, self._sums = parts, anchor, sums
+        self._launched: list[Launched] = []
         self._head: Work[Tensor] | None = None
         self._began = 0.0
 
@@ -41,10 +41,10 @@ class Compressed(Exchange):
             spoilt = False
             for part, x in zip(self._parts, vectors, strict=True):
                 change = (x - part[self._anchor]).mul_(weight) if weight else torch.zeros_like(x)
-                if not self._wire.carries_nan and not all_finite(change):
+                if not self._sums.carries_nan and not all_finite(change):
                     spoilt = True
-                    change.zero_()  # or it would stay in a rest
-                self._flights.append(self._wire.launch(part, change))
+                    change.zero_()  # or it would stay in a residual
+                self._launched.append(self._sums.launch(part, change))
             self._head = self._start_head(float("nan") if spoilt else weight, finished)
             self._waited += self._comm.clock() - self._began
 
@@ -59,22 +59,22 @@ class Compressed(Exchange):
         return start(schedule, self._comm, facts=facts, device=head.device)
 
     def _is_under_way(self) -> bool:
-        return bool(self._flights)
+        return bool(self._launched)
 
     def _take(self) -> Arrived:
         assert self._head is not None
         came = self._comm.clock()
         weight, unfinished = self._head.wait().tolist()
-        totals = [self._wire.total(flight) for flight in self._flights]
-        flights, self._flights = self._flights, []  # only now, see `Exchange`
+        totals = [self._sums.total(each) for each in self._launched]
+        launched, self._launched = self._launched, []  # only now, see `Exchange`
         now = self._comm.clock()
         self._waited += now - came
-        works = [work for work in (self._head, *(flight.work for flight in flights)) if work is not None]
+        works = [work for work in (self._head, *(each.work for each in launched)) if work is not None]
         self._under_way += max(work.ended or now for work in works) - self._began
         applied = bool(weight) and all(map(all_finite, totals))
-        for flight in flights:
-            self._wire.settle(flight, applied=applied)
+        for each in launched:
+            self._sums.feed_back(each, applied=applied)
         if not weight:
             return Arrived([], 0.0, int(unfinished))
-        means = [flight.part[self._anchor] + total / weight for flight, total in zip(flights, totals, strict=True)]
+        means = [each.part[self._anchor] + total / weight for each, total in zip(launched, totals, strict=True)]
         return Arrived(means, weight, int(unfinished))

@@ -1,0 +1,185 @@
+"""How a change travels: rounded block by block, or sparsely."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from communicators import Communicator, Work, start
+from communicators.quantised.allreduce import Rounded, quantised_allreduce
+from torch import Tensor
+
+from local_sgd.compression.sparsifier import Allreduce, Sparsifier, Summed
+from local_sgd.parts import Part
+
+
+@dataclass
+class Launched:
+    """A vector on its way, by its part: what was given, what was sent, what comes."""
+
+    part: Part
+    given: Tensor
+    sent: Any
+    work: Work[Any] | None
+    result: Any = None
+
+    def wait(self) -> Any:
+        """What has come."""
+        if self.work is not None:
+            self.result = self.work.wait()
+        return self.result
+
+
+class CompressedSum(ABC):
+    """Sums over ranks, a vector a part, each with its residual: what is not sent is added to what is sent next time.
+
+    carries_nan: one reaches every rank, in its own place or block.
+    """
+
+    carries_nan: ClassVar[bool]
+    kind: ClassVar[str]
+
+    @abstractmethod
+    def launch(self, part: Part, x: Tensor) -> Launched:
+        """Starts the sum of x, and the part's residual. x is its own from now on."""
+
+    @abstractmethod
+    def total(self, launched: Launched) -> Tensor:
+        """The sum, waited for."""
+
+    @abstractmethod
+    def feed_back(self, launched: Launched, *, applied: bool) -> None:
+        """The total is applied, or it is not: then all that was sent goes back, and nothing is lost."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """All residuals."""
+
+    @abstractmethod
+    def check(self, residuals: Mapping[str, Any]) -> None:
+        """Raises ValueError for a state that does not fit."""
+
+    @abstractmethod
+    def load_state_dict(self, residuals: Mapping[str, Any]) -> None:
+        """What `check` let pass."""
+
+
+class RoundedSum(CompressedSum):
+    """8 or 4 bits an element: see `quantised_allreduce`. What float32 rounds off of float64 is in the residual, too."""
+
+    carries_nan = True
+    kind = "rounded"
+
+    def __init__(self, parts: Sequence[Part], bits: int, comm: Communicator, what: str) -> None:
+        self._parts, self._bits, self._comm, self._what = parts, bits, comm, what
+        self._residuals = {id(part): torch.zeros_like(part.gather()) for part in parts}
+
+    def launch(self, part: Part, x: Tensor) -> Launched:
+        """See `CompressedSum.launch`."""
+        x += self._residuals[id(part)]
+        single = x.float()
+        facts = f"{self._what}.average() of {x.numel()} elements, {x.dtype} in {self._bits} bits"
+        schedule = quantised_allreduce(single, self._comm.rank, self._comm.size, bits=self._bits)
+        return Launched(part, x, single, start(schedule, self._comm, facts=facts, device=x.device))
+
+    def total(self, launched: Launched) -> Tensor:
+        """See `CompressedSum.total`."""
+        rounded: Rounded = launched.wait()
+        return rounded.total.to(launched.given.dtype)
+
+    def feed_back(self, launched: Launched, *, applied: bool) -> None:
+        """See `CompressedSum.feed_back`."""
+        if applied:
+            rounded: Rounded = launched.wait()
+            self._residuals[id(launched.part)] = (launched.given - launched.sent).add_(rounded.rest)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `CompressedSum.state_dict`; by parameter."""
+        return {name: view for part in self._parts for name, view in part.by_name(self._residuals[id(part)]).items()}
+
+    def check(self, residuals: Mapping[str, Any]) -> None:
+        """See `CompressedSum.check`."""
+        saved, own = ({(name, tuple(t.shape)) for name, t in held.items()} for held in (residuals, self.state_dict()))
+        if saved != own:
+            raise ValueError(
+                f"residuals: only the checkpoint, or only the model, has (name, shape) {sorted(saved ^ own)}"
+            )
+
+    def load_state_dict(self, residuals: Mapping[str, Any]) -> None:
+        """See `CompressedSum.load_state_dict`."""
+        for name, view in self.state_dict().items():
+            view.copy_(residuals[name])
+
+
+class SparseSum(CompressedSum):
+    """By a compressor and a sum that were given."""
+
+    carries_nan = False
+    kind = "sparse"
+
+    def __init__(self, parts: Sequence[Part], sparsifier: Sparsifier, allreduce: Allreduce, comm: Communicator) -> None:
+        self._cut = [[list(part.names), part.bucket.numel] for part in parts]
+        self._sparsifier, self._allreduce, self._comm = sparsifier, allreduce, comm
+
+    def launch(self, part: Part, x: Tensor) -> Launched:
+        """See `CompressedSum.launch`."""
+        sent = self._sparsifier.compress(part.names[0], x)
+        summed = self._allreduce(sent, self._comm)
+        work = summed if isinstance(summed, Work) else None
+        return Launched(part, x, sent, work, summed)
+
+    def total(self, launched: Launched) -> Tensor:
+        """See `CompressedSum.total`."""
+        summed: Summed = launched.wait()
+        total = summed.total if isinstance(summed.total, Tensor) else summed.total.to_dense()
+        if total.numel() != launched.given.numel():
+            raise ValueError(
+                f"allreduce gave a total of {total.numel()} elements for a change of {launched.given.numel()}"
+            )
+        return total.reshape(-1).to(launched.given)
+
+    def feed_back(self, launched: Launched, *, applied: bool) -> None:
+        """See `CompressedSum.feed_back`."""
+        back = launched.result.dropped if applied else launched.sent
+        if back is not None:
+            self._sparsifier.restore(launched.part.names[0], back)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `CompressedSum.state_dict`; with the number of its tensors, because a loader may leave some out.
+
+        And with the cut: residuals are by part, because a compressor chooses among all elements of one.
+        """
+        held = self._sparsifier.state_dict()
+        return {"sparsifier": held, "tensors": _tensors(held), "cut": self._cut}
+
+    def check(self, residuals: Mapping[str, Any]) -> None:
+        """See `CompressedSum.check`."""
+        if sorted(residuals["cut"]) != sorted(self._cut):
+            raise ValueError(
+                "the compressor's residuals are by vector, and those were cut otherwise: make the optimizer with the "
+                f"same bucket_bytes and fragments; the state is of {_vectors(residuals['cut'])}, this of "
+                f"{_vectors(self._cut)} elements"
+            )
+        if (found := _tensors(residuals["sparsifier"])) != residuals["tensors"]:
+            raise ValueError(
+                f"the compressor's state had {residuals['tensors']} tensors and has {found}: "
+                "torch.distributed.checkpoint loads only what the state given to it holds; take a block of steps "
+                "before, or load the whole file"
+            )
+
+    def load_state_dict(self, residuals: Mapping[str, Any]) -> None:
+        """See `CompressedSum.load_state_dict`."""
+        self._sparsifier.load_state_dict(residuals["sparsifier"])
+
+
+def _vectors(cut: list[Any]) -> str:
+    return ", ".join(f"{names} of {numel}" for names, numel in cut)
+
+
+def _tensors(node: Any) -> int:
+    if isinstance(node, Mapping):
+        return sum(map(_tensors, node.values()))
+    return int(isinstance(node, Tensor))
