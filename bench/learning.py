@@ -1,6 +1,7 @@
 """How well every `--algorithm` of the cifar app learns: ResNet-20 on real digits, 4 simulated ranks, several seeds.
 
-    python -m bench learning [--ranks P] [--seeds N] [--epochs N] [--algorithms NAME ...] [--full] [--output DIR]
+    python -m bench learning [--ranks P] [--seeds N] [--epochs N] [--algorithms NAME ...] [--jobs N] [--full]
+                             [--output DIR]
 
 mean, least, most: test accuracy in percent of the exported model over the seeds, in the bits that real ranks have.
 behind: points by which the mean is below dense's, same seeds; one of the 360 test images is 0.28 points. bytes a step:
@@ -15,7 +16,10 @@ import statistics
 import tempfile
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stdout
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +42,20 @@ def main(argv: Sequence[str] = ()) -> int:
     parser.add_argument("--seeds", type=int, help="default 1, with --full 3")
     parser.add_argument("--epochs", type=int, default=20, help="default 20")
     parser.add_argument("--algorithms", nargs="+", metavar="NAME", choices=TABLE, default=list(TABLE))
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs side by side; they change no bit")
     parser.add_argument("--full", action="store_true", help="the numbers to report")
     parser.add_argument("--output", type=Path, metavar="DIR", help="write DIR/learning.csv, .json, .md and .png too")
     options, facts = parser.parse_args(argv), machine()
     seeds, rows = options.seeds or (3 if options.full else 1), list[dict[str, Any]]()
     print("  ".join(f"{name:>17}" for name in COLUMNS), flush=True)
     names = dict.fromkeys(["dense", *options.algorithms])
-    for name in names:
-        found = [_trained(name, options.ranks, options.epochs, seed) for seed in range(seeds)]
-        rows.append(_row(name, found, rows[0]["mean"] if rows else None))
-        cells = [f"{value:,.1f}" if isinstance(value, float) else str(value) for value in rows[-1].values()]
-        print("  ".join(f"{cell:>17}" for cell in cells), flush=True)
+    with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
+        one = partial(_trained, ranks=options.ranks, epochs=options.epochs)
+        runs = {name: [pool.submit(one, name, seed=seed) for seed in range(seeds)] for name in names}
+        for name, found in runs.items():
+            rows.append(_row(name, [run.result() for run in found], rows[0]["mean"] if rows else None))
+            cells = [f"{value:,.1f}" if isinstance(value, float) else str(value) for value in rows[-1].values()]
+            print("  ".join(f"{cell:>17}" for cell in cells), flush=True)
     if options.output:
         record(options.output, "learning", rows, labels=COLUMNS[:1], values=("mean",), facts=facts)
         (options.output / "learning.md").write_text(_markdown(rows, seeds))
@@ -66,7 +73,7 @@ def _markdown(rows: Sequence[dict[str, Any]], seeds: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _trained(algorithm: str, ranks: int, epochs: int, seed: int) -> dict[str, Any]:
+def _trained(algorithm: str, *, ranks: int, epochs: int, seed: int) -> dict[str, Any]:
     """The last epoch's metrics."""
     silent = redirect_stdout(io.StringIO())  # the table is what is shown
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), silent:
