@@ -114,9 +114,9 @@ class Synchroniser(ABC):
     def resized(self, states: Sequence[State], *, before: int, after: int, drop: bool) -> State:
         """The state of this rank, one of as many as there are now, out of those of all ranks that there were.
 
-        states: at an epoch's end, in rank order; each is looked at as by `fitted`.  before, after: the steps up to there
-        as those ranks took them, and as these would have: counts of steps go by epochs, as the rate does.  drop: what
-        was not sent yet is left behind, otherwise its share of the mean is carried over.
+        states: at an epoch's end, in rank order; each is looked at as by `fitted`. before, after: the steps up to there
+        as those ranks took them, and as these would have: counts of steps go by epochs, as the rate does. drop: what
+        was not sent yet is left behind; otherwise it is carried over, as large in the mean as before.
         RunError where that cannot be; the replica is as it was.
         """
         del states, before, after, drop

@@ -18,7 +18,7 @@ from trainer.training.aside import Meter
 class Position:
     """Where training is: `step` steps into `epoch` (both from 0).
 
-    since_epoch, since_step: where it was, and how many steps had been taken, when there came to be so many ranks as now.
+    since_epoch, since_step: epochs and steps that were behind it when there came to be so many ranks as now.
     """
 
     epoch: int = 0
