@@ -80,20 +80,21 @@ def assert_taken_over(then: Sequence[State], now: Sequence[State], *, drop: bool
             torch.testing.assert_close(mean, expected, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("how", ["carry", "drop"])
-@pytest.mark.parametrize("algorithm", TABLE)
+@pytest.mark.parametrize(
+    ("algorithm", "how"), [*((name, "carry") for name in TABLE), *((name, "drop") for name in [*FED_BACK, "diloco"])]
+)
 def test_there_and_back_with_another_number_of_ranks(
     app: App, options: Callable[..., Options], resumed: Callable[..., list[State]], algorithm: str, how: str
 ) -> None:
     """P → M → P. The milestone lies between, so that the rate is not the same throughout."""
-    own = {"compress": "int8"} if algorithm == "diloco" and how == "drop" else {}
+    own = {"compress": "int8"} if (algorithm, how) == ("diloco", "drop") else {}
     flags = {"algorithm": algorithm, "momentum": 0.9, "milestones": 2, "dnn": "dropout", **own}
     train(app, options(max_epochs=1, **flags), 2)
     for hop, ranks in enumerate((5, 2, 1, 2)):
         longer = options(max_epochs=2 + hop, resume=True, residuals=how, **flags)
         then = saved(longer)
         assert_taken_over(then, resumed(longer, ranks), drop=how == "drop")
-        if algorithm in FED_BACK:  # there was something to lose
+        if algorithm in FED_BACK and len(then) > 1:  # there was something to lose
             assert any(bool(mean.any()) for mean in fed_back(then, "residuals").values())
     rows = read_metrics(longer.output / "metrics.jsonl")
     assert [(row["epoch"], row["steps"], row["world_size"]) for row in rows] == [
