@@ -82,6 +82,8 @@ def test_two_spellings_of_the_algorithm(app: App, flags: str, algorithm: str) ->
         ("--algorithm dense --wire int8", "is not for dense, which takes fp32, bf16, fp16"),
         ("--compression --compressor topk --algorithm gtopk", "differ"),
         ("--resume --overwrite", "give one of them"),
+        ("--residuals carry", "--residuals carry is for --resume with another number of ranks"),
+        ("--resume --residuals keep", "'carry', 'drop'"),
         ("--resume yesterday", "'latest', 'previous'"),
         ("--nworkers 3", "the launcher started 4"),
         ("--dens 0.1", "unrecognized"),

@@ -162,9 +162,7 @@ def _begin(training: Training, device: torch.device, own_flags: Settings) -> int
             if comm.rank == 0:
                 folder.begin(_config(training, device), overwrite=options.overwrite)
         return 0
-    step = resume(
-        training.replica, folder, options, comm, steps_per_epoch=training.steps_per_epoch, own_flags=own_flags
-    )
+    step = resume(training.replica, folder, options, comm, train_size=training.task.train_size, own_flags=own_flags)
     if step is None:
         training.note(f"{folder.path} holds no checkpoint yet: starting from the beginning")
         return 0

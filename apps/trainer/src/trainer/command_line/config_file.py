@@ -24,6 +24,7 @@ IGNORED = {
     "overwrite",
     "oversubscribe",
     "readers",
+    "residuals",
     "resume",
 }
 RECORDED = {"hardware", "parameters", "python", "torch", "world_size"}

@@ -179,6 +179,11 @@ def _check_output(given: Namespace) -> None:
     given.keep = given.keep or KEEP
     if given.resume and given.overwrite:
         raise RunError("--resume goes on with a run and --overwrite deletes it: give one of them")
+    if given.residuals and not given.resume:
+        raise RunError(
+            f"--residuals {given.residuals} is for --resume with another number of ranks: give it with --resume, "
+            f"or leave it out"
+        )
     if given.output is not None and not given.output.name:
         raise RunError(f"--output {str(given.output)!r} names no folder: give one of its own, or leave --output out")
     if given.tensorboard and find_spec("tensorboard") is None:

@@ -21,6 +21,7 @@ _NOT_SETTINGS = {
     "readers",
     "output",
     "resume",
+    "residuals",
     "overwrite",
     "checkpoint_every",
     "keep",
@@ -84,6 +85,7 @@ class Options:
     readers: int  # threads that read ahead
     output: Path
     resume: str | None  # "latest" or "previous"
+    residuals: str | None  # "carry" or "drop", where it is resumed with another number of ranks
     overwrite: bool
     checkpoint_every: int | None  # steps; 0: never; None: every epoch
     keep: int  # checkpoints

@@ -171,6 +171,11 @@ def _add_run(parser: ArgumentParser) -> None:
         help="go on with the run that --output holds, from its latest checkpoint or the one before",
     )
     add(
+        "--residuals",
+        choices=["carry", "drop"],
+        help="of a run that is resumed with another number of ranks: shared out among them, or left behind",
+    )
+    add(
         "--checkpoint-every",
         type=quantities.count_or_zero,
         metavar="STEPS",

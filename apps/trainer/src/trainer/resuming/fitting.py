@@ -12,10 +12,11 @@ from trainer.command_line.options import Options
 from trainer.errors import DamagedError
 from trainer.resuming.likeness import require_keys, require_like
 from trainer.training import phases
-from trainer.training.replica import Replica
+from trainer.training.replica import Position, Replica
 
 State = dict[str, Any]
 PHASES = [f"{name}_seconds" for name in (*phases.PHASES, "evaluation")]
+SINCE = {"since_epoch": 0, "since_step": 0}
 
 
 def fitted(state: State, replica: Replica, options: Options, *, step: int, steps_per_epoch: int) -> State:
@@ -23,18 +24,33 @@ def fitted(state: State, replica: Replica, options: Options, *, step: int, steps
 
     replica: one that has taken no step; nothing of it is changed.
     """
-    fresh, synchronised = replica.state_dict(), replica.synchroniser.state_dict().keys()
+    state = fitted_rank(state, replica, options, step=step, steps_per_epoch=steps_per_epoch)
+    scheduled = Position(**state["position"]).scheduled(steps_per_epoch)
+    return state | replica.synchroniser.fitted(synchronised(state, replica), step=scheduled)
+
+
+def fitted_rank(state: State, replica: Replica, options: Options, *, step: int, steps_per_epoch: int) -> State:
+    """The same, but for what is the synchroniser's."""
+    fresh = replica.state_dict()
     require_keys(state, fresh, "the state")
     if isinstance(state["totals"], dict):  # phases were not told apart before
         state = state | {"totals": dict.fromkeys(PHASES, 0.0) | state["totals"]}
+    if isinstance(state["position"], dict):  # the number of ranks could not change before
+        state = state | {"position": SINCE | state["position"]}
     _allow_another_device(state, fresh)
-    for name in fresh.keys() - synchronised:
+    for name in fresh.keys() - replica.synchroniser.state_dict().keys():
         require_like(state[name], fresh[name], f"the state/{name}")
-    if divmod(step, steps_per_epoch) != (state["position"]["epoch"], state["position"]["step"]):
+    position = Position(**state["position"])
+    if position.taken(steps_per_epoch) != step or position.step >= steps_per_epoch:
         raise DamagedError(f"position {state['position']} is not that of step {step}")
-    if state["position"]["epoch"] > options.max_epochs:
+    if position.epoch > options.max_epochs:
         raise DamagedError(f"it has more epochs than --max-epochs {options.max_epochs} asks for")
-    return state | replica.synchroniser.fitted({name: state[name] for name in synchronised}, step=step)
+    return state
+
+
+def synchronised(state: State, replica: Replica) -> State:
+    """What is the synchroniser's."""
+    return {name: state[name] for name in replica.synchroniser.state_dict()}
 
 
 def _allow_another_device(state: State, fresh: State) -> None:

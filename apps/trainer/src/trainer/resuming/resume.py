@@ -13,8 +13,10 @@ from trainer.errors import AgreedError, DamagedError, RunError
 from trainer.records.checkpoint import State, load
 from trainer.records.manifest import Manifest, file_name
 from trainer.records.run_folder import RunFolder
-from trainer.resuming.fitting import fitted
+from trainer.resuming.fitting import fitted, fitted_rank
+from trainer.resuming.resizing import require_end_of_epoch, resized
 from trainer.training.replica import Replica
+from trainer.training.sharding import steps_per_epoch
 
 ADVICE = {
     "latest": "take the checkpoint before it with --resume previous",
@@ -28,15 +30,15 @@ def resume(
     options: Options,
     comm: Communicator,
     *,
-    steps_per_epoch: int,
+    train_size: int,
     own_flags: Settings,
 ) -> int | None:
     """Put `replica` and the metrics back to the checkpoint that --resume names, and return its step.
 
-    replica: one that has taken no step. own_flags: see `in_todays_terms`.
+    replica: one that has taken no step. train_size: samples. own_flags: see `in_todays_terms`.
     None if the run was stopped before its first checkpoint: it then starts from
     the beginning. AgreedError if the checkpoint is damaged, does not fit, or belongs to other settings or another
-    number of ranks: the replica and the folder are then as they were.
+    number of ranks than --residuals allows: the replica and the folder are then as they were.
     """
     which = options.resume or "latest"
     chosen = _agreed_choice(folder, which, comm)
@@ -44,10 +46,12 @@ def resume(
         _forget_metrics(folder, comm)
         return None
     with all_or_none(comm), _advising(which):
-        manifest, state = _read(chosen, options.settings(), comm, own_flags)
-        path = chosen / file_name(comm.rank)
-        with _naming(path):
-            state = fitted(state, replica, options, step=manifest.step, steps_per_epoch=steps_per_epoch)
+        manifest = Manifest.read(chosen)
+        _check_world(manifest, comm.size, options.residuals)
+        _check_settings(in_todays_terms(manifest.settings, options.settings(), own_flags), options.settings())
+        read = _read_all if options.residuals else _read
+        path = chosen / file_name(comm.rank % len(manifest.files))
+        state = read(chosen, manifest, replica, options, comm, train_size)
         if comm.rank == 0:
             folder.metrics.check(manifest.metrics_nbytes, manifest.metrics_sha256)
     _load(replica, state, path, which, comm)
@@ -76,11 +80,29 @@ def _agreed_choice(folder: RunFolder, which: str, comm: Communicator) -> Path | 
     return folder.checkpoints.path / name if name else None
 
 
-def _read(chosen: Path, settings: Settings, comm: Communicator, own_flags: Settings) -> tuple[Manifest, State]:
-    manifest = Manifest.read(chosen)
-    _check_world(manifest, comm.size)
-    _check_settings(in_todays_terms(manifest.settings, settings, own_flags), settings)
-    return manifest, load(chosen, manifest, comm.rank)
+def _read(
+    chosen: Path, manifest: Manifest, replica: Replica, options: Options, comm: Communicator, train_size: int
+) -> State:
+    """This rank's state."""
+    steps = steps_per_epoch(train_size, size=comm.size, batch_size=options.batch_size)
+    state = load(chosen, manifest, comm.rank)
+    with _naming(chosen / file_name(comm.rank)):
+        return fitted(state, replica, options, step=manifest.step, steps_per_epoch=steps)
+
+
+def _read_all(
+    chosen: Path, manifest: Manifest, replica: Replica, options: Options, comm: Communicator, train_size: int
+) -> State:
+    """This rank's state, out of those of another number of ranks, all of which every rank reads."""
+    ranks, states = len(manifest.files), []
+    then, now = (steps_per_epoch(train_size, size=size, batch_size=options.batch_size) for size in (ranks, comm.size))
+    for rank in range(ranks):
+        state = load(chosen, manifest, rank)
+        with _naming(chosen / file_name(rank)):
+            states.append(fitted_rank(state, replica, options, step=manifest.step, steps_per_epoch=then))
+        require_end_of_epoch(states[rank], ranks)
+    with _naming(chosen):
+        return resized(states, replica, options, rank=comm.rank, step=manifest.step, per_epoch=(then, now))
 
 
 def _load(replica: Replica, state: State, path: Path, which: str, comm: Communicator) -> None:
@@ -113,11 +135,17 @@ def _naming(path: Path) -> Iterator[None]:
         raise DamagedError(f"{path} does not fit this run ({error})") from None
 
 
-def _check_world(manifest: Manifest, size: int) -> None:
-    if len(manifest.files) != size:
+def _check_world(manifest: Manifest, size: int, residuals: str | None) -> None:
+    ranks = len(manifest.files)
+    if residuals and ranks == size:
         raise RunError(
-            f"the run to resume has {len(manifest.files)} ranks, now there are {size}: "
-            f"start it with --nworkers {len(manifest.files)}"
+            f"--residuals {residuals} is for another number of ranks than the run to resume has, which is {ranks}, "
+            f"as now: leave it out"
+        )
+    if not residuals and ranks != size:
+        raise RunError(
+            f"the run to resume has {ranks} ranks, now there are {size}: start it with --nworkers {ranks}, or say what "
+            f"becomes of what each rank has not sent yet: --residuals carry or drop"
         )
 
 

@@ -8,9 +8,10 @@ the world is simulated; what a checkpoint holds comes back exactly.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from communicators import Communicator
+from communicators.replicas.place import KEY
 from partial_collectives import EagerSGD
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -24,6 +25,7 @@ from trainer.synchronisers.optimizer_state import (
     require_groups,
     require_schedule,
 )
+from trainer.synchronisers.resizing import as_of, at_rates, schedule_at
 from trainer.synchronisers.sgd import plain_sgd
 from trainer.synchronisers.stragglers import held_up
 from trainer.synchronisers.synchroniser import Rates, State, Synchroniser
@@ -57,12 +59,13 @@ class RateByGradients:
 class Eager(Synchroniser):
     """An `EagerSGD`; a step is given, and rounds are applied, in `exchange`.
 
+    rates: what its scheduler steps.
     wait: holds this rank up, for an experiment, at the beginning of a step.
     """
 
-    def __init__(self, model: nn.Module, optimizer: EagerSGD, wait: Callable[[int], None]) -> None:
+    def __init__(self, model: nn.Module, optimizer: EagerSGD, rates: LambdaLR, wait: Callable[[int], None]) -> None:
         super().__init__(model)
-        self.optimizer, self.steps, self._wait = optimizer, 0, wait
+        self.optimizer, self.rates, self.steps, self._wait = optimizer, rates, 0, wait
         self._met, self._finished = True, False
 
     def zero_grad(self) -> None:
@@ -140,6 +143,40 @@ class Eager(Synchroniser):
         require_schedule(found["scheduler"], own["scheduler"], "optimizer/scheduler", step=step)
         return {"optimizer": optimizer, "eager_steps": step}
 
+    def resized(self, states: Sequence[State], *, before: int, after: int, drop: bool) -> State:
+        """See `Synchroniser.resized`. Rank 0's for all: they had met, so no gradient is under way, nor to be dropped.
+
+        Rounds are counted on; who has missed some is forgotten.
+        """
+        del drop
+        fresh, size = self.state_dict(), len(states)
+        first, *_ = [
+            self.fitted(_as_of(state, fresh, before, rank=rank, size=size), step=before)
+            for rank, state in enumerate(states)
+        ]
+        schedule = schedule_at(after, first["optimizer"][KEY]["scheduler"], self.rates)
+        optimizer = at_rates(first["optimizer"], schedule["_last_lr"])
+        own = optimizer[KEY] | {"scheduler": schedule, "gradients": after * optimizer[KEY]["world_size"]}
+        return self.fitted({"optimizer": optimizer | {KEY: own}, "eager_steps": after}, step=after)
+
+
+def _as_of(state: State, fresh: State, steps: int, *, rank: int, size: int) -> State:
+    """As if its rounds had been those of as many ranks as there are now."""
+    optimizer = as_of(state["optimizer"], fresh["optimizer"], rank=rank, size=size)
+    own = optimizer.get(KEY) if isinstance(optimizer, dict) else None
+    if not isinstance(optimizer, dict) or not isinstance(own, dict):
+        return state
+    now = fresh["optimizer"][KEY]
+    rounds, machine = now["rounds"], now["rounds"]["machine"]
+    then = rounds | {"machine": machine | {"missed": [0] * size, "running": [], "unfinished": []}}
+    require_like(found := own.get("rounds"), then, "optimizer/rounds")
+    assert isinstance(found, dict)
+    _require_met(found, {"world_size": size, "rounds": rounds})
+    require_equal(own.get("gradients"), steps * size, "optimizer/gradients")
+    counted = {"gradients": steps * now["world_size"]}
+    counted["rounds"] = rounds | {"machine": machine | {"round": found["machine"]["round"]}}
+    return state | {"optimizer": optimizer | {KEY: own | counted}}
+
 
 def _as_met(own: State) -> State:
     """A new optimizer's part as a template: without who runs, which has an end, and what SGD holds, by name."""
@@ -175,4 +212,4 @@ def eager(options: Options, model: nn.Module, comm: Communicator, rates: Rates) 
         grace=grace if grace.endswith("x") else float(grace),
         seed=options.seed,
     )
-    return Eager(model, optimizer, held_up(options, comm))
+    return Eager(model, optimizer, schedule.schedule, held_up(options, comm))

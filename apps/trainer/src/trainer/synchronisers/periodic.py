@@ -6,12 +6,13 @@ Momentum is SGD's, each rank's own. The rate goes by steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 from communicators import Communicator
+from communicators.replicas.place import KEY
 from local_sgd import ALGORITHMS, PeriodicAveraging
 from torch import nn
 from torch.optim import SGD
@@ -26,8 +27,15 @@ from trainer.synchronisers.optimizer_state import (
     require_groups,
     require_schedule,
 )
+from trainer.synchronisers.resizing import as_of, at_rates, schedule_at
 from trainer.synchronisers.sgd import plain_sgd
 from trainer.synchronisers.synchroniser import Rates, State, Synchroniser
+
+UNDRAINED = (
+    "between averages every rank has a model of its own, so periodic averaging goes on with another number of ranks "
+    "only from the end of a run, where it drains: end it with --nworkers {size} first (with --lr-schedule constant or "
+    "--milestones, --max-epochs may be an earlier end)"
+)
 
 MAKERS: dict[str, Callable[..., PeriodicAveraging]] = dict(ALGORITHMS)
 
@@ -94,6 +102,33 @@ class Periodic(Synchroniser):
         require_groups(optimizer, fresh["optimizer"], "optimizer")
         require_schedule(schedule, fresh["schedule"], "schedule", step=step)
         return {"optimizer": optimizer, "schedule": schedule}
+
+    def resized(self, states: Sequence[State], *, before: int, after: int, drop: bool) -> State:
+        """See `Synchroniser.resized`. Of drained states only, which hold one model; momenta are those of one rank each.
+
+        The momenta of rank r are those of rank r mod P of before. What a compressor has not sent can only be dropped.
+        """
+        fresh, size = self.state_dict(), len(states)
+        fitted = [
+            self.fitted(
+                state | {"optimizer": as_of(state["optimizer"], fresh["optimizer"], rank=rank, size=size)}, step=before
+            )
+            for rank, state in enumerate(states)
+        ]
+        if not all(state["optimizer"][KEY]["drained"] for state in fitted):
+            raise RunError(UNDRAINED.format(size=size))
+        now = fresh["optimizer"][KEY]
+        if "rests" in now and not drop:
+            raise RunError(
+                "--residuals carry is not for --compress of periodic averaging, whose rests are of its own ranks: "
+                "give --residuals drop"
+            )
+        chosen = fitted[now["rank"] % size]
+        schedule = schedule_at(after, chosen["schedule"], self.schedule)
+        optimizer = at_rates(chosen["optimizer"], schedule["_last_lr"])
+        own = optimizer[KEY] | {name: now[name] for name in ("rests",) if name in now}
+        own["block"] = own["block"] | {"steps": after}
+        return self.fitted({"optimizer": optimizer | {KEY: own}, "schedule": schedule}, step=after)
 
 
 def _as_loaded(kept: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from trainer.errors import RunError
 from trainer.synchronisers.buffers import averaged_buffers
 
 State = dict[str, Any]
@@ -109,3 +110,16 @@ class Synchroniser(ABC):
         is not looked at here may be half loaded, or stop training later. Changes nothing. The tools for that are in
         `trainer.resuming.likeness` and `trainer.synchronisers.optimizer_state`.
         """
+
+    def resized(self, states: Sequence[State], *, before: int, after: int, drop: bool) -> State:
+        """The state of this rank, one of as many as there are now, out of those of all ranks that there were.
+
+        states: at an epoch's end, in rank order; each is looked at as by `fitted`. before, after: the steps up to there
+        as those ranks took them, and as these would have: counts of steps go by epochs, as the rate does. drop: what
+        was not sent yet is left behind; otherwise it is carried over, as large in the mean as before.
+        RunError where that cannot be; the replica is as it was.
+        """
+        del states, before, after, drop
+        raise RunError(
+            "this algorithm goes on with as many ranks only: leave --residuals out, and start as many as then"
+        )

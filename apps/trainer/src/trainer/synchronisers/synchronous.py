@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from communicators import Communicator
-from sparse_collectives import DistributedOptimizer
+from communicators.replicas.place import KEY
+from sparse_collectives import DistributedOptimizer, reshard_residuals
 from sparse_compress import Compressor, DGCTopK, GaussianK, RandomK, Threshold, TopK
 from torch import nn
 from torch.optim import SGD
@@ -26,6 +27,7 @@ from trainer.synchronisers.optimizer_state import (
     require_groups,
     require_schedule,
 )
+from trainer.synchronisers.resizing import as_of, at_rates, by_epochs, schedule_at
 from trainer.synchronisers.sgd import plain_sgd
 from trainer.synchronisers.stragglers import held_up
 from trainer.synchronisers.synchroniser import Rates, State, Synchroniser
@@ -115,6 +117,47 @@ class SynchronousSGD(Synchroniser):
         require_groups(optimizer, fresh["optimizer"], "optimizer")
         require_schedule(schedule, fresh["schedule"], "schedule", step=step)
         return {"optimizer": optimizer, "schedule": schedule}
+
+    def resized(self, states: Sequence[State], *, before: int, after: int, drop: bool) -> State:
+        """See `Synchroniser.resized`, and `reshard_residuals` for residuals and velocities.
+
+        What an algorithm learnt about that number of ranks is forgotten.
+        """
+        fresh = self.state_dict()
+        fitted = [
+            self.fitted(_as_of(state, fresh, rank=rank, size=len(states)), step=before)
+            for rank, state in enumerate(states)
+        ]
+        places = [{"rank": rank, "world_size": len(states)} for rank in range(len(states))]
+        optimizers = [
+            state["optimizer"] | {KEY: state["optimizer"][KEY] | place}
+            for state, place in zip(fitted, places, strict=True)
+        ]
+        now = fresh["optimizer"][KEY]
+        resharded = reshard_residuals(optimizers, now["world_size"], drop=drop)[now["rank"]]
+        own = _counted_by_epochs(resharded[KEY], before, after) | {"algorithm_state": now["algorithm_state"]}
+        schedule = schedule_at(after, fitted[0]["schedule"], self.schedule)
+        optimizer = at_rates(resharded, schedule["_last_lr"]) | {KEY: own}
+        return self.fitted({"optimizer": optimizer, "schedule": schedule}, step=after)
+
+
+def _as_of(state: State, fresh: State, *, rank: int, size: int) -> State:
+    """Without what an algorithm learnt about so many ranks."""
+    optimizer = as_of(state["optimizer"], fresh["optimizer"], rank=rank, size=size)
+    if isinstance(optimizer, dict) and isinstance(own := optimizer.get(KEY), dict):
+        optimizer = optimizer | {KEY: own | {"algorithm_state": fresh["optimizer"][KEY]["algorithm_state"]}}
+    return state | {"optimizer": optimizer}
+
+
+def _counted_by_epochs(own: State, before: int, after: int) -> State:
+    """Steps, those that were skipped, and a compressor's calls."""
+    counted = own | {"steps": after, "skipped": by_epochs(own["skipped"], before, after)}
+    if "compressor" in own:
+        counted["compressor"] = [
+            (name, {bucket: by_epochs(calls, before, after) for bucket, calls in counts.items()})
+            for name, counts in own["compressor"]
+        ]
+    return counted
 
 
 def dense(options: Options, model: nn.Module, comm: Communicator, rates: Rates) -> SynchronousSGD:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from trainer.records.trace import Trace
 from trainer.training.evaluation import evaluate
 from trainer.training.input import train_input
 from trainer.training.phases import PHASES, Phases
-from trainer.training.replica import Position, Replica, Totals
+from trainer.training.replica import Replica, Totals
 from trainer.training.sharding import SAMPLES, batches, derived_seed, steps_per_epoch
 from trainer.training.stopping import AgreedStop
 
@@ -53,7 +53,7 @@ class Training:
     @property
     def steps(self) -> int:
         """Steps taken since the beginning of the run."""
-        return self.replica.position.epoch * self.steps_per_epoch + self.replica.position.step
+        return self.replica.position.taken(self.steps_per_epoch)
 
     def note(self, text: str) -> None:
         """One line for the user, from rank 0; for every rank to call. AgreedError if it cannot be written."""
@@ -70,7 +70,8 @@ def train(training: Training) -> None:
         row = end_epoch(training)
         with all_or_none(training.comm):
             report(training, row)
-        training.replica.position = Position(epoch=training.replica.position.epoch + 1)
+        position = training.replica.position
+        training.replica.position = replace(position, epoch=position.epoch + 1, step=0)
         training.replica.totals = Totals()
         save_if_due(training)
         if stopped_by and training.replica.position.epoch < training.options.max_epochs:
@@ -114,7 +115,7 @@ def train_epoch(training: Training) -> int:
             began = training.clock()
             loss = train_step(training, batches_read, samples=len(indices))
             position.step += 1
-            training.progress.step(training.steps, loss)
+            training.progress.step(position.scheduled(training.steps_per_epoch), loss)
             stopped_by = training.stop.after(training.steps) if training.stop else 0
             training.replica.totals.seconds += training.clock() - began
             if training.trace:

@@ -16,10 +16,23 @@ from trainer.training.aside import Meter
 
 @dataclass
 class Position:
-    """Where training is: `step` steps into `epoch` (both from 0)."""
+    """Where training is: `step` steps into `epoch` (both from 0).
+
+    since_epoch, since_step: epochs and steps that were behind it when there came to be so many ranks as now.
+    """
 
     epoch: int = 0
     step: int = 0
+    since_epoch: int = 0
+    since_step: int = 0
+
+    def taken(self, steps_per_epoch: int) -> int:
+        """Steps since the beginning of the run, by whatever number of ranks."""
+        return self.since_step + (self.epoch - self.since_epoch) * steps_per_epoch + self.step
+
+    def scheduled(self, steps_per_epoch: int) -> int:
+        """Steps, had there always been so many ranks as now: the rate goes by epochs, whatever their length was."""
+        return self.epoch * steps_per_epoch + self.step
 
 
 @dataclass
