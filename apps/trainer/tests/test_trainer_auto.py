@@ -75,6 +75,9 @@ def test_the_link_decides_and_the_run_is_one_of_what_was_chosen(
     given = [f"--config={asked.output / 'config.json'}", f"--output={tmp_path / 'named'}"]
     named = parse(given, app, world_size=ranks)
     assert named.algorithm == name
+    given_again, first = named.flags(), asked.flags()
+    changed = {flag for flag in given_again.keys() & first.keys() if given_again[flag] != first[flag]}
+    assert changed == {"algorithm", "output", "nworkers"}
     train(app, named, ranks)
     assert_same_run(named, asked)
 
@@ -102,7 +105,10 @@ def test_a_run_that_is_gone_on_with_keeps_its_choice_and_measures_nothing(
         raise Killed("measured again")
 
     monkeypatch.setattr("trainer.synchronisers.automatic.choose", measured)
+    read, real = [], RunFolder.recorded
+    monkeypatch.setattr(RunFolder, "recorded", lambda folder: read.append(folder) or real(folder))
     train_over(now, app, replace(broken, resume="latest"), 3)
+    assert len(read) == 1, "by rank 0: other machines may not see it yet"
     assert_same_run(broken, asked)
     assert config(broken)["choice"] == config(asked)["choice"]
 
@@ -126,6 +132,15 @@ def test_flags_of_all_that_may_be_chosen_are_taken(app: App, options: Callable[.
     changed = replace(given, own={**given.own, "nonfinite": "raise"}, resume="latest")
     with pytest.raises(AgreedError, match="--nonfinite skip then, raise now"):
         train_over(SLOW, app, changed, 2)
+
+
+@pytest.mark.usefixtures("working")
+def test_whole_gradients_do_not_take_every_wire(app: App, options: Callable[..., Options]) -> None:
+    for wire, taken in (("int8", "fp32"), ("bf16", "bf16")):
+        given = options(algorithm="auto", wire=wire, max_epochs=1, overwrite=True)
+        train_over(FAST, app, given, 2)
+        assert (config(given)["algorithm"], config(given)["wire"]) == ("dense", taken)
+        train_over(FAST, app, replace(given, resume="latest", overwrite=False), 2)
 
 
 def test_the_default_folder_is_autos(app: App) -> None:
