@@ -149,6 +149,15 @@ def test_the_default_folder_is_autos(app: App) -> None:
     assert set(options.own) == {"density", "wire", "nonfinite", "verify"}
 
 
+def test_a_recipe_may_leave_it_to_the_ranks(app: App, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.json"
+    recipe.write_text(json.dumps({"algorithm": "auto", "density": 0.125}))
+    options = parse([f"--config={recipe}"], app, world_size=None)
+    assert (options.algorithm, options.own["density"]) == ("auto", 0.125)
+    other = parse([f"--config={recipe}", "--algorithm=dense"], app, world_size=None)
+    assert "density" not in other.own
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
