@@ -1,6 +1,6 @@
 """Runs of the cifar app under mpiexec, several inside one launch; rank 0 writes what came of each.
 
-usage: mpiexec -n 4 python cifar_on_ranks.py killed|rest FOLDER
+usage: mpiexec -n 4 python cifar_on_ranks.py killed FOLDER STEP RANK | rest FOLDER
 """
 
 from __future__ import annotations
@@ -21,25 +21,30 @@ from trainer.command import main
 WORLD = MPI.COMM_WORLD
 RANK = WORLD.rank
 TRAIN = "--dnn resnet20 --dataset digits --compression --compressor gtopk --density 0.01 --max-epochs 2"
+EVERY = 3  # steps, between the checkpoints of the run that is killed
 SHORT = "--algorithm gtopk --batch-size 128 --max-epochs 1 --checkpoint-every 1"
 
 
-def killed(folder):
-    """A run to its end; then the same, killed by SIGKILL in mid-epoch while a rank writes its second checkpoint."""
-    assert main(APP, [*TRAIN.split(), "--output", f"{folder}/straight"]) == 0
+def killed(folder, step, rank):
+    """Killed by SIGKILL while `rank` writes the checkpoint of `step`; before the first kill the same run to its end."""
+    if not (folder / "straight").exists():
+        WORLD.Barrier()
+        assert main(APP, [*TRAIN.split(), "--output", f"{folder}/straight"]) == 0
     from trainer.records import checkpoint
 
     write = checkpoint._write
 
     def torn(path, state):
         written = write(path, state)
-        if path.parent.name == "00000014" and RANK == 2:
+        if path.parent.name == f"{step:08d}" and rank == RANK:
             os.truncate(path, path.stat().st_size // 2)
             os.kill(os.getpid(), signal.SIGKILL)
         return written
 
     checkpoint._write = torn
-    main(APP, [*TRAIN.split(), "--output", f"{folder}/broken", "--checkpoint-every", "7"])
+    again = ["--resume"] if (folder / "broken").exists() else []
+    WORLD.Barrier()
+    main(APP, [*TRAIN.split(), "--output", f"{folder}/broken", "--checkpoint-every", f"{EVERY}", *again])
 
 
 def rest(folder):
@@ -130,4 +135,4 @@ def fault(folder):
 
 
 if __name__ == "__main__":
-    {"killed": killed, "rest": rest}[sys.argv[1]](Path(sys.argv[2]))
+    {"killed": killed, "rest": rest}[sys.argv[1]](Path(sys.argv[2]), *map(int, sys.argv[3:]))

@@ -7,12 +7,12 @@ from typing import Any
 import points
 import pytest
 from trainer.app import App
-from trainer.command_line.flags import parse, table_of
+from trainer.command_line.flags import entries_of, parse
 from trainer.command_line.options import Options
 
 
 def owned_by(app: App, algorithm: str) -> set[str]:
-    return {flag.name for flag in table_of(app)[algorithm].flags}
+    return {flag.name for flag in entries_of(app)[algorithm].flags}
 
 
 @pytest.fixture(scope="session")

@@ -58,3 +58,21 @@ def test_a_run_whose_steps_were_all_skipped_is_gone_on_with(app: App, options: C
     SimulatedWorld(2).run(lambda comm: run(bad, longer, comm))
     rows = read_metrics(RunFolder(given.output).metrics.path)
     assert [(row["steps"], row["skipped_steps"]) for row in rows] == [(3, 3), (6, 6)]
+
+
+def test_statistics_that_a_bad_image_spoilt_do_not_end_a_run_that_skips(
+    app: App, options: Callable[..., Options]
+) -> None:
+    """Batch normalisation has seen it although no step was taken; the evaluation shows what became of that."""
+
+    def build(options: Options, device: torch.device) -> Any:
+        task = app.build(options, device)
+        task.points[7] = torch.inf
+        return task
+
+    given = options(nonfinite="skip")
+    SimulatedWorld(2).run(lambda comm: run(replace(app, build=build), given, comm))
+    rows = read_metrics(RunFolder(given.output).metrics.path)
+    assert [(row["skipped_steps"], row["test_loss"]) for row in rows] == [(1, None), (2, None)]
+    model = torch.load(RunFolder(given.output).model, weights_only=True)
+    assert all(bool(tensor.isfinite().all()) for name, tensor in model.items() if "running" not in name)

@@ -22,6 +22,7 @@ from trainer.records.progress import Events, TrainingProgress
 from trainer.records.run_folder import RunFolder
 from trainer.records.trace import Trace
 from trainer.resuming.resume import resume
+from trainer.synchronisers.automatic import settled
 from trainer.synchronisers.synchroniser import Rates, Synchroniser
 from trainer.synchronisers.table import Synchronisation, owners
 from trainer.training.aside import Aside, Meter
@@ -57,6 +58,7 @@ def run(
         task = app.build(options, device)
         compile_forward(task.model, options, device)
         casting = autocast(options, device)
+    options, choice = settled(options, task.model, comm, table_of(app))
     steps = steps_per_epoch(task.train_size, size=comm.size, batch_size=options.batch_size)
     make = table_of(app)[options.algorithm].make
     with closing(make(options, task.model, comm, _rates(options, steps))) as synchroniser:
@@ -67,7 +69,9 @@ def run(
             if comm.rank == 0:
                 training.folder.prepare(resume=options.resume is not None)
         with training.progress, locked(options.output, aside, note=training.progress.note):
-            first_step = _begin(training, device, _own_flags(table_of(app), options.algorithm))
+            first_step = _begin(training, device, choice, _own_flags(table_of(app), options.algorithm))
+            if choice:
+                training.note(f"{choice} (when the run began)" if options.resume else choice)
             with _traced(training) as traced, _stopped_by(request, traced, first_step) as stoppable:
                 train(_reporting(stoppable, first_step))
             _end(training)
@@ -154,13 +158,13 @@ def _replica(task: Task, synchroniser: Synchroniser, meter: Meter, options: Opti
     return Replica(model=task.model, synchroniser=synchroniser, generator=generator, meter=meter)
 
 
-def _begin(training: Training, device: torch.device, own_flags: Settings) -> int:
-    """A new folder, or an old one to go on with; returns the first step."""
+def _begin(training: Training, device: torch.device, choice: str, own_flags: Settings) -> int:
+    """A new folder, or an old one to go on with; returns the first step. choice: see `settled`."""
     options, folder, comm = training.options, training.folder, training.comm
     if options.resume is None:
         with all_or_none(comm):
             if comm.rank == 0:
-                folder.begin(_config(training, device), overwrite=options.overwrite)
+                folder.begin(_config(training, device, choice), overwrite=options.overwrite)
         return 0
     step = resume(training.replica, folder, options, comm, train_size=training.task.train_size, own_flags=own_flags)
     if step is None:
@@ -170,12 +174,13 @@ def _begin(training: Training, device: torch.device, own_flags: Settings) -> int
     return step
 
 
-def _config(training: Training, device: torch.device) -> dict[str, object]:
+def _config(training: Training, device: torch.device, choice: str) -> dict[str, object]:
     given = {name: str(value) if isinstance(value, Path) else value for name, value in training.options.flags().items()}
-    return given | {
+    described = {
         "world_size": training.comm.size,
         "parameters": sum(parameter.numel() for parameter in training.task.model.parameters()),
         "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
+    return given | described | ({"choice": choice} if choice else {})

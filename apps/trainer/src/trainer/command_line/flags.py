@@ -11,7 +11,7 @@ from trainer.command_line import config_file
 from trainer.command_line.options import KEEP, Options
 from trainer.command_line.parser import COMPRESSED, DEFAULT, MILESTONED, SCHEDULE, compressors, parser_of, spelt
 from trainer.errors import RunError
-from trainer.synchronisers.table import TABLE, Flag, Synchronisation, Value, owners
+from trainer.synchronisers.table import AUTO, CHOOSING, TABLE, Entry, Flag, Synchronisation, Value, owners
 
 
 def parse(argv: Sequence[str], app: App, *, world_size: int | None) -> Options:
@@ -19,7 +19,7 @@ def parse(argv: Sequence[str], app: App, *, world_size: int | None) -> Options:
 
     world_size: ranks that a launcher has started; None if this process was started by itself.
     """
-    table = table_of(app)
+    table = entries_of(app)
     parser = parser_of(app, table)
     given = parser.parse_args(argv)
     try:
@@ -35,7 +35,7 @@ def parse(argv: Sequence[str], app: App, *, world_size: int | None) -> Options:
 
 
 def _with_file(
-    given: Namespace, explicit: Mapping[str, Any], file: Mapping[str, Any], table: Mapping[str, Synchronisation]
+    given: Namespace, explicit: Mapping[str, Any], file: Mapping[str, Any], table: Mapping[str, Entry]
 ) -> Namespace:
     """The command line's before the file's. An algorithm that it names takes none of another's flags."""
     merged = Namespace(**{**vars(given), **file, **explicit})
@@ -46,13 +46,13 @@ def _with_file(
     return merged
 
 
-def _checked(given: Namespace, app: App, table: Mapping[str, Synchronisation], world_size: int | None) -> Options:
+def _checked(given: Namespace, app: App, table: Mapping[str, Entry], world_size: int | None) -> Options:
     given.algorithm = _algorithm(given, table)
     given.nworkers = _nworkers(given.nworkers, world_size)
     entry = table[given.algorithm]
     entry.require_installed(given.algorithm)
     given.own = _own(given, entry, table, app.defaults)
-    given.free = frozenset(flag.name for flag in entry.flags if not flag.shapes)
+    given.free = entry.free
     entry.check(given.own, given.nworkers)
     _check_overlap(given, entry)
     _check_momentum(given, entry)
@@ -71,7 +71,12 @@ def table_of(app: App) -> Mapping[str, Synchronisation]:
     return {**TABLE, **app.synchronisations}
 
 
-def _algorithm(given: Namespace, table: Mapping[str, Synchronisation]) -> str:
+def entries_of(app: App) -> Mapping[str, Entry]:
+    """Every --algorithm: these, and the one that chooses among them."""
+    return {**table_of(app), AUTO: CHOOSING}
+
+
+def _algorithm(given: Namespace, table: Mapping[str, Entry]) -> str:
     if given.compressor and not given.compression:
         raise RunError(f"--compressor {given.compressor} has no effect without --compression: add it")
     if not given.compression:
@@ -94,9 +99,7 @@ def _nworkers(asked: int | None, world_size: int | None) -> int:
     return asked or world_size or 1
 
 
-def _own(
-    given: Namespace, entry: Synchronisation, table: Mapping[str, Synchronisation], defaults: Mapping[str, object]
-) -> dict[str, Any]:
+def _own(given: Namespace, entry: Entry, table: Mapping[str, Entry], defaults: Mapping[str, object]) -> dict[str, Any]:
     """The values of the algorithm's own flags; RunError for one that others have. Takes all of them out of `given`."""
     takers = owners(table)
     asked: dict[str, Value | None] = {name: vars(given).pop(name) for name in takers}
@@ -121,7 +124,7 @@ def _check_choice(flag: Flag, value: Value, algorithm: str) -> None:
         raise RunError(f"{spelt(flag.name)} {value} is not for {algorithm}, which takes {', '.join(flag.choices)}")
 
 
-def _check_overlap(given: Namespace, entry: Synchronisation) -> None:
+def _check_overlap(given: Namespace, entry: Entry) -> None:
     if not given.overlap:
         return
     if not entry.overlaps:
@@ -133,12 +136,13 @@ def _check_overlap(given: Namespace, entry: Synchronisation) -> None:
         )
 
 
-def _check_momentum(given: Namespace, entry: Synchronisation) -> None:
+def _check_momentum(given: Namespace, entry: Entry) -> None:
     if not given.nesterov:
         return
     if not entry.nesterov:
+        has = "may choose what has" if given.algorithm == AUTO else "has"
         raise RunError(
-            f"--nesterov is a form of SGD's momentum, and {given.algorithm} has its own before the selection: "
+            f"--nesterov is a form of SGD's momentum, and {given.algorithm} {has} its own before the selection: "
             f"leave it out"
         )
     if not given.momentum:

@@ -10,7 +10,7 @@ from trainer.command_line import quantities
 from trainer.command_line.model_name import model_name, models_help
 from trainer.command_line.options import KEEP
 from trainer.errors import RunError
-from trainer.synchronisers.table import Flag, Synchronisation, owners
+from trainer.synchronisers.table import AUTO, Entry, Flag, owners
 from trainer.training.learning_rate import SHAPES
 
 DEFAULT = "dense"
@@ -28,7 +28,7 @@ class _Parser(ArgumentParser):
         raise RunError(message if message.endswith(hint) else f"{message} {hint}")
 
 
-def parser_of(app: App, table: Mapping[str, Synchronisation]) -> ArgumentParser:
+def parser_of(app: App, table: Mapping[str, Entry]) -> ArgumentParser:
     """Every flag of this app. Those of single algorithms have no defaults, to tell what was given."""
     parser = _Parser(
         prog=app.module,
@@ -62,14 +62,18 @@ def _add_task(parser: ArgumentParser, app: App) -> None:
     )
 
 
-def compressors(table: Mapping[str, Synchronisation]) -> dict[str, str]:
+def compressors(table: Mapping[str, Entry]) -> dict[str, str]:
     """What the published commands call it -> --algorithm."""
     return {compressor: name for name, entry in table.items() for compressor in entry.compressors}
 
 
-def _add_synchronisation(parser: ArgumentParser, table: Mapping[str, Synchronisation]) -> None:
+def _add_synchronisation(parser: ArgumentParser, table: Mapping[str, Entry]) -> None:
     add = parser.add_argument_group("synchronisation").add_argument
-    add("--algorithm", choices=list(table), help=f"how ranks share what they learn (default: {DEFAULT})")
+    add(
+        "--algorithm",
+        choices=list(table),
+        help=f"how ranks share what they learn (default: {DEFAULT}); {AUTO}: measures",
+    )
     add("--compression", action="store_true", help="take the algorithm that --compressor names, as published")
     add(
         "--compressor",
@@ -81,7 +85,7 @@ def _add_synchronisation(parser: ArgumentParser, table: Mapping[str, Synchronisa
     )
 
 
-def _add_own(parser: ArgumentParser, table: Mapping[str, Synchronisation], defaults: Mapping[str, object]) -> None:
+def _add_own(parser: ArgumentParser, table: Mapping[str, Entry], defaults: Mapping[str, object]) -> None:
     """The algorithms' own flags, those of the same algorithms together; without defaults, to tell what was given."""
     groups: dict[str, Any] = {}
     for name, takers in owners(table).items():

@@ -12,11 +12,12 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from trainer.command_line.options import KEEP
-from trainer.errors import RunError
+from trainer.errors import DamagedError, RunError
 from trainer.records.checkpoint import Checkpoints
-from trainer.records.durable import write_aside
+from trainer.records.durable import opened, write_aside
 from trainer.records.metrics import MetricsFile
 
 
@@ -56,9 +57,25 @@ class RunFolder:
         """Make the folder, or RunError if there is none to resume, or something else lies there."""
         if os.path.lexists(self.path) and not self.path.is_dir():
             raise RunError(f"{self.path} is not a folder: give another one with --output")
-        if resume and not os.path.lexists(self.config):
-            raise RunError(f"{self.path} holds no run to resume: check --output, or leave --resume out")
+        if resume:
+            self._require_run()
         self.path.mkdir(parents=True, exist_ok=True)
+
+    def recorded(self) -> dict[str, Any]:
+        """The run's config.json; RunError where there is no run, or it is damaged."""
+        self._require_run()
+        try:
+            with opened(self.config) as file:
+                config = json.load(file)
+        except (ValueError, RecursionError):
+            config = None
+        if not isinstance(config, dict):
+            raise DamagedError(f"{self.config} is damaged: it holds no settings")
+        return config
+
+    def _require_run(self) -> None:
+        if not os.path.lexists(self.config):
+            raise RunError(f"{self.path} holds no run to resume: check --output, or leave --resume out")
 
     def begin(self, config: dict[str, object], *, overwrite: bool) -> None:
         """Prepare the folder for a new run; RunError if it holds (parts of) one that is not to be overwritten."""

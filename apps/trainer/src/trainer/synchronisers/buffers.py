@@ -13,7 +13,8 @@ def averaged_buffers(model: nn.Module, comm: Communicator) -> Iterator[None]:
     """Inside the block the model's floating-point buffers are their means over ranks; afterwards, its own again.
 
     Averaging a copy keeps evaluations, and where they happen, from changing the run. Integer buffers (counters)
-    stay as they are.
+    stay as they are, and a mean that is NaN is for the metrics to show: with --nonfinite skip such a run goes on, where
+    `communicators.replicas.buffers` refuses it.
     """
     buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
     if not buffers:

@@ -46,17 +46,15 @@ class Flag:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Synchronisation:
-    """An entry: what makes the `Synchroniser`, and what a user may say about it.
+class Entry:
+    """What a user may say about an `--algorithm`.
 
-    make: (options, model, comm, rates) -> Synchroniser; options.own has a value for every flag.
     compressors: what --compressor calls it. check: (own values, workers); raises RunError for what does not fit.
     overlaps: whether its exchange may begin during backward.
     nesterov: whether its momentum is SGD's own, which has this form.
     needs: the distribution that it comes with, where that may not be installed; imported by the name with "_" for "-".
     """
 
-    make: Make
     flags: Sequence[Flag] = ()
     nesterov: bool = True
     overlaps: bool = False
@@ -64,10 +62,25 @@ class Synchronisation:
     check: Callable[[Mapping[str, Value], int], None] = lambda own, workers: None
     needs: str = ""
 
+    @property
+    def free(self) -> frozenset[str]:
+        """Its flags that may differ between a run and its continuation."""
+        return frozenset(flag.name for flag in self.flags if not flag.shapes)
+
     def require_installed(self, name: str) -> None:
         """RunError that says what to install."""
         if self.needs and find_spec(self.needs.replace("-", "_")) is None:
             raise RunError(f"--algorithm {name} needs the {self.needs} package: pip install {self.needs}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Synchronisation(Entry):
+    """An entry, and what makes the `Synchroniser`.
+
+    make: (options, model, comm, rates) -> Synchroniser; options.own has a value for every flag.
+    """
+
+    make: Make
 
 
 def lazily(place: str) -> Make:
@@ -275,7 +288,12 @@ TABLE: dict[str, Synchronisation] = {
 }
 
 
-def owners(table: Mapping[str, Synchronisation]) -> dict[str, list[str]]:
+AUTO = "auto"
+CHOOSING = Entry(flags=SPARSE.flags, nesterov=False, overlaps=True)
+"""What `AUTO` takes: the flags that all it may choose share. What it chooses is in the `TABLE`, and makes itself."""
+
+
+def owners(table: Mapping[str, Entry]) -> dict[str, list[str]]:
     """The algorithms that take each flag, in the table's order."""
     found: dict[str, list[str]] = {}
     for name, entry in table.items():
