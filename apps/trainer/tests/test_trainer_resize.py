@@ -55,7 +55,8 @@ def resumed(app: App, monkeypatch: pytest.MonkeyPatch) -> Callable[[Options, int
 
 def fed_back(states: Sequence[State], part: str) -> dict[str, torch.Tensor]:
     """The mean over ranks of what is still to be applied."""
-    own = [state["optimizer"]["distributed"].get(part, {}) for state in states]
+    found = [state["optimizer"]["distributed"].get(part, {}) for state in states]
+    own = [kept.get("parts", kept) for kept in found]  # those of a compressed average stand beside their kind
     return {name: torch.stack([kept[name].double() for kept in own]).mean(0) for name in own[0]}
 
 

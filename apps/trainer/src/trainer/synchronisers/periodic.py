@@ -118,15 +118,15 @@ class Periodic(Synchroniser):
         if not all(state["optimizer"][KEY]["drained"] for state in fitted):
             raise RunError(UNDRAINED.format(size=size))
         now = fresh["optimizer"][KEY]
-        if "rests" in now and not drop:
+        if "residuals" in now and not drop:
             raise RunError(
-                "--residuals carry is not for --compress of periodic averaging, whose rests are of its own ranks: "
+                "--residuals carry is not for --compress of periodic averaging, whose residuals are of its own ranks: "
                 "give --residuals drop"
             )
         chosen = fitted[now["rank"] % size]
         schedule = schedule_at(after, chosen["schedule"], self.schedule)
         optimizer = at_rates(chosen["optimizer"], schedule["_last_lr"])
-        own = optimizer[KEY] | {name: now[name] for name in ("rests",) if name in now}
+        own = optimizer[KEY] | {name: now[name] for name in ("residuals",) if name in now}
         own["block"] = own["block"] | {"steps": after}
         return self.fitted({"optimizer": optimizer | {KEY: own}, "schedule": schedule}, step=after)
 
