@@ -44,7 +44,9 @@ def test_delays_as_in_the_paper():
     assert injected_delays("", 0, 1)(0) == 0.0
 
 
-@pytest.mark.parametrize("text", ["fixed:1", "fixed:x=1", "random=1", "often:1=1", "linear=-1", "random:5=1"])
+@pytest.mark.parametrize(
+    "text", ["fixed:1", "fixed:x=1", "random=1", "often:1=1", "linear=-1", "linear=nan", "fixed:1=inf", "random:5=1"]
+)
 def test_delays_that_are_none(text):
     with pytest.raises(ValueError, match=r"delays are .*expected 'fixed"):
         injected_delays(text, 0, 4)

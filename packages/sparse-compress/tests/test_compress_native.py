@@ -257,6 +257,16 @@ def test_a_file_of_another_source_is_not_used(compiled, tmp_path, monkeypatch):
     assert found.words == "NumPy: kernels.so is of another kernels.c: install again"
 
 
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.999])
+def test_a_file_that_is_cut_off_is_not_loaded(compiled, tmp_path, share):
+    """The loader would map what is not there, and the process end by SIGBUS."""
+    content, cut = compiled.read_bytes(), tmp_path / "kernels.so"
+    cut.write_bytes(content[: int(share * len(content))])
+    found = library._opened(cut, "c")
+    assert found.library is None
+    assert found.words == "NumPy: kernels.so is cut off: install again"
+
+
 def test_without_a_compiler_one_line_says_so(tmp_path, monkeypatch):
     target = tmp_path / "kernels.so"
     monkeypatch.delenv(SWITCH, raising=False)

@@ -49,8 +49,8 @@ class EagerSGD(Wrapping):
     in one step. A gradient that is late goes into a later round, of which it is one summand more; P is the number of
     ranks that took part in the round: all that live. A parameter without a gradient counts as zeros; those of 16 bits
     are added up in 32. Clipping before `step()` is of this rank's gradient; the mean is clipped by a hook of the
-    wrapped optimizer (`register_step_pre_hook`). At construction all ranks get rank 0's parameters, and the buffers of
-    `model`.
+    wrapped optimizer (`register_step_pre_hook`), which returns nothing. At construction all ranks get rank 0's
+    parameters, and the buffers of `model`.
 
     optimizer: built over the live parameters; shared as its param_groups, state and defaults are.
     scheduler: of the wrapped optimizer; stepped here, once for every round. Rates that change otherwise between two

@@ -45,8 +45,10 @@ class PartialAllreduce:
         divided by len(result.members) then. Over gloo and in simulated worlds; ValueError elsewhere. An exception
         inside the context is a death too.
 
-    A rank that is slow is waited for without end. All ranks make it, and end it with `finish()` and `close()`. Raises
-    CollectiveError where ranks differ in `like` or settings, RuntimeError where MPI has no THREAD_MULTIPLE.
+    A rank that is slow is waited for without end. Two objects that are called in turn may wait for each other where
+    ranks differ in speed, one rank in a round of this and one in a round of that: make one, with a list. All ranks make
+    it, and end it with `finish()` and `close()`. Raises CollectiveError where ranks differ in `like` or settings,
+    RuntimeError where MPI has no THREAD_MULTIPLE.
     """
 
     def __init__(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 
@@ -28,7 +29,7 @@ def injected_delays(text: str, rank: int, size: int, *, seed: int = 0) -> Callab
         count = int(which) if kind == "random" else 0
     except ValueError:
         raise ValueError(f"delays are {text!r}, expected {FORMS}") from None
-    if kind not in ("fixed", "random", "linear") or seconds < 0 or not 0 <= count <= size:
+    if kind not in ("fixed", "random", "linear") or not 0 <= seconds < math.inf or not 0 <= count <= size:
         raise ValueError(f"delays are {text!r}, expected {FORMS}, of 0 s or more, and at most {size} ranks")
     if any(not 0 <= one < size for one in ranks):
         raise ValueError(f"delays are {text!r}, but ranks are 0 … {size - 1}")

@@ -6,6 +6,8 @@ file that was compiled otherwise.
 
 import ctypes
 import os
+import struct
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import c_char_p, c_float, c_int, c_int64, c_void_p
@@ -77,7 +79,9 @@ def _found() -> Found:
     if setting == "0":
         return Found(None, f"NumPy: {SWITCH}=0 is set")
     if setting and setting not in LEVELS and not Path(setting).is_file():
-        return Found(None, f"NumPy: {SWITCH}={setting!r} is neither 0, one of {list(LEVELS)} nor a compiled file")
+        words = f"NumPy: {SWITCH}={setting!r} is neither 0, one of {list(LEVELS)} nor a compiled file"
+        warnings.warn(f"sparse-compress uses {words}", RuntimeWarning, stacklevel=3)
+        return Found(None, words)
     return _opened(_path(), _level())
 
 
@@ -94,6 +98,8 @@ def _level() -> str:
 def _opened(path: Path, level: str) -> Found:
     if not path.exists():
         return Found(None, "NumPy: installed without a compiled file")
+    if not _whole(path):
+        return Found(None, f"NumPy: {path.name} is cut off: install again")
     try:
         library = ctypes.CDLL(str(path))
         for name, (result, arguments) in SIGNATURES.items():
@@ -105,3 +111,13 @@ def _opened(path: Path, level: str) -> Found:
         return Found(None, f"NumPy: {path.name} is of another {SOURCE.name}: install again")
     level = list(LEVELS)[library.sc_use(LEVELS[level])]
     return Found(library, f"kernels for {level}: {path}")
+
+
+def _whole(path: Path) -> bool:
+    """Whether an ELF file is as long as its header says; a process that loads one cut short is killed by SIGBUS."""
+    with path.open("rb") as file:
+        header = file.read(64)
+    if len(header) < 64 or not header.startswith(b"\x7fELF\x02\x01"):  # 64 bits, little-endian
+        return True  # the loader says what it thinks of it
+    sections, width, count = struct.unpack_from("<Q10xHH", header, 0x28)
+    return bool(path.stat().st_size >= sections + width * count)
