@@ -152,7 +152,7 @@ def test_a_rank_that_raises_in_its_own_code_is_gone_too():
 
 @pytest.mark.parametrize("order", range(20))
 def test_a_rank_that_raises_leaves_nothing_that_it_has_started(order):
-    """Rank 0 raises in a round that it has entered; where something stayed behind, the world would say so at its end."""
+    """Rank 0 raises in a round that it has entered. The world says at its end what has stayed behind."""
 
     def body(comm):
         through.append(comm.rank)
