@@ -19,8 +19,8 @@ FLUSH_POLL_SECONDS = 1e-3
 class Mailbox:
     """One rank's. Each receive has a waiter's thread; gloo's receive from anybody could not be ended.
 
-    tag: of all messages. nbytes: the most that one holds. A message is on its way until its
-    receiver has posted room for it.
+    tag: of all messages. nbytes: the most that one holds. A message is on its way until its receiver has posted room
+    for it.
     """
 
     def __init__(self, data: GlooGroup, rank: int, size: int, waiters: Waiters, *, tag: int, nbytes: int) -> None:
