@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from pathlib import Path
 
 import pytest
 
@@ -111,6 +112,37 @@ def test_gloo_a_rank_that_never_makes_the_first_call(processes, tmp_path):
     for rank, launch in enumerate(processes(2, script, timeout=40)):
         assert launch.returncode == 1
         assert f"timed out after 1 s: rank {rank} waits for ranks [{1 - rank}] in the first call" in launch.stderr
+
+
+CLOSED = """
+import pathlib
+import torch, torch.distributed as dist
+from communicators import allreduce, as_communicator
+dist.init_process_group("gloo")
+comm, closed = as_communicator(None), []
+for turn in range(12):
+    other, signals = comm.duplicate(), comm.signals(lambda source, value: None)
+    for native in (True, False):
+        assert allreduce(torch.ones(7), other, native=native).tolist() == [2.0] * 7
+    signals.send_all(turn)
+    other.close()
+    signals.close()
+    closed.append((other, signals))
+    if turn in (1, 11):
+        print(*(len(list(pathlib.Path("/proc/self", what).iterdir())) for what in ("task", "fd")))
+assert allreduce(torch.ones(7), comm).tolist() == [2.0] * 7
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux' /proc")
+def test_gloo_what_is_closed_leaves_no_threads_and_no_descriptors(processes, tmp_path):
+    """Also where its user keeps it. A group has three threads and four descriptors; each turn makes two."""
+    script = tmp_path / "closed.py"
+    script.write_text(CLOSED)
+    for done in processes(2, script, timeout=60):
+        assert done.returncode == 0, done.stderr
+        before, after = ([int(number) for number in line.split()] for line in done.stdout.splitlines())
+        assert all(now < then + 10 for then, now in zip(before, after, strict=True)), done.stdout
 
 
 AGAIN = """

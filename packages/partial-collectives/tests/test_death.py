@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 import torch
 from communicators import CollectiveError, Dies, SimulatedWorld, barrier
@@ -146,6 +148,28 @@ def test_a_rank_that_raises_in_its_own_code_is_gone_too():
         assert totals[2] is None
         assert totals[0] == totals[1]
         assert 10 <= totals[0] <= 13
+
+
+@pytest.mark.parametrize("order", range(20))
+def test_a_rank_that_raises_leaves_nothing_that_it_has_started(order):
+    """Rank 0 raises in a round that it has entered. The world says at its end what has stayed behind."""
+
+    def body(comm):
+        through.append(comm.rank)
+        with (
+            suppress(ZeroDivisionError),
+            PartialAllreduce(torch.zeros(1), comm, quorum=1, max_staleness=1, on_death="shrink") as partial,
+        ):
+            for step in range([5, 5, 0][comm.rank]):
+                if (comm.rank, step) == (0, 3):
+                    raise ZeroDivisionError
+                partial.allreduce(torch.ones(1))
+            list(partial.finish())
+        through.remove(comm.rank)
+
+    through = []
+    SimulatedWorld(3, seed=order).run(body)
+    assert not through
 
 
 def test_who_was_left_out_says_so():

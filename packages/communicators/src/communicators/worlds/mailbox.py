@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from communicators.background.transport import PeerLost, SignalLine
+from communicators.worlds.gloo_group import GlooGroup
 from communicators.worlds.waiters import Wait, Waiters
 
 LENGTH_BYTES = 4
@@ -19,11 +19,11 @@ FLUSH_POLL_SECONDS = 1e-3
 class Mailbox:
     """One rank's. Each receive has a waiter's thread; gloo's receive from anybody could not be ended.
 
-    data: a ProcessGroupGloo. tag: of all messages. nbytes: the most that one holds. A message is on its way until its
-    receiver has posted room for it.
+    tag: of all messages. nbytes: the most that one holds. A message is on its way until its receiver has posted room
+    for it.
     """
 
-    def __init__(self, data: Any, rank: int, size: int, waiters: Waiters, *, tag: int, nbytes: int) -> None:
+    def __init__(self, data: GlooGroup, rank: int, size: int, waiters: Waiters, *, tag: int, nbytes: int) -> None:
         self._data, self._waiters, self._tag, self._nbytes = data, waiters, tag, nbytes
         self._written: list[Wait] = []
         self._coming = {peer: self._post(peer) for peer in range(size) if peer != rank}

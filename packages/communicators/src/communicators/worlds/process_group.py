@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllreduceOptions, PrefixStore, ProcessGroupGloo, Store
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 
 from communicators.background.abort import CONTROL_BYTES
@@ -27,12 +27,13 @@ from communicators.background.transport_communicator import TransportCommunicato
 from communicators.communicator import TIMEOUT_SECONDS
 from communicators.errors import CollectiveError
 from communicators.schedule import Received, Round
+from communicators.worlds.gloo_group import GlooGroup
 from communicators.worlds.mailbox import GlooSignalLine, Mailbox
 from communicators.worlds.nccl.point_to_point import nccl_of
 from communicators.worlds.nccl.untagged import UntaggedTransport
 from communicators.worlds.staging import host_empty, to_host
 from communicators.worlds.stores import meet, place_for, reconnected, store_of
-from communicators.worlds.waiters import WAIT, Wait, Waiters
+from communicators.worlds.waiters import Wait, Waiters
 
 T = TypeVar("T")
 
@@ -139,14 +140,14 @@ class ProcessGroupTransport(Transport):
         self.rank, self.size = meeting.rank, meeting.size
         self.device = torch.device("cpu")
         self._meeting = meeting
-        # Not dist.new_group: its names count a rank's groups, so ranks that are in other groups would never meet.
         meet(meeting.own, self.rank, self.size, patience)
-        self._data: Any = ProcessGroupGloo(meeting.shared, self.rank, self.size, WAIT)
+        self._data = GlooGroup(meeting.shared, self.rank, self.size)
         self._waiters = Waiters()
         self._control = self._mailbox(CONTROL_TAG, CONTROL_BYTES)
         self._abandoned: list[Wait] = []
-        ending = (self._waiters, self._control, self._abandoned)
-        weakref.finalize(self, _end, *ending, timeout=1.0).atexit = False  # of a destroyed group
+        ending = (self._data, self._waiters, self._control, self._abandoned)
+        self._end = weakref.finalize(self, _end, *ending, timeout=1.0)  # without close(): of a destroyed group
+        self._end.atexit = False
 
     def post(self, call: Call, action: Round, device: torch.device) -> Pending:
         """See `Transport.post`."""
@@ -172,7 +173,7 @@ class ProcessGroupTransport(Transport):
 
     def post_sum(self, tensor: Tensor) -> Pending:
         """See `Transport.post_sum`. gloo aborts the process if ranks' sizes differ: they have agreed on them here."""
-        return _PendingSum(self._waiters.wait_for(self._data.allreduce([tensor], AllreduceOptions())), self)
+        return _PendingSum(self._waiters.wait_for(self._data.allreduce([tensor])), self)
 
     def nap(self, seconds: float) -> None:
         """See `Transport.nap`: until a waiter has something."""
@@ -198,7 +199,7 @@ class ProcessGroupTransport(Transport):
     def close(self) -> None:
         """See `Transport.close`."""
         self._control.flush(CLOSE_SECONDS)
-        _end(self._waiters, self._control, self._abandoned, timeout=1.0)
+        self._end()
 
     def abandon(self, waits: list[Wait]) -> None:
         """Nobody asks for these any more. Giving them up would close their connections, which control messages need."""
@@ -280,12 +281,13 @@ class _PendingSum(Pending):
         self._transport.abandon([self._wait])
 
 
-def _end(waiters: Waiters, control: Mailbox, abandoned: list[Wait], timeout: float) -> None:
-    """Lets the threads go: one that still waited when the interpreter ends would abort it."""
+def _end(data: GlooGroup, waiters: Waiters, control: Mailbox, abandoned: list[Wait], timeout: float) -> None:
+    """Lets the threads go: one that still waited when the interpreter ends would abort it. Then the group."""
     control.close()
     for wait in abandoned:
         wait.give_up()
     waiters.close(timeout)
+    data.close()
 
 
 _SUMMED = {torch.float32, torch.float64, torch.int8, torch.int32, torch.int64, torch.uint8}

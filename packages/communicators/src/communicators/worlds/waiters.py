@@ -21,7 +21,10 @@ class Waitable(Protocol):
 
 
 class Wait:
-    """One message in flight: `done`, with an `error` if it failed."""
+    """One message in flight: `done`, with an `error` if it failed.
+
+    Its error names no frames: they would keep alive who called, and so the group with its threads and connections.
+    """
 
     def __init__(self, work: Waitable | None, news: threading.Event, error: BaseException | None = None) -> None:
         self._work = work  # none once it is done: see `Waiters.close`
@@ -35,7 +38,7 @@ class Wait:
         try:
             self._work.wait(WAIT)
         except Exception as error:
-            self.error = error
+            self.error = error.with_traceback(None)
         self._work = None
         self.done = True
         self._news.set()
@@ -46,7 +49,7 @@ class Wait:
             try:
                 work.wait(GIVE_UP)
             except Exception as error:
-                self.error = error
+                self.error = error.with_traceback(None)
 
 
 class Waiters:
@@ -68,7 +71,7 @@ class Waiters:
             return self.wait_for(post())
         except RuntimeError as error:
             self.news.set()
-            return Wait(None, self.news, error)
+            return Wait(None, self.news, error.with_traceback(None))
 
     def wait_for(self, work: Waitable) -> Wait:
         """Starts to wait."""

@@ -125,6 +125,7 @@ class Engine:
         """This rank cannot go on: all others raise why, unless something else went wrong before, or go on without."""
         if self._shrinks:
             self._signals.leave(why)
+            self._abandon()  # afterwards: nobody hears here any more that it is over
         else:
             self._signals.fail(why)
 
@@ -132,8 +133,8 @@ class Engine:
         """Ends signals and collectives, on all ranks; after the last round, and once all ranks have come to it."""
         self._signals.send_all(Between.CLOSES)
         self.wait(lambda: self._others <= self._closing | self._gone())
-        if self._shrinks and self._collective is not None:
-            self._collective.cancel()
+        if self._shrinks:
+            self._abandon()
         self._signals.close()
         if self._data is not None:
             self._data.close()
@@ -203,9 +204,13 @@ class Engine:
         schedule = partial_round(header, taken.tensors, deposits.like, place, size)
         self._begin(schedule, f"round {join.round}")
 
-    def _recover(self, recover: Recover) -> None:
+    def _abandon(self) -> None:
+        """Of what this rank has started, no end comes any more that it could use."""
         if self._collective is not None:
             self._collective.cancel()
+
+    def _recover(self, recover: Recover) -> None:
+        self._abandon()
         (place, size), ended = self._place(), self.machine.round
         self._begin(recovery(ended, self._last, self._comm.size, self.deposits.like, place, size), "what is over")
 
