@@ -1,6 +1,8 @@
 """Every reader on small files in the exact format, and on missing, truncated, wrong and damaged ones."""
 
+import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -156,6 +158,25 @@ def test_labels_out_of_range(tmp_path: Path) -> None:
     write(tmp_path / "t10k-labels-idx1-ubyte", idx_content(labels))
     with pytest.raises(RunError, match="a test label is 10"):
         mnist.load(tmp_path)
+
+
+def test_coarse_labels_out_of_range() -> None:
+    """Of CIFAR-100, where nothing is trained on them; a file that has others is another one."""
+    fine = binary_content(PIXELS, LABELS, coarse=True)
+    assert cifar_binary.read(Path("x"), b"\x13" + fine[1:], label_bytes=2, classes=100).labels.tolist() == list(LABELS)
+    with pytest.raises(RunError, match="x holds coarse label 20, expected 0 … 19"):
+        cifar_binary.read(Path("x"), b"\x14" + fine[1:], label_bytes=2, classes=100)
+    for coarse, right in ((19, True), (20, False)):
+        table = {"data": PIXELS.reshape(len(PIXELS), -1), "fine_labels": [int(n) for n in LABELS]}
+        content = pickle.dumps(table | {"coarse_labels": [coarse] * len(LABELS)}, protocol=2)
+        with nullcontext() if right else pytest.raises(RunError, match="expected coarse_labels of numbers 0 … 19"):
+            cifar_python.read(Path("x"), content, key="fine_labels", classes=100)
+
+
+@pytest.mark.parametrize("content", [b"N.", b"\x80\2}.", b"", b"hello", b"\x80\2]K\1a."])
+def test_what_is_another_pickle_is_told_in_plain_words(content: bytes) -> None:
+    with pytest.raises(RunError, match=r"^x is damaged or .*: it is not what the data set's authors wrote$"):
+        cifar_python.read(Path("x"), content, key="labels", classes=10)
 
 
 def test_where_torchvision_puts_mnist(tmp_path: Path) -> None:

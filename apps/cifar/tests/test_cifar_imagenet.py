@@ -1,5 +1,7 @@
 """Folders of JPEG: parts, middles, damaged files, and what is missing."""
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -78,6 +80,16 @@ def test_a_damaged_image_is_named(damage: str, tmp_path: Path) -> None:
     }[damage]
     file.write_bytes(damaged)
     with pytest.raises(RunError, match=r"0\.JPEG cannot be decoded"):
+        imagenet.load(tmp_path).train.read(torch.tensor([0]), None)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_only_files_are_read(make: Callable[[Path], None], tmp_path: Path) -> None:
+    file = small_files.imagenet(tmp_path) / "train" / "n00000000" / "0.JPEG"
+    file.unlink()
+    make(file)
+    with pytest.raises(RunError, match=r"train/n00000000/0\.JPEG is not a regular file, expected a JPEG image"):
         imagenet.load(tmp_path).train.read(torch.tensor([0]), None)
 
 

@@ -76,7 +76,9 @@ def test_who_is_late_is_told(app: App, options: Callable[..., Options], capsys: 
 
 @pytest.mark.parametrize("algorithm", ["dense", "eager-solo"])
 def test_delays_that_are_none_are_the_users_to_mend(app: App, algorithm: str) -> None:
-    options = parse(["--algorithm", algorithm, "--inject-delay", "often"], app, world_size=None)
+    """Also where no command line was checked."""
+    options = parse(["--algorithm", algorithm], app, world_size=None)
+    options = replace(options, own={**options.own, "inject_delay": "often"})
     with pytest.raises(RunError, match=r"--inject-delay: delays are 'often', expected 'fixed:RANK"):
         TABLE[algorithm].make(options, torch.nn.Linear(9, 7), as_communicator(None), steady)
 

@@ -3,6 +3,8 @@
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -10,6 +12,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 from communicators import as_communicator
+from partial_collectives import injected_delays
 from sparse_collectives import ALGORITHMS, DistributedOptimizer
 from sparse_collectives.training.schemes.table import WHOLE
 from sparse_collectives.wire.half import DENSE_WIRES as KNOWN_DENSE_WIRES
@@ -18,6 +21,7 @@ from sparse_compress import DGCTopK, GaussianK, RandomK, Threshold, TopK
 from trainer.app import App
 from trainer.command_line.flags import parse
 from trainer.errors import RunError
+from trainer.run import run
 from trainer.synchronisers.literals import literal_dict
 from trainer.synchronisers.periodic import MAKERS
 from trainer.synchronisers.table import DENSE_WIRE, TABLE, WIRE, Flag, Synchronisation
@@ -108,6 +112,21 @@ def test_two_spellings_of_the_algorithm(app: App, flags: str, algorithm: str) ->
         ("--keep 0", "expected a whole number from 1 on"),
         ("--keep 3 --checkpoint-every 0", "--keep 3 has no effect with --checkpoint-every 0"),
         ("--device cpu --backend nccl", "--backend nccl is for GPUs"),
+        ("--seed 18446744073709551616", "expected a whole number from 0 to 2**64 - 1"),
+        ("--inject-delay sometimes", "expected none, fixed:RANK,…=SECONDS"),
+        ("--inject-delay fixed:1=nan", "expected none, fixed:RANK,…=SECONDS"),
+        ("--inject-delay fixed:1=inf", "expected none, fixed:RANK,…=SECONDS"),
+        ("--inject-delay fixed:=1", "expected none, fixed:RANK,…=SECONDS"),
+        ("--inject-delay fixed:-1=1", "expected none, fixed:RANK,…=SECONDS"),
+        ("--inject-delay linear=-1", "of 0 s or more"),
+        ("--inject-delay random:two=1", "random:COUNT=SECONDS"),
+        ("--inject-delay fixed:0,7=0.2", "there is no rank 7 of 4, which are 0 … 3"),
+        ("--algorithm eager-solo --inject-delay fixed:4=0.2", "there is no rank 4 of 4"),
+        ("--algorithm eager-quorum --inject-delay random:9=0.2", "9 ranks are more than the 4 workers"),
+        ("--algorithm easgd --alpha 0", "--alpha 0.0 is outside easgd's range for 4 workers, 0 < alpha < 2/(workers"),
+        ("--algorithm easgd --alpha 0.4", "= 0.4: give one within"),
+        ("--warmup-epochs 9 --max-epochs 2", "--warmup-epochs 9 with --max-epochs 2 would never reach --lr 0.1"),
+        ("--warmup-epochs 20", "--warmup-epochs 20 with --max-epochs 20 would never reach"),
         ("--device tpu", "'auto', 'cpu', 'cuda'"),
     ],
 )
@@ -231,9 +250,78 @@ def test_own_flags_reach_a_periodic_optimizer(app: App, algorithm: str, monkeypa
 
 
 def test_a_setting_that_the_ranks_do_not_allow_is_the_users_to_mend(app: App) -> None:
-    options = parse(["--algorithm", "easgd", "--alpha", "1.5"], app, world_size=None)
+    options = parse(["--algorithm", "easgd"], app, world_size=None)
+    options = replace(options, own={**options.own, "alpha": 1.5})
     with pytest.raises(RunError, match=r"--algorithm easgd: alpha is 1.5, expected 0 < alpha < 2"):
         TABLE["easgd"].make(options, torch.nn.Linear(9, 7), as_communicator(None), steady)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "fixed:0,1=0.2",
+        "fixed:2=1",
+        "fixed:=1",
+        "fixed:x=1",
+        "random:2=0",
+        "random:3=1",
+        "random:-1=1",
+        "linear=1",
+        "linear=-1",
+        "linear=",
+        "linear",
+        "odd:1=1",
+        "fixed:0=1=2",
+    ],
+)
+def test_delays_are_refused_where_they_could_not_be_made(app: App, text: str) -> None:
+    """The command line's own check, which does without torch, is that of the package."""
+
+    def refused(make: Callable[[], object], error: type[Exception]) -> bool:
+        with suppress(error):
+            make()
+            return False
+        return True
+
+    argv = [f"--inject-delay={text}"]
+    assert refused(lambda: parse(argv, app, world_size=2), RunError) == refused(
+        lambda: injected_delays(text, 0, 2), ValueError
+    )
+
+
+def test_the_greatest_seed_is_taken(app: App) -> None:
+    torch.Generator().manual_seed(parse(["--seed", str(2**64 - 1)], app, world_size=None).seed)
+
+
+def test_a_warm_up_may_be_longer_than_what_is_run_of_it(app: App, tmp_path: Path) -> None:
+    """A recipe tried for an epoch; a run that goes on with more epochs; one that is resumed, as it was begun."""
+    config = tmp_path / "recipe.json"
+    config.write_text('{"warmup_epochs": 5, "max_epochs": 140}')
+    assert parse([f"--config={config}", "--max-epochs", "1"], app, world_size=None).warmup_epochs == 5
+    for more in ("--resume", "--lr-schedule constant", "--milestones 5"):
+        argv = f"--max-epochs 2 --warmup-epochs 3 {more}".split()
+        assert parse(argv, app, world_size=None).warmup_epochs == 3
+    with pytest.raises(RunError, match="--warmup-epochs 7 with --max-epochs 5"):
+        parse([f"--config={config}", "--max-epochs=5", "--warmup-epochs=7"], app, world_size=None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--milestones 5", "--milestones 5: this run ends before it, after 2; --resume with a greater --max-epochs"),
+        ("--lr-schedule constant --warmup-epochs 2", "--warmup-epochs 2: this run ends before they do, after 2; "),
+        ("--milestones 1 5 --warmup-epochs 1", ""),
+    ],
+)
+def test_a_run_says_what_of_the_rate_it_does_not_come_to(
+    app: App, flags: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = parse(["--max-epochs", "2", f"--output={tmp_path / 'run'}", *flags.split()], app, world_size=None)
+    run(app, options, as_communicator(None))
+    said = capsys.readouterr()
+    assert ("ends before" in said.out + said.err) == bool(says)
+    assert says in (said.out + said.err)
 
 
 @pytest.mark.parametrize("algorithm", [*ALGORITHMS, *WHOLE])

@@ -1,6 +1,7 @@
 """A signal on any rank: all ranks stop at the same step, with a checkpoint, from which the run goes on."""
 
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -177,6 +178,11 @@ def test_the_exit_code_is_the_signals(
 
     assert exit_code(work, Placement(), program="points") == code
     assert capsys.readouterr().err == says
+
+
+def test_an_exit_amid_the_run_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(lambda: sys.exit(0), Placement(), program="points") == 1
+    assert capsys.readouterr().err.startswith("points: error: sys.exit(0) was called during the run")
 
 
 def test_only_a_first_signal_is_left_to_the_run_and_only_while_it_trains() -> None:

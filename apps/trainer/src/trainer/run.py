@@ -72,6 +72,8 @@ def run(
             first_step = _begin(training, device, choice, _own_flags(table_of(app), options.algorithm))
             if choice:
                 training.note(f"{choice} (when the run began)" if options.resume else choice)
+            if late := options.not_reached():
+                training.note(late)
             with _traced(training) as traced, _stopped_by(request, traced, first_step) as stoppable:
                 train(_reporting(stoppable, first_step))
             _end(training)

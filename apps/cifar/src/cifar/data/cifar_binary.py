@@ -10,6 +10,7 @@ from cifar.data.images import Loaded
 
 SIZE = 32  # pixels a side
 PIXELS_NBYTES = 3 * SIZE * SIZE
+COARSE = 20  # classes of CIFAR-100's first label, which is not trained on
 
 
 def read(path: Path, content: bytes, *, label_bytes: int, classes: int) -> Loaded:
@@ -24,4 +25,8 @@ def read(path: Path, content: bytes, *, label_bytes: int, classes: int) -> Loade
     labels = table[:, label_bytes - 1].long()
     if int(labels.max()) >= classes:
         raise RunError(f"{path} holds label {int(labels.max())}, expected 0 … {classes - 1}: it is not this format")
+    if label_bytes > 1 and int(table[:, 0].max()) >= COARSE:
+        raise RunError(
+            f"{path} holds coarse label {int(table[:, 0].max())}, expected 0 … {COARSE - 1}: it is not this format"
+        )
     return Loaded(pixels=table[:, label_bytes:].reshape(-1, 3, SIZE, SIZE), labels=labels)

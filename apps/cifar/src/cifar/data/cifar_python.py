@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from trainer.errors import RunError
 
-from cifar.data.cifar_binary import PIXELS_NBYTES, SIZE
+from cifar.data.cifar_binary import COARSE, PIXELS_NBYTES, SIZE
 from cifar.data.images import Loaded
 
 
@@ -148,6 +148,8 @@ def read(path: Path, content: bytes, *, key: str, classes: int) -> Loaded:
             raise _RefusedError(
                 f"expected data of n × {PIXELS_NBYTES:,} bytes and {key} of n numbers 0 … {classes - 1}"
             )
+        if key == "fine_labels" and any(not 0 <= n < COARSE for n in named.get("coarse_labels", ())):
+            raise _RefusedError(f"expected coarse_labels of numbers 0 … {COARSE - 1}")
     except Exception as error:  # a damaged program fails anywhere
         raise RunError(f"{path} is damaged or not of the Python version of CIFAR: {_told(error)}") from None
     return Loaded(
@@ -157,4 +159,4 @@ def read(path: Path, content: bytes, *, key: str, classes: int) -> Loaded:
 
 
 def _told(error: Exception) -> str:
-    return f"{error}"[:200] if isinstance(error, _RefusedError) else f"{type(error).__name__}: {error}"[:200]
+    return f"{error}"[:200] if isinstance(error, _RefusedError) else "it is not what the data set's authors wrote"

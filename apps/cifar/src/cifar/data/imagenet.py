@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISREG
 
 import numpy as np
 import numpy.typing as npt
@@ -78,11 +79,13 @@ def load(data_dir: Path, *, download: bool = False) -> Images:
 
 
 def decoded(path: Path, numbers: Sequence[float] | None) -> npt.NDArray[np.uint8]:
-    """The image as pixels [224, 224, 3]; RunError that names the file if it is damaged.
+    """The image as pixels [224, 224, 3]; RunError that names the file if it is damaged, or none: a pipe may never end.
 
     numbers: DRAWN random ones 0 ≤ u < 1 for a part of it; None: its middle.
     """
     try:
+        if not S_ISREG(path.stat().st_mode):
+            raise RunError(f"{path} is not a regular file, expected a JPEG image: take it away")
         with Image.open(path, formats=("JPEG", "PNG")) as file:  # one of the published .JPEG files is a PNG
             image = file.convert("RGB")
     except (Image.DecompressionBombError, OSError, SyntaxError, ValueError) as error:

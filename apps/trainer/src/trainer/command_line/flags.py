@@ -1,7 +1,7 @@
 """The command line that all apps share: parsed and checked once, before torch is loaded."""
 
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,15 @@ def parse(argv: Sequence[str], app: App, *, world_size: int | None) -> Options:
     parser = parser_of(app, table)
     given = parser.parse_args(argv)
     try:
+        explicit = config_file.given(argv, parser)
         if given.config is not None:
-            explicit = config_file.given(argv, parser)
             file = config_file.read(given.config, parser, explicit=explicit)
             if world_size is not None:  # the launcher has decided
                 file.pop("nworkers", None)
             given = _with_file(given, explicit, file, table)
-        return _checked(given, app, table, world_size)
+        options = _checked(given, app, table, world_size)
+        _check_length(options, explicit)
+        return options
     except RunError as error:
         parser.error(str(error))
 
@@ -163,6 +165,16 @@ def _check_rate(given: Namespace) -> None:
             f"--milestones {' '.join(map(str, given.milestones))}: give epochs in ascending order, each once"
         )
     given.lr_schedule = MILESTONED
+
+
+def _check_length(options: Options, explicit: Collection[str]) -> None:
+    """That a warm-up ends, of a run that cannot go on with more epochs. A file's may be cut short, for a trial."""
+    fixed = "max_epochs" in options.settings() and not options.resume
+    if fixed and "warmup_epochs" in explicit and options.warmup_epochs >= options.max_epochs:
+        raise RunError(
+            f"--warmup-epochs {options.warmup_epochs:g} with --max-epochs {options.max_epochs} would never reach --lr "
+            f"{options.lr:g}: give fewer, or more epochs"
+        )
 
 
 def _check_loss(given: Namespace, app: App) -> None:

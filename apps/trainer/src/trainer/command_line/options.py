@@ -112,6 +112,17 @@ class Options:
             del chosen["max_epochs"]  # nothing else depends on where the end is
         return chosen
 
+    def not_reached(self) -> str:
+        """What the rate's schedule has only after the end of this run; "" for nothing."""
+        if self.milestones and self.milestones[0] >= self.max_epochs:
+            late = f"--milestones {self.milestones[0]}: this run ends before it"
+        elif self.warmup_epochs >= self.max_epochs:
+            late = f"--warmup-epochs {self.warmup_epochs:g}: this run ends before they do"
+        else:
+            return ""
+        longer = "" if "max_epochs" in self.settings() else "; --resume with a greater --max-epochs goes on"
+        return f"{late}, after {self.max_epochs}{longer}"
+
 
 def in_todays_terms(then: Settings, now: Settings, own_flags: Settings) -> Settings:
     """The settings of an older run: with what it did where there was no setting yet, without what had no effect.

@@ -150,7 +150,7 @@ def _add_optimisation(parser: ArgumentParser) -> None:
         metavar="E",
         help="epochs after which the rate is a tenth of what it was (default: 1/2 and 3/4 of the run)",
     )
-    add("--seed", type=quantities.count_or_zero, default=0, help="default: 0")
+    add("--seed", type=quantities.seed, default=0, help="default: 0")
 
 
 def _add_machine(parser: ArgumentParser) -> None:

@@ -20,15 +20,15 @@ def number(expected: str, accepts: Callable[[float], bool]) -> Callable[[str], f
     return parse
 
 
-def whole(expected: str, *, least: int) -> Callable[[str], int]:
-    """A parser of integers from `least` on; `expected` describes them."""
+def whole(expected: str, *, least: int, most: float = math.inf) -> Callable[[str], int]:
+    """A parser of integers least ≤ n ≤ most; `expected` describes them."""
 
     def parse(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
             value = least - 1
-        if value < least:
+        if not least <= value <= most:
             raise ArgumentTypeError(f"given {text!r}, expected {expected}")
         return value
 
@@ -49,3 +49,4 @@ momentum_or_auto = or_auto(number("0 <= momentum < 1, or auto", lambda value: 0 
 non_negative = number("a number from 0 on", lambda value: value >= 0)
 count = whole("a whole number from 1 on", least=1)
 count_or_zero = whole("a whole number from 0 on", least=0)
+seed = whole("a whole number from 0 to 2**64 - 1, as torch's generators take", least=0, most=2**64 - 1)

@@ -44,6 +44,8 @@ def exit_code(work: Callable[[], None], place: Placement, *, program: str) -> in
         return 128 + stopped.number
     except RunError as error:
         complain(program, error)
+    except SystemExit as error:  # a code of 0 would tell the launcher that all is well
+        complain(program, f"sys.exit({error.code!r}) was called during the run, which ends itself: leave that out")
     except Exception:
         traceback.print_exc()
     else:

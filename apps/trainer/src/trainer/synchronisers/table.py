@@ -12,6 +12,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from trainer.command_line import quantities
+from trainer.command_line.delay import delay, require_ranks
 from trainer.errors import RunError
 from trainer.synchronisers.literals import literal_dict
 
@@ -103,6 +104,20 @@ def _check_alpha(own: Mapping[str, Value], workers: int) -> None:
         raise RunError("--alpha auto is for easgd: give a number")
 
 
+def _check_pull(own: Mapping[str, Value], workers: int) -> None:
+    """`local_sgd.algorithms.easgd` has the reason; auto lies within."""
+    limit = 2 / (workers + 1)
+    if own["alpha"] != "auto" and not 0 < float(own["alpha"]) < limit:
+        raise RunError(
+            f"--alpha {own['alpha']} is outside easgd's range for {workers} workers, 0 < alpha < 2/(workers + 1) = "
+            f"{limit:.4g}: give one within, or leave it out"
+        )
+
+
+def _check_delay(own: Mapping[str, Value], workers: int) -> None:
+    require_ranks(str(own["inject_delay"]), workers)
+
+
 def _check_threshold(own: Mapping[str, Value], workers: int) -> None:
     if own["select"] == "threshold" and not own["threshold"]:
         raise RunError("--select threshold takes entries from a magnitude on: give it with --threshold")
@@ -151,6 +166,7 @@ RANK = Flag(name="rank", default=2, read=quantities.count, metavar="R", says="co
 INJECT_DELAY = Flag(
     name="inject_delay",
     default="none",
+    read=delay,
     metavar="WHOM=SECONDS",
     says="holds ranks up at every step, for experiments: fixed:0,3=0.2, random:2=0.32 (so many, drawn anew) or "
     "linear=0.001 (times the rank)",
@@ -161,6 +177,7 @@ SYNCHRONOUS = "trainer.synchronisers.synchronous"
 DENSE = Synchronisation(
     make=lazily(f"{SYNCHRONOUS}:dense"),
     flags=(DENSE_WIRE, NONFINITE, VERIFY, INJECT_DELAY),
+    check=_check_delay,
     compressors=("none",),
     overlaps=True,
 )
@@ -205,7 +222,7 @@ AVERAGING: dict[str, dict[str, Any]] = {
     "local-sgd": {"flags": (SYNC_EVERY, COMPRESS)},
     "bmuf": {"flags": (SYNC_EVERY, BLOCK_RATE, BLOCK_MOMENTUM)},
     "slowmo": {"flags": (SYNC_EVERY, ALPHA, BETA), "check": _check_alpha},
-    "easgd": {"flags": (SYNC_EVERY, replace(ALPHA, default="auto"))},
+    "easgd": {"flags": (SYNC_EVERY, replace(ALPHA, default="auto")), "check": _check_pull},
     "overlap-local-sgd": {
         "flags": (replace(SYNC_EVERY, default=2), replace(ALPHA, default=0.6), BETA),
         "check": _check_alpha,
@@ -229,6 +246,7 @@ def _grace(text: str) -> str:
 
 
 def _check_quorum(own: Mapping[str, Value], workers: int) -> None:
+    _check_delay(own, workers)
     if own["quorum"] != "auto" and int(own["quorum"]) > workers:
         raise RunError(f"--quorum {own['quorum']} is more than the {workers} workers")
 
@@ -252,6 +270,7 @@ EAGER = Synchronisation(
         ),
         INJECT_DELAY,
     ),
+    check=_check_delay,
 )
 QUORUM = Flag(
     name="quorum",
