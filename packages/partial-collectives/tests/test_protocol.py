@@ -38,6 +38,15 @@ def test_nothing_is_lost_and_all_agree_and_nobody_hangs(case):
     Play(case).run()
 
 
+def test_what_a_rank_that_is_gone_said_comes_late():
+    """It had told one of two others to begin, whom that word reached when both had gone on without it."""
+    again = (
+        '{"size": 3, "quorum": 2, "max_staleness": 1, "grace": false, "seed": 1059493428, '
+        '"steps": [[5, 4, 0], [1, 3, 5], [3, 3, 5]], "choices": [], "deaths": [0], "rejoin": true}'
+    )
+    Play(case_of(again)).run()
+
+
 def in_random_order(size, rounds, quorum):
     """Ranks arrive in an order of their own in each round, and signals take no time; how many were fresh."""
     order, fresh = random.Random(3), []

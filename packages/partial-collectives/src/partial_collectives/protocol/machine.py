@@ -73,6 +73,8 @@ class Machine:
         """A signal came."""
         if kind is Kind.GONE:
             return self.gone(round_)
+        if source not in self.members:  # others may not get it; who is drawn now counts the arrivals again
+            return []
         if kind is Kind.BEGIN:
             self._told = max(self._told, round_)
         elif round_ >= self.round:
