@@ -15,89 +15,89 @@ def model_of():
     return nn.Linear(8, 4)
 
 
-def backward(model, step, meeting):
-    model(torch.full((2, 8), float(meeting.rank + step))).square().mean().backward()
+def backward(model, step, rendezvous):
+    model(torch.full((2, 8), float(rendezvous.rank + step))).square().mean().backward()
 
 
-def train_step(model, optimizer, meeting):
-    backward(model, 1, meeting)
+def train_step(model, optimizer, rendezvous):
+    backward(model, 1, rendezvous)
     optimizer.step()
 
 
-def a_state_made_before(meeting):
+def a_state_made_before(rendezvous):
     """Finds the ranks at its first use."""
     for algorithm in ("gtopk", "auto"):
         model = model_of()
         state = SparseHookState(density=0.2, algorithm=algorithm, named_parameters=model.named_parameters())
-        meeting.open_group()
+        rendezvous.open_group()
         ddp = DistributedDataParallel(model)
         ddp.register_comm_hook(state, sparse_hook)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         for step in range(4):
             optimizer.zero_grad()
-            backward(ddp, step, meeting)
+            backward(ddp, step, rendezvous)
             optimizer.step()
-        assert (state.comm.rank, state.comm.size) == (meeting.rank, meeting.size)
+        assert (state.comm.rank, state.comm.size) == (rendezvous.rank, rendezvous.size)
         for p in model.parameters():
             other = p.detach().clone()
             dist.broadcast(other, 0)
             dist.barrier()
             agree = torch.tensor(torch.equal(other, p.detach()))
-            everywhere = [torch.empty_like(agree) for _ in range(meeting.size)]
+            everywhere = [torch.empty_like(agree) for _ in range(rendezvous.size)]
             dist.all_gather(everywhere, agree)
             assert all(everywhere)
         dist.destroy_process_group()
 
 
-def a_state_used_before(meeting):
+def a_state_used_before(rendezvous):
     state = SparseHookState()
     assert state.comm.size == 1
-    meeting.open_group()
+    rendezvous.open_group()
     ddp = DistributedDataParallel(model_of())
     ddp.register_comm_hook(state, sparse_hook)
-    said = f"found no process group as the default, and there is one of {meeting.size} ranks"
+    said = f"found no process group as the default, and there is one of {rendezvous.size} ranks"
     with pytest.raises(RuntimeError, match=said):
-        backward(ddp, 0, meeting)
+        backward(ddp, 0, rendezvous)
     dist.destroy_process_group()
 
 
-def a_state_of_an_earlier_group(meeting):
-    meeting.open_group()
+def a_state_of_an_earlier_group(rendezvous):
+    rendezvous.open_group()
     state = SparseHookState()
     dist.destroy_process_group()
-    meeting.open_group()
+    rendezvous.open_group()
     ddp = DistributedDataParallel(model_of())
     ddp.register_comm_hook(state, sparse_hook)
     with pytest.raises(RuntimeError, match="found another process group as the default"):
-        backward(ddp, 0, meeting)
+        backward(ddp, 0, rendezvous)
     dist.destroy_process_group()
 
 
-def an_optimizer_made_before(meeting):
+def an_optimizer_made_before(rendezvous):
     for overlap in (False, True):
         model = model_of()
         optimizer = DistributedOptimizer(
             torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), overlap=overlap
         )
-        backward(model, 0, meeting)
+        backward(model, 0, rendezvous)
         optimizer.step()
         optimizer.zero_grad()
-        meeting.open_group()
+        rendezvous.open_group()
         before = model.weight.detach().clone()
-        with pytest.raises(RuntimeError, match=f"would train alone, but there are {meeting.size} ranks now"):
-            train_step(model, optimizer, meeting)
+        with pytest.raises(RuntimeError, match=f"would train alone, but there are {rendezvous.size} ranks now"):
+            train_step(model, optimizer, rendezvous)
         assert torch.equal(model.weight, before)
         dist.destroy_process_group()
 
 
-def an_optimizer_alone_on_purpose(meeting):
+def an_optimizer_alone_on_purpose(rendezvous):
     """Of a group with one rank, it stays alone."""
-    meeting.open_group()
-    groups = [dist.new_group([rank]) for rank in range(meeting.size)]
+    rendezvous.open_group()
+    groups = [dist.new_group([rank]) for rank in range(rendezvous.size)]
     model = model_of()
     inner = torch.optim.SGD(model.parameters(), 0.1)
-    optimizer = DistributedOptimizer(inner, model.named_parameters(), comm=groups[meeting.rank])
-    backward(model, 0, meeting)
+    optimizer = DistributedOptimizer(inner, model.named_parameters(), comm=groups[rendezvous.rank])
+    backward(model, 0, rendezvous)
     optimizer.step()
     dist.destroy_process_group()
 

@@ -48,8 +48,8 @@ class MPI:
             time.sleep(0.02)
 
 
-class Meeting:
-    """Where processes meet that have no group yet; the packages take each for one that is alone."""
+class Rendezvous:
+    """Of processes that have no group yet; the packages take each for one that is alone."""
 
     def __init__(self):
         names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -70,20 +70,20 @@ class Meeting:
 
 
 class NoGroup:
-    """Cases get the meeting in place of a communicator, and open groups themselves."""
+    """Cases get the rendezvous in place of a communicator, and open groups themselves."""
 
     device, takes_part = HOST, True
 
-    def __init__(self, meeting):
-        self.meeting, self.rank, self.size = meeting, meeting.rank, meeting.size
+    def __init__(self, rendezvous):
+        self.rendezvous, self.rank, self.size = rendezvous, rendezvous.rank, rendezvous.size
 
     def fresh(self):
-        return self.meeting
+        return self.rendezvous
 
     def gather(self, outcome):
         self.end()  # what a failed case left open
-        self.meeting.open_group()
-        outcomes = self.meeting.gather(outcome)
+        self.rendezvous.open_group()
+        outcomes = self.rendezvous.gather(outcome)
         self.end()
         return outcomes
 
@@ -97,9 +97,9 @@ class ProcessGroup:
 
     takes_part = True
 
-    def __init__(self, meeting, device=HOST, *, backend="gloo", transport=None):
-        meeting.open_group(backend)
-        self.rank, self.size, self.gather = meeting.rank, meeting.size, meeting.gather
+    def __init__(self, rendezvous, device=HOST, *, backend="gloo", transport=None):
+        rendezvous.open_group(backend)
+        self.rank, self.size, self.gather = rendezvous.rank, rendezvous.size, rendezvous.gather
         self.device, self.transport = device, transport
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -126,18 +126,20 @@ def pretend():
     return DEVICE
 
 
-def gpu(meeting):
-    return torch.device("cuda", meeting.rank % torch.cuda.device_count())
+def gpu(rendezvous):
+    return torch.device("cuda", rendezvous.rank % torch.cuda.device_count())
 
 
 WORLDS = {
     "no-group": NoGroup,
     "gloo": ProcessGroup,
     "untagged": Untagged,
-    "pretend-gloo": lambda meeting: ProcessGroup(meeting, pretend()),
-    "pretend-untagged": lambda meeting: Untagged(meeting, pretend()),
-    "cuda-gloo": lambda meeting: ProcessGroup(meeting, gpu(meeting)),
-    "cuda-nccl": lambda meeting: ProcessGroup(meeting, gpu(meeting), backend="cpu:gloo,cuda:nccl", transport="nccl"),
+    "pretend-gloo": lambda rendezvous: ProcessGroup(rendezvous, pretend()),
+    "pretend-untagged": lambda rendezvous: Untagged(rendezvous, pretend()),
+    "cuda-gloo": lambda rendezvous: ProcessGroup(rendezvous, gpu(rendezvous)),
+    "cuda-nccl": lambda rendezvous: ProcessGroup(
+        rendezvous, gpu(rendezvous), backend="cpu:gloo,cuda:nccl", transport="nccl"
+    ),
 }
 """mpi-SIZE besides, which meets by itself; gloo's ranks may share a GPU, nccl wants one for each."""
 
@@ -174,12 +176,12 @@ def outcomes_of(modules, world):
 
 
 def main(report, *items):
-    meeting, outcomes = None, {}
+    rendezvous, outcomes = None, {}
     for name, group in itertools.groupby(items, lambda item: item.partition(":")[0]):
         by_mpi = name.startswith("mpi-")
-        if not by_mpi and meeting is None:
-            meeting = Meeting()
-        world = MPI(int(name.removeprefix("mpi-"))) if by_mpi else WORLDS[name](meeting)
+        if not by_mpi and rendezvous is None:
+            rendezvous = Rendezvous()
+        world = MPI(int(name.removeprefix("mpi-"))) if by_mpi else WORLDS[name](rendezvous)
         modules = {item: importlib.import_module(item.partition(":")[2]) for item in group}
         if world.takes_part:
             outcomes |= outcomes_of(modules, world)

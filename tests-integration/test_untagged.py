@@ -18,7 +18,7 @@ dist.init_process_group("gloo")
 comm = untagged_communicator(dist.group.WORLD)
 allreduce(torch.ones(3), comm, native=False)
 if comm.rank == 1:
-    comm.transport.line.exchange = lambda sends, recvs: os.kill(os.getpid(), signal.SIGKILL)
+    comm.transport.line.sendrecv = lambda sends, recvs: os.kill(os.getpid(), signal.SIGKILL)
 elif LATE:  # posts messages whose lengths have come, when the connection is lost already
     line, posts = comm.transport.line, []
     post = line.post

@@ -38,8 +38,8 @@ def calls_go_one_after_the_other(comm):
 
 def waiting_for_ones_turn_is_no_time_out(comm):
     """Six calls of 0.2 s each; nobody is late, so 0.6 s are enough for each."""
-    line, exchange = comm.transport.line, comm.transport.line.exchange
-    line.exchange = lambda sends, recvs: Delayed(exchange(sends, recvs), until=time.monotonic() + 0.2)
+    line, sendrecv = comm.transport.line, comm.transport.line.sendrecv
+    line.sendrecv = lambda sends, recvs: Delayed(sendrecv(sends, recvs), until=time.monotonic() + 0.2)
     works = [start(shift(comm), comm, timeout=0.6) for _ in range(6)]
     begin = time.monotonic()
     assert [work.wait() for work in works] == [[(comm.rank - 1) % comm.size]] * 6
@@ -89,11 +89,11 @@ def a_rank_leaves_a_round(comm):
 def a_launch_that_fails(comm):
     """On one rank, where some of the round may be in flight: it gives up its line, and the others theirs."""
 
-    def exchange(sends, recvs):
+    def sendrecv(sends, recvs):
         raise MemoryError("no room")
 
     if comm.rank == comm.size - 1:
-        comm.transport.line.exchange = exchange
+        comm.transport.line.sendrecv = sendrecv
     run(schedules.ring_allreduce(torch.ones(9), comm.rank, comm.size), comm)
 
 

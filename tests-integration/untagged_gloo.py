@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from communicators.background.transport_communicator import TransportCommunicator
 from communicators.worlds.nccl.untagged import UntaggedTransport
-from communicators.worlds.process_group import Meeting, ProcessGroupTransport
+from communicators.worlds.process_group import ProcessGroupTransport, Rendezvous
 from communicators.worlds.stores import store_of
 from communicators.worlds.waiters import WAIT, Waiters
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
@@ -16,7 +16,7 @@ TAG = 0
 
 def untagged_communicator(group, device_type="cpu"):
     """Of the ranks of a process group; what depends on data goes by the group itself."""
-    tagged = ProcessGroupTransport(Meeting.of(group, "here"))
+    tagged = ProcessGroupTransport(Rendezvous.of(group, "here"))
     line = UntaggedGloo(dist.PrefixStore("line", store_of(group)), group.rank(), group.size(), device_type)
     return TransportCommunicator(UntaggedTransport(tagged, line))
 
@@ -47,8 +47,8 @@ class UntaggedGloo:
         self.copies += 1
         return UntaggedGloo(PrefixStore(f"copy {self.copies}", store), rank, size, self.device_type)
 
-    def exchange(self, sends, recvs):
-        return _Exchange(self, sends, recvs)
+    def sendrecv(self, sends, recvs):
+        return _SendRecv(self, sends, recvs)
 
     def sum(self, tensor):
         host = tensor.cpu()
@@ -96,7 +96,7 @@ class _Sum:
             tensor.copy_(host)
 
 
-class _Exchange(_Sum):
+class _SendRecv(_Sum):
     """Lengths go first."""
 
     def __init__(self, line, sends, recvs):

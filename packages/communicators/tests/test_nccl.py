@@ -102,13 +102,13 @@ def test_a_rank_that_cannot_connect_says_why(line):
 
 def test_a_round_is_one_group(line):
     x = torch.ones(3)
-    assert line.exchange({1: x, 2: x}, {2: x}) is line._group
+    assert line.sendrecv({1: x, 2: x}, {2: x}) is line._group
     assert line._group.asked == ["start", ("recv", 2), ("send", 1), ("send", 2), "end"]
 
 
 def test_a_group_is_closed_whatever_happens(line):
     with pytest.raises(ValueError, match="no such rank"):
-        line.exchange({13: torch.ones(3)}, {})
+        line.sendrecv({13: torch.ones(3)}, {})
     assert line._group.asked == ["start", "end"]
 
 

@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 from communicators import CollectiveError, SimulatedWorld, barrier, refuse_unlike
-from communicators.replicas.place import KEY
+from communicators.replicas.saved_by import KEY
 from hypothesis import given
 from hypothesis import strategies as st
 from partial_collectives import EagerSGD, until_deadline

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 from communicators import Communicator, hash_bits
-from communicators.replicas.place import KEY, check_place, place
+from communicators.replicas.saved_by import KEY, check_saved_by, saved_by
 from communicators.replicas.wrapped_state import check_loaded, wrapped_state
 from torch import Tensor
 from torch.optim import Optimizer
@@ -49,7 +49,7 @@ def state_dict(
     """The wrapped optimizer's state with this rank's part."""
     wrapped, held = wrapped_state(optimizer.optimizer, stepped=block.steps > 0)
     own = {
-        **place(optimizer.comm, ANEW),
+        **saved_by(optimizer.comm, ANEW),
         "algorithm": type(optimizer).__name__,
         "block": block.state_dict(),
         "kept": {name: _by_name(parts, [part[name] for part in parts]) for name in _kept(optimizer)},
@@ -71,7 +71,7 @@ def checked(optimizer: Saved, state: Mapping[str, Any], parts: Sequence[Part]) -
     what, comm = type(optimizer).__name__, optimizer.comm
     drained = KEY in state and state[KEY].get("drained") is True
     rank, size = (state[KEY].get("rank"), state[KEY].get("world_size")) if drained else (comm.rank, comm.size)
-    check_place(state, rank, size, of=f"a {what}", needs=(*_NEEDS, *optimizer.more), advice=ANEW)
+    check_saved_by(state, rank, size, of=f"a {what}", needs=(*_NEEDS, *optimizer.more), advice=ANEW)
     own: dict[str, Any] = state[KEY]
     if own["algorithm"] != what:
         raise ValueError(

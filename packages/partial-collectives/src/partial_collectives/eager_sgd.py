@@ -15,7 +15,7 @@ from communicators.replicas.buffers import Buffers
 from communicators.replicas.default_group import refuse_alone
 from communicators.replicas.first_broadcast import broadcast_parameters
 from communicators.replicas.parameters import name_parameters, refuse_changes
-from communicators.replicas.place import KEY, check_place, place
+from communicators.replicas.saved_by import KEY, check_saved_by, saved_by
 from communicators.replicas.wrapped_state import check_loaded, refuse_torch_helpers, wrapped_state
 from communicators.replicas.wrapping import Wrapping
 from torch import Tensor, nn
@@ -174,7 +174,7 @@ class EagerSGD(Wrapping):
         refuse_torch_helpers("EagerSGD")
         wrapped, held = wrapped_state(self.optimizer, stepped=self.applied > 0)
         own = {
-            **place(self._comm, ADVICE),
+            **saved_by(self._comm, ADVICE),
             "rounds": self._rounds.state_dict(),
             "applied": self.applied,
             "gradients": self.gradients,
@@ -192,7 +192,7 @@ class EagerSGD(Wrapping):
         """
         refuse_torch_helpers("EagerSGD")
         needs = ("rounds", "applied", "gradients", "settings", "scheduler")
-        check_place(state_dict, self._comm.rank, self._comm.size, of="an EagerSGD", needs=needs, advice=ADVICE)
+        check_saved_by(state_dict, self._comm.rank, self._comm.size, of="an EagerSGD", needs=needs, advice=ADVICE)
         own = state_dict[KEY]
         for name, now in (("weighted", self._weighted), ("scheduler", _name(self.scheduler))):
             if (then := own["settings"][name]) != now:

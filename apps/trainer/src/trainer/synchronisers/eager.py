@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from communicators import Communicator
-from communicators.replicas.place import KEY
+from communicators.replicas.saved_by import KEY
 from partial_collectives import EagerSGD
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-from communicators.replicas.place import KEY
+from communicators.replicas.saved_by import KEY
 
 from trainer.errors import DamagedError
 from trainer.resuming.likeness import require_equal, require_like

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from communicators import Communicator
-from communicators.replicas.place import KEY
+from communicators.replicas.saved_by import KEY
 from local_sgd import ALGORITHMS, PeriodicAveraging
 from torch import nn
 from torch.optim import SGD

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from communicators.replicas.place import KEY, size_key
+from communicators.replicas.saved_by import KEY, size_key
 from torch.optim.lr_scheduler import LambdaLR
 
 from trainer.resuming.likeness import require_equal

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from communicators import Communicator
-from communicators.replicas.place import KEY
+from communicators.replicas.saved_by import KEY
 from sparse_collectives import DistributedOptimizer, reshard_residuals
 from sparse_compress import Compressor, DGCTopK, GaussianK, RandomK, Threshold, TopK
 from torch import nn

@@ -202,7 +202,7 @@ class Engine:
         self.leave("it exited" if raised is None else errors.describe(raised))
 
     def leave(self, why: str, timeout: float | None = None) -> list[int]:
-        """Parts from all peers of all communicators, which end with that: see `part`."""
+        """Departs from all peers of all communicators, which end with that: see `depart`."""
         listeners = self._listened_to()
         missing = depart(listeners, why, timeout)
         for listener in listeners:

@@ -32,7 +32,7 @@ from communicators.worlds.mailbox import GlooSignalLine, Mailbox
 from communicators.worlds.nccl.point_to_point import nccl_of
 from communicators.worlds.nccl.untagged import UntaggedTransport
 from communicators.worlds.staging import host_empty, to_host
-from communicators.worlds.stores import meet, place_for, reconnected, store_of
+from communicators.worlds.stores import barrier, prefix_for, reconnected, store_of
 from communicators.worlds.waiters import Wait, Waiters
 
 T = TypeVar("T")
@@ -72,11 +72,11 @@ def from_process_group(
 
 
 def _connected(group: dist.ProcessGroup, patience: float, transport: str | None) -> Transport:
-    place = place_for(group)
-    line = nccl_of(group, place) if transport == "nccl" else None
+    prefix = prefix_for(group)
+    line = nccl_of(group, prefix) if transport == "nccl" else None
     if transport == "nccl" and line is None:
         raise ValueError('transport="nccl", but the process group does not use NCCL for CUDA tensors: leave it out')
-    tagged = ProcessGroupTransport(Meeting.of(group, place), patience)
+    tagged = ProcessGroupTransport(Rendezvous.of(group, prefix), patience)
     return tagged if line is None else UntaggedTransport(tagged, line)
 
 
@@ -111,7 +111,7 @@ def timeout_of(group: dist.ProcessGroup) -> float:
     return TIMEOUT_SECONDS
 
 
-class Meeting(NamedTuple):
+class Rendezvous(NamedTuple):
     """Where ranks meet: keys of one Store, by a client of our own and by the group's."""
 
     rank: int
@@ -120,14 +120,14 @@ class Meeting(NamedTuple):
     shared: Store
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup, place: str) -> Meeting:
+    def of(cls, group: dist.ProcessGroup, prefix: str) -> Rendezvous:
         """Under a prefix of a group's keys."""
-        own, shared = PrefixStore(place, reconnected(group)), PrefixStore(place, store_of(group))
+        own, shared = PrefixStore(prefix, reconnected(group)), PrefixStore(prefix, store_of(group))
         return cls(group.rank(), group.size(), own, shared)
 
-    def elsewhere(self, place: str) -> Meeting:
+    def elsewhere(self, prefix: str) -> Rendezvous:
         """Of the same ranks, under a further prefix."""
-        return self._replace(own=PrefixStore(place, self.own), shared=PrefixStore(place, self.shared))
+        return self._replace(own=PrefixStore(prefix, self.own), shared=PrefixStore(prefix, self.shared))
 
 
 class ProcessGroupTransport(Transport):
@@ -136,12 +136,12 @@ class ProcessGroupTransport(Transport):
     threaded = outlives_ranks = True
     departure_seconds = 2.0  # nothing of gloo waits for anybody at the end
 
-    def __init__(self, meeting: Meeting, patience: float = TIMEOUT_SECONDS) -> None:
-        self.rank, self.size = meeting.rank, meeting.size
+    def __init__(self, rendezvous: Rendezvous, patience: float = TIMEOUT_SECONDS) -> None:
+        self.rank, self.size = rendezvous.rank, rendezvous.size
         self.device = torch.device("cpu")
-        self._meeting = meeting
-        meet(meeting.own, self.rank, self.size, patience)
-        self._data = GlooGroup(meeting.shared, self.rank, self.size)
+        self._rendezvous = rendezvous
+        barrier(rendezvous.own, self.rank, self.size, patience)
+        self._data = GlooGroup(rendezvous.shared, self.rank, self.size)
         self._waiters = Waiters()
         self._control = self._mailbox(CONTROL_TAG, CONTROL_BYTES)
         self._abandoned: list[Wait] = []
@@ -164,8 +164,8 @@ class ProcessGroupTransport(Transport):
     def duplicate(self, patience: float) -> ProcessGroupTransport:
         """See `Transport.duplicate`."""
         self.duplicates += 1
-        place = self._meeting.elsewhere(f"duplicate/{self.duplicates}")
-        return _in_time(lambda: ProcessGroupTransport(place, patience), self.rank, patience)
+        there = self._rendezvous.elsewhere(f"duplicate/{self.duplicates}")
+        return _in_time(lambda: ProcessGroupTransport(there, patience), self.rank, patience)
 
     def can_sum(self, tensor: Tensor) -> bool:
         """See `Transport.can_sum`: CPU tensors of the dtypes that gloo knows."""

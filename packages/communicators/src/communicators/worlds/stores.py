@@ -29,7 +29,7 @@ def reconnected(group: dist.ProcessGroup) -> Store:
     store: Any = store_of(group)
     if hasattr(store, "clone"):
         return cast(Store, store.clone())
-    place = store.compare_set("communicators/elsewhere", "", uuid.uuid4().hex).decode()  # that of who was first
+    prefix = store.compare_set("communicators/elsewhere", "", uuid.uuid4().hex).decode()  # that of who was first
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     if isinstance(store, TCPStore):
@@ -38,15 +38,15 @@ def reconnected(group: dist.ProcessGroup) -> Store:
         other = FileStore(cast(Any, store).path)
     else:
         other = store
-    return PrefixStore(place, other)
+    return PrefixStore(prefix, other)
 
 
-def place_for(group: dist.ProcessGroup) -> str:
+def prefix_for(group: dist.ProcessGroup) -> str:
     """Keys for the next communicator with this group's ranks. The Store counts: it may outlive groups and processes."""
     return f"communicators/{store_of(group).add(f'communicators/made/{group.rank()}', 1)}"
 
 
-def meet(store: Store, rank: int, size: int, timeout: float) -> None:
+def barrier(store: Store, rank: int, size: int, timeout: float) -> None:
     """Returns when all ranks have come; connecting would wait for a missing one without end, and say nothing.
 
     Raises CollectiveError after `timeout` seconds.

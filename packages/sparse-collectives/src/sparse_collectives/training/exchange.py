@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 import torch
 from communicators import Bucket, Communicator, Schedule, Work, run, start
 from communicators.labels import labelled
-from communicators.replicas.bucket_parts import empty_like, split
+from communicators.replicas.by_parameter import empty_like, split
 from sparse_compress.nonfinite import all_finite
 from torch import Tensor
 

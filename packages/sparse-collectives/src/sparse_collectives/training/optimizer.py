@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from communicators import CollectiveError, Communicator, Work, as_communicator, buckets_of, refuse_unlike
-from communicators.replicas.bucket_parts import empty_like
+from communicators.replicas.by_parameter import empty_like
 from communicators.replicas.default_group import refuse_alone
 from communicators.replicas.first_broadcast import broadcast_parameters
 from communicators.replicas.parameters import name_parameters, refuse_changes
-from communicators.replicas.place import KEY
+from communicators.replicas.saved_by import KEY
 from communicators.replicas.wrapped_state import check_loaded, refuse_torch_helpers, wrapped_state
 from communicators.replicas.wrapping import Wrapping
 from sparse_compress import Compressor
@@ -35,7 +35,7 @@ from sparse_collectives.training.settings import (
     check_text,
     fixed,
 )
-from sparse_collectives.training.state_dict import check_fit, check_place, complete, place
+from sparse_collectives.training.state_dict import check_fit, check_saved_by, complete, saved_by
 
 SETTINGS = frozenset(
     {"algorithm", "bucket_bytes", "choice", "comm", "compressor", "density", "momentum", "nonfinite", "options"}
@@ -261,7 +261,7 @@ class DistributedOptimizer(Wrapping):
         self._refuse_mid_step("state_dict()")
         kept = self._exchange.state_dict()
         own = {
-            **place(self._comm),
+            **saved_by(self._comm),
             "algorithm": self._chosen.algorithm,
             "skipped": self.skipped,
             "steps": self._steps,
@@ -280,7 +280,7 @@ class DistributedOptimizer(Wrapping):
         refuse_torch_helpers("DistributedOptimizer")
         if self._overlap is not None and self._overlap.under_way:
             raise RuntimeError("load_state_dict() while gradients are under way: call step() first")
-        own = check_place(state_dict, self._comm.rank, self._comm.size)
+        own = check_saved_by(state_dict, self._comm.rank, self._comm.size)
         wrapped = check_loaded({key: value for key, value in state_dict.items() if key != KEY}, own.get("wrapped"))
         if self._chosen.scheme.parts:
             check_fit(own, {name: p.shape for name, p in zip(self._names, self._trained, strict=True)})

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from communicators import Communicator
-from communicators.replicas import place as shared
-from communicators.replicas.place import KEY
+from communicators.replicas import saved_by as shared
+from communicators.replicas.saved_by import KEY
 from torch import Tensor
 
 from sparse_collectives.training.parts import PARTS
@@ -26,14 +26,14 @@ def numbered(position: int) -> str:
     return f"parameter {position}"
 
 
-def place(comm: Communicator) -> dict[str, Any]:
+def saved_by(comm: Communicator) -> dict[str, Any]:
     """Which rank of how many."""
-    return shared.place(comm, RESHARD)
+    return shared.saved_by(comm, RESHARD)
 
 
-def check_place(state: Mapping[str, Any], rank: int, size: int) -> Mapping[str, Any]:
+def check_saved_by(state: Mapping[str, Any], rank: int, size: int) -> Mapping[str, Any]:
     """This part of a state_dict; ValueError unless it is of this rank and this world size."""
-    shared.check_place(
+    shared.check_saved_by(
         state,
         rank,
         size,

@@ -56,8 +56,8 @@ class NCCL:
             raise ValueError(f"data are on {device}, but were on {self._device} before: use one GPU a rank and group")
         return self._connected.done() and self._connected.result() is None
 
-    def exchange(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]) -> Launched:
-        """See `Line.exchange`."""
+    def sendrecv(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]) -> Launched:
+        """See `Line.sendrecv`."""
         self._group._start_coalescing()
         try:
             for peer, buffer in recvs.items():
@@ -76,8 +76,8 @@ class NCCL:
     def duplicate(self) -> NCCL:
         """See `Line.duplicate`."""
         self._duplicates += 1
-        place = PrefixStore(f"duplicate/{self._duplicates}", self._store)
-        return NCCL(place, self._group.rank(), self._group.size())
+        store = PrefixStore(f"duplicate/{self._duplicates}", self._store)
+        return NCCL(store, self._group.rank(), self._group.size())
 
     def abort(self) -> None:
         """See `Line.abort`. In a thread of its own: it waits for NCCL's."""
@@ -103,10 +103,10 @@ class NCCL:
             self._connected.set_exception(error)
 
 
-def nccl_of(group: dist.ProcessGroup, place: str) -> NCCL | None:
+def nccl_of(group: dist.ProcessGroup, prefix: str) -> NCCL | None:
     """A line with the ranks of a group whose backend for CUDA tensors is NCCL; None for others.
 
-    place: of this communicator's keys in the group's Store.
+    prefix: of this communicator's keys in the group's Store.
     """
     try:
         backend = group._get_backend(torch.device("cuda"))
@@ -114,5 +114,5 @@ def nccl_of(group: dist.ProcessGroup, place: str) -> NCCL | None:
         return None
     if backend.name() != "nccl":
         return None
-    store = PrefixStore(f"{place}/nccl", reconnected(group))
+    store = PrefixStore(f"{prefix}/nccl", reconnected(group))
     return NCCL(store, group.rank(), group.size())

@@ -48,7 +48,7 @@ class Line(Protocol):
     def ready(self, device: torch.device) -> bool:
         """Whether it is connected; begins to connect, which all ranks do at the same call. Does not block."""
 
-    def exchange(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]) -> Launched:
+    def sendrecv(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]) -> Launched:
         """Launches the messages of one round at once; a receive gets exactly as many bytes as it has room for."""
 
     def sum(self, tensor: Tensor) -> Launched:
@@ -198,7 +198,7 @@ class _PendingRound(Pending):
         for peer, nbytes in self._action.recvs.items():
             self._buffers[peer] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         try:
-            return self._transport.line.exchange(self._payloads, self._buffers)
+            return self._transport.line.sendrecv(self._payloads, self._buffers)
         except Exception:  # some of it may be in flight
             self._transport.abandon(self._payloads, self._buffers)
             raise

@@ -13,7 +13,7 @@ import torch
 from communicators import Communicator, as_communicator, refuse_unlike
 from communicators.replicas.default_group import default_group, refuse_other_world
 from communicators.replicas.parameters import check_pairs
-from communicators.replicas.place import KEY
+from communicators.replicas.saved_by import KEY
 from sparse_compress import Compressor
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket  # torch.distributed has it, but not for type checkers
@@ -27,7 +27,7 @@ from sparse_collectives.training.exchange import Exchange
 from sparse_collectives.training.scheme import Chosen, choose_scheme
 from sparse_collectives.training.schemes.table import WholeScheme
 from sparse_collectives.training.settings import check_compressor, check_count, check_momentum, check_settings, fixed
-from sparse_collectives.training.state_dict import check_fit, check_place, complete, place, refuse_residuals
+from sparse_collectives.training.state_dict import check_fit, check_saved_by, complete, refuse_residuals, saved_by
 
 PLACE = "a DDP hook"
 
@@ -154,7 +154,7 @@ class SparseHookState:
         kept = exchange.state_dict()
         trained = [(name, p) for name, p in self._parameters.items() if p.requires_grad]
         parts = complete(kept, exchange.scheme.parts, trained)
-        return {KEY: {**place(comm), "algorithm": chosen.algorithm, **kept, **parts}}
+        return {KEY: {**saved_by(comm), "algorithm": chosen.algorithm, **kept, **parts}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on where this rank's `state_dict` was taken.
@@ -165,7 +165,7 @@ class SparseHookState:
         `named_parameters` and before the first step, residuals that are left over are an error in the second step.
         """
         _, comm, chosen, exchange = self._world()
-        own = check_place(state_dict, comm.rank, comm.size)
+        own = check_saved_by(state_dict, comm.rank, comm.size)
         if chosen.scheme.parts:
             trained = {name: p.shape for name, p in self._parameters.items() if p.requires_grad}
             if shapes := trained or exchange.shapes:

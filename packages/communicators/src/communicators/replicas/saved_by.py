@@ -11,7 +11,7 @@ KEY = "distributed"
 """Where a wrapper's state_dict has its own part; the rest is the wrapped optimizer's."""
 
 
-def place(comm: Communicator, advice: str) -> dict[str, Any]:
+def saved_by(comm: Communicator, advice: str) -> dict[str, Any]:
     """Which rank of how many; the first key says it too, for torch.distributed.checkpoint, which names missing keys.
 
     advice: what to do with a state of another number of ranks.
@@ -19,7 +19,7 @@ def place(comm: Communicator, advice: str) -> dict[str, Any]:
     return {size_key(comm.size, advice): True, "rank": comm.rank, "world_size": comm.size}
 
 
-def check_place(
+def check_saved_by(
     state: Mapping[str, Any], rank: int, size: int, *, of: str, needs: tuple[str, ...], advice: str
 ) -> None:
     """Raises ValueError unless the state holds a part of this rank and this world size with all that it needs.
