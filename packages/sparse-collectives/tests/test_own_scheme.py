@@ -15,13 +15,13 @@ from torch import nn
 class Rounded:
     """Gradients in steps of 1 / `per_unit`; what is rounded off waits for the next step."""
 
-    parts = ("residuals",)
+    memories = ("residuals",)
 
     def __init__(self, comm, *, per_unit=1):
         self.comm, self.per_unit, self.residuals, self.facts = comm, per_unit, Residuals(), {}
 
-    def meet(self, key, bucket, kept):
-        self.residuals.meet(key, kept)
+    def register(self, key, bucket, kept):
+        self.residuals.register(key, kept)
         self.facts[key] = f"rounded(numel={bucket.numel}, per_unit={self.per_unit})"
 
     def forget(self, key):

@@ -18,8 +18,8 @@ from communicators.replicas.by_parameter import empty_like, split
 from sparse_compress.nonfinite import all_finite
 from torch import Tensor
 
+from sparse_collectives.training.memories import MEMORIES
 from sparse_collectives.training.nonfinite import Checked, checked, unlawful
-from sparse_collectives.training.parts import PARTS
 
 
 class Transfer(Protocol):
@@ -52,16 +52,16 @@ class Transfer(Protocol):
 class Scheme(Protocol):
     """How gradients become means, and what is kept between steps, by bucket; keys name buckets.
 
-    parts: which of `PARTS` are kept, tensors of a bucket's shape that belong to its parameters.
+    memories: which of `MEMORIES` are kept, tensors of a bucket's shape that belong to its parameters.
     """
 
-    parts: Sequence[str]
+    memories: Sequence[str]
 
-    def meet(self, key: str, bucket: Bucket, kept: Mapping[str, Tensor]) -> None:
-        """A bucket that is not known yet, with what was kept of its parameters, flat, by part; {} if nothing."""
+    def register(self, key: str, bucket: Bucket, kept: Mapping[str, Tensor]) -> None:
+        """A bucket that is not known yet, with what was kept of its parameters, flat, by memory; {} if nothing."""
 
     def forget(self, key: str) -> dict[str, Tensor]:
-        """Lets go of a bucket; what was kept, by part. Only between steps."""
+        """Lets go of a bucket; what was kept, by memory. Only between steps."""
 
     def transfer(self, key: str, flat: Tensor, scale: float, unused: Sequence[slice]) -> Transfer:
         """For a gradient that is `scale` times the one that counts; `unused` spans of it take no part."""
@@ -73,7 +73,7 @@ class Scheme(Protocol):
         """As if the step had not been, bit for bit; only where steps may be skipped."""
 
     def kept(self) -> dict[str, dict[str, Tensor]]:
-        """By part and bucket: references."""
+        """By memory and bucket: references."""
 
     def state_dict(self) -> dict[str, Any]:
         """What else is kept, in plain values."""
@@ -86,7 +86,7 @@ class Scheme(Protocol):
 class Exchange:
     """Means of buckets, and the steps that they make up.
 
-    names: of the parameters, which buckets have by position; the list may grow. place: for messages.
+    names: of the parameters, which buckets have by position; the list may grow. owner: whose exchange this is, for messages.
     nonfinite: "raise": a NaN or inf of any rank is an error on all of them, raised by each `Work`'s wait. "skip":
         `settle` tells whether the step stands, and undoes it where not. "pass": nobody looks.
     native: whole sums are left to the transport, where it has one, when their `Work` is waited for.
@@ -99,14 +99,14 @@ class Exchange:
         comm: Communicator,
         names: Sequence[str],
         *,
-        place: str,
+        owner: str,
         nonfinite: str,
         native: bool = False,
     ) -> None:
         self.scheme, self.comm = scheme, comm
-        self._names, self._place, self._nonfinite, self._native = names, place, nonfinite, native
+        self._names, self._owner, self._nonfinite, self._native = names, owner, nonfinite, native
         self._buckets: dict[str, Bucket] = {}  # by the name of their first member
-        self._pool: dict[str, dict[str, Tensor]] = {part: {} for part in PARTS}  # of no bucket yet, by parameter
+        self._pool: dict[str, dict[str, Tensor]] = {memory: {} for memory in MEMORIES}  # of no bucket yet, by parameter
         self._agreed: list[Tensor] = []  # of this step, by bucket, 0-D bool: a GPU is asked once, at its end
         self._own: list[Tensor] = []
         self.selection_seconds = 0.0
@@ -116,7 +116,7 @@ class Exchange:
 
         scale: of the loss; residuals are without it. unused: spans whose residuals wait; their gradient is zero.
         """
-        key = self.meet(bucket)
+        key = self.register(bucket)
         began = self.comm.clock()
         with labelled("select"):
             transfer = self.scheme.transfer(key, flat, scale, unused)
@@ -126,7 +126,7 @@ class Exchange:
         work: Work[Checked] = _Later(later, self.comm.clock) if native else self._launch(transfer, bucket)
         return _Mean(work, partial(self._end, transfer, flat))
 
-    def meet(self, bucket: Bucket) -> str:
+    def register(self, bucket: Bucket) -> str:
         """The name of a bucket; if its parameters were cut otherwise before, what was kept of them moves here."""
         key = self._names[bucket.members[0]]
         if self._buckets.get(key) == bucket:
@@ -135,11 +135,11 @@ class Exchange:
             if set(old.members) & set(bucket.members):
                 if self._agreed:  # a skipped step could not be undone in other buckets
                     self.settle()
-                for part, flat in self.scheme.forget(old_key).items():
-                    self._pool[part].update(split({old_key: flat}, self._buckets, self._names))
+                for memory, flat in self.scheme.forget(old_key).items():
+                    self._pool[memory].update(split({old_key: flat}, self._buckets, self._names))
                 del self._buckets[old_key]
-        kept = {part: self._out_of_pool(bucket, part) for part in self.scheme.parts}
-        self.scheme.meet(key, bucket, {part: flat for part, flat in kept.items() if flat is not None})
+        kept = {memory: self._out_of_pool(bucket, memory) for memory in self.scheme.memories}
+        self.scheme.register(key, bucket, {memory: flat for memory, flat in kept.items() if flat is not None})
         self._buckets[key] = bucket
         return key
 
@@ -151,7 +151,7 @@ class Exchange:
             self.scheme.rollback()
             return False
         if own and not bool(torch.stack(own).all()):
-            raise unlawful(self._place, self.comm.rank)
+            raise unlawful(self._owner, self.comm.rank)
         self.scheme.commit()
         return True
 
@@ -178,26 +178,29 @@ class Exchange:
     def state_dict(self) -> dict[str, Any]:
         """What is kept, by parameter, and the scheme's own state: references."""
         kept = self.scheme.kept()
-        by_parameter = {part: split(kept.get(part, {}), self._buckets, self._names) for part in PARTS}
-        return {**{part: {**self._pool[part], **by_parameter[part]} for part in PARTS}, **self.scheme.state_dict()}
+        by_parameter = {memory: split(kept.get(memory, {}), self._buckets, self._names) for memory in MEMORIES}
+        return {
+            **{memory: {**self._pool[memory], **by_parameter[memory]} for memory in MEMORIES},
+            **self.scheme.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replaces all by copies of what `state_dict` gave. Raises ValueError, before anything is changed."""
-        pool = {part: {name: tensor.clone() for name, tensor in state[part].items()} for part in PARTS}
+        pool = {memory: {name: tensor.clone() for name, tensor in state[memory].items()} for memory in MEMORIES}
         self.scheme.reset(state)
         buckets, self._buckets, self._pool = self._buckets, {}, pool
         self._agreed, self._own = [], []
         for bucket in buckets.values():
-            self.meet(bucket)
+            self.register(bucket)
 
     def _launch(self, transfer: Transfer, bucket: Bucket) -> Work[Checked]:
-        facts = f"{transfer.facts} in {self._place}"
+        facts = f"{transfer.facts} in {self._owner}"
         return start(self._looked_at(transfer.schedule, transfer, bucket), self.comm, facts=facts, device=bucket.device)
 
     def _sum(self, transfer: Transfer, bucket: Bucket) -> Checked:
         """The plain sum, by the transport where it has one."""
         assert transfer.summed is not None
-        total = self.comm.native_allreduce(transfer.summed, facts=f"{transfer.facts} in {self._place}")
+        total = self.comm.native_allreduce(transfer.summed, facts=f"{transfer.facts} in {self._owner}")
         if total is None:
             return self._launch(transfer, bucket).wait()
         if self._nonfinite != "raise" or bool(all_finite(total)):
@@ -208,8 +211,8 @@ class Exchange:
     def _looked_at(self, schedule: Schedule[Any], transfer: Transfer, bucket: Bucket) -> Schedule[Checked]:
         if self._nonfinite != "raise":
             return _unchecked(schedule)
-        place = f"{transfer.facts} in {self._place}"
-        return checked(schedule, transfer, bucket, self._names, self.comm.rank, self.comm.size, place=place)
+        what = f"{transfer.facts} in {self._owner}"
+        return checked(schedule, transfer, bucket, self._names, self.comm.rank, self.comm.size, what=what)
 
     def _end(self, transfer: Transfer, flat: Tensor, outcome: Checked) -> Tensor:
         result, error = outcome
@@ -222,13 +225,13 @@ class Exchange:
             self._own.append(all_finite(transfer.own(result)))
         return mean
 
-    def _out_of_pool(self, bucket: Bucket, part: str) -> Tensor | None:
+    def _out_of_pool(self, bucket: Bucket, memory: str) -> Tensor | None:
         """The members' residuals or velocities as one flat tensor, zeros where there is none; None without any."""
         found: dict[int, Tensor | None] = {}
         for member, shape in zip(bucket.members, bucket.shapes, strict=True):
-            tensor = found[member] = self._pool[part].pop(self._names[member], None)
+            tensor = found[member] = self._pool[memory].pop(self._names[member], None)
             if tensor is not None and tensor.shape != shape:
-                raise ValueError(f"{part} of {self._names[member]!r}: {tuple(tensor.shape)}, expected {tuple(shape)}")
+                raise ValueError(f"{memory} of {self._names[member]!r}: {tuple(tensor.shape)}, expected {tuple(shape)}")
         if all(tensor is None for tensor in found.values()):
             return None
         return bucket.gather(found, out=empty_like(bucket))

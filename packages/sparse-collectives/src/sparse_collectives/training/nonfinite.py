@@ -31,7 +31,7 @@ def checked(
     rank: int,
     size: int,
     *,
-    place: str,
+    what: str,
 ) -> Schedule[Checked]:
     """The schedule's result and, in the same call, which rank gave what was not finite, where its result is not.
 
@@ -41,7 +41,7 @@ def checked(
     result = yield from schedule
     if bool(all_finite(transfer.agreed(result))):
         if not bool(all_finite(transfer.own(result))):
-            raise unlawful(place, rank)
+            raise unlawful(what, rank)
         return result, None
     found = transfer.suspect()
     own = torch.tensor([-1 if found < 0 else _member(bucket, found)], device=bucket.device).view(torch.uint8)
@@ -49,10 +49,10 @@ def checked(
     return result, _error([int(block.clone().view(torch.int64)) for block in blocks], names)
 
 
-def unlawful(place: str, rank: int) -> CollectiveError:
+def unlawful(what: str, rank: int) -> CollectiveError:
     """For a NaN that would wait in one rank's residual while nobody else hears of it."""
     return CollectiveError(
-        f"{place}: what rank {rank} is to keep is not finite although the total is; an algorithm must let NaN and inf "
+        f"{what}: what rank {rank} is to keep is not finite although the total is; an algorithm must let NaN and inf "
         "of any rank show in the total"
     )
 

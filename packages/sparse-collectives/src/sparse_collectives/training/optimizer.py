@@ -140,10 +140,10 @@ class DistributedOptimizer(Wrapping):
         self._works: dict[int, Work[Tensor]] = {}
         self._synchronized = self._skips = self._accumulates = False
         self._exchange = Exchange(
-            chosen.scheme, comm, self._names, place="a DistributedOptimizer", nonfinite=nonfinite, native=not overlap
+            chosen.scheme, comm, self._names, owner="a DistributedOptimizer", nonfinite=nonfinite, native=not overlap
         )
         for bucket in self._buckets:
-            self._exchange.meet(bucket)
+            self._exchange.register(bucket)
         self._overlap = BackwardOrder(self._trained, self._buckets, self._start) if overlap else None
         _take_over(optimizer, self._overlap)
         settings = f"{chosen.algorithm}, wire={chosen.wire!r}, {momentum=}, {bucket_bytes=}, {overlap=}, {nonfinite=}"
@@ -266,7 +266,7 @@ class DistributedOptimizer(Wrapping):
             "skipped": self.skipped,
             "steps": self._steps,
             **kept,
-            **complete(kept, self._chosen.scheme.parts, zip(self._names, self._trained, strict=True)),
+            **complete(kept, self._chosen.scheme.memories, zip(self._names, self._trained, strict=True)),
         }
         wrapped, own["wrapped"] = wrapped_state(self.optimizer, stepped=self._steps > self.skipped)
         return {**wrapped, KEY: own}
@@ -282,7 +282,7 @@ class DistributedOptimizer(Wrapping):
             raise RuntimeError("load_state_dict() while gradients are under way: call step() first")
         own = check_saved_by(state_dict, self._comm.rank, self._comm.size)
         wrapped = check_loaded({key: value for key, value in state_dict.items() if key != KEY}, own.get("wrapped"))
-        if self._chosen.scheme.parts:
+        if self._chosen.scheme.memories:
             check_fit(own, {name: p.shape for name, p in zip(self._names, self._trained, strict=True)})
         states = own["algorithm_state"] if own["algorithm"] == self._chosen.algorithm else []
         self._exchange.load_state_dict({**own, "algorithm_state": states})

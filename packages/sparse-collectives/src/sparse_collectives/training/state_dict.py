@@ -15,7 +15,7 @@ from communicators.replicas import saved_by as shared
 from communicators.replicas.saved_by import KEY
 from torch import Tensor
 
-from sparse_collectives.training.parts import PARTS
+from sparse_collectives.training.memories import MEMORIES
 
 RESHARD = "a state of another number of ranks goes through reshard_residuals"
 DENSE_ADVICE = "drop them with reshard_residuals(states, size, drop=True)"
@@ -45,36 +45,36 @@ def check_saved_by(state: Mapping[str, Any], rank: int, size: int) -> Mapping[st
 
 
 def complete(
-    kept: Mapping[str, Mapping[str, Tensor]], parts: Sequence[str], trained: Iterable[tuple[str, Tensor]]
+    kept: Mapping[str, Mapping[str, Tensor]], memories: Sequence[str], trained: Iterable[tuple[str, Tensor]]
 ) -> dict[str, dict[str, Tensor]]:
-    """Every part of every trained parameter, zeros where nothing is kept yet.
+    """Every memory of every trained parameter, zeros where nothing is kept yet.
 
     So that a new state is a complete template: torch.distributed.checkpoint loads only what it finds there.
     """
-    found = {part: dict(kept[part]) for part in PARTS}
+    found = {memory: dict(kept[memory]) for memory in MEMORIES}
     for name, p in trained:
-        for part in parts:
-            if name not in found[part]:
+        for memory in memories:
+            if name not in found[memory]:
                 dtype = torch.promote_types(p.dtype, torch.float32)
-                found[part][name] = torch.zeros(p.shape, dtype=dtype, device=p.device)
+                found[memory][name] = torch.zeros(p.shape, dtype=dtype, device=p.device)
     return found
 
 
 def check_fit(own: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> None:
-    """Raises ValueError that names the parameters for parts of others than those of `shapes`; none at all is fine."""
-    for part in PARTS:
-        if not (tensors := own[part]):
+    """Raises ValueError that names the parameters for memories of others than those of `shapes`; none at all is fine."""
+    for memory in MEMORIES:
+        if not (tensors := own[memory]):
             continue
         _check_numbering(tensors, shapes)
         if wrong := sorted(set(shapes) ^ set(tensors)):
-            raise ValueError(f"{part}: only the checkpoint, or only the model, has {wrong}")
+            raise ValueError(f"{memory}: only the checkpoint, or only the model, has {wrong}")
         wrong = [
             f"{name}: {tuple(tensors[name].shape)}, not {tuple(shape)}"
             for name, shape in shapes.items()
             if tensors[name].shape != shape
         ]
         if wrong:
-            raise ValueError(f"{part} of other shapes than the parameters: {wrong}")
+            raise ValueError(f"{memory} of other shapes than the parameters: {wrong}")
 
 
 def refuse_residuals(residuals: Mapping[str, Tensor]) -> None:
@@ -108,12 +108,14 @@ def reshard_residuals(states: Sequence[Mapping[str, Any]], size: int, *, drop: b
 
 def _reshard(owns: Sequence[Mapping[str, Any]], rank: int, size: int, *, drop: bool) -> dict[str, Any]:
     heirs = [] if drop else owns[rank::size]
-    parts = {part: {name: _total(name, part, owns, heirs, size) for name in owns[0][part]} for part in PARTS}
+    memories = {
+        memory: {name: _total(name, memory, owns, heirs, size) for name in owns[0][memory]} for memory in MEMORIES
+    }
     rest = {key: value for key, value in owns[0].items() if key != shared.size_key(len(owns), RESHARD)}
     return {
         shared.size_key(size, RESHARD): True,
         **rest,
-        **parts,
+        **memories,
         "rank": rank,
         "world_size": size,
         "algorithm_state": [],
@@ -121,17 +123,17 @@ def _reshard(owns: Sequence[Mapping[str, Any]], rank: int, size: int, *, drop: b
 
 
 def _total(
-    name: str, part: str, owns: Sequence[Mapping[str, Any]], heirs: Sequence[Mapping[str, Any]], size: int
+    name: str, memory: str, owns: Sequence[Mapping[str, Any]], heirs: Sequence[Mapping[str, Any]], size: int
 ) -> Tensor:
-    total = torch.zeros_like(owns[0][part][name])
+    total = torch.zeros_like(owns[0][memory][name])
     for heir in heirs:
-        total += heir[part][name]
+        total += heir[memory][name]
     return total.mul_(size).div_(len(owns))
 
 
 def _whole(own: Mapping[str, Any]) -> dict[str, Any]:
-    """With the parts that are empty, which torch.distributed.checkpoint does not write."""
-    return {**{part: {} for part in PARTS}, **own}
+    """With the memories that are empty, which torch.distributed.checkpoint does not write."""
+    return {**{memory: {} for memory in MEMORIES}, **own}
 
 
 def _check_numbering(tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:

@@ -29,7 +29,7 @@ from sparse_collectives.training.schemes.table import WholeScheme
 from sparse_collectives.training.settings import check_compressor, check_count, check_momentum, check_settings, fixed
 from sparse_collectives.training.state_dict import check_fit, check_saved_by, complete, refuse_residuals, saved_by
 
-PLACE = "a DDP hook"
+OWNER = "a DDP hook"
 
 
 class SparseHookState:
@@ -153,8 +153,8 @@ class SparseHookState:
         self._settle()
         kept = exchange.state_dict()
         trained = [(name, p) for name, p in self._parameters.items() if p.requires_grad]
-        parts = complete(kept, exchange.scheme.parts, trained)
-        return {KEY: {**saved_by(comm), "algorithm": chosen.algorithm, **kept, **parts}}
+        memories = complete(kept, exchange.scheme.memories, trained)
+        return {KEY: {**saved_by(comm), "algorithm": chosen.algorithm, **kept, **memories}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on where this rank's `state_dict` was taken.
@@ -166,7 +166,7 @@ class SparseHookState:
         """
         _, comm, chosen, exchange = self._world()
         own = check_saved_by(state_dict, comm.rank, comm.size)
-        if chosen.scheme.parts:
+        if chosen.scheme.memories:
             trained = {name: p.shape for name, p in self._parameters.items() if p.requires_grad}
             if shapes := trained or exchange.shapes:
                 check_fit(own, shapes)
@@ -189,7 +189,7 @@ class SparseHookState:
         held = self._accumulated.take_out(known, flat)
         if bucket.is_last():
             self._accumulated.whole()
-        unused = unused_spans(spans, flat) if exchange.scheme.parts else ()
+        unused = unused_spans(spans, flat) if exchange.scheme.memories else ()
         work = exchange.start(known, flat, scale=self._scale, unused=unused)
 
         def whole(mean: torch.futures.Future[Tensor]) -> Tensor:
@@ -214,8 +214,8 @@ class SparseHookState:
                 parameters=list(self._parameters.values()),
                 tentative=self._grad_scaler is not None,
             )
-            nonfinite = "raise" if self._grad_scaler is None else "skip" if chosen.scheme.parts else "pass"
-            exchange = Exchange(chosen.scheme, comm, self._buckets.names, place=PLACE, nonfinite=nonfinite)
+            nonfinite = "raise" if self._grad_scaler is None else "skip" if chosen.scheme.memories else "pass"
+            exchange = Exchange(chosen.scheme, comm, self._buckets.names, owner=OWNER, nonfinite=nonfinite)
             self._found = group, comm, chosen, exchange
         return self._found
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from sparse_collectives.prediction.traffic import Traffic, bruck_sent, together
 from sparse_collectives.training.exchange import Transfer
+from sparse_collectives.training.memories import MEMORIES
 from sparse_collectives.training.nonfinite import first_nonfinite
-from sparse_collectives.training.parts import PARTS
 from sparse_collectives.training.schemes.residuals import Residuals, in_units
 
 
@@ -31,17 +31,17 @@ class Int8Sum:
     Scales are powers of two, so sums of what is rounded and of what is left over are exact where float32 is.
     """
 
-    parts: Sequence[str] = PARTS[:1]
+    memories: Sequence[str] = MEMORIES[:1]
 
     def __init__(self, comm: Communicator) -> None:
         self._comm, self._residuals = comm, Residuals()
         self._facts: dict[str, str] = {}
 
-    def meet(self, key: str, bucket: Bucket, kept: Mapping[str, Tensor]) -> None:
+    def register(self, key: str, bucket: Bucket, kept: Mapping[str, Tensor]) -> None:
         """What ranks must share is put into words once. TypeError for float64, of which most would wait for long."""
         if bucket.dtype == torch.float64:
             raise TypeError("dense-int8 carries float32 values, but gradients are float64: take algorithm='dense'")
-        self._residuals.meet(key, kept)
+        self._residuals.register(key, kept)
         self._facts[key] = f"dense-int8(numel={bucket.numel})"
 
     def forget(self, key: str) -> dict[str, Tensor]:

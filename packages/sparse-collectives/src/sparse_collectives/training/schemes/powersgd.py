@@ -18,8 +18,8 @@ from torch import Tensor
 from sparse_collectives.algorithms.dense_sum import dense_sent
 from sparse_collectives.prediction.traffic import Traffic, together
 from sparse_collectives.training.exchange import Transfer
+from sparse_collectives.training.memories import MEMORIES
 from sparse_collectives.training.nonfinite import first_nonfinite
-from sparse_collectives.training.parts import PARTS
 from sparse_collectives.training.schemes.gram_schmidt import orthonormal, outer_sum
 from sparse_collectives.training.schemes.low_rank_layout import (
     Layout,
@@ -56,7 +56,7 @@ class PowerSGD:
     rank: r, columns of P and Q.
     """
 
-    parts: Sequence[str] = PARTS[:1]
+    memories: Sequence[str] = MEMORIES[:1]
 
     def __init__(self, comm: Communicator, *, rank: int) -> None:
         self._comm, self._columns = comm, rank
@@ -66,9 +66,9 @@ class PowerSGD:
         self._q: dict[int, Tensor] = {}  # likewise
         self._open: dict[int, Tensor] = {}
 
-    def meet(self, key: str, bucket: Bucket, kept: Mapping[str, Tensor]) -> None:
+    def register(self, key: str, bucket: Bucket, kept: Mapping[str, Tensor]) -> None:
         """Matrices that are new begin with directions of their own, drawn alike on every rank."""
-        self._residuals.meet(key, kept)
+        self._residuals.register(key, kept)
         layout = self._layouts[key] = layout_of(bucket, self._columns)
         dtype = torch.promote_types(bucket.dtype, torch.float32)
         shapes = dict(zip(bucket.members, bucket.shapes, strict=True))

@@ -10,7 +10,7 @@ import torch
 from communicators import Bucket
 from torch import Tensor
 
-from sparse_collectives.training.parts import PARTS
+from sparse_collectives.training.memories import MEMORIES
 
 
 class Residuals:
@@ -23,13 +23,13 @@ class Residuals:
         self._kept: dict[str, Tensor] = {}
         self._open: dict[str, Tensor] = {}
 
-    def meet(self, key: str, kept: Mapping[str, Tensor]) -> None:
+    def register(self, key: str, kept: Mapping[str, Tensor]) -> None:
         """A bucket that begins with what was kept of its parameters."""
         if kept:
             self._kept[key] = kept["residuals"]
 
     def forget(self, key: str) -> dict[str, Tensor]:
-        """Lets go of a bucket; what was kept of it, by part. A step that may still be undone has ended before that."""
+        """Lets go of a bucket; what was kept, by memory. A step that may still be undone has ended before that."""
         before, after = self._kept.pop(key, None), self._open.pop(key, None)
         latest = before if after is None else after
         return {} if latest is None else {"residuals": latest}
@@ -61,8 +61,8 @@ class Residuals:
         self._open.clear()
 
     def kept(self) -> dict[str, dict[str, Tensor]]:
-        """By part and bucket: references."""
-        return {**{part: {} for part in PARTS}, "residuals": self._kept}
+        """By memory and bucket: references."""
+        return {**{memory: {} for memory in MEMORIES}, "residuals": self._kept}
 
     def reset(self, state: Mapping[str, Any]) -> None:
         """Forgets all buckets; ValueError for velocities that are not zero, which would be lost here."""

@@ -18,7 +18,7 @@ from sparse_collectives.reduction import Reduction
 from sparse_collectives.settled import Way
 from sparse_collectives.state import State
 from sparse_collectives.training.exchange import Transfer
-from sparse_collectives.training.parts import PARTS
+from sparse_collectives.training.memories import MEMORIES
 from sparse_collectives.training.suspects import marked, suspect_element
 from sparse_collectives.wire.wire import wire_named
 
@@ -42,14 +42,14 @@ class Selections:
     ) -> None:
         self._comm, self._way, self._entry, self._wire = comm, way, way.entry, wire
         self._compressor, self._momentum, self._tentative = compressor, momentum, tentative
-        self.parts: Sequence[str] = PARTS if momentum else PARTS[:1]
+        self.memories: Sequence[str] = MEMORIES if momentum else MEMORIES[:1]
         self._feedback = self._new_feedback()
         self._states: dict[str, State] = {}
         self._before: dict[str, State] = {}  # tentative: of the buckets that this step has brought
         self._facts: dict[tuple[int, torch.dtype, int], str] = {}
 
-    def meet(self, key: str, bucket: Bucket, kept: Mapping[str, Tensor]) -> None:
-        """See `Scheme.meet`. TypeError for float64 gradients on a wire of fewer bytes."""
+    def register(self, key: str, bucket: Bucket, kept: Mapping[str, Tensor]) -> None:
+        """See `Scheme.register`. TypeError for float64 gradients on a wire of fewer bytes."""
         wire_named(self._wire, dtype=torch.promote_types(bucket.dtype, torch.float32))
         if self._entry.initial_state is not None:
             self._states.setdefault(key, self._entry.initial_state())
@@ -91,7 +91,7 @@ class Selections:
     def kept(self) -> dict[str, dict[str, Tensor]]:
         """See `Scheme.kept`."""
         state = self._feedback.state_dict()
-        return {part: state[part] for part in PARTS}
+        return {memory: state[memory] for memory in MEMORIES}
 
     def state_dict(self) -> dict[str, Any]:
         """The algorithm's state by bucket, as a list, which torch.distributed.checkpoint loads as a whole."""

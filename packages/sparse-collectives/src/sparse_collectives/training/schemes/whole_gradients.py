@@ -12,8 +12,8 @@ from communicators.dense_schedules import allreduce
 from torch import Tensor
 
 from sparse_collectives.training.exchange import Transfer
+from sparse_collectives.training.memories import MEMORIES
 from sparse_collectives.training.nonfinite import first_nonfinite
-from sparse_collectives.training.parts import PARTS
 from sparse_collectives.training.state_dict import refuse_residuals
 from sparse_collectives.wire.half import DenseWire, dense_wire
 
@@ -24,13 +24,13 @@ class WholeGradients:
     wire: "bf16" or "fp16": gradients are divided by P, rounded, and summed in that; what is rounded off is lost.
     """
 
-    parts: Sequence[str] = ()
+    memories: Sequence[str] = ()
 
     def __init__(self, comm: Communicator, *, wire: str = "fp32") -> None:
         self._rank, self._size, self._wire_name, self._wire = comm.rank, comm.size, wire, dense_wire(wire)
         self._facts: dict[str, str] = {}
 
-    def meet(self, key: str, bucket: Bucket, kept: Mapping[str, Tensor]) -> None:
+    def register(self, key: str, bucket: Bucket, kept: Mapping[str, Tensor]) -> None:
         """What ranks must share is put into words once."""
         del kept
         dtype = torch.promote_types(bucket.dtype, torch.float32)
@@ -57,7 +57,7 @@ class WholeGradients:
 
     def kept(self) -> dict[str, dict[str, Tensor]]:
         """Nothing."""
-        return {part: {} for part in PARTS}
+        return {memory: {} for memory in MEMORIES}
 
     def state_dict(self) -> dict[str, Any]:
         """Empty."""

@@ -1,3 +1,3 @@
 """What the exchange keeps of gradients between steps."""
 
-PARTS = ("residuals", "velocities")
+MEMORIES = ("residuals", "velocities")
