@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from local_sgd.exchange import Arrived, Exchange
+from local_sgd.averaging import Arrived, Averaging
 from local_sgd.outer import Outer
 from local_sgd.parts import Part
 
@@ -22,7 +22,7 @@ class Fragment:
     """
 
     parts: list[Part]
-    exchange: Exchange
+    averaging: Averaging
     outer: Outer
     done: int = 0
     weight: float = 0.0
@@ -40,12 +40,12 @@ class Fragment:
 
     def launch(self, weight: float, due: int, *, finished: bool) -> None:
         """x, as it is now, begins to travel."""
-        self.exchange.launch([part.gather() for part in self.parts], weight, finished=finished)
+        self.averaging.launch([part.gather() for part in self.parts], weight, finished=finished)
         self.done, self.weight, self.due = 0, 0.0, due
 
     def state_dict(self) -> dict[str, Any]:
         """What was launched is waited for, and not applied. Where nothing was, means are zeros."""
-        arrived = Arrived([], 0.0, 0) if self.due is None else self.exchange.arrived()
+        arrived = Arrived([], 0.0, 0) if self.due is None else self.averaging.arrived()
         means = arrived.means or [torch.zeros_like(part["anchor"]) for part in self.parts]
         return {
             "names": self.names,
@@ -72,7 +72,7 @@ class Fragment:
         arrived, means = state["arrived"], [torch.empty_like(part["anchor"]) for part in self.parts]
         for name, view in self._by_name(means).items():
             view.copy_(arrived["means"][name])
-        self.exchange.store(Arrived(means if arrived["weight"] else [], arrived["weight"], arrived["unfinished"]))
+        self.averaging.store(Arrived(means if arrived["weight"] else [], arrived["weight"], arrived["unfinished"]))
         self.done, self.weight = state["done"], state["weight"]
         self.due = state["due"] if state["launched"] else None
         self.outer.load_state_dict(state["outer"])

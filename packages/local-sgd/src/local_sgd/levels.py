@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 import torch
 from communicators import Communicator, allgather, as_communicator
 
+from local_sgd.averaging import Averaging
 from local_sgd.block import Block, Every
-from local_sgd.exchange import Exchange
 from local_sgd.options import Options
 from local_sgd.settings import whole
 
@@ -59,7 +59,7 @@ class Near:
         self.comm, self.times, self.met = as_communicator(inner.group), inner.times, 0
         self.block = Block(inner.every)
         _refuse_gaps(self.comm, everybody)
-        self.exchange = Exchange(self.comm, f"{what} in its group", native=native)
+        self.averaging = Averaging(self.comm, f"{what} in its group", native=native)
 
     @property
     def is_due(self) -> bool:

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from local_sgd import beginning, saved
+from local_sgd.averaging import Arrived, Averaging
 from local_sgd.block import Block, Every
+from local_sgd.compression.averaging import CompressedAveraging
 from local_sgd.compression.choice import Compression
-from local_sgd.compression.exchange import Compressed
-from local_sgd.exchange import Arrived, Exchange
 from local_sgd.inner_state import InnerState
 from local_sgd.levels import Inner, Near
 from local_sgd.nonfinite import refuse_nonfinite
@@ -130,7 +130,7 @@ class PeriodicAveraging(Wrapping):
         self._native = native
         self._near = None if self.inner is None else Near(self.inner, self._comm, what, native=native)
         self._sums = self.compression.sum_of(self._parts, self._comm, what) if self.compression else None
-        self._exchange = self.exchange_of(self._parts)
+        self._averaging = self.averaging_of(self._parts)
         self._buffers = Buffers(model, buffers, self._comm, what)
         self._inner = InnerState(inner_state, optimizer, self._comm, what)
         self._begin()
@@ -171,19 +171,19 @@ class PeriodicAveraging(Wrapping):
         if self._near is not None:
             self._near.load_state_dict(state["near"])
 
-    def exchanges(self) -> list[Exchange]:
+    def averagings(self) -> list[Averaging]:
         """All of them."""
-        return [self._exchange]
+        return [self._averaging]
 
     def pieces(self) -> list[dict[str, Tensor]]:
         """The parameters that are exchanged together; no vector holds some of two pieces."""
         return [self._trained]
 
-    def exchange_of(self, parts: list[Part]) -> Exchange:
+    def averaging_of(self, parts: list[Part]) -> Averaging:
         """By which these parts are exchanged."""
         if self._sums is None:
-            return Exchange(self._comm, self._what, native=self._native)
-        return Compressed(self._comm, self._what, parts, self.anchors[0], self._sums)
+            return Averaging(self._comm, self._what, native=self._native)
+        return CompressedAveraging(self._comm, self._what, parts, self.anchors[0], self._sums)
 
     def depart(self, part: Part, x: Tensor) -> Tensor:
         """Of an algorithm that overlaps, its boundary where no mean comes: at the beginning and after a drain."""
@@ -216,7 +216,7 @@ class PeriodicAveraging(Wrapping):
         1 where every exchange is over before its mean is applied: at the next boundary, or in `StreamingDiLoCo` `delay`
         steps later. 0 where it is waited for at once: by algorithms that do not overlap, and with a delay of 0.
         """
-        waited, under_way = map(sum, zip(*(exchange.seconds for exchange in self.exchanges()), strict=True))
+        waited, under_way = map(sum, zip(*(averaging.seconds for averaging in self.averagings()), strict=True))
         return max(0.0, 1.0 - waited / under_way) if under_way > 0 else None
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -238,10 +238,10 @@ class PeriodicAveraging(Wrapping):
         last = self._block.count(weight)
         if self._near is not None:
             if self._near.block.count(weight):
-                self._meet_near(self._near, finished=False)
+                self._sync_near(self._near, finished=False)
             last = self._near.is_due
         if last:
-            self._meet_all()
+            self._sync_all()
 
     def drain(self) -> None:
         """Ends the block now, and what is under way; then every rank holds the model, in the same bits.
@@ -268,8 +268,8 @@ class PeriodicAveraging(Wrapping):
 
     def wait(self) -> None:
         """Waits for what is under way, which is applied at the next boundary as ever; so that it can be counted."""
-        for exchange in self.exchanges():
-            exchange.wait()
+        for averaging in self.averagings():
+            averaging.wait()
 
     @contextmanager
     def averaged_model(self, *, comm: Communicator | None = None) -> Iterator[nn.Module | None]:
@@ -306,7 +306,7 @@ class PeriodicAveraging(Wrapping):
         refuse_torch_helpers(self._what)
         self._refuse_shown("state_dict()")
         self._refuse_other_parameters()
-        arrived = self._exchange.arrived() if self.overlaps else None
+        arrived = self._averaging.arrived() if self.overlaps else None
         return saved.state_dict(self, self._parts, self._block, arrived, drained=self._drained)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -326,7 +326,7 @@ class PeriodicAveraging(Wrapping):
         self.wait()  # an error of what is under way is raised before anything is changed
         arrived = saved.load(self, state_dict, own, self._parts, self._block)
         if arrived is not None:
-            self._exchange.store(arrived)
+            self._averaging.store(arrived)
         self._drained, self._expected, self._loaded = own["drained"], own["parameters"], True
 
     def _is_own(self, state: dict[str, Any]) -> bool:
@@ -347,21 +347,21 @@ class PeriodicAveraging(Wrapping):
             for name in self.anchors:
                 part[name].copy_(model)
         if self.overlaps:
-            self._exchange.store(Arrived([], 0.0, self._comm.size))
+            self._averaging.store(Arrived([], 0.0, self._comm.size))
         self._drained = True
 
-    def _meet_all(self) -> None:
+    def _sync_all(self) -> None:
         """A boundary in mid-training."""
-        self._meet(self._own_weight(), finished=False)
+        self._sync(self._own_weight(), finished=False)
         self._block.end()
         if self._near is not None:
             self._near.met = 0
 
-    def _meet_near(self, near: Near, *, finished: bool) -> int:
+    def _sync_near(self, near: Near, *, finished: bool) -> int:
         """The mean of this rank's small group; returns how many of it had not finished."""
         self._refuse_misfits()
         xs = [part.gather() for part in self._parts]
-        arrived = near.exchange.now(xs, self._own_weight(near.block), finished=finished)
+        arrived = near.averaging.now(xs, self._own_weight(near.block), finished=finished)
         refuse_nonfinite(self._parts, arrived.means, near.comm, f"{self._what} in its group")
         for part, mean in zip(self._parts, arrived.means or xs, strict=True):
             part.put(mean)
@@ -371,22 +371,22 @@ class PeriodicAveraging(Wrapping):
 
     def _end_near(self, near: Near, *, all_at_once: bool) -> None:
         """Until all of this rank's small group have finished."""
-        while unfinished := self._meet_near(near, finished=True):
+        while unfinished := self._sync_near(near, finished=True):
             if all_at_once:
                 self._refuse_undrained(unfinished)
             if near.is_due:
-                self._meet_all()
+                self._sync_all()
         near.begin()
 
-    def _meet(self, weight: float, *, finished: bool) -> Arrived:
+    def _sync(self, weight: float, *, finished: bool) -> Arrived:
         """A boundary."""
         self._next_boundary()
         xs = [part.gather() for part in self._parts]
-        arrived = self._exchange.arrived() if self.overlaps else self._exchange.now(xs, weight, finished=finished)
+        arrived = self._averaging.arrived() if self.overlaps else self._averaging.now(xs, weight, finished=finished)
         refuse_nonfinite(self._parts, arrived.means, self._comm, self._what)
         xs = self._apply(xs, arrived)
         if self.overlaps and arrived.unfinished:
-            self._exchange.launch(xs, weight, finished=finished)
+            self._averaging.launch(xs, weight, finished=finished)
         self._inner.at_boundary()
         self._buffers.at_boundary()
         return arrived
@@ -395,8 +395,8 @@ class PeriodicAveraging(Wrapping):
         self._refuse_misfits()
         if self._loaded:
             self._loaded = False
-            for exchange in self.exchanges():
-                exchange.loaded(self._block.boundaries)
+            for averaging in self.averagings():
+                averaging.loaded(self._block.boundaries)
         self._block.boundaries += 1
 
     def _rates(self) -> list[float]:
@@ -432,12 +432,12 @@ class PeriodicAveraging(Wrapping):
         self._refuse_unended()
         if self._near is not None:
             self._end_near(self._near, all_at_once=most is not None)
-        arrived, means = self._meet(self._own_weight(), finished=True), list[Tensor]()
+        arrived, means = self._sync(self._own_weight(), finished=True), list[Tensor]()
         while arrived.unfinished:
             means = arrived.means or means
             if most is not None and (most := most - 1) < 1:
                 self._refuse_undrained(arrived.unfinished)
-            arrived = self._meet(0.0, finished=True)
+            arrived = self._sync(0.0, finished=True)
         models = self._final(arrived.means, means) if self.mean_is_model else self._anchors()
         for part, model in zip(self._parts, models, strict=True):
             part.put(model)
@@ -460,8 +460,8 @@ class PeriodicAveraging(Wrapping):
         """What the algorithm calls its model, now; nothing of it is applied."""
         if self.mean_is_model:
             xs = [part.gather() for part in self._parts]
-            return self._exchange.plain(xs, comm, "averaged_model()")
-        if not self.overlaps or not (arrived := self._exchange.arrived()).means:
+            return self._averaging.plain(xs, comm, "averaged_model()")
+        if not self.overlaps or not (arrived := self._averaging.arrived()).means:
             return self._anchors()
         drafts = [part.draft() for part in self._parts]
         for draft, mean in zip(drafts, arrived.means, strict=True):

@@ -94,7 +94,7 @@ class OuterRounds:
         changes = [part["anchor"] - part.gather() for part in self._parts]
         self._apply(self._rounds.allreduce(changes, weight=weight))
 
-    def meet(self) -> None:
+    def synchronize(self) -> None:
         """All ranks that have more blocks; then z is the same on all."""
         self._apply(self._rounds.synchronize())
 

@@ -12,8 +12,8 @@ from communicators.replicas.wrapped_state import check_loaded, wrapped_state
 from torch import Tensor
 from torch.optim import Optimizer
 
+from local_sgd.averaging import Arrived
 from local_sgd.block import Block
-from local_sgd.exchange import Arrived
 from local_sgd.parts import Part
 
 ANEW = (

@@ -67,7 +67,7 @@ class DiLoCo(PeriodicAveraging):
         self.compression = Compression(compress, cast(Allreduce | None, None if make else allreduce))
         super().__init__(optimizer, sync_every=every, **options)
         self.outer = Outer(self._parts, list(self._trained), outer, outer_scheduler)
-        self._exchange.alike = self.outer.alike
+        self._averaging.alike = self.outer.alike
         run(barrier(self.comm.rank, self.comm.size), self.comm, facts=f"DiLoCo{self.outer.alike()}")
         self._rounds: OuterRounds | None = None
         if make is not None:
@@ -110,9 +110,9 @@ class DiLoCo(PeriodicAveraging):
             self._rounds.give_up(error[0])
         super().__exit__(kind, *error)
 
-    def _meet_all(self) -> None:
+    def _sync_all(self) -> None:
         if self._rounds is None:
-            super()._meet_all()
+            super()._sync_all()
             return
         self._next_boundary()
         self._rounds.give(self._own_weight())
@@ -126,7 +126,7 @@ class DiLoCo(PeriodicAveraging):
         self._next_boundary()
         if weight := self._own_weight():
             self._rounds.give(weight)
-        self._rounds.finish() if most is None else self._rounds.meet()
+        self._rounds.finish() if most is None else self._rounds.synchronize()
         self._block.end()
         self._drained = True
 

@@ -10,10 +10,10 @@ from communicators.dense_schedules import barrier
 from torch import Tensor
 from torch.optim import Optimizer
 
+from local_sgd.averaging import Averaging
 from local_sgd.block import Every
 from local_sgd.compression.choice import Compression
 from local_sgd.compression.sparsifier import Allreduce, Compress
-from local_sgd.exchange import Exchange
 from local_sgd.fragment import Fragment
 from local_sgd.fragments import Fragments, fragments_of
 from local_sgd.nonfinite import refuse_nonfinite
@@ -71,7 +71,7 @@ class StreamingDiLoCo(PeriodicAveraging):
         self._fragments = [self._fragment(piece, outer, outer_scheduler) for piece in self.pieces()]
         named = zlib.crc32(repr([fragment.names for fragment in self._fragments]).encode())
         for fragment in self._fragments:
-            fragment.exchange.alike = fragment.outer.alike
+            fragment.averaging.alike = fragment.outer.alike
         facts = f"{len(self._fragments)} fragments {named:08x}{self._fragments[0].outer.alike()}"
         run(barrier(self.comm.rank, self.comm.size), self.comm, facts=facts)
 
@@ -81,9 +81,9 @@ class StreamingDiLoCo(PeriodicAveraging):
             self._cut = fragments_of(self._trained, self._asked)
         return self._cut
 
-    def exchanges(self) -> list[Exchange]:
-        """See `PeriodicAveraging.exchanges`."""
-        return [fragment.exchange for fragment in self._fragments]
+    def averagings(self) -> list[Averaging]:
+        """See `PeriodicAveraging.averagings`."""
+        return [fragment.averaging for fragment in self._fragments]
 
     def average(self, weight: float | None = None) -> None:
         """Counts a step; applies what is due, and launches what is. See `PeriodicAveraging.average`."""
@@ -109,7 +109,7 @@ class StreamingDiLoCo(PeriodicAveraging):
 
     def more_state(self) -> dict[str, Any]:
         """See `PeriodicAveraging.more_state`."""
-        fragments = {str(place): fragment.state_dict() for place, fragment in enumerate(self._fragments)}
+        fragments = {str(turn): fragment.state_dict() for turn, fragment in enumerate(self._fragments)}
         own = {"turn": self._turn, "launched": self._launched, "fragments": fragments}
         return {**super().more_state(), **own}  # the residuals last: what is under way, and waited for, changes them
 
@@ -118,19 +118,19 @@ class StreamingDiLoCo(PeriodicAveraging):
         super().check_more(state)
         if len(state["fragments"]) != len(self._fragments):
             raise ValueError(f"the state is of {len(state['fragments'])} fragments, this is of {len(self._fragments)}")
-        for place, fragment in enumerate(self._fragments):
-            fragment.check(state["fragments"][str(place)])
+        for turn, fragment in enumerate(self._fragments):
+            fragment.check(state["fragments"][str(turn)])
 
     def load_more(self, state: dict[str, Any]) -> None:
         """See `PeriodicAveraging.load_more`."""
-        for place, fragment in enumerate(self._fragments):
-            fragment.load_state_dict(state["fragments"][str(place)])
+        for turn, fragment in enumerate(self._fragments):
+            fragment.load_state_dict(state["fragments"][str(turn)])
         super().load_more(state)
         self._turn, self._launched = state["turn"], state["launched"]
 
     def _fragment(self, piece: dict[str, Tensor], make: MakeOptimizer, schedule: MakeScheduler | None) -> Fragment:
         parts = [part for part in self._parts if part.names[0] in piece]
-        return Fragment(parts, self.exchange_of(parts), Outer(parts, list(piece), make, schedule))
+        return Fragment(parts, self.averaging_of(parts), Outer(parts, list(piece), make, schedule))
 
     def _under_way(self) -> list[Fragment]:
         """In the order in which they were launched."""
@@ -158,7 +158,7 @@ class StreamingDiLoCo(PeriodicAveraging):
 
     def _take(self, fragment: Fragment) -> int:
         """Applies what was launched; returns how many ranks had not finished then."""
-        arrived, fragment.due = fragment.exchange.arrived(), None
+        arrived, fragment.due = fragment.averaging.arrived(), None
         refuse_nonfinite(fragment.parts, arrived.means, self.comm, self._what)
         if not arrived.means:
             return arrived.unfinished

@@ -61,7 +61,7 @@ def complete(
 
 
 def check_fit(own: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> None:
-    """Raises ValueError that names the parameters for memories of others than those of `shapes`; none at all is fine."""
+    """Raises ValueError that names the parameters for memories of others than those of `shapes`; none is fine."""
     for memory in MEMORIES:
         if not (tensors := own[memory]):
             continue

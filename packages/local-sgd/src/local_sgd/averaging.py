@@ -25,7 +25,7 @@ class Arrived:
     unfinished: int
 
 
-class Exchange:
+class Averaging:
     """Every vector is one message, and carries its rank's weight and whether that has finished.
 
     By our schedule, so that all worlds give the same bits; native: by the transport's own sum, within rounding.

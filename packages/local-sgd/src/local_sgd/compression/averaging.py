@@ -9,13 +9,13 @@ from communicators import Communicator, Work, start
 from communicators import dense_schedules as dense
 from torch import Tensor
 
+from local_sgd.averaging import Arrived, Averaging
 from local_sgd.compression.sums import CompressedSum, Launched
-from local_sgd.exchange import Arrived, Exchange
 from local_sgd.nonfinite import all_finite
 from local_sgd.parts import Part
 
 
-class Compressed(Exchange):
+class CompressedAveraging(Averaging):
     """z + Σ w·(x − z) / Σ w, where the sum travels compressed, with its residuals, and the weights w exactly.
 
     z is the first anchor of each part, the same bits on all ranks. Residuals are in units of the sum. A rank of
@@ -30,12 +30,12 @@ class Compressed(Exchange):
         self._began = 0.0
 
     def now(self, vectors: Sequence[Tensor], weight: float, *, finished: bool) -> Arrived:
-        """See `Exchange.now`."""
+        """See `Averaging.now`."""
         self.launch(vectors, weight, finished=finished)
         return self.arrived()
 
     def launch(self, vectors: Sequence[Tensor], weight: float, *, finished: bool) -> None:
-        """See `Exchange.launch`. A sum that does not go on by itself is waited for here."""
+        """See `Averaging.launch`. A sum that does not go on by itself is waited for here."""
         with self._keeping_errors():
             self._arrived, self._began = None, self._comm.clock()
             spoilt = False
@@ -66,7 +66,7 @@ class Compressed(Exchange):
         came = self._comm.clock()
         weight, unfinished = self._head.wait().tolist()
         totals = [self._sums.total(each) for each in self._launched]
-        launched, self._launched = self._launched, []  # only now, see `Exchange`
+        launched, self._launched = self._launched, []  # only now, see `Averaging`
         now = self._comm.clock()
         self._waited += now - came
         works = [work for work in (self._head, *(each.work for each in launched)) if work is not None]
