@@ -1,4 +1,4 @@
-"""Folders of JPEG: parts, middles, damaged files, and what is missing."""
+"""Folders of JPEG: crops, damaged files, and what is missing."""
 
 import os
 from collections.abc import Callable
@@ -19,13 +19,13 @@ units = st.floats(0, 1, exclude_max=True)
 
 
 @given(st.integers(1, 900), st.integers(1, 900), st.lists(units, min_size=imagenet.DRAWN, max_size=imagenet.DRAWN))
-def test_a_part_lies_in_the_image(width: int, height: int, numbers: list[float]) -> None:
-    left, upper, right, lower = imagenet.part(width, height, numbers)
+def test_a_crop_lies_in_the_image(width: int, height: int, numbers: list[float]) -> None:
+    left, upper, right, lower = imagenet.random_crop(width, height, numbers)
     assert 0 <= left < right <= width
     assert 0 <= upper < lower <= height
     wide, high = right - left, lower - upper
     assert (wide + 1) / max(1, high - 1) > 3 / 4 or wide == high == min(width, height)
-    left, upper, right, lower = imagenet.middle(width, height)
+    left, upper, right, lower = imagenet.center_crop(width, height)
     assert left >= 0
     assert upper >= 0
     assert right - left == pytest.approx(min(width, height) * 224 / 256)
@@ -33,11 +33,11 @@ def test_a_part_lies_in_the_image(width: int, height: int, numbers: list[float])
     assert upper + lower == pytest.approx(height)
 
 
-def test_parts_are_of_all_sizes() -> None:
+def test_crops_are_of_all_sizes() -> None:
     from cifar.data.keyed import uniform
 
     drawn = uniform(keys(0, np.arange(2000)), imagenet.DRAWN).tolist()
-    boxes = np.array([imagenet.part(500, 375, numbers) for numbers in drawn])
+    boxes = np.array([imagenet.random_crop(500, 375, numbers) for numbers in drawn])
     areas = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1]) / (500 * 375)
     assert areas.min() < 0.1
     assert areas.max() > 0.95

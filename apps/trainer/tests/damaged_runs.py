@@ -337,7 +337,7 @@ def what_lies_about(campaign: Campaign) -> Iterator[Case]:
     yield Case("renamed", "a renamed checkpoint", renamed, refused=True)
 
 
-def exchanged_files(campaign: Campaign) -> Iterator[Case]:
+def swapped_files(campaign: Campaign) -> Iterator[Case]:
     stopped, *others = (campaign.path / name for name in ("stopped", *OTHERS, ANOTHER))
     for name in files(campaign):
         for other in (*others, stopped):
@@ -346,30 +346,28 @@ def exchanged_files(campaign: Campaign) -> Iterator[Case]:
                     continue
                 for fits in (False, True):
 
-                    def exchange(
-                        folder: Path, taken: Path = other / source, name: str = name, fits: Any = fits
-                    ) -> None:
+                    def swap(folder: Path, taken: Path = other / source, name: str = name, fits: Any = fits) -> None:
                         (folder / name).write_bytes(taken.read_bytes())
                         if fits:
                             fit(folder)
 
                     what = f"{source} of {other.name} as {name}{', fitted' if fits else ''}"
-                    yield Case(f"{kind_of(name)} of {other.name} {fits}", what, exchange)
+                    yield Case(f"{kind_of(name)} of {other.name} {fits}", what, swap)
 
 
-def exchanged_checkpoints(campaign: Campaign) -> Iterator[Case]:
+def swapped_checkpoints(campaign: Campaign) -> Iterator[Case]:
     for other in (*OTHERS, ANOTHER):
         for folder in FOLDERS:
 
-            def exchange(damaged: Path, other: str = other, folder: str = folder) -> None:
+            def swap(damaged: Path, other: str = other, folder: str = folder) -> None:
                 shutil.rmtree(damaged / folder)
                 shutil.copytree(campaign.path / other / folder, damaged / folder)
 
-            yield Case(f"of {other}", f"{folder} of {other}", exchange)
+            yield Case(f"of {other}", f"{folder} of {other}", swap)
 
 
-def exchanged_ranks(campaign: Campaign) -> Iterator[Case]:
-    def exchange(folder: Path) -> None:
+def swapped_ranks(campaign: Campaign) -> Iterator[Case]:
+    def swap(folder: Path) -> None:
         for checkpoint in FOLDERS:
             files = sorted((folder / checkpoint).glob("rank*.pt"))
             held = [file.read_bytes() for file in files]
@@ -377,7 +375,7 @@ def exchanged_ranks(campaign: Campaign) -> Iterator[Case]:
                 file.write_bytes(content)
         fit(folder)
 
-    yield Case("ranks", "ranks exchanged", exchange, refused=campaign.ranks > 1)
+    yield Case("ranks", "ranks swapped", swap, refused=campaign.ranks > 1)
 
 
 VALUES: tuple[Any, ...] = (None, -1, 10**30, 10**7000, 1.5, float("inf"), True, "x", "a\nb", [], [1], {}, {"a": []})
@@ -581,9 +579,9 @@ GROUPS: tuple[Callable[[Campaign], Iterator[Case]], ...] = (
     damaged_files,
     something_else_in_place_of_a_file_or_folder,
     what_lies_about,
-    exchanged_files,
-    exchanged_checkpoints,
-    exchanged_ranks,
+    swapped_files,
+    swapped_checkpoints,
+    swapped_ranks,
     forged_manifests,
     forged_states,
     other_formats,

@@ -1,4 +1,4 @@
-"""A model by its place, "package.module:function": the catalogue's, or one of the user's own."""
+"""A model by its object reference, "package.module:function": the catalogue's, or one of the user's own."""
 
 import importlib
 import inspect
@@ -18,20 +18,20 @@ from cifar.data.images import Images
 EXPECTED = "expected build(*, channels, classes, size) -> torch.nn.Module, with size in pixels a side"
 
 
-def built(name: str, place: str, images: Images) -> nn.Module:
+def built(name: str, reference: str, images: Images) -> nn.Module:
     """The model for these images. RunError if it is not there, not callable, or not a classifier of them to train.
 
-    name: as it was asked for. A fault of its author is told in one line, with its place; one of the catalogue's is ours
+    name: as it was asked for. A fault of its author is told in one line, with the line; one of the catalogue's is ours
     and keeps its traceback.
     """
-    build = _resolved(name, place)
+    build = _resolved(name, reference)
     given = {"channels": images.channels, "classes": images.classes, "size": images.size}
     try:
         inspect.signature(build).bind(**given)
     except (TypeError, ValueError) as error:
         raise RunError(f"--dnn {name} cannot be called with {', '.join(given)} ({error}): {EXPECTED}") from None
     try:
-        if name != place:
+        if name != reference:
             return _a_module(name, build(**given))
         with _told(f"--dnn {name} failed where it builds the model", but=(ValueError,)):
             model = _a_module(name, build(**given))
@@ -48,11 +48,11 @@ def _a_module(name: str, model: object) -> nn.Module:
     return model
 
 
-def _resolved(name: str, place: str) -> Callable[..., Any]:
+def _resolved(name: str, reference: str) -> Callable[..., Any]:
     cannot = f"--dnn {name} cannot be imported"
     try:
         with _told(cannot, but=(ImportError, AttributeError, ValueError)):
-            build: object = pkgutil.resolve_name(place)
+            build: object = pkgutil.resolve_name(reference)
     except (ImportError, AttributeError, ValueError) as error:
         raise RunError(f"{cannot} ({error}): is it on PYTHONPATH, or in this folder?") from None
     if not callable(build):
@@ -66,14 +66,14 @@ def _told(what: str, *, but: tuple[type[Exception], ...] = ()) -> Iterator[None]
     try:
         yield
     except SystemExit as error:
-        raise RunError(f"{what}: it called sys.exit{_place(error)}") from None
+        raise RunError(f"{what}: it called sys.exit{_raised_in(error)}") from None
     except Exception as error:
         if isinstance(error, (RunError, *but)):
             raise
-        raise RunError(f"{what} ({type(error).__name__}: {error}){_place(error)}") from None
+        raise RunError(f"{what} ({type(error).__name__}: {error}){_raised_in(error)}") from None
 
 
-def _place(error: BaseException) -> str:
+def _raised_in(error: BaseException) -> str:
     """Where the user's code raised it, as far as it can be told from ours, torch's and what imports."""
     others = (__file__, pkgutil.__file__, importlib.__file__, str(Path(torch.__file__).parent), "<")
     for frame in reversed(traceback.extract_tb(error.__traceback__)):

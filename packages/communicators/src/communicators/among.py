@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 def among(schedule: Schedule[T], members: Sequence[int], facts: str) -> Schedule[T]:
     """The same with the ranks `members`, in order, for 0, 1, …; facts: for errors."""
-    places = {member: place for place, member in enumerate(members)}
+    positions = {member: position for position, member in enumerate(members)}
     received: Received | None = None
     try:
         while True:
@@ -21,7 +21,9 @@ def among(schedule: Schedule[T], members: Sequence[int], facts: str) -> Schedule
             except StopIteration as stop:
                 result: T = stop.value
                 return result
-            received = {places[member]: payload for member, payload in (yield _named(action, members, facts)).items()}
+            received = {
+                positions[member]: payload for member, payload in (yield _named(action, members, facts)).items()
+            }
     finally:
         schedule.close()
 

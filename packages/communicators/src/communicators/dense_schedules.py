@@ -86,12 +86,12 @@ def halving_doubling_allreduce(x: Tensor, rank: int, size: int) -> Schedule[Tens
 
 def broadcast(x: Tensor, rank: int, size: int, root: int = 0) -> Schedule[Tensor]:
     """The root's tensor on every rank, by a binomial tree in ⌈log P⌉ rounds. x elsewhere gives size and dtype."""
-    place = (rank - root) % size
+    virtual = (rank - root) % size
     payload = frame(x)
     for distance in powers_of_two(below=size):
-        if place < distance and place + distance < size:
+        if virtual < distance and virtual + distance < size:
             yield Round(sends={(rank + distance) % size: payload})
-        elif distance <= place < 2 * distance:
+        elif distance <= virtual < 2 * distance:
             parent = (rank - distance) % size
             payload = (yield Round(recvs={parent: payload.numel()}))[parent]
     return body(payload, x.dtype)

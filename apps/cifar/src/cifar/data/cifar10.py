@@ -3,14 +3,12 @@
 from functools import partial
 from pathlib import Path
 
-from cifar.data import cifar_binary, cifar_python, layouts
-from cifar.data.crop_flip import crop_flip
+from cifar.data import cifar_binary, cifar_images, cifar_python
+from cifar.data.cifar_images import SOURCE
 from cifar.data.images import Images
 from cifar.data.layouts import Layout
 from cifar.data.published import Remote
 
-SOURCE = "https://www.cs.toronto.edu/~kriz/"
-PAGE = f"{SOURCE}cifar.html"
 CLASSES = 10
 
 # SHA-1 as published with the Gluon data sets (mxnet.gluon.data.vision.CIFAR10), MD5 on the page and by torchvision.
@@ -46,13 +44,5 @@ LAYOUTS = (
 
 def load(data_dir: Path, *, download: bool = False) -> Images:
     """The data set from `data_dir`, of either version; see `cifar.data.layouts.load`."""
-    train, test = layouts.load(data_dir, LAYOUTS, page=PAGE, download=download, augment=crop_flip)
-    return Images(
-        train=train,
-        test=test,
-        classes=CLASSES,
-        channels=3,
-        size=cifar_binary.SIZE,
-        mean=(125.3, 123.0, 113.9),
-        deviation=(63.0, 62.1, 66.7),
-    )
+    mean, deviation = (125.3, 123.0, 113.9), (63.0, 62.1, 66.7)
+    return cifar_images.load(data_dir, LAYOUTS, classes=CLASSES, mean=mean, deviation=deviation, download=download)

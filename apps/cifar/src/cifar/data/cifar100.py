@@ -3,9 +3,8 @@
 from functools import partial
 from pathlib import Path
 
-from cifar.data import cifar_binary, cifar_python, layouts
-from cifar.data.cifar10 import PAGE, SOURCE
-from cifar.data.crop_flip import crop_flip
+from cifar.data import cifar_binary, cifar_images, cifar_python
+from cifar.data.cifar_images import SOURCE
 from cifar.data.images import Images
 from cifar.data.layouts import Layout
 from cifar.data.published import Remote
@@ -33,13 +32,5 @@ LAYOUTS = (
 
 def load(data_dir: Path, *, download: bool = False) -> Images:
     """The data set from `data_dir`, of either version; see `cifar.data.layouts.load`."""
-    train, test = layouts.load(data_dir, LAYOUTS, page=PAGE, download=download, augment=crop_flip)
-    return Images(
-        train=train,
-        test=test,
-        classes=CLASSES,
-        channels=3,
-        size=cifar_binary.SIZE,
-        mean=(129.3, 124.1, 112.4),
-        deviation=(68.2, 65.4, 70.4),
-    )
+    mean, deviation = (129.3, 124.1, 112.4), (68.2, 65.4, 70.4)
+    return cifar_images.load(data_dir, LAYOUTS, classes=CLASSES, mean=mean, deviation=deviation, download=download)

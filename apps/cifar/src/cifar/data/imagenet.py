@@ -90,20 +90,20 @@ def decoded(path: Path, numbers: Sequence[float] | None) -> npt.NDArray[np.uint8
             image = file.convert("RGB")
     except (Image.DecompressionBombError, OSError, SyntaxError, ValueError) as error:
         raise RunError(f"{path} cannot be decoded ({error}): get it again") from None
-    box = middle(*image.size) if numbers is None else part(*image.size, numbers)
+    box = center_crop(*image.size) if numbers is None else random_crop(*image.size, numbers)
     pixels = np.array(image.resize((SIZE, SIZE), Image.Resampling.BILINEAR, box=box))
     mirrored = numbers is not None and numbers[-1] < 0.5
     return np.ascontiguousarray(pixels[:, ::-1]) if mirrored else pixels
 
 
-def middle(width: int, height: int) -> tuple[float, float, float, float]:
+def center_crop(width: int, height: int) -> tuple[float, float, float, float]:
     """Left, upper, right, lower edge of the square of 224/256 of the shorter side."""
     side = min(width, height) * SIZE / RESIZED
     left, upper = (width - side) / 2, (height - side) / 2
     return left, upper, left + side, upper + side
 
 
-def part(width: int, height: int, numbers: Sequence[float]) -> tuple[float, float, float, float]:
+def random_crop(width: int, height: int, numbers: Sequence[float]) -> tuple[float, float, float, float]:
     """Left, upper, right, lower edge of a random part: the first of TRIES that fits, else the largest square."""
     across, down, _ = numbers[2 * TRIES :]
     wide = high = min(width, height)

@@ -216,11 +216,11 @@ def _wait_for_all(comm: MPI.Comm, end: float, patience: float) -> None:
     """
     here = np.zeros(comm.Get_size(), dtype=np.int32)
     ones = np.ones_like(here)
-    counts, places = np.ones_like(here), np.arange(len(here), dtype=np.int32)
-    request = comm.Ialltoallv([ones, (counts, places), MPI.INT32_T], [here, (counts, places), MPI.INT32_T])
+    counts, displs = np.ones_like(here), np.arange(len(here), dtype=np.int32)
+    request = comm.Ialltoallv([ones, (counts, displs), MPI.INT32_T], [here, (counts, displs), MPI.INT32_T])
     while not request.Test():
         if time.monotonic() > end:
-            _abandoned.append((request, here, ones, counts, places))
+            _abandoned.append((request, here, ones, counts, displs))
             missing = [rank for rank in np.flatnonzero(here == 0).tolist() if rank != comm.Get_rank()]
             raise CollectiveError(
                 f"timed out after {patience:g} s: rank {comm.Get_rank()} waits for ranks {missing} in the first call "

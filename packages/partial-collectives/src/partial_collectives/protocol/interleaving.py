@@ -80,11 +80,11 @@ Attempt: TypeAlias = tuple[int, frozenset[int]]
 
 
 class Rank:
-    """A rank's program, engine and machine. parts: steps still to make before each meeting, then to the end."""
+    """A rank's program, engine and machine. ahead: steps still to make before each meeting, then to the end."""
 
-    def __init__(self, machine: Machine, parts: Sequence[int]) -> None:
+    def __init__(self, machine: Machine, ahead: Sequence[int]) -> None:
         self.machine = machine
-        self.parts = list(parts)
+        self.ahead = list(ahead)
         self.given = 0
         self.acc: list[tuple[int, int]] = []
         self.results: list[Applied] = []  # to be applied
@@ -182,13 +182,13 @@ class Play:
     def _step(self, number: int) -> None:
         """The program of a rank goes on from where it is: a gradient, a meeting or the end."""
         rank = self.ranks[number]
-        if rank.parts[0] == 0:
-            rank.parts.pop(0)
-            rank.doing = "meets" if rank.parts else "ends"
+        if rank.ahead[0] == 0:
+            rank.ahead.pop(0)
+            rank.doing = "meets" if rank.ahead else "ends"
             rank.apply()
-            self._do(number, rank.machine.rested(Stage.PAUSED if rank.parts else Stage.FINISHED))
+            self._do(number, rank.machine.rested(Stage.PAUSED if rank.ahead else Stage.FINISHED))
             return
-        rank.parts[0] -= 1
+        rank.ahead[0] -= 1
         rank.acc.append((number, rank.given))
         rank.given += 1
         behind = bool(rank.results)
@@ -253,8 +253,8 @@ class Play:
             self._do(number, rank.machine.recovered(None))
 
     def _rejoin(self) -> None:
-        """Another group of all ranks: those that have died go on from a peer's state, with what is left of their
-        parts."""
+        """Another group of all ranks: those that have died go on from a peer's state, with what is ahead of
+        them."""
         states = {number: rank.machine.state() for number, rank in self.living.items()}
         donor = self.ranks[min(states)]
         self._demand(len({len(self.ranks[number].ended) for number in states}) == 1, "a meeting at different rounds")
@@ -268,7 +268,7 @@ class Play:
             if not rank.alive:
                 rank.alive, rank.acc, rank.results = True, [], []
                 rank.applied, rank.ended = list(donor.applied), list(donor.ended)
-                rank.parts = rank.parts[-len(donor.parts) :]
+                rank.ahead = rank.ahead[-len(donor.ahead) :]
 
     def _grace_over(self, number: int) -> None:
         rank = self.ranks[number]

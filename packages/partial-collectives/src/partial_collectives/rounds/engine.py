@@ -200,8 +200,8 @@ class Engine:
         header = Header(
             join.stage, join.contributes, join.fresh, taken.weight, taken.count, taken.finite, late, late_round
         )
-        place, size = self._place()
-        schedule = partial_round(header, taken.tensors, deposits.like, place, size)
+        position, size = self._position()
+        schedule = partial_round(header, taken.tensors, deposits.like, position, size)
         self._begin(schedule, f"round {join.round}")
 
     def _abandon(self) -> None:
@@ -211,10 +211,10 @@ class Engine:
 
     def _recover(self, recover: Recover) -> None:
         self._abandon()
-        (place, size), ended = self._place(), self.machine.round
-        self._begin(recovery(ended, self._last, self._comm.size, self.deposits.like, place, size), "what is over")
+        (position, size), ended = self._position(), self.machine.round
+        self._begin(recovery(ended, self._last, self._comm.size, self.deposits.like, position, size), "what is over")
 
-    def _place(self) -> tuple[int, int]:
+    def _position(self) -> tuple[int, int]:
         """This rank among those that are left, and how many they are."""
         return sorted(self.machine.members).index(self._comm.rank), len(self.machine.members)
 

@@ -19,12 +19,12 @@ def among(ranks: Sequence[int], schedule: Schedule[T]) -> Schedule[T]:
 
     The schedule's result.
     """
-    places = {rank: place for place, rank in enumerate(ranks)}
+    positions = {rank: position for position, rank in enumerate(ranks)}
     try:
         action = next(schedule)
         while True:
             received: Received = yield _translated(action, ranks)
-            action = schedule.send({places[rank]: payload for rank, payload in (received or {}).items()})
+            action = schedule.send({positions[rank]: payload for rank, payload in (received or {}).items()})
     except StopIteration as stop:
         result: T = stop.value
         return result
@@ -37,7 +37,7 @@ def _translated(action: Round | Elapse, ranks: Sequence[int]) -> Round | Elapse:
     if isinstance(action, Elapse):
         return action
     return Round(
-        {ranks[place]: payload for place, payload in action.sends.items()},
-        {ranks[place]: capacity for place, capacity in action.recvs.items()},
+        {ranks[position]: payload for position, payload in action.sends.items()},
+        {ranks[position]: capacity for position, capacity in action.recvs.items()},
         bounded=action.bounded,
     )

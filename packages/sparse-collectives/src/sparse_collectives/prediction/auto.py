@@ -77,11 +77,11 @@ def choose(
     costs = agreed(handling, comm)
     costs = Handling(merge=costs.merge) if selected else costs
     link = measure_traffic(comm)
-    exchange: dict[str, Any] = {"size": comm.size, "numel": numel, "k": min(k, numel), "link": link, "dtype": dtype}
+    given: dict[str, Any] = {"size": comm.size, "numel": numel, "k": min(k, numel), "link": link, "dtype": dtype}
     whole = wire if wire in DENSE_WIRES and not selected else "fp32"
     wires = {name: wire if entry.compresses else whole for name, entry in ALGORITHMS.items()}
     found = fastest_first(
-        [p for name in ALGORITHMS for p in predict_variants(name, handling=costs, wire=wires[name], **exchange)]
+        [p for name in ALGORITHMS for p in predict_variants(name, handling=costs, wire=wires[name], **given)]
     )
     taken = next(p for p in found if dense or ALGORITHMS[p.algorithm].compresses)
     return Choice(taken.algorithm, taken.options, taken.wire, tuple(found), _reason(taken, found))

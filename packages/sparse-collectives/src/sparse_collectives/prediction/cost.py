@@ -1,6 +1,6 @@
 """What an exchange will take, from what was measured: α, β, and the seconds of selecting and merging.
 
-    exchange = compression + Σ over rounds (α + β·bytes) + merging          of the busiest rank
+    seconds = compression + exchange        exchange = Σ over rounds (α + β·bytes) + merging, of the busiest rank
 
 Bytes, messages and rounds are the algorithms' own expressions (`Algorithm.sent`, `Algorithm.merged`), the same that
 the tests hold against what a simulated world counts. Pure functions; seconds and bytes throughout.
@@ -75,7 +75,7 @@ class Prediction:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the whole exchange."""
+        """Of a gradient on its whole way."""
         return self.compression + self.exchange
 
     @property
@@ -140,23 +140,23 @@ def predict_all(*, size: int, numel: int, link: Link, handling: dict[float, Hand
     """Every algorithm, in all its variants, at every density of `handling` and on every wire whose merging it knows;
     the dense sum in float32 and bfloat16. Fastest first.
     """
-    exchange: dict[str, Any] = {"size": size, "numel": numel, "link": link}
+    given: dict[str, Any] = {"size": size, "numel": numel, "link": link}
     found = []
     for name, entry in ALGORITHMS.items():
         if entry.compresses:
             for density, costs in handling.items():
                 k = TopK(density).entries(numel)
                 for wire in _wires_of(name, costs):
-                    found += predict_variants(name, k=k, handling=costs, wire=wire, **exchange)
+                    found += predict_variants(name, k=k, handling=costs, wire=wire, **given)
         else:
-            found += [predict(name, k=numel, wire=wire, **exchange) for wire in ("fp32", "bf16")]
+            found += [predict(name, k=numel, wire=wire, **given) for wire in ("fp32", "bf16")]
     return fastest_first(found)
 
 
-def predict_variants(algorithm: str, *, size: int, **exchange: Any) -> list[Prediction]:
+def predict_variants(algorithm: str, *, size: int, **given: Any) -> list[Prediction]:
     """`predict` for all settings of the algorithm that are worth a comparison."""
     variants = ALGORITHMS[algorithm].variants(size)
-    return [predict(algorithm, size=size, options=options, **exchange) for options in variants]
+    return [predict(algorithm, size=size, options=options, **given) for options in variants]
 
 
 def fastest_first(predictions: Sequence[Prediction]) -> list[Prediction]:

@@ -86,7 +86,7 @@ class Scheme(Protocol):
 class Exchange:
     """Means of buckets, and the steps that they make up.
 
-    names: of the parameters, which buckets have by position; the list may grow. owner: whose exchange it is, for messages.
+    names: of the parameters, which buckets have by position; the list may grow. owner: in messages, whose.
     nonfinite: "raise": a NaN or inf of any rank is an error on all of them, raised by each `Work`'s wait. "skip":
         `settle` tells whether the step stands, and undoes it where not. "pass": nobody looks.
     native: whole sums are left to the transport, where it has one, when their `Work` is waited for.
