@@ -2,12 +2,14 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from cifar.classification import Classification
 from cifar.data.digits import load
 from cifar.data.images import Images
 from cifar.models.resnet_cifar import resnet20
+from sklearn.datasets import load_digits
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +27,17 @@ def test_split(digits: Images) -> None:
     for part in (digits.train, digits.test):
         shares = torch.bincount(part.labels, minlength=10) / len(part.labels)
         assert 0.07 < shares.min() <= shares.max() < 0.13
+
+
+def test_they_are_scikit_learns(digits: Images) -> None:
+    """The multiset of (image, class), since the split is drawn."""
+    bundled = load_digits()
+    expected = np.column_stack([bundled.data, bundled.target])
+    ours = [
+        np.column_stack([part.read(torch.arange(count), None).flatten(1), part.labels])
+        for part, count in ((digits.train, 1_437), (digits.test, 360))
+    ]
+    assert sorted(map(tuple, np.concatenate(ours).tolist())) == sorted(map(tuple, expected.tolist()))
 
 
 def test_scores_add_up_over_batches(digits: Images) -> None:
