@@ -20,11 +20,15 @@ ONE_THREAD_WHOLE_LINES = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""}
 
 
 @pytest.fixture(scope="session")
-def mpiexec():
-    """mpiexec(n, *command) -> CompletedProcess of the whole launch, under a hard timeout."""
+def mpiexec(forking):
+    """mpiexec(n, *command) -> CompletedProcess of the whole launch, under a hard timeout.
 
-    def launch(n, *command, timeout=100):
-        command = [str(MPIEXEC), "-n", str(n), sys.executable, *map(str, command)]
+    interpreters: each rank is one of its own, with its own seed of hashes, and not a fork of one that has torch.
+    """
+
+    def launch(n, *command, timeout=100, interpreters=False):
+        python = [sys.executable] if interpreters else [sys.executable, "-IS", HERE / "mpi_rank.py", forking]
+        command = [str(MPIEXEC), "-n", str(n), *map(str, [*python, *command])]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
         process = subprocess.Popen(command, env={**os.environ, **ONE_THREAD_WHOLE_LINES}, **pipes)
         try:

@@ -2,7 +2,8 @@
 
 Each connection is one launch: a request in, [exit status of each rank] out, both JSON. A rank is a process and a
 session of its own, runs its script as `python SCRIPT` or `python -m MODULE` would, and ends as an interpreter ends; all
-are ended where who asked is gone. They share one seed of hashes, which ranks that mpiexec starts do not.
+are ended where who asked is gone. They share one seed of hashes, which interpreters that mpiexec starts do not. With
+one rank may come descriptors, see mpi_rank.py: of its output, and of its way to mpiexec.
 
 usage: python forked_ranks.py DESCRIPTOR (of a listening socket); ends with its standard input
 """
@@ -21,6 +22,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch._dynamo  # an optimizer's first step asks for it
 import torch.distributed  # noqa: F401
@@ -28,13 +30,13 @@ import torch.distributed  # noqa: F401
 
 @dataclass
 class Rank:
-    """words: what stands behind `python`. folder: where it runs. Output goes to files."""
+    """words: what stands behind `python`. folder: where it runs. Output goes to the files, else to the descriptors."""
 
     words: list[str]
     folder: str
     environment: dict[str, str]
-    stdout: str
-    stderr: str
+    stdout: str | int
+    stderr: str | int
 
 
 def rank_of(listener: socket.socket) -> Rank | None:
@@ -54,7 +56,7 @@ def rank_of(listener: socket.socket) -> Rank | None:
 
 def launched(connection: socket.socket) -> Rank:
     """Forks the ranks, and returns in them only; their parent tells how they ended, and is gone."""
-    request = json.loads(connection.makefile().readline())
+    request = received(connection)
     ranks, pids = [Rank(**rank) for rank in request["ranks"]], []
     for rank in ranks:
         pids.append(os.fork())
@@ -65,6 +67,19 @@ def launched(connection: socket.socket) -> Rank:
     with contextlib.suppress(BrokenPipeError):
         connection.sendall(json.dumps(statuses).encode())
     os._exit(0)
+
+
+def received(connection: socket.socket) -> dict[str, Any]:
+    """A request, in which the descriptors that came with it stand."""
+    text, descriptors, _, _ = socket.recv_fds(connection, 1 << 16, 3)
+    while not text.endswith(b"\n"):
+        text += connection.recv(1 << 16)
+    request: dict[str, Any] = json.loads(text)
+    if descriptors:
+        [rank] = request["ranks"]
+        rank["stdout"], rank["stderr"], pmi = descriptors
+        rank["environment"]["PMI_FD"] = str(pmi)
+    return request
 
 
 def waited_for(pids: list[int], end: float, connection: socket.socket) -> list[int | None]:
@@ -87,8 +102,9 @@ def waited_for(pids: list[int], end: float, connection: socket.socket) -> list[i
 
 def become(rank: Rank) -> None:
     os.setsid()
-    for descriptor, path in enumerate((os.devnull, rank.stdout, rank.stderr)):
-        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), descriptor)
+    for descriptor, where in enumerate((os.devnull, rank.stdout, rank.stderr)):
+        opened = where if isinstance(where, int) else os.open(where, os.O_RDWR | os.O_CREAT, 0o600)
+        os.dup2(opened, descriptor)
     os.chdir(rank.folder)
     os.environ.clear()
     os.environ.update(rank.environment)

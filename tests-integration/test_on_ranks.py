@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -81,8 +82,8 @@ def outcomes(mpiexec, processes, tmp_path_factory):
 
     def launch(name):
         size, items = LAUNCHES[name].size, LAUNCHES[name].items
-        report, start = folder / f"{name}.json", mpiexec if name.startswith("mpi") else processes
-        done = start(size, SCRIPT, report, *items, timeout=280)
+        report, by_mpi = folder / f"{name}.json", partial(mpiexec, interpreters=True)
+        done = (by_mpi if name.startswith("mpi") else processes)(size, SCRIPT, report, *items, timeout=280)
         for rank in done if isinstance(done, list) else [done]:
             assert rank.returncode == 0, rank.stderr
         return json.loads(report.read_text())
