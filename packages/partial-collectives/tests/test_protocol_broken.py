@@ -107,10 +107,10 @@ def broken(old, new):
     return scope["Machine"]
 
 
-def first_failure(kind):
-    """What the first case says that does not hold; None where all do."""
+def first_failure(kind, most=MOST):
+    """What the first of so many cases says that does not hold; None where all do."""
     draw = random.Random(7)
-    for number in range(MOST):
+    for number in range(most):
         try:
             Play(random_case(draw, 1 + number % 5), kind).run()
         except BrokenRuleError as error:
@@ -129,4 +129,5 @@ def test_without_a_rule(rule, monkeypatch):
 
 
 def test_with_all_rules():
-    assert first_failure(machine.Machine) is None
+    """More of them: test_protocol.py."""
+    assert first_failure(machine.Machine, most=MOST // 5) is None
