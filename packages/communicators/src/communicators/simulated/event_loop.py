@@ -22,10 +22,9 @@ from communicators.simulated.baton import RankThread
 from communicators.simulated.faults import Corrupts, Dies
 from communicators.simulated.ports import Message, Ports
 from communicators.simulated.signals_in_flight import Context, SignalsInFlight
+from communicators.simulated.waiting import Action, Name, SimulatedCall, Watch
 
 T = TypeVar("T")
-Action = Callable[[], None]
-Name = tuple[Context, int]  # a call: of which communicator, its number there
 Address = tuple[int, Name, int]  # sender, call, tag
 
 
@@ -49,51 +48,6 @@ class Conditions(Protocol):
 
     def fault(self, rank: int, message: int) -> Dies | Corrupts | None:
         """What befalls this message of this rank."""
-
-
-class SimulatedCall:
-    """A call in the loop: what its current round still lacks, and who waits for its end."""
-
-    def __init__(self, call: Call, context: Context, began: float) -> None:
-        self.call, self.context = call, context
-        self.began, self.ended = began, began
-        self.done = False
-        self.error: CollectiveError | None = None
-        self.lacks: dict[int, tuple[int, int]] = {}  # peer -> tag, capacity
-        self.unsent = -1  # -1: not in a round
-        self.received: Received = {}
-        self.waiter: Action | None = None
-        self.callbacks: list[Action] = []
-
-    def when_over(self, callback: Action) -> None:
-        """Calls back at the end, or now if that has been."""
-        if self.done:
-            callback()
-        else:
-            self.callbacks.append(callback)
-
-    @property
-    def name(self) -> Name:
-        """Which call of which communicator."""
-        return self.context, self.call.number
-
-    def waits(self) -> str:
-        """Who waits for whom."""
-        call = self.call
-        return errors.waits(call.rank, call.number, call.facts, call.turn, list(self.lacks))
-
-
-class Watch:
-    """A rank that waits until something holds which signals of a communicator bring about."""
-
-    def __init__(self, rank: int, context: Context, over: Callable[[], bool]) -> None:
-        self.rank, self.context, self.over = rank, context, over
-        self.done = False
-        self.waiter: Action | None = None
-
-    def waits(self) -> str:
-        """Who waits for what."""
-        return f"rank {self.rank} waits for a signal"
 
 
 class EventLoop:

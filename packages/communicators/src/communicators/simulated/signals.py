@@ -12,8 +12,9 @@ from communicators.communicator import Communicator
 from communicators.errors import CollectiveError
 from communicators.schedule import Schedule
 from communicators.signals import Attempt, OnSignal, Signals, refuse_too_many_waiting
-from communicators.simulated.event_loop import EventLoop, SimulatedCall, Watch
+from communicators.simulated.event_loop import EventLoop
 from communicators.simulated.signals_in_flight import SIGNAL_BYTES, Context
+from communicators.simulated.waiting import SimulatedCall, Watch
 
 POLL_SECONDS = 50e-6
 """Virtual cost of one `poll()`."""

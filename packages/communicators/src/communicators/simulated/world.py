@@ -18,11 +18,12 @@ from communicators.errors import CollectiveError
 from communicators.link import Link
 from communicators.schedule import Schedule
 from communicators.signals import OnSignal, Signals
-from communicators.simulated.event_loop import EventLoop, SimulatedCall
+from communicators.simulated.event_loop import EventLoop
 from communicators.simulated.faults import Corrupts, Dies
 from communicators.simulated.signals import SimulatedSignals
 from communicators.simulated.signals_in_flight import Context
 from communicators.simulated.subgroup import SimulatedSubgroup
+from communicators.simulated.waiting import SimulatedCall
 
 T = TypeVar("T")
 
