@@ -92,67 +92,69 @@ def on_rank(repeats: int, bucket_mib: Sequence[float]) -> None:
 
 
 def _measure(comm: _Noted, algorithm: str, batch_size: int, bucket_bytes: int, repeats: int) -> dict[str, float]:
-    torch.manual_seed(comm.rank)
-    model = nn.Sequential(*(nn.Linear(768, 768) for _ in range(16)))  # 9.4 million parameters
-    batch = torch.randn(batch_size, 768)
-    optimizers = {
-        overlap: DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=1e-3),
-            model.named_parameters(),
-            comm=comm,
-            algorithm=algorithm,
-            compressor=TopK(0.01),
-            bucket_bytes=bucket_bytes,
-            overlap=overlap,
-        )
-        for overlap in (False, True)
-    }
-
-    backward_ended = 0.0
-
-    def backward() -> None:
-        model.zero_grad(set_to_none=True)
-        model(batch).square().mean().backward()
-
-    def compute() -> None:
-        with optimizers[True].no_sync():
-            backward()
-
-    def overlapped() -> None:
-        nonlocal backward_ended
-        backward()
-        backward_ended = comm.clock()
-        optimizers[True].step()
-
-    buckets = buckets_of(list(model.parameters()), bucket_bytes)
-    ready = [topk(torch.randn(bucket.numel), TopK(0.01).entries(bucket.numel)) for bucket in buckets]
-
-    def exchange() -> None:
-        works = [sparse_allreduce_async(v, comm, k=len(v), algorithm=algorithm) for v in ready]
-        for work in works:
-            work.wait()
-
-    parts = {
-        "compute": compute,
-        "exchange": exchange,
-        "step": lambda: optimizers[False].step(),
-        "overlapped": overlapped,
-    }
-    times: dict[str, list[float]] = {name: [] for name in (*parts, "waits")}
+    work = _Training(comm, algorithm, batch_size, bucket_bytes)
+    turns = {"compute": work.compute, "exchange": work.exchange, "step": work.step, "overlapped": work.overlapped}
+    times: dict[str, list[float]] = {name: [] for name in (*turns, "waits")}
     for _ in range(repeats + 1):
         idle = {}
-        for name, part in parts.items():
+        for name, turn in turns.items():
             barrier(comm)
             comm.works.clear()
             begin = comm.clock()
-            part()
+            turn()
             times[name].append(1e3 * (comm.clock() - begin))
-            idle[name] = 1e3 * _idle_seconds(comm.works, since=backward_ended if name == "overlapped" else begin)
+            idle[name] = 1e3 * _idle_seconds(comm.works, since=work.backward_ended if name == "overlapped" else begin)
         times["waits"].append(idle["overlapped"])
         times["step"][-1] -= idle["step"]  # what is left is work: selection, merges' results, the update
     medians = {name: statistics.median(taken[1:]) for name, taken in times.items()}
     contention = medians["overlapped"] - medians["compute"] - medians["step"] - medians["waits"]
     return {**medians, "contention": contention, "hidden": 1 - medians["waits"] / medians["exchange"]}
+
+
+class _Training:
+    """One model with two optimizers, and what a rank does with them. backward_ended: in the last overlapped step."""
+
+    def __init__(self, comm: _Noted, algorithm: str, batch_size: int, bucket_bytes: int) -> None:
+        torch.manual_seed(comm.rank)
+        self._comm, self._algorithm, self._bucket_bytes = comm, algorithm, bucket_bytes
+        self._model = nn.Sequential(*(nn.Linear(768, 768) for _ in range(16)))  # 9.4 million parameters
+        self._batch = torch.randn(batch_size, 768)
+        self._plain, self._overlapping = self._optimizer(overlap=False), self._optimizer(overlap=True)
+        buckets = buckets_of(list(self._model.parameters()), bucket_bytes)
+        self._ready = [topk(torch.randn(bucket.numel), TopK(0.01).entries(bucket.numel)) for bucket in buckets]
+        self.backward_ended = 0.0
+
+    def _optimizer(self, *, overlap: bool) -> DistributedOptimizer:
+        return DistributedOptimizer(
+            torch.optim.SGD(self._model.parameters(), lr=1e-3),
+            self._model.named_parameters(),
+            comm=self._comm,
+            algorithm=self._algorithm,
+            compressor=TopK(0.01),
+            bucket_bytes=self._bucket_bytes,
+            overlap=overlap,
+        )
+
+    def _backward(self) -> None:
+        self._model.zero_grad(set_to_none=True)
+        self._model(self._batch).square().mean().backward()
+
+    def compute(self) -> None:
+        with self._overlapping.no_sync():
+            self._backward()
+
+    def exchange(self) -> None:
+        works = [sparse_allreduce_async(v, self._comm, k=len(v), algorithm=self._algorithm) for v in self._ready]
+        for work in works:
+            work.wait()
+
+    def step(self) -> None:
+        self._plain.step()
+
+    def overlapped(self) -> None:
+        self._backward()
+        self.backward_ended = self._comm.clock()
+        self._overlapping.step()
 
 
 def _idle_seconds(works: Sequence[Work[Any]], since: float) -> float:
