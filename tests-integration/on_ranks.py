@@ -37,15 +37,24 @@ class MPI:
         self.everybody = MPI.COMM_WORLD
         self.takes_part = self.everybody.rank < size
         self.world = self.everybody.Split(self.takes_part)
-        self.rank, self.size, self.gather = self.world.rank, self.world.size, self.world.gather
+        self.rank, self.size = self.world.rank, self.world.size
 
     def fresh(self):
         return as_communicator(self.world.Dup())
 
+    def gather(self, outcome):
+        asleep_until_all_come(self.world, nap=0.001)
+        return self.world.gather(outcome)
+
     def end(self):
-        over = self.everybody.Ibarrier()
-        while not over.Test():
-            time.sleep(0.02)
+        asleep_until_all_come(self.everybody, nap=0.02)
+
+
+def asleep_until_all_come(comm, nap):
+    """Whoever waits in a call of MPI's keeps a core busy, which those that it waits for have need of."""
+    come = comm.Ibarrier()
+    while not come.Test():
+        time.sleep(nap)
 
 
 class Rendezvous:

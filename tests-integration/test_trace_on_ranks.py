@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-
-MPIEXEC = [str(Path(sys.executable).parent / "mpiexec"), "-n", "2", sys.executable]
 
 
 @pytest.mark.mpi
 @pytest.mark.timeout(180)
-def test_what_goes_on_in_the_background_is_on_the_trace(tmp_path):
+def test_what_goes_on_in_the_background_is_on_the_trace(mpiexec, tmp_path):
     flags = ["--algorithm", "overlap-local-sgd", "--max-epochs", "1", "--profile", "--output", str(tmp_path / "run")]
-    done = subprocess.run([*MPIEXEC, "-m", "cifar", *flags], capture_output=True, text=True, timeout=150)
+    done = mpiexec(2, "-m", "cifar", *flags, timeout=150)
     assert done.returncode == 0, done.stderr
     events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
     labels = [event for event in events if event.get("cat") == "user_annotation"]
