@@ -12,7 +12,7 @@ from pathlib import Path
 from release.packages import name_of
 
 
-class Failed(Exception):
+class ReleaseError(Exception):
     """A command that did not do what a release needs; says what it wrote."""
 
 
@@ -41,7 +41,7 @@ def run(command: list[str], *, folder: Path | None = None, timeout: float | None
     """What a command writes; of this process's environment it sees nothing of Python.
 
     Raises:
-        Failed: It ended with another status than 0, or did not end in time.
+        ReleaseError: It ended with another status than 0, or did not end in time.
     """
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
     kept["PATH"] = os.pathsep.join([str(Path(command[0]).parent), kept.get("PATH", os.defpath)])
@@ -49,9 +49,9 @@ def run(command: list[str], *, folder: Path | None = None, timeout: float | None
     try:
         done = subprocess.run(command, **pipes, text=True, cwd=folder, env=kept, timeout=timeout)  # type: ignore[call-overload]
     except subprocess.TimeoutExpired as error:
-        raise Failed(f"{' '.join(command)} did not end within {timeout} s\n{error.output}") from error
+        raise ReleaseError(f"{' '.join(command)} did not end within {timeout} s\n{error.output}") from error
     if done.returncode:
-        raise Failed(f"{' '.join(command)} ended with {done.returncode}\n{done.stdout}")
+        raise ReleaseError(f"{' '.join(command)} ended with {done.returncode}\n{done.stdout}")
     return str(done.stdout)
 
 
