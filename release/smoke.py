@@ -7,7 +7,6 @@ Modules that ask for what an extra brings may be missing it. Nothing of the tree
 from __future__ import annotations
 
 import importlib
-import pkgutil
 import re
 import sys
 from importlib.metadata import distribution, metadata
@@ -17,11 +16,10 @@ OPTIONAL = {"triton", "hypothesis"}  # with CUDA builds of torch; with the extra
 
 
 def modules_of(name: str) -> list[str]:
-    """Every module of a distribution's one package; `__main__` would start something."""
-    files = [file for file in distribution(name).files or () if file.name == "__init__.py" and len(file.parts) == 2]
-    [package] = {file.parts[0] for file in files}
-    below = pkgutil.walk_packages([str(distribution(name).locate_file(package))], f"{package}.")
-    return [package, *(found.name for found in below if not found.name.endswith("__main__"))]
+    """Every module that a distribution installed; a `__main__` would start something."""
+    files = [file for file in distribution(name).files or () if file.suffix == ".py" and file.name != "__main__.py"]
+    parts = [file.with_suffix("").parts for file in files]
+    return sorted({".".join(each[:-1] if each[-1] == "__init__" else each) for each in parts})
 
 
 def import_all(name: str) -> int:
