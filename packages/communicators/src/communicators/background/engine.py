@@ -275,8 +275,10 @@ def leave(*, timeout: float = FAILED_DEPARTURE_SECONDS) -> list[int]:
 
 
 def depart(listeners: Sequence[ControlListener], why: str, timeout: float | None = None) -> list[int]:
-    """Departs from all of them, then goes on reading control messages until all peers have said so too: an arbiter may
-    still be needed. Returns the ranks that have not after `timeout` seconds, default what each says."""
+    """Departs from all of them, then goes on reading control messages until all peers have said so too.
+
+    An arbiter may still be needed. Returns the ranks that have not after `timeout` seconds, default what each says.
+    """
     for listener in listeners:
         _guarded(listener, partial(listener.depart, why))
     begin = time.monotonic()
