@@ -168,7 +168,12 @@ class Communicator(ABC):
         """
 
     def native_allreduce(self, tensor: Tensor, *, facts: str) -> Tensor | None:
-        """The transport's own sum over ranks, out of place; None where it has none for this tensor."""
+        """The transport's own sum over ranks, out of place; None where it has none for this tensor.
+
+        Args:
+            tensor: This rank's summand.
+            facts: What all ranks must share, as text.
+        """
         del tensor, facts
         return None
 
