@@ -61,6 +61,22 @@ def links(page: str) -> list[str]:
     return LINK.findall(CODE.sub("", page))
 
 
+def broken_links(page: str, here: str) -> Iterator[str]:
+    """Links that lead nowhere from a package index: relative ones, and to files that the tree does not hold.
+
+    Args:
+        page: In Markdown.
+        here: Where the tree is found as of this release; links to it are looked up in the tree that is here.
+    """
+    for link in links(page):
+        if not re.match(r"https?://|mailto:", link):
+            yield f"its page links to {link}, which is relative"
+        elif link.startswith(HOME):
+            path = link.removeprefix(here).partition("#")[0]
+            if path == link or not (ROOT / path).exists():
+                yield f"its page links to {link}, which is not in the tree as of this release"
+
+
 def _foreign(package: Package, files: dict[str, bytes]) -> Iterator[str]:
     """Names that a wheel would put beside its own package."""
     tops = {name.partition("/")[0] for name in files}
@@ -82,15 +98,4 @@ def _undescribed(package: Package, metadata: Message) -> Iterator[str]:
     for name in ("Homepage", "Documentation", "Changelog", "Issues"):
         if not urls.get(name, "").startswith(HOME):
             yield f"says no {name} at {HOME}"
-    yield from _broken_links(str(metadata.get_payload()), f"{HOME}/blob/{package.name}-v{metadata['Version']}/")
-
-
-def _broken_links(page: str, here: str) -> Iterator[str]:
-    """Links that lead nowhere from a package index: relative ones, and to files that the tree does not hold."""
-    for link in links(page):
-        if not re.match(r"https?://|mailto:", link):
-            yield f"its page links to {link}, which is relative"
-        elif link.startswith(HOME):
-            path = link.removeprefix(here).partition("#")[0]
-            if path == link or not (ROOT / path).exists():
-                yield f"its page links to {link}, which is not in the tree as of this release"
+    yield from broken_links(str(metadata.get_payload()), f"{HOME}/blob/{package.name}-v{metadata['Version']}/")

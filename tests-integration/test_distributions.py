@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from release.archives import contents, faults
+from release.archives import HOME, broken_links, contents, faults
 from release.packages import ROOT, Package, build, name_of, packages, wheel_of
 
 PACKAGES = packages()
@@ -112,3 +112,21 @@ def test_a_links_place_in_an_archive_is_refused(tmp_path):
         sdist.add(tmp_path / "LICENSE", "a-1/LICENSE")
     with pytest.raises(ValueError, match="a-1/LICENSE, which is no plain file"):
         contents(tmp_path / "a-1.tar.gz")
+
+
+@pytest.mark.parametrize(
+    ("link", "wrong"),
+    [
+        ("../../CONTRIBUTING.md", "is relative"),
+        ("#speed", "is relative"),
+        (f"{HOME}/blob/local-sgd-v1/packages/local-sgd/../../gone.md", "not in the tree"),
+        (f"{HOME}/blob/local-sgd-v0/CONTRIBUTING.md", "not in the tree as of this release"),
+        (f"{HOME}/blob/local-sgd-v1/packages/local-sgd/../../CONTRIBUTING.md#rules", None),
+        ("https://example.org", None),
+    ],
+)
+def test_links_that_an_index_would_break_are_seen(link, wrong):
+    page = f"As [here]({link}) says:\n```python\nmodels[0](inputs)\nf([x](y))\n```\n"
+    found = list(broken_links(page, f"{HOME}/blob/local-sgd-v1/"))
+    assert len(found) == (wrong is not None)
+    assert wrong is None or wrong in found[0]
