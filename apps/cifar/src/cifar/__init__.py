@@ -1,1 +1,5 @@
 """Image classification with every synchronisation algorithm: `python -m cifar --help`."""
+
+from cifar.version import __version__
+
+__all__ = ["__version__"]

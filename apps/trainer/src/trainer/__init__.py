@@ -4,3 +4,7 @@ An app brings models and data (see `trainer.app.Task`) and names them (`trainer.
 else is here: the command line, starting workers, sharding, the learning rate, metrics, checkpoints.
 Importing this package imports nothing heavy, so that a wrong flag is refused before torch is loaded.
 """
+
+from trainer.version import __version__
+
+__all__ = ["__version__"]

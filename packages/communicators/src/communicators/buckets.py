@@ -14,8 +14,12 @@ from torch._utils import _unflatten_dense_tensors
 class Bucket:
     """Consecutive spans of one flat tensor, one for each member.
 
-    members: positions in the list of tensors that the bucket was made for; shapes: theirs, in the same order.
-    strides: how each member's elements lie in its span, which they fill; empty: all of them row by row.
+    Attributes:
+        members: Positions in the list of tensors that the bucket was made for.
+        shapes: The members', in the same order.
+        dtype: Of the flat tensor, and of all members.
+        device: Likewise.
+        strides: How each member's elements lie in its span, which they fill; empty: all of them row by row.
     """
 
     members: tuple[int, ...]
@@ -40,7 +44,12 @@ class Bucket:
     def gather(
         self, tensors: Sequence[Tensor | None] | Mapping[int, Tensor | None], out: Tensor | None = None
     ) -> Tensor:
-        """The members, of the full list of tensors or by position, as one flat tensor; None counts as zeros."""
+        """The members as one flat tensor.
+
+        Args:
+            tensors: The full list of tensors, or the members by position; None counts as zeros.
+            out: Where they are put, if not into a new tensor.
+        """
         flat = torch.empty(self.numel, dtype=self.dtype, device=self.device) if out is None else out
         members = [tensors[position] for position in self.members]
         given = [tensor for tensor in members if tensor is not None]
@@ -53,7 +62,12 @@ class Bucket:
         return flat
 
     def scatter(self, flat: Tensor, tensors: Sequence[Tensor]) -> None:
-        """Copies the spans into the members, of the full list of tensors."""
+        """Copies the spans into the members.
+
+        Args:
+            flat: What `gather` gave, or something of its size.
+            tensors: The full list of tensors.
+        """
         members = [tensors[position] for position in self.members]
         with torch.no_grad():
             torch._foreach_copy_(members, self._spans(flat, members))
@@ -66,9 +80,12 @@ class Bucket:
 
 
 def buckets_of(tensors: Sequence[Tensor], nbytes: int | None = None) -> list[Bucket]:
-    """Buckets of at most `nbytes` (a larger tensor has its own), in the tensors' order, one dtype and device each.
+    """Buckets in the tensors' order, one dtype and device each.
 
-    Without `nbytes` one bucket for each dtype and device.
+    Args:
+        tensors: What the buckets' positions count.
+        nbytes: The most that a bucket holds; a larger tensor has its own. Without it one bucket for each dtype and
+            device.
     """
     if nbytes is not None and nbytes < 1:
         raise ValueError(f"a bucket holds at least 1 byte, got nbytes={nbytes}; None puts everything into one")

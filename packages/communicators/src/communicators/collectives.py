@@ -12,8 +12,12 @@ from communicators.communicator import Communicator, Work, run, start
 def allreduce(tensor: Tensor, comm: Communicator, *, average: bool = False, native: bool = True) -> Tensor:
     """The sum (or mean) over ranks, out of place, on every rank the same bits.
 
-    native: by the transport's own allreduce where it has one; it may add in another order, so worlds agree within
-        rounding. With native=False our schedule adds: the same bits in every world.
+    Args:
+        tensor: This rank's summand; alike in shape and dtype on all.
+        comm: The ranks; all of them call.
+        average: The mean in place of the sum.
+        native: By the transport's own allreduce where it has one; it may add in another order, so worlds agree within
+            rounding. With native=False our schedule adds: the same bits in every world.
     """
     _check(tensor)
     if average and not (tensor.is_floating_point() or tensor.is_complex()):
@@ -30,7 +34,9 @@ def allreduce(tensor: Tensor, comm: Communicator, *, average: bool = False, nati
 def allreduce_async(tensor: Tensor, comm: Communicator) -> Work[Tensor]:
     """The sum over ranks in the background, by our schedule; `wait()` gives it, 1-D.
 
-    The input is copied now: what is written into it afterwards is not summed.
+    Args:
+        tensor: This rank's summand, copied now: what is written into it afterwards is not summed.
+        comm: The ranks; all of them call.
     """
     _check(tensor)
     schedule = dense.allreduce(_flat(tensor).clone(), comm.rank, comm.size)
@@ -38,7 +44,13 @@ def allreduce_async(tensor: Tensor, comm: Communicator) -> Work[Tensor]:
 
 
 def broadcast(tensor: Tensor, comm: Communicator, *, root: int = 0) -> Tensor:
-    """The root's tensor on every rank; elsewhere `tensor` says shape and dtype."""
+    """The root's tensor on every rank.
+
+    Args:
+        tensor: On the root what it sends; elsewhere it says shape and dtype.
+        comm: The ranks; all of them call.
+        root: Whose tensor.
+    """
     _check(tensor)
     if not 0 <= root < comm.size:
         raise ValueError(f"root={root} is no rank of {comm.size}; expected 0 … {comm.size - 1}")
@@ -48,7 +60,12 @@ def broadcast(tensor: Tensor, comm: Communicator, *, root: int = 0) -> Tensor:
 
 
 def allgather(tensor: Tensor, comm: Communicator) -> list[Tensor]:
-    """Every rank's tensor as 1-D, in rank order; numels may differ between ranks, the dtype may not."""
+    """Every rank's tensor as 1-D, in rank order.
+
+    Args:
+        tensor: This rank's; numels may differ between ranks, the dtype may not.
+        comm: The ranks; all of them call.
+    """
     _check(tensor)
     schedule = dense.allgather(_flat(tensor), comm.rank, comm.size)
     return run(schedule, comm, facts=f"allgather({tensor.dtype})", device=tensor.device)

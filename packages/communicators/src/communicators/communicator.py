@@ -53,7 +53,15 @@ class Work(ABC, Generic[T]):
 
     @abstractmethod
     def wait(self, timeout: float | None = None) -> T:
-        """Waits for the result, at most `timeout` seconds (TimeoutError; the collective goes on)."""
+        """Waits for the result, and returns it.
+
+        Args:
+            timeout: Seconds; without it for ever.
+
+        Raises:
+            TimeoutError: It is not there in time; the collective goes on.
+            CollectiveError: The collective failed.
+        """
 
     @abstractmethod
     def is_completed(self) -> bool:
@@ -76,10 +84,13 @@ class Work(ABC, Generic[T]):
 class Communicator(ABC):
     """A group of ranks that makes the same calls in the same order.
 
-    rank, size: this process and how many there are.
-    device: where payloads live unless a call names another one.
-    bytes_sent, messages_sent: what this rank sent in counted rounds so far, by duplicates too.
-    outlives_ranks: whether its signals, and attempts by them, go on where a rank has died. Its calls never do.
+    Attributes:
+        rank: This process's number, from 0.
+        size: How many there are.
+        device: Where payloads live unless a call names another one.
+        bytes_sent: What this rank sent in counted rounds so far, by duplicates too.
+        messages_sent: In so many messages.
+        outlives_ranks: Whether its signals, and attempts by them, go on where a rank has died. Its calls never do.
     """
 
     rank: int
@@ -113,19 +124,27 @@ class Communicator(ABC):
         """Another communicator of the same ranks, with calls, numbers, tags and errors of its own. Collective.
 
         For a library that shares ranks with its user: their calls may then come in any order to each other. `close()`
-        frees it; RuntimeError where a communicator has MOST_DUPLICATES that are not closed.
+        frees it.
+
+        Raises:
+            RuntimeError: This communicator has MOST_DUPLICATES that are not closed.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot be duplicated")
 
     def signals(self, on_signal: OnSignal | None = None) -> Signals:
         """Single integers from any rank to any other at any time; see `Signals`. Collective, as `duplicate()` is.
 
-        on_signal: called with (source, value) for each that comes, by the background engine's thread within a
-            millisecond: it must be short, and wait for nothing. What it raises fails the signals on all ranks. Without
-            it they wait for `poll()`.
-
         They are a duplicate of this communicator, counted as one: its errors do not reach them, and `close()` frees
-        them. RuntimeError where no thread may read them (MPI without THREAD_MULTIPLE).
+        them.
+
+        Args:
+            on_signal: Called with (source, value) for each that comes, by the background engine's thread within a
+                millisecond: it must be short, and wait for nothing. What it raises fails the signals on all ranks.
+                    Without
+                it they wait for `poll()`.
+
+        Raises:
+            RuntimeError: No thread may read them (MPI without THREAD_MULTIPLE).
         """
         del on_signal
         raise NotImplementedError(f"{type(self).__name__} has no signals")
@@ -142,11 +161,19 @@ class Communicator(ABC):
         """Releases what a transport holds; collective, after the last call. Later calls over it are errors.
 
         Only programs that make many groups need it, before they free the group: at exit everything is released anyway.
-        Raises RuntimeError while a started call of this rank is in flight, TimeoutError if a rank does not come.
+
+        Raises:
+            RuntimeError: A started call of this rank is in flight.
+            TimeoutError: A rank does not come.
         """
 
     def native_allreduce(self, tensor: Tensor, *, facts: str) -> Tensor | None:
-        """The transport's own sum over ranks, out of place; None where it has none for this tensor."""
+        """The transport's own sum over ranks, out of place; None where it has none for this tensor.
+
+        Args:
+            tensor: This rank's summand.
+            facts: What all ranks must share, as text.
+        """
         del tensor, facts
         return None
 
@@ -172,10 +199,16 @@ def run(
 ) -> T:
     """Carries a schedule to its end and returns its result.
 
-    facts: what all ranks must share, as text; without it the schedule's name. A rank that calls with other facts, an
-        error on any rank, and a round that waits more than `timeout` seconds (default `comm.timeout`) raise the same
-        `CollectiveError` on every rank.
-    device: where received payloads are put, default the communicator's.
+    Args:
+        schedule: What this rank sends and receives, round by round.
+        comm: The ranks; all of them call.
+        facts: What all ranks must share, as text; without it the schedule's name.
+        timeout: Seconds that a round waits at most; default `comm.timeout`.
+        device: Where received payloads are put, default the communicator's.
+
+    Raises:
+        CollectiveError: A rank calls with other facts, has failed, or kept a round waiting for too long: the same
+            reason on every rank.
     """
     return comm.run(schedule, device=device, **_settings(schedule, facts, timeout, comm))
 
@@ -191,5 +224,15 @@ def start(
     """Like `run`, but goes on in the background while the caller computes.
 
     All ranks start their calls in the same order; they may complete in any.
+
+    Args:
+        schedule: As in `run`; so are the others.
+        comm: The ranks; all of them call.
+        facts: What all ranks must share, as text; without it the schedule's name.
+        timeout: Seconds that a round waits at most; default `comm.timeout`.
+        device: Where received payloads are put, default the communicator's.
+
+    Raises:
+        CollectiveError: The communicator has failed before; what happens later is raised by `Work.wait`.
     """
     return comm.start(schedule, device=device, **_settings(schedule, facts, timeout, comm))

@@ -7,7 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Link:
-    """alpha: seconds per message; beta: seconds per byte. The default is 1 Gbit/s Ethernet at 50 µs."""
+    """What a message costs. The default is 1 Gbit/s Ethernet at 50 µs.
+
+    Attributes:
+        alpha: Seconds per message.
+        beta: Seconds per byte.
+    """
 
     alpha: float = 50e-6
     beta: float = 8e-9

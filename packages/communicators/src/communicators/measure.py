@@ -15,8 +15,13 @@ from communicators.schedule import SLOT_BYTES, Round, Schedule
 def measure_link(comm: Communicator, *, nbytes: int = 1 << 20, repeats: int = 7) -> Link:
     """α (seconds per message) and β (seconds per byte) of the slowest pair, the same on every rank.
 
-    Neighbours 2i and 2i + 1 play ping-pong, all pairs at once, with the smallest message and with one of `nbytes`;
-    medians of `repeats`. Collective. One rank alone has a link that costs nothing.
+    Neighbours 2i and 2i + 1 play ping-pong, all pairs at once, with the smallest message and with a large one.
+    Collective. One rank alone has a link that costs nothing.
+
+    Args:
+        comm: The ranks; all of them call.
+        nbytes: Of the large message.
+        repeats: Medians are taken of so many.
     """
     if nbytes < 2 * SLOT_BYTES or repeats < 1:
         raise ValueError(f"expected nbytes >= {2 * SLOT_BYTES} and repeats >= 1, got {nbytes} and {repeats}")

@@ -25,15 +25,21 @@ _LAUNCHERS = {
 def as_communicator(comm: Any = None, *, timeout: float | None = None, transport: str | None = None) -> Communicator:
     """A communicator for an mpi4py Comm, a torch ProcessGroup, a Communicator (returned as it is), or None.
 
-    None: the default process group if it is initialised, else COMM_WORLD if mpi4py.MPI is imported, else one rank.
     All ranks of a group call this together at its first use, because it is duplicated once.
-    timeout: what `Communicator.timeout` is from now on, alike on all ranks; so long the first use waits for the others
-        too. Default: what a process group was made with, else 300 s, or what was set before.
-    transport: of data on a GPU, for a torch process group at its first use: "host" (default), through host memory, or
-        "nccl", by a NCCL communicator of our own, where that is the group's backend for CUDA. Not yet run on a GPU.
 
-    Raises TypeError for anything else, RuntimeError for None under a launcher of several ranks with neither, and
-    CollectiveError that names the ranks that did not come to the first use.
+    Args:
+        comm: None is the default process group if it is initialised, else COMM_WORLD if mpi4py.MPI is imported, else
+            one rank.
+        timeout: What `Communicator.timeout` is from now on, alike on all ranks; so long the first use waits for the
+            others too. Default: what a process group was made with, else 300 s, or what was set before.
+        transport: Of data on a GPU, for a torch process group at its first use: "host" (default), through host memory,
+            or "nccl", by a NCCL communicator of our own, where that is the group's backend for CUDA. Not yet run on a
+            GPU.
+
+    Raises:
+        TypeError: `comm` is something else.
+        RuntimeError: None, under a launcher of several ranks, with neither a process group nor mpi4py.
+        CollectiveError: Names the ranks that did not come to the first use.
     """
     made = found(comm, patience=timeout, transport=transport)
     if timeout is not None:

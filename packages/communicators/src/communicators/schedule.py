@@ -24,11 +24,12 @@ Received: TypeAlias = dict[int, Tensor]
 class Round:
     """One round of messages of one rank; it ends when all of them are done.
 
-    sends: peer -> payload, a contiguous 1-D uint8 tensor that starts with a free slot of `SLOT_BYTES` (see `frame`)
-        and is not changed any more once it was yielded.
-    recvs: peer -> size in bytes, slot included.
-    bounded: where sizes depend on data: what arrives may be shorter than `recvs` says, never longer. Alike on all
-        ranks of the round. Costs a way through host memory where messages of a GPU bear no lengths (NCCL).
+    Attributes:
+        sends: Peer -> payload, a contiguous 1-D uint8 tensor that starts with a free slot of `SLOT_BYTES` (see `frame`)
+            and is not changed any more once it was yielded.
+        recvs: Peer -> size in bytes, slot included.
+        bounded: Where sizes depend on data: what arrives may be shorter than `recvs` says, never longer. Alike on all
+            ranks of the round. Costs a way through host memory where messages of a GPU bear no lengths (NCCL).
     """
 
     sends: Mapping[int, Tensor] = field(default_factory=dict)
@@ -38,7 +39,11 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Elapse:
-    """Computation that a schedule does between rounds, in seconds: simulated worlds charge it, real ones ignore it."""
+    """Computation that a schedule does between rounds: simulated worlds charge it, real ones ignore it.
+
+    Attributes:
+        seconds: For how long.
+    """
 
     seconds: float
 
@@ -47,7 +52,14 @@ Schedule: TypeAlias = Generator[Round | Elapse, Received, T]
 
 
 def frame(tensor: Tensor) -> Tensor:
-    """A payload that holds the tensor's bytes behind a free slot: uint8, (SLOT_BYTES + tensor bytes,). Copies once."""
+    """A payload that holds a tensor's bytes behind a free slot. Copies once.
+
+    Args:
+        tensor: Of any shape and dtype.
+
+    Returns:
+        uint8, (SLOT_BYTES + tensor bytes,).
+    """
     payload = torch.empty(framed_nbytes(tensor.numel(), tensor.dtype), dtype=torch.uint8, device=tensor.device)
     payload[:SLOT_BYTES] = 0
     body(payload, tensor.dtype).copy_(tensor.detach().reshape(-1))
@@ -55,7 +67,15 @@ def frame(tensor: Tensor) -> Tensor:
 
 
 def body(payload: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor behind a payload's slot as a 1-D view, no copy."""
+    """The tensor behind a payload's slot, no copy.
+
+    Args:
+        payload: What `frame` gave on the rank that sent it.
+        dtype: What is read in its bytes.
+
+    Returns:
+        A 1-D view.
+    """
     return payload[SLOT_BYTES:].view(dtype)
 
 

@@ -60,10 +60,15 @@ class Signals(ABC):
         self.rank, self.size, self._on_signal = rank, size, on_signal
 
     def send(self, peer: int, value: int) -> None:
-        """Sends a 64-bit integer to one rank, which may be this one; does not wait for it.
+        """Sends an integer to one rank, which may be this one; does not wait for it.
 
-        To a rank that has departed it goes nowhere. Raises RuntimeError where the peer has not taken MOST_WAITING
-        others, CollectiveError after `close()` or where the signals have failed.
+        Args:
+            peer: To whom; to a rank that has departed it goes nowhere.
+            value: 64 bits, with a sign.
+
+        Raises:
+            RuntimeError: The peer has not taken MOST_WAITING others.
+            CollectiveError: After `close()`, or where the signals have failed.
         """
         if isinstance(peer, bool) or not isinstance(peer, int) or not 0 <= peer < self.size:
             raise ValueError(f"cannot signal rank {peer!r} of {self.size}; expected 0 … {self.size - 1}")
@@ -76,7 +81,10 @@ class Signals(ABC):
     def poll(self) -> list[tuple[int, int]]:
         """The signals that have come since the last time, as (source, value); does not wait.
 
-        After `close()` what was left. Raises CollectiveError where the signals have failed.
+        After `close()` what was left.
+
+        Raises:
+            CollectiveError: The signals have failed.
         """
         if self._on_signal is not None:
             raise RuntimeError("these signals go to on_signal: poll() is for those that were made without it")
@@ -84,10 +92,16 @@ class Signals(ABC):
 
     @abstractmethod
     def wait_until(self, over: Callable[[], bool], timeout: float) -> None:
-        """Waits until something holds that signals bring about, at most so many seconds (TimeoutError).
+        """Waits until something holds that signals bring about.
 
-        over: looked at now, after every signal that `on_signal` has dealt with, and now and then besides; short, and in
-            any thread. Raises CollectiveError where the signals have failed.
+        Args:
+            over: Whether it does: looked at now, after every signal that `on_signal` has dealt with, and now and then
+                besides; short, and in any thread.
+            timeout: Seconds.
+
+        Raises:
+            TimeoutError: It does not hold by then.
+            CollectiveError: The signals have failed.
         """
 
     @abstractmethod
@@ -103,14 +117,22 @@ class Signals(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raises CollectiveError where they have failed."""
+        """Does nothing while they work.
+
+        Raises:
+            CollectiveError: They have failed.
+        """
 
     def attempt(self, schedule: Schedule[Any], members: Sequence[int], *, facts: str) -> Attempt:
-        """Starts a schedule among these ranks, for which its own ranks 0, 1, … stand.
+        """Starts a schedule among some ranks, for which its own ranks 0, 1, … stand.
 
-        facts: what tells it from all others, alike on its members. It waits without end, for slow ranks too; where a
-        rank has died that it waits for, `departed` says so, and each member leaves it by itself. Only where
-        `Communicator.outlives_ranks`.
+        It waits without end, for slow ranks too; where a rank has died that it waits for, `departed` says so, and each
+        member leaves it by itself. Only where `Communicator.outlives_ranks`.
+
+        Args:
+            schedule: This rank's.
+            members: The ranks, in the order that the schedule numbers them.
+            facts: What tells it from all others, alike on its members.
         """
         del schedule, members, facts
         raise NotImplementedError(f"{type(self).__name__} does not outlive its ranks")
@@ -129,8 +151,10 @@ class Signals(ABC):
     def close(self) -> None:
         """Ends them on all ranks; collective. What was sent before has come when it returns: `poll` has it.
 
-        Raises TimeoutError that names the ranks that do not close within the communicator's `timeout`. Those that have
-        departed are not waited for.
+        Those that have departed are not waited for.
+
+        Raises:
+            TimeoutError: Names the ranks that do not close within the communicator's `timeout`.
         """
 
     @abstractmethod

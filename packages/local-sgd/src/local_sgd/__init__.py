@@ -9,6 +9,7 @@ from local_sgd.algorithms.overlap import OverlapLocalSGD
 from local_sgd.algorithms.slowmo import SlowMo
 from local_sgd.algorithms.streaming_diloco import StreamingDiLoCo
 from local_sgd.periodic import PeriodicAveraging
+from local_sgd.version import __version__
 
 ALGORITHMS: dict[str, type[PeriodicAveraging]] = {
     "local-sgd": LocalSGD,
@@ -33,4 +34,5 @@ __all__ = [
     "PeriodicAveraging",
     "SlowMo",
     "StreamingDiLoCo",
+    "__version__",
 ]

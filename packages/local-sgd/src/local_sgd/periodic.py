@@ -42,26 +42,29 @@ class PeriodicAveraging(Wrapping):
 
     x is a rank's model, x̄ the mean over ranks, and "boundary" after every τ-th `average`.
 
-    optimizer: any, built over the live parameters; this object shares its param_groups, state and defaults.
-    sync_every: τ, or a function that gives it from the number of steps before the block, such as a warm-up:
-        `lambda step: 1 if step < 1000 else 16`. Ranks may have different ones: their blocks are exchanged in order.
-    comm: see `communicators.as_communicator`; its `timeout` is how long a boundary waits for a late rank.
-    model: names parameters in errors, and has buffers, see `buffers`.
-    buffers: of the model, such as BatchNorm's: "keep", every rank its own; "average" at boundaries, what is not
-        floating-point being rank 0's; "broadcast" rank 0's. Both wait for a small exchange at every boundary.
-    inner_state: the wrapped optimizer's: "keep", every rank its own; "average" at boundaries; "reset" there.
-    weighted: `average(weight)` is given a weight, such as the number of samples or tokens of the step; means are by
-        the sums of them over blocks.
-    broadcast: rank 0's parameters, and buffers of `model`, are copied to all ranks now; False: ranks compare a hash of
-        their parameters, and it is an error where they differ.
-    native: by the transport's own allreduce: worlds then agree within rounding, not in all bits.
-    bucket_bytes: exchanged in vectors of at most so many bytes; default: one for each group, dtype and device.
-    anchor_device: where anchors, momenta and means live, such as "cpu"; default: with the parameters.
-
     Parameters of 16 bits are averaged in 32, and what is rounded off then stays with the rank that rounds.
     Frozen parameters (requires_grad False, now) are left out; freezing or adding some later is an error.
-    Raises CollectiveError, alike on every rank, where ranks differ in algorithm, settings or parameters, and where a
-    mean is not finite.
+
+    Args:
+        optimizer: Any, built over the live parameters; this object shares its param_groups, state and defaults.
+        sync_every: τ, or a function that gives it from the number of steps before the block, such as a warm-up:
+            `lambda step: 1 if step < 1000 else 16`. Ranks may have different ones: their blocks are exchanged in order.
+        comm: See `communicators.as_communicator`; its `timeout` is how long a boundary waits for a late rank.
+        model: Names parameters in errors, and has buffers, see `buffers`.
+        buffers: Of the model, such as BatchNorm's: "keep", every rank its own; "average" at boundaries, what is not
+            floating-point being rank 0's; "broadcast" rank 0's. Both wait for a small exchange at every boundary.
+        inner_state: The wrapped optimizer's: "keep", every rank its own; "average" at boundaries; "reset" there.
+        weighted: `average(weight)` is given a weight, such as the number of samples or tokens of the step; means are by
+            the sums of them over blocks.
+        broadcast: Rank 0's parameters, and buffers of `model`, are copied to all ranks now; False: ranks compare a hash
+            of their parameters, and it is an error where they differ.
+        native: By the transport's own allreduce: worlds then agree within rounding, not in all bits.
+        bucket_bytes: Exchanged in vectors of at most so many bytes; default: one for each group, dtype and device.
+        anchor_device: Where anchors, momenta and means live, such as "cpu"; default: with the parameters.
+
+    Raises:
+        CollectiveError: Alike on every rank: ranks differ in algorithm, settings or parameters, or later a mean is not
+            finite.
     """
 
     anchors: tuple[str, ...] = ()
@@ -140,8 +143,13 @@ class PeriodicAveraging(Wrapping):
     def boundary(self, part: Part, x: Tensor, mean: Tensor) -> Tensor:
         """The algorithm: x after the boundary; changes what is kept in `part`, and may change x.
 
-        x: this rank's, a copy.  mean: over ranks, of x or, where the algorithm overlaps, of what the last boundary
-        returned. Returned may be what is kept; it is copied.
+        Args:
+            part: Some of the parameters, flat, with what is kept of them.
+            x: This rank's, a copy.
+            mean: Over ranks, of x or, where the algorithm overlaps, of what the last boundary returned.
+
+        Returns:
+            What may be kept in `part` too; it is copied.
         """
 
     def after_boundary(self) -> None:
@@ -155,7 +163,14 @@ class PeriodicAveraging(Wrapping):
         )
 
     def check_more(self, state: dict[str, Any]) -> None:
-        """Raises ValueError for what does not fit in what `more_state` gave, and changes nothing."""
+        """Changes nothing.
+
+        Args:
+            state: What another one's `more_state` gave.
+
+        Raises:
+            ValueError: It does not fit here.
+        """
         if ("near" in state) != (self._near is not None):
             raise ValueError(f"the state is of {1 + ('near' in state)} levels, sync_every of {1 + bool(self._near)}")
         theirs, own = state.get("residuals", {}).get("kind"), None if self._sums is None else self._sums.kind
@@ -191,7 +206,11 @@ class PeriodicAveraging(Wrapping):
         return x
 
     def check(self) -> None:
-        """Fills in settings that depend on the number of ranks, `comm.size`; ValueError for what does not fit it."""
+        """Fills in settings that depend on the number of ranks, `comm.size`.
+
+        Raises:
+            ValueError: A setting does not fit it.
+        """
 
     @property
     def comm(self) -> Communicator:
@@ -230,7 +249,8 @@ class PeriodicAveraging(Wrapping):
     def average(self, weight: float | None = None) -> None:
         """Counts a step; at a boundary exchanges. Call it after every step, also after one that a GradScaler left out.
 
-        weight: of this step, such as its number of samples; given if, and only if, the optimizer is `weighted`.
+        Args:
+            weight: Of this step, such as its number of samples; given if, and only if, the optimizer is `weighted`.
         """
         self._refuse_shown("average()")
         self._drained, self._unseen = False, 0
@@ -279,9 +299,13 @@ class PeriodicAveraging(Wrapping):
                 evaluate(model); torch.save(model.state_dict(), path)
 
         For every rank to call, between the same boundaries; training goes on with the same bits. Buffers of `model`
-        are averaged inside, or rank 0's with buffers="broadcast". Yields `model`.
+        are averaged inside, or rank 0's with buffers="broadcast".
 
-        comm: the same ranks by another communicator, such as one that counts bytes apart from training's.
+        Args:
+            comm: The same ranks by another communicator, such as one that counts bytes apart from training's.
+
+        Yields:
+            `model`.
         """
         self._refuse_shown("averaged_model()")
         models = self._models(comm or self._comm)
@@ -315,10 +339,15 @@ class PeriodicAveraging(Wrapping):
         The model's parameters are loaded from this rank's own model, after the optimizer was made, before its first
         step; that they are those is checked there. A state that was taken after `drain` or `finish` is alike on all
         ranks, but for the wrapped optimizer's: any rank's may be loaded on every rank, of any number of ranks.
-        Raises ValueError for a state of another algorithm, of other parameters and, unless it was drained, of another
-        rank or number of ranks; and, where a compressor keeps residuals, of another cut (`bucket_bytes`, fragments).
         Settings such as `sync_every` and `buffers` are this optimizer's own: a state goes on under others, too.
         That all ranks have loaded, and states of the same boundary, is seen at the next one: else a CollectiveError.
+
+        Args:
+            state_dict: What `state_dict` gave.
+
+        Raises:
+            ValueError: It is of another algorithm, of other parameters and, unless it was drained, of another rank or
+                number of ranks; or, where a compressor keeps residuals, of another cut (`bucket_bytes`, fragments).
         """
         refuse_torch_helpers(self._what)
         self._refuse_shown("load_state_dict()")

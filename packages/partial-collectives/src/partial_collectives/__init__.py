@@ -6,5 +6,14 @@ from partial_collectives.result import PartialResult
 from partial_collectives.stragglers.deadline import until_deadline
 from partial_collectives.stragglers.delays import injected_delays
 from partial_collectives.stragglers.lateness import Lateness
+from partial_collectives.version import __version__
 
-__all__ = ["EagerSGD", "Lateness", "PartialAllreduce", "PartialResult", "injected_delays", "until_deadline"]
+__all__ = [
+    "EagerSGD",
+    "Lateness",
+    "PartialAllreduce",
+    "PartialResult",
+    "__version__",
+    "injected_delays",
+    "until_deadline",
+]

@@ -52,21 +52,31 @@ class EagerSGD(Wrapping):
     wrapped optimizer (`register_step_pre_hook`), which returns nothing. At construction all ranks get rank 0's
     parameters, and the buffers of `model`.
 
-    optimizer: built over the live parameters; shared as its param_groups, state and defaults are.
-    scheduler: of the wrapped optimizer; stepped here, once for every round. Rates that change otherwise between two
-        rounds, and so go by a rank's own steps, are a ValueError: ranks would part in silence.
-    weighted: total is divided by the sum of the weights that ranks give to `step(weight=…)`, samples or tokens, not
-        by P. A gradient is then the mean over them.
-    model: has buffers, such as BatchNorm's. buffers: "keep", they differ between ranks, in evaluations and checkpoints
-        too; "average", their mean over ranks at `synchronize()` and `finish()`, what is not floating-point being rank
-        0's; "broadcast", rank 0's there. Ranks that have finished are in the mean.
-    quorum, max_staleness, grace, seed, on_death: see `PartialAllreduce`. Where ranks may be lost ("shrink") buffers are
-        kept: to share them takes all ranks.
-
-    applied: rounds so far. gradients: how many were in them, of all ranks.
-
     `finish()`, or leaving the context, takes part until all ranks have ended. A gradient that is not finite is a
     CollectiveError on every rank, that names the rank, when its round is applied.
+
+    Args:
+        optimizer: Built over the live parameters; shared as its param_groups, state and defaults are.
+        named_parameters: Those of the model, as `model.named_parameters()` gives them.
+        comm: See `communicators.as_communicator`.
+        quorum: See `PartialAllreduce`.
+        max_staleness: See `PartialAllreduce`.
+        scheduler: Of the wrapped optimizer; stepped here, once for every round. Rates that change otherwise between two
+            rounds, and so go by a rank's own steps, are a ValueError: ranks would part in silence.
+        grace: See `PartialAllreduce`.
+        weighted: Total is divided by the sum of the weights that ranks give to `step(weight=…)`, samples or tokens, not
+            by P. A gradient is then the mean over them.
+        model: Has buffers, such as BatchNorm's.
+        buffers: "keep", they differ between ranks, in evaluations and checkpoints too; "average", their mean over ranks
+            at `synchronize()` and `finish()`, what is not floating-point being rank 0's; "broadcast", rank 0's there.
+            Ranks that have finished are in the mean.
+        seed: See `PartialAllreduce`.
+        on_death: See `PartialAllreduce`. Where ranks may be lost ("shrink") buffers are kept: to share them takes all
+            ranks.
+
+    Attributes:
+        applied: Rounds so far.
+        gradients: How many were in them, of all ranks.
     """
 
     def __init__(
@@ -135,7 +145,12 @@ class EagerSGD(Wrapping):
     ) -> float | None:
         """Gives the gradients, and applies every round that is over. See `PartialAllreduce.allreduce`.
 
-        weight: of the gradient, a mean over so many samples or tokens; given if, and only if, it is `weighted`.
+        Args:
+            closure: Computes the loss and the gradients, as torch's optimizers take it.
+            weight: Of the gradient, a mean over so many samples or tokens; given if, and only if, it is `weighted`.
+
+        Returns:
+            The closure's loss; None without one.
         """
         refuse_torch_helpers("EagerSGD")
         weight = self._checked(weight)
@@ -151,8 +166,11 @@ class EagerSGD(Wrapping):
         return loss
 
     def synchronize(self) -> None:
-        """Meets all ranks that have more steps, each after as many as it likes; then parameters are the same on all,
-        and no gradient is under way. For evaluation, before a checkpoint, and to set rates by hand, alike on all."""
+        """Meets all ranks that have more steps, each after as many as it likes.
+
+        Then parameters are the same on all, and no gradient is under way. For evaluation, before a checkpoint, and to
+        set rates by hand, alike on all.
+        """
         self._meet(finished=False)
 
     def finish(self) -> None:
@@ -166,10 +184,11 @@ class EagerSGD(Wrapping):
         self._rounds.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's state and, as "distributed", this rank's gradients that are in no round yet, rounds
-        that were not applied yet, where the rounds stand, and the scheduler's state.
+        """The wrapped optimizer's state and, as "distributed", what is under way.
 
-        Another one on every rank: each saves its own. Take it after `synchronize()`, on all ranks.
+        That is this rank's gradients that are in no round yet, rounds that were not applied yet, where the rounds
+        stand, and the scheduler's state. Another one on every rank: each saves its own. Take it after `synchronize()`,
+        on all ranks.
         """
         refuse_torch_helpers("EagerSGD")
         wrapped, held = wrapped_state(self.optimizer, stepped=self.applied > 0)
@@ -187,8 +206,12 @@ class EagerSGD(Wrapping):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on where this rank's `state_dict` was taken; for every rank to call, before its first step.
 
-        Raises ValueError for the state of another rank or another number of them, CollectiveError where ranks give
-        states of different rounds.
+        Args:
+            state_dict: What `state_dict` gave.
+
+        Raises:
+            ValueError: The state is of another rank or another number of them.
+            CollectiveError: Ranks give states of different rounds.
         """
         refuse_torch_helpers("EagerSGD")
         needs = ("rounds", "applied", "gradients", "settings", "scheduler")

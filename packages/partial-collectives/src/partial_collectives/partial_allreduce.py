@@ -33,22 +33,27 @@ class PartialAllreduce:
     Every rank gets every round once, in order, with the same bits; how often it calls is its own affair. What comes too
     late for a round is added up and goes into the next one: Σ given = Σ applied, whatever the order of events.
 
-    like: a tensor, or a list of them, of the sizes and dtypes to be summed; alike on all ranks.
-    quorum: "solo": a round begins with the first arrival. "majority": with that of a rank drawn for it, (P + 1)/2 of
-        which are there in the mean where arrivals are independent of the draw. A number: with so many arrivals.
-    max_staleness: rounds in a row that a rank may miss which has more steps; then they wait for it.
-    grace: seconds for which a round waits for further arrivals once its quorum is there; "0.5x" is half of the median
-        time between the last 20 rounds.
-    seed: of the draws, alike on all ranks.
-    on_death: "error": all others raise one CollectiveError that names the rank. "shrink": they go on without it; what
-        it had brought to a round that any of them has ended is in that round for all, the rest is given up. A mean is
-        divided by len(result.members) then. Over gloo and in simulated worlds; ValueError elsewhere. An exception
-        inside the context is a death too.
-
     A rank that is slow is waited for without end. Two objects that are called in turn may wait for each other where
     ranks differ in speed, one rank in a round of this and one in a round of that: make one, with a list. All ranks make
-    it, and end it with `finish()` and `close()`. Raises CollectiveError where ranks differ in `like` or settings,
-    RuntimeError where MPI has no THREAD_MULTIPLE.
+    it, and end it with `finish()` and `close()`.
+
+    Args:
+        like: A tensor, or a list of them, of the sizes and dtypes to be summed; alike on all ranks.
+        comm: See `communicators.as_communicator`.
+        quorum: "solo": a round begins with the first arrival. "majority": with that of a rank drawn for it, (P + 1)/2
+            of which are there in the mean where arrivals are independent of the draw. A number: with so many arrivals.
+        max_staleness: Rounds in a row that a rank may miss which has more steps; then they wait for it.
+        grace: Seconds for which a round waits for further arrivals once its quorum is there; "0.5x" is half of the
+            median time between the last 20 rounds.
+        seed: Of the draws, alike on all ranks.
+        on_death: "error": all others raise one CollectiveError that names the rank. "shrink": they go on without it;
+            what it had brought to a round that any of them has ended is in that round for all, the rest is given up. A
+            mean is divided by len(result.members) then. Over gloo and in simulated worlds; ValueError elsewhere. An
+            exception inside the context is a death too.
+
+    Raises:
+        CollectiveError: Ranks differ in `like` or settings.
+        RuntimeError: MPI has no THREAD_MULTIPLE.
     """
 
     def __init__(
@@ -92,8 +97,14 @@ class PartialAllreduce:
     def allreduce(self, tensor: Tensor | Sequence[Tensor], *, weight: float = 1.0) -> list[PartialResult]:
         """Gives weight · tensor, and returns every round that was completed since the last call, at least one.
 
-        Waits for a round only where none is there; else what was given goes into a later one. The tensor may be
-        changed afterwards.
+        Waits for a round only where none is there; else what was given goes into a later one.
+
+        Args:
+            tensor: Of the sizes of `like`; it may be changed afterwards.
+            weight: A factor on it, of which rounds give the sum.
+
+        Returns:
+            Rounds in order, each to be applied once.
         """
         self._refuse_closed("allreduce()")
         if not 0 <= weight < float("inf"):
@@ -109,18 +120,28 @@ class PartialAllreduce:
 
         For every such rank to call, each after as many steps as it likes; then all have applied the same rounds, and
         go on. For evaluation, and before a checkpoint.
+
+        Yields:
+            Rounds in order, each to be applied once.
         """
         self._refuse_closed("synchronize()")
         yield from self._rest(Stage.PAUSED)
 
     def finish(self) -> Iterator[PartialResult]:
-        """This rank has no more steps: takes part until all others have none, and yields the rest of the rounds."""
+        """This rank has no more steps: takes part until all others have none.
+
+        Yields:
+            The rest of the rounds in order, each to be applied once.
+        """
         self._refuse_closed("finish()", finishes=True)
         yield from self._rest(Stage.FINISHED)
 
     def close(self) -> None:
-        """Ends it, with all other ranks. Without `finish()` before, this rank has no more steps from now on, takes part
-        until the others have none, and throws the results away."""
+        """Ends it, with all other ranks.
+
+        Without `finish()` before, this rank has no more steps from now on, takes part until the others have none, and
+        throws the results away.
+        """
         if self._closed:
             return
         for _ in self._rest(Stage.FINISHED):
@@ -139,9 +160,14 @@ class PartialAllreduce:
     def load_state_dict(self, state: Mapping[str, Any], *, joins: bool = False) -> None:
         """Goes on where `state_dict` was taken; for every rank to call, before its first `allreduce()`.
 
-        joins: the state is a peer's, for a rank that comes in place of one that has died. What the peer has given and
-            is in no round yet stays the peer's to give; its rounds that were not returned yet are returned here too.
-        Raises CollectiveError where the states of the ranks are of different rounds.
+        Args:
+            state: What `state_dict` gave.
+            joins: The state is a peer's, for a rank that comes in place of one that has died. What the peer has given
+                and is in no round yet stays the peer's to give; its rounds that were not returned yet are returned here
+                too.
+
+        Raises:
+            CollectiveError: The states of the ranks are of different rounds.
         """
         if self._engine.began:
             raise RuntimeError("load_state_dict() after the first round: load into a new PartialAllreduce")

@@ -13,6 +13,7 @@ from sparse_collectives.training.optimizer import DistributedOptimizer
 from sparse_collectives.training.schemes.residuals import Residuals
 from sparse_collectives.training.schemes.table import WholeScheme
 from sparse_collectives.training.state_dict import reshard_residuals
+from sparse_collectives.version import __version__
 from sparse_collectives.wire.invalid import given_by
 from sparse_collectives.wire.wire import WIRES, Wire
 
@@ -31,6 +32,7 @@ __all__ = [
     "Transfer",
     "WholeScheme",
     "Wire",
+    "__version__",
     "choose",
     "given_by",
     "reshard_residuals",

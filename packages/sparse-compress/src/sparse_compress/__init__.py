@@ -22,6 +22,7 @@ from sparse_compress.pad import pad
 from sparse_compress.topk import topk
 from sparse_compress.vector import SparseVector
 from sparse_compress.vector_format import HEADER_BYTES, MAX_NUMEL, SLOT_BYTES, wire_nbytes
+from sparse_compress.version import __version__
 
 __all__ = [
     "HEADER_BYTES",
@@ -41,6 +42,7 @@ __all__ = [
     "ThresholdReuse",
     "TopK",
     "WireCodec",
+    "__version__",
     "add",
     "add_all",
     "clip_locally",

@@ -1,5 +1,7 @@
-"""What tells a message from one that was changed on its way: TCP's own 16 bits miss one error in 65,536, and more where
-a switch or a card computes them anew."""
+"""What tells a message from one that was changed on its way.
+
+TCP's own 16 bits miss one error in 65,536, and more where a switch or a card computes them anew.
+"""
 
 from __future__ import annotations
 

@@ -259,18 +259,26 @@ class Engine:
 
 
 def leave(*, timeout: float = FAILED_DEPARTURE_SECONDS) -> list[int]:
-    """Departs from all peers of this process's communicators; returns the ranks that did not in `timeout` seconds.
+    """Departs from all peers of this process's communicators.
 
     For the end of a program that has failed. Nothing can be called over those afterwards. Under MPI the end of a
     process waits in MPI_Finalize for all others, also for those that cannot be reached: where ranks are missing,
     MPI.COMM_WORLD.Abort(1) is the way out.
+
+    Args:
+        timeout: Seconds to wait for the peers.
+
+    Returns:
+        The ranks that did not depart in time.
     """
     return engine().leave("it ended after an error", timeout)
 
 
 def depart(listeners: Sequence[ControlListener], why: str, timeout: float | None = None) -> list[int]:
-    """Departs from all of them, then goes on reading control messages until all peers have said so too: an arbiter may
-    still be needed. Returns the ranks that have not after `timeout` seconds, default what each says."""
+    """Departs from all of them, then goes on reading control messages until all peers have said so too.
+
+    An arbiter may still be needed. Returns the ranks that have not after `timeout` seconds, default what each says.
+    """
     for listener in listeners:
         _guarded(listener, partial(listener.depart, why))
     begin = time.monotonic()

@@ -30,8 +30,11 @@ class Pending(ABC):
         """Whether all are sent and received; does not block. Raises PeerLost."""
 
     def arrived(self) -> bool:
-        """Whether all that this rank receives has come, which may be long before the last of what it sends is known to
-        have: a transport that waits for receipts needs another α for that. Does not block. Raises PeerLost."""
+        """Whether all that this rank receives has come. Does not block. Raises PeerLost.
+
+        It may be long before the last of what it sends is known to have: a transport that waits for receipts needs
+        another α for that.
+        """
         return self.done()
 
     @abstractmethod

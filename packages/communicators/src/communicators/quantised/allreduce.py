@@ -24,7 +24,7 @@ class Rounded(NamedTuple):
 
 
 def quantised_allreduce(x: Tensor, rank: int, size: int, *, bits: int = 8) -> Schedule[Rounded]:
-    """Sum over ranks of 1-D float32, with Q that rounds to `bits` (8 or 4) block by block:
+    """Sum over ranks of 1-D float32, with Q that rounds to `bits` (8 or 4) block by block.
 
         total ← Q(Σ x or Q(x)) by span; the rank that owns a span adds its own x without rounding
 

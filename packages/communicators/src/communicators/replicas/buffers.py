@@ -49,7 +49,7 @@ class Buffers:
             copy_from_first(copied, comm, facts=f"buffers of {self._what}")
 
     def _refuse_nan(self, averaged: list[Tensor]) -> None:
-        """Raises CollectiveError, alike on every rank: they hold the same means. (-inf may be a mask.)"""
+        """Raises CollectiveError, alike on every rank: they hold the same means; -inf may be a mask."""
         names = {id(b): name for name, b in self._model.named_buffers()} if self._model is not None else {}
         if found := [names[id(b)] for b in averaged if bool(b.isnan().any())]:
             raise CollectiveError(f"{self._what}: the average of buffers {found} is NaN: one rank's holds NaN")

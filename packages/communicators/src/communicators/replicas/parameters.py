@@ -64,6 +64,7 @@ def refuse_changes(optimizer: Optimizer, names: Mapping[int, str], exchanged: Se
 
 
 def check_pairs(pairs: list[tuple[str, Tensor]]) -> None:
+    """Raises TypeError for what is no name and tensor."""
     for pair in pairs:
         if not (
             isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], Tensor)

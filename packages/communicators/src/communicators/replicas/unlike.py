@@ -20,13 +20,19 @@ _FACTORS = (-0x61C8864680B583EB, -0x3D4D51C2D82B14B1, 0x165667B19E3779F9)  # odd
 
 
 def refuse_unlike(named: Mapping[str, Tensor], comm: Communicator) -> None:
-    """Raises CollectiveError, the same on every rank, unless all ranks hold the same bits; for every rank to call.
+    """Does nothing where all ranks hold the same bits; for every rank to call.
 
         refuse_unlike(dict(model.named_parameters()), comm)
 
-    It names the ranks that differ from most of the others, and for each its first tensor that does. Without a majority
-    the lowest rank counts as right. Names, shapes and dtypes must be the same on every rank.
     One pass over the tensors, and ⌈log P⌉ messages of 8 bytes a rank; where ranks differ, 8 bytes a tensor more.
+
+    Args:
+        named: Tensors by name; names, shapes and dtypes are the same on every rank.
+        comm: The ranks.
+
+    Raises:
+        CollectiveError: The same on every rank: names the ranks that differ from most of the others, and for each its
+            first tensor that does. Without a majority the lowest rank counts as right.
     """
     if comm.size == 1:
         return
@@ -41,10 +47,18 @@ def refuse_unlike(named: Mapping[str, Tensor], comm: Communicator) -> None:
 
 
 def hash_bits(tensor: Tensor) -> Tensor:
-    """64 bits of a tensor's bits and their places, int64, 0-D, on its device; NaNs count as the bits that they are.
+    """64 bits of a tensor's bits and their places; NaNs count as the bits that they are.
 
-    h ← Σ mix(word + place) over each chunk of 64-bit words, chunks joined by h ← f·h + chunk, modulo 2⁶⁴; the last word
-    is filled up with zeros. The same on every device. Not meant to withstand somebody who wants a collision.
+        h ← Σ mix(word + place) over each chunk of 64-bit words, chunks joined by h ← f·h + chunk, modulo 2⁶⁴
+
+    The last word is filled up with zeros. The same on every device. Not meant to withstand somebody who wants a
+    collision.
+
+    Args:
+        tensor: Of any shape and dtype.
+
+    Returns:
+        int64, 0-D, on the tensor's device.
     """
     data = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     total = torch.full((), data.numel(), dtype=torch.int64, device=data.device)

@@ -350,8 +350,10 @@ class EventLoop:
         return None if context in self._outliving else self._bereaved
 
     def fail(self, reason: str, context: Context | None, cause: BaseException | None = None) -> None:
-        """Every call of a communicator (None: of all) that is in flight ends with this reason, and so does every later
-        one. The first reason counts."""
+        """Every call of a communicator (None: of all) that is in flight ends with this reason.
+
+        So does every later one. The first reason counts.
+        """
         if self._dead is not None or context in self._poison:
             return
         poison = CollectiveError(reason)

@@ -7,11 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Dies:
-    """Fault: the rank is gone when it would send its message number `message` (0 is its first), or at a virtual time.
+    """Fault: a rank is gone when it would send a message, or at a virtual time.
 
     Every call of all ranks ends with an error that names it; signals and attempts go on among the others, who see it in
     `Signals.departed`. Of its own nothing goes on, and its result is None.
-    at: virtual seconds, in place of `message`.
+
+    Attributes:
+        rank: Which one.
+        message: The number of the message that it does not send any more; 0 is its first.
+        at: Virtual seconds, in place of `message`.
     """
 
     rank: int
@@ -21,7 +25,13 @@ class Dies:
 
 @dataclass(frozen=True)
 class Corrupts:
-    """Fault: the rank's message number `message` arrives with one bit flipped, number `bit` modulo the message's."""
+    """Fault: a message arrives with one bit flipped.
+
+    Attributes:
+        rank: Whose message.
+        message: Its number among those that the rank sends, from 0.
+        bit: Which one, modulo the number of the message's.
+    """
 
     rank: int
     message: int = 0

@@ -52,8 +52,10 @@ class SignalsInFlight:
         self._events.wish(lambda: self._events.guarded(context, rank, lambda: self._hear_early(context, rank)))
 
     def send(self, context: Context, source: int, target: int, value: int) -> None:
-        """There after the time of a message of SIGNAL_BYTES, or at once to itself. One that is on its way is not sent
-        again."""
+        """There after the time of a message of SIGNAL_BYTES, or at once to itself.
+
+        One that is on its way is not sent again.
+        """
         name = context, source, target
         if value in self._sent[name]:
             return

@@ -34,14 +34,19 @@ POLL_SECONDS = 50e-6
 class SimulatedWorld:
     """Ranks 0 … size − 1, joined pairwise by equal links. Data may be on any device, and stay there.
 
-    link: seconds per message and per byte.
-    seed: draws the order of events that happen at the same virtual time.
-    slowdown: per rank, a factor on the time of its computation (`comm.elapse`, `Elapse`); default 1 each.
-    jitter: at most so many seconds are added to each message, drawn like the order.
-    draw: returns numbers in [0, 1) for order and jitter, in place of `seed`; hypothesis can drive it.
-    faults: `Dies` and `Corrupts`.
+    Args:
+        size: How many ranks.
+        link: Seconds per message and per byte.
+        seed: Draws the order of events that happen at the same virtual time.
+        slowdown: Per rank, a factor on the time of its computation (`comm.elapse`, `Elapse`); default 1 each.
+        jitter: At most so many seconds are added to each message, drawn like the order.
+        draw: Returns numbers in [0, 1) for order and jitter, in place of `seed`; hypothesis can drive it.
+        faults: `Dies` and `Corrupts`.
 
-    After `run`: bytes_sent and messages_sent per rank, in counted rounds; elapsed, in virtual seconds.
+    Attributes:
+        bytes_sent: After `run`: what each rank sent, in counted rounds.
+        messages_sent: In so many messages.
+        elapsed: How long the run took, in virtual seconds.
     """
 
     def __init__(
@@ -74,6 +79,9 @@ class SimulatedWorld:
         """Runs fn(comm) on every rank and returns the results in rank order (None for a rank that died).
 
         An exception on one rank fails the others' collectives and is raised here. Counts start again at each run.
+
+        Args:
+            fn: What a rank does; `comm` says which one it is.
         """
         loop = EventLoop(self, self._draw if self._draw is not None else random.Random(self.seed).random)
         self.bytes_sent, self.messages_sent = loop.bytes_sent, loop.messages_sent

@@ -27,9 +27,13 @@ class BMUF(PeriodicAveraging):
     one that sees all of it. BMUF(block_rate=1, momentum=0) is LocalSGD; with Nesterov's form it is DiLoCo of outer
     rate ζ and momentum η; without it SlowMo at a constant rate. The model is z.
 
-    block_rate: ζ > 0.  momentum: 0 ≤ η < 1, default 1 − 1/m, and 0.875 for more than 8 ranks.
-    nesterov: the paper has both; the other form swings more, and learnt badly here at rates that suit plain SGD.
-    optimizer, sync_every (τ), options: see `PeriodicAveraging`.
+    Args:
+        optimizer: See `PeriodicAveraging`.
+        sync_every: τ, see `PeriodicAveraging`.
+        block_rate: ζ > 0.
+        momentum: 0 ≤ η < 1, default 1 − 1/m, and 0.875 for more than 8 ranks.
+        nesterov: The paper has both; the other form swings more, and learnt badly here at rates that suit plain SGD.
+        **options: See `PeriodicAveraging`.
     """
 
     anchors = ("anchor",)

@@ -22,7 +22,10 @@ class CoCoDSGD(PeriodicAveraging):
 
     The model is x̄; ranks hold it one block late, and apart by what they did since.
 
-    optimizer, sync_every (τ), options: see `PeriodicAveraging`; `native` is of no use here and refused.
+    Args:
+        optimizer: See `PeriodicAveraging`.
+        sync_every: τ, see `PeriodicAveraging`.
+        **options: See `PeriodicAveraging`; `native` is of no use here and refused.
     """
 
     anchors = ("launched",)

@@ -32,20 +32,24 @@ class DiLoCo(PeriodicAveraging):
         DiLoCo(inner, outer=partial(torch.optim.SGD, lr=0.5, momentum=0.9, nesterov=True),
                outer_scheduler=lambda outer: torch.optim.lr_scheduler.CosineAnnealingLR(outer, T_max=100))
 
-    outer: makes the outer optimizer over the parameters given to it, which are z: one for each of the model's, in 32
-        bits or more; default torch's SGD with Nesterov momentum as above. It is `.outer.optimizer` then; its rates and
-        settings are compared at every boundary, since anchors of ranks would part by others.
-    outer_scheduler: makes a learning-rate scheduler of it, which takes a step after each of its steps, so one a block.
-    compress, allreduce: exchange Δ in fewer bytes, with what was left out added to the next one: see `Compression`, and
-        the README. What was left out takes as much memory as z.
-    allreduce, without compress: makes what sums Δ in rounds that do not wait for the last rank, allreduce(like, comm):
-        see `Rounds` and `OuterRounds`. Between two `drain()`s ranks may then have taken unlike numbers of outer steps;
-        `finish()` is for good.
+    With `allreduce` and without `compress` Δ is summed in rounds that do not wait for the last rank. Between two
+    `drain()`s ranks may then have taken unlike numbers of outer steps; `finish()` is for good.
 
-            DiLoCo(inner, allreduce=partial(PartialAllreduce, quorum="majority"))
+        DiLoCo(inner, allreduce=partial(PartialAllreduce, quorum="majority"))
 
-    sync_every: τ, or two levels, see `LocalSGD`.
-    optimizer: the inner one, AdamW in the paper.  options: see `PeriodicAveraging`.
+    Args:
+        optimizer: The inner one, AdamW in the paper.
+        sync_every: τ, or two levels, see `LocalSGD`.
+        outer: Makes the outer optimizer over the parameters given to it, which are z: one for each of the model's, in
+            32 bits or more; default torch's SGD with Nesterov momentum as above. It is `.outer.optimizer` then; its
+            rates and settings are compared at every boundary, since anchors of ranks would part by others.
+        outer_scheduler: Makes a learning-rate scheduler of it, which takes a step after each of its steps, so one a
+            block.
+        compress: Exchanges Δ in fewer bytes, with what was left out added to the next one: see `Compression`, and the
+            README. What was left out takes as much memory as z.
+        allreduce: With `compress` what sums that: see `Compression`. Without it, makes what sums Δ,
+            allreduce(like, comm): see `Rounds` and `OuterRounds`.
+        **options: See `PeriodicAveraging`.
     """
 
     anchors = ("anchor",)

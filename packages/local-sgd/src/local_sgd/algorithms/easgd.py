@@ -26,8 +26,12 @@ class EASGD(PeriodicAveraging):
     which Σ(x − z) = Σ(pulled x − z)/(1 − α). A boundary does not change Σx + z. It contracts for 0 < α < 2/(m + 1)
     only; other values are refused. The model is z.
 
-    alpha: α, default 0.9/m. There is no mean to weight: weighted=True is refused, as is `native`, of no use here.
-    optimizer, sync_every (τ), options: see `PeriodicAveraging`.
+    Args:
+        optimizer: See `PeriodicAveraging`.
+        sync_every: τ, see `PeriodicAveraging`.
+        alpha: α, default 0.9/m.
+        **options: See `PeriodicAveraging`. There is no mean to weight: weighted=True is refused, as is `native`, of no
+            use here.
     """
 
     anchors = ("anchor",)

@@ -26,8 +26,12 @@ class OverlapLocalSGD(PeriodicAveraging):
     this survives one that decays. The effective step is (1 − α)/(1 − αβ) of SGD's, 0.69 by default. Ranks stay apart
     on unlike data: the model is z, see `averaged_model`, never one rank's x.
 
-    alpha: 0 ≤ α < 1; 0 is independent SGD.  beta: 0 ≤ β < 1.
-    optimizer, sync_every (τ), options: see `PeriodicAveraging`; `native` is of no use here and refused.
+    Args:
+        optimizer: See `PeriodicAveraging`.
+        sync_every: τ, see `PeriodicAveraging`.
+        alpha: 0 ≤ α < 1; 0 is independent SGD.
+        beta: 0 ≤ β < 1.
+        **options: See `PeriodicAveraging`; `native` is of no use here and refused.
     """
 
     anchors = ("anchor",)

@@ -15,7 +15,7 @@ from local_sgd.settings import below_one, positive
 
 
 class SlowMo(PeriodicAveraging):
-    """A slow momentum over blocks, in units of the learning rate γ.
+    """A slow momentum over blocks, in units of the learning rate γ, the "lr" of each parameter group at the boundary.
 
         u ← β·u + (z − x̄)/γ
         z ← z − α·γ·u
@@ -24,8 +24,12 @@ class SlowMo(PeriodicAveraging):
     Kept is v = γu, so that nothing is divided by γ: v ← β·(γ/γ of the last boundary)·v + (z − x̄); z ← z − α·v. After
     a boundary at γ = 0 the momentum begins anew. The model is z.
 
-    alpha: the slow rate α > 0.  beta: 0 ≤ β < 1.  γ is the "lr" of each parameter group at the boundary.
-    optimizer, sync_every (τ), options: see `PeriodicAveraging`.
+    Args:
+        optimizer: See `PeriodicAveraging`.
+        sync_every: τ, see `PeriodicAveraging`.
+        alpha: The slow rate α > 0.
+        beta: 0 ≤ β < 1.
+        **options: See `PeriodicAveraging`.
     """
 
     anchors = ("anchor",)

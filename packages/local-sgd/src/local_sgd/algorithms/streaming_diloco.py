@@ -34,13 +34,19 @@ class StreamingDiLoCo(PeriodicAveraging):
     its next launch where that comes earlier. With one fragment, no delay and α = 0 it is DiLoCo, in all bits. The
     model is z.
 
-    fragments: a number, of about as many bytes each in the order of the parameters (at most one a parameter); or a list
-        of modules or lists of names of parameters, one entry a fragment, which leave no parameter out.
-    delay: 0 or more steps.  alpha: 0 ≤ α < 1, the weight of what the rank did meanwhile.
-    outer, outer_scheduler: see `DiLoCo`; every fragment has its own ones, which step when it is applied.
-    compress, allreduce: see `DiLoCo`; an allreduce that returns a `Work` is waited for when the fragment is applied.
-    optimizer, sync_every (τ), options: see `PeriodicAveraging`; buffers and inner state are shared as often as all
-        fragments were launched once; `native` is refused.
+    Args:
+        optimizer: The inner one, see `PeriodicAveraging`.
+        sync_every: τ, see `PeriodicAveraging`.
+        fragments: A number, of about as many bytes each in the order of the parameters (at most one a parameter); or a
+            list of modules or lists of names of parameters, one entry a fragment, which leave no parameter out.
+        delay: 0 or more steps.
+        alpha: 0 ≤ α < 1, the weight of what the rank did meanwhile.
+        outer: See `DiLoCo`; every fragment has its own, which steps when it is applied.
+        outer_scheduler: See `DiLoCo`; likewise.
+        compress: See `DiLoCo`.
+        allreduce: See `DiLoCo`; one that returns a `Work` is waited for when the fragment is applied.
+        **options: See `PeriodicAveraging`; buffers and inner state are shared as often as all fragments were launched
+            once; `native` is refused.
     """
 
     anchors = ("anchor",)

@@ -37,8 +37,10 @@ class Header:
 
 
 class Kind(IntEnum):
-    """Of a signal: its sender has arrived at a round; the round begins; a rank is gone, whose number stands for that of
-    the round."""
+    """Of a signal: its sender has arrived at a round; the round begins; a rank is gone.
+
+    The gone rank's number stands for that of the round.
+    """
 
     ARRIVED = 0
     BEGIN = 1

@@ -27,10 +27,15 @@ LONGEST = 100_000
 
 @dataclass(frozen=True)
 class Case:
-    """steps: gradients that each rank gives between the meetings of all ranks (`synchronize`), one list per rank of
-    equal length. choices: which of the events that are possible comes next, each taken modulo their number; after the
-    last one it goes on as drawn from the seed. deaths: ranks that may die, at any time. rejoin: at every meeting of all
-    that live those that have died come back, from the state of the lowest one.
+    """One order of events of all that are possible.
+
+    Attributes:
+        steps: Gradients that each rank gives between the meetings of all ranks (`synchronize`), one list per rank of
+            equal length.
+        choices: Which of the events that are possible comes next, each taken modulo their number; after the last one it
+            goes on as drawn from the seed.
+        deaths: Ranks that may die, at any time.
+        rejoin: At every meeting of all that live those that have died come back, from the state of the lowest one.
     """
 
     size: int
@@ -253,8 +258,10 @@ class Play:
             self._do(number, rank.machine.recovered(None))
 
     def _rejoin(self) -> None:
-        """Another group of all ranks: those that have died go on from a peer's state, with what is ahead of
-        them."""
+        """Another group of all ranks.
+
+        Those that have died go on from a peer's state, with what is ahead of them.
+        """
         states = {number: rank.machine.state() for number, rank in self.living.items()}
         donor = self.ranks[min(states)]
         self._demand(len({len(self.ranks[number].ended) for number in states}) == 1, "a meeting at different rounds")

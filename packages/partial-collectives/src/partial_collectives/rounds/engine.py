@@ -29,8 +29,10 @@ MOST_BEGAN = 21
 
 
 class Between(IntEnum):
-    """Signals between engines beside the protocol's: to itself, that a round's collective or a grace is over; whether a
-    rank lives, and that it does; that it closes."""
+    """Signals between engines beside the protocol's.
+
+    To itself, that a round's collective or a grace is over; whether a rank lives, and that it does; that it closes.
+    """
 
     OVER = 4
     GRACE_OVER = 5

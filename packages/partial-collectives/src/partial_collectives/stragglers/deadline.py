@@ -22,7 +22,13 @@ def until_deadline(
             p.grad /= samples            # the mean over those that were in time
         optimizer.step(weight=samples)   # of a weighted EagerSGD: what was left out is not counted either
 
-    clock: `comm.clock` in a simulated world.
+    Args:
+        micro_batches: One is taken as it is needed.
+        seconds: From the first one's beginning.
+        clock: `comm.clock` in a simulated world.
+
+    Yields:
+        Those that begin in time.
     """
     if not seconds > 0:
         raise ValueError(f"the deadline is {seconds} s, expected more than 0")

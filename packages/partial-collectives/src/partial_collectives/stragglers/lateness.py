@@ -45,10 +45,11 @@ class Arrivals:
 class Lateness:
     """What all ranks tell of their arrivals in the headers of rounds; the same on every rank.
 
-    rounds: of each of the last rounds what is known: rank -> seconds from its beginning to the rank's arrival, below 0
-        where it was early. Of a rank that is late it comes with a later round.
-
     May be asked in any thread while rounds go on.
+
+    Attributes:
+        rounds: Of each of the last rounds what is known: rank -> seconds from its beginning to the rank's arrival,
+            below 0 where it was early. Of a rank that is late it comes with a later round.
     """
 
     def __init__(self, size: int) -> None:

@@ -1,0 +1,1 @@
+"""Is this tree ready to be published? `hatch run release-check`."""

@@ -1,0 +1,77 @@
+"""Environments outside the tree, in which only what was installed can be imported."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from importlib.metadata import distribution
+from pathlib import Path
+
+from release.packages import name_of
+
+
+class ReleaseError(Exception):
+    """A command that did not do what a release needs; says what it wrote."""
+
+
+class Environment:
+    """A virtual environment without pip; what another one holds may lie beneath it."""
+
+    def __init__(self, folder: Path, *, beneath: Path | None = None) -> None:
+        """Makes it in `folder`; what the folder `beneath` holds can be imported, and counts as installed."""
+        self.folder = folder
+        run([sys.executable, "-m", "venv", "--without-pip", str(folder)])
+        [self.packages] = folder.glob("lib/python*/site-packages")
+        if beneath is not None:
+            (self.packages / "beneath.pth").write_text(f"{beneath}\n")
+
+    def install(self, *words: str) -> None:
+        """By this environment's pip, with its settings."""
+        pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+        run([*pip, "--python", str(self.folder / "bin" / "python"), "install", "--prefer-binary", *words])
+
+    def run(self, *words: str, timeout: float = 300) -> str:
+        """What a program of its own writes; its working folder is the environment's."""
+        return run([str(self.folder / "bin" / words[0]), *words[1:]], folder=self.folder, timeout=timeout)
+
+
+def run(command: list[str], *, folder: Path | None = None, timeout: float | None = None) -> str:
+    """What a command writes; of this process's environment it sees nothing of Python.
+
+    Raises:
+        ReleaseError: It ended with another status than 0, or did not end in time.
+    """
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    kept["PATH"] = os.pathsep.join([str(Path(command[0]).parent), kept.get("PATH", os.defpath)])
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    try:
+        done = subprocess.run(command, **pipes, text=True, cwd=folder, env=kept, timeout=timeout)  # type: ignore[call-overload]
+    except subprocess.TimeoutExpired as error:
+        raise ReleaseError(f"{' '.join(command)} did not end within {timeout} s\n{error.output}") from error
+    if done.returncode:
+        raise ReleaseError(f"{' '.join(command)} ended with {done.returncode}\n{done.stdout}")
+    return str(done.stdout)
+
+
+def linked(name: str, folder: Path) -> Path:
+    """A folder that holds the distribution `name` of this environment, and those that it needs, as links."""
+    folder.mkdir()
+    for each in sorted(_needed_by(name, set())):
+        found = distribution(each)
+        for top in {file.parts[0] for file in found.files or () if file.parts[0] not in ("..", "__pycache__")}:
+            (folder / top).symlink_to(Path(str(found.locate_file(top))))
+    return folder
+
+
+def _needed_by(name: str, seen: set[str]) -> Iterable[str]:
+    """A distribution's name, and those of all that it needs here; extras are not."""
+    from packaging.requirements import Requirement
+
+    seen.add(name)
+    for line in distribution(name).requires or ():
+        requirement = Requirement(line)
+        if requirement.name not in seen and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+            _needed_by(name_of(line), seen)
+    return seen
