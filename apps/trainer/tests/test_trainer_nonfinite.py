@@ -84,7 +84,7 @@ SKIPPING = [name for name, entry in TABLE.items() if "nonfinite" in {flag.name f
 def test_a_skipped_step_leaves_the_statistics_as_they_were(
     app: App, options: Callable[..., Options], algorithm: str, overlap: bool
 ) -> None:
-    """On all ranks alike: on the one that has met the bad image they would be NaN for good, on others one step ahead."""
+    """On all ranks alike: on the one that met the bad image they would stay NaN, on the others be one step ahead."""
     buffers: dict[int, list[dict[str, Any]]] = {0: [], 1: []}  # by rank: before each step, and at the end
 
     def app_of(rank: int) -> App:
