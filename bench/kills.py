@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,8 @@ ALGORITHMS = {
 COMMON = "--checkpoint-every 3 --lr 0.05 --batch-size 64"
 FROM_START = 0.2  # of the kills
 LONGEST_WAIT = 1.0  # seconds, once it trains
-LIMIT = 300.0  # seconds for one launch
+LIMIT = 1500.0  # seconds for one launch, on a busy machine
+SHOWN = 10  # differences
 
 
 @dataclass(frozen=True)
@@ -118,15 +119,19 @@ def _unmeasured(row: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if not name.endswith(("seconds", "hidden_fraction"))}
 
 
-def same(found: Any, expected: Any) -> bool:
-    """Whether two results are the same, tensors bit for bit."""
+def differences(found: Any, expected: Any, place: str = "") -> Iterator[str]:
+    """Where two results are not the same, tensors bit for bit."""
     if isinstance(expected, torch.Tensor):
-        return bool(found.dtype == expected.dtype and found.numpy().tobytes() == expected.numpy().tobytes())
-    if isinstance(expected, dict):
-        return found.keys() == expected.keys() and all(same(found[key], value) for key, value in expected.items())
-    if isinstance(expected, list | tuple):
-        return len(found) == len(expected) and all(map(same, found, expected))
-    return bool(found == expected)
+        if found.dtype != expected.dtype or found.numpy().tobytes() != expected.numpy().tobytes():
+            yield place
+    elif isinstance(expected, dict) and isinstance(found, dict) and found.keys() == expected.keys():
+        for key, value in expected.items():
+            yield from differences(found[key], value, f"{place}/{key}")
+    elif isinstance(expected, list | tuple) and isinstance(found, list | tuple) and len(found) == len(expected):
+        for number, value in enumerate(expected):
+            yield from differences(found[number], value, f"{place}/{number}")
+    elif found != expected:
+        yield f"{place}: {found!s:.60}, expected {expected!s:.60}"
 
 
 def chain(algorithm: str, *, kills: int, ranks: int, chance: random.Random, folder: Path) -> dict[str, Any]:
@@ -139,11 +144,14 @@ def chain(algorithm: str, *, kills: int, ranks: int, chance: random.Random, fold
     while done < kills and broken.killed(chance):
         done += 1
     broken.finish()
+    found = list(differences(result(broken), result(straight)))
+    for place in found[:SHOWN]:
+        print(f"{algorithm}: another {place}", flush=True)
     return {
         "algorithm": algorithm,
         "ranks": ranks,
         "kills": done,
-        "same": same(result(broken), result(straight)),
+        "same": not found,
         "seconds": round(time.perf_counter() - began, 1),
     }
 

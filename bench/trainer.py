@@ -3,17 +3,20 @@
     python -m bench trainer [--epochs N] [--full] [--output DIR]
 
 One rank trains ResNet-20 with the loop, metrics and checkpoints of `python -m cifar`, and between any two of its steps
-bare loops take one each, with models of their own: all meet the same machine. Images are noise: 32 pixels wide as in
-CIFAR, and 8 as the digits, whose steps are as short as any.
+bare loops take one each, with models of their own: all meet the same machine. Images are noise, and lie ready, so that
+nobody reads or augments any: 32 pixels wide as in CIFAR, and 8 as the digits, whose steps are as short as any. Memory
+that is freed stays with the process.
 bare: loss, backward and torch.optim.SGD; same: loss, backward and the optimizer that the algorithm takes, at one rank;
-trainer: ms of CPU time in the median, which other programs change little. loop, overhead: the median over neighbours
-of what the trainer's step takes more than same, and than bare, in per cent of bare. The first step of an epoch, with
-the evaluation before it, is left out.
+trainer: ms of CPU time in the median, which other programs change little. loop: the median over neighbours of what the
+trainer's step takes more than same, in per cent of bare: what the loop adds, to be below 3. overhead: the same of what
+it takes more than bare, in which the algorithm's own work is, too: gathering gradients, selecting, looking for NaN. The
+first step of an epoch, with the evaluation before it, is left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import statistics
 import tempfile
 import time
@@ -41,6 +44,7 @@ from bench.record import machine, record
 ALGORITHMS = {"dense": [], "local-sgd": [], "gtopk": ["--density", "0.01"]}
 PIXELS = (32, 8)
 SKIPPED = 5  # steps, while all warm up
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's mallopt
 BareStep: TypeAlias = Callable[[Tensor, Generator], float]
 """Takes a step on these samples; seconds of CPU time."""
 
@@ -138,6 +142,15 @@ class Noise:
         return {"test_loss": float(sums)}
 
 
+def keep_freed_memory() -> None:
+    """Not for the system to take back, where the C library can be told: glibc gives it back at one step's end, and the
+    next pays for having it anew, thousands of page faults; of three loops by turns it was always the same one."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_MMAP_MAX, 0)
+        mallopt(M_TRIM_THRESHOLD, (1 << 31) - 1)
+
+
 def measured(algorithm: str, own: Sequence[str], epochs: int, pixels: int) -> list[tuple[float, ...]]:
     """Seconds of the trainer's steps, each with those of the bare ones beside it."""
     made: list[Interleaved] = []
@@ -179,6 +192,7 @@ def main(argv: Sequence[str] = ()) -> int:
     parser.add_argument("--full", action="store_true", help="five times as many")
     parser.add_argument("--output", type=Path, metavar="DIR", help="write DIR/trainer.csv, .json and .png too")
     options, facts = parser.parse_args(argv), machine()
+    keep_freed_memory()
     epochs = options.epochs * (5 if options.full else 1)
     rows = [
         row_of(algorithm, pixels, measured(algorithm, own, epochs, pixels))

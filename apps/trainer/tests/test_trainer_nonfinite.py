@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from trainer.command_line.options import Options
 from trainer.records.metrics import read_metrics
 from trainer.records.run_folder import RunFolder
 from trainer.run import run
+from trainer.synchronisers.table import TABLE
 
 
 def app_with_one_bad_image(app: App) -> App:
@@ -60,19 +62,44 @@ def test_a_run_whose_steps_were_all_skipped_is_gone_on_with(app: App, options: C
     assert [(row["steps"], row["skipped_steps"]) for row in rows] == [(3, 3), (6, 6)]
 
 
-def test_statistics_that_a_bad_image_spoilt_do_not_end_a_run_that_skips(
-    app: App, options: Callable[..., Options]
+def watched(task: Any, seen: list[dict[str, Any]]) -> Any:
+    """With a bad image; its buffers before every step go to `seen`."""
+    task.points[7] = torch.inf
+    real = task.loss
+
+    def loss(indices: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        seen.append({name: own.clone() for name, own in task.model.named_buffers()})
+        loss: torch.Tensor = real(indices, generator)
+        return loss
+
+    task.loss = loss
+    return task
+
+
+SKIPPING = [name for name, entry in TABLE.items() if "nonfinite" in {flag.name for flag in entry.flags}]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("algorithm", SKIPPING)
+def test_a_skipped_step_leaves_the_statistics_as_they_were(
+    app: App, options: Callable[..., Options], algorithm: str, overlap: bool
 ) -> None:
-    """Batch normalisation has seen it although no step was taken; the evaluation shows what became of that."""
+    """On all ranks alike: on the one that met the bad image they would stay NaN, on the others be one step ahead."""
+    buffers: dict[int, list[dict[str, Any]]] = {0: [], 1: []}  # by rank: before each step, and at the end
 
-    def build(options: Options, device: torch.device) -> Any:
-        task = app.build(options, device)
-        task.points[7] = torch.inf
-        return task
+    def app_of(rank: int) -> App:
+        return replace(app, build=lambda options, device: watched(app.build(options, device), buffers[rank]))
 
-    given = options(nonfinite="skip")
-    SimulatedWorld(2).run(lambda comm: run(replace(app, build=build), given, comm))
-    rows = read_metrics(RunFolder(given.output).metrics.path)
-    assert [(row["skipped_steps"], row["test_loss"]) for row in rows] == [(1, None), (2, None)]
-    model = torch.load(RunFolder(given.output).model, weights_only=True)
-    assert all(bool(tensor.isfinite().all()) for name, tensor in model.items() if "running" not in name)
+    given = options(algorithm=algorithm, nonfinite="skip", **({"overlap": True} if overlap else {}))
+    SimulatedWorld(2).run(lambda comm: run(app_of(comm.rank), given, comm))
+    folder = RunFolder(given.output)
+    rows = read_metrics(folder.metrics.path)
+    assert [row["skipped_steps"] for row in rows] == [1, 2]
+    assert all(row["test_loss"] is not None for row in rows)
+    assert all(bool(tensor.isfinite().all()) for tensor in torch.load(folder.model, weights_only=True).values())
+    for rank, seen in buffers.items():
+        state = torch.load(folder.checkpoints.complete()[-1] / f"rank{rank}.pt", weights_only=True)["model"]
+        seen.append({name: state[name] for name in seen[0]})
+        alike = [all(before[name].equal(after[name]) for name in before) for before, after in pairwise(seen)]
+        assert alike.count(True) == 2, "every skipped step leaves all of them, and every other step changes them"
+        assert int(state["1.num_batches_tracked"]) == 4

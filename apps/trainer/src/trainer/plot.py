@@ -81,14 +81,22 @@ def rows_of(path: Path) -> list[Row]:
     file = RunFolder(path).metrics.path
     try:
         rows = read_metrics(file)
-    except (ValueError, OSError) as error:
+    except (ValueError, RecursionError, OSError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is damaged"
         raise RunError(f"{file} cannot be read ({reason}): give the --output of a run") from None
-    if not all(isinstance(row, dict) and row.keys() >= NEEDED for row in rows):
+    if not all(map(_is_epoch, rows)):
         raise RunError(f"{file} holds other things than epochs: give the --output of a run")
     if not rows:
         raise RunError(f"{file} has no epoch yet")
     return rows
+
+
+def _is_epoch(row: object) -> bool:
+    """As the loop writes them: counts, then seconds, and between these and the training loss the task's metrics."""
+    if not isinstance(row, dict) or not row.keys() >= NEEDED or not _losses_and_metrics(list(row)):
+        return False
+    counts = all(type(row[name]) is int and 0 <= row[name] < 1 << 63 for name in ("epoch", "bytes_sent"))
+    return counts and all(row[name] is None or isinstance(row[name], float | int) for name in ("train_loss", "seconds"))
 
 
 def curves_of(runs: Mapping[str, Sequence[Row]]) -> dict[str, str]:

@@ -123,7 +123,7 @@ def _reporting(training: Training, first_step: int) -> Training:
     events = None
     with all_or_none(training.comm):
         if training.options.tensorboard and training.comm.rank == 0:
-            events = Events(training.options.output / "events", first_step=first_step)
+            events = Events(training.folder.events, first_step=first_step)
     return replace(training, events=events)
 
 

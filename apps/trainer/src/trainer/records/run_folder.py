@@ -3,6 +3,7 @@
 OUTPUT/config.json      its settings, and on what it ran
 OUTPUT/metrics.jsonl    one object an epoch
 OUTPUT/checkpoints/     for --resume
+OUTPUT/events/          TensorBoard's, where --tensorboard asks for them
 OUTPUT/trace.json       where --profile asks for it (see `trainer.records.trace`)
 OUTPUT/model.pt         the trained model's state_dict, buffers averaged over ranks
 OUTPUT/lock             while a run writes there (see `trainer.records.folder_lock`)
@@ -10,6 +11,7 @@ OUTPUT/lock             while a run writes there (see `trainer.records.folder_lo
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,11 @@ class RunFolder:
     def trace(self) -> Path:
         """Of a few steps."""
         return self.path / "trace.json"
+
+    @property
+    def events(self) -> Path:
+        """TensorBoard's."""
+        return self.path / "events"
 
     @property
     def metrics(self) -> MetricsFile:
@@ -97,3 +104,7 @@ class RunFolder:
         self.checkpoints.delete()
         for file in (self.metrics.path, self.model, self.trace, self.config):
             file.unlink(missing_ok=True)
+        for file in self.events.glob("events.out.tfevents.*"):
+            file.unlink()
+        with suppress(OSError):  # there is none, or it holds something else
+            self.events.rmdir()

@@ -19,6 +19,7 @@ from torch.optim import SGD
 
 from trainer.command_line.options import Options
 from trainer.resuming.likeness import require_equal, require_like
+from trainer.synchronisers.buffers import BuffersBefore
 from trainer.synchronisers.optimizer_state import (
     completed_counts,
     completed_optimizer,
@@ -45,6 +46,7 @@ SELECTIONS: dict[str, Callable[[Options], Compressor]] = {
 class SynchronousSGD(Synchroniser):
     """A `DistributedOptimizer`, and the rate by its steps.
 
+    skips: whether a step may be skipped, which then leaves the model's buffers, too, as they were, on every rank.
     wait: holds this rank up, for an experiment, at the beginning of a step.
     """
 
@@ -58,12 +60,15 @@ class SynchronousSGD(Synchroniser):
         wait: Callable[[int], None] = lambda step: None,
     ) -> None:
         super().__init__(model)
-        self.optimizer, self.schedule, self._skips, self._wait = optimizer, rates(optimizer), skips, wait
+        self.optimizer, self.schedule, self._wait = optimizer, rates(optimizer), wait
+        self._before = BuffersBefore(model) if skips else None
 
     def zero_grad(self) -> None:
         """See `Synchroniser.zero_grad`."""
         self._wait(self.schedule.last_epoch)
         self.optimizer.zero_grad()
+        if self._before:
+            self._before.keep()
 
     def exchange(self) -> None:
         """The mean into every gradient."""
@@ -71,7 +76,10 @@ class SynchronousSGD(Synchroniser):
 
     def update(self) -> None:
         """See `Synchroniser.update`."""
+        skipped = self.optimizer.skipped
         self.optimizer.step()
+        if self._before and self.optimizer.skipped > skipped:
+            self._before.restore()
         self.schedule.step()
 
     @property
@@ -81,7 +89,7 @@ class SynchronousSGD(Synchroniser):
 
     def counters(self) -> Mapping[str, int | float]:
         """See `Synchroniser.counters`."""
-        return {"skipped_steps": self.optimizer.skipped} if self._skips else {}
+        return {"skipped_steps": self.optimizer.skipped} if self._before else {}
 
     def remark(self, steps: int) -> str:
         """See `Synchroniser.remark`."""

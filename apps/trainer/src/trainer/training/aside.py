@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 from communicators import Communicator, Round, Schedule, Work
@@ -22,6 +23,7 @@ class Aside(Communicator):
         self._comm = comm
         self.rank, self.size, self.device = comm.rank, comm.size, comm.device
         self._timeout = comm.timeout
+        self._started: WeakSet[Work[Any]] = WeakSet()
 
     def run(self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None) -> T:
         """See `communicators.run`."""
@@ -31,7 +33,15 @@ class Aside(Communicator):
         self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None
     ) -> Work[T]:
         """See `communicators.start`."""
-        return self._comm.start(self._counted(schedule), facts=facts, timeout=timeout, device=device)
+        work = self._comm.start(self._counted(schedule), facts=facts, timeout=timeout, device=device)
+        self._started.add(work)
+        return work
+
+    def settle(self) -> None:
+        """Waits for what was started, so that both sides have counted it: where it is just being sent, one has."""
+        for work in list(self._started):
+            work.wait()
+        self._started.clear()
 
     def clock(self) -> float:
         """See `Communicator.clock`."""
@@ -65,10 +75,12 @@ class Meter:
 
     def begin(self) -> None:
         """Forgets what was sent until now, such as the first broadcast."""
+        self._aside.settle()
         self._read = self._total()
 
     def read(self) -> int:
-        """Bytes since it was last read, or begun."""
+        """Bytes since it was last read, or begun. For every rank to call, at the same step."""
+        self._aside.settle()
         before, self._read = self._read, self._total()
         return self._read - before
 
