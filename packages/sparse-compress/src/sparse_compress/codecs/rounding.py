@@ -9,6 +9,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from sparse_compress.native import dense, packing
+
 SCALE_BYTES = 8  # of int8: the scale, and room that keeps what follows aligned
 
 
@@ -47,6 +49,8 @@ class Float16(NamedTuple):
         return 2 * count
 
     def pack(self, x: Tensor) -> Tensor:
+        if dense.take(x):
+            return packing.to_half(x, self.dtype)
         most = torch.finfo(self.dtype).max
         if _known_within(x, most):
             return x.to(self.dtype).view(torch.uint8)
@@ -57,6 +61,8 @@ class Float16(NamedTuple):
         return torch.where(overflowed, clamped.to(self.dtype), rounded).view(torch.uint8)
 
     def unpack(self, data: Tensor, count: int) -> Tensor:
+        if dense.ready(data):
+            return packing.of_half(data, count, self.dtype)
         return data[: 2 * count].view(self.dtype).float()
 
 
@@ -70,6 +76,10 @@ class Int8(NamedTuple):
         return SCALE_BYTES + count
 
     def pack(self, x: Tensor) -> Tensor:
+        if dense.take(x):
+            packed = torch.zeros(self.nbytes(len(x)), dtype=torch.uint8)
+            packed[:4].view(torch.int32)[0] = packing.to_steps(x, packed[SCALE_BYTES:])
+            return packed
         finite = None if _known_within(x, torch.finfo(x.dtype).max) else x.isfinite()
         x = x if finite is None else torch.where(finite, x, 0)
         largest = x.abs().amax() if len(x) else x.new_zeros(())
@@ -85,6 +95,8 @@ class Int8(NamedTuple):
         if exponent.is_cpu and not -126 <= int(exponent) <= 126:
             raise ValueError(f"corrupted scale: 2^{int(exponent)}, expected 2^−126 … 2^126")
         steps = data[SCALE_BYTES : SCALE_BYTES + count].view(torch.int8)
+        if dense.ready(steps):
+            return packing.of_steps(steps, int(exponent))
         return (steps.float() * power_of_two(exponent)).masked_fill(steps == -128, torch.nan)
 
 
@@ -116,6 +128,8 @@ def last_place(x: Tensor) -> Tensor:
 
 def leftover(x: Tensor, rounded: Tensor) -> Tensor:
     """x − rounded, 0 where either is not finite."""
+    if dense.take(x) and dense.take(rounded):
+        return packing.leftover(x, rounded)
     error = x - rounded
     if _known_within(error, torch.finfo(error.dtype).max):
         return error

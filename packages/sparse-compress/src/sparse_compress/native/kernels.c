@@ -868,15 +868,15 @@ EXPORT int sc_split(const void *index, const void *bits, const int64_t *pieces, 
 
 /* Entries of a key above kth, and the first `ties` of those equal to it. kept: room for n and SLACK; nothing is written
  * where all are kept. scratch: 8 bytes for n and SLACK. Returns how many. */
-EXPORT int64_t sc_filter(const void *index, const void *bits, int64_t n, int64_t kth, int64_t ties, void *kept_index,
+EXPORT int64_t sc_filter(const void *index, const void *bits, int64_t n, int32_t kth, int64_t ties, void *kept_index,
                          void *kept_bits, void *scratch) {
     const u32 *word = bits;
-    int64_t above = 0, equal = 0;
+    int32_t above = 0, equal = 0; /* negative: as comparing vectors counts */
     for (int64_t i = 0; i < n; i++) {
-        above += (int64_t)(word[i] & MAGNITUDE) > kth;
-        equal += (int64_t)(word[i] & MAGNITUDE) == kth;
+        above -= (int32_t)(word[i] & MAGNITUDE) > kth;
+        equal -= (int32_t)(word[i] & MAGNITUDE) == kth;
     }
-    if (above + least_of(ties, equal) == n)
+    if (least_of(ties, -equal) - above == n)
         return n;
     int64_t room = n + SLACK;
     return use.split(index, bits, n, (uint32_t)kth, &ties, kept_index, kept_bits, room, scratch,
@@ -964,4 +964,194 @@ EXPORT void sc_add_at(void *out, const void *index, const void *value, int64_t c
     const f32 *x = value;
     for (int64_t i = 0; i < count; i++)
         sums[at[i]] = sums[at[i]] + x[i];
+}
+
+/* ---- Fewer bytes: values ------------------------------------------------------------------------------------------ */
+
+enum { INF = 0x7F800000, NONE = -128 }; /* NONE: the step of what is not finite */
+
+/* float32 to the nearest bfloat16, ties to even; too large a one to the largest, NaN to one NaN. */
+EXPORT void sc_to_bf16(const void *values, int64_t n, void *out) {
+    const u32 *bits = values;
+    u16 *half = out;
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t word = bits[i], key = word & MAGNITUDE, near = word + 0x7FFF + (word >> 16 & 1);
+        near = key < INF && key >= 0x7F7F8000 ? (word & ~(uint32_t)MAGNITUDE) | 0x7F7F0000 : near;
+        near = key > INF ? 0x7FC00000 : near;
+        half[i] = (uint16_t)(near >> 16);
+    }
+}
+
+/* The largest multiple of its own last place that a float16 holds, for a finite key that is too large for it. */
+static uint32_t largest_fp16(uint32_t key) {
+    int32_t power = (int32_t)(key >> 23) - 150;
+    int32_t most = 65504 >> (power < 0 ? 0 : least_of(power, 16)) << (power < 0 ? 0 : least_of(power, 16));
+    return most ? (to_bits((float)most) - 0x38000000) >> 13 : 0;
+}
+
+/* float32 to the nearest float16, ties to even; too large a one to the largest multiple of its own last place, which may
+ * be 0, NaN to one NaN. */
+EXPORT void sc_to_fp16(const void *values, int64_t n, void *out) {
+    const u32 *bits = values;
+    u16 *half = out;
+    uint32_t any = 0;
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t word = bits[i], key = word & MAGNITUDE;
+        uint32_t normal = (key - 0x38000000 + 0xFFF + (key >> 13 & 1)) >> 13; /* 112 less in the exponent */
+        uint32_t tiny = to_bits(from_bits(key) + 0.5f) - 0x3F000000;           /* of 0.5 the last place is 2^-24 */
+        uint32_t near = key < 0x38800000 ? tiny : key < INF ? normal : 0x7C00;
+        any |= (key >= 0x477FF000) & (key < INF);
+        half[i] = (uint16_t)(key > INF ? 0x7E00 : (near | (word >> 16 & 0x8000)));
+    }
+    for (int64_t i = 0; any && i < n; i++) {
+        uint32_t word = bits[i], key = word & MAGNITUDE;
+        if (key >= 0x477FF000 && key < INF)
+            half[i] = (uint16_t)(largest_fp16(key) | (word >> 16 & 0x8000));
+    }
+}
+
+EXPORT void sc_of_bf16(const void *half, int64_t n, void *out) {
+    for (int64_t i = 0; i < n; i++)
+        ((u32 *)out)[i] = (uint32_t)((const u16 *)half)[i] << 16;
+}
+
+EXPORT void sc_of_fp16(const void *half, int64_t n, void *out) {
+    for (int64_t i = 0; i < n; i++)
+        ((f32 *)out)[i] = widened_fp16(((const u16 *)half)[i]);
+}
+
+/* float32 as steps of a power of two, the least with which the largest finite one is 127 steps or is cut to that; ties to
+ * even, NONE for what is not finite. Returns the power. */
+EXPORT int sc_to_int8(const void *values, int64_t n, void *out) {
+    const u32 *bits = values;
+    int8_t *steps = out;
+    int32_t largest = 0;
+    for (int64_t i = 0; i < n; i++) {
+        int32_t key = (int32_t)(bits[i] & MAGNITUDE);
+        key = key < INF ? key : 0;
+        largest = key > largest ? key : largest;
+    }
+    int power = (largest >> 23) - 126 - 7; /* of a half more, as 2^7 steps reach */
+    power = power < -126 ? -126 : power;
+    const float scale = from_bits((uint32_t)(127 - power) << 23), whole = 12582912; /* 1.5 * 2^23: rounds to integers */
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t word = bits[i];
+        int finite = (word & MAGNITUDE) < INF;
+        float near = (from_bits(finite ? word : 0) * scale + whole) - whole;
+        near = near > 127 ? 127 : near < -127 ? -127 : near;
+        steps[i] = (int8_t)(finite ? (int32_t)near : NONE);
+    }
+    return power;
+}
+
+/* Steps of 2^power, -126 to 126, as float32. */
+EXPORT void sc_of_int8(const void *steps, int64_t n, int power, void *out) {
+    const float scale = from_bits((uint32_t)(127 + power) << 23);
+    for (int64_t i = 0; i < n; i++) {
+        int32_t step = ((const int8_t *)steps)[i];
+        ((u32 *)out)[i] = step == NONE ? 0x7FC00000 : to_bits((float)step * scale);
+    }
+}
+
+/* out <- value - rounded, 0 where that is not finite. */
+EXPORT void sc_leftover(const void *values, const void *rounded, int64_t n, void *out) {
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t error = to_bits(((const f32 *)values)[i] - ((const f32 *)rounded)[i]);
+        ((u32 *)out)[i] = (error & MAGNITUDE) < INF ? error : 0;
+    }
+}
+
+/* ---- Fewer bytes: indices (elias_fano.py) ------------------------------------------------------------------------- */
+
+/* 8 bytes, the first the lowest. */
+INLINE uint64_t load(const uint8_t *at) {
+    uint64_t word = 0;
+    for (int b = 0; b < 8; b++)
+        word |= (uint64_t)at[b] << (8 * b);
+    return word;
+}
+
+INLINE void store(uint8_t *at, uint64_t word) {
+    for (int b = 0; b < 8; b++, word >>= 8)
+        at[b] = (uint8_t)word;
+}
+
+INLINE int64_t ones(uint64_t word) {
+    word -= word >> 1 & 0x5555555555555555u;
+    word = (word & 0x3333333333333333u) + (word >> 2 & 0x3333333333333333u);
+    return (int64_t)(((word + (word >> 4)) & 0x0F0F0F0F0F0F0F0Fu) * 0x0101010101010101u >> 56);
+}
+
+/* 8 bytes of 8 bits, the first in the lowest, with rows and columns exchanged (Warren, Hacker's Delight, 7-3). */
+INLINE uint64_t transposed(uint64_t x) {
+    uint64_t t = (x ^ (x >> 7)) & 0x00AA00AA00AA00AAu;
+    x ^= t ^ (t << 7);
+    t = (x ^ (x >> 14)) & 0x0000CCCC0000CCCCu;
+    x ^= t ^ (t << 14);
+    t = (x ^ (x >> 28)) & 0x00000000F0F0F0F0u;
+    return x ^ t ^ (t << 28);
+}
+
+/* n increasing indices: their `low` lowest bits in planes of whole bytes, and the rest in `high` bits of unary. */
+EXPORT void sc_pack_indices(const void *index, int64_t n, int low, int64_t high, void *out) {
+    const i32 *at = index;
+    uint8_t *plane = out;
+    int64_t width = (n + 7) / 8;
+    for (int64_t i = 0; i < n; i += 8)
+        for (int first = 0; first < low; first += 8) {
+            uint64_t rows = 0;
+            for (int64_t j = 0; j < least_of(8, n - i); j++)
+                rows |= (uint64_t)((uint32_t)at[i + j] >> first & 0xFF) << (8 * j);
+            rows = transposed(rows);
+            for (int bit = first; bit < low && bit < first + 8; bit++, rows >>= 8)
+                plane[bit * width + i / 8] = (uint8_t)rows;
+        }
+    uint8_t *unary = plane + low * width;
+    memset(unary, 0, (size_t)((high + 7) / 8));
+    uint64_t word = 0;
+    int64_t place = 0; /* of the word, in bits */
+    for (int64_t i = 0; i < n; i++) {
+        int64_t bit = (int64_t)(at[i] >> low) + i;
+        if (bit - place >= 64) {
+            store(unary + place / 8, word); /* what follows has this bit, so there is room */
+            place = bit & ~(int64_t)63;
+            word = 0;
+        }
+        word |= (uint64_t)1 << (bit - place);
+    }
+    for (; word; word >>= 8, place += 8)
+        unary[place / 8] |= (uint8_t)word;
+}
+
+/* The n indices that sc_pack_indices has packed. Returns how many there are: where not n, out is unfinished. */
+EXPORT int64_t sc_unpack_indices(const void *packed, int64_t n, int low, int64_t high, void *out) {
+    const uint8_t *plane = packed, *unary;
+    u32 *at = out;
+    int64_t width = (n + 7) / 8, found = 0, all = 0;
+    unary = plane + low * width;
+    for (int64_t place = 0; place < high; place += 64) {
+        uint64_t word = 0;
+        if (high - place >= 64)
+            word = load(unary + place / 8);
+        else
+            for (int64_t b = place; b < high; b++)
+                word |= (uint64_t)(unary[b / 8] >> (b & 7) & 1) << (b - place);
+        all += ones(word);
+        if (all > n)
+            continue; /* only counted */
+        for (; word; word &= word - 1, found++)
+            at[found] = (uint32_t)(place + __builtin_ctzll(word) - found) << low;
+    }
+    if (all != n)
+        return all;
+    for (int first = 0; first < low; first += 8)
+        for (int64_t i = 0; i < n; i += 8) {
+            uint64_t rows = 0;
+            for (int bit = first; bit < low && bit < first + 8; bit++)
+                rows |= (uint64_t)plane[bit * width + i / 8] << (8 * (bit - first));
+            rows = transposed(rows);
+            for (int64_t j = 0; j < least_of(8, n - i); j++, rows >>= 8)
+                at[i + j] |= (uint32_t)(rows & 0xFF) << first;
+        }
+    return n;
 }
