@@ -28,8 +28,8 @@ def pack(indices: Tensor, numel: int) -> Tensor:
     return _pack_on_cpu(indices, numel) if indices.is_cpu else _pack_on_device(indices, numel)
 
 
-def unpack(data: Tensor, numel: int, count: int) -> Tensor:
-    """The indices, int32, (count,); nothing is read back.
+def unpack(data: Tensor, numel: int, count: int, out: Tensor | None = None) -> Tensor:
+    """The indices, int32, (count,), written to ``out`` where that is given; nothing is read back.
 
     Raises ValueError for another length, and on a CPU where there are not ``count`` indices. Whether they increase, and
     are below ``numel``, is for the caller to look at; on a GPU what is corrupted stays within the memory, no more.
@@ -37,10 +37,11 @@ def unpack(data: Tensor, numel: int, count: int) -> Tensor:
     if data.numel() != nbytes(numel, count):
         raise ValueError(f"{data.numel()} bytes given, but {count} indices below {numel} take {nbytes(numel, count)}")
     if dense.ready(data):
-        indices, found = packing.unpack_indices(data, count, *_bits(numel, count))
+        indices, found = packing.unpack_indices(data, count, *_bits(numel, count), out)
         _check_count(found, count)
         return indices
-    return _unpack_on_cpu(data, numel, count) if data.is_cpu else _unpack_on_device(data, numel, count)
+    indices = _unpack_on_cpu(data, numel, count) if data.is_cpu else _unpack_on_device(data, numel, count)
+    return indices if out is None else out.copy_(indices)
 
 
 def _pack_on_cpu(indices: Tensor, numel: int) -> Tensor:

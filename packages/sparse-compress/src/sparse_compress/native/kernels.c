@@ -137,6 +137,89 @@ static void advance_plain(const f32 *v, const f32 *u, const void *g, int kind, f
     advance_body(v, u, g, kind, m, vo, uo, n);
 }
 
+/* ---- Fewer bytes: values ------------------------------------------------------------------------------------------ */
+
+enum { INF = 0x7F800000, NONE = -128 }; /* NONE: the step of what is not finite */
+
+/* float32 to the nearest bfloat16, ties to even; too large a one to the largest, NaN to one NaN. */
+INLINE void to_bf16_body(const void *values, int64_t n, void *out) {
+    const u32 *bits = values;
+    u16 *half = out;
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t word = bits[i], key = word & MAGNITUDE, near = word + 0x7FFF + (word >> 16 & 1);
+        near = key < INF && key >= 0x7F7F8000 ? (word & ~(uint32_t)MAGNITUDE) | 0x7F7F0000 : near;
+        near = key > INF ? 0x7FC00000 : near;
+        half[i] = (uint16_t)(near >> 16);
+    }
+}
+
+INLINE void of_bf16_body(const void *half, int64_t n, void *out) {
+    for (int64_t i = 0; i < n; i++)
+        ((u32 *)out)[i] = (uint32_t)((const u16 *)half)[i] << 16;
+}
+
+/* float32 as steps of a power of two, the least with which the largest finite one is 127 steps or is cut to that; ties to
+ * even, NONE for what is not finite. Returns the power. */
+INLINE int to_int8_body(const void *values, int64_t n, void *out) {
+    const u32 *bits = values;
+    int8_t *steps = out;
+    int32_t largest = 0;
+    for (int64_t i = 0; i < n; i++) {
+        int32_t key = (int32_t)(bits[i] & MAGNITUDE);
+        key = key < INF ? key : 0;
+        largest = key > largest ? key : largest;
+    }
+    int power = (largest >> 23) - 126 - 7; /* of a half more, as 2^7 steps reach */
+    power = power < -126 ? -126 : power;
+    const float scale = from_bits((uint32_t)(127 - power) << 23), whole = 12582912; /* 1.5 * 2^23: rounds to integers */
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t word = bits[i];
+        int finite = (word & MAGNITUDE) < INF;
+        float near = (from_bits(finite ? word : 0) * scale + whole) - whole;
+        near = near > 127 ? 127 : near < -127 ? -127 : near;
+        steps[i] = (int8_t)(finite ? (int32_t)near : NONE);
+    }
+    return power;
+}
+
+/* Steps of 2^power, -126 to 126, as float32. */
+INLINE void of_int8_body(const void *steps, int64_t n, int power, void *out) {
+    const float scale = from_bits((uint32_t)(127 + power) << 23);
+    for (int64_t i = 0; i < n; i++) {
+        int32_t step = ((const int8_t *)steps)[i];
+        ((u32 *)out)[i] = step == NONE ? 0x7FC00000 : to_bits((float)step * scale);
+    }
+}
+
+/* out <- value - rounded, 0 where that is not finite. */
+INLINE void leftover_body(const void *values, const void *rounded, int64_t n, void *out) {
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t error = to_bits(((const f32 *)values)[i] - ((const f32 *)rounded)[i]);
+        ((u32 *)out)[i] = (error & MAGNITUDE) < INF ? error : 0;
+    }
+}
+
+#ifdef X86
+#define WIDE __attribute__((target("avx512f,avx512vl,avx512bw,avx512dq,popcnt,bmi,bmi2")))
+#define BY_LEVEL(CALL)                                                                  \
+    static CALL(plain) __attribute__((target("avx2"))) static CALL(avx2) WIDE static CALL(avx512)
+#else
+#define BY_LEVEL(CALL) static CALL(plain)
+#endif
+
+/* The compiler makes vectors of these at each level. */
+#define TO_BF16_AT(L) void to_bf16_##L(const void *x, int64_t n, void *out) { to_bf16_body(x, n, out); }
+#define OF_BF16_AT(L) void of_bf16_##L(const void *x, int64_t n, void *out) { of_bf16_body(x, n, out); }
+#define TO_INT8_AT(L) int to_int8_##L(const void *x, int64_t n, void *out) { return to_int8_body(x, n, out); }
+#define OF_INT8_AT(L) void of_int8_##L(const void *x, int64_t n, int p, void *out) { of_int8_body(x, n, p, out); }
+#define LEFTOVER_AT(L) \
+    void leftover_##L(const void *x, const void *y, int64_t n, void *out) { leftover_body(x, y, n, out); }
+BY_LEVEL(TO_BF16_AT)
+BY_LEVEL(OF_BF16_AT)
+BY_LEVEL(TO_INT8_AT)
+BY_LEVEL(OF_INT8_AT)
+BY_LEVEL(LEFTOVER_AT)
+
 /* ---- Filters ------------------------------------------------------------------------------------------------------ */
 
 /* Index and bits of the elements whose key is `least` or more, in order; index and bits have SLACK to spare. */
@@ -302,8 +385,6 @@ __attribute__((target("avx2"))) static void fill_avx2(f32 *out, const f32 *from,
     memcpy(out + i, from + i, (size_t)(n - i) * 4);
 }
 
-#define WIDE __attribute__((target("avx512f,avx512vl,avx512bw,avx512dq,popcnt,bmi,bmi2")))
-
 WIDE static void advance_avx512(const f32 *v, const f32 *u, const void *g, int kind, float m, f32 *vo, f32 *uo,
                                 int64_t n) {
     advance_body(v, u, g, kind, m, vo, uo, n);
@@ -417,7 +498,16 @@ static struct {
     between_f *between;
     split_f *split;
     fill_f *stream;
-} use = {PLAIN, step_plain, between_plain, split_plain, fill_plain};
+    void (*to_bf16)(const void *values, int64_t n, void *out);
+    void (*of_bf16)(const void *half, int64_t n, void *out);
+    int (*to_int8)(const void *values, int64_t n, void *out);
+    void (*of_int8)(const void *steps, int64_t n, int power, void *out);
+    void (*leftover)(const void *values, const void *rounded, int64_t n, void *out);
+} use;
+
+#define USE_CODING(L)                                                                             \
+    use.to_bf16 = to_bf16_##L, use.of_bf16 = of_bf16_##L, use.to_int8 = to_int8_##L;              \
+    use.of_int8 = of_int8_##L, use.leftover = leftover_##L;
 
 #ifndef SOURCE
 #define SOURCE "unknown"
@@ -445,6 +535,7 @@ static int supported(void) {
 EXPORT int sc_use(int most) {
     use.level = PLAIN;
     use.step = step_plain, use.between = between_plain, use.split = split_plain, use.stream = fill_plain;
+    USE_CODING(plain)
 #ifdef X86
     for (int set = 0; set < 256; set++)
         for (int bit = 0, place = 0; bit < 8; bit++)
@@ -454,10 +545,12 @@ EXPORT int sc_use(int most) {
     if (least_of(most, best) >= AVX2) {
         use.level = AVX2;
         use.step = step_avx2, use.stream = fill_avx2;
+        USE_CODING(avx2)
     }
     if (least_of(most, best) >= AVX512) {
         use.level = AVX512;
         use.step = step_avx512, use.between = between_avx512, use.split = split_avx512;
+        USE_CODING(avx512)
     }
 #endif
     return use.level;
@@ -966,99 +1059,14 @@ EXPORT void sc_add_at(void *out, const void *index, const void *value, int64_t c
         sums[at[i]] = sums[at[i]] + x[i];
 }
 
-/* ---- Fewer bytes: values ------------------------------------------------------------------------------------------ */
+/* ---- Fewer bytes -------------------------------------------------------------------------------------------------- */
 
-enum { INF = 0x7F800000, NONE = -128 }; /* NONE: the step of what is not finite */
-
-/* float32 to the nearest bfloat16, ties to even; too large a one to the largest, NaN to one NaN. */
-EXPORT void sc_to_bf16(const void *values, int64_t n, void *out) {
-    const u32 *bits = values;
-    u16 *half = out;
-    for (int64_t i = 0; i < n; i++) {
-        uint32_t word = bits[i], key = word & MAGNITUDE, near = word + 0x7FFF + (word >> 16 & 1);
-        near = key < INF && key >= 0x7F7F8000 ? (word & ~(uint32_t)MAGNITUDE) | 0x7F7F0000 : near;
-        near = key > INF ? 0x7FC00000 : near;
-        half[i] = (uint16_t)(near >> 16);
-    }
-}
-
-/* The largest multiple of its own last place that a float16 holds, for a finite key that is too large for it. */
-static uint32_t largest_fp16(uint32_t key) {
-    int32_t power = (int32_t)(key >> 23) - 150;
-    int32_t most = 65504 >> (power < 0 ? 0 : least_of(power, 16)) << (power < 0 ? 0 : least_of(power, 16));
-    return most ? (to_bits((float)most) - 0x38000000) >> 13 : 0;
-}
-
-/* float32 to the nearest float16, ties to even; too large a one to the largest multiple of its own last place, which may
- * be 0, NaN to one NaN. */
-EXPORT void sc_to_fp16(const void *values, int64_t n, void *out) {
-    const u32 *bits = values;
-    u16 *half = out;
-    uint32_t any = 0;
-    for (int64_t i = 0; i < n; i++) {
-        uint32_t word = bits[i], key = word & MAGNITUDE;
-        uint32_t normal = (key - 0x38000000 + 0xFFF + (key >> 13 & 1)) >> 13; /* 112 less in the exponent */
-        uint32_t tiny = to_bits(from_bits(key) + 0.5f) - 0x3F000000;           /* of 0.5 the last place is 2^-24 */
-        uint32_t near = key < 0x38800000 ? tiny : key < INF ? normal : 0x7C00;
-        any |= (key >= 0x477FF000) & (key < INF);
-        half[i] = (uint16_t)(key > INF ? 0x7E00 : (near | (word >> 16 & 0x8000)));
-    }
-    for (int64_t i = 0; any && i < n; i++) {
-        uint32_t word = bits[i], key = word & MAGNITUDE;
-        if (key >= 0x477FF000 && key < INF)
-            half[i] = (uint16_t)(largest_fp16(key) | (word >> 16 & 0x8000));
-    }
-}
-
-EXPORT void sc_of_bf16(const void *half, int64_t n, void *out) {
-    for (int64_t i = 0; i < n; i++)
-        ((u32 *)out)[i] = (uint32_t)((const u16 *)half)[i] << 16;
-}
-
-EXPORT void sc_of_fp16(const void *half, int64_t n, void *out) {
-    for (int64_t i = 0; i < n; i++)
-        ((f32 *)out)[i] = widened_fp16(((const u16 *)half)[i]);
-}
-
-/* float32 as steps of a power of two, the least with which the largest finite one is 127 steps or is cut to that; ties to
- * even, NONE for what is not finite. Returns the power. */
-EXPORT int sc_to_int8(const void *values, int64_t n, void *out) {
-    const u32 *bits = values;
-    int8_t *steps = out;
-    int32_t largest = 0;
-    for (int64_t i = 0; i < n; i++) {
-        int32_t key = (int32_t)(bits[i] & MAGNITUDE);
-        key = key < INF ? key : 0;
-        largest = key > largest ? key : largest;
-    }
-    int power = (largest >> 23) - 126 - 7; /* of a half more, as 2^7 steps reach */
-    power = power < -126 ? -126 : power;
-    const float scale = from_bits((uint32_t)(127 - power) << 23), whole = 12582912; /* 1.5 * 2^23: rounds to integers */
-    for (int64_t i = 0; i < n; i++) {
-        uint32_t word = bits[i];
-        int finite = (word & MAGNITUDE) < INF;
-        float near = (from_bits(finite ? word : 0) * scale + whole) - whole;
-        near = near > 127 ? 127 : near < -127 ? -127 : near;
-        steps[i] = (int8_t)(finite ? (int32_t)near : NONE);
-    }
-    return power;
-}
-
-/* Steps of 2^power, -126 to 126, as float32. */
-EXPORT void sc_of_int8(const void *steps, int64_t n, int power, void *out) {
-    const float scale = from_bits((uint32_t)(127 + power) << 23);
-    for (int64_t i = 0; i < n; i++) {
-        int32_t step = ((const int8_t *)steps)[i];
-        ((u32 *)out)[i] = step == NONE ? 0x7FC00000 : to_bits((float)step * scale);
-    }
-}
-
-/* out <- value - rounded, 0 where that is not finite. */
+EXPORT void sc_to_bf16(const void *values, int64_t n, void *out) { use.to_bf16(values, n, out); }
+EXPORT void sc_of_bf16(const void *half, int64_t n, void *out) { use.of_bf16(half, n, out); }
+EXPORT int sc_to_int8(const void *values, int64_t n, void *out) { return use.to_int8(values, n, out); }
+EXPORT void sc_of_int8(const void *steps, int64_t n, int power, void *out) { use.of_int8(steps, n, power, out); }
 EXPORT void sc_leftover(const void *values, const void *rounded, int64_t n, void *out) {
-    for (int64_t i = 0; i < n; i++) {
-        uint32_t error = to_bits(((const f32 *)values)[i] - ((const f32 *)rounded)[i]);
-        ((u32 *)out)[i] = (error & MAGNITUDE) < INF ? error : 0;
-    }
+    use.leftover(values, rounded, n, out);
 }
 
 /* ---- Fewer bytes: indices (elias_fano.py) ------------------------------------------------------------------------- */
