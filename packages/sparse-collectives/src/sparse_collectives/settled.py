@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +40,20 @@ def way_of(
     dtype: torch.dtype = torch.float32,
 ) -> Way:
     """For `size` ranks and values of that dtype. Raises TypeError and ValueError for what is wrong."""
+    if isinstance(algorithm, str) and options is None and isinstance(wire, str):
+        return _usual_way(algorithm, wire, size, dtype)
+    return _made_way(algorithm, options, wire, size, dtype)
+
+
+@lru_cache(maxsize=64)
+def _usual_way(algorithm: str, wire: str, size: int, dtype: torch.dtype) -> Way:
+    """With default options: made once, as most calls are like the one before."""
+    return _made_way(algorithm, None, wire, size, dtype)
+
+
+def _made_way(
+    algorithm: str | Algorithm, options: Mapping[str, Any] | None, wire: str, size: int, dtype: torch.dtype
+) -> Way:
     way = wire_named(wire, dtype=dtype)
     way = way if size > 1 else PLAIN  # alone, nothing travels and nothing is rounded
     entry = algorithm_named(algorithm, options, size=size, wire=way)

@@ -39,7 +39,7 @@ def added(a: SparseVector, b: SparseVector) -> SparseVector:
 def without(a: SparseVector, b: SparseVector) -> SparseVector:
     """The entries of a whose index b does not have."""
     pieces, indices, values, _ = _room(a, b)
-    entries = kernels().sc_without(*_addresses(a), len(a), b.indices.data_ptr(), len(b), indices, values, pieces)
+    entries = kernels().sc_without(*a.addresses, len(a), b.addresses[0], len(b), indices, values, pieces)
     return _joined(_Pieces(pieces, indices, values, entries), a)
 
 
@@ -66,13 +66,13 @@ def _room(a: SparseVector, b: SparseVector) -> tuple[int, int, int, int]:
 
 def _union(a: SparseVector, b: SparseVector) -> _Pieces:
     pieces, indices, values, spare = _room(a, b)
-    entries = kernels().sc_union(*_addresses(a), len(a), *_addresses(b), len(b), indices, values, pieces)
+    entries = kernels().sc_union(*a.addresses, len(a), *b.addresses, len(b), indices, values, pieces)
     return _Pieces(pieces, indices, values, entries, spare)
 
 
 def _joined(found: _Pieces, like: SparseVector) -> SparseVector:
     vector = SparseVector.allocate(found.entries, like.numel, like.dtype, like.device)
-    kernels().sc_join(found.indices, found.values, found.pieces, *_addresses(vector))
+    kernels().sc_join(found.indices, found.values, found.pieces, *vector.addresses)
     SCRATCH.trim()
     return vector
 
@@ -86,11 +86,7 @@ def _parted(
     kept = SparseVector.allocate(most, like.numel, like.dtype, like.device)
     cut = SparseVector.allocate(union.entries - most, like.numel, like.dtype, like.device)
     sizes = (c_int64 * blocks)(*highs), (c_int64 * blocks)(*budgets), blocks
-    ends = *_addresses(kept), *_addresses(cut)
+    ends = *kept.addresses, *cut.addresses
     done = kernels().sc_split(union.indices, union.values, union.pieces, *sizes, *ends, union.spare)
     SCRATCH.trim()
     return (kept, cut) if done else None
-
-
-def _addresses(vector: SparseVector) -> tuple[int, int]:
-    return vector.indices.data_ptr(), vector.values.data_ptr()

@@ -20,8 +20,7 @@ def larger(sparse: SparseVector, key: int, ties: int) -> SparseVector:
     room = n + SLACK
     indices = SCRATCH.of(16 * room)
     values, others = indices + 4 * room, indices + 8 * room
-    of_all = sparse.indices.data_ptr(), sparse.values.data_ptr(), n
-    count = kernels().sc_filter(*of_all, key, ties, indices, values, others)
+    count = kernels().sc_filter(*sparse.addresses, n, key, ties, indices, values, others)
     return sparse if count == n else copied(indices, values, count, sparse.numel)
 
 
