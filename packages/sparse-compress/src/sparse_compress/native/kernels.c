@@ -1,7 +1,7 @@
-/* Selection, error feedback, addition and putting back of float32, in one pass over memory each.
+/* Selection, error feedback, addition, putting back and packing of float32, in one pass over memory each.
  *
- * Every function gives the bits of the NumPy function that it stands in for (chunks.py, merge.py, accumulator.py), which
- * is the reference that tests hold it to; of a NaN that arithmetic makes out of two NaNs only that it is one.
+ * Every function gives the bits of the NumPy function that it stands in for (chunks.py, merge.py, sift.py,
+ * accumulator.py, rounding.py, elias_fano.py), which is the reference that tests hold it to; of a NaN that arithmetic makes out of two NaNs only that it is one.
  * Keys are magnitudes as integers: a float's bits without the sign. Memory is the caller's, at any address; nothing is
  * allocated here and nothing is kept, so any number of threads may call at once. Needs nothing but memcpy, memmove and
  * memset, which are in every process: no library is linked.
