@@ -17,7 +17,8 @@ from pathlib import Path
 from sparse_compress.native.compiling import SWITCH, compile_kernels
 
 FLAGS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g"]
-TESTS = [f"packages/sparse-compress/tests/test_compress_{what}.py" for what in ("native", "topk", "merge", "fused")]
+TESTED = ("native", "packing", "topk", "merge", "fused")
+TESTS = [f"packages/sparse-compress/tests/test_compress_{what}.py" for what in TESTED]
 QUIET = ["-q", "-p", "no:cacheprovider", "-o", "timeout=3600"]
 
 

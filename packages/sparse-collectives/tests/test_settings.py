@@ -1,8 +1,11 @@
 """Settings that are wrong, or would have no effect, are told at once, by the optimizer and the hook's state alike."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from sparse_collectives import ALGORITHMS, DistributedOptimizer, SparseHookState
+from sparse_collectives.settled import way_of
 from sparse_collectives.training.schemes.table import WHOLE
 from sparse_compress import DGCTopK, RandomK, TopK, warm_up
 from torch import nn
@@ -112,3 +115,13 @@ def test_torch_may_set_what_it_needs():
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
     optimizer.grad_scale = None
     optimizer.skipped = 0
+
+
+def test_a_way_that_was_made_before_is_of_the_entry_as_it_is_now(monkeypatch):
+    assert way_of("gtopk", None, "fp32", size=2) is way_of("gtopk", None, "fp32", size=2)
+    entry = replace(ALGORITHMS["gtopk"], options={"more": 1}, schedule=dict)
+    monkeypatch.setitem(ALGORITHMS, "gtopk", entry)
+    assert way_of("gtopk", None, "fp32", size=2).settings == ["more=1"]
+    monkeypatch.delitem(ALGORITHMS, "gtopk")
+    with pytest.raises(ValueError, match="unknown algorithm 'gtopk'"):
+        way_of("gtopk", None, "fp32", size=2)

@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from sparse_compress import ErrorFeedback, SparseVector, TopK, add, add_all, merge, topk
 from sparse_compress.native import compiling, library
 from sparse_compress.native.library import SWITCH, kernels, using
+from sparse_compress.order import check_indices
 from sparse_compress.selection import LargestOfBlocks, Reaching
+from sparse_compress.sift import larger, rising, without
 
 seeds = st.integers(0, 2**32 - 1)
 lengths = st.integers(1, 300) | st.integers(1, 100_000)
@@ -113,6 +115,28 @@ def test_sums(level, nasty, seed, numel, data):
     assert_same(*both(level, lambda: add_all([a, b, c])))
 
 
+@given(seed=seeds, numel=lengths, data=st.data())
+def test_some_of_the_entries(level, nasty, seed, numel, data):
+    rng = np.random.default_rng(seed)
+    a, b = (entries(rng, nasty, numel, data.draw(st.integers(0, numel) | st.just(numel // 2))) for _ in range(2))
+    assert_same(*both(level, lambda: without(a, b)))
+    keys = bits(a.values) & 0x7FFFFFFF
+    key = int(keys[seed % len(a)]) if len(a) else 0
+    ties = data.draw(st.integers(0, 3) | st.just(numel))
+    for bound in (0, key, -1):
+        assert_same(*both(level, lambda bound=bound: larger(a, bound, ties)))
+        expected, found = both(level, lambda bound=bound: rising(keys, max(bound, 0)))
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("wrong", [[0, 0], [5, 4], [*range(40), 39], [7, -1]])
+def test_indices_that_do_not_increase(level, wrong):
+    with using(level):
+        check_indices(torch.arange(0, 999, 3, dtype=torch.int32), 0, 1000)
+        with pytest.raises(ValueError, match="not strictly increasing"):
+            check_indices(torch.tensor(wrong, dtype=torch.int32), 0, 1000)
+
+
 @pytest.mark.parametrize("apart", [False, True])
 def test_sums_of_many_entries(level, apart):
     """More than a sample of keys decides about; and vectors that do not overlap, so that streams end unevenly."""
@@ -120,6 +144,7 @@ def test_sums_of_many_entries(level, apart):
     if apart:
         x[0, :200_000], x[1, 200_000:] = 0, 0
     a, b = topk(x[0], 100_000), topk(x[1], 90_001)
+    assert_same(*both(level, lambda: without(a, b)))
     for k in (1, 40_000, 100_000, 150_000, 190_000):
         for one, other in zip(*both(level, lambda k=k: merge(a, b, k)), strict=True):
             assert_same(one, other)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from communicators import Communicator
 from sparse_compress import SparseVector
 
 from sparse_collectives.algorithm import Algorithm
-from sparse_collectives.algorithms.table import AUTO, algorithm_named, check_are_options
+from sparse_collectives.algorithms.table import ALGORITHMS, AUTO, algorithm_named, check_are_options
 from sparse_collectives.prediction.auto import refuse_options, remembered
 from sparse_collectives.state import State, check_is_state
 from sparse_collectives.wire.wire import PLAIN, wire_named
@@ -39,6 +40,23 @@ def way_of(
     dtype: torch.dtype = torch.float32,
 ) -> Way:
     """For `size` ranks and values of that dtype. Raises TypeError and ValueError for what is wrong."""
+    if isinstance(algorithm, str) and options is None and isinstance(wire, str):
+        made_of, way = _usual_way(algorithm, wire, size, dtype)
+        if made_of is ALGORITHMS.get(algorithm):
+            return way
+    return _made_way(algorithm, options, wire, size, dtype)
+
+
+@lru_cache(maxsize=64)
+def _usual_way(algorithm: str, wire: str, size: int, dtype: torch.dtype) -> tuple[Algorithm, Way]:
+    """With default options: made once, as most calls are like the one before; and the entry that it was made of."""
+    way = _made_way(algorithm, None, wire, size, dtype)
+    return ALGORITHMS[algorithm], way
+
+
+def _made_way(
+    algorithm: str | Algorithm, options: Mapping[str, Any] | None, wire: str, size: int, dtype: torch.dtype
+) -> Way:
     way = wire_named(wire, dtype=dtype)
     way = way if size > 1 else PLAIN  # alone, nothing travels and nothing is rounded
     entry = algorithm_named(algorithm, options, size=size, wire=way)

@@ -2,16 +2,19 @@
 
 from torch import Tensor
 
+from sparse_compress.native import dense
+
 
 def check_indices(indices: Tensor, low: int, high: int) -> None:
     """Raises ValueError unless ``indices``, 1-D int32, increase strictly from ``low`` on, and stay below ``high``.
 
-    On a CPU one pass in NumPy, 0.1 ns to 0.3 ns an index; of a GPU two answers are read back.
+    On a CPU one pass; of a GPU two answers are read back.
     """
     if not len(indices):
         return
     given = indices.numpy() if indices.is_cpu else indices
-    if not bool((given[1:] > given[:-1]).all()):
+    in_order = dense.increasing(indices) if dense.ready(indices) else bool((given[1:] > given[:-1]).all())
+    if not in_order:
         raise ValueError("indices are not strictly increasing: sort them, and add up the values of equal ones")
     first, last = int(given[0]), int(given[-1])
     if first < low or last >= high:

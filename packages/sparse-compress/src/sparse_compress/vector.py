@@ -33,12 +33,15 @@ class SparseVector:
     TypeError for wrong types and dtypes and ValueError for wrong shapes, orders and ranges.
     """
 
-    __slots__ = ("_buffer", "_unwritten", "indices", "numel", "values")
+    __slots__ = ("_buffer", "_entries", "_indices", "_unwritten", "_values", "dtype", "numel")
 
-    indices: Tensor
-    values: Tensor
     numel: int
+    dtype: torch.dtype
+    """float32 or float64."""
+    _entries: int
     _buffer: Tensor
+    _indices: Tensor | None  # made when they are asked for: many vectors are only passed on, in whole
+    _values: Tensor | None
     _unwritten: Header | None  # what the buffer lacks until it is asked for: most vectors never travel
 
     def __init__(self, indices: Tensor, values: Tensor, numel: int) -> None:
@@ -55,11 +58,8 @@ class SparseVector:
         self._unwritten = header
 
     def _bind(self, buffer: Tensor, header: Header) -> None:
-        indices_at = HEADER_BYTES + header.entries * header.dtype.itemsize
-        self._buffer, self._unwritten = buffer, None
-        self.values = buffer[HEADER_BYTES:indices_at].view(header.dtype)
-        self.indices = buffer[indices_at:].view(torch.int32)
-        self.numel = header.numel
+        self.numel, self._entries, self.dtype = header
+        self._buffer, self._unwritten, self._indices, self._values = buffer, None, None, None
 
     @classmethod
     def _view(cls, buffer: Tensor, header: Header) -> Self:
@@ -85,9 +85,25 @@ class SparseVector:
         )
 
     @property
-    def dtype(self) -> torch.dtype:
-        """float32 or float64."""
-        return self.values.dtype
+    def indices(self) -> Tensor:
+        """int32, (k,), strictly increasing."""
+        if self._indices is None:
+            self._indices = self._buffer[HEADER_BYTES + self._entries * self.dtype.itemsize :].view(torch.int32)
+        return self._indices
+
+    @property
+    def values(self) -> Tensor:
+        """(k,), of ``dtype``."""
+        if self._values is None:
+            end = HEADER_BYTES + self._entries * self.dtype.itemsize
+            self._values = self._buffer[HEADER_BYTES:end].view(self.dtype)
+        return self._values
+
+    @property
+    def addresses(self) -> tuple[int, int]:
+        """Of the first index and the first value, on a CPU."""
+        values = self._buffer.data_ptr() + HEADER_BYTES
+        return values + self._entries * self.dtype.itemsize, values
 
     @property
     def device(self) -> torch.device:
@@ -104,7 +120,7 @@ class SparseVector:
         return self._buffer.numel()
 
     def __len__(self) -> int:
-        return self.indices.numel()
+        return self._entries
 
     def __repr__(self) -> str:
         return f"SparseVector(entries={len(self)}, numel={self.numel}, dtype={self.dtype}, device={self.device})"

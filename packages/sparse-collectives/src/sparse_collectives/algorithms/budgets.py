@@ -14,9 +14,10 @@ from sparse_compress.magnitude import Keys, Mask, bits_of, largest, magnitude_ke
 from sparse_compress.merge import keys_of
 from sparse_compress.native.adding import merged_to_budgets
 from sparse_compress.native.dense import take
+from sparse_compress.sift import where
 from sparse_compress.union import Array, paired, paired_cpu, picked_cpu
 
-from sparse_collectives.wire.entries import Bounds, assemble, where
+from sparse_collectives.wire.entries import Bounds, assemble
 
 
 def block_budgets(k: int, numel: int, blocks: int, step: int) -> list[int]:

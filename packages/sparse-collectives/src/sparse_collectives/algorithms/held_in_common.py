@@ -19,12 +19,12 @@ class HeldInCommon:
     def __init__(self, sparse: SparseVector, k: int, wire: Wire) -> None:
         self.vector, self._k, self._wire = sparse, k, wire
         self.nbytes = wire.nbytes(len(sparse), sparse.numel, sparse.dtype)
-        self._dropped = [SparseVector.empty(sparse.numel, sparse.dtype, device=sparse.device)]
+        self._dropped: list[SparseVector] = []
 
     def message(self, *, member: int = 0, of: int = 1) -> Tensor:
         """Its bytes, of `nbytes`; holders go on with what it is rounded to."""
         self.vector, rest = self._wire.rounded(self.vector)
-        self._dropped.append(share(rest, member=member, of=of))
+        self._drop(rest, member, of)
         return self._wire.message(self.vector)
 
     def merge(self, message: Tensor, giver: int, *, member: int = 0, of: int = 1, after: bool = False) -> None:
@@ -34,7 +34,7 @@ class HeldInCommon:
         """
         theirs = self._unpacked(message, giver)
         self.vector, cut = merge(theirs, self.vector, self._k) if after else merge(self.vector, theirs, self._k)
-        self._dropped.append(share(cut, member=member, of=of))
+        self._drop(cut, member, of)
 
     def replace(self, message: Tensor, giver: int) -> None:
         """By what another rank holds."""
@@ -42,7 +42,13 @@ class HeldInCommon:
 
     def reduction(self) -> Reduction:
         """The vector, and this rank's share of all that was dropped."""
-        return Reduction(self.vector, add_all(self._dropped))
+        like = self.vector
+        nothing = [] if self._dropped else [SparseVector.empty(like.numel, like.dtype, device=like.device)]
+        return Reduction(like, add_all(self._dropped or nothing))
+
+    def _drop(self, what: SparseVector, member: int, of: int) -> None:
+        if len(what):
+            self._dropped.append(share(what, member=member, of=of))
 
     def _unpacked(self, message: Tensor, giver: int) -> SparseVector:
         with given_by(giver):

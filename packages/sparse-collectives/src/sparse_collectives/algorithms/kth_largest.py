@@ -12,6 +12,7 @@ import torch
 from communicators.dense_schedules import allgather_blocks
 from communicators.schedule import Schedule
 from numpy.typing import NDArray
+from sparse_compress.sift import rising
 from sparse_compress.vector_format import WIRE_DTYPES
 from torch import Tensor
 
@@ -19,7 +20,6 @@ from sparse_collectives.prediction.traffic import Traffic, bruck_sent, together
 from sparse_collectives.wire.invalid import InvalidMessageError
 
 Keys = NDArray[np.signedinteger[Any]]
-MANY = 1 << 15  # keys: from here on torch sorts by radix, in a quarter of the time; fewer NumPy sorts faster
 
 
 class KthLargest(NamedTuple):
@@ -54,22 +54,21 @@ def kth_largest(keys: Tensor, least: int, k: int, rank: int, size: int, *, most:
     keys: 1-D int32 or int64, not negative, this rank's; k ≥ 1. most: keys that all ranks can have together, agreed:
     what they say is held against it before anything is made room for. InvalidMessageError where it cannot be.
     """
-    rising = _rising(keys)
-    rising = rising[torch.searchsorted(rising, least) :]
-    m, samples = len(rising), sample_count(k)
+    in_order = rising(keys, least)
+    m, samples = len(in_order), sample_count(k)
     gap = _gap(m, samples)
-    mine = rising.new_zeros(1 + samples)
-    mine[0], mine[1 : 1 + m // gap] = m, rising[m % gap :: gap]
+    mine = in_order.new_zeros(1 + samples)
+    mine[0], mine[1 : 1 + m // gap] = m, in_order[m % gap :: gap]
     sampled = yield from _gathered(mine, [len(mine)] * size, rank, size)
     counts = [int(numbers[0]) for numbers in sampled]
     _check_counts(counts, most)
     if sum(counts) <= k:
         return KthLargest(-1, counts, [0] * size)
     low, high, spans = bracket(counts, [numbers[1:] for numbers in sampled], k)
-    ends = rising.new_tensor([low, high])
-    below, upto = torch.searchsorted(rising, ends), torch.searchsorted(rising, ends, right=True)
+    ends = in_order.new_tensor([low, high])
+    below, upto = torch.searchsorted(in_order, ends), torch.searchsorted(in_order, ends, right=True)
     first, last = spans[rank]
-    mine = torch.cat([m - upto[1:], (upto - below).flip(0), rising[m - last : m - first]]).to(keys.dtype)
+    mine = torch.cat([m - upto[1:], (upto - below).flip(0), in_order[m - last : m - first]]).to(keys.dtype)
     gathered = yield from _gathered(mine, [3 + last - first for first, last in spans], rank, size)
     found = _settle(gathered, low, high, k)
     _check_found(found, counts, k)
@@ -145,12 +144,6 @@ def _check_found(found: KthLargest, counts: Sequence[int], k: int) -> None:
 
 def _gap(count: int, samples: int) -> int:
     return max(-(-count // samples), 1)
-
-
-def _rising(keys: Tensor) -> Tensor:
-    if keys.is_cpu and len(keys) < MANY:
-        return torch.from_numpy(np.sort(keys.numpy()))
-    return torch.sort(keys).values
 
 
 def _gathered(mine: Tensor, lengths: Sequence[int], rank: int, size: int) -> Schedule[list[Keys]]:

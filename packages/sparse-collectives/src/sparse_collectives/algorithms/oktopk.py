@@ -13,6 +13,7 @@ from sparse_compress import SparseVector, add_all
 from sparse_compress.magnitude import magnitude_keys
 from sparse_compress.nonfinite import all_finite
 from sparse_compress.selection import Largest, Reaching, Selection
+from sparse_compress.sift import larger, without
 from sparse_compress.vector_format import WIRE_DTYPES
 
 from sparse_collectives.algorithms.even_out import gather_evenly
@@ -20,7 +21,7 @@ from sparse_collectives.algorithms.kth_largest import kth_largest
 from sparse_collectives.algorithms.reference import Array, cut, sum_of_selections
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.state import State, check_values, is_count
-from sparse_collectives.wire.entries import split, union_of, where, without
+from sparse_collectives.wire.entries import split, union_of
 from sparse_collectives.wire.invalid import InvalidMessageError, given_by
 from sparse_collectives.wire.wire import PLAIN, Wire
 
@@ -55,7 +56,7 @@ def oktopk(
     """
     state = oktopk_state() if state is None else state
     known = dict(state) if state["of"] == _of(sparse.numel, sparse.dtype, size, k) else oktopk_state()
-    own, dropped = wire.rounded(where(sparse, sparse.values != 0))
+    own, dropped = wire.rounded(larger(sparse, 0))
     if known["step"] % boundaries_every == 0:
         known["boundaries"] = yield from _agree_on_boundaries(own, rank, size)
     region = yield from _split_and_reduce(own, known["boundaries"], rank, size, k, wire, cost)
@@ -119,13 +120,11 @@ def _global_largest(
     Also how many they are on every rank, and the key of the k-th largest, 0 where there are no more than k.
     """
     keys = magnitude_keys(region.values)
-    kth, larger, equal = yield from kth_largest(keys, threshold, k, rank, size, most=min(k * size, region.numel))
-    before = accumulate(equal, initial=sum(larger))
+    kth, above, equal = yield from kth_largest(keys, threshold, k, rank, size, most=min(k * size, region.numel))
+    before = accumulate(equal, initial=sum(above))
     allowed = [min(max(k - earlier, 0), ties) for earlier, ties in zip(before, equal, strict=False)]
-    tied = keys == kth
-    earlier = tied.cumsum(0) <= allowed[rank]  # ties to the lowest index: regions are in rank order
-    kept = (keys > max(kth, threshold - 1)) | (tied & earlier)
-    return where(region, kept), [n + ties for n, ties in zip(larger, allowed, strict=True)], max(kth, 0)
+    kept = larger(region, max(kth, threshold - 1), allowed[rank])  # ties to the lowest index: regions are in rank order
+    return kept, [n + ties for n, ties in zip(above, allowed, strict=True)], max(kth, 0)
 
 
 def oktopk_state() -> State:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-import numpy as np
 import torch
 from sparse_compress import SparseVector, add_all
 from sparse_compress.order import check_indices
+from sparse_compress.sift import where
 from sparse_compress.vector_format import entry_nbytes
 from torch import Tensor
 
@@ -36,26 +36,6 @@ def take(sparse: SparseVector, runs: Sequence[slice]) -> SparseVector:
     for part, out in ((sparse.indices, taken.indices), (sparse.values, taken.values)):
         torch.cat([part[run] for run in runs], out=out)
     return taken
-
-
-def where(sparse: SparseVector, chosen: Tensor) -> SparseVector:
-    """The entries that a mask chooses. How many they are is read back from the device."""
-    # In NumPy a tenth of what indexing by a mask takes.
-    positions = torch.from_numpy(np.flatnonzero(chosen.numpy())) if chosen.is_cpu else chosen.nonzero().view(-1)
-    return sparse if len(positions) == len(sparse) else _at(sparse, positions)
-
-
-def without(sparse: SparseVector, other: SparseVector) -> SparseVector:
-    """The entries whose index the other vector does not have."""
-    if not sparse.values.is_cpu:
-        return where(sparse, ~torch.isin(sparse.indices, other.indices))
-    both = np.concatenate([sparse.indices.numpy(), other.indices.numpy()]).view(np.uint32) << 1
-    both[len(sparse) :] |= 1
-    both.sort(kind="stable")  # finds the two runs and merges them; an index of both stands before its odd twin
-    mine = both & 1 == 0
-    missing = mine.copy()
-    missing[:-1] &= both[:-1] ^ 1 != both[1:]
-    return _at(sparse, torch.from_numpy(np.cumsum(mine).take(np.flatnonzero(missing)) - 1))
 
 
 def union_of(vectors: Sequence[SparseVector]) -> SparseVector:
@@ -116,11 +96,3 @@ def join(vectors: Sequence[SparseVector]) -> SparseVector:
     torch.cat([vector.indices for vector in vectors], out=joined.indices)
     torch.cat([vector.values for vector in vectors], out=joined.values)
     return joined
-
-
-def _at(sparse: SparseVector, positions: Tensor) -> SparseVector:
-    """The entries at positions, int64, which increase."""
-    taken = SparseVector.allocate(len(positions), sparse.numel, sparse.dtype, sparse.device)
-    for part, out in ((sparse.indices, taken.indices), (sparse.values, taken.values)):
-        torch.index_select(part, 0, positions, out=out)
-    return taken

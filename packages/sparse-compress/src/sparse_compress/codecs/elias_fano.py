@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparse_compress.native import dense, packing
+
 
 def nbytes(numel: int, count: int) -> int:
     """Bytes of ``count`` indices below ``numel``."""
@@ -21,18 +23,25 @@ def nbytes(numel: int, count: int) -> int:
 
 def pack(indices: Tensor, numel: int) -> Tensor:
     """``indices``, int32, (k,), strictly increasing, as uint8, (nbytes(numel, k),); nothing is read back."""
+    if dense.ready(indices):
+        return packing.pack_indices(indices, *_bits(numel, len(indices)), nbytes(numel, len(indices)))
     return _pack_on_cpu(indices, numel) if indices.is_cpu else _pack_on_device(indices, numel)
 
 
-def unpack(data: Tensor, numel: int, count: int) -> Tensor:
-    """The indices, int32, (count,); nothing is read back.
+def unpack(data: Tensor, numel: int, count: int, out: Tensor | None = None) -> Tensor:
+    """The indices, int32, (count,), written to ``out`` where that is given; nothing is read back.
 
     Raises ValueError for another length, and on a CPU where there are not ``count`` indices. Whether they increase, and
     are below ``numel``, is for the caller to look at; on a GPU what is corrupted stays within the memory, no more.
     """
     if data.numel() != nbytes(numel, count):
         raise ValueError(f"{data.numel()} bytes given, but {count} indices below {numel} take {nbytes(numel, count)}")
-    return _unpack_on_cpu(data, numel, count) if data.is_cpu else _unpack_on_device(data, numel, count)
+    if dense.ready(data):
+        indices, found = packing.unpack_indices(data, count, *_bits(numel, count), out)
+        _check_count(found, count)
+        return indices
+    indices = _unpack_on_cpu(data, numel, count) if data.is_cpu else _unpack_on_device(data, numel, count)
+    return indices if out is None else out.copy_(indices)
 
 
 def _pack_on_cpu(indices: Tensor, numel: int) -> Tensor:
@@ -51,8 +60,7 @@ def _unpack_on_cpu(data: Tensor, numel: int, count: int) -> Tensor:
     lows, unary = np.split(data.numpy(), [low * -(-count // 8)])
     planes = [np.unpackbits(plane, count=count, bitorder="little") for plane in lows.reshape(low, -(-count // 8))]
     places = np.flatnonzero(np.unpackbits(unary, count=high, bitorder="little"))
-    if len(places) != count:
-        raise ValueError(f"corrupted indices: {len(places)} given, expected {count}")
+    _check_count(len(places), count)
     indices = (places - np.arange(len(places))).astype(np.int32) << low
     for first in range(0, low, 8):  # bytes first: their sums are a fourth of the memory
         octet = np.zeros(count, np.uint8)
@@ -81,6 +89,11 @@ def _unpack_on_device(data: Tensor, numel: int, count: int) -> Tensor:
     indices = found[:count] - torch.arange(count, device=data.device, dtype=torch.int32) << low
     planes = _to_bits(data[: low * plane].view(low, plane))[:, :count].int()
     return indices + (planes << _column(low, data.device)).sum(0, dtype=torch.int32)
+
+
+def _check_count(found: int, count: int) -> None:
+    if found != count:
+        raise ValueError(f"corrupted indices: {found} given, expected {count}")
 
 
 def _bits(numel: int, count: int) -> tuple[int, int]:

@@ -9,6 +9,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from sparse_compress.native import dense, packing
+
 SCALE_BYTES = 8  # of int8: the scale, and room that keeps what follows aligned
 
 
@@ -21,8 +23,11 @@ class Values(Protocol):
     def pack(self, x: Tensor) -> Tensor:
         """``x``, float32, (k,), as uint8, (nbytes(k),); rounded to nearest, ties to even. inf and NaN stay so."""
 
-    def unpack(self, data: Tensor, count: int) -> Tensor:
-        """float32, (count,), of as many bytes at least; on a CPU ValueError for what cannot have been packed."""
+    def unpack(self, data: Tensor, count: int, out: Tensor | None = None) -> Tensor:
+        """float32, (count,), of as many bytes at least; on a CPU ValueError for what cannot have been packed.
+
+        ``out``: what it is written to.
+        """
 
 
 class Float32(NamedTuple):
@@ -34,12 +39,15 @@ class Float32(NamedTuple):
     def pack(self, x: Tensor) -> Tensor:
         return x.contiguous().view(torch.uint8)
 
-    def unpack(self, data: Tensor, count: int) -> Tensor:
-        return data[: 4 * count].view(torch.float32)
+    def unpack(self, data: Tensor, count: int, out: Tensor | None = None) -> Tensor:
+        return _into(out, data[: 4 * count].view(torch.float32))
 
 
 class Float16(NamedTuple):
-    """float16 or bfloat16: 2 bytes. What would overflow is clamped (float16: 65,504)."""
+    """float16 or bfloat16: 2 bytes. What would overflow is clamped (float16: 65,504).
+
+    There are kernels for bfloat16 alone: torch converts float16 in one pass, by the processor's own instructions.
+    """
 
     dtype: torch.dtype
 
@@ -47,6 +55,8 @@ class Float16(NamedTuple):
         return 2 * count
 
     def pack(self, x: Tensor) -> Tensor:
+        if self.dtype == torch.bfloat16 and dense.take(x):
+            return packing.to_bf16(x)
         most = torch.finfo(self.dtype).max
         if _known_within(x, most):
             return x.to(self.dtype).view(torch.uint8)
@@ -56,8 +66,10 @@ class Float16(NamedTuple):
         clamped = torch.copysign((most / unit).floor() * unit, x)
         return torch.where(overflowed, clamped.to(self.dtype), rounded).view(torch.uint8)
 
-    def unpack(self, data: Tensor, count: int) -> Tensor:
-        return data[: 2 * count].view(self.dtype).float()
+    def unpack(self, data: Tensor, count: int, out: Tensor | None = None) -> Tensor:
+        if self.dtype == torch.bfloat16 and dense.ready(data):
+            return packing.of_bf16(data, count, out)
+        return _into(out, data[: 2 * count].view(self.dtype).float())
 
 
 class Int8(NamedTuple):
@@ -70,6 +82,10 @@ class Int8(NamedTuple):
         return SCALE_BYTES + count
 
     def pack(self, x: Tensor) -> Tensor:
+        if dense.take(x):
+            packed = torch.zeros(self.nbytes(len(x)), dtype=torch.uint8)
+            packed[:4].view(torch.int32)[0] = packing.to_steps(x, packed[SCALE_BYTES:])
+            return packed
         finite = None if _known_within(x, torch.finfo(x.dtype).max) else x.isfinite()
         x = x if finite is None else torch.where(finite, x, 0)
         largest = x.abs().amax() if len(x) else x.new_zeros(())
@@ -80,12 +96,14 @@ class Int8(NamedTuple):
         head = torch.stack([exponent, torch.zeros_like(exponent)]).int().view(torch.uint8)
         return torch.cat([head, steps.view(torch.uint8)])
 
-    def unpack(self, data: Tensor, count: int) -> Tensor:
+    def unpack(self, data: Tensor, count: int, out: Tensor | None = None) -> Tensor:
         exponent = data[:4].view(torch.int32)
         if exponent.is_cpu and not -126 <= int(exponent) <= 126:
             raise ValueError(f"corrupted scale: 2^{int(exponent)}, expected 2^−126 … 2^126")
         steps = data[SCALE_BYTES : SCALE_BYTES + count].view(torch.int8)
-        return (steps.float() * power_of_two(exponent)).masked_fill(steps == -128, torch.nan)
+        if dense.ready(steps):
+            return packing.of_steps(steps, int(exponent), out)
+        return _into(out, (steps.float() * power_of_two(exponent)).masked_fill(steps == -128, torch.nan))
 
 
 VALUES: dict[str, Values] = {
@@ -114,12 +132,18 @@ def last_place(x: Tensor) -> Tensor:
     return power_of_two(exponent.clamp(-126, 127))
 
 
-def leftover(x: Tensor, rounded: Tensor) -> Tensor:
-    """x − rounded, 0 where either is not finite."""
-    error = x - rounded
+def leftover(x: Tensor, rounded: Tensor, out: Tensor | None = None) -> Tensor:
+    """x − rounded, 0 where either is not finite; written to ``out`` where that is given."""
+    if dense.take(x) and dense.take(rounded):
+        return packing.leftover(x, rounded, out)
+    error = torch.sub(x, rounded, out=out)
     if _known_within(error, torch.finfo(error.dtype).max):
         return error
     return error.masked_fill_(~error.isfinite(), 0)
+
+
+def _into(out: Tensor | None, values: Tensor) -> Tensor:
+    return values if out is None else out.copy_(values)
 
 
 def _known_within(x: Tensor, most: float) -> bool:

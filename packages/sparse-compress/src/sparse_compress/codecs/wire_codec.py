@@ -49,9 +49,11 @@ class WireCodec:
 
     def split(self, vector: SparseVector) -> tuple[SparseVector, SparseVector]:
         """What ``encode`` keeps of a vector, and the rest, entry by entry. The rest of NaN and inf is 0."""
-        kind = VALUES[self.values]
-        values = kind.unpack(kind.pack(_float32(vector)), len(vector))
-        return _with_values(vector, values), _with_values(vector, leftover(vector.values, values))
+        kind, values = VALUES[self.values], _float32(vector)
+        rounded, error = _with_indices(vector), _with_indices(vector)
+        kind.unpack(kind.pack(values), len(vector), out=rounded.values)
+        leftover(values, rounded.values, out=error.values)
+        return rounded, error
 
     def encode(self, vector: SparseVector) -> Tensor:
         """The message, uint8, (nbytes,)."""
@@ -94,12 +96,12 @@ class WireCodec:
             said.check(numel, entries)
         body = block[OWN_HEADER_BYTES:]
         vector = SparseVector.allocate(entries, numel, torch.float32, block.device)
-        vector.values.copy_(VALUES[self.values].unpack(body, entries))
+        VALUES[self.values].unpack(body, entries, out=vector.values)
         data = body[sizes.indices_at :]
         if self.indices == "raw":
             vector.indices.copy_(data[: 4 * entries].view(torch.int32))
         else:
-            vector.indices.copy_(elias_fano.unpack(data[: elias_fano.nbytes(numel, entries)], numel, entries))
+            elias_fano.unpack(data[: elias_fano.nbytes(numel, entries)], numel, entries, out=vector.indices)
         if block.is_cpu:
             check_indices(vector.indices, 0, numel)
         return vector
@@ -159,8 +161,8 @@ def _float32(vector: SparseVector) -> Tensor:
     return vector.values
 
 
-def _with_values(like: SparseVector, values: Tensor) -> SparseVector:
+def _with_indices(like: SparseVector) -> SparseVector:
+    """Of these indices; its values are for the caller to fill."""
     vector = SparseVector.allocate(len(like), like.numel, torch.float32, like.device)
     vector.indices.copy_(like.indices)
-    vector.values.copy_(values)
     return vector

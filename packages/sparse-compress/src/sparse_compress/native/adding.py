@@ -1,20 +1,21 @@
-"""Sums of two sparse vectors by the kernels."""
+"""Sums of two sparse vectors by the kernels, and one without the other."""
 
 from collections.abc import Sequence
 from ctypes import c_int64
 from typing import NamedTuple
 
-from sparse_compress.native.copied import copied
 from sparse_compress.native.library import kernels
 from sparse_compress.native.scratch import SCRATCH
 from sparse_compress.vector import SparseVector
+
+PIECES_BYTES = 64  # where each of four pieces begins and ends
 
 
 def merged(a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, SparseVector | None]:
     """The k largest of a + b, 0 < k, and the others; the whole union and None where it has no more than k."""
     union = _union(a, b)
     if union.entries <= k:
-        return copied(union.indices, union.values, union.entries, a.numel), None
+        return _joined(union, a), None
     parted = _parted(union, a, [a.numel], [k])
     assert parted is not None
     return parted
@@ -32,38 +33,60 @@ def merged_to_budgets(
 
 def added(a: SparseVector, b: SparseVector) -> SparseVector:
     """a + b over the union of their indices."""
-    union = _union(a, b)
-    return copied(union.indices, union.values, union.entries, a.numel)
+    return _joined(_union(a, b), a)
 
 
-class _Union(NamedTuple):
-    """Where indices and values lie in scratch memory, how many, and where as much memory as one takes is spare."""
+def without(a: SparseVector, b: SparseVector) -> SparseVector:
+    """The entries of a whose index b does not have."""
+    pieces, indices, values, _ = _room(a, b)
+    entries = kernels().sc_without(*a.addresses, len(a), b.addresses[0], len(b), indices, values, pieces)
+    return _joined(_Pieces(pieces, indices, values, entries), a)
 
+
+class _Pieces(NamedTuple):
+    """Entries in pieces, in scratch memory: where the pieces', indices' and values' addresses are, and how many.
+
+    spare: as much memory as the values take.
+    """
+
+    pieces: int
     indices: int
     values: int
     entries: int
-    spare: int
+    spare: int = 0
 
 
-def _union(a: SparseVector, b: SparseVector) -> _Union:
+def _room(a: SparseVector, b: SparseVector) -> tuple[int, int, int, int]:
+    """Where pieces, indices and values go, and as much memory as one of them takes."""
     most = len(a) + len(b) + 64
-    indices = SCRATCH.of(12 * most)
-    values, spare = indices + 4 * most, indices + 8 * most
-    of_a = a.indices.data_ptr(), a.values.data_ptr(), len(a)
-    of_b = b.indices.data_ptr(), b.values.data_ptr(), len(b)
-    return _Union(indices, values, kernels().sc_union(*of_a, *of_b, indices, values), spare)
+    pieces = SCRATCH.of(PIECES_BYTES + 12 * most)
+    indices = pieces + PIECES_BYTES
+    return pieces, indices, indices + 4 * most, indices + 8 * most
+
+
+def _union(a: SparseVector, b: SparseVector) -> _Pieces:
+    pieces, indices, values, spare = _room(a, b)
+    entries = kernels().sc_union(*a.addresses, len(a), *b.addresses, len(b), indices, values, pieces)
+    return _Pieces(pieces, indices, values, entries, spare)
+
+
+def _joined(found: _Pieces, like: SparseVector) -> SparseVector:
+    vector = SparseVector.allocate(found.entries, like.numel, like.dtype, like.device)
+    kernels().sc_join(found.indices, found.values, found.pieces, *vector.addresses)
+    SCRATCH.trim()
+    return vector
 
 
 def _parted(
-    union: _Union, like: SparseVector, highs: Sequence[int], budgets: Sequence[int]
+    union: _Pieces, like: SparseVector, highs: Sequence[int], budgets: Sequence[int]
 ) -> tuple[SparseVector, SparseVector] | None:
     most, blocks = sum(budgets), len(budgets)
     if union.entries < most:
         return None
     kept = SparseVector.allocate(most, like.numel, like.dtype, like.device)
     cut = SparseVector.allocate(union.entries - most, like.numel, like.dtype, like.device)
-    ends = (end.data_ptr() for end in (kept.indices, kept.values, cut.indices, cut.values))
     sizes = (c_int64 * blocks)(*highs), (c_int64 * blocks)(*budgets), blocks
-    done = kernels().sc_split(union.indices, union.values, union.entries, *sizes, *ends, union.spare)
+    ends = *kept.addresses, *cut.addresses
+    done = kernels().sc_split(union.indices, union.values, union.pieces, *sizes, *ends, union.spare)
     SCRATCH.trim()
     return (kept, cut) if done else None

@@ -11,7 +11,7 @@ from sparse_compress.vector import SparseVector
 def copied(indices: int, values: int, count: int, numel: int) -> SparseVector:
     """float32 entries at these addresses, which may then be written over."""
     vector = SparseVector.allocate(count, numel, torch.float32, torch.device("cpu"))
-    ctypes.memmove(vector.indices.data_ptr(), indices, 4 * count)
-    ctypes.memmove(vector.values.data_ptr(), values, 4 * count)
+    for to, source in zip(vector.addresses, (indices, values), strict=True):
+        ctypes.memmove(to, source, 4 * count)
     SCRATCH.trim()
     return vector

@@ -8,7 +8,12 @@ from sparse_compress.native.library import kernels
 
 def take(tensor: Tensor) -> bool:
     """Whether there are kernels, and they take this tensor: contiguous float32 on a CPU."""
-    return tensor.dtype == torch.float32 and tensor.is_cpu and kernels() is not None and tensor.is_contiguous()
+    return tensor.dtype == torch.float32 and ready(tensor)
+
+
+def ready(tensor: Tensor) -> bool:
+    """Whether there are kernels, and they can read this tensor's memory: contiguous, on a CPU."""
+    return tensor.is_cpu and kernels() is not None and tensor.is_contiguous()
 
 
 def put(indices: Tensor, values: Tensor, out: Tensor, divisor: float) -> None:
@@ -19,6 +24,11 @@ def put(indices: Tensor, values: Tensor, out: Tensor, divisor: float) -> None:
 def finite(values: Tensor) -> bool:
     """Whether all values are; taken."""
     return bool(kernels().sc_finite(values.data_ptr(), values.numel()))
+
+
+def increasing(indices: Tensor) -> bool:
+    """Whether indices, int32 and ready, increase strictly."""
+    return bool(kernels().sc_increasing(indices.data_ptr(), indices.numel()))
 
 
 def add_at(out: Tensor, indices: Tensor, values: Tensor) -> None:

@@ -1,7 +1,7 @@
-/* Selection, error feedback, addition and putting back of float32, in one pass over memory each.
+/* Selection, error feedback, addition, putting back and packing of float32, in one pass over memory each.
  *
- * Every function gives the bits of the NumPy function that it stands in for (chunks.py, merge.py, accumulator.py), which
- * is the reference that tests hold it to; of a NaN that arithmetic makes out of two NaNs only that it is one.
+ * Every function gives the bits of the NumPy function that it stands in for (chunks.py, merge.py, sift.py,
+ * accumulator.py, rounding.py, elias_fano.py), which is the reference that tests hold it to; of a NaN that arithmetic makes out of two NaNs only that it is one.
  * Keys are magnitudes as integers: a float's bits without the sign. Memory is the caller's, at any address; nothing is
  * allocated here and nothing is kept, so any number of threads may call at once. Needs nothing but memcpy, memmove and
  * memset, which are in every process: no library is linked.
@@ -46,6 +46,7 @@ enum {
     MAX_SAMPLE = 32768,
     KEY_SAMPLE = 2048,     /* of keys that are in memory anyway */
     DIGITS = 2048,         /* a histogram that stays in L1 */
+    STREAMS = 4,           /* of a merge */
     WINDOW = 4096,         /* elements of a dense tensor that are put back at a time */
     STREAMED = 1 << 19     /* elements, 2 MB: what a core does not have in its own cache is written past the caches */
 };
@@ -68,7 +69,7 @@ typedef struct {
 
 typedef int64_t collect_f(const u32 *x, int64_t n, int64_t base, uint32_t least, i32 *index, u32 *bits);
 typedef int64_t between_f(const u32 *bits, int64_t n, uint32_t low, uint32_t high, u32 *keys, int64_t *above);
-typedef int64_t split_f(const i32 *index, const u32 *bits, int64_t n, uint32_t kth, int64_t ties, i32 *kept_index,
+typedef int64_t split_f(const i32 *index, const u32 *bits, int64_t n, uint32_t kth, int64_t *ties, i32 *kept_index,
                         u32 *kept_bits, int64_t kept_room, i32 *cut_index, u32 *cut_bits, int64_t cut_room);
 typedef void advance_f(const f32 *v, const f32 *u, const void *g, int kind, float m, f32 *vo, f32 *uo, int64_t n);
 typedef int64_t step_f(Selecting *s, int64_t start, int64_t n);
@@ -136,6 +137,89 @@ static void advance_plain(const f32 *v, const f32 *u, const void *g, int kind, f
     advance_body(v, u, g, kind, m, vo, uo, n);
 }
 
+/* ---- Fewer bytes: values ------------------------------------------------------------------------------------------ */
+
+enum { INF = 0x7F800000, NONE = -128 }; /* NONE: the step of what is not finite */
+
+/* float32 to the nearest bfloat16, ties to even; too large a one to the largest, NaN to one NaN. */
+INLINE void to_bf16_body(const void *values, int64_t n, void *out) {
+    const u32 *bits = values;
+    u16 *half = out;
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t word = bits[i], key = word & MAGNITUDE, near = word + 0x7FFF + (word >> 16 & 1);
+        near = key < INF && key >= 0x7F7F8000 ? (word & ~(uint32_t)MAGNITUDE) | 0x7F7F0000 : near;
+        near = key > INF ? 0x7FC00000 : near;
+        half[i] = (uint16_t)(near >> 16);
+    }
+}
+
+INLINE void of_bf16_body(const void *half, int64_t n, void *out) {
+    for (int64_t i = 0; i < n; i++)
+        ((u32 *)out)[i] = (uint32_t)((const u16 *)half)[i] << 16;
+}
+
+/* float32 as steps of a power of two, the least with which the largest finite one is 127 steps or is cut to that; ties to
+ * even, NONE for what is not finite. Returns the power. */
+INLINE int to_int8_body(const void *values, int64_t n, void *out) {
+    const u32 *bits = values;
+    int8_t *steps = out;
+    int32_t largest = 0;
+    for (int64_t i = 0; i < n; i++) {
+        int32_t key = (int32_t)(bits[i] & MAGNITUDE);
+        key = key < INF ? key : 0;
+        largest = key > largest ? key : largest;
+    }
+    int power = (largest >> 23) - 126 - 7; /* of a half more, as 2^7 steps reach */
+    power = power < -126 ? -126 : power;
+    const float scale = from_bits((uint32_t)(127 - power) << 23), whole = 12582912; /* 1.5 * 2^23: rounds to integers */
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t word = bits[i];
+        int finite = (word & MAGNITUDE) < INF;
+        float near = (from_bits(finite ? word : 0) * scale + whole) - whole;
+        near = near > 127 ? 127 : near < -127 ? -127 : near;
+        steps[i] = (int8_t)(finite ? (int32_t)near : NONE);
+    }
+    return power;
+}
+
+/* Steps of 2^power, -126 to 126, as float32. */
+INLINE void of_int8_body(const void *steps, int64_t n, int power, void *out) {
+    const float scale = from_bits((uint32_t)(127 + power) << 23);
+    for (int64_t i = 0; i < n; i++) {
+        int32_t step = ((const int8_t *)steps)[i];
+        ((u32 *)out)[i] = step == NONE ? 0x7FC00000 : to_bits((float)step * scale);
+    }
+}
+
+/* out <- value - rounded, 0 where that is not finite. */
+INLINE void leftover_body(const void *values, const void *rounded, int64_t n, void *out) {
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t error = to_bits(((const f32 *)values)[i] - ((const f32 *)rounded)[i]);
+        ((u32 *)out)[i] = (error & MAGNITUDE) < INF ? error : 0;
+    }
+}
+
+#ifdef X86
+#define WIDE __attribute__((target("avx512f,avx512vl,avx512bw,avx512dq,popcnt,bmi,bmi2")))
+#define BY_LEVEL(CALL)                                                                  \
+    static CALL(plain) __attribute__((target("avx2"))) static CALL(avx2) WIDE static CALL(avx512)
+#else
+#define BY_LEVEL(CALL) static CALL(plain)
+#endif
+
+/* The compiler makes vectors of these at each level. */
+#define TO_BF16_AT(L) void to_bf16_##L(const void *x, int64_t n, void *out) { to_bf16_body(x, n, out); }
+#define OF_BF16_AT(L) void of_bf16_##L(const void *x, int64_t n, void *out) { of_bf16_body(x, n, out); }
+#define TO_INT8_AT(L) int to_int8_##L(const void *x, int64_t n, void *out) { return to_int8_body(x, n, out); }
+#define OF_INT8_AT(L) void of_int8_##L(const void *x, int64_t n, int p, void *out) { of_int8_body(x, n, p, out); }
+#define LEFTOVER_AT(L) \
+    void leftover_##L(const void *x, const void *y, int64_t n, void *out) { leftover_body(x, y, n, out); }
+BY_LEVEL(TO_BF16_AT)
+BY_LEVEL(OF_BF16_AT)
+BY_LEVEL(TO_INT8_AT)
+BY_LEVEL(OF_INT8_AT)
+BY_LEVEL(LEFTOVER_AT)
+
 /* ---- Filters ------------------------------------------------------------------------------------------------------ */
 
 /* Index and bits of the elements whose key is `least` or more, in order; index and bits have SLACK to spare. */
@@ -176,13 +260,14 @@ static int64_t between_plain(const u32 *bits, int64_t n, uint32_t low, uint32_t 
 }
 
 /* Entries of a key above kth, and the first `ties` of those equal to it, are kept; the others are cut. Both in order.
- * Kept may be where the entries are. Nothing is written beyond the rooms. */
-INLINE void split_rest(const i32 *index, const u32 *bits, int64_t i, int64_t n, uint32_t kth, int64_t ties,
-                       i32 *kept_index, u32 *kept_bits, int64_t kept, i32 *cut_index, u32 *cut_bits, int64_t cut) {
+ * Kept may be where the entries are. Nothing is written beyond the rooms. Returns how many were kept; ties: what is left
+ * of them. */
+INLINE int64_t split_rest(const i32 *index, const u32 *bits, int64_t i, int64_t n, uint32_t kth, int64_t *ties,
+                          i32 *kept_index, u32 *kept_bits, int64_t kept, i32 *cut_index, u32 *cut_bits, int64_t cut) {
     for (; i < n; i++) {
         uint32_t key = bits[i] & MAGNITUDE;
-        int tie = key == kth, keep = key > kth || (tie && ties > 0);
-        ties -= tie;
+        int tie = key == kth, keep = key > kth || (tie && *ties > 0);
+        *ties -= tie;
         if (keep) {
             kept_index[kept] = index[i];
             kept_bits[kept++] = bits[i];
@@ -191,16 +276,17 @@ INLINE void split_rest(const i32 *index, const u32 *bits, int64_t i, int64_t n, 
             cut_bits[cut++] = bits[i];
         }
     }
+    return kept;
 }
 
-static int64_t split_plain(const i32 *index, const u32 *bits, int64_t n, uint32_t kth, int64_t ties, i32 *kept_index,
+static int64_t split_plain(const i32 *index, const u32 *bits, int64_t n, uint32_t kth, int64_t *ties, i32 *kept_index,
                            u32 *kept_bits, int64_t kept_room, i32 *cut_index, u32 *cut_bits, int64_t cut_room) {
-    int64_t i = 0, kept = 0, cut = 0;
+    int64_t i = 0, kept = 0, cut = 0, tied = *ties;
     for (; i < n && kept < kept_room && cut < cut_room; i++) {
         uint32_t key = bits[i] & MAGNITUDE, word = bits[i];
         int32_t at = index[i];
-        int tie = key == kth, keep = (key > kth) | (tie & (ties > 0));
-        ties -= tie;
+        int tie = key == kth, keep = (key > kth) | (tie & (tied > 0));
+        tied -= tie;
         cut_index[cut] = at; /* before kept, which may be where the entries are */
         cut_bits[cut] = word;
         kept_index[kept] = at;
@@ -208,8 +294,8 @@ static int64_t split_plain(const i32 *index, const u32 *bits, int64_t n, uint32_
         kept += keep;
         cut += !keep;
     }
-    split_rest(index, bits, i, n, kth, ties, kept_index, kept_bits, kept, cut_index, cut_bits, cut);
-    return n;
+    *ties = tied;
+    return split_rest(index, bits, i, n, kth, ties, kept_index, kept_bits, kept, cut_index, cut_bits, cut);
 }
 
 static void fill_plain(f32 *out, const f32 *from, int64_t n) { memcpy(out, from, (size_t)n * 4); }
@@ -299,8 +385,6 @@ __attribute__((target("avx2"))) static void fill_avx2(f32 *out, const f32 *from,
     memcpy(out + i, from + i, (size_t)(n - i) * 4);
 }
 
-#define WIDE __attribute__((target("avx512f,avx512vl,avx512bw,avx512dq,popcnt,bmi,bmi2")))
-
 WIDE static void advance_avx512(const f32 *v, const f32 *u, const void *g, int kind, float m, f32 *vo, f32 *uo,
                                 int64_t n) {
     advance_body(v, u, g, kind, m, vo, uo, n);
@@ -381,7 +465,7 @@ WIDE static int64_t between_avx512(const u32 *bits, int64_t n, uint32_t low, uin
     return found;
 }
 
-WIDE static int64_t split_avx512(const i32 *index, const u32 *bits, int64_t n, uint32_t kth, int64_t ties,
+WIDE static int64_t split_avx512(const i32 *index, const u32 *bits, int64_t n, uint32_t kth, int64_t *ties,
                                  i32 *kept_index, u32 *kept_bits, int64_t kept_room, i32 *cut_index, u32 *cut_bits,
                                  int64_t cut_room) {
     const __m512i magnitude = _mm512_set1_epi32(MAGNITUDE), bound = _mm512_set1_epi32((int32_t)kth);
@@ -390,10 +474,10 @@ WIDE static int64_t split_avx512(const i32 *index, const u32 *bits, int64_t n, u
         __m512i word = _mm512_loadu_si512(bits + i), at = _mm512_loadu_si512(index + i);
         __m512i key = _mm512_and_si512(word, magnitude);
         __mmask16 keep = _mm512_cmpgt_epu32_mask(key, bound), equal = _mm512_cmpeq_epu32_mask(key, bound);
-        if (equal && ties > 0) {
-            uint32_t first = ties >= 16 ? equal : _pdep_u32((1u << ties) - 1, equal);
+        if (equal && *ties > 0) {
+            uint32_t first = *ties >= 16 ? equal : _pdep_u32((1u << *ties) - 1, equal);
             keep |= (__mmask16)first;
-            ties -= __builtin_popcount(first);
+            *ties -= __builtin_popcount(first);
         }
         _mm512_storeu_si512(cut_index + cut, _mm512_maskz_compress_epi32((__mmask16)~keep, at));
         _mm512_storeu_si512(cut_bits + cut, _mm512_maskz_compress_epi32((__mmask16)~keep, word));
@@ -402,8 +486,7 @@ WIDE static int64_t split_avx512(const i32 *index, const u32 *bits, int64_t n, u
         kept += __builtin_popcount(keep);
         cut += 16 - __builtin_popcount(keep);
     }
-    split_rest(index, bits, i, n, kth, ties, kept_index, kept_bits, kept, cut_index, cut_bits, cut);
-    return n;
+    return split_rest(index, bits, i, n, kth, ties, kept_index, kept_bits, kept, cut_index, cut_bits, cut);
 }
 #endif
 
@@ -415,7 +498,16 @@ static struct {
     between_f *between;
     split_f *split;
     fill_f *stream;
-} use = {PLAIN, step_plain, between_plain, split_plain, fill_plain};
+    void (*to_bf16)(const void *values, int64_t n, void *out);
+    void (*of_bf16)(const void *half, int64_t n, void *out);
+    int (*to_int8)(const void *values, int64_t n, void *out);
+    void (*of_int8)(const void *steps, int64_t n, int power, void *out);
+    void (*leftover)(const void *values, const void *rounded, int64_t n, void *out);
+} use;
+
+#define USE_CODING(L)                                                                             \
+    use.to_bf16 = to_bf16_##L, use.of_bf16 = of_bf16_##L, use.to_int8 = to_int8_##L;              \
+    use.of_int8 = of_int8_##L, use.leftover = leftover_##L;
 
 #ifndef SOURCE
 #define SOURCE "unknown"
@@ -443,6 +535,7 @@ static int supported(void) {
 EXPORT int sc_use(int most) {
     use.level = PLAIN;
     use.step = step_plain, use.between = between_plain, use.split = split_plain, use.stream = fill_plain;
+    USE_CODING(plain)
 #ifdef X86
     for (int set = 0; set < 256; set++)
         for (int bit = 0, place = 0; bit < 8; bit++)
@@ -452,10 +545,12 @@ EXPORT int sc_use(int most) {
     if (least_of(most, best) >= AVX2) {
         use.level = AVX2;
         use.step = step_avx2, use.stream = fill_avx2;
+        USE_CODING(avx2)
     }
     if (least_of(most, best) >= AVX512) {
         use.level = AVX512;
         use.step = step_avx512, use.between = between_avx512, use.split = split_avx512;
+        USE_CODING(avx512)
     }
 #endif
     return use.level;
@@ -464,8 +559,9 @@ EXPORT int sc_use(int most) {
 /* ---- The k-th largest key ----------------------------------------------------------------------------------------- */
 
 /* The rank-th largest (from 1) of keys that all lie in low ... high; the keys are overwritten. Digit by digit of a
- * histogram over the range that is left, so linear whatever the keys are. */
-static uint32_t ranked(u32 *keys, int64_t n, int64_t rank, uint32_t low, uint32_t high) {
+ * histogram over the range that is left, so linear whatever the keys are. rank becomes its place among equal ones. */
+static uint32_t ranked(u32 *keys, int64_t n, int64_t *place, uint32_t low, uint32_t high) {
+    int64_t rank = *place;
     uint32_t counts[DIGITS];
     while (low < high) {
         int width = 32 - __builtin_clz(high - low), shift = width > 11 ? width - 11 : 0;
@@ -488,10 +584,11 @@ static uint32_t ranked(u32 *keys, int64_t n, int64_t rank, uint32_t low, uint32_
             n = left;
         }
     }
+    *place = rank;
     return low;
 }
 
-static uint32_t ranked_of_all(const u32 *bits, int64_t n, int64_t rank, u32 *scratch) {
+static uint32_t ranked_of_all(const u32 *bits, int64_t n, int64_t *rank, u32 *scratch) {
     uint32_t low = MAGNITUDE, high = 0;
     for (int64_t i = 0; i < n; i++) {
         uint32_t key = bits[i] & MAGNITUDE;
@@ -506,10 +603,12 @@ static uint32_t ranked_of_all(const u32 *bits, int64_t n, int64_t rank, u32 *scr
 INLINE double spread(double expected) { return 4 * __builtin_sqrt(expected + 1) + 2; }
 
 /* The k-th largest key, 0 < k <= n (Floyd and Rivest, CACM 1975): a sample's keys most likely enclose it, so only
- * what lies between is looked at again. scratch: n entries and SLACK. */
-static uint32_t kth_key(const u32 *bits, int64_t n, int64_t k, u32 *scratch) {
+ * what lies between is looked at again. scratch: n entries and SLACK. ties: how many of the keys that equal it are among
+ * the k largest. */
+static uint32_t kth_key(const u32 *bits, int64_t n, int64_t k, u32 *scratch, int64_t *ties) {
+    *ties = k;
     if (n < 4 * KEY_SAMPLE)
-        return ranked_of_all(bits, n, k, scratch);
+        return ranked_of_all(bits, n, ties, scratch);
     uint32_t sample[KEY_SAMPLE], ends[2] = {0, MAGNITUDE};
     double expected = (double)KEY_SAMPLE * (double)k / (double)n;
     double off = spread(expected < KEY_SAMPLE - expected ? expected : KEY_SAMPLE - expected);
@@ -519,20 +618,13 @@ static uint32_t kth_key(const u32 *bits, int64_t n, int64_t k, u32 *scratch) {
             continue;
         for (int64_t i = 0; i < KEY_SAMPLE; i++)
             sample[i] = bits[i * (n / KEY_SAMPLE)];
-        ends[end] = ranked_of_all((u32 *)sample, KEY_SAMPLE, rank, scratch);
+        ends[end] = ranked_of_all((u32 *)sample, KEY_SAMPLE, &rank, scratch);
     }
     int64_t above, left = use.between(bits, n, ends[0], ends[1], scratch, &above);
     if (k <= above || k > above + left)
-        return ranked_of_all(bits, n, k, scratch);
-    return ranked(scratch, left, k - above, ends[0], ends[1]);
-}
-
-/* How many of the keys equal to kth, the k-th largest of n, are among the k largest. */
-static int64_t ties_of(const u32 *bits, int64_t n, int64_t k, uint32_t kth) {
-    int64_t above = 0;
-    for (int64_t i = 0; i < n; i++)
-        above += (bits[i] & MAGNITUDE) > kth;
-    return k - above;
+        return ranked_of_all(bits, n, ties, scratch);
+    *ties = k - above;
+    return ranked(scratch, left, ties, ends[0], ends[1]);
 }
 
 /* ---- Selection, alone or as a step of error feedback -------------------------------------------------------------- */
@@ -563,8 +655,8 @@ static void put_back(Selecting *s, int32_t at, uint32_t bits, uint32_t velocity)
 /* Leaves the k largest of what was found, ties to the lowest index; what is not among them goes back. Later elements
  * must then be larger than the k-th: an equal one would come after k that are at least as large. */
 static void shrink(Selecting *s) {
-    uint32_t kth = kth_key(s->bits, s->found, s->k, s->spare);
-    int64_t ties = ties_of(s->bits, s->found, s->k, kth), cut = s->found - s->k;
+    int64_t ties, cut = s->found - s->k;
+    uint32_t kth = kth_key(s->bits, s->found, s->k, s->spare, &ties);
     if (s->uo) { /* velocities are parted as the bits are: by the same keys */
         u32 *keys = s->spare;
         int64_t kept = 0, back = 0, left = ties;
@@ -579,7 +671,7 @@ static void shrink(Selecting *s) {
         }
         memcpy(s->velocity + s->k, keys, (size_t)cut * 4);
     }
-    use.split(s->index, s->bits, s->found, kth, ties, s->index, s->bits, s->k, s->cut_index, s->cut_bits, cut);
+    use.split(s->index, s->bits, s->found, kth, &ties, s->index, s->bits, s->k, s->cut_index, s->cut_bits, cut);
     if (s->clears)
         for (int64_t i = 0; i < cut; i++)
             put_back(s, s->cut_index[i], s->cut_bits[i], s->uo ? s->velocity[s->k + i] : 0);
@@ -615,17 +707,18 @@ static uint32_t sampled(Selecting *s) {
         s->bits[taken++] = to_bits(foreseen(s, i));
     double expected = (double)taken * (double)s->k / (double)s->n;
     int64_t rank = (int64_t)(expected + spread(expected)) + 1;
-    return rank < taken ? ranked_of_all(s->bits, taken, rank, s->spare) : 0;
+    return rank < taken ? ranked_of_all(s->bits, taken, &rank, s->spare) : 0;
 }
 
 static int64_t selected(Selecting *s, int64_t least, i32 *index, u32 *bits) {
-    s->least = least < 0 ? sampled(s) : (uint32_t)least;
+    uint32_t asked = least < 0 ? 0 : (uint32_t)least, likely = sampled(s);
+    s->least = likely > asked ? likely : asked; /* of many that reach what is asked only the largest are looked at */
     sweep(s);
-    if (least < 0 && s->found < s->k) { /* the sample misled: once more, of everything */
+    if (likely > asked && s->found < s->k) { /* the sample misled: once more, of all that is asked */
         if (s->clears)
             for (int64_t i = 0; i < s->found; i++)
                 put_back(s, s->index[i], s->bits[i], s->uo ? s->velocity[i] : 0);
-        s->found = 0, s->least = 0, s->g = NULL;
+        s->found = 0, s->least = asked, s->g = NULL;
         sweep(s);
     }
     if (s->found > s->k)
@@ -659,15 +752,6 @@ EXPORT int64_t sc_step(const void *v, const void *u, const void *g, int kind, fl
 
 /* ---- Sums of sparse vectors --------------------------------------------------------------------------------------- */
 
-/* The operands, what is left of them, and where their sum goes. Indices increase. */
-typedef struct {
-    const i32 *ai, *bi;
-    const f32 *av, *bv;
-    int64_t i, a_end, j, b_end;
-    i32 *index;
-    f32 *value;
-} Merging;
-
 /* a + b; of two NaNs a, quieted, which a compiler that swaps operands would not keep. */
 INLINE float sum_of(float a, float b) {
 #ifdef X86
@@ -676,33 +760,6 @@ INLINE float sum_of(float a, float b) {
 #else
     return a != a ? from_bits(to_bits(a) | QUIET) : a + b;
 #endif
-}
-
-/* The entry of the smaller index, or of both with a + b, to place o; without branches. */
-#define MERGE_ONE(S, I, J, INDEX, VALUE)                                        \
-    {                                                                           \
-        int32_t a = (S).ai[I], b = (S).bi[J];                                   \
-        uint32_t x = ((const u32 *)(S).av)[I], y = ((const u32 *)(S).bv)[J];    \
-        uint32_t sum = to_bits(sum_of(from_bits(x), from_bits(y)));             \
-        int from_a = a <= b, from_b = b <= a;                                   \
-        x = from_b ? sum : x;                                                   \
-        (INDEX)[o] = from_a ? a : b;                                            \
-        ((u32 *)(VALUE))[o] = from_a ? x : y;                                   \
-        I += from_a;                                                            \
-        J += from_b;                                                            \
-    }
-
-/* What is left of a stream, from place o of where it goes on; returns the place after it. */
-static int64_t merge_rest(Merging s, int64_t o) {
-    while (s.i < s.a_end && s.j < s.b_end) {
-        MERGE_ONE(s, s.i, s.j, s.index, s.value)
-        o++;
-    }
-    size_t a = (size_t)(s.a_end - s.i), b = (size_t)(s.b_end - s.j);
-    memcpy(s.index + o, s.ai + s.i, a * 4), memcpy(s.value + o, s.av + s.i, a * 4);
-    o += (int64_t)a;
-    memcpy(s.index + o, s.bi + s.j, b * 4), memcpy(s.value + o, s.bv + s.j, b * 4);
-    return o + (int64_t)b;
 }
 
 /* Of the first d entries of both, merged: how many are of a. An equal index is not parted: *j gets b's. */
@@ -720,30 +777,129 @@ static int64_t parted(const i32 *ai, int64_t na, const i32 *bi, int64_t nb, int6
     return low;
 }
 
-/* a + b over the union of their indices, which increase. index, value: room for na + nb. Returns the entries.
- * One half waits for its own loads, so two take turns. */
+/* Where each stream begins in a and b; the last one's end behind them. */
+static void streams_of(const i32 *ai, int64_t na, const i32 *bi, int64_t nb, int64_t *i, int64_t *j) {
+    i[0] = j[0] = 0, i[STREAMS] = na, j[STREAMS] = nb;
+    for (int s = 1; s < STREAMS; s++)
+        i[s] = parted(ai, na, bi, nb, (na + nb) * s / STREAMS, &j[s]);
+}
+
+/* The entry of the smaller index, or of both with a + b, to place o of stream S; without branches. */
+#define MERGE_ONE(S)                                                             \
+    {                                                                            \
+        int32_t a = ai[i##S], b = bi[j##S];                                      \
+        uint32_t x = ((const u32 *)av)[i##S], y = ((const u32 *)bv)[j##S];       \
+        uint32_t sum = to_bits(sum_of(from_bits(x), from_bits(y)));              \
+        int from_a = a <= b, from_b = b <= a;                                    \
+        x = from_b ? sum : x;                                                    \
+        index[at##S + o] = from_a ? a : b;                                       \
+        value[at##S + o] = from_a ? x : y;                                       \
+        i##S += from_a;                                                          \
+        j##S += from_b;                                                          \
+    }
+
+/* a + b over the union of their indices, which increase, in STREAMS pieces: a stream waits for its own loads, so they
+ * take turns. index, value: room for na + nb. pieces: where each begins and ends; the values between them are 0. Returns
+ * the entries of all. */
 EXPORT int64_t sc_union(const void *a_index, const void *a_value, int64_t na, const void *b_index, const void *b_value,
-                        int64_t nb, void *index, void *value) {
-    int64_t j, i = parted(a_index, na, b_index, nb, (na + nb) / 2, &j);
-    Merging s = {a_index, b_index, a_value, b_value, 0, i, 0, j, index, value};
-    Merging t = {a_index, b_index, a_value, b_value, i, na, j, nb, s.index + i + j, s.value + i + j};
-    int64_t si = s.i, sj = s.j, ti = t.i, tj = t.j, o = 0;
+                        int64_t nb, void *indices, void *values, int64_t *pieces) {
+    const i32 *ai = a_index, *bi = b_index;
+    const f32 *av = a_value, *bv = b_value;
+    i32 *index = indices;
+    u32 *value = values;
+    int64_t i[STREAMS + 1], j[STREAMS + 1], o = 0, entries = 0;
+    streams_of(ai, na, bi, nb, i, j);
+    int64_t i0 = 0, i1 = i[1], i2 = i[2], i3 = i[3], j0 = 0, j1 = j[1], j2 = j[2], j3 = j[3];
+    const int64_t at0 = 0, at1 = i1 + j1, at2 = i2 + j2, at3 = i3 + j3;
     for (;;) {
-        int64_t steps = least_of(least_of(s.a_end - si, s.b_end - sj), least_of(t.a_end - ti, t.b_end - tj));
-        if (steps <= 0)
+        int64_t first = least_of(least_of(i[1] - i0, j[1] - j0), least_of(i[2] - i1, j[2] - j1));
+        int64_t second = least_of(least_of(i[3] - i2, j[3] - j2), least_of(i[4] - i3, j[4] - j3));
+        int64_t end = o + least_of(first, second);
+        if (end <= o)
             break;
-        for (int64_t end = o + steps; o < end; o++) {
-            MERGE_ONE(s, si, sj, s.index, s.value)
-            MERGE_ONE(t, ti, tj, t.index, t.value)
+        for (; o < end; o++) {
+            MERGE_ONE(0)
+            MERGE_ONE(1)
+            MERGE_ONE(2)
+            MERGE_ONE(3)
         }
     }
-    s.i = si, s.j = sj, t.i = ti, t.j = tj;
-    int64_t first = merge_rest(s, o), second = merge_rest(t, o);
-    if (first < i + j) { /* pairs that became one have left a gap */
-        memmove(s.index + first, t.index, (size_t)second * 4);
-        memmove(s.value + first, t.value, (size_t)second * 4);
+    const int64_t is[STREAMS] = {i0, i1, i2, i3}, js[STREAMS] = {j0, j1, j2, j3}, done = o;
+    for (int s = 0; s < STREAMS; s++) { /* what is left of each */
+        int64_t iS = is[s], jS = js[s], atS = i[s] + j[s];
+        for (o = done; iS < i[s + 1] && jS < j[s + 1]; o++)
+            MERGE_ONE(S)
+        o += atS;
+        int64_t a = i[s + 1] - iS, b = j[s + 1] - jS, room = i[s + 1] + j[s + 1];
+        memcpy(index + o, ai + iS, (size_t)a * 4), memcpy(value + o, av + iS, (size_t)a * 4);
+        o += a;
+        memcpy(index + o, bi + jS, (size_t)b * 4), memcpy(value + o, bv + jS, (size_t)b * 4);
+        o += b;
+        memset(value + o, 0, (size_t)(room - o) * 4);
+        pieces[2 * s] = atS, pieces[2 * s + 1] = o;
+        entries += o - atS;
     }
-    return first + second;
+    return entries;
+}
+
+/* The entry of a, kept where b has not its index. */
+#define KEEP_ONE(S)                            \
+    {                                          \
+        int32_t a = ai[i##S], b = bi[j##S];    \
+        index[o##S] = a;                       \
+        value[o##S] = av[i##S];                \
+        o##S += a < b;                         \
+        i##S += a <= b;                        \
+        j##S += b <= a;                        \
+    }
+
+/* The entries of a whose index b does not have, in pieces; see sc_union. index, value: room for na + nb. */
+EXPORT int64_t sc_without(const void *a_index, const void *a_value, int64_t na, const void *b_index, int64_t nb,
+                          void *indices, void *values, int64_t *pieces) {
+    const i32 *ai = a_index, *bi = b_index;
+    const u32 *av = a_value;
+    i32 *index = indices;
+    u32 *value = values;
+    int64_t i[STREAMS + 1], j[STREAMS + 1], entries = 0;
+    streams_of(ai, na, bi, nb, i, j);
+    int64_t i0 = 0, i1 = i[1], i2 = i[2], i3 = i[3], j0 = 0, j1 = j[1], j2 = j[2], j3 = j[3];
+    int64_t o0 = 0, o1 = i1 + j1, o2 = i2 + j2, o3 = i3 + j3;
+    for (;;) {
+        int64_t first = least_of(least_of(i[1] - i0, j[1] - j0), least_of(i[2] - i1, j[2] - j1));
+        int64_t second = least_of(least_of(i[3] - i2, j[3] - j2), least_of(i[4] - i3, j[4] - j3));
+        int64_t steps = least_of(first, second);
+        if (steps <= 0)
+            break;
+        for (; steps; steps--) {
+            KEEP_ONE(0)
+            KEEP_ONE(1)
+            KEEP_ONE(2)
+            KEEP_ONE(3)
+        }
+    }
+    const int64_t is[STREAMS] = {i0, i1, i2, i3}, js[STREAMS] = {j0, j1, j2, j3}, os[STREAMS] = {o0, o1, o2, o3};
+    for (int s = 0; s < STREAMS; s++) { /* what is left of each */
+        int64_t iS = is[s], jS = js[s], oS = os[s];
+        while (iS < i[s + 1] && jS < j[s + 1])
+            KEEP_ONE(S)
+        size_t left = (size_t)(i[s + 1] - iS);
+        memcpy(index + oS, ai + iS, left * 4), memcpy(value + oS, av + iS, left * 4);
+        pieces[2 * s] = i[s] + j[s], pieces[2 * s + 1] = oS + (int64_t)left;
+        entries += pieces[2 * s + 1] - pieces[2 * s];
+    }
+    return entries;
+}
+
+/* The entries of all pieces, one after the other. */
+EXPORT void sc_join(const void *index, const void *bits, const int64_t *pieces, void *out_index, void *out_bits) {
+    i32 *at = out_index;
+    u32 *word = out_bits;
+    for (int s = 0; s < STREAMS; s++) {
+        int64_t start = pieces[2 * s], n = pieces[2 * s + 1] - start;
+        memcpy(at, (const i32 *)index + start, (size_t)n * 4);
+        memcpy(word, (const u32 *)bits + start, (size_t)n * 4);
+        at += n, word += n;
+    }
 }
 
 /* How many of n indices, which increase, are below high. */
@@ -759,32 +915,106 @@ static int64_t below(const i32 *index, int64_t n, int64_t high) {
     return low;
 }
 
-/* Parts n entries into the largest of every block, as many as its budget, ties to the lowest index, and the others;
- * both in order. Block b ends before index highs[b], and the last one holds the last entry. kept and cut: room for what
- * they get, and no more. scratch: n entries of 4 bytes and SLACK. Returns 0, and leaves kept and cut unfinished, where a
- * block has fewer entries than its budget. */
-EXPORT int sc_split(const void *index, const void *bits, int64_t n, const int64_t *highs, const int64_t *budgets,
-                    int64_t blocks, void *kept_index, void *kept_bits, void *cut_index, void *cut_bits,
-                    void *scratch) {
+/* Parts the entries of pieces into the largest of every block, as many as its budget, ties to the lowest index, and the
+ * others; both in order. Block b ends before index highs[b], and the last one holds the last entry. kept and cut: room
+ * for what they get, and no more. scratch: 4 bytes for all from the first piece to the last, and SLACK. Returns 0, and
+ * leaves kept and cut unfinished, where a block has fewer entries than its budget. */
+EXPORT int sc_split(const void *index, const void *bits, const int64_t *pieces, const int64_t *highs,
+                    const int64_t *budgets, int64_t blocks, void *kept_index, void *kept_bits, void *cut_index,
+                    void *cut_bits, void *scratch) {
     const i32 *at = index;
     const u32 *word = bits;
     i32 *kept_at = kept_index, *cut_at = cut_index;
     u32 *kept = kept_bits, *cut = cut_bits;
+    int64_t start[STREAMS], end[STREAMS], ties = 0;
+    uint32_t kth = 0;
+    for (int s = 0; s < STREAMS; s++)
+        end[s] = pieces[2 * s];
     for (int64_t b = 0; b < blocks; b++) {
-        int64_t all = below(at, n, highs[b]), k = budgets[b], others = all - k;
+        int64_t all = 0, k = budgets[b], first = -1, last = 0;
+        for (int s = 0; s < STREAMS; s++) {
+            start[s] = end[s];
+            end[s] += below(at + start[s], pieces[2 * s + 1] - start[s], highs[b]);
+            if (end[s] > start[s])
+                first = first < 0 ? start[s] : first, last = end[s];
+            all += end[s] - start[s];
+        }
+        int64_t others = all - k;
         if (others < 0)
             return 0;
-        if (k && others) {
-            uint32_t kth = kth_key(word, all, k, scratch);
-            use.split(at, word, all, kth, ties_of(word, all, k, kth), kept_at, kept, k, cut_at, cut, others);
-        } else {
-            memcpy(k ? kept_at : cut_at, at, (size_t)all * 4);
-            memcpy(k ? kept : cut, word, (size_t)all * 4);
+        if (k && others) /* what lies between pieces is 0, and so never larger than the k-th of them */
+            kth = kth_key(word + first, last - first, k, scratch, &ties);
+        for (int s = 0; s < STREAMS; s++) {
+            int64_t n = end[s] - start[s], keeps = k ? n : 0;
+            if (k && others) {
+                keeps = use.split(at + start[s], word + start[s], n, kth, &ties, kept_at, kept, k, cut_at, cut, others);
+            } else {
+                memcpy(k ? kept_at : cut_at, at + start[s], (size_t)n * 4);
+                memcpy(k ? kept : cut, word + start[s], (size_t)n * 4);
+            }
+            kept_at += keeps, kept += keeps, cut_at += n - keeps, cut += n - keeps;
+            k -= keeps, others -= n - keeps;
         }
-        at += all, word += all, n -= all;
-        kept_at += k, kept += k, cut_at += others, cut += others;
     }
     return 1;
+}
+
+/* Entries of a key above kth, and the first `ties` of those equal to it. kept: room for n and SLACK; nothing is written
+ * where all are kept. scratch: 8 bytes for n and SLACK. Returns how many. */
+EXPORT int64_t sc_filter(const void *index, const void *bits, int64_t n, int32_t kth, int64_t ties, void *kept_index,
+                         void *kept_bits, void *scratch) {
+    const u32 *word = bits;
+    int32_t above = 0, equal = 0; /* negative: as comparing vectors counts */
+    for (int64_t i = 0; i < n; i++) {
+        above -= (int32_t)(word[i] & MAGNITUDE) > kth;
+        equal -= (int32_t)(word[i] & MAGNITUDE) == kth;
+    }
+    if (least_of(ties, -equal) - above == n)
+        return n;
+    int64_t room = n + SLACK;
+    return use.split(index, bits, n, (uint32_t)kth, &ties, kept_index, kept_bits, room, scratch,
+                     (u32 *)scratch + room, room);
+}
+
+/* The keys of n floats that are `least` or larger, the smallest first. keys, scratch: room for n and SLACK each. Returns
+ * how many. Digit by digit of their range, the last digit first. */
+EXPORT int64_t sc_sorted(const void *bits, int64_t n, uint32_t least, void *keys, void *scratch) {
+    u32 *from = scratch, *to = keys;
+    int64_t higher, m = use.between(bits, n, least, MAGNITUDE, from, &higher);
+    uint32_t low = MAGNITUDE, high = 0, counts[4][DIGITS];
+    for (int64_t i = 0; i < m; i++) {
+        low = from[i] < low ? from[i] : low;
+        high = from[i] > high ? from[i] : high;
+    }
+    int width = m && high > low ? 32 - __builtin_clz(high - low) : 1, digits = (width + 10) / 11;
+    int size = (width + digits - 1) / digits, places = 1 << size;
+    digits += !(digits & 1); /* an odd number of turns ends in keys */
+    memset(counts, 0, sizeof counts);
+    for (int64_t i = 0; i < m; i++)
+        for (int d = 0; d < digits; d++)
+            counts[d][(uint64_t)(from[i] - low) >> (d * size) & (places - 1)]++;
+    for (int d = 0; d < digits; d++) {
+        uint32_t sum = 0;
+        for (int p = 0; p < places; p++) {
+            uint32_t count = counts[d][p];
+            counts[d][p] = sum;
+            sum += count;
+        }
+        for (int64_t i = 0; i < m; i++)
+            to[counts[d][(uint64_t)(from[i] - low) >> (d * size) & (places - 1)]++] = from[i];
+        u32 *swapped = from;
+        from = to, to = swapped;
+    }
+    return m;
+}
+
+/* Whether n indices increase strictly. */
+EXPORT int sc_increasing(const void *index, int64_t n) {
+    const i32 *at = index;
+    int32_t wrong = 0;
+    for (int64_t i = 1; i < n; i++)
+        wrong |= at[i] <= at[i - 1];
+    return !wrong;
 }
 
 /* ---- Between sparse and dense ------------------------------------------------------------------------------------- */
@@ -827,4 +1057,109 @@ EXPORT void sc_add_at(void *out, const void *index, const void *value, int64_t c
     const f32 *x = value;
     for (int64_t i = 0; i < count; i++)
         sums[at[i]] = sums[at[i]] + x[i];
+}
+
+/* ---- Fewer bytes -------------------------------------------------------------------------------------------------- */
+
+EXPORT void sc_to_bf16(const void *values, int64_t n, void *out) { use.to_bf16(values, n, out); }
+EXPORT void sc_of_bf16(const void *half, int64_t n, void *out) { use.of_bf16(half, n, out); }
+EXPORT int sc_to_int8(const void *values, int64_t n, void *out) { return use.to_int8(values, n, out); }
+EXPORT void sc_of_int8(const void *steps, int64_t n, int power, void *out) { use.of_int8(steps, n, power, out); }
+EXPORT void sc_leftover(const void *values, const void *rounded, int64_t n, void *out) {
+    use.leftover(values, rounded, n, out);
+}
+
+/* ---- Fewer bytes: indices (elias_fano.py) ------------------------------------------------------------------------- */
+
+/* 8 bytes, the first the lowest. */
+INLINE uint64_t load(const uint8_t *at) {
+    uint64_t word = 0;
+    for (int b = 0; b < 8; b++)
+        word |= (uint64_t)at[b] << (8 * b);
+    return word;
+}
+
+INLINE void store(uint8_t *at, uint64_t word) {
+    for (int b = 0; b < 8; b++, word >>= 8)
+        at[b] = (uint8_t)word;
+}
+
+INLINE int64_t ones(uint64_t word) {
+    word -= word >> 1 & 0x5555555555555555u;
+    word = (word & 0x3333333333333333u) + (word >> 2 & 0x3333333333333333u);
+    return (int64_t)(((word + (word >> 4)) & 0x0F0F0F0F0F0F0F0Fu) * 0x0101010101010101u >> 56);
+}
+
+/* 8 bytes of 8 bits, the first in the lowest, with rows and columns exchanged (Warren, Hacker's Delight, 7-3). */
+INLINE uint64_t transposed(uint64_t x) {
+    uint64_t t = (x ^ (x >> 7)) & 0x00AA00AA00AA00AAu;
+    x ^= t ^ (t << 7);
+    t = (x ^ (x >> 14)) & 0x0000CCCC0000CCCCu;
+    x ^= t ^ (t << 14);
+    t = (x ^ (x >> 28)) & 0x00000000F0F0F0F0u;
+    return x ^ t ^ (t << 28);
+}
+
+/* n increasing indices: their `low` lowest bits in planes of whole bytes, and the rest in `high` bits of unary. */
+EXPORT void sc_pack_indices(const void *index, int64_t n, int low, int64_t high, void *out) {
+    const i32 *at = index;
+    uint8_t *plane = out;
+    int64_t width = (n + 7) / 8;
+    for (int64_t i = 0; i < n; i += 8)
+        for (int first = 0; first < low; first += 8) {
+            uint64_t rows = 0;
+            for (int64_t j = 0; j < least_of(8, n - i); j++)
+                rows |= (uint64_t)((uint32_t)at[i + j] >> first & 0xFF) << (8 * j);
+            rows = transposed(rows);
+            for (int bit = first; bit < low && bit < first + 8; bit++, rows >>= 8)
+                plane[bit * width + i / 8] = (uint8_t)rows;
+        }
+    uint8_t *unary = plane + low * width;
+    memset(unary, 0, (size_t)((high + 7) / 8));
+    uint64_t word = 0;
+    int64_t place = 0; /* of the word, in bits */
+    for (int64_t i = 0; i < n; i++) {
+        int64_t bit = (int64_t)(at[i] >> low) + i;
+        if (bit - place >= 64) {
+            store(unary + place / 8, word); /* what follows has this bit, so there is room */
+            place = bit & ~(int64_t)63;
+            word = 0;
+        }
+        word |= (uint64_t)1 << (bit - place);
+    }
+    for (; word; word >>= 8, place += 8)
+        unary[place / 8] |= (uint8_t)word;
+}
+
+/* The n indices that sc_pack_indices has packed. Returns how many there are: where not n, out is unfinished. */
+EXPORT int64_t sc_unpack_indices(const void *packed, int64_t n, int low, int64_t high, void *out) {
+    const uint8_t *plane = packed, *unary;
+    u32 *at = out;
+    int64_t width = (n + 7) / 8, found = 0, all = 0;
+    unary = plane + low * width;
+    for (int64_t place = 0; place < high; place += 64) {
+        uint64_t word = 0;
+        if (high - place >= 64)
+            word = load(unary + place / 8);
+        else
+            for (int64_t b = place; b < high; b++)
+                word |= (uint64_t)(unary[b / 8] >> (b & 7) & 1) << (b - place);
+        all += ones(word);
+        if (all > n)
+            continue; /* only counted */
+        for (; word; word &= word - 1, found++)
+            at[found] = (uint32_t)(place + __builtin_ctzll(word) - found) << low;
+    }
+    if (all != n)
+        return all;
+    for (int first = 0; first < low; first += 8)
+        for (int64_t i = 0; i < n; i += 8) {
+            uint64_t rows = 0;
+            for (int bit = first; bit < low && bit < first + 8; bit++)
+                rows |= (uint64_t)plane[bit * width + i / 8] << (8 * (bit - first));
+            rows = transposed(rows);
+            for (int64_t j = 0; j < least_of(8, n - i); j++, rows >>= 8)
+                at[i + j] |= (uint32_t)(rows & 0xFF) << first;
+        }
+    return n;
 }

@@ -10,7 +10,7 @@ import struct
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from ctypes import c_char_p, c_float, c_int, c_int64, c_void_p
+from ctypes import c_char_p, c_float, c_int, c_int64, c_uint32, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,10 +27,22 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         c_int64,
         [c_void_p, c_void_p, c_void_p, c_int, c_float, c_void_p, c_void_p, *[c_int64] * 4, *[c_void_p] * 3],
     ),
-    "sc_union": (c_int64, [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_void_p]),
-    "sc_split": (c_int, [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64, *[c_void_p] * 5]),
+    "sc_union": (c_int64, [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64, *[c_void_p] * 3]),
+    "sc_without": (c_int64, [c_void_p, c_void_p, c_int64, c_void_p, c_int64, *[c_void_p] * 3]),
+    "sc_join": (None, [c_void_p] * 5),
+    "sc_split": (c_int, [*[c_void_p] * 5, c_int64, *[c_void_p] * 5]),
+    "sc_filter": (c_int64, [c_void_p, c_void_p, c_int64, c_int, c_int64, *[c_void_p] * 3]),
+    "sc_sorted": (c_int64, [c_void_p, c_int64, c_uint32, c_void_p, c_void_p]),
+    "sc_increasing": (c_int, [c_void_p, c_int64]),
     "sc_put": (None, [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_float]),
     "sc_finite": (c_int, [c_void_p, c_int64]),
+    "sc_to_bf16": (None, [c_void_p, c_int64, c_void_p]),
+    "sc_of_bf16": (None, [c_void_p, c_int64, c_void_p]),
+    "sc_to_int8": (c_int, [c_void_p, c_int64, c_void_p]),
+    "sc_of_int8": (None, [c_void_p, c_int64, c_int, c_void_p]),
+    "sc_leftover": (None, [c_void_p, c_void_p, c_int64, c_void_p]),
+    "sc_pack_indices": (None, [c_void_p, c_int64, c_int, c_int64, c_void_p]),
+    "sc_unpack_indices": (c_int64, [c_void_p, c_int64, c_int, c_int64, c_void_p]),
     "sc_add_at": (None, [c_void_p, c_void_p, c_void_p, c_int64]),
 }
 

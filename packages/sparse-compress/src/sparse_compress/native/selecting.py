@@ -23,9 +23,7 @@ def select(flat: Tensor, k: int) -> SparseVector:
     selected = SparseVector.allocate(k, len(flat), torch.float32, flat.device)
     library = kernels()
     scratch = SCRATCH.of(library.sc_scratch(len(flat), k))
-    library.sc_select(
-        flat.data_ptr(), len(flat), k, -1, 0, selected.indices.data_ptr(), selected.values.data_ptr(), scratch
-    )
+    library.sc_select(flat.data_ptr(), len(flat), k, -1, 0, *selected.addresses, scratch)
     SCRATCH.trim()
     return selected
 
@@ -64,8 +62,8 @@ class Step:
         """The k largest of elements low … high − 1, 0 < k ≤ high − low, to where the last span ended."""
         assert self._into is not None
         scratch = SCRATCH.of(self._library.sc_scratch(high - low, k))
-        at = self._into.indices.data_ptr() + 4 * self._filled, self._into.values.data_ptr() + 4 * self._filled
-        self._run(low, high, k, -1, *at, scratch)
+        indices, values = self._into.addresses
+        self._run(low, high, k, -1, indices + 4 * self._filled, values + 4 * self._filled, scratch)
         self._filled += k
         SCRATCH.trim()
 
