@@ -91,8 +91,11 @@ def test_a_sample_that_misleads(level, momentum):
     sampled = x[:: len(x) // 1024 | 1]
     sampled.copy_(torch.arange(1, len(sampled) + 1))
     assert_same(*both(level, lambda: topk(x, 2000)))
-    for one, other in zip(*both(level, lambda: steps([x, x], momentum=momentum)), strict=True):
-        assert_same(one, other)
+    low = Reaching(int(bits(x)[1]), 2000)  # all reach it
+    assert_same(*both(level, lambda: low(x)))
+    for select in (None, low):
+        for one, other in zip(*both(level, lambda s=select: steps([x, x], select=s, momentum=momentum)), strict=True):
+            assert_same(one, other)
 
 
 def entries(rng, nasty, numel, count):
