@@ -111,7 +111,8 @@ def test_clipping_after_a_sparse_exchange_is_warned_about_once():
 
 
 @pytest.mark.parametrize(
-    ("clip_norm", "error"), [(0, ValueError), (-1.0, ValueError), (math.inf, ValueError), ("1", TypeError), (True, TypeError)]
+    ("clip_norm", "error"),
+    [(0, ValueError), (-1.0, ValueError), (math.inf, ValueError), ("1", TypeError), (True, TypeError)],
 )
 def test_what_is_no_norm(clip_norm, error):
     with pytest.raises(error, match="clip_norm is"):

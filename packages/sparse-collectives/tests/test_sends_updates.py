@@ -8,7 +8,7 @@ from communicators import CollectiveError, SimulatedWorld
 from hypothesis import given
 from hypothesis import strategies as st
 from sparse_collectives import ALGORITHMS, DistributedOptimizer, reshard_residuals
-from sparse_compress import TopK, WarmUp
+from sparse_compress import WarmUp
 from torch import nn
 
 SHAPES = {"a": (3, 4), "b": (5,), "c": (1,), "d": (2, 3)}

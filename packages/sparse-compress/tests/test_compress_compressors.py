@@ -1,7 +1,6 @@
 """The laws of every compressor, on a literal table, and what is special to each."""
 
 import io
-from itertools import count
 
 import numpy as np
 import pytest

@@ -146,8 +146,8 @@ def _reason(taken: Prediction, found: list[Prediction]) -> str:
     if others[0].seconds < taken.seconds:
         return (
             f"{others[0].name} is faster ({milliseconds(others[0].seconds)} ms) than {taken.name} "
-            f"({milliseconds(taken.seconds)} ms), which is taken because momentum before the selection, or sends='updates', "
-            f"needs one: leave compression off, and give momentum to the optimizer."
+            f"({milliseconds(taken.seconds)} ms), which is taken because momentum before the selection, or "
+            f"sends='updates', needs one: leave compression off, and give momentum to the optimizer."
         )
     if not ALGORITHMS[taken.algorithm].compresses:
         return f"{taken.name} is the fastest: compression costs more than it saves here, leave it off."

@@ -54,34 +54,36 @@ def clip_together(flats: Sequence[Tensor], limit: float) -> None:
 class ClippingAfter:
     """Sees gradients that are scaled down between a sparse exchange and the step, and says once what that does.
 
-    Looks at the first steps only, two passes over the gradients each.
+    Looks at the first steps only, two passes over the gradients each. owner: what takes clip_norm=.
     """
 
-    def __init__(self, steps: int = 50) -> None:
-        self._left = steps
+    def __init__(self, owner: str, steps: int = 50) -> None:
+        self._owner, self._left = owner, steps
         self._before: Tensor | None = None
 
-    def note(self, parameters: Sequence[Tensor]) -> None:
-        """The gradients as the exchange left them."""
-        self._before = self._norms(parameters) if self._left > 0 else None
+    def note(self, norm: Tensor) -> None:
+        """Of all gradients, as the exchange left them."""
+        self._before = norm
 
-    def look(self, parameters: Sequence[Tensor]) -> None:
-        """The gradients as the step takes them."""
+    def look(self, parameters: Sequence[Tensor]) -> bool:
+        """The gradients as the step takes them; whether there is more to be seen."""
         before, self._before = self._before, None
-        if before is None:
-            return
+        if before is None or self._left <= 0:
+            return self._left > 0
         self._left -= 1
-        after = self._norms(parameters)
-        if float(after) < 0.999 * float(before):
+        if float(norm_of(parameters)) < 0.999 * float(before):
             self._left = 0
-            warnings.warn(AFTER, stacklevel=5)
+            warnings.warn(AFTER.format(owner=self._owner), stacklevel=6)
+        return self._left > 0
 
-    def _norms(self, parameters: Sequence[Tensor]) -> Tensor:
-        return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+
+def norm_of(parameters: Sequence[Tensor]) -> Tensor:
+    """Of all their gradients together."""
+    return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
 
 AFTER = (
-    "the gradients were scaled down between synchronize() and step(). After a sparse exchange p.grad holds what the few "
+    "the gradients were scaled down between the exchange and step(). After a sparse exchange p.grad holds what the few "
     "entries that were sent had saved up, and what clipping takes of that is in no residual: it is lost, and training "
-    "slows down. Clip before the exchange instead: DistributedOptimizer(..., clip_norm=...), and leave the call out"
+    "slows down. Clip before the exchange instead: {owner}(..., clip_norm=...), and leave the call out"
 )

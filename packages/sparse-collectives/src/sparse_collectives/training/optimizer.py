@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from sparse_collectives.algorithm import Algorithm
 from sparse_collectives.prediction.auto import Choice
 from sparse_collectives.training.backward_order import BUCKET_BYTES, BackwardOrder
-from sparse_collectives.training.clipping import ClippingAfter, check_clip_norm
+from sparse_collectives.training.clipping import ClippingAfter, check_clip_norm, norm_of
 from sparse_collectives.training.density_by_step import DensityByStep, Schedule
 from sparse_collectives.training.exchange import Exchange
 from sparse_collectives.training.scheme import choose_scheme
@@ -67,17 +67,17 @@ class DistributedOptimizer(Wrapping):
     named_parameters: of the whole model. Frozen ones (requires_grad False, now) are left out of the exchange.
         Freezing, unfreezing or adding some later is an error of the next step: it takes a new DistributedOptimizer.
     comm: see `communicators.as_communicator`; its `timeout` is how long a step waits for a late rank.
-    sends: "gradients", as above. "updates": what the wrapped optimizer would do with this rank's own gradients, for Adam
-        and other adaptive ones, which learn badly from the few gradients that were sent (see `updates`):
+    sends: "gradients", as above. "updates": what the wrapped optimizer would do with this rank's own gradients, for
+        Adam and other adaptive ones, which learn badly from the few gradients that were sent (see `updates`):
 
             Δ ← what optimizer.step() adds to p;  acc ← residual + Δ;  s ← compressor(acc);  …;  p ← p + total / P
 
         The wrapped optimizer's moments are each rank's own, its step comes before the exchange, and p.grad stays what
         it was: clip it as in training on one device, or by clip_norm; there is no `synchronize`.
-    density: the share of elements that a rank sends, default 0.01, or by step: a function of the number of steps taken,
+    density: the share of elements that a rank sends, default 0.01, or by step: a function of how many were taken,
         such as `sparse_compress.WarmUp`; alike on every rank.
-    compressor: what is sent of a gradient, default TopK(density). "oktopk", "spardl" and "dense" have no use for another
-        selection than TopK, of which they take k.
+    compressor: what is sent of a gradient, default TopK(density). "oktopk", "spardl" and "dense" have no use for
+        another selection than TopK, of which they take k.
     algorithm: a name in `ALGORITHMS`, or an `Algorithm` of one's own. "dense" sums whole gradients, without compressor
         and residuals; "powersgd", "dense-int8", or a `WholeScheme` of one's own sends something of every element, with
         residuals, without compressor.
@@ -87,9 +87,9 @@ class DistributedOptimizer(Wrapping):
         residual; for "dense" "bf16" or "fp16", where it is lost.
     momentum: of DGC's correction, before the selection (see `ErrorFeedback`). The wrapped optimizer's own comes after
         the exchange and learns badly at small densities: give it here and leave that at 0.
-    clip_norm: holds the norm of this rank's own gradient, of the whole model, to clip_norm · √P before the selection, so
-        that of the mean to about clip_norm (DGC's local clipping, see `clip_limit`); with `overlap`, bucket by bucket,
-        to √share of that, where a bucket has so large a share of the elements. What it takes away is not kept.
+    clip_norm: holds the norm of this rank's own gradient, of the whole model, to clip_norm · √P before the selection,
+        so that of the mean to about clip_norm (DGC's local clipping, see `clip_limit`); with `overlap`, bucket by
+        bucket, to √share of that, where a bucket has so large a share of the elements. What it takes away is not kept.
     bucket_bytes: selection and exchange in buckets of so many bytes; default: over the whole model at once, with
         `overlap` BUCKET_BYTES.
     overlap: each bucket's selection and exchange start during backward, as soon as its gradients are ready, those of
@@ -154,7 +154,9 @@ class DistributedOptimizer(Wrapping):
         )
         super().__init__(optimizer)
         self._sends, self._density = sends, DensityByStep(compressor, density)
-        self._clipping_after = ClippingAfter() if chosen.entry is not None and chosen.entry.compresses else None
+        self._clipping_after = (
+            ClippingAfter(type(self).__name__) if chosen.entry is not None and chosen.entry.compresses else None
+        )
         self._comm, self._chosen, self._nonfinite = comm, chosen, nonfinite
         self._compressor, self._verify, self._steps, self.skipped = compressor, verify, 0, 0
         if overlap:  # gradients come in about the reverse order of the parameters
@@ -256,7 +258,7 @@ class DistributedOptimizer(Wrapping):
         self._put(means)
         self._synchronized = True
         if self._clipping_after is not None and not self._skips:
-            self._clipping_after.note(self._trained)
+            self._clipping_after.note(norm_of(self._trained))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """See torch.optim.Optimizer.zero_grad; also forgets that `synchronize` was called.
@@ -329,8 +331,8 @@ class DistributedOptimizer(Wrapping):
         if not self._synchronized:
             self._clipping_after = None  # nothing can come between the exchange and the step
             self.synchronize()
-        elif self._clipping_after is not None and not self._skips:
-            self._clipping_after.look(self._trained)
+        elif self._clipping_after is not None and not self._skips and not self._clipping_after.look(self._trained):
+            self._clipping_after = None
         if self._skips:
             self.skipped += 1
         else:

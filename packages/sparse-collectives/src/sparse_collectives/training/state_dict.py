@@ -108,8 +108,8 @@ def reshard_residuals(states: Sequence[Mapping[str, Any]], size: int, *, drop: b
     states: `DistributedOptimizer.state_dict()` or `SparseHookState.state_dict()` of ranks 0 … P − 1, in order.
     Residuals and velocities of old rank r go to rank r mod size, times size/P because updates are means over ranks:
     what is still to be applied stays the same. With `drop` all of them start at zero instead. The wrapped optimizer's
-    state, which is the same on all ranks, goes to every rank (with sends="updates" each rank has its own, and their mean
-    goes to every rank); what an algorithm learnt about P ranks is forgotten.
+    state, which is the same on all ranks, goes to every rank (with sends="updates" each rank has its own, and all get
+    their mean); what an algorithm learnt about P ranks is forgotten.
     Nothing is written to `states`.
     Raises ValueError where states are missing, or of several runs.
     """

@@ -15,8 +15,8 @@ ADAPTIVE_TWICE = (
     "momentum= out"
 )
 ADAPTIVE = (
-    "{name} behind a sparse exchange: it sees few entries at a time, each with what many steps have saved up, and takes "
-    "them for noise, so it learns more slowly than with dense gradients. {instead}"
+    "{name} behind a sparse exchange: it sees few entries at a time, each with what many steps have saved up, and "
+    "takes them for noise, so it learns more slowly than with dense gradients. {instead}"
 )
 INSTEAD = 'Give sends="updates"'
 UNDER_DDP = (
@@ -25,7 +25,9 @@ UNDER_DDP = (
 )
 
 
-def warn_of(optimizer: Optimizer, *, momentum: float, sends: str = "gradients", under_ddp: bool = False, stacklevel: int) -> None:
+def warn_of(
+    optimizer: Optimizer, *, momentum: float, sends: str = "gradients", under_ddp: bool = False, stacklevel: int
+) -> None:
     """A UserWarning for what is known to learn badly where gradients are selected from; see the README."""
     if sends == "updates":
         return

@@ -1,6 +1,6 @@
 """What compressors with a density share: k, the most entries of a tensor."""
 
-from sparse_compress.arguments import integer, share_of
+from sparse_compress.arguments import share_of
 
 SHARE = "the fraction of elements to send"
 
