@@ -47,6 +47,8 @@ def main(argv: Sequence[str] = ()) -> int:
     print(table(SHOWN, [[_cell(row[name]) for name in SHOWN] for row in rows]))
     if options.output:
         every = _rows(list(known.values()))
+        if options.accuracy:
+            _write_accuracy(options.accuracy, every)
         record(options.output, "convergence", every, labels=LABELS[:5], values=("mean",), facts=facts)
     return 0
 
@@ -63,6 +65,7 @@ def _asked(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="default: each task's own")
     parser.add_argument("--full", action="store_true", help="the numbers to report: hours")
     parser.add_argument("--output", type=Path, metavar="DIR", help="write DIR/convergence.csv, .json and .png too")
+    parser.add_argument("--accuracy", type=Path, metavar="FILE", help="with --output: what advise says of accuracy")
     options = parser.parse_args(argv)
     options.tasks = options.tasks or (list(TASKS) if options.full else QUICK["tasks"])
     options.ways = options.ways or (list(WAYS) if options.full else QUICK["ways"])
@@ -136,6 +139,20 @@ def _rows(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             | {name: statistics.mean(one[name] for one in by_seed.values()) for name in _measured(by_seed)}
         )
     return rows
+
+
+def _write_accuracy(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Of the ways that are recommended, without clipping; Adam learns as AdamW does, which is what was trained."""
+    kept = []
+    for row in rows:
+        way = WAYS[row["way"]]
+        if way.recommended and not row["clip"] and row["behind"] is not None:
+            algorithm, wire = way.recommended
+            for optimizer in ("adam", "adamw") if row["optimizer"] == "adamw" else ("sgd",):
+                names = ("task", "density", "ranks", "steps", "seeds", "behind")
+                kept.append({"optimizer": optimizer, "algorithm": algorithm, "wire": wire} | {n: row[n] for n in names})
+    said = "written by python -m bench convergence --output DIR --accuracy FILE"
+    path.write_text(json.dumps({"note": said, "rows": kept}, indent=1) + "\n")
 
 
 def _measured(by_seed: dict[int, dict[str, Any]]) -> list[str]:

@@ -47,7 +47,7 @@ class Task:
             model.train()
             return math.exp(found.item())
         _, _, inputs, labels = digits()
-        right = (model(inputs).argmax(1) == labels).float().mean().item()
+        right = float((model(inputs).argmax(1) == labels).float().mean())
         model.train()
         return 100 * right
 
@@ -110,7 +110,8 @@ class Block(nn.Module):
         query, key, value = split.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, tokens, width))
-        return x + self.mlp(self.norm2(x))
+        after: Tensor = x + self.mlp(self.norm2(x))
+        return after
 
 
 class ViT(nn.Module):
@@ -124,7 +125,8 @@ class ViT(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """(batch, 1, 8, 8) to (batch, 10)."""
-        return self.head(self.norm(self.blocks(self.rows(images[:, 0]) + self.places)).mean(1))
+        logits: Tensor = self.head(self.norm(self.blocks(self.rows(images[:, 0]) + self.places)).mean(1))
+        return logits
 
 
 class TransformerLM(nn.Module):
@@ -140,7 +142,8 @@ class TransformerLM(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.blocks(self.embedding(tokens) + self.places)
-        return self.head(self.norm(x)).transpose(1, 2)
+        logits: Tensor = self.head(self.norm(x))
+        return logits.transpose(1, 2)
 
 
 class LSTMLM(nn.Module):
@@ -153,7 +156,8 @@ class LSTMLM(nn.Module):
         self.head = nn.Linear(width, count)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.lstm(self.embedding(tokens))[0]).transpose(1, 2)
+        logits: Tensor = self.head(self.lstm(self.embedding(tokens))[0])
+        return logits.transpose(1, 2)
 
 
 def cnn() -> nn.Module:

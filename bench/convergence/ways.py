@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,14 +35,16 @@ class Run:
 class Way:
     """settings: (run) -> what DistributedOptimizer is given. own_momentum: where SGD's is. selects: by a density.
 
-    clips_after: as plain training does, between the exchange and the step. optimizers: that it is for.
+    clips_after: as plain training does, between the exchange and the step. optimizers: that it is for. recommended:
+    algorithm and wire, where it is what the README says.
     """
 
     settings: Callable[[Run], Mapping[str, Any]]
     own_momentum: bool = False
     selects: bool = True
     clips_after: bool = False
-    optimizers: tuple[str, ...] = field(default=("sgd", "adamw"))
+    optimizers: tuple[str, ...] = ("sgd", "adamw")
+    recommended: tuple[str, str] | None = None
 
 
 def _whole(**settings: Any) -> Way:
@@ -81,8 +83,8 @@ def _dgc(run: Run) -> dict[str, Any]:
     }
 
 
-def _by(algorithm: str, **more: Any) -> Way:
-    return Way(lambda run: fitting(run, algorithm, **more))
+def _by(algorithm: str, wire: str = "fp32") -> Way:
+    return Way(lambda run: fitting(run, algorithm, wire=wire), recommended=(algorithm, wire))
 
 
 WAYS: dict[str, Way] = {
