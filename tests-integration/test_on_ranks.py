@@ -27,7 +27,7 @@ TWO = ("gloo:dense_cases", "gloo:sparse_cases", "gloo:ddp_accumulation", "gloo:d
 THREE = (
     "no-group:late_groups",
     *(f"gloo:{module}" for module in ("dense_cases", "sparse_cases", "local_cases", "partial_cases")),
-    *(f"gloo:{module}" for module in ("ddp_cases", "ddp_states")),
+    *(f"gloo:{module}" for module in ("ddp_cases", "ddp_learning", "ddp_states")),
     "untagged:untagged_cases",
 )
 PRETEND = ("pretend-gloo:device_cases", "pretend-untagged:device_cases")

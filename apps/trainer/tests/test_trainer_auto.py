@@ -146,7 +146,7 @@ def test_whole_gradients_do_not_take_every_wire(app: App, options: Callable[...,
 def test_the_default_folder_is_autos(app: App) -> None:
     options = parse(["--algorithm", "auto"], app, world_size=None)
     assert options.output == Path("runs/points-plain-points-auto")
-    assert set(options.own) == {"density", "wire", "nonfinite", "verify"}
+    assert set(options.own) == {"density", "density_warmup", "wire", "nonfinite", "verify"}
 
 
 def test_a_recipe_may_leave_it_to_the_ranks(app: App, tmp_path: Path) -> None:

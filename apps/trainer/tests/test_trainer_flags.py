@@ -96,7 +96,7 @@ def test_two_spellings_of_the_algorithm(app: App, flags: str, algorithm: str) ->
         ("--dens 0.1", "unrecognized"),
         ("--algorithm gtopk --nesterov", "gtopk has its own before the selection"),
         ("--algorithm local-sgd --overlap", "--overlap is for gradients that are exchanged, and local-sgd has none"),
-        ("--overlap --clip-norm 2", "--clip-norm 2.0 is of whole gradients"),
+        ("--algorithm gtopk --density-warmup dgc:x", "given 'x', expected a whole number from 0 on"),
         ("--nesterov --momentum 0", "no effect with --momentum 0"),
         ("--milestones 3 2", "ascending"),
         ("--milestones 0", "expected a whole number from 1 on"),

@@ -1,11 +1,14 @@
 """What advise says of its choice, and of the machine on which it measured."""
 
 import json
+from importlib.resources import files
 
 import pytest
 from communicators import Link, SimulatedWorld
 from sparse_collectives import ALGORITHMS
+from sparse_collectives.advise.accuracy import in_a_column, known
 from sparse_collectives.advise.busy import PROBE_SECONDS, share_taken
+from sparse_collectives.advise.flags import OPTIMIZERS
 from sparse_collectives.advise.recommendation import recommend
 from sparse_collectives.advise.report import as_json, as_text
 from sparse_collectives.advise.situation import Situation
@@ -79,3 +82,40 @@ def test_the_share_that_others_took_is_the_worst_rank_s():
         return share_taken(comm, clock=clock, cpu=lambda: now[0] * (1 - 0.25 * comm.rank))
 
     assert SimulatedWorld(3).run(body) == pytest.approx([0.5] * 3)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_lines_are_for_the_optimizer_that_was_asked_for(optimizer):
+    text = recommend(situation(optimizer=optimizer)).text
+    adaptive = optimizer != "sgd"
+    assert ('sends="updates"' in text) == adaptive
+    assert ("momentum=0.9" in text) == (not adaptive)
+    assert ("sparse_hook" in text) == (not adaptive)
+    assert "WarmUp(" in text
+
+
+def test_updates_are_there_when_backward_has_ended_and_hide_nothing():
+    hidden = {"hidden": 0.2, "handling": {0.01: Handling(0.0, {}, dict.fromkeys(ALGORITHMS, 0.0))}}
+    sgd, adamw = (
+        {p.name: step for p, step in situation(optimizer=name, **hidden).predictions()} for name in ("sgd", "adamw")
+    )
+    assert adamw["dense"] == sgd["dense"]
+    assert adamw["gtopk"] > sgd["gtopk"]
+
+
+def test_what_is_known_of_accuracy_is_the_shipped_record():
+    """Beside each speed-up, and "?" for what nobody measured."""
+    rows = json.loads((files("sparse_collectives.advise") / "accuracy.json").read_text())["rows"]
+    for row in rows:
+        found = known(row["optimizer"], row["algorithm"], row["density"], row["wire"])
+        assert found.least <= row["behind"] <= found.most
+        assert row["task"] in found.tasks
+        assert found.seeds <= row["seeds"]
+    assert known("sgd", "gtopk", 0.123, "fp32") is None
+    assert in_a_column(None) == "?"
+    found = situation(optimizer="adamw")
+    text, told = as_text(found), json.loads(as_json(found))
+    shown = {(p["algorithm"], p["density"], p["wire"]): p["accuracy"] for p in told["predictions"]}
+    assert shown["gtopk", 0.01, "fp32"] == json.loads(json.dumps(known("adamw", "gtopk", 0.01, "fp32")._asdict()))
+    assert in_a_column(known("adamw", "gtopk", 0.01, "fp32")) in text
+    assert told["optimizer"] == "adamw"

@@ -7,7 +7,7 @@ import torch
 from sparse_collectives import ALGORITHMS, DistributedOptimizer, SparseHookState
 from sparse_collectives.settled import way_of
 from sparse_collectives.training.schemes.table import WHOLE
-from sparse_compress import DGCTopK, RandomK, TopK, warm_up
+from sparse_compress import DGCTopK, RandomK, TopK, WarmUp
 from torch import nn
 
 
@@ -105,7 +105,7 @@ def test_a_compressors_own_density_may_change(make):
     """As in a warm-up."""
     compressor = TopK(0.1)
     made = make(compressor=compressor)
-    compressor.density = warm_up(0, 0.1)
+    compressor.density = WarmUp(0.1, steps=4)(0)
     assert made.compressor.density == 0.25
 
 

@@ -1,7 +1,6 @@
 """The laws of every compressor, on a literal table, and what is special to each."""
 
 import io
-from itertools import count
 
 import numpy as np
 import pytest
@@ -21,11 +20,11 @@ from sparse_compress import (
     Threshold,
     ThresholdReuse,
     TopK,
+    WarmUp,
     clip_locally,
     compressors,
     concatenate,
     topk,
-    warm_up,
 )
 
 # A new compressor gets the laws by a line here: how to make it for n elements.
@@ -251,15 +250,15 @@ def test_concatenate():
 
 
 def test_warm_up():
-    assert [warm_up(epoch, 0.001) for epoch in range(6)] == [0.25, 0.0625, 0.015625, 0.004, 0.001, 0.001]
-    assert [warm_up(epoch, 0.05) for epoch in (0, 1, 2, 9)] == [0.25, 0.0625, 0.05, 0.05]
-    assert [warm_up(epoch, 0.01, [0.5]) for epoch in (0, 1)] == [0.5, 0.01]
-    feedback = ErrorFeedback(TopK(0.01))
-    for epoch, entries in zip(count(), (250, 62, 16, 4, 1), strict=False):
-        if epoch == 5:
-            break
-        feedback.compressor.density = warm_up(epoch, 0.001)
-        assert len(feedback.compress("w", torch.randn(1000))) == entries
+    def densities(schedule, steps):
+        return [schedule(step) for step in range(steps)]
+
+    assert densities(WarmUp(0.001, steps=4), 6) == [0.25, 0.0625, 0.015625, 0.004, 0.001, 0.001]
+    assert densities(WarmUp(0.05, steps=4), 6) == [0.25, 0.25, 0.0625, 0.0625, 0.05, 0.05]
+    assert densities(WarmUp(0.01, steps=2, stages=[1.0]), 4) == [1.0, 1.0, 0.01, 0.01]
+    assert densities(WarmUp(0.5, steps=3), 4) == [0.5] * 4
+    assert densities(WarmUp(0.01, steps=0), 2) == [0.01] * 2
+    assert eval(repr(WarmUp(0.01, steps=9))) == WarmUp(0.01, steps=9)
 
 
 def test_clip_locally():

@@ -12,9 +12,9 @@ from sparse_compress.compressors import (
     Threshold,
     ThresholdReuse,
     TopK,
+    WarmUp,
     clip_locally,
     concatenate,
-    warm_up,
 )
 from sparse_compress.error_feedback import ErrorFeedback
 from sparse_compress.merge import add, add_all, merge, share
@@ -41,6 +41,7 @@ __all__ = [
     "Threshold",
     "ThresholdReuse",
     "TopK",
+    "WarmUp",
     "WireCodec",
     "__version__",
     "add",
@@ -52,6 +53,5 @@ __all__ = [
     "pad",
     "share",
     "topk",
-    "warm_up",
     "wire_nbytes",
 ]

@@ -131,11 +131,6 @@ def _check_overlap(given: Namespace, entry: Entry) -> None:
         return
     if not entry.overlaps:
         raise RunError(f"--overlap is for gradients that are exchanged, and {given.algorithm} has none: leave it out")
-    if given.clip_norm:
-        raise RunError(
-            f"--clip-norm {given.clip_norm} is of whole gradients, and with --overlap the first have gone before the "
-            f"last are there: give one of them"
-        )
 
 
 def _check_momentum(given: Namespace, entry: Entry) -> None:

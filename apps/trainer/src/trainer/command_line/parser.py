@@ -137,7 +137,7 @@ def _add_optimisation(parser: ArgumentParser) -> None:
         "--clip-norm",
         type=quantities.positive,
         metavar="C",
-        help="clip each rank's gradient to this norm before it is exchanged",
+        help="clip each rank's gradient before it is exchanged, so that the norm of the mean is held to about this",
     )
     add("--label-smoothing", type=quantities.smoothing, default=0.0, metavar="S", help="of a classifier (default: 0)")
     add("--max-epochs", type=quantities.count, default=20, metavar="E", help="default: 20")

@@ -40,6 +40,12 @@ def or_auto(parse: Callable[[str], float]) -> Callable[[str], float | str]:
     return lambda text: text if text == "auto" else parse(text)
 
 
+def steps_or_stages(text: str) -> str:
+    """A number of steps, or dgc: and one: as it was given."""
+    count_or_zero(text.removeprefix("dgc:"))
+    return text
+
+
 density = number("0 < density <= 1, for example 0.01 to send one entry in a hundred", lambda value: 0 < value <= 1)
 momentum = number("0 <= momentum < 1", lambda value: 0 <= value < 1)
 smoothing = number("0 <= smoothing < 1", lambda value: 0 <= value < 1)

@@ -32,6 +32,9 @@ class Synchroniser(ABC):
     these two, `settle` and `finish` count as communication; what goes on in the background costs bytes only.
     """
 
+    clips = False
+    """Whether --clip-norm is done where gradients are exchanged, instead of by the loop."""
+
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 

@@ -13,7 +13,7 @@ from typing import Any
 from communicators import Communicator
 from communicators.replicas.saved_by import KEY
 from sparse_collectives import DistributedOptimizer, reshard_residuals
-from sparse_compress import Compressor, DGCTopK, GaussianK, RandomK, Threshold, TopK
+from sparse_compress import Compressor, DGCTopK, GaussianK, RandomK, Threshold, TopK, WarmUp
 from torch import nn
 from torch.optim import SGD
 
@@ -43,12 +43,23 @@ SELECTIONS: dict[str, Callable[[Options], Compressor]] = {
 """By --select; where an algorithm prescribes its selection, TopK says how many."""
 
 
+def density_by_step(own: Mapping[str, Any]) -> WarmUp | None:
+    """What --density-warmup asks for: so many dense steps, or DGC's stages; None without one."""
+    kind, _, steps = own["density_warmup"].rpartition(":")
+    if not int(steps):
+        return None
+    stages = {} if kind else {"stages": (1.0,)}
+    return WarmUp(own["density"], int(steps), **stages)
+
+
 class SynchronousSGD(Synchroniser):
     """A `DistributedOptimizer`, and the rate by its steps.
 
     skips: whether a step may be skipped, which then leaves the model's buffers, too, as they were, on every rank.
     wait: holds this rank up, for an experiment, at the beginning of a step.
     """
+
+    clips = True
 
     def __init__(
         self,
@@ -192,6 +203,7 @@ def sparse(options: Options, model: nn.Module, comm: Communicator, rates: Rates)
         SGD(model.parameters(), lr=options.lr, weight_decay=options.weight_decay / (1 - options.momentum)),
         takes=("teams",),
         compressor=SELECTIONS[options.own.get("select", "topk")](options),
+        density=density_by_step(options.own),
         wire=options.own["wire"],
         momentum=options.momentum,
     )
@@ -217,6 +229,7 @@ def _made(
         nonfinite=options.own["nonfinite"],
         verify=options.own["verify"],
         overlap=options.overlap,
+        clip_norm=options.clip_norm,
         **settings,
     )
     wait = held_up(options, comm) if "inject_delay" in options.own else lambda step: None

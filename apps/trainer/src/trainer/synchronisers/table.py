@@ -147,6 +147,13 @@ WIRE = Flag(
 )
 DENSE_WIRE = replace(WIRE, choices=literal_dict("wire/half", "DENSE_WIRES"))
 DENSITY = Flag(name="density", default=0.01, read=quantities.density, says="share of the gradient that is sent")
+DENSITY_WARMUP = Flag(
+    name="density_warmup",
+    default="0",
+    read=quantities.steps_or_stages,
+    metavar="STEPS",
+    says="of which all of the gradient is sent, before the density counts; dgc:STEPS: 25 %%, 6 %%, 1.6 %%, … in them",
+)
 SELECT = Flag(
     name="select",
     default="topk",
@@ -182,7 +189,10 @@ DENSE = Synchronisation(
     overlaps=True,
 )
 SPARSE = Synchronisation(
-    make=lazily(f"{SYNCHRONOUS}:sparse"), flags=(DENSITY, WIRE, NONFINITE, VERIFY), nesterov=False, overlaps=True
+    make=lazily(f"{SYNCHRONOUS}:sparse"),
+    flags=(DENSITY, DENSITY_WARMUP, WIRE, NONFINITE, VERIFY),
+    nesterov=False,
+    overlaps=True,
 )
 WHOLE = Synchronisation(make=lazily(f"{SYNCHRONOUS}:whole"), flags=(NONFINITE, VERIFY), overlaps=True)
 

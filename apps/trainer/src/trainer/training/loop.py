@@ -140,7 +140,7 @@ def train_step(training: Training, read: Iterator[Any], *, samples: int) -> floa
         loss = training.task.loss(batch, replica.generator)
     phases.enter("backward")
     loss.backward()  # type: ignore[no-untyped-call]
-    if training.options.clip_norm is not None:
+    if training.options.clip_norm is not None and not synchroniser.clips:
         torch.nn.utils.clip_grad_norm_(replica.model.parameters(), training.options.clip_norm)
     phases.enter("exchange")
     selected = synchroniser.selection_seconds

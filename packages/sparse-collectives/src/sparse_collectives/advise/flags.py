@@ -19,6 +19,7 @@ LINKS = {
 }
 """Usual α and β: Ethernet in one room; wan is 100 Mbit/s and 30 ms between sites."""
 MOST_DENSITIES = 16
+OPTIMIZERS = ("sgd", "adam", "adamw")
 
 EPILOG = """examples:
   mpiexec -n 8 python -m sparse_collectives.advise --model my_models:resnet50
@@ -62,6 +63,12 @@ def _parser() -> argparse.ArgumentParser:
         "--parameters", type=quantities.parameters, metavar="N", help="trained parameters of your model, such as 25e6"
     )
     add = parser.add_argument
+    add(
+        "--optimizer",
+        choices=OPTIMIZERS,
+        default=OPTIMIZERS[0],
+        help="yours: what to write, and what is known of accuracy, depends on it (default: sgd, with momentum)",
+    )
     add(
         "--step-seconds",
         type=quantities.seconds,

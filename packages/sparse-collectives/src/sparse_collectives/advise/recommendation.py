@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from sparse_collectives.advise.accuracy import in_words, known
 from sparse_collectives.advise.situation import Situation, Steps
 from sparse_collectives.prediction.cost import Prediction
 
@@ -49,7 +50,7 @@ def recommend(situation: Situation) -> Recommendation:
     other = next((pair for pair in steps if pair[0] is not taken), None)
     rule = "not worthwhile" if not worthwhile else "fastest" if taken is fastest else "as fast"
     reason, share = _reason(rule, taken, other), 1 - situation.compute / dense
-    advice = _use(taken, step, dense, share) if worthwhile else _leave_off(share, dense / best)
+    advice = _use(situation, taken, step, dense, share) if worthwhile else _leave_off(share, dense / best)
     return Recommendation(
         taken.algorithm,
         dict(taken.options),
@@ -81,9 +82,12 @@ def _reason(rule: str, taken: Prediction, other: tuple[Prediction, float] | None
     )
 
 
-def _use(taken: Prediction, step: float, dense: float, share: float) -> list[str]:
+def _use(situation: Situation, taken: Prediction, step: float, dense: float, share: float) -> list[str]:
     gain = f"a step takes {_seconds(step)} instead of {_seconds(dense)}, {dense / step:.1f} times as fast"
-    return [f"Use {taken.name}{_at(taken)}: {gain}. The network is {share:.0%} of a dense step.", *_how(taken)]
+    return [
+        f"Use {taken.name}{_at(taken)}: {gain}. The network is {share:.0%} of a dense step.",
+        *_how(situation, taken),
+    ]
 
 
 def _leave_off(share: float, most: float) -> list[str]:
@@ -95,18 +99,24 @@ def _at(taken: Prediction) -> str:
     return f" at density {taken.density:.2g}" if taken.density < 1 else ""
 
 
-def _how(taken: Prediction) -> list[str]:
+def _how(situation: Situation, taken: Prediction) -> list[str]:
     if taken.density == 1:
         return ["In DDP: ddp.register_comm_hook(None, bf16_compress_hook), from torch's ddp_comm_hooks.default_hooks."]
     options = f", options={dict(taken.options)}" if taken.variant != taken.algorithm else ""
     wire = f', wire="{taken.wire}"' if taken.wire != "fp32" else ""
-    setting = (
-        f'SparseHookState(density={taken.density:.2g}, algorithm="{taken.algorithm}"{options}{wire}, momentum=0.9)'
-    )
-    return [
-        f"In DDP: ddp.register_comm_hook({setting}, sparse_hook), and no momentum in the optimizer.",
-        "Time is not accuracy: compare the first epochs with dense ones.",
-    ]
+    density = f"WarmUp({taken.density:.2g}, steps=STEPS, stages=(1.0,))"
+    setting = f'density={density}, algorithm="{taken.algorithm}"{options}{wire}'
+    learns = in_words(known(situation.optimizer, taken.algorithm, taken.density, taken.wire), situation.optimizer)
+    if situation.sends_updates:
+        name = {"adam": "Adam", "adamw": "AdamW"}[situation.optimizer]
+        inner = f"torch.optim.{name}(...), model.named_parameters()"
+        how = f'Without DDP: optimizer = DistributedOptimizer({inner}, {setting}, sends="updates").'
+    else:
+        how = (
+            f"In DDP: ddp.register_comm_hook(SparseHookState({setting}, momentum=0.9), sparse_hook), and no momentum "
+            "in the optimizer."
+        )
+    return [how, "STEPS: the first tenth of yours, in which all is sent.", learns]
 
 
 def _is_dense(prediction: Prediction) -> bool:

@@ -33,7 +33,7 @@ class Situation:
     compute: seconds of forward and backward. hidden: seconds of them during which buckets travel, 0 without overlap.
     link: α and β of the exchange. link_name: as given, "given" for one's own, or "measured". pairs: α and β of
     ping-pong in pairs, if measured. handling: a rank's own costs by density. taken: the share of the time that others
-    had the cores meanwhile, see `share_taken`.
+    had the cores meanwhile, see `share_taken`. optimizer: one of `OPTIMIZERS`.
     """
 
     numel: int
@@ -46,6 +46,12 @@ class Situation:
     pairs: Link | None
     handling: dict[float, Handling]
     taken: float = 0.0
+    optimizer: str = "sgd"
+
+    @property
+    def sends_updates(self) -> bool:
+        """What is selected from are an adaptive optimizer's updates, which are there when backward has ended."""
+        return self.optimizer != "sgd"
 
     def predictions(self) -> Steps:
         """All exchanges, each with the seconds of its step, fastest step first; of each only the fastest variant.
@@ -53,11 +59,14 @@ class Situation:
         Their wires are those on which merging was measured, and fp32.
         """
         found = predict_all(size=self.ranks, numel=self.numel, link=self.link, handling=self.handling)
-        steps = [(p, step_seconds(p, compute=self.compute, backward=self.hidden)) for p in found]
+        steps = [(p, step_seconds(p, compute=self.compute, backward=self._hides(p))) for p in found]
         fastest: dict[tuple[str, float, str], tuple[Prediction, float]] = {}
         for p, step in sorted(steps, key=lambda pair: pair[1]):
             fastest.setdefault((p.algorithm, p.density, p.wire), (p, step))
         return list(fastest.values())
+
+    def _hides(self, prediction: Prediction) -> float:
+        return 0.0 if self.sends_updates and prediction.density < 1 else self.hidden
 
     def elsewhere(self, *, link: Link | None = None, ranks: int | None = None) -> Situation:
         """The same training on another network."""
@@ -116,6 +125,7 @@ def find_out(flags: argparse.Namespace, comm: Communicator, say: Callable[[str],
         pairs=None if flags.assumed else measure_link(comm),
         handling=handling,
         taken=statistics.mean(taken),
+        optimizer=flags.optimizer,
     )
 
 

@@ -88,11 +88,11 @@ def choose(
 
 
 def choose_for_training(
-    parameters: Iterable[Tensor], comm: Communicator, compressor: Compressor, *, momentum: float, wire: str
+    parameters: Iterable[Tensor], comm: Communicator, compressor: Compressor, *, dense: bool, wire: str
 ) -> Choice:
     """The choice for a model's gradients, logged on rank 0.
 
-    With momentum before the selection there must be one: then only the sparse algorithms are chosen among.
+    dense: whether that may be chosen; not where momentum before the selection, or exchanged updates, need one.
     Raises ValueError without parameters.
     """
     sizes = [(p.numel(), p.device) for p in parameters if p.numel()]
@@ -100,7 +100,7 @@ def choose_for_training(
         raise ValueError('algorithm="auto" chooses by the size of the model: give named_parameters')
     numel = sum(count for count, _ in sizes)
     k, device = compressor.entries(numel), sizes[0][1]
-    choice = choose(comm, numel=numel, k=k, device=device, dense=not momentum, wire=wire)
+    choice = choose(comm, numel=numel, k=k, device=device, dense=dense, wire=wire)
     if comm.rank == 0:
         unexpected = not ALGORITHMS[choice.predictions[0].algorithm].compresses
         logger.log(logging.WARNING if unexpected and comm.size > 1 else logging.INFO, "algorithm auto\n%s", choice)
@@ -146,8 +146,8 @@ def _reason(taken: Prediction, found: list[Prediction]) -> str:
     if others[0].seconds < taken.seconds:
         return (
             f"{others[0].name} is faster ({milliseconds(others[0].seconds)} ms) than {taken.name} "
-            f"({milliseconds(taken.seconds)} ms), which is taken because momentum before the selection needs one: "
-            f"leave compression off, and give momentum to the optimizer."
+            f"({milliseconds(taken.seconds)} ms), which is taken because momentum before the selection, or "
+            f"sends='updates', needs one: leave compression off, and give momentum to the optimizer."
         )
     if not ALGORITHMS[taken.algorithm].compresses:
         return f"{taken.name} is the fastest: compression costs more than it saves here, leave it off."

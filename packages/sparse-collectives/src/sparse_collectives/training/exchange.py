@@ -7,6 +7,7 @@ one file.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, cast
@@ -18,6 +19,7 @@ from communicators.replicas.by_parameter import empty_like, split
 from sparse_compress.nonfinite import all_finite
 from torch import Tensor
 
+from sparse_collectives.training.clipping import clip_limit, clip_together
 from sparse_collectives.training.memories import MEMORIES
 from sparse_collectives.training.nonfinite import Checked, checked, unlawful
 
@@ -90,6 +92,7 @@ class Exchange:
     nonfinite: "raise": a NaN or inf of any rank is an error on all of them, raised by each `Work`'s wait. "skip":
         `settle` tells whether the step stands, and undoes it where not. "pass": nobody looks.
     native: whole sums are left to the transport, where it has one, when their `Work` is waited for.
+    clip_norm: of the mean, which `clip` reaches for by the ranks' own gradients; None: `clip` does nothing.
     selection_seconds: until now, on this rank, by the communicator's clock.
     """
 
@@ -102,14 +105,25 @@ class Exchange:
         owner: str,
         nonfinite: str,
         native: bool = False,
+        clip_norm: float | None = None,
     ) -> None:
         self.scheme, self.comm = scheme, comm
+        self._clip_norm = clip_norm
         self._names, self._owner, self._nonfinite, self._native = names, owner, nonfinite, native
         self._buckets: dict[str, Bucket] = {}  # by the name of their first member
         self._pool: dict[str, dict[str, Tensor]] = {memory: {} for memory in MEMORIES}  # of no bucket yet, by parameter
         self._agreed: list[Tensor] = []  # of this step, by bucket, 0-D bool: a GPU is asked once, at its end
         self._own: list[Tensor] = []
         self.selection_seconds = 0.0
+
+    def clip(self, flats: Sequence[Tensor], *, scale: float = 1.0, share: float = 1.0) -> None:
+        """Clips this rank's gradients in place, before they are started; `scale` times those that count.
+
+        share: of the model's elements that these are. Each part's norm is held to √share of the limit, and so the
+        whole one's to the limit, whatever the parts hold of it (`clip_limit`).
+        """
+        if self._clip_norm is not None:
+            clip_together(flats, scale * clip_limit(self._clip_norm, self.comm.size) * math.sqrt(share))
 
     def start(self, bucket: Bucket, flat: Tensor, *, scale: float = 1.0, unused: Sequence[slice] = ()) -> Work[Tensor]:
         """Starts one bucket: `flat`, 1-D, belongs to the exchange until the work, its mean, has been waited for.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +24,8 @@ from torch.optim import Optimizer
 from sparse_collectives.algorithm import Algorithm
 from sparse_collectives.prediction.auto import Choice
 from sparse_collectives.training.backward_order import BUCKET_BYTES, BackwardOrder
+from sparse_collectives.training.clipping import ClippingAfter, check_clip_norm, norm_of
+from sparse_collectives.training.density_by_step import DensityByStep, Schedule
 from sparse_collectives.training.exchange import Exchange
 from sparse_collectives.training.scheme import choose_scheme
 from sparse_collectives.training.schemes.table import WholeScheme
@@ -31,15 +33,18 @@ from sparse_collectives.training.settings import (
     check_compressor,
     check_count,
     check_momentum,
+    check_sends,
     check_settings,
     check_text,
     fixed,
 )
-from sparse_collectives.training.state_dict import check_fit, check_saved_by, complete, saved_by
+from sparse_collectives.training.state_dict import check_fit, check_saved_by, check_sent, complete, saved_by, sending
+from sparse_collectives.training.unfit import warn_of
+from sparse_collectives.training.updates import all_are_finite, taken
 
 SETTINGS = frozenset(
-    {"algorithm", "bucket_bytes", "choice", "comm", "compressor", "density", "momentum", "nonfinite", "options"}
-    | {"overlap", "verify", "wire"}
+    {"algorithm", "bucket_bytes", "choice", "clip_norm", "comm", "compressor", "density", "momentum", "nonfinite"}
+    | {"options", "overlap", "sends", "verify", "wire"}
 )
 
 
@@ -62,8 +67,17 @@ class DistributedOptimizer(Wrapping):
     named_parameters: of the whole model. Frozen ones (requires_grad False, now) are left out of the exchange.
         Freezing, unfreezing or adding some later is an error of the next step: it takes a new DistributedOptimizer.
     comm: see `communicators.as_communicator`; its `timeout` is how long a step waits for a late rank.
-    compressor: what is sent of a gradient, default TopK(0.01). "oktopk", "spardl" and "dense" have no use for another
-        selection than TopK, of which they take k.
+    sends: "gradients", as above. "updates": what the wrapped optimizer would do with this rank's own gradients, for
+        Adam and other adaptive ones, which learn badly from the few gradients that were sent (see `updates`):
+
+            Δ ← what optimizer.step() adds to p;  acc ← residual + Δ;  s ← compressor(acc);  …;  p ← p + total / P
+
+        The wrapped optimizer's moments are each rank's own, its step comes before the exchange, and p.grad stays what
+        it was: clip it as in training on one device, or by clip_norm; there is no `synchronize`.
+    density: the share of elements that a rank sends, default 0.01, or by step: a function of how many were taken,
+        such as `sparse_compress.WarmUp`; alike on every rank.
+    compressor: what is sent of a gradient, default TopK(density). "oktopk", "spardl" and "dense" have no use for
+        another selection than TopK, of which they take k.
     algorithm: a name in `ALGORITHMS`, or an `Algorithm` of one's own. "dense" sums whole gradients, without compressor
         and residuals; "powersgd", "dense-int8", or a `WholeScheme` of one's own sends something of every element, with
         residuals, without compressor.
@@ -73,6 +87,9 @@ class DistributedOptimizer(Wrapping):
         residual; for "dense" "bf16" or "fp16", where it is lost.
     momentum: of DGC's correction, before the selection (see `ErrorFeedback`). The wrapped optimizer's own comes after
         the exchange and learns badly at small densities: give it here and leave that at 0.
+    clip_norm: holds the norm of this rank's own gradient, of the whole model, to clip_norm · √P before the selection,
+        so that of the mean to about clip_norm (DGC's local clipping, see `clip_limit`); with `overlap`, bucket by
+        bucket, to √share of that, where a bucket has so large a share of the elements. What it takes away is not kept.
     bucket_bytes: selection and exchange in buckets of so many bytes; default: over the whole model at once, with
         `overlap` BUCKET_BYTES.
     overlap: each bucket's selection and exchange start during backward, as soon as its gradients are ready, those of
@@ -84,7 +101,8 @@ class DistributedOptimizer(Wrapping):
     verify: every so many steps the ranks compare a hash of the parameters, and where they differ it is a
         CollectiveError on every rank that says who and where; None or 0: never.
 
-    Settings are fixed at construction; a compressor's own density may change, alike on every rank.
+    Settings are fixed at construction; a compressor's own density may change, alike on every rank, where no schedule
+    sets it.
 
     A parameter without a gradient counts as zeros, and gets its part of the mean like the others: all ranks update
     the same parameters, even those that only some of them used.
@@ -101,20 +119,25 @@ class DistributedOptimizer(Wrapping):
         named_parameters: Iterable[tuple[str, Tensor]],
         *,
         comm: Any = None,
+        sends: str = "gradients",
+        density: float | Schedule | None = None,
         compressor: Compressor | None = None,
         algorithm: str | Algorithm | WholeScheme = "gtopk",
         options: Mapping[str, Any] | None = None,
         wire: str = "fp32",
         momentum: float = 0.0,
+        clip_norm: float | None = None,
         bucket_bytes: int | None = None,
         overlap: bool = False,
         nonfinite: str = "raise",
         verify: int | None = None,
     ) -> None:
-        compressor, momentum = check_compressor(compressor), check_momentum(momentum)
+        compressor, momentum = check_compressor(compressor, density), check_momentum(momentum)
         check_settings(algorithm, options, wire, compressor, momentum, "the wrapped optimizer")
         bucket_bytes, verify = check_count("bucket_bytes", bucket_bytes, "bytes"), _check_verify(verify)
-        _check(optimizer, momentum, nonfinite)
+        clip_norm = check_clip_norm(clip_norm)
+        _check(optimizer, nonfinite)
+        check_sends(sends, algorithm, momentum=momentum, overlap=overlap)
         self._by_default, comm = comm is None, as_communicator(comm)
         named = name_parameters(optimizer, named_parameters)
         trained = {name: p for name, p in named.items() if p.requires_grad and p.numel()}
@@ -125,10 +148,15 @@ class DistributedOptimizer(Wrapping):
             wire=wire,
             compressor=compressor,
             momentum=momentum,
+            selects=sends == "updates",
             parameters=list(trained.values()),
-            tentative=nonfinite == "skip",
+            tentative=nonfinite == "skip" and sends == "gradients",
         )
         super().__init__(optimizer)
+        self._sends, self._density = sends, DensityByStep(compressor, density)
+        self._clipping_after = (
+            ClippingAfter(type(self).__name__) if chosen.entry is not None and chosen.entry.compresses else None
+        )
         self._comm, self._chosen, self._nonfinite = comm, chosen, nonfinite
         self._compressor, self._verify, self._steps, self.skipped = compressor, verify, 0, 0
         if overlap:  # gradients come in about the reverse order of the parameters
@@ -140,14 +168,24 @@ class DistributedOptimizer(Wrapping):
         self._works: dict[int, Work[Tensor]] = {}
         self._synchronized = self._skips = self._accumulates = False
         self._exchange = Exchange(
-            chosen.scheme, comm, self._names, owner="a DistributedOptimizer", nonfinite=nonfinite, native=not overlap
+            chosen.scheme,
+            comm,
+            self._names,
+            owner="a DistributedOptimizer",
+            nonfinite=nonfinite if sends == "gradients" else "raise",  # gradients are looked at before the step
+            native=not overlap,
+            clip_norm=clip_norm,
         )
         for bucket in self._buckets:
             self._exchange.register(bucket)
         self._overlap = BackwardOrder(self._trained, self._buckets, self._start) if overlap else None
         _take_over(optimizer, self._overlap)
         settings = f"{chosen.algorithm}, wire={chosen.wire!r}, {momentum=}, {bucket_bytes=}, {overlap=}, {nonfinite=}"
-        settings = ", ".join([settings, *([f"{verify=}"] if verify else []), *chosen.settings])
+        more = [f"{verify=}"] if verify else []
+        more += [f"{sends=}, {clip_norm=}"] if clip_norm or sends != "gradients" else []
+        settings = ", ".join([settings, *more, *chosen.settings])
+        if chosen.entry is not None and chosen.entry.compresses:
+            warn_of(optimizer, momentum=momentum, sends=sends, stacklevel=3)
         broadcast_parameters(named, comm, what="DistributedOptimizer", settings=settings)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -190,12 +228,10 @@ class DistributedOptimizer(Wrapping):
             with torch.enable_grad():
                 loss = closure()
         self._unscale()
-        if not self._synchronized:
-            self.synchronize()
-        if self._skips:
-            self.skipped += 1
+        if self._sends == "updates":
+            self._step_by_updates()
         else:
-            self.optimizer.step()
+            self._step_by_gradients()
         self._synchronized = self._skips = False
         self._steps += 1
         if self._verify and self._steps % self._verify == 0:
@@ -210,20 +246,19 @@ class DistributedOptimizer(Wrapping):
         since this optimizer was made; with `overlap` backward raises it.
         """
         self._refuse_no_sync("synchronize()")
+        if self._sends == "updates":
+            raise RuntimeError(
+                'sends="updates" exchanges what the optimizer does, in step(), so there is no mean gradient before it: '
+                "leave synchronize() out; this rank's own gradients may be clipped, or clip_norm= does it"
+            )
         if self._synchronized and not self._skips:
             raise RuntimeError("synchronize() was called twice for one step(): the mean would be exchanged again")
-        if self._by_default and self._comm.size == 1:
-            refuse_alone("a DistributedOptimizer")
-        refuse_changes(self.optimizer, self._named, self._trained, what="DistributedOptimizer")
-        try:
-            self._start_all()
-            means = self._finish()
-            self._skips = not self._exchange.settle()
-        except Exception:
-            self._exchange.undo()
-            raise
+        self._check_ranks()
+        means = self._exchanged(self._start_all)
         self._put(means)
         self._synchronized = True
+        if self._clipping_after is not None and not self._skips:
+            self._clipping_after.note(norm_of(self._trained))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """See torch.optim.Optimizer.zero_grad; also forgets that `synchronize` was called.
@@ -262,6 +297,7 @@ class DistributedOptimizer(Wrapping):
         kept = self._exchange.state_dict()
         own = {
             **saved_by(self._comm),
+            **sending(self._sends),
             "algorithm": self._chosen.algorithm,
             "skipped": self.skipped,
             "steps": self._steps,
@@ -281,6 +317,7 @@ class DistributedOptimizer(Wrapping):
         if self._overlap is not None and self._overlap.under_way:
             raise RuntimeError("load_state_dict() while gradients are under way: call step() first")
         own = check_saved_by(state_dict, self._comm.rank, self._comm.size)
+        check_sent(own, self._sends)
         wrapped = check_loaded({key: value for key, value in state_dict.items() if key != KEY}, own.get("wrapped"))
         if self._chosen.scheme.memories:
             check_fit(own, {name: p.shape for name, p in zip(self._names, self._trained, strict=True)})
@@ -290,6 +327,46 @@ class DistributedOptimizer(Wrapping):
         self.skipped, self._steps = own["skipped"], own.get("steps", 0)
         self._synchronized = self._skips = False
 
+    def _step_by_gradients(self) -> None:
+        if not self._synchronized:
+            self._clipping_after = None  # nothing can come between the exchange and the step
+            self.synchronize()
+        elif self._clipping_after is not None and not self._skips and not self._clipping_after.look(self._trained):
+            self._clipping_after = None
+        if self._skips:
+            self.skipped += 1
+        else:
+            self.optimizer.step()
+
+    def _step_by_updates(self) -> None:
+        self._check_ranks()
+        if self._nonfinite == "skip" and not all_are_finite(self._trained, self._comm):
+            self.skipped += 1
+            return
+        self._exchange.clip([p.grad for p in self._trained if p.grad is not None])
+        updates = taken(self.optimizer, self._trained)
+        means = self._exchanged(partial(self._start_these, dict(enumerate(updates))))
+        for mean, bucket in zip(means, self._buckets, strict=True):
+            bucket.scatter(mean, updates)
+        with torch.no_grad():
+            torch._foreach_add_(self._trained, updates)
+
+    def _check_ranks(self) -> None:
+        if self._by_default and self._comm.size == 1:
+            refuse_alone("a DistributedOptimizer")
+        refuse_changes(self.optimizer, self._named, self._trained, what="DistributedOptimizer")
+
+    def _exchanged(self, start: Callable[[], None]) -> list[Tensor]:
+        """The means of all buckets; whether the step stands is `_skips`."""
+        try:
+            start()
+            means = self._finish()
+            self._skips = not self._exchange.settle()
+        except Exception:
+            self._exchange.undo()
+            raise
+        return means
+
     def _accumulate(self, only: bool) -> None:
         self._accumulates = only
         if self._overlap is not None:
@@ -298,11 +375,17 @@ class DistributedOptimizer(Wrapping):
     def _start(self, position: int) -> None:
         if position == 0:  # in backward, where nothing has been sent yet
             refuse_changes(self.optimizer, self._named, self._trained, what="DistributedOptimizer")
-        self._launch(position, self._gradients(self._buckets[position].members))
+            self._density.set(self._steps)
+        bucket = self._buckets[position]
+        flat = bucket.gather(self._gradients(bucket.members), out=self._flats[position])
+        self._exchange.clip([flat], share=bucket.numel / sum(other.numel for other in self._buckets))
+        self._works[position] = self._exchange.start(bucket, flat)
 
-    def _launch(self, position: int, gradients: Mapping[int, Tensor | None]) -> None:
-        bucket, flat = self._buckets[position], self._flats[position]
-        self._works[position] = self._exchange.start(bucket, bucket.gather(gradients, out=flat))
+    def _start_these(self, tensors: Mapping[int, Tensor | None]) -> None:
+        """Starts the exchange of these tensors, all buckets, by member."""
+        self._density.set(self._steps)
+        for position, (bucket, flat) in enumerate(zip(self._buckets, self._flats, strict=True)):
+            self._works[position] = self._exchange.start(bucket, bucket.gather(tensors, out=flat))
 
     def _start_all(self) -> None:
         """Starts the exchange of all buckets that backward has not started."""
@@ -310,9 +393,13 @@ class DistributedOptimizer(Wrapping):
             self._overlap.start_rest()
             self._overlap.reset()
             return
+        self._density.set(self._steps)
         gradients = self._gradients(range(len(self._trained)))  # all are looked at before anything is sent
-        for position in range(len(self._buckets)):
-            self._launch(position, gradients)
+        for bucket, flat in zip(self._buckets, self._flats, strict=True):
+            bucket.gather(gradients, out=flat)
+        self._exchange.clip(self._flats)
+        for position, (bucket, flat) in enumerate(zip(self._buckets, self._flats, strict=True)):
+            self._works[position] = self._exchange.start(bucket, flat)
 
     def _finish(self) -> list[Tensor]:
         """The means of all buckets; the first error once all of them are over, so that none is under way after it."""
@@ -384,15 +471,9 @@ def _check_verify(verify: Any) -> int | None:
     return check_count("verify", verify, "steps", least=0)
 
 
-def _check(optimizer: Optimizer, momentum: float, nonfinite: Any) -> None:
+def _check(optimizer: Optimizer, nonfinite: Any) -> None:
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer is {type(optimizer).__name__}, expected a torch.optim.Optimizer")
     check_text("nonfinite", nonfinite, "raise")
     if nonfinite not in ("raise", "skip"):
         raise ValueError(f"nonfinite is {nonfinite!r}, expected 'raise' or 'skip'")
-    if momentum and any(group.get("momentum", 0) for group in optimizer.param_groups):
-        warnings.warn(
-            "momentum is on twice: before the selection (momentum=) and in the wrapped optimizer; "
-            "leave the wrapped one's at 0",
-            stacklevel=3,
-        )

@@ -41,10 +41,13 @@ def choose_scheme(
     wire: str,
     compressor: Compressor,
     momentum: float,
+    selects: bool = False,
     parameters: Sequence[Tensor],
     tentative: bool,
 ) -> Chosen:
     """For settings that `check_settings` has passed; "auto" measures the ranks, so all of them call together.
+
+    selects: whether "auto" has to take one that selects, as with momentum.
 
     Raises ValueError for options that do not fit so many ranks, and without parameters to choose for.
     """
@@ -54,7 +57,7 @@ def choose_scheme(
         return Chosen(own.name, None, wire, choice, whole, settings)
     assert not isinstance(algorithm, WholeScheme)
     if isinstance(algorithm, str) and algorithm == AUTO:
-        choice = choose_for_training(parameters, comm, compressor, momentum=momentum, wire=wire)
+        choice = choose_for_training(parameters, comm, compressor, dense=not (momentum or selects), wire=wire)
         algorithm, options, wire = choice.algorithm, choice.options, choice.wire
     entry = algorithm_named(algorithm, options, size=comm.size)
     if not entry.compresses:

@@ -20,7 +20,16 @@ DENSITY = 0.01
 
 
 def check_compressor(compressor: Any, density: Any = None) -> Compressor:
-    """What is sent of a gradient: the compressor, or TopK of the density. TypeError or ValueError, also for both."""
+    """What is sent of a gradient: the compressor, or TopK of the density. TypeError or ValueError, also for both.
+
+    density: a share, or a schedule of shares by step, which a compressor that has a density bears too (`DensityByStep`
+    sets it).
+    """
+    if callable(density):
+        compressor = TopK(1.0) if compressor is None else compressor
+        if not hasattr(compressor, "density"):
+            raise ValueError(f"density is a schedule, but {compressor} has no density to be set: leave out one of them")
+        density = None
     if compressor is None:
         if density is not None and (isinstance(density, bool) or not isinstance(density, Real)):
             raise TypeError(f"density is {density!r}, expected the fraction of elements to send, 0 < density ≤ 1")
@@ -90,6 +99,25 @@ def check_settings(
         dense_wire(wire)
     elif wire_named(wire) is not PLAIN:
         check_takes_wire(entry)
+
+
+def check_sends(sends: Any, algorithm: Any, *, momentum: float, overlap: bool) -> None:
+    """What is exchanged; TypeError or ValueError, also for settings that updates have no use for."""
+    check_text("sends", sends, "updates")
+    if sends not in ("gradients", "updates"):
+        raise ValueError(f"sends is {sends!r}, expected 'gradients' or 'updates'")
+    if sends == "gradients":
+        return
+    if momentum:
+        raise ValueError(f'with sends="updates" momentum={momentum} belongs into the wrapped optimizer')
+    if overlap:
+        raise ValueError('sends="updates" has nothing to send before backward has ended: leave out overlap=True')
+    if not (isinstance(algorithm, str) and algorithm == AUTO) and not _selects(algorithm):
+        raise ValueError('sends="updates" is for algorithms that select; whole gradients need it not: leave it out')
+
+
+def _selects(algorithm: Any) -> bool:
+    return known_whole(algorithm) is None and known(algorithm).compresses
 
 
 def check_text(name: str, value: Any, example: str) -> None:

@@ -16,6 +16,7 @@ from communicators.replicas.saved_by import KEY
 from torch import Tensor
 
 from sparse_collectives.training.memories import MEMORIES
+from sparse_collectives.training.updates import mean_of_states
 
 RESHARD = "a state of another number of ranks goes through reshard_residuals"
 DENSE_ADVICE = "drop them with reshard_residuals(states, size, drop=True)"
@@ -42,6 +43,21 @@ def check_saved_by(state: Mapping[str, Any], rank: int, size: int) -> Mapping[st
         advice="carry the residuals over, or drop them, with reshard_residuals",
     )
     return _whole(state[KEY])
+
+
+def sending(sends: str) -> dict[str, str]:
+    """What residuals are of: nothing for gradients, so that states from before there was anything else still fit."""
+    return {} if sends == "gradients" else {"sends": sends}
+
+
+def check_sent(own: Mapping[str, Any], sends: str) -> None:
+    """Raises ValueError for residuals of updates where gradients are sent, or the other way round."""
+    saved = own.get("sends", "gradients")
+    if saved != sends:
+        raise ValueError(
+            f'the state was saved with sends="{saved}", and its residuals and moments are of {saved}: '
+            f'load it with that, or begin anew with sends="{sends}"'
+        )
 
 
 def complete(
@@ -92,7 +108,8 @@ def reshard_residuals(states: Sequence[Mapping[str, Any]], size: int, *, drop: b
     states: `DistributedOptimizer.state_dict()` or `SparseHookState.state_dict()` of ranks 0 … P − 1, in order.
     Residuals and velocities of old rank r go to rank r mod size, times size/P because updates are means over ranks:
     what is still to be applied stays the same. With `drop` all of them start at zero instead. The wrapped optimizer's
-    state, which is the same on all ranks, goes to every rank; what an algorithm learnt about P ranks is forgotten.
+    state, which is the same on all ranks, goes to every rank (with sends="updates" each rank has its own, and all get
+    their mean); what an algorithm learnt about P ranks is forgotten.
     Nothing is written to `states`.
     Raises ValueError where states are missing, or of several runs.
     """
@@ -103,7 +120,10 @@ def reshard_residuals(states: Sequence[Mapping[str, Any]], size: int, *, drop: b
             f"size={size} and states of (rank, world size) {places} given, expected size of 1 or more, "
             "and the states of all ranks of one run in rank order"
         )
-    return [{**states[0], KEY: _reshard(owns, rank, size, drop=drop)} for rank in range(size)]
+    wrapped = states[0]
+    if owns[0].get("sends") == "updates":  # then the moments are each rank's own
+        wrapped = {**wrapped, "state": mean_of_states([state["state"] for state in states])}
+    return [{**wrapped, KEY: _reshard(owns, rank, size, drop=drop)} for rank in range(size)]
 
 
 def _reshard(owns: Sequence[Mapping[str, Any]], rank: int, size: int, *, drop: bool) -> dict[str, Any]:

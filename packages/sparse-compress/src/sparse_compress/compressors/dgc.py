@@ -22,7 +22,7 @@ class DGCTopK(Density):
     hierarchical selection. Where fewer do, fewer are sent, at least one of a tensor that is not all zero.
 
     The rest of DGC: momentum correction and factor masking are ``ErrorFeedback(momentum=…)``, clipping is
-    ``clip_locally``, the schedule of densities ``warm_up``.
+    ``clip_locally``, the schedule of densities ``WarmUp``.
 
     Differs from the paper: the sample is strided instead of random, so that the choice is deterministic.
     For exactly k, ``TopK`` is as fast. ``sample``: 0 < sample ≤ 1, else ValueError. Stateless.

@@ -21,8 +21,11 @@ from torch._C._distributed_c10d import GradBucket  # torch.distributed has it, b
 from sparse_collectives.algorithm import Algorithm
 from sparse_collectives.algorithms.table import AUTO
 from sparse_collectives.prediction.auto import Choice
+from sparse_collectives.training.clipping import check_clip_norm
 from sparse_collectives.training.ddp.accumulated import Accumulated, put_back
 from sparse_collectives.training.ddp.buckets import Buckets, unused_spans
+from sparse_collectives.training.ddp.seen_optimizer import SeenOptimizer
+from sparse_collectives.training.density_by_step import DensityByStep, Schedule
 from sparse_collectives.training.exchange import Exchange
 from sparse_collectives.training.scheme import Chosen, choose_scheme
 from sparse_collectives.training.schemes.table import WholeScheme
@@ -38,8 +41,9 @@ class SparseHookState:
     process_group: the one that the DDP module uses, default the default group. The state cannot see DDP's: with another
         group the means are over that one's ranks. Without a group yet it is looked up at the first use. Every rank
         makes, and first uses, the state at the same point.
-    density: the share of each bucket's elements that a rank sends, default 0.01; `compressor` in its place for another
-        selection, which "oktopk", "spardl" and "dense" have no use for.
+    density: the share of each bucket's elements that a rank sends, default 0.01, or by step: a function of how many
+        were taken, such as `sparse_compress.WarmUp`, alike on every rank; `compressor` in its place for another
+        selection (with a schedule: beside it), which "oktopk", "spardl" and "dense" have no use for.
     algorithm: a name in `ALGORITHMS`, an `Algorithm` of one's own, "powersgd", "dense-int8" or a `WholeScheme` (see
         `DistributedOptimizer`), or "auto": measures the ranks at the first use, and takes what is predicted to be
         fastest for the module's `named_parameters`, which it needs; `choice` then says what and why.
@@ -47,6 +51,10 @@ class SparseHookState:
     wire: how values travel: "fp32"; fewer bytes for selections, see `WIRES`, where what is rounded off stays in the
         residual; for "dense" "bf16" or "fp16", where it is lost.
     momentum: DGC's correction before the selection; then give the optimizer none (see the README).
+    clip_norm: holds the norm of this rank's own gradient to clip_norm · √P before the selection, so that of the mean to
+        about clip_norm (DGC's local clipping, see `clip_limit`): each bucket by itself to √share of that, where it has
+        so large a share of the elements of `named_parameters`, which are needed for it. What it takes away is not kept.
+        `clip_grad_norm_` after backward would clip what few entries have saved up: it loses that, and learns badly.
     grad_scaler: the GradScaler of mixed-precision training. Residuals are then kept unscaled, and a step that it
         skips leaves them as they were, bit for bit, for twice their memory; one optimizer for all parameters, because
         the scaler skips by optimizer. Without a scaler, a gradient that is not finite is an error on every rank that
@@ -68,18 +76,21 @@ class SparseHookState:
     What a backward brings is sent sooner or later, also where the training loop throws the gradient away, such as the
     generator's loss in the discriminator of a GAN. Freeze what must not learn with requires_grad_(False) meanwhile.
 
-    Settings are fixed when the state is made; a compressor's own density may change, alike on every rank.
+    Settings are fixed when the state is made; a compressor's own density may change, alike on every rank, where no
+    schedule sets it. What the optimizer does with the means is seen at its first steps: momentum in both places, Adam,
+    and clipping after the exchange are warned about, because they were measured to learn badly.
     """
 
     def __init__(
         self,
         process_group: Any = None,
         *,
-        density: float | None = None,
+        density: float | Schedule | None = None,
         algorithm: str | Algorithm | WholeScheme = "gtopk",
         options: Mapping[str, Any] | None = None,
         wire: str = "fp32",
         momentum: float = 0.0,
+        clip_norm: float | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
         compressor: Compressor | None = None,
         named_parameters: Iterable[tuple[str, Tensor]] = (),
@@ -89,11 +100,14 @@ class SparseHookState:
             raise TypeError(f"grad_scaler is {grad_scaler!r}, expected the GradScaler itself, or None without one")
         self._compressor = check_compressor(compressor, density)
         self._momentum, self._verify = check_momentum(momentum), check_count("verify", verify, "steps", least=0)
+        self._density, self._clip_norm = DensityByStep(self._compressor, density), check_clip_norm(clip_norm)
         named = list(named_parameters)
         check_pairs(named)
         check_settings(algorithm, options, wire, self._compressor, self._momentum, "the optimizer")
         if isinstance(algorithm, str) and algorithm == AUTO and not any(p.numel() for _, p in named):
             raise ValueError('algorithm="auto" chooses by the size of the model: give named_parameters')
+        if self._clip_norm is not None and not named:
+            raise ValueError("clip_norm is shared out among buckets by the size of the model: give named_parameters")
         self._given = (algorithm, options, wire)
         self._group, self._grad_scaler = process_group, grad_scaler
         self._parameters = dict(named)
@@ -101,6 +115,7 @@ class SparseHookState:
         self._accumulated = Accumulated()
         self._scale = 1.0  # of this step: a GPU is asked for it once
         self._steps = 0
+        self._seen = SeenOptimizer(self._buckets, momentum=self._momentum, scaled=grad_scaler is not None)
         self._found: tuple[Any, Communicator, Chosen, Exchange] | None = None
         if process_group is not None or default_group() is not None:
             self._world()
@@ -154,7 +169,8 @@ class SparseHookState:
         kept = exchange.state_dict()
         trained = [(name, p) for name, p in self._parameters.items() if p.requires_grad]
         memories = complete(kept, exchange.scheme.memories, trained)
-        return {KEY: {**saved_by(comm), "algorithm": chosen.algorithm, **kept, **memories}}
+        counted = {"steps": self._steps} if repr(self._density) else {}
+        return {KEY: {**saved_by(comm), "algorithm": chosen.algorithm, **counted, **kept, **memories}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on where this rank's `state_dict` was taken.
@@ -175,10 +191,11 @@ class SparseHookState:
             own = {**own, "residuals": {}, "velocities": {}}
         states = own["algorithm_state"] if own["algorithm"] == chosen.algorithm else []
         exchange.load_state_dict({**own, "algorithm_state": states})
+        self._steps = own.get("steps", self._steps)
 
     def exchange(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Starts the exchange of one bucket; the future holds the mean, in the bucket's buffer."""
-        _, _, _, exchange = self._world()
+        _, _, chosen, exchange = self._world()
         if bucket.index() == 0:
             self._begin()
         flat = bucket.buffer()
@@ -189,13 +206,18 @@ class SparseHookState:
         held = self._accumulated.take_out(known, flat)
         if bucket.is_last():
             self._accumulated.whole()
+        if self._clip_norm is not None:
+            exchange.clip([flat], scale=self._scale, share=known.numel / self._numel())
         unused = unused_spans(spans, flat) if exchange.scheme.memories else ()
         work = exchange.start(known, flat, scale=self._scale, unused=unused)
 
         def whole(mean: torch.futures.Future[Tensor]) -> Tensor:
             """In the bucket's own buffer: DDP takes no tensor that begins amid its storage."""
             found = mean.wait()
-            return put_back(known, found if found is flat else flat.copy_(found), held)
+            given = put_back(known, found if found is flat else flat.copy_(found), held)
+            if chosen.entry is not None and chosen.entry.compresses:
+                self._seen.note(known, given)
+            return given
 
         return work.get_future().then(whole)
 
@@ -215,7 +237,15 @@ class SparseHookState:
                 tentative=self._grad_scaler is not None,
             )
             nonfinite = "raise" if self._grad_scaler is None else "skip" if chosen.scheme.memories else "pass"
-            exchange = Exchange(chosen.scheme, comm, self._buckets.names, owner=OWNER, nonfinite=nonfinite)
+            clips = "" if self._clip_norm is None else f" with clip_norm={self._clip_norm}"
+            exchange = Exchange(
+                chosen.scheme,
+                comm,
+                self._buckets.names,
+                owner=OWNER + clips,
+                nonfinite=nonfinite,
+                clip_norm=self._clip_norm,
+            )
             self._found = group, comm, chosen, exchange
         return self._found
 
@@ -226,10 +256,14 @@ class SparseHookState:
             refuse_other_world(group, "a SparseHookState")
         if not self._accumulated.goes_on:  # else the step of the last backward is still under way
             self._settle()
+            self._density.set(self._steps)
             self._steps += 1
             if self._verify and self._steps % self._verify == 0:
                 refuse_unlike(self._parameters or self._buckets.parameters, comm)
         self._scale = 1.0 if self._grad_scaler is None else float(self._grad_scaler.get_scale())
+
+    def _numel(self) -> int:
+        return sum(p.numel() for p in self._parameters.values() if p.requires_grad)
 
     def _settle(self) -> None:
         """Ends the last step: with a GradScaler it stands only if every bucket was finite, alike on every rank."""

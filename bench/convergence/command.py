@@ -1,0 +1,172 @@
+"""The command: which trainings, those that are still missing, and the table.
+
+    python -m bench convergence [--tasks NAME ...] [--optimizers NAME ...] [--ways NAME ...] [--densities D ...]
+                                [--clips C ...] [--ranks P ...] [--seeds N] [--steps N] [--full] [--output DIR]
+
+mean, least, most: of the seeds, test accuracy in percent, or perplexity of a character for text. behind: points below
+dense with the same optimizer, clipping, ranks and seeds; for text by how many percent the perplexity is above. network
+seconds: of a step, predicted from bytes and messages. With --output each training is written down when it has ended,
+and not repeated when the command is given again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from sparse_collectives.prediction.plain_table import table
+
+from bench.convergence.tasks import TASKS
+from bench.convergence.training import trained
+from bench.convergence.ways import WAYS, Run
+from bench.record import machine, record
+
+DENSE = "dense"
+LABELS = ("task", "optimizer", "clip", "way", "density", "ranks", "steps")
+SHOWN = (*LABELS, "seeds", "mean", "least", "most", "behind", "bytes_a_step")
+QUICK = {"ways": (DENSE, "gtopk, as first written", "gtopk"), "tasks": ("cnn-digits", "vit-digits")}
+
+
+def main(argv: Sequence[str] = ()) -> int:
+    """Trains what is missing, prints the table; returns the exit status."""
+    options, facts = _asked(argv), machine()
+    known = _known(options.output)
+    runs = list(_runs(options))
+    for number, run in enumerate(runs, 1):
+        if _key(run) not in known:
+            known[_key(run)] = found = {**asdict(run), **trained(run)}
+            _keep(options.output, found)
+            print(f"{number}/{len(runs)}  {_key(run)}  {found['score']:.2f}", flush=True)
+    rows = _rows([known[_key(run)] for run in runs])
+    print(table(SHOWN, [[_cell(row[name]) for name in SHOWN] for row in rows]))
+    if options.output:
+        every = _rows(list(known.values()))
+        if options.accuracy:
+            _write_accuracy(options.accuracy, every)
+        record(options.output, "convergence", every, labels=LABELS[:5], values=("mean",), facts=facts)
+    return 0
+
+
+def _asked(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench convergence", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, metavar="NAME")
+    parser.add_argument("--optimizers", nargs="+", choices=("sgd", "adamw"), default=["sgd", "adamw"], metavar="NAME")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, metavar="NAME")
+    parser.add_argument("--densities", nargs="+", type=float, metavar="D", help="default 0.01; full 0.1 0.01 0.001")
+    parser.add_argument("--clips", nargs="+", type=float, default=[0.0], metavar="C", help="default 0: none")
+    parser.add_argument("--ranks", nargs="+", type=int, metavar="P", help="default 2; full 4 and 8")
+    parser.add_argument("--seeds", type=int, help="default 1; full 5")
+    parser.add_argument("--steps", type=int, help="default: each task's own")
+    parser.add_argument("--full", action="store_true", help="the numbers to report: hours")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="write DIR/convergence.csv, .json and .png too")
+    parser.add_argument("--accuracy", type=Path, metavar="FILE", help="with --output: what advise says of accuracy")
+    options = parser.parse_args(argv)
+    options.tasks = options.tasks or (list(TASKS) if options.full else QUICK["tasks"])
+    options.ways = options.ways or (list(WAYS) if options.full else QUICK["ways"])
+    options.densities = options.densities or ([0.1, 0.01, 0.001] if options.full else [0.01])
+    options.ranks = options.ranks or ([4, 8] if options.full else [2])
+    options.seeds = options.seeds or (5 if options.full else 1)
+    return options
+
+
+def _runs(options: argparse.Namespace) -> Iterator[Run]:
+    """Seeds last but one another, so that a record that is cut short has all ways."""
+    every = product(range(options.seeds), options.tasks, options.ranks, options.optimizers, options.clips)
+    for seed, task, ranks, optimizer, clip in every:
+        for name in dict.fromkeys([DENSE, *options.ways]):
+            way = WAYS[name]
+            for density in options.densities if way.selects else [1.0]:
+                if optimizer in way.optimizers:
+                    steps = options.steps or TASKS[task].steps
+                    yield Run(task, optimizer, name, density, clip, ranks, seed, steps)
+
+
+def _key(run: Run | dict[str, Any]) -> str:
+    values = asdict(run) if isinstance(run, Run) else run
+    return "  ".join(str(values[name]) for name in Run.__dataclass_fields__)
+
+
+def _journal(folder: Path) -> Path:
+    return folder / "convergence-runs.jsonl"
+
+
+def _known(folder: Path | None) -> dict[str, dict[str, Any]]:
+    """Trainings that have ended, by what they were; the last line may have been cut off."""
+    if folder is None or not _journal(folder).exists():
+        return {}
+    found = {}
+    for line in _journal(folder).read_text().splitlines():
+        try:
+            one = json.loads(line)
+        except ValueError:
+            continue
+        found[_key(one)] = one
+    return found
+
+
+def _keep(folder: Path | None, found: dict[str, Any]) -> None:
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _journal(folder).open("a") as file:
+            file.write(json.dumps(found) + "\n")
+
+
+def _rows(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One a way, over its seeds."""
+    groups: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
+    for one in found:
+        groups.setdefault(tuple(one[label] for label in LABELS), {})[one["seed"]] = one
+    rows = []
+    for labels, by_seed in groups.items():
+        row = dict(zip(LABELS, labels, strict=True))
+        dense = {
+            seed: one["score"]
+            for key, others in groups.items()
+            if dict(zip(LABELS, key, strict=True)) == row | {"way": DENSE, "density": 1.0}
+            for seed, one in others.items()
+        }
+        scores = {seed: one["score"] for seed, one in by_seed.items()}
+        rows.append(
+            row
+            | {"seeds": len(scores), "mean": statistics.mean(scores.values())}
+            | {"least": min(scores.values()), "most": max(scores.values()), "behind": _behind(row, scores, dense)}
+            | {name: statistics.mean(one[name] for one in by_seed.values()) for name in _measured(by_seed)}
+        )
+    return rows
+
+
+def _write_accuracy(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Of the ways that are recommended, without clipping; Adam learns as AdamW does, which is what was trained."""
+    kept = []
+    for row in rows:
+        way = WAYS[row["way"]]
+        if way.recommended and not row["clip"] and row["behind"] is not None:
+            algorithm, wire = way.recommended
+            for optimizer in ("adam", "adamw") if row["optimizer"] == "adamw" else ("sgd",):
+                names = ("task", "density", "ranks", "steps", "seeds", "behind")
+                kept.append({"optimizer": optimizer, "algorithm": algorithm, "wire": wire} | {n: row[n] for n in names})
+    said = "written by python -m bench convergence --output DIR --accuracy FILE"
+    path.write_text(json.dumps({"note": said, "rows": kept}, indent=1) + "\n")
+
+
+def _measured(by_seed: dict[int, dict[str, Any]]) -> list[str]:
+    return [name for name in next(iter(by_seed.values())) if name == "bytes_a_step" or name.startswith("network")]
+
+
+def _behind(row: dict[str, Any], scores: dict[int, float], dense: dict[int, float]) -> float | None:
+    """With the seeds that both have; None where dense has none of them."""
+    both = [seed for seed in scores if seed in dense]
+    if not both:
+        return None
+    mean, whole = (statistics.mean(of[seed] for seed in both) for of in (scores, dense))
+    return 100 * (mean / whole - 1) if TASKS[row["task"]].text else whole - mean
+
+
+def _cell(value: Any) -> str:
+    return "" if value is None else f"{value:,.2f}" if isinstance(value, float) else str(value)

@@ -1,0 +1,188 @@
+"""Small models on real data that every machine has: scikit-learn's digits, and the text of Python's own help.
+
+A task's batches depend on seed, rank and step alone, so that all exchanges see the same data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+LENGTH = 48  # characters of a sequence
+TRAIN = 1437  # of 1,797 digits
+
+
+@dataclass(frozen=True)
+class Task:
+    """model: () -> a new one, out of torch's generator. batch: samples of all ranks together, a step.
+
+    rates: learning rate by optimizer, those at which dense does well. lower: whether a lower score is better.
+    """
+
+    name: str
+    model: Callable[[], nn.Module]
+    batch: int
+    steps: int
+    rates: dict[str, float]
+    text: bool = False
+
+    def loss(self, model: nn.Module, *, seed: int, rank: int, size: int, step: int) -> Tensor:
+        """Of this rank's share of a step's batch."""
+        inputs, labels = (_text_batch if self.text else _digits_batch)(self.batch // size, seed, rank, size, step)
+        return F.cross_entropy(model(inputs), labels)
+
+    @torch.no_grad()
+    def score(self, model: nn.Module) -> float:
+        """Accuracy in percent on the test digits; of text the perplexity of a character."""
+        model.eval()
+        if self.text:
+            held_out = characters()[1][: 192 * LENGTH + 1]
+            found = F.cross_entropy(model(held_out[:-1].view(-1, LENGTH)), held_out[1:].view(-1, LENGTH))
+            model.train()
+            return math.exp(found.item())
+        _, _, inputs, labels = digits()
+        right = float((model(inputs).argmax(1) == labels).float().mean())
+        model.train()
+        return 100 * right
+
+
+@cache
+def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Inputs and labels to train on, then those to test on."""
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    images, labels = torch.tensor(data.images, dtype=torch.float32)[:, None] / 16, torch.tensor(data.target)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    images, labels = images[order], labels[order]
+    return images[:TRAIN], labels[:TRAIN], images[TRAIN:], labels[TRAIN:]
+
+
+@cache
+def characters() -> tuple[Tensor, Tensor, int]:
+    """Text to train on, and to test on (its last twentieth), as numbers; and how many characters there are."""
+    from pydoc_data.topics import topics
+
+    text = "\n".join(topics[name] for name in sorted(topics))
+    known = {character: number for number, character in enumerate(sorted(set(text)))}
+    numbers = torch.tensor([known[character] for character in text])
+    cut = len(numbers) * 19 // 20
+    return numbers[:cut], numbers[cut:], len(known)
+
+
+def _digits_batch(count: int, seed: int, rank: int, size: int, step: int) -> tuple[Tensor, Tensor]:
+    a_step = count * size
+    epoch, place = divmod(step, TRAIN // a_step)
+    order = torch.randperm(TRAIN, generator=torch.Generator().manual_seed(1000 * seed + epoch))
+    chosen = order[place * a_step + rank * count :][:count]
+    inputs, labels, _, _ = digits()
+    return inputs[chosen], labels[chosen]
+
+
+def _text_batch(count: int, seed: int, rank: int, size: int, step: int) -> tuple[Tensor, Tensor]:
+    text, _, _ = characters()
+    generator = torch.Generator().manual_seed((1000 * seed + step) * size + rank)
+    starts = torch.randint(len(text) - LENGTH - 1, (count, 1), generator=generator)
+    windows = text[starts + torch.arange(LENGTH + 1)]
+    return windows[:, :-1], windows[:, 1:]
+
+
+class Block(nn.Module):
+    """Attention and a perceptron, each after a norm, added to what came in."""
+
+    def __init__(self, width: int, *, causal: bool) -> None:
+        super().__init__()
+        self.causal, self.heads = causal, 4
+        self.norm, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, tokens, width) to the same."""
+        batch, tokens, width = x.shape
+        split = self.qkv(self.norm(x)).view(batch, tokens, 3, self.heads, width // self.heads)
+        query, key, value = split.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, tokens, width))
+        after: Tensor = x + self.mlp(self.norm2(x))
+        return after
+
+
+class ViT(nn.Module):
+    """A row of pixels is a token."""
+
+    def __init__(self, width: int = 48) -> None:
+        super().__init__()
+        self.rows, self.places = nn.Linear(8, width), nn.Parameter(torch.randn(8, width) * 0.02)
+        self.blocks = nn.Sequential(Block(width, causal=False), Block(width, causal=False))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(batch, 1, 8, 8) to (batch, 10)."""
+        logits: Tensor = self.head(self.norm(self.blocks(self.rows(images[:, 0]) + self.places)).mean(1))
+        return logits
+
+
+class TransformerLM(nn.Module):
+    """Characters to the next ones, (batch, tokens) to (batch, characters, tokens)."""
+
+    def __init__(self, width: int = 48) -> None:
+        super().__init__()
+        count = characters()[2]
+        self.embedding, self.places = nn.Embedding(count, width), nn.Parameter(torch.randn(LENGTH, width) * 0.02)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        self.blocks = nn.Sequential(Block(width, causal=True), Block(width, causal=True))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, count)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.blocks(self.embedding(tokens) + self.places)
+        logits: Tensor = self.head(self.norm(x))
+        return logits.transpose(1, 2)
+
+
+class LSTMLM(nn.Module):
+    """As `TransformerLM`."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        count = characters()[2]
+        self.embedding, self.lstm = nn.Embedding(count, width), nn.LSTM(width, width, batch_first=True)
+        self.head = nn.Linear(width, count)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.lstm(self.embedding(tokens))[0])
+        return logits.transpose(1, 2)
+
+
+def cnn() -> nn.Module:
+    """Two convolutions and a perceptron."""
+    return nn.Sequential(
+        *(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1, stride=2), nn.ReLU()),
+        *(nn.Flatten(), nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, 10)),
+    )
+
+
+def resnet20() -> nn.Module:
+    """The cifar app's, for one channel."""
+    from cifar.models import resnet_cifar
+
+    model: nn.Module = resnet_cifar.resnet20(channels=1, classes=10, size=8)
+    return model
+
+
+TASKS = {
+    task.name: task
+    for task in (
+        Task("cnn-digits", cnn, 64, 264, {"sgd": 0.1, "adamw": 3e-3}),
+        Task("vit-digits", ViT, 64, 264, {"sgd": 0.1, "adamw": 3e-3}),
+        Task("resnet20-digits", resnet20, 64, 264, {"sgd": 0.1, "adamw": 3e-3}),
+        Task("transformer-text", TransformerLM, 16, 600, {"sgd": 0.3, "adamw": 3e-3}, text=True),
+        Task("lstm-text", LSTMLM, 16, 600, {"sgd": 2.0, "adamw": 1e-2}, text=True),
+    )
+}

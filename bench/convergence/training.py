@@ -1,0 +1,60 @@
+"""One training of a task in one process, its ranks simulated; what came of it."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import torch
+from communicators import Communicator, Link, SimulatedWorld
+from torch import nn
+
+from bench.convergence.tasks import TASKS, Task
+from bench.convergence.ways import WAYS, Run, optimizer_of
+
+LINKS = {"1 Gbit/s": Link(50e-6, 8e-9), "100 Mbit/s": Link(200e-6, 8e-8)}
+POINTS = 6  # of a curve
+
+
+def trained(run: Run) -> dict[str, Any]:
+    """score, by step (`curve`), bytes a step of the busiest rank, and predicted network seconds a step by link."""
+    task = TASKS[run.task]
+    world = SimulatedWorld(run.ranks, link=LINKS["1 Gbit/s"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # what is written at first is warned about
+        curves = world.run(lambda comm: _on_rank(run, task, comm))
+    nbytes, messages = max(world.bytes_sent) / run.steps, max(world.messages_sent) / run.steps
+    return {
+        "score": curves[0][-1][1],
+        "curve": curves[0],
+        "bytes_a_step": round(nbytes),
+        **{f"network_seconds_{name}": messages * link.alpha + nbytes * link.beta for name, link in LINKS.items()},
+    }
+
+
+def _on_rank(run: Run, task: Task, comm: Communicator) -> list[tuple[int, float]]:
+    torch.manual_seed(run.seed)
+    model = task.model()
+    optimizer = optimizer_of(run, model, task.rates[run.optimizer], comm)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, run.steps))
+    after = run.clip if WAYS[run.way].clips_after else 0.0
+    curve = []
+    for step in range(run.steps):
+        optimizer.zero_grad()
+        task.loss(model, seed=run.seed, rank=comm.rank, size=comm.size, step=step).backward()  # type: ignore[no-untyped-call]
+        if after:
+            optimizer.synchronize()
+            nn.utils.clip_grad_norm_(model.parameters(), after)
+        optimizer.step()
+        schedule.step()
+        if comm.rank == 0 and (step + 1) % max(1, run.steps // POINTS) == 0:
+            curve.append((step + 1, task.score(model)))
+    if comm.rank == 0 and (not curve or curve[-1][0] != run.steps):
+        curve.append((run.steps, task.score(model)))
+    return curve
+
+
+def _rate(step: int, steps: int) -> float:
+    """Linear over the first twentieth, then a cosine."""
+    return min(1.0, (step + 1) / max(1, steps // 20)) * 0.5 * (1 + math.cos(math.pi * step / steps))

@@ -1,0 +1,115 @@
+"""What is compared: ways to exchange, each with the settings that an optimizer asks for, or as first written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from communicators import Communicator
+from sparse_collectives import DistributedOptimizer
+from sparse_compress import DGCTopK, WarmUp
+from torch import nn
+from torch.optim import Optimizer
+
+MOMENTUM = 0.9
+WARM_UP = 10  # a tenth of the steps
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one training is. clip: of the norm of the mean gradient, 0 for none; steps: of the whole training."""
+
+    task: str
+    optimizer: str
+    way: str
+    density: float
+    clip: float
+    ranks: int
+    seed: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class Way:
+    """settings: (run) -> what DistributedOptimizer is given. own_momentum: where SGD's is. selects: by a density.
+
+    clips_after: as plain training does, between the exchange and the step. optimizers: that it is for. recommended:
+    algorithm and wire, where it is what the README says.
+    """
+
+    settings: Callable[[Run], Mapping[str, Any]]
+    own_momentum: bool = False
+    selects: bool = True
+    clips_after: bool = False
+    optimizers: tuple[str, ...] = ("sgd", "adamw")
+    recommended: tuple[str, str] | None = None
+
+
+def _whole(**settings: Any) -> Way:
+    return Way(lambda run: settings, own_momentum=True, selects=False, clips_after=True)
+
+
+def _clip(run: Run) -> dict[str, Any]:
+    return {"clip_norm": run.clip} if run.clip else {}
+
+
+def fitting(run: Run, algorithm: str = "gtopk", **more: Any) -> dict[str, Any]:
+    """The settings that the README recommends for an optimizer."""
+    own = {"sends": "updates"} if run.optimizer == "adamw" else {"momentum": MOMENTUM}
+    density = WarmUp(run.density, steps=run.steps // WARM_UP, stages=(1.0,))
+    return {"algorithm": algorithm, "density": density, **own, **_clip(run), **more}
+
+
+def _without_warm_up(run: Run) -> dict[str, Any]:
+    return fitting(run) | {"density": run.density}
+
+
+def _as_first_written(run: Run) -> dict[str, Any]:
+    own = {"momentum": MOMENTUM} if run.optimizer == "sgd" else {}
+    return {"algorithm": "gtopk", "density": run.density, **own}
+
+
+def _dgc(run: Run) -> dict[str, Any]:
+    """As its authors state it: momentum correction, masking, local clipping, exponential warm-up, sampled top-k."""
+    density = WarmUp(run.density, steps=run.steps // 5)
+    return {
+        "algorithm": "topk-allgather",
+        "density": density,
+        "compressor": DGCTopK(run.density),
+        "momentum": MOMENTUM,
+        **_clip(run),
+    }
+
+
+def _by(algorithm: str, wire: str = "fp32") -> Way:
+    return Way(lambda run: fitting(run, algorithm, wire=wire), recommended=(algorithm, wire))
+
+
+WAYS: dict[str, Way] = {
+    "dense": _whole(algorithm="dense"),
+    "dense bf16": _whole(algorithm="dense", wire="bf16"),
+    "powersgd": _whole(algorithm="powersgd"),
+    "dense-int8": _whole(algorithm="dense-int8"),
+    "gtopk, as first written": Way(_as_first_written, clips_after=True),
+    "gtopk": _by("gtopk"),
+    "gtopk, no warm-up": Way(_without_warm_up),
+    "gtopk int8-packed": _by("gtopk", wire="int8-packed"),
+    "topk-allgather": _by("topk-allgather"),
+    "topk-dsa": _by("topk-dsa"),
+    "oktopk": _by("oktopk"),
+    "spardl": _by("spardl"),
+    "dgc": Way(_dgc, optimizers=("sgd",)),
+}
+
+
+def optimizer_of(run: Run, model: nn.Module, rate: float, comm: Communicator) -> DistributedOptimizer:
+    """The optimizer of a run."""
+    way = WAYS[run.way]
+    inner: Optimizer
+    if run.optimizer == "adamw":
+        inner = torch.optim.AdamW(model.parameters(), lr=rate)
+    else:
+        inner = torch.optim.SGD(model.parameters(), lr=rate, momentum=MOMENTUM if way.own_momentum else 0.0)
+    return DistributedOptimizer(inner, model.named_parameters(), comm=comm, **way.settings(run))

@@ -1,0 +1,42 @@
+"""Combinations that were measured to learn badly, said once where the optimizer can be seen."""
+
+from __future__ import annotations
+
+import warnings
+
+from torch.optim import Optimizer
+
+TWICE = (
+    "momentum is on twice: before the selection (momentum=) and in the {optimizer}, after it, where it repeats the few "
+    "entries that were sent; training may not learn at all: leave the {optimizer}'s at 0"
+)
+ADAPTIVE_TWICE = (
+    "momentum= and {name}, which has one of its own: it learns worse than with either alone. {instead}, and leave "
+    "momentum= out"
+)
+ADAPTIVE = (
+    "{name} behind a sparse exchange: it sees few entries at a time, each with what many steps have saved up, and "
+    "takes them for noise, so it learns more slowly than with dense gradients. {instead}"
+)
+INSTEAD = 'Give sends="updates"'
+UNDER_DDP = (
+    'A DDP hook sees gradients only: use DistributedOptimizer(..., sends="updates") without DDP, or '
+    'algorithm="powersgd" or "dense-int8" here'
+)
+
+
+def warn_of(
+    optimizer: Optimizer, *, momentum: float, sends: str = "gradients", under_ddp: bool = False, stacklevel: int
+) -> None:
+    """A UserWarning for what is known to learn badly where gradients are selected from; see the README."""
+    if sends == "updates":
+        return
+    said = None
+    instead = UNDER_DDP if under_ddp else INSTEAD
+    if any("betas" in group for group in optimizer.param_groups):
+        text = ADAPTIVE_TWICE if momentum else ADAPTIVE
+        said = text.format(name=type(optimizer).__name__, instead=instead)
+    elif momentum and any(group.get("momentum", 0) for group in optimizer.param_groups):
+        said = TWICE.format(optimizer="optimizer" if under_ddp else "wrapped optimizer")
+    if said is not None:
+        warnings.warn(said, stacklevel=stacklevel + 1)

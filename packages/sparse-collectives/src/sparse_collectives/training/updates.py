@@ -1,0 +1,65 @@
+"""What a wrapped optimizer would do with this rank's own gradients: that is exchanged, in place of the gradients.
+
+An adaptive optimizer divides by the size of what it is fed. Of a sparse exchange that comes in bursts: an entry that
+is sent every T steps brings T gradients at once, its second moment is T times what it is of dense gradients, and its
+steps are √T times too short. So the optimizer runs before the selection, on the rank's own dense gradients, and what
+it would add to the parameters is selected from, with error feedback (as in SparseLoCo, Sarfi et al. 2025, with an
+exchange after every step, and without its decay of the residuals, which would lose a part of them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from communicators import Communicator, allreduce
+from sparse_compress.nonfinite import all_finite
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+def taken(optimizer: Optimizer, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Takes the optimizer's step with this rank's gradients, and undoes it: what it added to each parameter.
+
+    The optimizer's own state has taken the step. Where a gradient is not finite its parameter's update is NaN, also
+    with an optimizer that would hide it, such as one that goes by signs.
+    """
+    with torch.no_grad():
+        before = [p.detach().clone() for p in parameters]
+        optimizer.step()
+        updates = [p - old for p, old in zip(parameters, before, strict=True)]
+        torch._foreach_copy_(list(parameters), before)
+        for update, p in zip(updates, parameters, strict=True):
+            if p.grad is not None:
+                update.masked_fill_(~all_finite(p.grad), torch.nan)
+    return updates
+
+
+def all_are_finite(parameters: Sequence[Tensor], comm: Communicator) -> bool:
+    """Whether every gradient of every rank is: agreed by one small message, before any rank's state has changed."""
+    flags = [all_finite(p.grad) for p in parameters if p.grad is not None]
+    mine = not flags or bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all())  # one look at a GPU
+    culprits = torch.tensor([float(not mine)])
+    return not bool(allreduce(culprits, comm).any())
+
+
+def mean_of_states(states: Sequence[Mapping[str, Any]]) -> dict[Any, Any]:
+    """The wrapped optimizers' state by parameter, each rank's own: their mean, for ranks of another number."""
+    merged: dict[Any, Any] = {}
+    for state in states:
+        for parameter, kept in state.items():
+            for name, value in kept.items():
+                merged.setdefault(parameter, {}).setdefault(name, []).append(value)
+    return {p: {name: _mean(values) for name, values in kept.items()} for p, kept in merged.items()}
+
+
+def _mean(values: Sequence[Any]) -> Any:
+    """Of tensors; what is a counter, and the same on all ranks, stays as it is."""
+    first = values[0]
+    if not isinstance(first, Tensor) or not first.is_floating_point() or first.dim() == 0:
+        return first
+    total = torch.zeros_like(first, dtype=torch.promote_types(first.dtype, torch.float32))
+    for value in values:
+        total += value.to(total.device)
+    return (total / len(values)).to(first.dtype)

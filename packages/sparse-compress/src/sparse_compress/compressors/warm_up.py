@@ -1,0 +1,43 @@
+"""Densities that change with the steps."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sparse_compress.arguments import integer, share_of
+from sparse_compress.compressors.density import SHARE
+
+STAGES = (0.25, 0.0625, 0.015625, 0.004)
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """The share of elements to send in a step (from 0 on): large in the first ``steps``, then ``density``.
+
+        DistributedOptimizer(..., density=WarmUp(0.001, steps=500))
+
+    ``stages``: as many equal parts of ``steps``, and what is sent in each, never below ``density``; default: Deep
+    Gradient Compression's exponential ones, 25 %, 6.25 %, 1.5625 %, 0.4 % (Lin et al., ICLR 2018, section 3.3), those
+    of them that are above ``density``. ``stages=(1.0,)`` sends all of the first ``steps``.
+    Whole steps in place of the paper's epochs: ``steps`` = 4 · steps an epoch has gives those at 0.1 %.
+
+    TypeError for what is no number, ValueError for negative ``steps``, for no stages and for densities beyond (0, 1].
+    """
+
+    density: float
+    steps: int
+    stages: Sequence[float] = STAGES
+
+    def __post_init__(self) -> None:
+        share_of(self.density, "density", expected=SHARE)
+        integer(self.steps, "steps", least=0, expected="how many steps the warm-up takes")
+        given = tuple(share_of(stage, f"stage {number}", expected=SHARE) for number, stage in enumerate(self.stages))
+        if not given:
+            raise ValueError("stages is empty, expected the densities of a warm-up, such as (1.0,)")
+        above = tuple(stage for stage in given if stage > self.density)
+        object.__setattr__(self, "stages", above or (self.density,))
+
+    def __call__(self, step: int) -> float:
+        """The density of the step of that number."""
+        if step >= self.steps:
+            return self.density
+        return self.stages[step * len(self.stages) // self.steps]
