@@ -62,7 +62,17 @@ def test_json(capsys):
     found = advice(capsys, "--link", "10gbit", "--ranks", "14", "--density", "0.01", "0.001", "0.01")
     numbers = ("nbytes", "rounds", "compression_seconds", "network_seconds", "merging_seconds", "step_seconds")
     assert set(found) == {
-        *("parameters", "ranks", "device", "compute_seconds", "overlapped_seconds", "link", "pairs", "handling"),
+        *(
+            "parameters",
+            "ranks",
+            "device",
+            "compute_seconds",
+            "overlapped_seconds",
+            "link",
+            "pairs",
+            "handling",
+            "optimizer",
+        ),
         *("predictions", "recommendation", "taken_by_others", "warning"),
     }
     assert (found["parameters"], found["ranks"], found["pairs"]) == (25_000_000, 14, None)
