@@ -1,7 +1,7 @@
 """The Penn Treebank as Mikolov prepared it: ptb.train.txt, ptb.valid.txt, ptb.test.txt.
 
-Words stand between spaces, a sentence on a line. Every line ends in <eos>. The vocabulary is that of ptb.train.txt, 10,000 with <eos>; what else the other files say is
-an error.
+Words stand between spaces, a sentence on a line; every line ends in <eos>. The vocabulary is that of ptb.train.txt,
+10,000 with <eos>; what else the other files say is an error.
 """
 
 from collections import Counter

@@ -44,6 +44,6 @@ class Vocabulary:
         return {token: number for number, token in enumerate(self.tokens)}
 
     def encode(self, tokens: Iterable[str], *, unknown: str = UNKNOWN) -> Tensor:
-        """Their numbers, int64; that of `unknown` for others, and KeyError where it is not in the vocabulary, either."""
+        """Their numbers, int64; that of `unknown` for others; KeyError if that is not there, either."""
         numbers = self.numbers
         return torch.tensor([numbers[t] if t in numbers else numbers[unknown] for t in tokens], dtype=torch.int64)

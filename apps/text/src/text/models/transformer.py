@@ -33,8 +33,8 @@ class Block(nn.Module):
         query, key, value = self.attend(self.first(x)).view(shape).permute(2, 0, 3, 1, 4)
         heard = scaled_dot_product_attention(query, key, value, is_causal=True)  # [streams, heads, n, units]
         x = x + self.dropout(self.project(heard.transpose(1, 2).reshape(streams, n, hidden)))
-        x = x + self.dropout(self.narrow(gelu(self.widen(self.second(x)))))
-        return x
+        mixed: Tensor = self.dropout(self.narrow(gelu(self.widen(self.second(x)))))
+        return x + mixed
 
 
 class Transformer(nn.Module):
