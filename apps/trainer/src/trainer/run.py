@@ -27,6 +27,7 @@ from trainer.synchronisers.synchroniser import Rates, Synchroniser
 from trainer.synchronisers.table import owners
 from trainer.training.aside import Aside, Meter
 from trainer.training.dealing import agreed_steps, batches_of, steps_of
+from trainer.training.dense import make_dense
 from trainer.training.faster import autocast, compile_forward
 from trainer.training.learning_rate import rate_schedule
 from trainer.training.loop import Training, train
@@ -57,6 +58,7 @@ def run(
     torch.manual_seed(options.seed)  # the model starts alike on all ranks
     with all_or_none(aside):
         task = app.build(options, device)
+        make_dense(task.model)
         compile_forward(task.model, options, device)
         casting = autocast(options, device)
     options, choice = settled(options, task.model, comm, table_of(app))
