@@ -64,7 +64,7 @@ TASKS = {
         measure=lambda row: 100 * float(row["test_accuracy"]),
         behind=lambda mean, dense: dense - mean,
         much=1.0,
-        heading="accuracy in %, mean of {seeds} seeds | of each | points behind dense",
+        heading="accuracy in %, mean of {seeds} | of each | points behind dense",
     ),
     "pydoc": Learning(
         app=text.__main__.APP,
@@ -74,7 +74,7 @@ TASKS = {
         measure=lambda row: float(row["perplexity"]),
         behind=lambda mean, dense: 100 * (mean / dense - 1),
         much=10.0,
-        heading="perplexity, mean of {seeds} seeds | of each | % above dense",
+        heading="perplexity, mean of {seeds} | of each | % above dense",
     ),
 }
 
@@ -115,7 +115,9 @@ def main(argv: Sequence[str] = ()) -> int:
 
 def _markdown(task: Learning, rows: Sequence[dict[str, Any]], seeds: int) -> str:
     """The table for a README; an algorithm that is much behind is marked, for a reason to be given."""
-    lines = [f"| `--algorithm` | {task.heading.format(seeds=seeds)} | bytes a step |"]
+    lines = [
+        f"| `--algorithm` | {task.heading.format(seeds=f'{seeds} seeds' if seeds > 1 else '1 seed')} | bytes a step |"
+    ]
     lines.append("|---|---|---|---|---|")
     for row in rows:
         marked = f"**{row['behind']:.1f}**" if row["behind"] > task.much else f"{row['behind']:.1f}"

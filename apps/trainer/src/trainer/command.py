@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from trainer.app import App
 from trainer.command_line.flags import parse
 from trainer.errors import RunError, UsageError
-from trainer.launching.ending import StopRequest, stoppable
+from trainer.launching.ending import StopRequest, complain, stoppable
 from trainer.launching.placement import Placement, placement
 from trainer.launching.workers import start_workers
 from trainer.launching.world import first_complaint, joined
@@ -57,9 +57,16 @@ def _command(app: App, name: str, argv: Sequence[str], place: Placement) -> int:
         return code
     except (RunError, OSError) as error:
         if place.rank == 0:
-            said = error if isinstance(error, RunError) else error.strerror or error
-            print(f"{program}: error: {said}", file=sys.stderr, flush=True)
+            complain(program, _said(error))
         return WRONG_USAGE if isinstance(error, UsageError) else 1
+
+
+def _said(error: RunError | OSError) -> str:
+    if isinstance(error, RunError):
+        return str(error)
+    from trainer.all_or_none import describe
+
+    return describe(error)
 
 
 def train(app: App, options: "Options", place: Placement, request: StopRequest) -> int:
