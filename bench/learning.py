@@ -115,9 +115,8 @@ def main(argv: Sequence[str] = ()) -> int:
 
 def _markdown(task: Learning, rows: Sequence[dict[str, Any]], seeds: int) -> str:
     """The table for a README; an algorithm that is much behind is marked, for a reason to be given."""
-    lines = [
-        f"| `--algorithm` | {task.heading.format(seeds=f'{seeds} seeds' if seeds > 1 else '1 seed')} | bytes a step |"
-    ]
+    heading = task.heading.format(seeds="1 seed" if seeds == 1 else f"{seeds} seeds")
+    lines = [f"| `--algorithm` | {heading} | bytes a step |"]
     lines.append("|---|---|---|---|---|")
     for row in rows:
         marked = f"**{row['behind']:.1f}**" if row["behind"] > task.much else f"{row['behind']:.1f}"
