@@ -1,11 +1,14 @@
-"""How well every `--algorithm` of the cifar app learns: ResNet-20 on real digits, 4 simulated ranks, several seeds.
+"""How well every `--algorithm` learns a task of the apps: on 4 simulated ranks, several seeds, equal epochs.
 
-    python -m bench learning [--ranks P] [--seeds N] [--epochs N] [--algorithms NAME ...] [--jobs N] [--full]
-                             [--output DIR]
+    python -m bench learning [--task digits|pydoc] [--ranks P] [--seeds N] [--epochs N] [--algorithms NAME ...]
+                             [--jobs N] [--full] [--output DIR]
 
-mean, least, most: test accuracy in percent of the exported model over the seeds, in the bits that real ranks have.
-behind: points by which the mean is below dense's, same seeds; one of the 360 test images is 0.28 points. bytes a step:
-of the busiest rank, in the last epoch, evaluations left out.
+digits: ResNet-20 on real digits. mean, least, most: test accuracy in percent of the exported model over the seeds, in
+the bits that real ranks have. behind: points by which the mean is below dense's, same seeds; one of the 360 test images
+is 0.28 points.
+pydoc: an LSTM of 64 units on the words of Python's documentation. mean, least, most: perplexity. behind: percent by
+which the mean is above dense's.
+bytes a step: of the busiest rank, in the last epoch, evaluations left out.
 """
 
 from __future__ import annotations
@@ -15,16 +18,19 @@ import io
 import statistics
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stdout
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from cifar.__main__ import APP
+import cifar.__main__
+import text.__main__
 from communicators import SimulatedWorld
+from trainer.app import App
 from trainer.command_line.flags import parse
 from trainer.records.metrics import read_metrics
 from trainer.run import run
@@ -35,61 +41,108 @@ from bench.record import machine, record
 COLUMNS = ("algorithm", "mean", "least", "most", "behind", "bytes_a_step")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Learning:
+    """One task. measure: of a row of metrics; behind: how much worse a mean is than dense's; much: what is marked."""
+
+    app: App
+    words: str
+    name: str  # of what --output gets
+    epochs: int
+    measure: Callable[[dict[str, Any]], float]
+    behind: Callable[[float, float], float]
+    much: float
+    heading: str
+
+
+TASKS = {
+    "digits": Learning(
+        app=cifar.__main__.APP,
+        words="--dnn resnet20 --dataset digits",
+        name="learning",
+        epochs=20,
+        measure=lambda row: 100 * float(row["test_accuracy"]),
+        behind=lambda mean, dense: dense - mean,
+        much=1.0,
+        heading="accuracy in %, mean of {seeds} | of each | points behind dense",
+    ),
+    "pydoc": Learning(
+        app=text.__main__.APP,
+        words="--dnn lstm-small --dataset pydoc --hidden 64 --batch-size 8",
+        name="learning-pydoc",
+        epochs=4,
+        measure=lambda row: float(row["perplexity"]),
+        behind=lambda mean, dense: 100 * (mean / dense - 1),
+        much=10.0,
+        heading="perplexity, mean of {seeds} | of each | % above dense",
+    ),
+}
+
+
 def main(argv: Sequence[str] = ()) -> int:
     """Trains them one after another, prints a row for each; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench learning", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--task", choices=TASKS, default="digits", help="default digits")
     parser.add_argument("--ranks", type=int, default=4, help="default 4")
     parser.add_argument("--seeds", type=int, help="default 1, with --full 3")
-    parser.add_argument("--epochs", type=int, default=20, help="default 20")
+    parser.add_argument("--epochs", type=int, help="default 20, of pydoc 4")
     parser.add_argument("--algorithms", nargs="+", metavar="NAME", choices=TABLE, default=list(TABLE))
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs side by side; they change no bit")
     parser.add_argument("--full", action="store_true", help="the numbers to report")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="write DIR/learning.csv, .json, .md and .png too")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="write DIR/learning.csv, .json, .md and .png, or learning-pydoc…",
+    )
     options, facts = parser.parse_args(argv), machine()
     seeds, rows = options.seeds or (3 if options.full else 1), list[dict[str, Any]]()
+    task = TASKS[options.task]
     print("  ".join(f"{name:>17}" for name in COLUMNS), flush=True)
     names = dict.fromkeys(["dense", *options.algorithms])
     with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
-        one = partial(_trained, ranks=options.ranks, epochs=options.epochs)
+        one = partial(_trained, options.task, ranks=options.ranks, epochs=options.epochs or task.epochs)
         runs = {name: [pool.submit(one, name, seed=seed) for seed in range(seeds)] for name in names}
         for name, found in runs.items():
-            rows.append(_row(name, [run.result() for run in found], rows[0]["mean"] if rows else None))
+            rows.append(_row(task, name, [run.result() for run in found], rows[0]["mean"] if rows else None))
             cells = [f"{value:,.1f}" if isinstance(value, float) else str(value) for value in rows[-1].values()]
             print("  ".join(f"{cell:>17}" for cell in cells), flush=True)
     if options.output:
-        record(options.output, "learning", rows, labels=COLUMNS[:1], values=("mean",), facts=facts)
-        (options.output / "learning.md").write_text(_markdown(rows, seeds))
+        record(options.output, task.name, rows, labels=COLUMNS[:1], values=("mean",), facts=facts)
+        (options.output / f"{task.name}.md").write_text(_markdown(task, rows, seeds))
     return 0
 
 
-def _markdown(rows: Sequence[dict[str, Any]], seeds: int) -> str:
-    """The table for a README; an algorithm more than a point behind is marked, for a reason to be given."""
-    lines = [f"| `--algorithm` | accuracy in %, mean of {seeds} seeds | of each | points behind dense | bytes a step |"]
+def _markdown(task: Learning, rows: Sequence[dict[str, Any]], seeds: int) -> str:
+    """The table for a README; an algorithm that is much behind is marked, for a reason to be given."""
+    heading = task.heading.format(seeds="1 seed" if seeds == 1 else f"{seeds} seeds")
+    lines = [f"| `--algorithm` | {heading} | bytes a step |"]
     lines.append("|---|---|---|---|---|")
     for row in rows:
-        marked = f"**{row['behind']:.1f}**" if row["behind"] > 1 else f"{row['behind']:.1f}"
+        marked = f"**{row['behind']:.1f}**" if row["behind"] > task.much else f"{row['behind']:.1f}"
         spread = f"{row['least']:.1f} … {row['most']:.1f}"
         lines.append(f"| `{row['algorithm']}` | {row['mean']:.1f} | {spread} | {marked} | {row['bytes_a_step']:,.0f} |")
     return "\n".join(lines) + "\n"
 
 
-def _trained(algorithm: str, *, ranks: int, epochs: int, seed: int) -> dict[str, Any]:
-    """The last epoch's metrics."""
+def _trained(name: str, algorithm: str, *, ranks: int, epochs: int, seed: int) -> dict[str, Any]:
+    """The last epoch's metrics, of this task."""
+    task = TASKS[name]
     silent = redirect_stdout(io.StringIO())  # the table is what is shown
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), silent:
         warnings.simplefilter("ignore")
-        words = f"--dnn resnet20 --dataset digits --algorithm {algorithm} --max-epochs {epochs} --seed {seed}"
+        words = f"{task.words} --algorithm {algorithm} --max-epochs {epochs} --seed {seed}"
         argv = [*words.split(), "--checkpoint-every", "0", "--output", f"{folder}/run"]
-        asked = parse(argv, APP, world_size=ranks)
-        SimulatedWorld(ranks).run(lambda comm: run(APP, asked, comm))
+        asked = parse(argv, task.app, world_size=ranks)
+        SimulatedWorld(ranks).run(lambda comm: run(task.app, asked, comm))
         rows: list[dict[str, Any]] = [dict(row) for row in read_metrics(Path(folder) / "run" / "metrics.jsonl")]
     *earlier, last = rows
     return last | {"steps": last["steps"] - (earlier[-1]["steps"] if earlier else 0)}
 
 
-def _row(name: str, found: Sequence[dict[str, Any]], dense: float | None) -> dict[str, Any]:
-    percent = [100 * one["test_accuracy"] for one in found]
-    mean = statistics.mean(percent)
+def _row(task: Learning, name: str, found: Sequence[dict[str, Any]], dense: float | None) -> dict[str, Any]:
+    measured = [task.measure(one) for one in found]
+    mean = statistics.mean(measured)
     nbytes = statistics.mean(one["bytes_sent"] / one["steps"] for one in found)
-    behind = 0.0 if dense is None else dense - mean
-    return dict(zip(COLUMNS, (name, mean, min(percent), max(percent), behind, nbytes), strict=True))
+    behind = 0.0 if dense is None else task.behind(mean, dense)
+    return dict(zip(COLUMNS, (name, mean, min(measured), max(measured), behind, nbytes), strict=True))

@@ -36,7 +36,7 @@ def refusal(flags: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
         ("--dnn nowhere_to_be_found:build", "there is no package 'nowhere_to_be_found'"),
         ("--dnn cifar.models.mlp:", "given 'cifar.models.mlp:'"),
         ("--dnn lstm", "lstm is a model of another app: python -m text"),
-        ("--dnn lstmimdb", "not part of this release yet"),
+        ("--dnn lstmimdb", "lstmimdb is a model of another app: python -m text"),
         ("--dataset cifar", "'digits', 'mnist', 'cifar10', 'cifar100', 'imagenet'"),
         ("--readers -1", "given '-1', expected a whole number from 0 on"),
         ("--density 0", "expected 0 < density <= 1"),

@@ -26,5 +26,5 @@ DATASETS = {
 }
 
 # Names of published commands whose app is another one.
-TEXT = "python -m text (sentiment and language modelling), which is not part of this release yet"
+TEXT = "python -m text (sentiment and language modelling)"
 ELSEWHERE = {"lstm": TEXT, "lstmimdb": TEXT}

@@ -1,0 +1,1 @@
+"""Sentiment and language modelling with every synchronisation algorithm of thinwire."""

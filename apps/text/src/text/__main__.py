@@ -1,0 +1,43 @@
+"""`python -m text`: sentiment and language modelling; `--help` lists the flags."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from trainer.app import App
+from trainer.command import main
+
+from text.catalogue import DATASETS, FLAGS, MODELS, REVIEWS, check
+
+if TYPE_CHECKING:
+    import torch
+    from trainer.app import Task
+    from trainer.command_line.options import Options
+
+
+def build(options: Options, device: torch.device) -> Task:
+    """The task; torch is imported only here, after the flags have been checked."""
+    if options.dataset in REVIEWS:
+        from text import sentiment
+
+        return sentiment.build(options, device)
+    from text import language
+
+    return language.build(options, device)
+
+
+APP = App(
+    module="text",
+    models=MODELS,
+    datasets=DATASETS,
+    build=build,
+    defaults={"lr": 1.0, "clip_norm": 0.25},
+    ignores=frozenset({"label_smoothing"}),
+    flags=FLAGS,
+    check=check,
+    commands={"generate": "text.generate:main", "classify": "text.classify:main"},
+)
+
+if __name__ == "__main__":
+    sys.exit(main(APP))

@@ -1,0 +1,65 @@
+"""The app's models, data sets and flags by name. Models and data are imported only when they are used."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainer.command_line import quantities
+from trainer.errors import RunError
+from trainer.synchronisers.table import Flag
+
+if TYPE_CHECKING:
+    from trainer.command_line.options import Options
+
+# (words, *, window, layers, hidden, dropout, tied) -> text.models.language.Language
+LANGUAGE = {
+    "lstm-small": "text.models.lstm:lstm_small",
+    "transformer-small": "text.models.transformer:transformer_small",
+    "lstm": "text.models.lstm:lstm",
+    "transformer": "text.models.transformer:transformer",
+}
+# (words, *, layers, hidden, dropout) -> nn.Module
+SENTIMENT = {"lstmimdb": "text.models.lstmimdb:lstmimdb"}
+
+# (data_dir, *, held_out, skip_bad) -> text.data.corpus.Corpus
+CORPORA = {"pydoc": "text.data.pydoc:load", "ptb": "text.data.ptb:load"}
+# (data_dir, *, length, most, skip_bad) -> text.data.imdb.Reviews
+REVIEWS = {"imdb": "text.data.imdb:load"}
+
+MODELS, DATASETS = LANGUAGE | SENTIMENT, CORPORA | REVIEWS
+
+FOR_ALL = (
+    Flag(name="layers", default=None, read=quantities.count, metavar="L", says="instead of the model's own number"),
+    Flag(name="hidden", default=None, read=quantities.count, metavar="H", says="units a layer, instead of its own"),
+    Flag(name="dropout", default=None, read=quantities.smoothing, metavar="P", says="instead of the model's own"),
+    Flag(name="skip_bad", default=False, says="leave out lines or files that cannot be used, and count them"),
+)
+FOR_LANGUAGE = (
+    Flag(name="window", default=35, read=quantities.count, metavar="T", says="tokens of a stream in a step"),
+    Flag(name="tied", default=False, says="the output's weights are the embedding's"),
+    Flag(
+        name="held_out",
+        default="test",
+        choices=("test", "valid"),
+        says="which of ptb's files the metrics are of",
+    ),
+)
+FOR_SENTIMENT = (
+    Flag(name="length", default=400, read=quantities.count, metavar="T", says="tokens of a review, from its beginning"),
+    Flag(name="vocabulary", default=50_000, read=quantities.count, metavar="N", says="most frequent words of reviews"),
+)
+FLAGS = (*FOR_ALL, *FOR_LANGUAGE, *FOR_SENTIMENT)
+
+
+def check(options: Options) -> None:
+    """RunError where model, data set and flags do not fit together."""
+    language, reviews = options.dnn in LANGUAGE, options.dataset in REVIEWS
+    if language and reviews:
+        raise RunError(f"--dataset {options.dataset} is for --dnn {', '.join(SENTIMENT)}, not {options.dnn}")
+    if not language and not reviews:
+        raise RunError(f"--dnn {options.dnn} is for --dataset {', '.join(REVIEWS)}, not {options.dataset}")
+    for flag in FOR_SENTIMENT if language else FOR_LANGUAGE:
+        if options.app[flag.name] != flag.default:
+            raise RunError(f"--{flag.name.replace('_', '-')} has no effect on {options.dnn}: leave it out")
+    if options.app["held_out"] != "test" and options.dataset != "ptb":
+        raise RunError(f"--held-out {options.app['held_out']} is for ptb, whose parts are files: leave it out")

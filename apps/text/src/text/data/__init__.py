@@ -1,0 +1,1 @@
+"""Texts as tokens: one file a data set."""

@@ -1,0 +1,17 @@
+"""A text to model, as numbers of its tokens."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from text.data.vocabulary import Vocabulary
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """train, test: int64 [tokens]. skipped: lines that were left out."""
+
+    vocabulary: Vocabulary
+    train: Tensor
+    test: Tensor
+    skipped: int = 0

@@ -1,0 +1,40 @@
+"""An embedding whose gradients are sparse trains with every algorithm, as one whose are dense."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import streams
+import torch
+from resumed_runs import assert_same_bits, result, train
+from torch import nn
+from trainer.command_line.flags import parse
+from trainer.command_line.options import Options
+from trainer.synchronisers.table import TABLE
+
+
+class Sparse(streams.Net):
+    """Its embedding has rows that are not looked up."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(3 * streams.SYMBOLS, streams.HIDDEN, sparse=sparse)
+
+
+def build(sparse: bool, options: Options, device: torch.device) -> streams.Streams:
+    return streams.Streams(Sparse(sparse).to(device), options)
+
+
+@pytest.mark.parametrize("algorithm", TABLE)
+def test_a_sparse_embedding_trains_as_a_dense_one(tmp_path: Path, algorithm: str) -> None:
+    """With momentum, clipping and weight decay, which torch's SGD refuses of sparse gradients."""
+    results = []
+    for sparse in (False, True):
+        how = ["--overlap"] if TABLE[algorithm].overlaps and algorithm != "dense" else ["--clip-norm", "1"]
+        words = ["--algorithm", algorithm, "--batch-size=3", "--max-epochs=1", "--weight-decay=1e-4", *how]
+        app = replace(streams.APP, build=partial(build, sparse))
+        options = parse([*words, f"--output={tmp_path / str(sparse)}"], app, world_size=2)
+        train(app, options, 2)
+        results.append(result(options))
+    assert_same_bits(results[1], results[0])
