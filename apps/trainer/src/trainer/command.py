@@ -1,13 +1,19 @@
-"""`python -m APP`: check the command line, start workers where no launcher has, run."""
+"""`python -m APP`: check the command line, start workers where no launcher has, run.
+
+`python -m APP NAME …` is one of the app's own commands, for what was trained (`App.commands`): a function of the app
+and the rest of the command line, on one process, that returns an exit code. For its flags there is
+`trainer.command_line.parser.Parser`, and for the model `trainer.trained`.
+"""
 
 import os
 import sys
 from collections.abc import Sequence
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from trainer.app import App
 from trainer.command_line.flags import parse
-from trainer.errors import RunError
+from trainer.errors import RunError, UsageError
 from trainer.launching.ending import StopRequest, stoppable
 from trainer.launching.placement import Placement, placement
 from trainer.launching.workers import start_workers
@@ -27,6 +33,8 @@ def main(app: App, argv: Sequence[str] | None = None) -> int:
     """
     argv = sys.argv[1:] if argv is None else argv
     place = placement(os.environ)
+    if argv and argv[0] in app.commands:
+        return _command(app, argv[0], argv[1:], place)
     with stoppable(place, program=app.module) as request:
         try:
             options = _checked(app, argv, place)
@@ -37,6 +45,21 @@ def main(app: App, argv: Sequence[str] | None = None) -> int:
                 print(f"{app.module}: error: {error}", file=sys.stderr, flush=True)
             return WRONG_USAGE
         return train(app, options, place, request)
+
+
+def _command(app: App, name: str, argv: Sequence[str], place: Placement) -> int:
+    """One of the app's own, to its exit code."""
+    program = f"{app.module} {name}"
+    try:
+        if place.launcher is not None:
+            raise UsageError(f"python -m {program} runs on one process: start it without {place.launcher}")
+        code: int = resolve_name(app.commands[name])(app, argv)
+        return code
+    except (RunError, OSError) as error:
+        if place.rank == 0:
+            said = error if isinstance(error, RunError) else error.strerror or error
+            print(f"{program}: error: {said}", file=sys.stderr, flush=True)
+        return WRONG_USAGE if isinstance(error, UsageError) else 1
 
 
 def train(app: App, options: "Options", place: Placement, request: StopRequest) -> int:

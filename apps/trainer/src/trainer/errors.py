@@ -7,6 +7,10 @@ class RunError(Exception):
     """This run cannot start or go on; the message is for the user and needs no traceback."""
 
 
+class UsageError(RunError):
+    """The command line is wrong."""
+
+
 class AgreedError(RunError):
     """A `RunError` that every rank raises with the same message, so that one of them prints it."""
 

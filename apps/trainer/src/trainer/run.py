@@ -1,7 +1,7 @@
 """One rank's whole run: from checked options to the trained model."""
 
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -11,7 +11,7 @@ import torch
 from communicators import Communicator
 
 from trainer.all_or_none import all_or_none, require_same
-from trainer.app import App, Task
+from trainer.app import App, Carries, Keeps, Task
 from trainer.command_line.flags import table_of
 from trainer.command_line.options import Options, Settings
 from trainer.launching.device import clock_of
@@ -24,14 +24,15 @@ from trainer.records.trace import Trace
 from trainer.resuming.resume import resume
 from trainer.synchronisers.automatic import settled
 from trainer.synchronisers.synchroniser import Rates, Synchroniser
-from trainer.synchronisers.table import Synchronisation, owners
+from trainer.synchronisers.table import owners
 from trainer.training.aside import Aside, Meter
+from trainer.training.dealing import agreed_steps, batches_of, steps_of
 from trainer.training.faster import autocast, compile_forward
 from trainer.training.learning_rate import rate_schedule
 from trainer.training.loop import Training, train
 from trainer.training.phases import Phases, stopwatch_of
 from trainer.training.replica import Replica
-from trainer.training.sharding import AUGMENT, DROPOUT, derived_seed, steps_per_epoch
+from trainer.training.sharding import AUGMENT, DROPOUT, derived_seed
 from trainer.training.stopping import AgreedStop
 
 CPU = torch.device("cpu")
@@ -59,17 +60,18 @@ def run(
         compile_forward(task.model, options, device)
         casting = autocast(options, device)
     options, choice = settled(options, task.model, comm, table_of(app))
-    steps = steps_per_epoch(task.train_size, size=comm.size, batch_size=options.batch_size)
+    steps = agreed_steps(batches_of(task), options, aside)
     make = table_of(app)[options.algorithm].make
     with closing(make(options, task.model, comm, _rates(options, steps))) as synchroniser:
         meter = Meter(comm, aside, lambda: synchroniser.bytes_elsewhere)
-        training = _training(task, _replica(task, synchroniser, meter, options, comm.rank), options, aside, device)
+        replica = _replica(task, synchroniser, meter, options, comm.rank)
+        training = _training(task, replica, options, aside, device, steps)
         training = replace(training, autocast=casting)
         with all_or_none(aside):
             if comm.rank == 0:
                 training.folder.prepare(resume=options.resume is not None)
         with training.progress, locked(options.output, aside, note=training.progress.note):
-            first_step = _begin(training, device, choice, _own_flags(table_of(app), options.algorithm))
+            first_step = _begin(app, training, device, choice)
             if choice:
                 training.note(f"{choice} (when the run began)" if options.resume else choice)
             if late := options.not_reached():
@@ -102,10 +104,12 @@ def _traced(training: Training) -> Iterator[Training]:
         trace.close()
 
 
-def _own_flags(table: Mapping[str, Synchronisation], algorithm: str) -> Settings:
-    """Of all algorithms; see `in_todays_terms`."""
+def _own_flags(app: App, algorithm: str) -> Settings:
+    """Of all algorithms, and the app's; see `in_todays_terms`."""
+    table = table_of(app)
     own = {flag.name: flag.default for flag in table[algorithm].flags}
-    return {name: own.get(name) for name in owners(table)}
+    apps: Settings = {flag.name: flag.default for flag in app.flags}
+    return apps | {name: own.get(name) for name in owners(table)}
 
 
 def _end(training: Training) -> None:
@@ -127,13 +131,15 @@ def _reporting(training: Training, first_step: int) -> Training:
     return replace(training, events=events)
 
 
-def _training(task: Task, replica: Replica, options: Options, comm: Aside, device: torch.device) -> Training:
-    steps = steps_per_epoch(task.train_size, size=comm.size, batch_size=options.batch_size)
+def _training(
+    task: Task, replica: Replica, options: Options, comm: Aside, device: torch.device, steps: int
+) -> Training:
     return Training(
         task=task,
         replica=replica,
         comm=comm,
         options=options,
+        steps_per_epoch=steps,
         folder=RunFolder(options.output, options.keep),
         progress=TrainingProgress(
             options.algorithm, epochs=options.max_epochs, steps_per_epoch=steps, quiet=comm.rank != 0
@@ -157,18 +163,25 @@ def _rates(options: Options, steps: int) -> Rates:
 def _replica(task: Task, synchroniser: Synchroniser, meter: Meter, options: Options, rank: int) -> Replica:
     torch.manual_seed(derived_seed(options.seed, DROPOUT, rank))
     generator = torch.Generator().manual_seed(derived_seed(options.seed, AUGMENT, rank))
-    return Replica(model=task.model, synchroniser=synchroniser, generator=generator, meter=meter)
+    carries = task if isinstance(task, Carries) else None
+    return Replica(model=task.model, synchroniser=synchroniser, generator=generator, meter=meter, carries=carries)
 
 
-def _begin(training: Training, device: torch.device, choice: str, own_flags: Settings) -> int:
+def _begin(app: App, training: Training, device: torch.device, choice: str) -> int:
     """A new folder, or an old one to go on with; returns the first step. choice: see `settled`."""
     options, folder, comm = training.options, training.folder, training.comm
+    kept = training.task.kept() if isinstance(training.task, Keeps) else None
+    with all_or_none(comm):
+        if comm.rank == 0 and options.resume is None:
+            config = {"app": app.module} | _config(training, device, choice)
+            folder.begin(config, kept=kept, overwrite=options.overwrite)
+        elif comm.rank == 0:
+            folder.require_kept(kept)
     if options.resume is None:
-        with all_or_none(comm):
-            if comm.rank == 0:
-                folder.begin(_config(training, device, choice), overwrite=options.overwrite)
         return 0
-    step = resume(training.replica, folder, options, comm, train_size=training.task.train_size, own_flags=own_flags)
+    own_flags = _own_flags(app, options.algorithm)
+    steps = partial(steps_of, batches_of(training.task), options)
+    step = resume(training.replica, folder, options, comm, steps_of=steps, own_flags=own_flags)
     if step is None:
         training.note(f"{folder.path} holds no checkpoint yet: starting from the beginning")
         return 0

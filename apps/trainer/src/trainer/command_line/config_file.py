@@ -27,7 +27,7 @@ IGNORED = {
     "residuals",
     "resume",
 }
-RECORDED = {"choice", "hardware", "parameters", "python", "torch", "world_size"}
+RECORDED = {"app", "choice", "hardware", "parameters", "python", "torch", "world_size"}
 EITHER = ({"algorithm", "compression", "compressor"}, {"lr_schedule", "milestones"})
 """Flags that speak of the same: one of them on the command line takes the place of all in the file."""
 

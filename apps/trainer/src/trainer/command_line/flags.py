@@ -31,6 +31,7 @@ def parse(argv: Sequence[str], app: App, *, world_size: int | None) -> Options:
             given = _with_file(given, explicit, file, table)
         options = _checked(given, app, table, world_size)
         _check_length(options, explicit)
+        app.check(options)
         return options
     except RunError as error:
         parser.error(str(error))
@@ -54,7 +55,8 @@ def _checked(given: Namespace, app: App, table: Mapping[str, Entry], world_size:
     entry = table[given.algorithm]
     entry.require_installed(given.algorithm)
     given.own = _own(given, entry, table, app.defaults)
-    given.free = entry.free
+    given.app = {flag.name: vars(given).pop(flag.name) for flag in app.flags}
+    given.free = entry.free | {flag.name for flag in app.flags if not flag.shapes}
     entry.check(given.own, given.nworkers)
     _check_overlap(given, entry)
     _check_momentum(given, entry)

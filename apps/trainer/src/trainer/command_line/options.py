@@ -1,7 +1,7 @@
 """The settings of one run, after the command line has been checked."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +55,8 @@ BEFORE: Settings = {
 class Options:
     """One run's settings; `trainer.command_line.flags.parse` checks every value and explains each.
 
-    own: what the algorithm alone takes, every flag of its entry in the table, and nothing else. free: which of these
-    may differ between a run and its continuation.
+    own: what the algorithm alone takes, every flag of its entry in the table, and nothing else. app: the app's own
+    flags. free: which of these may differ between a run and its continuation.
     """
 
     dnn: str
@@ -93,13 +93,14 @@ class Options:
     profile: bool
     oversubscribe: bool  # more workers than the cores of this machine can bear
     own: Mapping[str, Any]
+    app: Mapping[str, Any] = field(default_factory=dict)
     free: frozenset[str] = frozenset()
 
     def flags(self) -> dict[str, Any]:
-        """All of them by name, the algorithm's own last."""
+        """All of them by name, the app's and the algorithm's own last."""
         common = asdict(self)
-        del common["own"], common["free"]
-        return common | dict(self.own)
+        del common["own"], common["app"], common["free"]
+        return common | dict(self.app) | dict(self.own)
 
     def alike(self) -> Settings:
         """What all ranks must share."""
@@ -127,8 +128,8 @@ class Options:
 def in_todays_terms(then: Settings, now: Settings, own_flags: Settings) -> Settings:
     """The settings of an older run: with what it did where there was no setting yet, without what had no effect.
 
-    own_flags: of all algorithms, with the defaults of this one's, and None for others'. Runs once recorded those that
-    other algorithms have, too.
+    own_flags: of all algorithms, with the defaults of this one's, and None for others'; and the app's. Runs once
+    recorded those that other algorithms have, too.
     """
     effective = {name: value for name, value in then.items() if name in now or name not in own_flags}
     return {name: value for name, value in (BEFORE | own_flags).items() if name in now} | effective

@@ -9,8 +9,8 @@ from trainer.app import App
 from trainer.command_line import quantities
 from trainer.command_line.model_name import model_name, models_help
 from trainer.command_line.options import KEEP
-from trainer.errors import RunError
-from trainer.synchronisers.table import AUTO, Entry, Flag, owners
+from trainer.errors import UsageError
+from trainer.synchronisers.table import AUTO, Entry, Flag, Value, owners
 from trainer.training.learning_rate import SHAPES
 
 DEFAULT = "dense"
@@ -20,23 +20,26 @@ DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("gloo", "nccl")
 
 
-class _Parser(ArgumentParser):
+class Parser(ArgumentParser):
     """An `ArgumentParser` that leaves printing and exiting to the caller: with many ranks only one speaks."""
 
     def error(self, message: str) -> NoReturn:
+        """Raises UsageError."""
         hint = f"(python -m {self.prog} --help lists all flags)"
-        raise RunError(message if message.endswith(hint) else f"{message} {hint}")
+        raise UsageError(message if message.endswith(hint) else f"{message} {hint}")
 
 
 def parser_of(app: App, table: Mapping[str, Entry]) -> ArgumentParser:
     """Every flag of this app. Those of single algorithms have no defaults, to tell what was given."""
-    parser = _Parser(
+    parser = Parser(
         prog=app.module,
         usage="python -m %(prog)s [--algorithm NAME] [flags]",
         description="Trains a model on this many ranks; metrics, checkpoints and the model go to --output.",
+        epilog=_commands_help(app),
         allow_abbrev=False,
     )
     _add_task(parser, app)
+    _add_app(parser, app)
     _add_synchronisation(parser, table)
     _add_optimisation(parser)
     _add_machine(parser)
@@ -60,6 +63,37 @@ def _add_task(parser: ArgumentParser, app: App) -> None:
         metavar="FILE",
         help="settings from a run's config.json, or a file like it; a flag given here wins",
     )
+
+
+def _add_app(parser: ArgumentParser, app: App) -> None:
+    """The app's own flags."""
+    if not app.flags:
+        return
+    add = parser.add_argument_group(f"{app.module}'s own").add_argument
+    for flag in app.flags:
+        says = flag.says if flag.default is None else f"{flag.says} (default: {_shown(flag.default)})"
+        if isinstance(flag.default, bool):
+            add(spelt(flag.name), action=BooleanOptionalAction, default=flag.default, help=says)
+        else:
+            add(
+                spelt(flag.name),
+                type=flag.read,
+                default=flag.default,
+                choices=flag.choices,
+                metavar=flag.metavar,
+                help=says,
+            )
+
+
+def _shown(value: Value | None) -> str:
+    return ("on" if value else "off") if isinstance(value, bool) else str(value)
+
+
+def _commands_help(app: App) -> str | None:
+    """What can be done with a trained model."""
+    if not app.commands:
+        return None
+    return "what was trained: " + ", ".join(f"python -m {app.module} {name} --help" for name in app.commands)
 
 
 def compressors(table: Mapping[str, Entry]) -> dict[str, str]:

@@ -1,17 +1,17 @@
 """A checkpoint's manifest: what belongs to it, with checksums. Without a manifest there is no checkpoint."""
 
 import hashlib
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from trainer.command_line.options import Settings
 from trainer.errors import DamagedError
 from trainer.records.durable import opened, write_aside
+from trainer.records.sealing import sealed, unsealed
 
 NAME = "manifest.json"
 
@@ -62,21 +62,13 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Make the checkpoint exist: the last thing that is done to its folder."""
-        write_aside(folder / NAME, _render(asdict(self)))
+        write_aside(folder / NAME, sealed(asdict(self)))
 
     @classmethod
     def read(cls, folder: Path) -> Self:
         """The manifest of a checkpoint; DamagedError if a single byte of it has changed, or it is none."""
         path = folder / NAME
-        with opened(path) as file:
-            text = file.read()
-        try:
-            content = json.loads(text)["content"]
-            intact = _render(content).encode() == text
-        except (ValueError, KeyError, TypeError, RecursionError):
-            intact = False
-        if not intact:
-            raise DamagedError(f"{path} is damaged: its checksum is another one")
+        content = unsealed(path)
         try:
             manifest = cls(**content | {"files": [FileRecord(**record) for record in content["files"]]})
             manifest._check(folder)
@@ -107,9 +99,3 @@ def folder_name(step: int) -> str:
 def file_name(rank: int) -> str:
     """Of a rank's part."""
     return f"rank{rank}.pt"
-
-
-def _render(content: dict[str, Any]) -> str:
-    """The file's text: the content and its own checksum."""
-    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    return json.dumps({"content": content, "sha256": digest}, indent=1, sort_keys=True) + "\n"

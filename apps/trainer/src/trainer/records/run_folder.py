@@ -1,10 +1,11 @@
 """What a run leaves behind.
 
 OUTPUT/config.json      its settings, and on what it ran
+OUTPUT/task.json        what the app's commands need besides the model (see `trainer.app.Keeps`)
 OUTPUT/metrics.jsonl    one object an epoch
 OUTPUT/checkpoints/     for --resume
 OUTPUT/trace.json       where --profile asks for it (see `trainer.records.trace`)
-OUTPUT/model.pt         the trained model's state_dict, buffers averaged over ranks
+OUTPUT/model.pt         the trained model's state_dict, buffers averaged over ranks; a run that goes on deletes it
 OUTPUT/lock             while a run writes there (see `trainer.records.folder_lock`)
 """
 
@@ -19,6 +20,9 @@ from trainer.errors import DamagedError, RunError
 from trainer.records.checkpoint import Checkpoints
 from trainer.records.durable import opened, write_aside
 from trainer.records.metrics import MetricsFile
+from trainer.records.sealing import sealed, unsealed
+
+NONE_TO_RESUME = "no run to resume: check --output, or leave --resume out"
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,11 @@ class RunFolder:
     def model(self) -> Path:
         """Written when training has ended."""
         return self.path / "model.pt"
+
+    @property
+    def task(self) -> Path:
+        """What the task keeps for the app's commands, where it does."""
+        return self.path / "task.json"
 
     @property
     def trace(self) -> Path:
@@ -61,9 +70,9 @@ class RunFolder:
             self._require_run()
         self.path.mkdir(parents=True, exist_ok=True)
 
-    def recorded(self) -> dict[str, Any]:
-        """The run's config.json; RunError where there is no run, or it is damaged."""
-        self._require_run()
+    def recorded(self, *, wanted: str = NONE_TO_RESUME) -> dict[str, Any]:
+        """The run's config.json; RunError where there is no run, or it is damaged. wanted: what it then says."""
+        self._require_run(wanted)
         try:
             with opened(self.config) as file:
                 config = json.load(file)
@@ -73,12 +82,21 @@ class RunFolder:
             raise DamagedError(f"{self.config} is damaged: it holds no settings")
         return config
 
-    def _require_run(self) -> None:
+    def _require_run(self, wanted: str = NONE_TO_RESUME) -> None:
         if not os.path.lexists(self.config):
-            raise RunError(f"{self.path} holds no run to resume: check --output, or leave --resume out")
+            raise RunError(f"{self.path} holds {wanted}")
 
-    def begin(self, config: dict[str, object], *, overwrite: bool) -> None:
-        """Prepare the folder for a new run; RunError if it holds (parts of) one that is not to be overwritten."""
+    def require_kept(self, kept: dict[str, Any] | None) -> None:
+        """RunError if the run keeps something else than this in task.json: other data than it began with."""
+        recorded = unsealed(self.task) if os.path.lexists(self.task) else None
+        if recorded != (json.loads(json.dumps(kept)) if kept is not None else None):
+            raise RunError(f"{self.task} is not what these data give: go on with those that the run began with")
+
+    def begin(self, config: dict[str, object], *, kept: dict[str, Any] | None, overwrite: bool) -> None:
+        """Prepare the folder for a new run; RunError if it holds (parts of) one that is not to be overwritten.
+
+        kept: for task.json.
+        """
         if any(os.path.lexists(path) for path in self._written):
             if not overwrite:
                 raise RunError(
@@ -86,14 +104,16 @@ class RunFolder:
                     f"or another folder with --output"
                 )
             self._delete_run()
+        if kept is not None:
+            write_aside(self.task, sealed(kept))
         write_aside(self.config, json.dumps(config, indent=1) + "\n")
 
     @property
     def _written(self) -> tuple[Path, ...]:
-        return self.checkpoints.path, self.metrics.path, self.model, self.trace, self.config
+        return self.checkpoints.path, self.metrics.path, self.model, self.trace, self.task, self.config
 
     def _delete_run(self) -> None:
         """Delete what a run writes and nothing else that may lie in the folder."""
         self.checkpoints.delete()
-        for file in (self.metrics.path, self.model, self.trace, self.config):
+        for file in (self.metrics.path, self.model, self.trace, self.task, self.config):
             file.unlink(missing_ok=True)

@@ -36,7 +36,8 @@ def resized(
 
     per_epoch: steps in an epoch then, and now.
     Floating-point buffers are the means of those of all ranks, as evaluations have them; others are rank 0's. A rank
-    that there was goes on with its random numbers, a further one begins with its own. The epoch's totals are empty.
+    that there was goes on with its random numbers, a further one begins with its own. What the task carries from batch
+    to batch begins anew. The epoch's totals are empty.
     RunError where the synchroniser cannot.
     """
     fresh, epoch = replica.state_dict(), states[0]["position"]["epoch"]
@@ -50,6 +51,7 @@ def resized(
     return {
         "model": _model([state["model"] for state in states], replica),
         **parts,
+        **{name: fresh[name] for name in ("task",) if name in fresh},
         **{name: own[name] for name in OWN},
         "position": asdict(Position(epoch=epoch, since_epoch=epoch, since_step=step)),
         "totals": asdict(Totals()),

@@ -1,6 +1,6 @@
 """Going on with a run that was stopped, killed or finished: the same bits as if it had never stopped."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -16,7 +16,8 @@ from trainer.records.run_folder import RunFolder
 from trainer.resuming.fitting import fitted, fitted_rank
 from trainer.resuming.resizing import require_end_of_epoch, resized
 from trainer.training.replica import Replica
-from trainer.training.sharding import steps_per_epoch
+
+StepsOf = Callable[[int], int]
 
 ADVICE = {
     "latest": "take the checkpoint before it with --resume previous",
@@ -30,13 +31,13 @@ def resume(
     options: Options,
     comm: Communicator,
     *,
-    train_size: int,
+    steps_of: StepsOf,
     own_flags: Settings,
 ) -> int | None:
     """Put `replica` and the metrics back to the checkpoint that --resume names, and return its step.
 
-    replica: one that has taken no step. train_size: samples. own_flags: see `in_todays_terms`.
-    None if the run was stopped before its first checkpoint: it then starts from
+    replica: one that has taken no step. steps_of: number of ranks -> steps in an epoch. own_flags: see
+    `in_todays_terms`. None if the run was stopped before its first checkpoint: it then starts from
     the beginning. AgreedError if the checkpoint is damaged, does not fit, or belongs to other settings or another
     number of ranks than --residuals allows: the replica and the folder are then as they were.
     """
@@ -51,12 +52,13 @@ def resume(
         _check_settings(in_todays_terms(manifest.settings, options.settings(), own_flags), options.settings())
         read = _read_all if options.residuals else _read
         path = chosen / file_name(comm.rank % len(manifest.files))
-        state = read(chosen, manifest, replica, options, comm, train_size)
+        state = read(chosen, manifest, replica, options, comm, steps_of)
         if comm.rank == 0:
             folder.metrics.check(manifest.metrics_nbytes, manifest.metrics_sha256)
     _load(replica, state, path, which, comm)
     with all_or_none(comm):
         if comm.rank == 0:
+            folder.model.unlink(missing_ok=True)  # of an end that there is no longer
             folder.metrics.truncate(manifest.metrics_nbytes)
             folder.checkpoints.discard_after(chosen)
     return manifest.step
@@ -81,21 +83,20 @@ def _agreed_choice(folder: RunFolder, which: str, comm: Communicator) -> Path | 
 
 
 def _read(
-    chosen: Path, manifest: Manifest, replica: Replica, options: Options, comm: Communicator, train_size: int
+    chosen: Path, manifest: Manifest, replica: Replica, options: Options, comm: Communicator, steps_of: StepsOf
 ) -> State:
     """This rank's state."""
-    steps = steps_per_epoch(train_size, size=comm.size, batch_size=options.batch_size)
     state = load(chosen, manifest, comm.rank)
     with _naming(chosen / file_name(comm.rank)):
-        return fitted(state, replica, options, step=manifest.step, steps_per_epoch=steps)
+        return fitted(state, replica, options, step=manifest.step, steps_per_epoch=steps_of(comm.size))
 
 
 def _read_all(
-    chosen: Path, manifest: Manifest, replica: Replica, options: Options, comm: Communicator, train_size: int
+    chosen: Path, manifest: Manifest, replica: Replica, options: Options, comm: Communicator, steps_of: StepsOf
 ) -> State:
     """This rank's state, out of those of another number of ranks, all of which every rank reads."""
     ranks, states = len(manifest.files), []
-    then, now = (steps_per_epoch(train_size, size=size, batch_size=options.batch_size) for size in (ranks, comm.size))
+    then, now = steps_of(ranks), steps_of(comm.size)
     for rank in range(ranks):
         state = load(chosen, manifest, rank)
         with _naming(chosen / file_name(rank)):

@@ -30,15 +30,16 @@ Value = str | int | float
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """A flag that only some algorithms take. read: text -> value; choices: the only ones there are.
+    """A flag that only some algorithms, or one app, take. read: text -> value; choices: the only ones there are.
 
-    default: what a run did before there was the flag, so that older runs can be resumed.
+    default: what a run did before there was the flag, so that older runs can be resumed. An app's may be true or false,
+    then there is a --no-NAME, too, or None.
 
     shapes: whether the value shapes the numbers that training computes, so that a run and its continuation share it.
     """
 
     name: str
-    default: Value
+    default: Value | None
     says: str
     read: Callable[[str], Value] = str
     choices: Sequence[str] | None = None

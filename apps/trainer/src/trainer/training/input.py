@@ -13,27 +13,25 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
-from torch import Tensor
-
 from trainer.app import Reads, Task
 
 
-def train_input(task: Task, shard: Sequence[Tensor], *, seed: int, readers: int) -> Generator[Any, None, None]:
+def train_input(task: Task, shard: Sequence[Any], *, seed: int, readers: int) -> Generator[Any, None, None]:
     """What `task.loss` takes for each batch of the shard, in order; to be closed. seed: of this epoch."""
     if not isinstance(task, Reads):
-        return (indices for indices in shard)
-    return ahead(lambda indices: task.read_train(indices, seed), shard, readers=readers)
+        return (batch for batch in shard)
+    return ahead(lambda batch: task.read_train(batch, seed), shard, readers=readers)
 
 
-def test_input(task: Task, shards: Sequence[Tensor], *, readers: int) -> Generator[Any, None, None]:
+def test_input(task: Task, shards: Sequence[Any], *, readers: int) -> Generator[Any, None, None]:
     """What `task.score` takes for each, in order; to be closed."""
     if not isinstance(task, Reads):
-        return (indices for indices in shards)
+        return (batch for batch in shards)
     return ahead(task.read_test, shards, readers=readers)
 
 
-def ahead(read: Callable[[Tensor], Any], shard: Sequence[Tensor], *, readers: int) -> Generator[Any, None, None]:
-    """read(indices) for each, in order, begun one more in advance than there are threads; without any when asked for.
+def ahead(read: Callable[[Any], Any], shard: Sequence[Any], *, readers: int) -> Generator[Any, None, None]:
+    """read(batch) for each, in order, begun one more in advance than there are threads; without any when asked for.
 
     An error in `read` is raised where its batch would have come. Closing waits for what is being read.
     """
@@ -42,10 +40,10 @@ def ahead(read: Callable[[Tensor], Any], shard: Sequence[Tensor], *, readers: in
         return
     requests, pending = iter(shard), deque[Future[Any]]()
     with _threads(readers) as submit:
-        pending.extend(submit(read, indices) for indices in islice(requests, readers + 1))
+        pending.extend(submit(read, name) for name in islice(requests, readers + 1))
         while pending:
             batch = pending.popleft().result()
-            pending.extend(submit(read, indices) for indices in islice(requests, 1))
+            pending.extend(submit(read, name) for name in islice(requests, 1))
             yield batch
 
 

@@ -20,11 +20,12 @@ from trainer.records.metrics import Row
 from trainer.records.progress import Events, TrainingProgress
 from trainer.records.run_folder import RunFolder
 from trainer.records.trace import Trace
+from trainer.training.dealing import batches_of, shard_of
 from trainer.training.evaluation import evaluate
 from trainer.training.input import train_input
 from trainer.training.phases import PHASES, Phases
 from trainer.training.replica import Replica, Totals
-from trainer.training.sharding import SAMPLES, batches, derived_seed, steps_per_epoch
+from trainer.training.sharding import SAMPLES, derived_seed
 from trainer.training.stopping import AgreedStop
 
 
@@ -36,6 +37,7 @@ class Training:
     replica: Replica
     comm: Communicator  # the ranks, for all but what the synchroniser does: see `Aside`
     options: Options
+    steps_per_epoch: int  # the same on every rank
     folder: RunFolder
     progress: TrainingProgress
     clock: Clock
@@ -44,11 +46,6 @@ class Training:
     trace: Trace | None = None  # --profile, rank 0
     stop: AgreedStop | None = None  # where signals are waited for
     events: Events | None = None  # TensorBoard, rank 0
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """The same on every rank."""
-        return steps_per_epoch(self.task.train_size, size=self.comm.size, batch_size=self.options.batch_size)
 
     @property
     def steps(self) -> int:
@@ -98,22 +95,15 @@ def report(training: Training, row: Row) -> None:
 
 def train_epoch(training: Training) -> int:
     """The rest of the epoch that the replica is in; returns the signal that asked for the end after its last step."""
-    position, options, comm = training.replica.position, training.options, training.comm
-    shard = batches(
-        training.task.train_size,
-        rank=comm.rank,
-        size=comm.size,
-        batch_size=options.batch_size,
-        seed=options.seed,
-        epoch=position.epoch,
-    )
+    position, options, batches = training.replica.position, training.options, batches_of(training.task)
+    shard = shard_of(batches, options, training.comm, epoch=position.epoch, steps=training.steps_per_epoch)
     seed, rest = derived_seed(options.seed, SAMPLES, position.epoch), shard[position.step :]
     read = closing(train_input(training.task, rest, seed=seed, readers=options.readers))
     stopped_by = 0
     with training.phases.forward_of(training.task.model), read as batches_read:
-        for indices in rest:
+        for name in rest:
             began = training.clock()
-            loss = train_step(training, batches_read, samples=len(indices))
+            loss = train_step(training, batches_read, samples=batches.weight(name))
             position.step += 1
             training.progress.step(position.scheduled(training.steps_per_epoch), loss)
             stopped_by = training.stop.after(training.steps) if training.stop else 0
@@ -130,7 +120,7 @@ def train_epoch(training: Training) -> int:
 
 
 def train_step(training: Training, read: Iterator[Any], *, samples: int) -> float:
-    """One step on this rank's next batch, of so many samples; returns the batch's mean loss."""
+    """One step on this rank's next batch, which weighs so much; returns the batch's mean loss."""
     replica, synchroniser, phases = training.replica, training.replica.synchroniser, training.phases
     phases.enter("update")
     synchroniser.zero_grad()

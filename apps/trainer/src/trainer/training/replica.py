@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainer.app import Carries
 from trainer.launching.device import uses_gpu
 from trainer.synchronisers.synchroniser import Synchroniser
 from trainer.training.aside import Meter
@@ -39,7 +40,7 @@ class Position:
 class Totals:
     """What has been added up in the current epoch, on this rank."""
 
-    loss: float = 0.0  # sum over samples
+    loss: float = 0.0  # sum over samples, or what else batches are weighed by
     samples: int = 0
     seconds: float = 0.0  # training steps and evaluation
     evaluation_seconds: float = 0.0
@@ -70,12 +71,14 @@ class Totals:
 
 @dataclass
 class Replica:
-    """Model, synchroniser (with the optimizer, its rate, residuals, momenta), random numbers, position."""
+    """Model, synchroniser (with the optimizer, its rate, residuals, momenta), what the task carries from batch to
+    batch, random numbers, position."""
 
     model: nn.Module
     synchroniser: Synchroniser
     generator: torch.Generator  # of this rank's augmentation
     meter: Meter
+    carries: Carries | None = None
     position: Position = field(default_factory=Position)
     totals: Totals = field(default_factory=Totals)
 
@@ -90,6 +93,7 @@ class Replica:
         return {
             "model": self.model.state_dict(),
             **synchronised,
+            **({"task": self.carries.state_dict()} if self.carries else {}),
             "generator": self.generator.get_state(),
             "torch_rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state() if uses_gpu() else None,
@@ -101,6 +105,8 @@ class Replica:
         """Go back to where `state` was taken; what does not fit may be half loaded (see `trainer.resuming.fitting`)."""
         self.model.load_state_dict(state["model"])
         self.synchroniser.load_state_dict({name: state[name] for name in self.synchroniser.state_dict()})
+        if self.carries:
+            self.carries.load_state_dict(state["task"])
         self.generator.set_state(state["generator"])
         torch.set_rng_state(state["torch_rng"])
         if state["cuda_rng"] is not None and uses_gpu():  # else a GPU draws on from where this run's seed put it
