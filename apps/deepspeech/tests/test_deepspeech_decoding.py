@@ -46,7 +46,9 @@ def test_greedy_is_the_likeliest_single_path(chances):
     paths = list(product(range(chances.shape[1]), repeat=len(chances)))
     best = max(paths, key=lambda path: np.prod([row[label] for row, label in zip(chances, path, strict=True)]))
     likeliest = np.prod([row[label] for row, label in zip(chances, best, strict=True)])
-    equal = [path for path in paths if np.isclose(np.prod([r[i] for r, i in zip(chances, path, strict=True)]), likeliest)]
+    equal = [
+        path for path in paths if np.isclose(np.prod([r[i] for r, i in zip(chances, path, strict=True)]), likeliest)
+    ]
     assert tuple(greedy(np.log(chances))) in {said(path) for path in equal}
 
 

@@ -1,7 +1,7 @@
 """AN4 (CMU, 1991): 948 and 130 utterances of spelling and numbers, as its archives unpack.
 
-    DIR/an4/etc/an4_train.fileids, an4_train.transcription, an4_test.…
-    DIR/an4/wav/an4_clstk/SPEAKER/ID.raw (16 bit, 16 kHz, either byte order), .sph or .wav; an4test_clstk/…
+DIR/an4/etc/an4_train.fileids, an4_train.transcription, an4_test.…
+DIR/an4/wav/an4_clstk/SPEAKER/ID.raw (16 bit, 16 kHz, either byte order), .sph or .wav; an4test_clstk/…
 """
 
 import re
@@ -40,7 +40,9 @@ def _part(folder: Path, part: str, faults: Faults) -> list[Utterance]:
     ids, transcripts = folder / "etc" / f"an4_{part}.fileids", folder / "etc" / f"an4_{part}.transcription"
     names, lines = text_of(ids).split(), [line for line in text_of(transcripts).splitlines() if line.strip()]
     if len(names) != len(lines):
-        raise RunError(f"{ids} names {len(names)} files, {transcripts} has {len(lines)} lines: unpack the archive again")
+        raise RunError(
+            f"{ids} names {len(names)} files, {transcripts} has {len(lines)} lines: unpack the archive again"
+        )
     utterances = []
     for number, (name, line) in enumerate(zip(names, lines, strict=True), 1):
         with faults.one():

@@ -38,4 +38,5 @@ def _dealt(order: Lengths, rank: int, size: int) -> Lengths:
 def sorted_batches(lengths: Lengths, *, rank: int, size: int, batch_size: int) -> Sequence[Tensor]:
     """This rank's test batches: over all ranks each utterance once, the like in length together. Maybe one, empty."""
     order = torch.from_numpy(np.argsort(lengths, kind="stable"))
-    return order[rank::size].split(batch_size)
+    batches: tuple[Tensor, ...] = torch.split(order[rank::size], batch_size)
+    return batches

@@ -36,7 +36,9 @@ def text_of(path: Path) -> str:
         raise RunError(f"{path} is missing") from None
     except UnicodeDecodeError as error:
         line = path.read_bytes()[: error.start].count(b"\n") + 1
-        raise RunError(f"{path}, line {line}, is not UTF-8 (byte {error.object[error.start]:#04x}): convert it") from None
+        raise RunError(
+            f"{path}, line {line}, is not UTF-8 (byte {error.object[error.start]:#04x}): convert it"
+        ) from None
 
 
 def transcript_of(text: str, place: str) -> str:
@@ -46,5 +48,7 @@ def transcript_of(text: str, place: str) -> str:
         raise RunError(f"{place}: the transcript is empty")
     if strange := unknown(transcript):
         shown = ", ".join(f"{character!r} (U+{ord(character):04X})" for character in strange[:5])
-        raise RunError(f"{place}: the transcript has {shown}, expected letters A to Z, apostrophes and spaces: spell it out")
+        raise RunError(
+            f"{place}: the transcript has {shown}, expected letters A to Z, apostrophes and spaces: spell it out"
+        )
     return transcript

@@ -76,9 +76,7 @@ def _requests(
     def text() -> str:
         return " ".join(random.choices(DIGITS, k=random.randint(1, 4)))
 
-    return [
-        Request(text(), random.choice(voices), random.choice(speeds), random.choice(pitches)) for _ in range(count)
-    ]
+    return [Request(text(), random.choice(voices), random.choice(speeds), random.choice(pitches)) for _ in range(count)]
 
 
 def _utterance(request: Request, samples: Samples) -> Utterance:
@@ -113,7 +111,8 @@ def _release() -> str:
         return version("espeakng-loader")
     except PackageNotFoundError:
         raise RunError(
-            "--dataset spoken-digits is made with espeak-ng: pip install espeakng-loader (thinwire-deepspeech[synthetic])"
+            "--dataset spoken-digits is made with espeak-ng: pip install espeakng-loader, which "
+            "thinwire-deepspeech[synthetic] brings"
         ) from None
 
 
@@ -129,7 +128,7 @@ def _made(asked: str, folder: Path) -> list[Samples]:
             samples, lengths, rate = torch.from_numpy(said["samples"]), said["lengths"].tolist(), int(said["rate"])
     finally:
         path.unlink()
-    resampled = [resample(part.float(), rate, RATE) for part in samples.split(lengths)]
+    resampled = [resample(part.float(), rate, RATE) for part in torch.split(samples, lengths)]
     return [part.round().clamp(-32768, 32767).to(torch.int16).numpy() for part in resampled]
 
 

@@ -1,6 +1,7 @@
 """The 29 labels of the published code: CTC's blank, the apostrophe, A to Z, and the space."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 BLANK = 0
 LABELS = "_'ABCDEFGHIJKLMNOPQRSTUVWXYZ "
@@ -26,4 +27,4 @@ def unknown(text: str) -> str:
 
 def frames_needed(labels: Sequence[int]) -> int:
     """The fewest frames that can say them: one each, and a blank between two that are alike."""
-    return len(labels) + sum(a == b for a, b in zip(labels, labels[1:], strict=False))
+    return len(labels) + sum(a == b for a, b in pairwise(labels))

@@ -1,6 +1,7 @@
 """The likeliest labels over all paths that say them: CTC prefix beam search, without a language model."""
 
 from collections import defaultdict
+from functools import partial
 
 import numpy as np
 
@@ -18,13 +19,15 @@ def beam_search(log_probabilities: LogProbabilities, *, width: int) -> list[int]
     Hannun et al. 2014, without the language model. The finalists are weighed over all their paths, also those that the
     search has cut: so more beams can lose a candidate, but the result is never less likely than the greedy one.
     """
-    finalists = [tuple(greedy(log_probabilities)), *_search(log_probabilities, width)]
-    return list(max(dict.fromkeys(finalists), key=lambda labels: log_probability(log_probabilities, labels)))
+    finalists: list[Prefix] = [tuple(greedy(log_probabilities)), *_search(log_probabilities, width)]
+    return list(max(dict.fromkeys(finalists), key=partial(log_probability, log_probabilities)))
 
 
 def _search(log_probabilities: LogProbabilities, width: int) -> list[Prefix]:
     """The best prefixes by the probability of the paths that were kept, which end in a blank or in their last label."""
-    beams: dict[Prefix, tuple[float, float]] = {(): (0.0, NEVER)}  # log P of paths that end in (a blank, the last label)
+    beams: dict[Prefix, tuple[float, float]] = {
+        (): (0.0, NEVER)
+    }  # log P of paths that end in (a blank, the last label)
     for frame in log_probabilities.tolist():
         grown: defaultdict[Prefix, list[float]] = defaultdict(lambda: [NEVER, NEVER])
         for prefix, (blank, label) in beams.items():

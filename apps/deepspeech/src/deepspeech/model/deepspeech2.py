@@ -1,5 +1,6 @@
 """DeepSpeech2 (Amodei et al. 2016) as the published code for gTop-k and Ok-Topk has it, in any size."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 
@@ -10,7 +11,7 @@ from deepspeech.model.lookahead import Lookahead
 from deepspeech.model.masked_convolution import MaskedConvolution
 from deepspeech.sound.spectrogram import BINS
 
-CELLS: dict[str, type[nn.RNNBase]] = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}
+CELLS: dict[str, Callable[..., nn.RNNBase]] = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +77,7 @@ class DeepSpeech2(nn.Module):
             whole, _ = pad_packed_sequence(packed, batch_first=True)
             packed = pack_padded_sequence(self.lookahead(whole), lengths, batch_first=True, enforce_sorted=False)
         scores, _ = pad_packed_sequence(replaced(packed, self.out(self.norm(packed.data))))
-        return scores.log_softmax(-1), lengths
+        return scores.float().log_softmax(-1), lengths
 
     def output_lengths(self, frames: Tensor) -> Tensor:
         """Frames of the output for so many of the spectrogram (int64)."""
@@ -92,7 +93,7 @@ class Recurrent(nn.Module):
     def __init__(self, inputs: int, size: Size, *, norm: bool) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(inputs) if norm else None
-        self.cells = CELLS[size.cell](inputs, size.hidden, bidirectional=size.bidirectional)
+        self.cells: nn.RNNBase = CELLS[size.cell](inputs, size.hidden, bidirectional=size.bidirectional)
 
     def forward(self, packed: PackedSequence) -> PackedSequence:
         """data [frames of all, inputs] -> [frames of all, hidden]."""
@@ -101,7 +102,7 @@ class Recurrent(nn.Module):
         packed, _ = self.cells(packed)
         if not self.cells.bidirectional:
             return packed
-        return replaced(packed, packed.data.unflatten(1, (2, -1)).sum(1))
+        return replaced(packed, packed.data.view(len(packed.data), 2, -1).sum(1))
 
 
 def replaced(packed: PackedSequence, data: Tensor) -> PackedSequence:

@@ -10,7 +10,7 @@ PUBLISHED = (
     Convolution(channels=32, kernel=(21, 11), stride=(2, 1)),
 )
 SMALL = (
-    Convolution(channels=16, kernel=(11, 9), stride=(4, 2)),
+    Convolution(channels=8, kernel=(11, 9), stride=(4, 2)),
     Convolution(channels=16, kernel=(7, 5), stride=(3, 2)),
 )
 
@@ -29,4 +29,4 @@ def deepspeech2(**given: Any) -> Size:
 
 def small(**given: Any) -> Size:
     """For a few hundred words and a CPU: one output frame for 40 ms."""
-    return replace(Size(convolutions=SMALL, cell="gru", hidden=128, layers=2), **given)
+    return replace(Size(convolutions=SMALL, cell="gru", hidden=96, layers=2), **given)

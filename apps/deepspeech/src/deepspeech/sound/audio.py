@@ -4,6 +4,7 @@ libsndfile takes a wav file that was cut short for a shorter one, without a word
 compared with what is there.
 """
 
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -72,11 +73,11 @@ def read_raw(path: Path) -> Tensor:
     """
     samples_in_raw(path)
     content = path.read_bytes()
-    big, little = (np.frombuffer(content, order).astype(np.float32) / 32768 for order in (">i2", "<i2"))
+    big, little = (np.frombuffer(content, order).astype(np.float32) / np.float32(32768) for order in (">i2", "<i2"))
     return torch.from_numpy(big if _roughness(big) <= _roughness(little) else little)
 
 
-def _roughness(samples: npt.NDArray[np.float32]) -> float:
+def _roughness(samples: npt.NDArray[Any]) -> float:
     """Mean step from one sample to the next."""
     return float(np.abs(np.diff(samples)).mean())
 
@@ -111,11 +112,11 @@ def _wav_end(path: Path) -> int:
 
 def _sphere_end(head: bytes) -> int:
     """Where the samples of a NIST SPHERE file end; 0 where its header does not say."""
+    text = head.decode("ascii", "replace")
+    fields = dict(re.findall(r"^(\w+) -i (\d+)\s*$", text, re.MULTILINE))
     try:
-        lines = head.decode("ascii", "replace").splitlines()
-        fields: dict[str, Any] = {name: value for name, _, value in (line.split(" ", 2) for line in lines[2:] if line.count(" ") >= 2)}
         each = int(fields["sample_n_bytes"]) * int(fields.get("channel_count", 1))
-        return int(lines[1]) + int(fields["sample_count"]) * each
+        return int(text.splitlines()[1]) + int(fields["sample_count"]) * each
     except (KeyError, ValueError, IndexError):
         return 0
 

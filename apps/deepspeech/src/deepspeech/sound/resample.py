@@ -16,5 +16,5 @@ def resample(samples: Tensor, old: int, new: int) -> Tensor:
     n, blocks = len(samples), -(-len(samples) // down)
     spectrum = torch.fft.rfft(pad(samples, (0, blocks * down - n)))
     length = blocks * up
-    shorter = torch.fft.irfft(spectrum[: length // 2 + 1], n=length) * (up / down)
+    shorter: Tensor = torch.fft.irfft(spectrum[: length // 2 + 1], n=length) * (up / down)
     return shorter[: -(-n * up // down)]
