@@ -6,8 +6,8 @@ import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trainer.command import WRONG_USAGE
 from trainer.command_line import quantities
@@ -16,6 +16,9 @@ from trainer.launching.ending import stoppable
 from trainer.launching.placement import Placement, placement
 from trainer.launching.workers import start_workers
 from trainer.launching.world import joined
+
+if TYPE_CHECKING:
+    from communicators import Communicator
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,8 +56,18 @@ def _work(given: Namespace, place: Placement) -> int:
     from deepspeech.comparison import compare
 
     def work() -> None:
-        same = {name: getattr(given, name) for name in ("seeds", "data_dir", "output")}
-        part = partial(compare, **same, epochs=given.max_epochs, device=own_device(place.local_rank))
+        device = own_device(place.local_rank)
+
+        def part(comm: Communicator) -> None:
+            compare(
+                comm,
+                epochs=given.max_epochs,
+                seeds=given.seeds,
+                data_dir=given.data_dir,
+                output=given.output,
+                device=device,
+            )
+
         if given.simulated:
             SimulatedWorld(given.nworkers).run(part)
             return

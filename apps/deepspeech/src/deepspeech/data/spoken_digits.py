@@ -60,7 +60,7 @@ def load(data_dir: Path, *, faults: Faults) -> Corpus:
     return Corpus(train=train, tests=dict(zip(list(requests)[1:], tests, strict=True)))
 
 
-def plan(*, train: int = 1000, tests: int = 200, seed: int = 0) -> dict[str, list[Request]]:
+def plan(*, train: int = 600, tests: int = 150, seed: int = 0) -> dict[str, list[Request]]:
     """What is said, by part."""
     random = Random(seed)
     return {

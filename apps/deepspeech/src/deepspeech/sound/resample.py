@@ -8,7 +8,8 @@ from torch.nn.functional import pad
 
 
 def resample(samples: Tensor, old: int, new: int) -> Tensor:
-    """float32 [n] at `old` Hz -> [⌈n·new/old⌉] at `new` Hz; what the lower rate cannot hold is cut off.
+    """float32 [n] at `old` Hz -> [⌈n·new/old⌉] at `new` Hz; what the lower rate cannot hold, and its highest frequency, is
+    cut off.
 
     By Fourier transform, of the samples and zeros up to a length that both rates divide evenly.
     """
@@ -16,5 +17,6 @@ def resample(samples: Tensor, old: int, new: int) -> Tensor:
     n, blocks = len(samples), -(-len(samples) // down)
     spectrum = torch.fft.rfft(pad(samples, (0, blocks * down - n)))
     length = blocks * up
-    shorter: Tensor = torch.fft.irfft(spectrum[: length // 2 + 1], n=length) * (up / down)
+    kept = (min(length, blocks * down) + 1) // 2
+    shorter: Tensor = torch.fft.irfft(spectrum[:kept], n=length) * (up / down)
     return shorter[: -(-n * up // down)]
