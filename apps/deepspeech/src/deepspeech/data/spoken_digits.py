@@ -52,7 +52,7 @@ def load(data_dir: Path, *, faults: Faults) -> Corpus:
     """
     del faults  # there are none
     requests = plan()
-    parts = _said(data_dir / "spoken-digits", requests)
+    parts = said(data_dir / "spoken-digits", requests)
     train, *tests = (
         [_utterance(request, part) for request, part in zip(requests[name], parts[name], strict=True)]
         for name in requests
@@ -90,8 +90,8 @@ def _as_floats(samples: Tensor) -> Tensor:
     return samples.float() / 32768
 
 
-def _said(folder: Path, requests: Mapping[str, Sequence[Request]]) -> dict[str, list[Samples]]:
-    """By part; by one of the processes that want it at the same time, which the others wait for."""
+def said(folder: Path, requests: Mapping[str, Sequence[Request]]) -> dict[str, list[Samples]]:
+    """What is heard, int16 at 16 kHz, by part; from the folder where it is there, which of all processes one fills."""
     asked = json.dumps([request for part in requests.values() for request in part])
     path = folder / f"{hashlib.sha256((asked + _release()).encode()).hexdigest()[:16]}.npz"
     found = _kept(path)
@@ -101,8 +101,8 @@ def _said(folder: Path, requests: Mapping[str, Sequence[Request]]) -> dict[str, 
             if found is None:
                 found = _made(asked, folder)
                 _keep(path, found)
-    said = iter(found)
-    return {name: [next(said) for _ in part] for name, part in requests.items()}
+    each = iter(found)
+    return {name: [next(each) for _ in part] for name, part in requests.items()}
 
 
 def _release() -> str:
@@ -124,17 +124,17 @@ def _made(asked: str, folder: Path) -> list[Samples]:
     if done.returncode:
         raise RunError(f"espeak-ng failed ({(done.stderr.strip().splitlines() or ['without a word'])[-1]:.300})")
     try:
-        with np.load(path) as said:
-            samples, lengths, rate = torch.from_numpy(said["samples"]), said["lengths"].tolist(), int(said["rate"])
+        with np.load(path) as made:
+            samples, lengths, rate = torch.from_numpy(made["samples"]), made["lengths"].tolist(), int(made["rate"])
     finally:
         path.unlink()
     resampled = [resample(part.float(), rate, RATE) for part in torch.split(samples, lengths)]
     return [part.round().clamp(-32768, 32767).to(torch.int16).numpy() for part in resampled]
 
 
-def _keep(path: Path, said: Sequence[Samples]) -> None:
+def _keep(path: Path, parts: Sequence[Samples]) -> None:
     with replacing(path) as file:
-        np.savez(file, samples=np.concatenate(said), lengths=np.array([len(part) for part in said]))
+        np.savez(file, samples=np.concatenate(parts), lengths=np.array([len(part) for part in parts]))
 
 
 def _kept(path: Path) -> list[Samples] | None:

@@ -8,8 +8,7 @@ from torch.nn.functional import pad
 
 
 def resample(samples: Tensor, old: int, new: int) -> Tensor:
-    """float32 [n] at `old` Hz -> [⌈n·new/old⌉] at `new` Hz; what the lower rate cannot hold, and its highest frequency, is
-    cut off.
+    """float32 [n] at `old` Hz -> [⌈n·new/old⌉] at `new` Hz; frequencies that the lower rate cannot hold are cut off.
 
     By Fourier transform, of the samples and zeros up to a length that both rates divide evenly.
     """
