@@ -2,8 +2,8 @@
 
     python -m deepspeech.data.espeak FILE < requests.json
 
-What the library says depends on all that it said before (its noise has one stream). A fresh process that is asked for
-the same utterances in the same order says the same.
+What the library says depends on all that it said before. A fresh process that is asked for the same utterances in the
+same order says the same, bit by bit.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class Espeak:
         self.rate: int = self._library.espeak_Initialize(SYNCHRONOUS, 0, data, DONT_EXIT)  # samples a second
         if self.rate <= 0:
             raise OSError(f"espeak-ng does not start with the data in {data.decode()}")
+        self._library.espeak_ng_SetRandSeed(ctypes.c_long(1))  # else it is the time
         self._heard: list[Samples] = []
         self._callback: Callable[..., int] = HEARD(self._hear)  # kept, as the library calls it
         self._library.espeak_SetSynthCallback(self._callback)
