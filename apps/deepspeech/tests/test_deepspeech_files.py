@@ -136,6 +136,10 @@ UNREADABLE = {
     "no list": (lambda d: (d / "test.csv").unlink(), r"has 0 of test\.csv or test\.tsv or test\.jsonl, expected one"),
     "two lists": (lambda d: text(d / "test.tsv", ""), r"has 2 of test\.csv"),
     "latin-1": (lambda d: text(d / "train.csv", "path,text\n0.wav,\u00fc\n"), r"train\.csv, line 2, is not UTF-8"),
+    "endless field": (
+        lambda d: text(d / "train.csv", 'path,text\n0.wav,"' + "a" * 200_000),
+        r"line 2, is no line of a tab",
+    ),
     "other columns": (lambda d: text(d / "train.csv", "file,text\n"), r"train\.csv, line 1: expected columns path or"),
 }
 

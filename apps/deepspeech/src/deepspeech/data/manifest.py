@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from trainer.errors import RunError
 
@@ -62,7 +63,7 @@ def _table_rows(manifest: Path, text: str) -> Iterator[Row | RunError]:
     quoting = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if manifest.suffix == ".tsv" else {}
     lines = csv.reader(io.StringIO(text, newline=""), **quoting)  # type: ignore[arg-type]
     columns: tuple[int, int] | None = None
-    for fields in lines:
+    for fields in _fields(lines, manifest):
         place = f"{manifest}, line {lines.line_num}"
         if columns is None:
             columns = _columns(fields, place)
@@ -75,6 +76,14 @@ def _table_rows(manifest: Path, text: str) -> Iterator[Row | RunError]:
             yield RunError(f"{place} has {len(fields)} columns, expected a file and a transcript")
         else:
             yield fields[columns[0]], fields[columns[1]], place
+
+
+def _fields(lines: Any, manifest: Path) -> Iterator[list[str]]:
+    """What a csv reader gives; RunError where it cannot."""
+    try:
+        yield from lines
+    except csv.Error as error:  # such as a quotation mark that never ends
+        raise RunError(f"{manifest}, line {lines.line_num}, is no line of a table ({error})") from None
 
 
 def _columns(fields: list[str], place: str) -> tuple[int, int] | None:
@@ -99,7 +108,7 @@ def _json_rows(manifest: Path, text: str) -> Iterator[Row | RunError]:
             words = next(entry[name] for name in TEXTS if name in entry)
             if not (isinstance(path, str) and isinstance(words, str)):
                 raise TypeError
-        except (ValueError, TypeError, StopIteration):
+        except (ValueError, TypeError, StopIteration, RecursionError):
             yield RunError(f"{place}: expected an object with {' or '.join(PATHS)}, and {' or '.join(TEXTS)}")
         else:
             yield path, words, place
