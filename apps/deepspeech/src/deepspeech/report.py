@@ -35,7 +35,7 @@ def show(outcomes: Mapping[str, Sequence[Outcome]], *, ranks: int, console: Cons
     table = Table(title=f"Spoken digits (synthetic speech), {ranks} ranks: word error rates")
     for heading in ("", "speeds, pitches", "voices", "bytes/step", "training"):
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
-    table.add_row("", "held out", "held out", "each rank", "and tests", style="dim", end_section=True)
+    table.add_row("", "held out, %", "held out, %", "each rank", "and tests", style="dim", end_section=True)
     for name, runs in outcomes.items():
         table.add_row(
             name,
@@ -48,9 +48,9 @@ def show(outcomes: Mapping[str, Sequence[Outcome]], *, ranks: int, console: Cons
 
 
 def _rates(rates: Sequence[float]) -> str:
-    """The mean in %, and each where there are several."""
-    each = f" ({', '.join(f'{100 * rate:.1f}' for rate in rates)})" if len(rates) > 1 else ""
-    return f"{100 * mean(rates):.1f} %{each}"
+    """The mean in %, and the least and the greatest where there are several."""
+    span = f" ({100 * min(rates):.1f} … {100 * max(rates):.1f})" if len(rates) > 1 else ""
+    return f"{100 * mean(rates):.1f}{span}"
 
 
 def _number(value: float | str | None) -> float:

@@ -57,7 +57,7 @@ class Espeak:
             raise ValueError(f"espeak-ng has no voice {request.voice!r}")
         self._library.espeak_SetParameter(SPEED, request.speed, 0)
         self._library.espeak_SetParameter(PITCH, request.pitch, 0)
-        text = request.text.encode()
+        text = request.text.lower().encode()  # capitals could be taken for initials
         self._library.espeak_Synth(text, ctypes.c_size_t(len(text) + 1), 0, CHARACTERS, 0, UTF8, None, None)
         self._library.espeak_Synchronize()
         said = np.concatenate(self._heard) if self._heard else np.empty(0, np.int16)

@@ -106,7 +106,7 @@ def said(folder: Path, requests: Mapping[str, Sequence[Request]]) -> dict[str, l
 
 
 def _release() -> str:
-    """Of the wheel; "" without it: what another process has kept for a release can only be found with it."""
+    """Of the wheel; RunError without it, also where a folder has some: they could be any release's."""
     try:
         return version("espeakng-loader")
     except PackageNotFoundError:
@@ -120,7 +120,7 @@ def _made(asked: str, folder: Path) -> list[Samples]:
     """In a process of its own (see `deepspeech.data.espeak`)."""
     path = folder / "said.npz"
     command = [sys.executable, "-m", "deepspeech.data.espeak", str(path)]
-    done = subprocess.run(command, input=asked.lower(), text=True, capture_output=True, check=False)
+    done = subprocess.run(command, input=asked, text=True, capture_output=True, check=False)
     if done.returncode:
         raise RunError(f"espeak-ng failed ({(done.stderr.strip().splitlines() or ['without a word'])[-1]:.300})")
     try:
@@ -142,8 +142,6 @@ def _kept(path: Path) -> list[Samples] | None:
     try:
         with np.load(path) as kept:
             return list(np.split(kept["samples"], kept["lengths"].cumsum()[:-1]))
-    except FileNotFoundError:
-        return None
     except (OSError, ValueError, KeyError, EOFError, BadZipFile):
         return None
 
