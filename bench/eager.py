@@ -1,6 +1,6 @@
 """Time to the same accuracy under imbalance that is fixed in advance: eager SGD against synchronous SGD.
 
-    python -m bench eager [--tasks digits lstm] [--seeds N] [--full] [--output DIR]
+    python -m bench eager [--tasks digits lstm speech] [--seeds N] [--full] [--output DIR]
 
 Simulated ranks train each task of `bench.eager_tasks`, which says how long steps take. seconds: virtual, until the test
 accuracy first reaches the target, looked at every few rounds. whole: until all ranks have made all steps. speed-ups:

@@ -27,4 +27,4 @@ DATASETS = {
 
 # Names of published commands whose app is another one.
 TEXT = "python -m text (sentiment and language modelling)"
-ELSEWHERE = {"lstm": TEXT, "lstmimdb": TEXT}
+ELSEWHERE = {"lstm": TEXT, "lstmimdb": TEXT, "lstman4": "python -m deepspeech (speech recognition)"}

@@ -1,0 +1,1 @@
+"""Speech recognition with every synchronisation algorithm; see `python -m deepspeech --help`."""

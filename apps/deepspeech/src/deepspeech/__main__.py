@@ -1,0 +1,48 @@
+"""`python -m deepspeech`: speech recognition; `--help` lists the flags."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from trainer.app import App
+from trainer.command import main
+from trainer.errors import RunError
+
+from deepspeech.catalogue import DATASETS, ELSEWHERE, FLAGS, MODELS
+
+if TYPE_CHECKING:
+    import torch
+    from trainer.command_line.options import Options
+
+    from deepspeech.recognition import Recognition
+
+
+def build(options: Options, device: torch.device) -> Recognition:
+    """The task; torch is imported only here, after the flags have been checked."""
+    from deepspeech.recognition import build
+
+    return build(options, device)
+
+
+def check(options: Options) -> None:
+    """RunError for what this app has not."""
+    if options.download:
+        raise RunError("--download: this app fetches nothing; its README says where the data are")
+
+
+APP = App(
+    module="deepspeech",
+    models=MODELS,
+    datasets=DATASETS,
+    build=build,
+    check=check,
+    defaults={"batch_size": 8, "lr": 0.01, "clip_norm": 20.0, "warmup_epochs": 1.0, "max_epochs": 8},
+    ignores=frozenset({"label_smoothing"}),
+    elsewhere=ELSEWHERE,
+    flags=FLAGS,
+    commands={"transcribe": "deepspeech.transcribe:main"},
+)
+
+if __name__ == "__main__":
+    sys.exit(main(APP))

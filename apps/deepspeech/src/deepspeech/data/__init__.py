@@ -1,0 +1,1 @@
+"""One file a data set, and what they share."""

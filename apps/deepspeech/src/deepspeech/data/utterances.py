@@ -1,0 +1,48 @@
+"""A data set of utterances: what is said, and where it is to be heard."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from deepspeech.decoding.alphabet import encoded
+from deepspeech.sound.spectrogram import frames_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Utterance:
+    """samples: how many at 16 kHz; read: gives them, float32 [samples] in −1 … 1. name: of the file, for messages."""
+
+    name: str
+    transcript: str
+    samples: int
+    read: Callable[[], Tensor]
+
+    @property
+    def frames(self) -> int:
+        """Of its spectrogram."""
+        return frames_of(self.samples)
+
+    @property
+    def labels(self) -> list[int]:
+        """Of its transcript."""
+        return encoded(self.transcript)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """Utterances to train on, and to test with by group, the first of which is the one that figures are of.
+
+    skipped: why, for each utterance that was left out.
+    """
+
+    train: Sequence[Utterance]
+    tests: Mapping[str, Sequence[Utterance]]
+    skipped: Sequence[str] = ()
+
+
+def frame_counts(utterances: Sequence[Utterance]) -> npt.NDArray[np.int64]:
+    """Of each."""
+    return np.array([utterance.frames for utterance in utterances], np.int64)

@@ -1,0 +1,1 @@
+"""From the model's probabilities to text."""

@@ -1,0 +1,1 @@
+"""DeepSpeech2 and its parts."""
