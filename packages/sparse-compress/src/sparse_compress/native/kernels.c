@@ -1115,7 +1115,8 @@ EXPORT void sc_pack_indices(const void *index, int64_t n, int low, int64_t high,
                 plane[bit * width + i / 8] = (uint8_t)rows;
         }
     uint8_t *unary = plane + low * width;
-    memset(unary, 0, (size_t)((high + 7) / 8));
+    if (n) /* else there is no memory to point to */
+        memset(unary, 0, (size_t)((high + 7) / 8));
     uint64_t word = 0;
     int64_t place = 0; /* of the word, in bits */
     for (int64_t i = 0; i < n; i++) {
