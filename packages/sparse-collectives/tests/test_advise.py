@@ -62,18 +62,8 @@ def test_json(capsys):
     found = advice(capsys, "--link", "10gbit", "--ranks", "14", "--density", "0.01", "0.001", "0.01")
     numbers = ("nbytes", "rounds", "compression_seconds", "network_seconds", "merging_seconds", "step_seconds")
     assert set(found) == {
-        *(
-            "parameters",
-            "ranks",
-            "device",
-            "compute_seconds",
-            "overlapped_seconds",
-            "link",
-            "pairs",
-            "handling",
-            "optimizer",
-        ),
-        *("predictions", "recommendation", "taken_by_others", "warning"),
+        *("parameters", "ranks", "device", "compute_seconds", "overlapped_seconds", "link", "pairs", "handling"),
+        *("optimizer", "predictions", "recommendation", "taken_by_others", "warning"),
     }
     assert (found["parameters"], found["ranks"], found["pairs"]) == (25_000_000, 14, None)
     assert found["link"] == {"name": "10gbit", "alpha": 30e-6, "beta": 0.8e-9}
@@ -81,7 +71,7 @@ def test_json(capsys):
     steps = [p["step_seconds"] for p in found["predictions"]]
     assert steps == sorted(steps)
     for prediction in found["predictions"]:
-        assert set(prediction) == {"algorithm", "options", "density", "wire", "speedup", *numbers}
+        assert set(prediction) == {"algorithm", "options", "density", "wire", "speedup", "accuracy", *numbers}
     [dense] = [p for p in found["predictions"] if (p["algorithm"], p["wire"]) == ("dense", "fp32")]
     assert dense["speedup"] == 1
     assert set(found["recommendation"]) == {

@@ -9,6 +9,8 @@ from sparse_collectives import ALGORITHMS, DistributedOptimizer, reshard_residua
 from sparse_compress import RandomK, TopK
 from torch import nn
 
+pytestmark = pytest.mark.filterwarnings("ignore:Adam behind a sparse", "ignore:momentum= and Adam")
+
 
 def make(comm, *, name="gtopk", inner=torch.optim.Adam, compressor=TopK, **options):
     model = nn.ParameterDict({key: nn.Parameter(torch.zeros(shape)) for key, shape in {"a": (2, 3), "b": (4,)}.items()})

@@ -10,6 +10,8 @@ from torch import nn
 NAN, INF = float("nan"), float("inf")
 every_algorithm = pytest.mark.parametrize("name", ALGORITHMS)
 
+pytestmark = pytest.mark.filterwarnings("ignore:Adam behind a sparse", "ignore:momentum= and Adam")
+
 
 def make(comm, name, **options):
     model = nn.ParameterDict({key: nn.Parameter(torch.zeros(4)) for key in "abc"})

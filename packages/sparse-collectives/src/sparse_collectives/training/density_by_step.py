@@ -22,6 +22,11 @@ class DensityByStep:
         self._schedule: Schedule | None = density if callable(density) else None
         self.set(0)  # what the schedule gives is checked at once, and is known before the first step
 
+    @property
+    def last(self) -> float:
+        """What it ends at, where that can be told: a compressor's own density, or what a schedule calls its; else 1."""
+        return float(getattr(self._schedule or self._compressor, "density", 1.0))
+
     def set(self, step: int) -> None:
         """Before that step's first selection. Raises what the compressor raises for what is no density."""
         if self._schedule is not None:

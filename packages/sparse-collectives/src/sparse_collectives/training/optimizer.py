@@ -185,7 +185,7 @@ class DistributedOptimizer(Wrapping):
         more += [f"{sends=}, {clip_norm=}"] if clip_norm or sends != "gradients" else []
         settings = ", ".join([settings, *more, *chosen.settings])
         if chosen.entry is not None and chosen.entry.compresses:
-            warn_of(optimizer, momentum=momentum, sends=sends, stacklevel=3)
+            warn_of(optimizer, momentum=momentum, density=self._density.last, sends=sends, stacklevel=3)
         broadcast_parameters(named, comm, what="DistributedOptimizer", settings=settings)
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -115,7 +115,9 @@ class SparseHookState:
         self._accumulated = Accumulated()
         self._scale = 1.0  # of this step: a GPU is asked for it once
         self._steps = 0
-        self._seen = SeenOptimizer(self._buckets, momentum=self._momentum, scaled=grad_scaler is not None)
+        self._seen = SeenOptimizer(
+            self._buckets, momentum=self._momentum, density=self._density.last, scaled=grad_scaler is not None
+        )
         self._found: tuple[Any, Communicator, Chosen, Exchange] | None = None
         if process_group is not None or default_group() is not None:
             self._world()

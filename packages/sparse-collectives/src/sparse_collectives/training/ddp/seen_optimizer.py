@@ -23,8 +23,8 @@ class SeenOptimizer:
     nothing of clipping.
     """
 
-    def __init__(self, buckets: Buckets, *, momentum: float, scaled: bool) -> None:
-        self._buckets, self._momentum = buckets, momentum
+    def __init__(self, buckets: Buckets, *, momentum: float, density: float, scaled: bool) -> None:
+        self._buckets, self._momentum, self._density = buckets, momentum, density
         self._clipping = None if scaled else ClippingAfter("SparseHookState")
         self._squares: dict[tuple[int, ...], Tensor] = {}  # of the means as the exchange gave them, by bucket
         self._introduced = False
@@ -44,7 +44,7 @@ class SeenOptimizer:
             return True
         if not self._introduced:
             self._introduced = True
-            warn_of(optimizer, momentum=self._momentum, under_ddp=True, stacklevel=6)
+            warn_of(optimizer, momentum=self._momentum, density=self._density, under_ddp=True, stacklevel=6)
         if self._clipping is None:
             return False
         first = next(iter(self._squares.values()))
