@@ -1,5 +1,6 @@
 """What `python -m bench` promises of every benchmark that it names."""
 
+from pathlib import Path
 from pkgutil import resolve_name
 
 import numpy as np
@@ -55,3 +56,9 @@ def test_the_clusters_model_has_the_rounds_of_the_real_protocol(size, quorum, ma
         now, contributes = one_round(ranks, rules, number, now, grace=grace, seconds=1e-6)
         found[number] = tuple(np.flatnonzero(contributes).tolist())
     assert found == {number: outcomes[0][0][number] for number in range(until)}
+
+
+def test_the_readmes_table_of_accuracies_is_the_record():
+    root = Path(__file__).parent.parent
+    table = (root / "bench" / "results" / "convergence.md").read_text()
+    assert table in (root / "packages" / "sparse-collectives" / "README.md").read_text()

@@ -28,6 +28,7 @@ from bench.convergence.ways import WAYS, Run
 from bench.record import machine, record
 
 DENSE = "dense"
+UNDER = ("task", "optimizer", "clip", "ranks", "steps")  # what a way and dense share
 LABELS = ("task", "optimizer", "clip", "way", "density", "ranks", "steps")
 SHOWN = (*LABELS, "seeds", "mean", "least", "most", "behind", "bytes_a_step")
 QUICK = {"ways": (DENSE, "gtopk, as first written", "gtopk"), "tasks": ("cnn-digits", "vit-digits")}
@@ -49,6 +50,7 @@ def main(argv: Sequence[str] = ()) -> int:
         every = _rows(list(known.values()))
         if options.accuracy:
             _write_accuracy(options.accuracy, every)
+        (options.output / "convergence.md").write_text(_markdown(every))
         record(options.output, "convergence", every, labels=LABELS[:5], values=("mean",), facts=facts)
     return 0
 
@@ -153,6 +155,23 @@ def _write_accuracy(path: Path, rows: Sequence[dict[str, Any]]) -> None:
                 kept.append({"optimizer": optimizer, "algorithm": algorithm, "wire": wire} | {n: row[n] for n in names})
     said = "written by python -m bench convergence --output DIR --accuracy FILE"
     path.write_text(json.dumps({"note": said, "rows": kept}, indent=1) + "\n")
+
+
+def _markdown(rows: Sequence[dict[str, Any]]) -> str:
+    """The table for a README: of each way but dense, how far it is behind."""
+    lines = [
+        "| task, steps | optimizer | clip | exchange, density | score (dense) | behind | seeds |",
+        "|---" * 7 + "|",
+    ]
+    whole = {tuple(row[name] for name in UNDER): row["mean"] for row in rows if row["way"] == DENSE}
+    for row in sorted(rows, key=lambda row: [str(row[name]) for name in (*UNDER, "way")]):
+        if row["way"] == DENSE or row["behind"] is None:
+            continue
+        dense, clip = whole[tuple(row[name] for name in UNDER)], row["clip"] or "no"
+        cells = [f"{row['task']}, {row['steps']:,}", row["optimizer"], clip, f"{row['way']}, {row['density']:g}"]
+        cells += [f"{row['mean']:.1f} ({dense:.1f})", f"{row['behind']:.1f}", row["seeds"]]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines) + "\n"
 
 
 def _measured(by_seed: dict[int, dict[str, Any]]) -> list[str]:

@@ -153,15 +153,26 @@ def test_residuals_of_gradients_are_not_taken_for_updates():
     SimulatedWorld(2).run(body)
 
 
-def test_a_gradient_that_is_not_finite_is_named_and_no_parameter_changes():
+class Signs(torch.optim.SGD):
+    """Makes what is finite of an inf."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data.sub_(p.grad.sign(), alpha=group["lr"])
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", Signs])
+def test_a_gradient_that_is_not_finite_is_named_and_no_parameter_changes(optimizer):
     def body(comm):
-        model, optimizer = made(comm)
+        model, optimizer_ = made(comm, optimizer=optimizer)
         before = flat(model)
         give(model, comm, 0)
         if comm.rank == 1:
             model["b"].grad[0] = torch.inf
         with pytest.raises(CollectiveError, match="rank 1: the gradient of 'b' is not finite"):
-            optimizer.step()
+            optimizer_.step()
         assert torch.equal(flat(model), before)
 
     SimulatedWorld(2).run(body)
@@ -187,6 +198,27 @@ def test_a_skipped_step_leaves_no_trace():
         world.run(lambda comm: body(comm, True)), world.run(lambda comm: body(comm, False)), strict=True
     ):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_a_density_by_step_is_followed_from_step_to_step():
+    """Counted by the parameters that each step moves."""
+
+    def body(comm):
+        def plain(parameters):
+            return torch.optim.SGD(parameters, lr=1.0)
+
+        model, optimizer = made(comm, optimizer=plain, zeros=True, density=WarmUp(1 / 24, steps=2, stages=(1.0, 0.25)))
+        moved = []
+        for step in range(4):
+            before = flat(model).clone()
+            torch.manual_seed(step)  # alike on all ranks, so that all select alike
+            for p in model.values():
+                p.grad = torch.rand_like(p) + 1
+            optimizer.step()
+            moved.append(int((flat(model) != before).sum()))
+        return moved
+
+    assert SimulatedWorld(2).run(body) == [[24, 6, 1, 1]] * 2
 
 
 def test_schedulers_scale_what_is_sent_from_then_on():
