@@ -47,7 +47,7 @@ def test_every_import_is_declared(name):
     package = PACKAGES[name]
     distributions = package.requires | {name_of(line) for lines in package.extras.values() for line in lines}
     siblings = {each: PACKAGES[each].module for each in distributions & set(PACKAGES)}
-    declared = {MODULE_OF.get(each, siblings.get(each, each)) for each in distributions}
+    declared = {MODULE_OF.get(each, siblings.get(each, each.replace("-", "_"))) for each in distributions}
     known = declared | COMES_WITH_TORCH | {package.module} | set(sys.stdlib_module_names)
     wrong = [
         f"{file.relative_to(ROOT)} imports {module}"

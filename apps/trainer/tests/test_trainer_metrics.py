@@ -45,12 +45,12 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
 def test_a_run_that_is_overwritten_leaves_no_curve_behind(tmp_path: Path) -> None:
     """TensorBoard would show those of the deleted run as if they were the new one's."""
     folder = RunFolder(tmp_path)
-    folder.begin({"seed": 0}, overwrite=False)
+    folder.begin({"seed": 0}, kept=None, overwrite=False)
     (tmp_path / "events").mkdir()
     for name in ("events.out.tfevents.17.host.3.0", "notes.txt"):
         (tmp_path / "events" / name).write_text("")
-    folder.begin({"seed": 1}, overwrite=True)
+    folder.begin({"seed": 1}, kept=None, overwrite=True)
     assert [path.name for path in (tmp_path / "events").iterdir()] == ["notes.txt"]
     (tmp_path / "events" / "notes.txt").unlink()
-    folder.begin({"seed": 2}, overwrite=True)
+    folder.begin({"seed": 2}, kept=None, overwrite=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json"]
