@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from communicators import Communicator, as_communicator, refuse_unlike
+from communicators import Communicator, as_communicator
 from communicators.replicas.default_group import default_group, refuse_other_world
 from communicators.replicas.parameters import check_pairs
 from communicators.replicas.saved_by import KEY
@@ -25,12 +25,12 @@ from sparse_collectives.training.clipping import check_clip_norm
 from sparse_collectives.training.ddp.accumulated import Accumulated, put_back
 from sparse_collectives.training.ddp.buckets import Buckets, unused_spans
 from sparse_collectives.training.ddp.seen_optimizer import SeenOptimizer
-from sparse_collectives.training.density_by_step import DensityByStep, Schedule
 from sparse_collectives.training.exchange import Exchange
 from sparse_collectives.training.scheme import Chosen, choose_scheme
 from sparse_collectives.training.schemes.table import WholeScheme
 from sparse_collectives.training.settings import check_compressor, check_count, check_momentum, check_settings, fixed
 from sparse_collectives.training.state_dict import check_fit, check_saved_by, complete, refuse_residuals, saved_by
+from sparse_collectives.training.steps import Schedule, Steps
 
 OWNER = "a DDP hook"
 
@@ -99,8 +99,8 @@ class SparseHookState:
         if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
             raise TypeError(f"grad_scaler is {grad_scaler!r}, expected the GradScaler itself, or None without one")
         self._compressor = check_compressor(compressor, density)
-        self._momentum, self._verify = check_momentum(momentum), check_count("verify", verify, "steps", least=0)
-        self._density, self._clip_norm = DensityByStep(self._compressor, density), check_clip_norm(clip_norm)
+        self._momentum, self._clip_norm = check_momentum(momentum), check_clip_norm(clip_norm)
+        self._steps = Steps(self._compressor, density, check_count("verify", verify, "steps", least=0))
         named = list(named_parameters)
         check_pairs(named)
         check_settings(algorithm, options, wire, self._compressor, self._momentum, "the optimizer")
@@ -114,9 +114,8 @@ class SparseHookState:
         self._buckets = Buckets(named)
         self._accumulated = Accumulated()
         self._scale = 1.0  # of this step: a GPU is asked for it once
-        self._steps = 0
         self._seen = SeenOptimizer(
-            self._buckets, momentum=self._momentum, density=self._density.last, scaled=grad_scaler is not None
+            self._buckets, momentum=self._momentum, density=self._steps.last_density, scaled=grad_scaler is not None
         )
         self._found: tuple[Any, Communicator, Chosen, Exchange] | None = None
         if process_group is not None or default_group() is not None:
@@ -171,7 +170,7 @@ class SparseHookState:
         kept = exchange.state_dict()
         trained = [(name, p) for name, p in self._parameters.items() if p.requires_grad]
         memories = complete(kept, exchange.scheme.memories, trained)
-        counted = {"steps": self._steps} if repr(self._density) else {}
+        counted = {"steps": self._steps.taken} if self._steps.matter else {}
         return {KEY: {**saved_by(comm), "algorithm": chosen.algorithm, **counted, **kept, **memories}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -193,7 +192,7 @@ class SparseHookState:
             own = {**own, "residuals": {}, "velocities": {}}
         states = own["algorithm_state"] if own["algorithm"] == chosen.algorithm else []
         exchange.load_state_dict({**own, "algorithm_state": states})
-        self._steps = own.get("steps", self._steps)
+        self._steps.taken = own.get("steps", self._steps.taken)
 
     def exchange(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Starts the exchange of one bucket; the future holds the mean, in the bucket's buffer."""
@@ -209,7 +208,7 @@ class SparseHookState:
         if bucket.is_last():
             self._accumulated.whole()
         if self._clip_norm is not None:
-            exchange.clip([flat], scale=self._scale, share=known.numel / self._numel())
+            exchange.clip([flat], scale=self._scale, of=self._numel())
         unused = unused_spans(spans, flat) if exchange.scheme.memories else ()
         work = exchange.start(known, flat, scale=self._scale, unused=unused)
 
@@ -258,10 +257,8 @@ class SparseHookState:
             refuse_other_world(group, "a SparseHookState")
         if not self._accumulated.goes_on:  # else the step of the last backward is still under way
             self._settle()
-            self._density.set(self._steps)
-            self._steps += 1
-            if self._verify and self._steps % self._verify == 0:
-                refuse_unlike(self._parameters or self._buckets.parameters, comm)
+            self._steps.begin()
+            self._steps.count(self._parameters or self._buckets.parameters, comm)
         self._scale = 1.0 if self._grad_scaler is None else float(self._grad_scaler.get_scale())
 
     def _numel(self) -> int:
