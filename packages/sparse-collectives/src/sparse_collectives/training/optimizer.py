@@ -31,6 +31,7 @@ from sparse_collectives.training.schemes.table import WholeScheme
 from sparse_collectives.training.settings import (
     check_compressor,
     check_count,
+    check_dense_below,
     check_momentum,
     check_optimizer,
     check_sends,
@@ -43,8 +44,8 @@ from sparse_collectives.training.unfit import warn_of
 from sparse_collectives.training.updates import all_are_finite, taken
 
 SETTINGS = frozenset(
-    {"algorithm", "bucket_bytes", "choice", "clip_norm", "comm", "compressor", "density", "momentum", "nonfinite"}
-    | {"options", "overlap", "sends", "verify", "wire"}
+    {"algorithm", "bucket_bytes", "choice", "clip_norm", "comm", "compressor", "dense_below", "density", "momentum"}
+    | {"nonfinite", "options", "overlap", "sends", "verify", "wire"}
 )
 
 
@@ -90,6 +91,8 @@ class DistributedOptimizer(Wrapping):
     clip_norm: holds the norm of this rank's own gradient, of the whole model, to clip_norm · √P before the selection,
         so that of the mean to about clip_norm (DGC's local clipping, see `clip_limit`); with `overlap`, bucket by
         bucket, to √share of that, where a bucket has so large a share of the elements. What it takes away is not kept.
+    dense_below: tensors of fewer elements, such as biases and norms, are summed whole in the same call, beside the
+        selection from the others; their momentum is plain. 0: none.
     bucket_bytes: selection and exchange in buckets of so many bytes; default: over the whole model at once, with
         `overlap` BUCKET_BYTES.
     overlap: each bucket's selection and exchange start during backward, as soon as its gradients are ready, those of
@@ -127,6 +130,7 @@ class DistributedOptimizer(Wrapping):
         wire: str = "fp32",
         momentum: float = 0.0,
         clip_norm: float | None = None,
+        dense_below: int = 0,
         bucket_bytes: int | None = None,
         overlap: bool = False,
         nonfinite: str = "raise",
@@ -137,6 +141,7 @@ class DistributedOptimizer(Wrapping):
         bucket_bytes, clip_norm = check_count("bucket_bytes", bucket_bytes, "bytes"), check_clip_norm(clip_norm)
         verify = check_count("verify", verify, "steps", least=0)
         check_optimizer(optimizer, nonfinite)
+        dense_below = check_dense_below(dense_below, algorithm)
         check_sends(sends, algorithm, momentum=momentum, overlap=overlap)
         self._by_default, comm = comm is None, as_communicator(comm)
         named = name_parameters(optimizer, named_parameters)
@@ -148,6 +153,7 @@ class DistributedOptimizer(Wrapping):
             wire=wire,
             compressor=compressor,
             momentum=momentum,
+            dense_below=dense_below,
             selects=sends == "updates",
             parameters=list(trained.values()),
             tentative=nonfinite == "skip" and sends == "gradients",

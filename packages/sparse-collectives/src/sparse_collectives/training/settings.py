@@ -111,6 +111,14 @@ def check_optimizer(optimizer: Any, nonfinite: Any) -> None:
         raise ValueError(f"nonfinite is {nonfinite!r}, expected 'raise' or 'skip'")
 
 
+def check_dense_below(dense_below: Any, algorithm: Any) -> int:
+    """Of so few elements tensors are summed whole; TypeError or ValueError, also where nothing is selected anyway."""
+    count = check_count("dense_below", dense_below, "elements", least=0) or 0
+    if count and not (isinstance(algorithm, str) and algorithm == AUTO) and not _selects(algorithm):
+        raise ValueError(f"dense_below={count} is for algorithms that select; this one sends all whole: leave it out")
+    return count
+
+
 def check_sends(sends: Any, algorithm: Any, *, momentum: float, overlap: bool) -> None:
     """What is exchanged; TypeError or ValueError, also for settings that updates have no use for."""
     check_text("sends", sends, "updates")

@@ -28,7 +28,14 @@ from sparse_collectives.training.ddp.seen_optimizer import SeenOptimizer
 from sparse_collectives.training.exchange import Exchange
 from sparse_collectives.training.scheme import Chosen, choose_scheme
 from sparse_collectives.training.schemes.table import WholeScheme
-from sparse_collectives.training.settings import check_compressor, check_count, check_momentum, check_settings, fixed
+from sparse_collectives.training.settings import (
+    check_compressor,
+    check_count,
+    check_dense_below,
+    check_momentum,
+    check_settings,
+    fixed,
+)
 from sparse_collectives.training.state_dict import check_fit, check_saved_by, complete, refuse_residuals, saved_by
 from sparse_collectives.training.steps import Schedule, Steps
 
@@ -55,6 +62,8 @@ class SparseHookState:
         about clip_norm (DGC's local clipping, see `clip_limit`): each bucket by itself to √share of that, where it has
         so large a share of the elements of `named_parameters`, which are needed for it. What it takes away is not kept.
         `clip_grad_norm_` after backward would clip what few entries have saved up: it loses that, and learns badly.
+    dense_below: tensors of fewer elements, such as biases and norms, are summed whole in the same call, beside the
+        selection from the others, of which `density` is; their momentum is plain. 0: none.
     grad_scaler: the GradScaler of mixed-precision training. Residuals are then kept unscaled, and a step that it
         skips leaves them as they were, bit for bit, for twice their memory; one optimizer for all parameters, because
         the scaler skips by optimizer. Without a scaler, a gradient that is not finite is an error on every rank that
@@ -91,6 +100,7 @@ class SparseHookState:
         wire: str = "fp32",
         momentum: float = 0.0,
         clip_norm: float | None = None,
+        dense_below: int = 0,
         grad_scaler: torch.amp.GradScaler | None = None,
         compressor: Compressor | None = None,
         named_parameters: Iterable[tuple[str, Tensor]] = (),
@@ -104,6 +114,7 @@ class SparseHookState:
         named = list(named_parameters)
         check_pairs(named)
         check_settings(algorithm, options, wire, self._compressor, self._momentum, "the optimizer")
+        self._dense_below = check_dense_below(dense_below, algorithm)
         if isinstance(algorithm, str) and algorithm == AUTO and not any(p.numel() for _, p in named):
             raise ValueError('algorithm="auto" chooses by the size of the model: give named_parameters')
         if self._clip_norm is not None and not named:
@@ -234,6 +245,7 @@ class SparseHookState:
                 wire=wire,
                 compressor=self._compressor,
                 momentum=self._momentum,
+                dense_below=self._dense_below,
                 parameters=list(self._parameters.values()),
                 tentative=self._grad_scaler is not None,
             )
