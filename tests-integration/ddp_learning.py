@@ -57,6 +57,36 @@ def a_density_by_step_is_followed_and_goes_on_after_a_checkpoint():
         assert int((stepped(resumed, 2) != 0).sum()) < 40  # of 79: each bucket's share
 
 
+def what_is_tiny_is_summed_whole_and_nothing_is_lost():
+    """Σ gradients = P · applied + Σ residuals over steps and new cuts of the buckets; b and d never wait."""
+    size = dist.get_world_size()
+    for momentum, backwards in ((0.0, 1), (0.0, 2), (0.9, 1)):
+        run = Run(settings={"density": 0.05, "dense_below": 10}, momentum=momentum)
+        before = flat(run.module.state_dict())
+        given = torch.zeros_like(before)
+        for step in range(3):
+            run.ddp.zero_grad()
+            for micro in range(backwards):
+                gradients = gradients_of(10 * step + micro, dist.get_rank())
+                given += flat(gradients)
+                if micro < backwards - 1:
+                    with run.ddp.no_sync():
+                        run.ddp(gradients).backward()
+                else:
+                    run.ddp(gradients).backward()
+            run.optimizer.step()
+        kept = run.state.state_dict()["distributed"]["residuals"]
+        assert not kept["b"].any()
+        assert not kept["d"].any()
+        if momentum:
+            continue
+        residual = flat(kept)
+        for tensor in (given, residual):
+            dist.all_reduce(tensor)
+        applied = before - flat(run.module.state_dict())
+        torch.testing.assert_close(given, size * applied + residual, rtol=1e-5, atol=1e-4)
+
+
 def clip_norm_needs_the_names():
     with pytest.raises(ValueError, match="give named_parameters"):
         SparseHookState(clip_norm=1.0)
@@ -123,6 +153,7 @@ def another_models_optimizer_is_none_of_its_business():
 LAWS = (
     clipping_holds_each_ranks_gradient_to_its_part_and_loses_nothing_else,
     a_density_by_step_is_followed_and_goes_on_after_a_checkpoint,
+    what_is_tiny_is_summed_whole_and_nothing_is_lost,
     clip_norm_needs_the_names,
     what_learns_badly_is_said_once_at_the_optimizers_first_step,
     what_is_well_is_not_remarked_on,

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 MOMENTUM = 0.9
 WARM_UP = 10  # a tenth of the steps
+TINY = 256  # elements: biases and norms of these models, not their matrices
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Way:
-    """settings: (run) -> what DistributedOptimizer is given. own_momentum: where SGD's is. selects: by a density.
+    """settings: (run) -> what DistributedOptimizer is given. own_momentum: SGD has its own; for updates it always does.
+    selects: by a density.
 
     clips_after: as plain training does, between the exchange and the step. optimizers: that it is for. recommended:
     algorithm and wire, where it is what the README says.
@@ -57,7 +59,8 @@ def _clip(run: Run) -> dict[str, Any]:
 
 def fitting(run: Run, algorithm: str = "gtopk", **more: Any) -> dict[str, Any]:
     """The settings that the README recommends for an optimizer."""
-    own = {"sends": "updates"} if run.optimizer == "adamw" else {"momentum": MOMENTUM}
+    updates = run.optimizer == "adamw" or run.clip
+    own: dict[str, Any] = {"sends": "updates", "dense_below": TINY} if updates else {"momentum": MOMENTUM}
     density = WarmUp(run.density, steps=run.steps // WARM_UP, stages=(1.0,))
     return {"algorithm": algorithm, "density": density, **own, **_clip(run), **more}
 
@@ -107,9 +110,11 @@ WAYS: dict[str, Way] = {
 def optimizer_of(run: Run, model: nn.Module, rate: float, comm: Communicator) -> DistributedOptimizer:
     """The optimizer of a run."""
     way = WAYS[run.way]
+    settings = way.settings(run)
     inner: Optimizer
     if run.optimizer == "adamw":
         inner = torch.optim.AdamW(model.parameters(), lr=rate)
     else:
-        inner = torch.optim.SGD(model.parameters(), lr=rate, momentum=MOMENTUM if way.own_momentum else 0.0)
-    return DistributedOptimizer(inner, model.named_parameters(), comm=comm, **way.settings(run))
+        own = way.own_momentum or settings.get("sends") == "updates"
+        inner = torch.optim.SGD(model.parameters(), lr=rate, momentum=MOMENTUM if own else 0.0)
+    return DistributedOptimizer(inner, model.named_parameters(), comm=comm, **settings)

@@ -110,7 +110,7 @@ def _how(situation: Situation, taken: Prediction) -> list[str]:
     if situation.sends_updates:
         name = {"adam": "Adam", "adamw": "AdamW"}[situation.optimizer]
         inner = f"torch.optim.{name}(...), model.named_parameters()"
-        how = f'Without DDP: optimizer = DistributedOptimizer({inner}, {setting}, sends="updates").'
+        how = f'Without DDP: optimizer = DistributedOptimizer({inner}, {setting}, sends="updates", dense_below=256).'
     else:
         how = (
             f"In DDP: ddp.register_comm_hook(SparseHookState({setting}, momentum=0.9), sparse_hook), and no momentum "

@@ -8,6 +8,7 @@ from functools import partial
 
 from communicators import Bucket
 from torch import Tensor
+from torch.optim import Optimizer
 
 BUCKET_BYTES = 4 << 20
 """Gradients of so many bytes are selected from and sent together; `bench/overlap` has the measurement."""
@@ -69,6 +70,15 @@ class BackwardOrder:
         while self._started < len(self._lacking) and not self._lacking[self._started]:
             self._start(self._started)
             self._started += 1
+
+
+def take_over(optimizer: Optimizer, order: BackwardOrder | None) -> None:
+    """Whoever watched before for this optimizer, and may still be held by a scheduler, no longer starts exchanges."""
+    earlier = vars(optimizer).pop("_backward_order", lambda: None)()
+    if earlier is not None:
+        earlier.close()
+    if order is not None:
+        vars(optimizer)["_backward_order"] = weakref.ref(order)
 
 
 def _tell(order: weakref.ref[BackwardOrder], member: int, parameter: Tensor) -> None:

@@ -116,13 +116,14 @@ class Exchange:
         self._own: list[Tensor] = []
         self.selection_seconds = 0.0
 
-    def clip(self, flats: Sequence[Tensor], *, scale: float = 1.0, share: float = 1.0) -> None:
+    def clip(self, flats: Sequence[Tensor], *, scale: float = 1.0, of: int | None = None) -> None:
         """Clips this rank's gradients in place, before they are started; `scale` times those that count.
 
-        share: of the model's elements that these are. Each part's norm is held to √share of the limit, and so the
-        whole one's to the limit, whatever the parts hold of it (`clip_limit`).
+        of: elements of the whole model, where these are a part of it. Each part's norm is held to √share of the limit,
+        and so the whole one's to the limit, whatever the parts hold of it (`clip_limit`).
         """
         if self._clip_norm is not None:
+            share = 1.0 if of is None else sum(flat.numel() for flat in flats) / of
             clip_together(flats, scale * clip_limit(self._clip_norm, self.comm.size) * math.sqrt(share))
 
     def start(self, bucket: Bucket, flat: Tensor, *, scale: float = 1.0, unused: Sequence[slice] = ()) -> Work[Tensor]:

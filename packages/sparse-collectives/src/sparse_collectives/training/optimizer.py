@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from communicators import CollectiveError, Communicator, Work, as_communicator, buckets_of, refuse_unlike
-from communicators.replicas.by_parameter import empty_like
+from communicators import Communicator, as_communicator, buckets_of
 from communicators.replicas.default_group import refuse_alone
 from communicators.replicas.first_broadcast import broadcast_parameters
 from communicators.replicas.parameters import name_parameters, refuse_changes
@@ -23,28 +21,31 @@ from torch.optim import Optimizer
 
 from sparse_collectives.algorithm import Algorithm
 from sparse_collectives.prediction.auto import Choice
-from sparse_collectives.training.backward_order import BUCKET_BYTES, BackwardOrder
+from sparse_collectives.training.backward_order import BUCKET_BYTES, BackwardOrder, take_over
 from sparse_collectives.training.clipping import ClippingAfter, check_clip_norm, norm_of
-from sparse_collectives.training.density_by_step import DensityByStep, Schedule
 from sparse_collectives.training.exchange import Exchange
+from sparse_collectives.training.gradients import gradients_of, made, unscale
+from sparse_collectives.training.means import Means
 from sparse_collectives.training.scheme import choose_scheme
 from sparse_collectives.training.schemes.table import WholeScheme
 from sparse_collectives.training.settings import (
     check_compressor,
     check_count,
+    check_dense_below,
     check_momentum,
+    check_optimizer,
     check_sends,
     check_settings,
-    check_text,
     fixed,
 )
 from sparse_collectives.training.state_dict import check_fit, check_saved_by, check_sent, complete, saved_by, sending
+from sparse_collectives.training.steps import Schedule, Steps
 from sparse_collectives.training.unfit import warn_of
 from sparse_collectives.training.updates import all_are_finite, taken
 
 SETTINGS = frozenset(
-    {"algorithm", "bucket_bytes", "choice", "clip_norm", "comm", "compressor", "density", "momentum", "nonfinite"}
-    | {"options", "overlap", "sends", "verify", "wire"}
+    {"algorithm", "bucket_bytes", "choice", "clip_norm", "comm", "compressor", "dense_below", "density", "momentum"}
+    | {"nonfinite", "options", "overlap", "sends", "verify", "wire"}
 )
 
 
@@ -90,6 +91,8 @@ class DistributedOptimizer(Wrapping):
     clip_norm: holds the norm of this rank's own gradient, of the whole model, to clip_norm · √P before the selection,
         so that of the mean to about clip_norm (DGC's local clipping, see `clip_limit`); with `overlap`, bucket by
         bucket, to √share of that, where a bucket has so large a share of the elements. What it takes away is not kept.
+    dense_below: tensors of fewer elements, such as biases and norms, are summed whole in the same call, beside the
+        selection from the others; their momentum is plain. 0: none.
     bucket_bytes: selection and exchange in buckets of so many bytes; default: over the whole model at once, with
         `overlap` BUCKET_BYTES.
     overlap: each bucket's selection and exchange start during backward, as soon as its gradients are ready, those of
@@ -127,6 +130,7 @@ class DistributedOptimizer(Wrapping):
         wire: str = "fp32",
         momentum: float = 0.0,
         clip_norm: float | None = None,
+        dense_below: int = 0,
         bucket_bytes: int | None = None,
         overlap: bool = False,
         nonfinite: str = "raise",
@@ -134,9 +138,10 @@ class DistributedOptimizer(Wrapping):
     ) -> None:
         compressor, momentum = check_compressor(compressor, density), check_momentum(momentum)
         check_settings(algorithm, options, wire, compressor, momentum, "the wrapped optimizer")
-        bucket_bytes, verify = check_count("bucket_bytes", bucket_bytes, "bytes"), _check_verify(verify)
-        clip_norm = check_clip_norm(clip_norm)
-        _check(optimizer, nonfinite)
+        bucket_bytes, clip_norm = check_count("bucket_bytes", bucket_bytes, "bytes"), check_clip_norm(clip_norm)
+        verify = check_count("verify", verify, "steps", least=0)
+        check_optimizer(optimizer, nonfinite)
+        dense_below = check_dense_below(dense_below, algorithm)
         check_sends(sends, algorithm, momentum=momentum, overlap=overlap)
         self._by_default, comm = comm is None, as_communicator(comm)
         named = name_parameters(optimizer, named_parameters)
@@ -148,25 +153,23 @@ class DistributedOptimizer(Wrapping):
             wire=wire,
             compressor=compressor,
             momentum=momentum,
+            dense_below=dense_below,
             selects=sends == "updates",
             parameters=list(trained.values()),
             tentative=nonfinite == "skip" and sends == "gradients",
         )
         super().__init__(optimizer)
-        self._sends, self._density = sends, DensityByStep(compressor, density)
+        self._sends, self._steps = sends, Steps(compressor, density, verify)
         self._clipping_after = (
             ClippingAfter(type(self).__name__) if chosen.entry is not None and chosen.entry.compresses else None
         )
         self._comm, self._chosen, self._nonfinite = comm, chosen, nonfinite
-        self._compressor, self._verify, self._steps, self.skipped = compressor, verify, 0, 0
+        self._compressor, self.skipped = compressor, 0
         if overlap:  # gradients come in about the reverse order of the parameters
             trained, bucket_bytes = dict(reversed(trained.items())), bucket_bytes or BUCKET_BYTES
         self._names, self._trained = list(trained), list(trained.values())
         self._all, self._named = named, {id(p): name for name, p in named.items()}
-        self._buckets = buckets_of(self._trained, bucket_bytes)
-        self._flats = [empty_like(bucket) for bucket in self._buckets]
-        self._works: dict[int, Work[Tensor]] = {}
-        self._synchronized = self._skips = self._accumulates = False
+        self._synchronized = self._accumulates = False
         self._exchange = Exchange(
             chosen.scheme,
             comm,
@@ -176,16 +179,16 @@ class DistributedOptimizer(Wrapping):
             native=not overlap,
             clip_norm=clip_norm,
         )
-        for bucket in self._buckets:
-            self._exchange.register(bucket)
-        self._overlap = BackwardOrder(self._trained, self._buckets, self._start) if overlap else None
-        _take_over(optimizer, self._overlap)
+        buckets = buckets_of(self._trained, bucket_bytes)
+        self._means = Means(self._exchange, buckets)
+        self._overlap = BackwardOrder(self._trained, buckets, self._start) if overlap else None
+        take_over(optimizer, self._overlap)
         settings = f"{chosen.algorithm}, wire={chosen.wire!r}, {momentum=}, {bucket_bytes=}, {overlap=}, {nonfinite=}"
         more = [f"{verify=}"] if verify else []
         more += [f"{sends=}, {clip_norm=}"] if clip_norm or sends != "gradients" else []
         settings = ", ".join([settings, *more, *chosen.settings])
         if chosen.entry is not None and chosen.entry.compresses:
-            warn_of(optimizer, momentum=momentum, density=self._density.last, sends=sends, stacklevel=3)
+            warn_of(optimizer, momentum=momentum, density=self._steps.last_density, sends=sends, stacklevel=3)
         broadcast_parameters(named, comm, what="DistributedOptimizer", settings=settings)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -227,15 +230,14 @@ class DistributedOptimizer(Wrapping):
                 raise RuntimeError("a closure computes new gradients after synchronize(): use one or the other")
             with torch.enable_grad():
                 loss = closure()
-        self._unscale()
+        scale: Tensor | None = getattr(self, "grad_scale", None)
+        unscale(self._trained, scale, overlap=self._overlap is not None, synchronized=self._synchronized)
         if self._sends == "updates":
             self._step_by_updates()
         else:
             self._step_by_gradients()
-        self._synchronized = self._skips = False
-        self._steps += 1
-        if self._verify and self._steps % self._verify == 0:
-            refuse_unlike(self._all, self._comm)
+        self._synchronized = False
+        self._steps.count(self._all, self._comm)
         return loss
 
     def synchronize(self) -> None:
@@ -251,13 +253,13 @@ class DistributedOptimizer(Wrapping):
                 'sends="updates" exchanges what the optimizer does, in step(), so there is no mean gradient before it: '
                 "leave synchronize() out; this rank's own gradients may be clipped, or clip_norm= does it"
             )
-        if self._synchronized and not self._skips:
+        if self._synchronized and self._means.stands:
             raise RuntimeError("synchronize() was called twice for one step(): the mean would be exchanged again")
         self._check_ranks()
-        means = self._exchanged(self._start_all)
-        self._put(means)
+        means = self._means.after(self._start_all)
+        self._means.put(means, made(self._trained))
         self._synchronized = True
-        if self._clipping_after is not None and not self._skips:
+        if self._clipping_after is not None and self._means.stands:
             self._clipping_after.note(norm_of(self._trained))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -273,7 +275,7 @@ class DistributedOptimizer(Wrapping):
                     "as they are now, and what was not selected stays in the residuals for later steps"
                 )
             self._overlap.reset()
-        self._synchronized = self._skips = False
+        self._synchronized = False
         super().zero_grad(set_to_none)
 
     @contextmanager
@@ -300,11 +302,11 @@ class DistributedOptimizer(Wrapping):
             **sending(self._sends),
             "algorithm": self._chosen.algorithm,
             "skipped": self.skipped,
-            "steps": self._steps,
+            "steps": self._steps.taken,
             **kept,
             **complete(kept, self._chosen.scheme.memories, zip(self._names, self._trained, strict=True)),
         }
-        wrapped, own["wrapped"] = wrapped_state(self.optimizer, stepped=self._steps > self.skipped)
+        wrapped, own["wrapped"] = wrapped_state(self.optimizer, stepped=self._steps.taken > self.skipped)
         return {**wrapped, KEY: own}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -324,30 +326,29 @@ class DistributedOptimizer(Wrapping):
         states = own["algorithm_state"] if own["algorithm"] == self._chosen.algorithm else []
         self._exchange.load_state_dict({**own, "algorithm_state": states})
         self.optimizer.load_state_dict(wrapped)
-        self.skipped, self._steps = own["skipped"], own.get("steps", 0)
-        self._synchronized = self._skips = False
+        self.skipped, self._steps.taken = own["skipped"], own.get("steps", 0)
+        self._synchronized = False
 
     def _step_by_gradients(self) -> None:
         if not self._synchronized:
             self._clipping_after = None  # nothing can come between the exchange and the step
             self.synchronize()
-        elif self._clipping_after is not None and not self._skips and not self._clipping_after.look(self._trained):
+        elif self._clipping_after is not None and self._means.stands and not self._clipping_after.look(self._trained):
             self._clipping_after = None
-        if self._skips:
-            self.skipped += 1
-        else:
+        if self._means.stands:
             self.optimizer.step()
+        else:
+            self.skipped += 1
 
     def _step_by_updates(self) -> None:
         self._check_ranks()
         if self._nonfinite == "skip" and not all_are_finite(self._trained, self._comm):
             self.skipped += 1
             return
+        self._steps.begin()  # before anything changes, in case the schedule gives what is no density
         self._exchange.clip([p.grad for p in self._trained if p.grad is not None])
         updates = taken(self.optimizer, self._trained)
-        means = self._exchanged(partial(self._start_these, dict(enumerate(updates))))
-        for mean, bucket in zip(means, self._buckets, strict=True):
-            bucket.scatter(mean, updates)
+        self._means.put(self._means.after(partial(self._means.start, dict(enumerate(updates)), clips=False)), updates)
         with torch.no_grad():
             torch._foreach_add_(self._trained, updates)
 
@@ -356,36 +357,18 @@ class DistributedOptimizer(Wrapping):
             refuse_alone("a DistributedOptimizer")
         refuse_changes(self.optimizer, self._named, self._trained, what="DistributedOptimizer")
 
-    def _exchanged(self, start: Callable[[], None]) -> list[Tensor]:
-        """The means of all buckets; whether the step stands is `_skips`."""
-        try:
-            start()
-            means = self._finish()
-            self._skips = not self._exchange.settle()
-        except Exception:
-            self._exchange.undo()
-            raise
-        return means
-
     def _accumulate(self, only: bool) -> None:
         self._accumulates = only
         if self._overlap is not None:
             self._overlap.paused = only
 
     def _start(self, position: int) -> None:
-        if position == 0:  # in backward, where nothing has been sent yet
+        """One bucket, in backward."""
+        if position == 0:  # nothing has been sent yet
             refuse_changes(self.optimizer, self._named, self._trained, what="DistributedOptimizer")
-            self._density.set(self._steps)
-        bucket = self._buckets[position]
-        flat = bucket.gather(self._gradients(bucket.members), out=self._flats[position])
-        self._exchange.clip([flat], share=bucket.numel / sum(other.numel for other in self._buckets))
-        self._works[position] = self._exchange.start(bucket, flat)
-
-    def _start_these(self, tensors: Mapping[int, Tensor | None]) -> None:
-        """Starts the exchange of these tensors, all buckets, by member."""
-        self._density.set(self._steps)
-        for position, (bucket, flat) in enumerate(zip(self._buckets, self._flats, strict=True)):
-            self._works[position] = self._exchange.start(bucket, bucket.gather(tensors, out=flat))
+            self._steps.begin()
+        members = self._means.members(position)
+        self._means.start_one(position, gradients_of(self._trained, members, self._names))
 
     def _start_all(self) -> None:
         """Starts the exchange of all buckets that backward has not started."""
@@ -393,61 +376,9 @@ class DistributedOptimizer(Wrapping):
             self._overlap.start_rest()
             self._overlap.reset()
             return
-        self._density.set(self._steps)
-        gradients = self._gradients(range(len(self._trained)))  # all are looked at before anything is sent
-        for bucket, flat in zip(self._buckets, self._flats, strict=True):
-            bucket.gather(gradients, out=flat)
-        self._exchange.clip(self._flats)
-        for position, (bucket, flat) in enumerate(zip(self._buckets, self._flats, strict=True)):
-            self._works[position] = self._exchange.start(bucket, flat)
-
-    def _finish(self) -> list[Tensor]:
-        """The means of all buckets; the first error once all of them are over, so that none is under way after it."""
-        works, self._works = self._works, {}
-        means, errors = [], []
-        for position in sorted(works):
-            try:
-                means.append(works[position].wait())
-            except CollectiveError as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
-        return means
-
-    def _gradients(self, members: Iterable[int]) -> dict[int, Tensor | None]:
-        gradients = {member: self._trained[member].grad for member in members}
-        for member, gradient in gradients.items():
-            if gradient is not None and gradient.layout != torch.strided:
-                raise TypeError(
-                    f"the gradient of {self._names[member]!r} has layout {gradient.layout}, expected a dense one: "
-                    "for an embedding use sparse=False"
-                )
-        return gradients
-
-    def _put(self, means: list[Tensor]) -> None:
-        """The means into p.grad, which is made where there is none."""
-        for p in self._trained:
-            if p.grad is None:
-                p.grad = torch.empty_like(p)
-        gradients = [p.grad for p in self._trained if p.grad is not None]
-        for mean, bucket in zip(means, self._buckets, strict=True):
-            bucket.scatter(mean, gradients)
-
-    def _unscale(self) -> None:
-        """Divides by the scale that a GradScaler hands over, unless the user had it unscale the gradients."""
-        scale: Tensor | None = getattr(self, "grad_scale", None)
-        if scale is None:
-            return
-        if self._overlap is not None:
-            raise RuntimeError(
-                "overlap=True sends gradients before a GradScaler hands over its scale: use overlap=False, or "
-                "DistributedDataParallel with sparse_hook and its grad_scaler"
-            )
-        if self._synchronized:
-            raise RuntimeError("synchronize() met scaled gradients: call scaler.unscale_(optimizer) before it")
-        for p in self._trained:
-            if p.grad is not None:
-                p.grad.div_(scale.to(p.grad.device))
+        self._steps.begin()
+        every = range(len(self._trained))
+        self._means.start(gradients_of(self._trained, every, self._names), clips=True)
 
     def _refuse_mid_step(self, what: str) -> None:
         if self._synchronized or (self._overlap is not None and self._overlap.under_way):
@@ -456,24 +387,3 @@ class DistributedOptimizer(Wrapping):
     def _refuse_no_sync(self, what: str) -> None:
         if self._accumulates:
             raise RuntimeError(f"{what} inside no_sync(): leave it before the last backward of the step")
-
-
-def _take_over(optimizer: Optimizer, order: BackwardOrder | None) -> None:
-    """An earlier DistributedOptimizer of this one, which a scheduler may still hold, no longer starts exchanges."""
-    earlier = vars(optimizer).pop("_backward_order", lambda: None)()
-    if earlier is not None:
-        earlier.close()
-    if order is not None:
-        vars(optimizer)["_backward_order"] = weakref.ref(order)
-
-
-def _check_verify(verify: Any) -> int | None:
-    return check_count("verify", verify, "steps", least=0)
-
-
-def _check(optimizer: Optimizer, nonfinite: Any) -> None:
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer is {type(optimizer).__name__}, expected a torch.optim.Optimizer")
-    check_text("nonfinite", nonfinite, "raise")
-    if nonfinite not in ("raise", "skip"):
-        raise ValueError(f"nonfinite is {nonfinite!r}, expected 'raise' or 'skip'")

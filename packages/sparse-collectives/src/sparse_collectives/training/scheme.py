@@ -16,6 +16,7 @@ from sparse_collectives.settled import way_of
 from sparse_collectives.training.exchange import Scheme
 from sparse_collectives.training.schemes.selections import Selections
 from sparse_collectives.training.schemes.table import WholeScheme, known_whole, whole_scheme
+from sparse_collectives.training.schemes.tiny_whole import TinyWhole
 from sparse_collectives.training.schemes.whole_gradients import WholeGradients
 
 
@@ -41,12 +42,14 @@ def choose_scheme(
     wire: str,
     compressor: Compressor,
     momentum: float,
+    dense_below: int = 0,
     selects: bool = False,
     parameters: Sequence[Tensor],
     tentative: bool,
 ) -> Chosen:
     """For settings that `check_settings` has passed; "auto" measures the ranks, so all of them call together.
 
+    dense_below: where it selects, tensors of fewer elements are summed whole beside it.
     selects: whether "auto" has to take one that selects, as with momentum.
 
     Raises ValueError for options that do not fit so many ranks, and without parameters to choose for.
@@ -70,4 +73,7 @@ def choose_scheme(
         momentum=momentum,
         tentative=tentative,
     )
-    return Chosen(entry.name, entry, wire, choice, scheme, entry.settings)
+    if not dense_below:
+        return Chosen(entry.name, entry, wire, choice, scheme, entry.settings)
+    both = TinyWhole(scheme, comm, below=dense_below, momentum=momentum)
+    return Chosen(entry.name, entry, wire, choice, both, [*entry.settings, f"{dense_below=}"])

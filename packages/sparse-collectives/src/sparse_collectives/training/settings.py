@@ -8,6 +8,7 @@ from numbers import Real
 from typing import Any
 
 from sparse_compress import Compressor, TopK
+from torch.optim import Optimizer
 
 from sparse_collectives.algorithm import Algorithm
 from sparse_collectives.algorithms.table import ALGORITHMS, AUTO, check_takes_wire, known
@@ -22,8 +23,8 @@ DENSITY = 0.01
 def check_compressor(compressor: Any, density: Any = None) -> Compressor:
     """What is sent of a gradient: the compressor, or TopK of the density. TypeError or ValueError, also for both.
 
-    density: a share, or a schedule of shares by step, which a compressor that has a density bears too (`DensityByStep`
-    sets it).
+    density: a share, or a schedule of shares by step, which a compressor that has a density bears too (`Steps` sets
+    it).
     """
     if callable(density):
         compressor = TopK(1.0) if compressor is None else compressor
@@ -99,6 +100,23 @@ def check_settings(
         dense_wire(wire)
     elif wire_named(wire) is not PLAIN:
         check_takes_wire(entry)
+
+
+def check_optimizer(optimizer: Any, nonfinite: Any) -> None:
+    """What is wrapped, and what becomes of a step that is not finite; TypeError or ValueError."""
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer is {type(optimizer).__name__}, expected a torch.optim.Optimizer")
+    check_text("nonfinite", nonfinite, "raise")
+    if nonfinite not in ("raise", "skip"):
+        raise ValueError(f"nonfinite is {nonfinite!r}, expected 'raise' or 'skip'")
+
+
+def check_dense_below(dense_below: Any, algorithm: Any) -> int:
+    """Of so few elements tensors are summed whole; TypeError or ValueError, also where nothing is selected anyway."""
+    count = check_count("dense_below", dense_below, "elements", least=0) or 0
+    if count and not (isinstance(algorithm, str) and algorithm == AUTO) and not _selects(algorithm):
+        raise ValueError(f"dense_below={count} is for algorithms that select; this one sends all whole: leave it out")
+    return count
 
 
 def check_sends(sends: Any, algorithm: Any, *, momentum: float, overlap: bool) -> None:

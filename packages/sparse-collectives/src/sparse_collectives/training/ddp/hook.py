@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from communicators import Communicator, as_communicator, refuse_unlike
+from communicators import Communicator, as_communicator
 from communicators.replicas.default_group import default_group, refuse_other_world
 from communicators.replicas.parameters import check_pairs
 from communicators.replicas.saved_by import KEY
@@ -25,12 +25,19 @@ from sparse_collectives.training.clipping import check_clip_norm
 from sparse_collectives.training.ddp.accumulated import Accumulated, put_back
 from sparse_collectives.training.ddp.buckets import Buckets, unused_spans
 from sparse_collectives.training.ddp.seen_optimizer import SeenOptimizer
-from sparse_collectives.training.density_by_step import DensityByStep, Schedule
 from sparse_collectives.training.exchange import Exchange
 from sparse_collectives.training.scheme import Chosen, choose_scheme
 from sparse_collectives.training.schemes.table import WholeScheme
-from sparse_collectives.training.settings import check_compressor, check_count, check_momentum, check_settings, fixed
+from sparse_collectives.training.settings import (
+    check_compressor,
+    check_count,
+    check_dense_below,
+    check_momentum,
+    check_settings,
+    fixed,
+)
 from sparse_collectives.training.state_dict import check_fit, check_saved_by, complete, refuse_residuals, saved_by
+from sparse_collectives.training.steps import Schedule, Steps
 
 OWNER = "a DDP hook"
 
@@ -55,6 +62,8 @@ class SparseHookState:
         about clip_norm (DGC's local clipping, see `clip_limit`): each bucket by itself to √share of that, where it has
         so large a share of the elements of `named_parameters`, which are needed for it. What it takes away is not kept.
         `clip_grad_norm_` after backward would clip what few entries have saved up: it loses that, and learns badly.
+    dense_below: tensors of fewer elements, such as biases and norms, are summed whole in the same call, beside the
+        selection from the others, of which `density` is; their momentum is plain. 0: none.
     grad_scaler: the GradScaler of mixed-precision training. Residuals are then kept unscaled, and a step that it
         skips leaves them as they were, bit for bit, for twice their memory; one optimizer for all parameters, because
         the scaler skips by optimizer. Without a scaler, a gradient that is not finite is an error on every rank that
@@ -91,6 +100,7 @@ class SparseHookState:
         wire: str = "fp32",
         momentum: float = 0.0,
         clip_norm: float | None = None,
+        dense_below: int = 0,
         grad_scaler: torch.amp.GradScaler | None = None,
         compressor: Compressor | None = None,
         named_parameters: Iterable[tuple[str, Tensor]] = (),
@@ -99,11 +109,12 @@ class SparseHookState:
         if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
             raise TypeError(f"grad_scaler is {grad_scaler!r}, expected the GradScaler itself, or None without one")
         self._compressor = check_compressor(compressor, density)
-        self._momentum, self._verify = check_momentum(momentum), check_count("verify", verify, "steps", least=0)
-        self._density, self._clip_norm = DensityByStep(self._compressor, density), check_clip_norm(clip_norm)
+        self._momentum, self._clip_norm = check_momentum(momentum), check_clip_norm(clip_norm)
+        self._steps = Steps(self._compressor, density, check_count("verify", verify, "steps", least=0))
         named = list(named_parameters)
         check_pairs(named)
         check_settings(algorithm, options, wire, self._compressor, self._momentum, "the optimizer")
+        self._dense_below = check_dense_below(dense_below, algorithm)
         if isinstance(algorithm, str) and algorithm == AUTO and not any(p.numel() for _, p in named):
             raise ValueError('algorithm="auto" chooses by the size of the model: give named_parameters')
         if self._clip_norm is not None and not named:
@@ -114,9 +125,8 @@ class SparseHookState:
         self._buckets = Buckets(named)
         self._accumulated = Accumulated()
         self._scale = 1.0  # of this step: a GPU is asked for it once
-        self._steps = 0
         self._seen = SeenOptimizer(
-            self._buckets, momentum=self._momentum, density=self._density.last, scaled=grad_scaler is not None
+            self._buckets, momentum=self._momentum, density=self._steps.last_density, scaled=grad_scaler is not None
         )
         self._found: tuple[Any, Communicator, Chosen, Exchange] | None = None
         if process_group is not None or default_group() is not None:
@@ -171,7 +181,7 @@ class SparseHookState:
         kept = exchange.state_dict()
         trained = [(name, p) for name, p in self._parameters.items() if p.requires_grad]
         memories = complete(kept, exchange.scheme.memories, trained)
-        counted = {"steps": self._steps} if repr(self._density) else {}
+        counted = {"steps": self._steps.taken} if self._steps.matter else {}
         return {KEY: {**saved_by(comm), "algorithm": chosen.algorithm, **counted, **kept, **memories}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -193,7 +203,7 @@ class SparseHookState:
             own = {**own, "residuals": {}, "velocities": {}}
         states = own["algorithm_state"] if own["algorithm"] == chosen.algorithm else []
         exchange.load_state_dict({**own, "algorithm_state": states})
-        self._steps = own.get("steps", self._steps)
+        self._steps.taken = own.get("steps", self._steps.taken)
 
     def exchange(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Starts the exchange of one bucket; the future holds the mean, in the bucket's buffer."""
@@ -209,7 +219,7 @@ class SparseHookState:
         if bucket.is_last():
             self._accumulated.whole()
         if self._clip_norm is not None:
-            exchange.clip([flat], scale=self._scale, share=known.numel / self._numel())
+            exchange.clip([flat], scale=self._scale, of=self._numel())
         unused = unused_spans(spans, flat) if exchange.scheme.memories else ()
         work = exchange.start(known, flat, scale=self._scale, unused=unused)
 
@@ -235,6 +245,7 @@ class SparseHookState:
                 wire=wire,
                 compressor=self._compressor,
                 momentum=self._momentum,
+                dense_below=self._dense_below,
                 parameters=list(self._parameters.values()),
                 tentative=self._grad_scaler is not None,
             )
@@ -258,10 +269,8 @@ class SparseHookState:
             refuse_other_world(group, "a SparseHookState")
         if not self._accumulated.goes_on:  # else the step of the last backward is still under way
             self._settle()
-            self._density.set(self._steps)
-            self._steps += 1
-            if self._verify and self._steps % self._verify == 0:
-                refuse_unlike(self._parameters or self._buckets.parameters, comm)
+            self._steps.begin()
+            self._steps.count(self._parameters or self._buckets.parameters, comm)
         self._scale = 1.0 if self._grad_scaler is None else float(self._grad_scaler.get_scale())
 
     def _numel(self) -> int:

@@ -1,0 +1,49 @@
+"""What backward has left of each parameter, as an exchange takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+
+def gradients_of(
+    parameters: Sequence[Tensor], members: Iterable[int], names: Sequence[str]
+) -> dict[int, Tensor | None]:
+    """By member; None for what backward has not reached. TypeError for a sparse one, by name."""
+    gradients = {member: parameters[member].grad for member in members}
+    for member, gradient in gradients.items():
+        if gradient is not None and gradient.layout != torch.strided:
+            raise TypeError(
+                f"the gradient of {names[member]!r} has layout {gradient.layout}, expected a dense one: "
+                "for an embedding use sparse=False"
+            )
+    return gradients
+
+
+def made(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients of all; where there is none it is made, of whatever values, to be written to."""
+    for p in parameters:
+        if p.grad is None:
+            p.grad = torch.empty_like(p)
+    return [p.grad for p in parameters if p.grad is not None]
+
+
+def unscale(parameters: Sequence[Tensor], scale: Tensor | None, *, overlap: bool, synchronized: bool) -> None:
+    """Divides by the scale that a GradScaler hands over, unless the user had it unscale the gradients (None).
+
+    Raises RuntimeError where scaled ones have been sent already.
+    """
+    if scale is None:
+        return
+    if overlap:
+        raise RuntimeError(
+            "overlap=True sends gradients before a GradScaler hands over its scale: use overlap=False, or "
+            "DistributedDataParallel with sparse_hook and its grad_scaler"
+        )
+    if synchronized:
+        raise RuntimeError("synchronize() met scaled gradients: call scaler.unscale_(optimizer) before it")
+    for p in parameters:
+        if p.grad is not None:
+            p.grad.div_(scale.to(p.grad.device))

@@ -1,0 +1,147 @@
+"""Tiny tensors whole, beside the selection from the others: biases, norms, and what else is small and matters.
+
+A bias competes for the k of a model with matrices a hundred times its size, and waits as long as their entries do. All
+of it costs next to nothing in a large model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from communicators import Bucket, Communicator, Schedule
+from communicators.dense_schedules import allreduce
+from torch import Tensor
+
+from sparse_collectives.training.exchange import Transfer
+from sparse_collectives.training.nonfinite import first_nonfinite
+from sparse_collectives.training.schemes.residuals import in_units, laid_out
+from sparse_collectives.training.schemes.selections import Selections
+
+
+class TinyWhole:
+    """See `Scheme`. Of a bucket, members of fewer than `below` elements are summed whole, in the same call.
+
+    To the selection they are zeros, so they have no residuals, and nothing of its k. momentum: theirs is plain,
+    u ← m·u + g, send u; nothing is cleared, because nothing waits. The wire is the selection's alone.
+    """
+
+    def __init__(self, selections: Selections, comm: Communicator, *, below: int, momentum: float) -> None:
+        self._selections, self._comm = selections, comm
+        self._below, self._momentum = below, momentum
+        self.memories = selections.memories
+        self._tiny: dict[str, Tensor] = {}  # by bucket: which elements
+        self._velocities: dict[str, Tensor] = {}
+        self._open: dict[str, Tensor] = {}  # as this step leaves them
+
+    def register(self, key: str, bucket: Bucket, kept: Mapping[str, Tensor]) -> None:
+        """See `Scheme.register`."""
+        spans = [(low, high) for low, high in laid_out(bucket) if high - low < self._below] or [(0, 0)]
+        self._tiny[key] = tiny = torch.cat([torch.arange(low, high, device=bucket.device) for low, high in spans])
+        if "velocities" in kept:
+            self._velocities[key] = kept["velocities"][tiny]
+            kept["velocities"][tiny] = 0
+        self._selections.register(key, bucket, kept)
+
+    def forget(self, key: str) -> dict[str, Tensor]:
+        """See `Scheme.forget`."""
+        kept, tiny = self._selections.forget(key), self._tiny.pop(key)
+        before, after = self._velocities.pop(key, None), self._open.pop(key, None)
+        velocity = before if after is None else after
+        if velocity is not None:
+            kept["velocities"][tiny] = velocity
+        return kept
+
+    def transfer(self, key: str, flat: Tensor, scale: float, unused: Sequence[slice]) -> Transfer:
+        """Takes what is tiny out of the gradient, and selects from the rest."""
+        tiny = self._tiny[key]
+        if not len(tiny):
+            return self._selections.transfer(key, flat, scale, unused)
+        whole = in_units(flat[tiny], scale)
+        if self._momentum:
+            whole = self._with_momentum(key, whole, unused)
+        flat[tiny] = 0
+        selected = self._selections.transfer(key, flat, scale, unused)
+        return _Both(selected, whole, tiny, self._comm.rank, self._comm.size, scale)
+
+    def commit(self) -> None:
+        """See `Scheme.commit`."""
+        self._selections.commit()
+        self._velocities.update(self._open)
+        self._open.clear()
+
+    def rollback(self) -> None:
+        """See `Scheme.rollback`."""
+        self._selections.rollback()
+        self._open.clear()
+
+    def kept(self) -> dict[str, dict[str, Tensor]]:
+        """See `Scheme.kept`."""
+        kept = self._selections.kept()
+        for key, velocity in {**self._velocities, **self._open}.items():
+            together = kept["velocities"][key].clone()
+            together[self._tiny[key]] = velocity
+            kept["velocities"] = {**kept["velocities"], key: together}
+        return kept
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Scheme.state_dict`."""
+        return self._selections.state_dict()
+
+    def reset(self, state: Mapping[str, Any]) -> None:
+        """See `Scheme.reset`."""
+        self._selections.reset(state)
+        self._tiny, self._velocities, self._open = {}, {}, {}
+
+    def _with_momentum(self, key: str, gradient: Tensor, unused: Sequence[slice]) -> Tensor:
+        """The velocity to be sent; of what is unused nothing, and its velocity waits."""
+        before = self._open.get(key, self._velocities.get(key))
+        if before is None:
+            before = torch.zeros_like(gradient)
+        tiny, idle = self._tiny[key], torch.zeros_like(gradient, dtype=torch.bool)
+        for span in unused:
+            idle |= (tiny >= span.start) & (tiny < span.stop)
+        velocity = torch.where(idle, before, self._momentum * before + gradient)
+        self._open[key] = velocity
+        return velocity.masked_fill(idle, 0)
+
+
+@dataclass(frozen=True, eq=False)
+class _Both:
+    """See `Transfer`. Its schedule returns what the selection's does, and the sum of what is tiny."""
+
+    selected: Transfer
+    whole: Tensor
+    tiny: Tensor
+    rank: int
+    size: int
+    scale: float
+    summed: None = None
+
+    @property
+    def facts(self) -> str:
+        return f"{self.selected.facts} and {len(self.whole)} elements whole"
+
+    @property
+    def schedule(self) -> Schedule[tuple[Any, Tensor]]:
+        total = yield from allreduce(self.whole, self.rank, self.size)
+        return (yield from self.selected.schedule), total
+
+    def agreed(self, result: tuple[Any, Tensor]) -> Tensor:
+        return torch.cat([self.selected.agreed(result[0]).view(-1), result[1]])
+
+    def own(self, result: tuple[Any, Tensor]) -> Tensor:
+        return self.selected.own(result[0])
+
+    def suspect(self) -> int:
+        position = first_nonfinite(self.whole)
+        found = [self.selected.suspect(), int(self.tiny[position]) if position >= 0 else -1]
+        return min((element for element in found if element >= 0), default=-1)
+
+    def end(self, result: tuple[Any, Tensor], flat: Tensor) -> tuple[Tensor, Tensor]:
+        mean, seen = self.selected.end(result[0], flat)
+        whole = (result[1] / self.size * self.scale).to(flat.dtype)
+        mean[self.tiny] += whole  # what waited of them before they were sent whole may have been selected
+        return mean, torch.cat([seen, whole])

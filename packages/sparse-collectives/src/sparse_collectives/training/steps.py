@@ -1,0 +1,50 @@
+"""What goes by the number of a step: the density, and whether replicas are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from communicators import Communicator, refuse_unlike
+from sparse_compress import Compressor
+from torch import Tensor
+
+Schedule = Callable[[int], float]
+"""From the number of a step, from 0 on, to the share of elements to send in it."""
+
+
+class Steps:
+    """Counts steps. Sets a compressor's density before each; without a schedule it leaves that alone.
+
+    verify: every so many steps the ranks' parameters are compared; None or 0: never.
+
+    Only the count belongs into a checkpoint: a density depends on it alone, so a run that is resumed goes on with it.
+    """
+
+    def __init__(self, compressor: Compressor, density: Any, verify: int | None) -> None:
+        self._compressor: Any = compressor
+        self._schedule: Schedule | None = density if callable(density) else None
+        self._verify = verify
+        self.taken = 0
+        self.begin()  # what the schedule gives is checked at once, and is known before the first step
+
+    @property
+    def last_density(self) -> float:
+        """What it ends at, where that can be told: a compressor's own density, or what a schedule calls its; else 1."""
+        return float(getattr(self._schedule or self._compressor, "density", 1.0))
+
+    @property
+    def matter(self) -> bool:
+        """Whether a run that is resumed needs the count to go on with the same bits."""
+        return self._schedule is not None
+
+    def begin(self) -> None:
+        """Before a step's first selection. Raises what the compressor raises for what is no density."""
+        if self._schedule is not None:
+            self._compressor.density = self._schedule(self.taken)
+
+    def count(self, parameters: Mapping[str, Tensor], comm: Communicator) -> None:
+        """One more. Raises CollectiveError, on every rank, where it is time to compare and parameters differ."""
+        self.taken += 1
+        if self._verify and self.taken % self._verify == 0:
+            refuse_unlike(parameters, comm)
