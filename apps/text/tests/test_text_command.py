@@ -112,9 +112,9 @@ def test_a_run_goes_on_only_with_the_same_words(tmp_path: Path) -> None:
         text_files.train(replace(options, max_epochs=3, resume="latest"), 1)
 
 
-def test_streams_that_would_be_empty_are_refused_on_all_ranks(tmp_path: Path) -> None:
-    with pytest.raises(AgreedError, match="2 × --batch-size 200 = 400 streams of a text of 252 tokens"):
-        text_files.train(language(tmp_path, "--batch-size", "200"), 2)
+def test_streams_that_would_be_shorter_than_a_window_are_refused_on_all_ranks(tmp_path: Path) -> None:
+    with pytest.raises(AgreedError, match="2 × --batch-size 40 = 80 streams of a text of 252 tokens would be of 3"):
+        text_files.train(language(tmp_path, "--batch-size", "40"), 2)
 
 
 def test_lines_that_are_left_out_are_counted_in_the_metrics(tmp_path: Path) -> None:
