@@ -138,6 +138,7 @@ def refusal(flags, capsys):
         ("--dnn lstm", 2, "lstm is a model of another app: python -m text"),
         ("--download", 2, "this app fetches nothing"),
         ("--label-smoothing 0.1", 2, "label-smoothing"),
+        ("--dataset spoken-digits --skip-bad", 2, "--skip-bad has no effect on spoken-digits, which are made"),
         ("--hidden 0", 2, "given '0'"),
         ("--dataset an4 --data-dir nowhere", 1, "missing: nowhere/an4/etc/an4_train.fileids"),
         ("transcribe nowhere a.wav", 1, "no run"),
@@ -160,8 +161,17 @@ def test_a_transcript_too_long_for_its_sound_is_found_when_it_is_loaded(tmp_path
     assert code == 1
     assert "0.wav: its 5 characters need 7 frames, the model makes 6 of its 0.20 s" in message
     assert main(APP, [*flags, "--output=skips", "--skip-bad"]) == 0
-    assert "1 of 9 utterances are left out; the first one: " in capsys.readouterr().err
-    assert trained(APP, Path("skips")).kept["skipped"] == 1
+    assert "--skip-bad left out 1: " in capsys.readouterr().out
+    assert read_metrics(Path("skips") / "metrics.jsonl")[0]["skipped"] == 1
+
+
+def test_utterances_that_are_left_out_are_told_once(tmp_path, capsys):
+    folder = tiny_speech.manifest(tmp_path / "data")
+    (folder / "0.wav").unlink()
+    flags = [*TINY.split(), f"--data-dir={folder}", "--skip-bad", "--max-epochs=1", "--warmup-epochs=0"]
+    train(APP, parse([*flags, "--output=run"], APP, world_size=None), 3)
+    said = capsys.readouterr()
+    assert (said.out.count("0.wav is missing"), said.err.count("0.wav is missing")) == (1, 0)
 
 
 def test_nothing_left(tmp_path, capsys):
@@ -169,6 +179,7 @@ def test_nothing_left(tmp_path, capsys):
     (folder / "6.wav").unlink()
     code, message = refusal([*TINY.split(), f"--data-dir={folder}", "--skip-bad"], capsys)
     assert (code, "no utterance is left to train on, or none to test with" in message) == (1, True)
+    assert "6.wav is missing" in message
 
 
 def test_transcribe_prints_what_the_evaluation_heard(data, options, capsys):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import pkgutil
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,13 +12,12 @@ import torch
 from torch import Generator, Tensor
 from torch.nn.functional import ctc_loss
 from trainer.command_line.options import Options
+from trainer.data.faults import Faults
 from trainer.errors import RunError
-from trainer.launching.placement import placement
 
 from deepspeech.catalogue import DATASETS, MODELS
 from deepspeech.data.batch import Batch, batch_of
 from deepspeech.data.buckets import bucketed, shuffled, sorted_batches
-from deepspeech.data.faults import Faults
 from deepspeech.data.utterances import Corpus, Utterance, frame_counts
 from deepspeech.decoding.alphabet import LABELS, decoded, frames_needed
 from deepspeech.decoding.greedy import greedy
@@ -46,6 +43,7 @@ class Recognition:
 
     model: DeepSpeech2
     corpus: Corpus
+    faults: Faults
     device: torch.device
     bucketing: bool
     augmented: bool
@@ -120,8 +118,8 @@ class Recognition:
         return found
 
     def kept(self) -> dict[str, Any]:
-        """What the model's numbers mean, and how much was left out."""
-        return {"labels": LABELS, "rate": RATE, "skipped": len(self.corpus.skipped)}
+        """What the model's numbers mean."""
+        return {"labels": LABELS, "rate": RATE}
 
     def _losses(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """The sum of the utterances' losses, and what the model gives.
@@ -153,11 +151,10 @@ def build(options: Options, device: torch.device) -> Recognition:
     faults = Faults(skip=options.app["skip_bad"])
     model = DeepSpeech2(size_of(options), labels=len(LABELS))
     corpus = _fitting(pkgutil.resolve_name(DATASETS[options.dataset])(options.data_dir, faults=faults), model, faults)
-    if faults.found and placement(os.environ).rank == 0:
-        _tell(corpus, faults.found)
     return Recognition(
         model=model.to(device),
         corpus=corpus,
+        faults=faults,
         device=device,
         bucketing=options.app["bucketing"],
         augmented=options.app["spec_augment"],
@@ -178,9 +175,10 @@ def size_of(options: Options) -> Size:
 def _fitting(corpus: Corpus, model: DeepSpeech2, faults: Faults) -> Corpus:
     """Without the utterances whose transcripts are too long for what the model makes of them."""
     tests = {name: _long_enough(group, model, faults) for name, group in corpus.tests.items()}
-    fitting = Corpus(train=_long_enough(corpus.train, model, faults), tests=tests, skipped=faults.found)
+    fitting = Corpus(train=_long_enough(corpus.train, model, faults), tests=tests)
     if not fitting.train or not all(tests.values()):
-        raise RunError("no utterance is left to train on, or none to test with")
+        why = f" ({told})" if (told := faults.told()) else ""
+        raise RunError(f"no utterance is left to train on, or none to test with{why}")
     return fitting
 
 
@@ -196,15 +194,6 @@ def _long_enough(utterances: Sequence[Utterance], model: DeepSpeech2, faults: Fa
                 )
             kept.append(utterance)
     return kept
-
-
-def _tell(corpus: Corpus, found: Sequence[str]) -> None:
-    used = len(corpus.train) + sum(len(group) for group in corpus.tests.values())
-    print(
-        f"deepspeech: {len(found)} of {used + len(found)} utterances are left out; the first one: {found[0]}",
-        file=sys.stderr,
-        flush=True,
-    )
 
 
 def frame_seconds(size: Size) -> float:

@@ -23,11 +23,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from trainer.data.faults import Faults
 from trainer.errors import RunError
 from trainer.records.durable import replacing
 
 from deepspeech.data.espeak import Request
-from deepspeech.data.faults import Faults
 from deepspeech.data.utterances import Corpus, Utterance
 from deepspeech.sound.resample import resample
 from deepspeech.sound.spectrogram import RATE

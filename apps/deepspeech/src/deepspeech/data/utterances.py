@@ -33,14 +33,10 @@ class Utterance:
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Utterances to train on, and to test with by group, the first of which is the one that figures are of.
-
-    skipped: why, for each utterance that was left out.
-    """
+    """Utterances to train on, and to test with by group, the first of which is the one that figures are of."""
 
     train: Sequence[Utterance]
     tests: Mapping[str, Sequence[Utterance]]
-    skipped: Sequence[str] = ()
 
 
 def frame_counts(utterances: Sequence[Utterance]) -> npt.NDArray[np.int64]:
