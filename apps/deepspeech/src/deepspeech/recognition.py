@@ -79,7 +79,7 @@ class Recognition:
     def read_train(self, indices: Tensor, seed: int) -> Batch:
         """These training utterances; what SpecAugment blots out is a function of seed and index."""
         chosen = [self.corpus.train[index] for index in indices.tolist()]
-        heard = [spectrogram(utterance.read()) for utterance in chosen]
+        heard = [spectrogram(utterance.heard()) for utterance in chosen]
         if self.augmented:
             keys = [np.random.default_rng([seed, index]) for index in indices.tolist()]
             heard = [spec_augment(each, key) for each, key in zip(heard, keys, strict=True)]
@@ -89,7 +89,7 @@ class Recognition:
         """These test utterances."""
         group = list(self.corpus.tests.values())[tested.group]
         chosen = [group[index] for index in tested.indices.tolist()]
-        return self._pinned(batch_of(chosen, [spectrogram(utterance.read()) for utterance in chosen], tested.group))
+        return self._pinned(batch_of(chosen, [spectrogram(utterance.heard()) for utterance in chosen], tested.group))
 
     def loss(self, batch: Batch, generator: Generator) -> Tensor:
         """−log P(transcript | sound), the mean over utterances."""

@@ -60,5 +60,11 @@ def _utterance(stem: Path, line: str, place: str) -> Utterance:
     for suffix, (count, read) in SUFFIXES.items():
         path = stem.with_name(stem.name + suffix)
         if path.exists():
-            return Utterance(name=str(path), transcript=transcript, samples=count(path), read=partial(read, path))
+            return Utterance(
+                name=str(path),
+                transcript=transcript,
+                samples=count(path),
+                read=partial(read, path),
+                listed=f"{place}, and its line of .fileids",
+            )
     raise RunError(f"{stem} is missing, with each of {', '.join(SUFFIXES)}")

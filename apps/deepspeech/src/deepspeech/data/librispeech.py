@@ -49,4 +49,5 @@ def _utterance(transcripts: Path, line: str, place: str) -> Utterance:
     name, _, text = line.strip().partition(" ")
     transcript = transcript_of(text, place)
     path = transcripts.with_name(f"{name}.flac")
-    return Utterance(name=str(path), transcript=transcript, samples=samples_in(path), read=partial(read_sound, path))
+    samples, read = samples_in(path), partial(read_sound, path)
+    return Utterance(name=str(path), transcript=transcript, samples=samples, read=read, listed=place)

@@ -58,7 +58,8 @@ def _utterance(folder: Path, row: Row | RunError) -> Utterance:
     name, text, place = row
     path = folder / name
     transcript = transcript_of(read_text(folder / text) if text.endswith(".txt") else text, place)
-    return Utterance(name=str(path), transcript=transcript, samples=samples_in(path), read=partial(read_sound, path))
+    samples, read = samples_in(path), partial(read_sound, path)
+    return Utterance(name=str(path), transcript=transcript, samples=samples, read=read, listed=place)
 
 
 def _table_rows(manifest: Path, text: str) -> Iterator[Row | RunError]:
