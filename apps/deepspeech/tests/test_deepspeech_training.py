@@ -208,7 +208,7 @@ def gone_meanwhile(folder):
     return (
         "an4",
         tiny_speech.an4(folder),
-        r"an251-fash-b.raw is missing.*list \(.*an4_train\.transcription, line 1, and ",
+        r"-b\.raw is missing.*list \(.*an4_train\.transcription, line 1, and ",
     )
 
 

@@ -14,6 +14,7 @@ from torch.nn.functional import ctc_loss
 from trainer.command_line.options import Options
 from trainer.data.faults import Faults
 from trainer.errors import RunError
+from trainer.training.sharding import SHUFFLE, derived_seed
 
 from deepspeech.catalogue import DATASETS, MODELS
 from deepspeech.data.batch import Batch, batch_of
@@ -61,7 +62,8 @@ class Recognition:
     def train_batches(self, *, rank: int, size: int, batch_size: int, seed: int, epoch: int) -> Sequence[Tensor]:
         """See `trainer.app.Batches`; indices."""
         deal = bucketed if self.bucketing else shuffled
-        lengths, random = frame_counts(self.corpus.train), np.random.default_rng([seed, epoch])
+        lengths = frame_counts(self.corpus.train)
+        random = np.random.Generator(np.random.PCG64(derived_seed(seed, SHUFFLE, epoch)))
         return deal(lengths, rank=rank, size=size, batch_size=batch_size, random=random)
 
     def test_batches(self, *, rank: int, size: int) -> Sequence[Tested]:

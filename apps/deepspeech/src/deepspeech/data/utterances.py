@@ -36,7 +36,8 @@ class Utterance:
             return self.read()
         except (RunError, OSError) as error:
             raise RunError(
-                f"{error}, which only reading shows, so that --skip-bad leaves it in: take it off its list ({self.listed})"
+                f"{error}, which only reading shows, so that --skip-bad leaves it in: "
+                f"take it off its list ({self.listed})"
             ) from None
 
     @property
