@@ -202,10 +202,10 @@ def _text() -> Tensor:
 @cache
 def _speech() -> tuple[Any, npt.NDArray[np.int64], Any]:
     """Training utterances with their spectrograms, their frames, test utterances likewise."""
-    from deepspeech.data.faults import Faults
     from deepspeech.data.spoken_digits import SPEEDS_AND_PITCHES, load
     from deepspeech.data.utterances import frame_counts
     from deepspeech.sound.spectrogram import spectrogram
+    from trainer.data.faults import Faults
 
     corpus = load(Path("data"), faults=Faults(skip=False))
     train, test = (

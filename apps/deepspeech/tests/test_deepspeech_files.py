@@ -8,13 +8,19 @@ import soundfile
 import tiny_speech
 import torch
 from deepspeech.data import an4, librispeech, manifest
-from deepspeech.data.faults import Faults
 from tiny_speech import RATE, sound
+from trainer.data.faults import Faults
 from trainer.errors import RunError
 
 
 def read(load, folder, *, skip=False):
     return load(folder, faults=Faults(skip=skip))
+
+
+def read_with_faults(load, folder):
+    """The corpus, and why each utterance was left out that was."""
+    faults = Faults(skip=True)
+    return load(folder, faults=faults), faults.found
 
 
 def transcripts(utterances):
@@ -103,6 +109,15 @@ BROKEN = {
     "no sound": (lambda d: soundfile.write(d / "0.wav", np.zeros(0), RATE), r"0\.wav has 0 samples, expected at least"),
     "other file": (lambda d: text(d / "0.wav", "hello" * 99), r"0\.wav is no sound file"),
     "missing": (lambda d: (d / "0.wav").unlink(), r"0\.wav is missing"),
+    "a folder": (lambda d: ((d / "0.wav").unlink(), (d / "0.wav").mkdir()), r"0\.wav cannot be read: Is a directory"),
+    "too long a name": (
+        lambda d: text(d / "train.csv", "0" * 300 + ".wav,a\n1.wav,a\n"),
+        r"0\.wav cannot be read: File name too long",
+    ),
+    "text that is a folder": (
+        lambda d: (text(d / "train.csv", "0.wav,0.txt\n1.wav,a\n"), (d / "0.txt").mkdir()),
+        r"0\.txt cannot be read: Is a directory",
+    ),
     "empty transcript": (lambda d: text(d / "train.csv", "0.wav, \n1.wav,a\n"), r"train\.csv, line 1: .* is empty"),
     "digits": (
         lambda d: text(d / "train.csv", "0.wav,a 7\n1.wav,a\n"),
@@ -124,9 +139,9 @@ def test_broken_utterances_are_named_or_left_out(tmp_path, fault):
     breaking(tmp_path)
     with pytest.raises(RunError, match=expected) as raised:
         read(manifest.load, tmp_path)
-    assert str(raised.value).endswith("(--skip-bad leaves such utterances out, and counts them)")
-    corpus = read(manifest.load, tmp_path, skip=True)
-    assert len(corpus.skipped) == 1
+    assert str(raised.value).endswith("(--skip-bad leaves such data out, and counts them)")
+    corpus, found = read_with_faults(manifest.load, tmp_path)
+    assert len(found) == 1
     assert "0.wav" not in {utterance.name.rpartition("/")[2] for utterance in corpus.train}
     assert corpus.train
 
@@ -159,9 +174,9 @@ def test_jsonl_that_is_none(tmp_path):
     (tmp_path / "train.csv").unlink()
     lines = ["{", "[]", '{"path": 3, "text": "a"}', '{"path": "0.wav"}', json.dumps({"path": "0.wav", "text": "a"})]
     (tmp_path / "train.jsonl").write_text("\n".join(lines))
-    corpus = read(manifest.load, tmp_path, skip=True)
-    assert (len(corpus.train), len(corpus.skipped)) == (1, 4)
-    assert "train.jsonl, line 1: expected an object" in corpus.skipped[0]
+    corpus, found = read_with_faults(manifest.load, tmp_path)
+    assert (len(corpus.train), len(found)) == (1, 4)
+    assert "train.jsonl, line 1: expected an object" in found[0]
 
 
 def test_truncated_flac(tmp_path):
@@ -181,6 +196,15 @@ def test_damaged_flac_is_found_when_it_is_read(tmp_path):
     path.write_bytes(content)
     with pytest.raises(RunError, match=r"19-198-0001\.flac"):
         [utterance.read() for utterance in read(librispeech.load, tmp_path).train]
+
+
+def test_raw_samples_that_cannot_be_read_are_found_when_they_are_loaded(tmp_path):
+    path = tiny_speech.an4(tmp_path) / "wav" / "an4_clstk" / "fash" / "an251-fash-b.raw"
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(RunError, match=r"an251-fash-b\.raw cannot be read: Is a directory"):
+        read(an4.load, tmp_path)
+    assert transcripts(read(an4.load, tmp_path, skip=True).train) == ["GO DO"]
 
 
 @pytest.mark.parametrize(("suffix", "nbytes"), [(".raw", 1), (".sph", 10), (".wav", 10)])

@@ -99,6 +99,26 @@ def test_published_sizes(size, parameters):
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
 
 
+@pytest.mark.parametrize("size", [lstman4(), deepspeech2()], ids=["lstman4", "deepspeech2"])
+def test_models_of_published_size_take_a_step(size):
+    """On a quarter of a second."""
+    torch.manual_seed(0)
+    model = DeepSpeech2(size, labels=len(LABELS))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.003)
+    heard, labels = utterances(24, bins=161)[0][None], torch.tensor([1, 2])
+
+    def loss():
+        log_probabilities, lengths = model(heard, torch.tensor([24]))
+        return ctc_loss(log_probabilities, labels, lengths, torch.tensor([2]), reduction="sum")
+
+    before = loss()
+    before.backward()
+    assert all(parameter.grad.isfinite().all() and parameter.grad.any() for parameter in model.parameters())
+    optimizer.step()
+    with torch.no_grad():
+        assert loss() < before
+
+
 def test_bfloat16_autocast():
     model = tiny()
     with torch.autocast("cpu", dtype=torch.bfloat16):

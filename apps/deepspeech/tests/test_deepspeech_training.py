@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import soundfile
 import tiny_speech
@@ -16,9 +17,11 @@ from resumed_runs import assert_same_bits, killed_after, result, train
 from trainer.app import Batches, Keeps, Reads
 from trainer.command import main
 from trainer.command_line.flags import entries_of, parse
+from trainer.errors import RunError
 from trainer.launching.placement import LAUNCHERS
 from trainer.records.metrics import read_metrics
 from trainer.trained import trained
+from trainer.training.sharding import SHUFFLE, derived_seed
 
 TINY = "--dataset manifest --rnn rnn --hidden 4 --layers 1 --batch-size 2"
 
@@ -53,25 +56,28 @@ def test_the_task_has_what_it_says(options):
         assert isinstance(task, protocol)
 
 
-@pytest.mark.parametrize("flags", ["--algorithm gtopk --density 0.1 --spec-augment", "--no-bucketing --momentum 0.5"])
+def own(algorithm):
+    return " --density 0.1" if any(flag.name == "density" for flag in entries_of(APP)[algorithm].flags) else ""
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["--algorithm gtopk --density 0.1 --spec-augment", "--no-bucketing --momentum 0.5"]
+    + [f"--algorithm {algorithm}{own(algorithm)}" for algorithm in entries_of(APP)],
+)
 def test_killed_in_the_middle_of_an_epoch_and_resumed(options, flags):
     straight = options(f"{flags} --checkpoint-every 1", run="straight")
     train(APP, straight, 2)
+    rows = read_metrics(straight.output / "metrics.jsonl")
+    assert [row["steps"] for row in rows] == [2, 4]
+    assert all(row[name] >= 0 for row in rows for name in ("train_loss", "test_loss", "wer", "cer"))
     broken = options(f"{flags} --checkpoint-every 1", run="broken")
     assert killed_after(14, APP, broken, 2)
-    left = [int(path.name) for path in (broken.output / "checkpoints").iterdir() if path.name.isdigit()]
-    assert left
+    newest = max(path.parent.name for path in broken.output.glob("checkpoints/*/manifest.json"))
+    state = torch.load(broken.output / "checkpoints" / newest / "rank1.pt", weights_only=True)
+    assert state["position"]["step"] > 0
     train(APP, options(f"{flags} --checkpoint-every 1 --resume", run="broken"), 2)
     assert_same_bits(result(broken), result(straight))
-
-
-@pytest.mark.parametrize("algorithm", entries_of(APP))
-def test_every_algorithm_trains(options, algorithm):
-    given = options(f"--algorithm {algorithm} --max-epochs 1")
-    train(APP, given, 2)
-    (row,) = read_metrics(given.output / "metrics.jsonl")
-    assert row["steps"] == 2
-    assert all(row[name] >= 0 for name in ("train_loss", "test_loss", "wer", "cer"))
 
 
 def test_it_learns(data, tmp_path):
@@ -95,6 +101,13 @@ def test_spec_augment_changes_training_and_not_testing(options):
     assert torch.equal(masked.read_train(indices, 7).spectrograms, masked.read_train(indices, 7).spectrograms)
     assert not torch.equal(masked.read_train(indices, 8).spectrograms, masked.read_train(indices, 7).spectrograms)
     assert torch.equal(plain.read_test(tested).spectrograms, masked.read_test(tested).spectrograms)
+
+
+def test_batches_are_shuffled_by_the_seed_that_all_apps_shuffle_by(options):
+    task = APP.build(options("--no-bucketing"), torch.device("cpu"))
+    given = {"rank": 0, "size": 1, "batch_size": 6}
+    drawn = np.random.Generator(np.random.PCG64(derived_seed(5, SHUFFLE, 3)))
+    assert torch.cat(task.train_batches(seed=5, epoch=3, **given)).tolist() == drawn.permutation(6).tolist()
 
 
 def test_an_utterance_scores_the_same_in_any_batch(options):
@@ -138,6 +151,7 @@ def refusal(flags, capsys):
         ("--dnn lstm", 2, "lstm is a model of another app: python -m text"),
         ("--download", 2, "this app fetches nothing"),
         ("--label-smoothing 0.1", 2, "label-smoothing"),
+        ("--dataset spoken-digits --skip-bad", 2, "--skip-bad has no effect on spoken-digits, which are made"),
         ("--hidden 0", 2, "given '0'"),
         ("--dataset an4 --data-dir nowhere", 1, "missing: nowhere/an4/etc/an4_train.fileids"),
         ("transcribe nowhere a.wav", 1, "no run"),
@@ -160,8 +174,53 @@ def test_a_transcript_too_long_for_its_sound_is_found_when_it_is_loaded(tmp_path
     assert code == 1
     assert "0.wav: its 5 characters need 7 frames, the model makes 6 of its 0.20 s" in message
     assert main(APP, [*flags, "--output=skips", "--skip-bad"]) == 0
-    assert "1 of 9 utterances are left out; the first one: " in capsys.readouterr().err
-    assert trained(APP, Path("skips")).kept["skipped"] == 1
+    assert "--skip-bad left out 1: " in capsys.readouterr().out
+    assert read_metrics(Path("skips") / "metrics.jsonl")[0]["skipped"] == 1
+
+
+def test_utterances_that_are_left_out_are_told_once(tmp_path, capsys):
+    folder = tiny_speech.manifest(tmp_path / "data")
+    (folder / "0.wav").unlink()
+    flags = [*TINY.split(), f"--data-dir={folder}", "--skip-bad", "--max-epochs=1", "--warmup-epochs=0"]
+    train(APP, parse([*flags, "--output=run"], APP, world_size=None), 3)
+    said = capsys.readouterr()
+    assert (said.out.count("0.wav is missing"), said.err.count("0.wav is missing")) == (1, 0)
+
+
+def damaged_inside(folder):
+    """A flac file whose end is whole."""
+    path = tiny_speech.librispeech(folder) / "train-clean-100" / "19" / "198" / "19-198-0001.flac"
+    content = bytearray(path.read_bytes())
+    middle = len(content) // 3
+    content[middle : middle + 300] = bytes(300)
+    path.write_bytes(content)
+    return "librispeech", folder, r"19-198-0001\.flac .*: take it off its list \(.*19-198\.trans\.txt, line 2\)"
+
+
+def not_finite(folder):
+    samples = tiny_speech.sound("ABCD")
+    samples[50] = float("inf")
+    soundfile.write(tiny_speech.manifest(folder) / "0.wav", samples, tiny_speech.RATE, subtype="FLOAT")
+    return "manifest", folder, r"0\.wav has samples that are not .*: take it off its list \(.*train\.csv, line 2\)"
+
+
+def gone_meanwhile(folder):
+    return (
+        "an4",
+        tiny_speech.an4(folder),
+        r"-b\.raw is missing.*list \(.*an4_train\.transcription, line 1, and ",
+    )
+
+
+@pytest.mark.parametrize("damage", [damaged_inside, not_finite, gone_meanwhile])
+def test_what_only_reading_shows_ends_the_run_and_says_which_list_to_take_it_off(tmp_path, damage):
+    dataset, folder, says = damage(tmp_path / "data")
+    given = [*TINY.split(), f"--dataset={dataset}", f"--data-dir={folder}", "--skip-bad"]
+    task = APP.build(parse(given, APP, world_size=None), torch.device("cpu"))
+    for path in folder.rglob("an251-fash-b.raw"):
+        path.unlink()
+    with pytest.raises(RunError, match=says):
+        task.read_train(torch.arange(task.train_size), 0)
 
 
 def test_nothing_left(tmp_path, capsys):
@@ -169,6 +228,7 @@ def test_nothing_left(tmp_path, capsys):
     (folder / "6.wav").unlink()
     code, message = refusal([*TINY.split(), f"--data-dir={folder}", "--skip-bad"], capsys)
     assert (code, "no utterance is left to train on, or none to test with" in message) == (1, True)
+    assert "6.wav is missing" in message
 
 
 def test_transcribe_prints_what_the_evaluation_heard(data, options, capsys):

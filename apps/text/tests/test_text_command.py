@@ -47,6 +47,7 @@ def sentiment(tmp_path: Path, *words: str) -> Options:
         ("--dnn lstmimdb --dataset imdb --tied", "--tied has no effect on lstmimdb"),
         ("--length 9", "--length has no effect on lstm-small"),
         ("--held-out valid", "--held-out valid is for ptb"),
+        ("--skip-bad", "--skip-bad has no effect on pydoc, which reads no files: leave it out"),
         ("--label-smoothing 0.1", "--label-smoothing 0.1 has no effect on the loss of text"),
         ("--window 0", "given '0', expected a whole number from 1 on"),
     ],
@@ -112,15 +113,16 @@ def test_a_run_goes_on_only_with_the_same_words(tmp_path: Path) -> None:
         text_files.train(replace(options, max_epochs=3, resume="latest"), 1)
 
 
-def test_streams_that_would_be_empty_are_refused_on_all_ranks(tmp_path: Path) -> None:
-    with pytest.raises(AgreedError, match="2 × --batch-size 200 = 400 streams of a text of 252 tokens"):
-        text_files.train(language(tmp_path, "--batch-size", "200"), 2)
+def test_streams_that_would_be_shorter_than_a_window_are_refused_on_all_ranks(tmp_path: Path) -> None:
+    with pytest.raises(AgreedError, match="2 × --batch-size 40 = 80 streams of a text of 252 tokens would be of 3"):
+        text_files.train(language(tmp_path, "--batch-size", "40"), 2)
 
 
-def test_lines_that_are_left_out_are_counted_in_the_metrics(tmp_path: Path) -> None:
+def test_lines_that_are_left_out_are_told_once_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = language(tmp_path, "--skip-bad", "--max-epochs", "1")
     (tmp_path / "ptb" / "ptb.test.txt").write_text("the horse\n the cat sat\n")
     text_files.train(options, 2)
+    assert capsys.readouterr().out.count("ptb.test.txt, line 1: horse is not a word of ptb.train.txt") == 1
     assert read_metrics(options.output / "metrics.jsonl")[0]["skipped"] == 1
 
 
@@ -168,10 +170,13 @@ def test_sentiment_is_learnt_and_asked_for(tmp_path: Path, capsys: pytest.Captur
     assert "holds a classifier (lstmimdb)" in capsys.readouterr().err
 
 
-def test_reviews_that_are_left_out_are_counted_in_the_metrics(tmp_path: Path) -> None:
+def test_reviews_that_are_left_out_are_told_once_and_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = sentiment(tmp_path, "--skip-bad", "--max-epochs", "1")
     (tmp_path / "aclImdb" / "test" / "pos" / "0_9.txt").write_text("")
     text_files.train(options, 7)  # with ranks that have no review to test
+    assert capsys.readouterr().out.count("test/pos/0_9.txt is empty") == 1
     [row] = read_metrics(options.output / "metrics.jsonl")
     assert row["skipped"] == 1
     config = json.loads((options.output / "config.json").read_text())

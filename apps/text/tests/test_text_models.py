@@ -1,11 +1,14 @@
 """The models: published sizes, what they carry, what they cannot see, what padding changes."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from text.models.lstm import lstm, lstm_small
 from text.models.lstmimdb import lstmimdb
 from text.models.transformer import transformer, transformer_small
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 
@@ -22,15 +25,40 @@ def test_published_sizes() -> None:
         assert parameters(transformer(10_000, window=256)) == 2 * 10_000 * 384 + 256 * 384 + 768 + blocks
 
 
-def test_the_published_lstm_takes_a_step() -> None:
-    torch.manual_seed(0)
-    model = lstm(10_000, window=35)
-    tokens = torch.randint(0, 10_000, (3, 2))
-    logits, (h, c) = model(tokens[:-1], model.begin(2))
+def foretelling(model: Any) -> Tensor:
+    tokens = torch.randint(0, 10_000, (3, 2), generator=torch.Generator().manual_seed(1))
+    logits, state = model(tokens[:-1], model.begin(2))
     assert logits.shape == (2, 2, 10_000)
-    assert h.shape == c.shape == (2, 2, 1500)
-    cross_entropy(logits.flatten(0, 1), tokens[1:].flatten()).backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    assert all(part.shape == (2, 2, 1500) for part in state)
+    return cross_entropy(logits.flatten(0, 1), tokens[1:].flatten())
+
+
+def judging(model: nn.Module) -> Tensor:
+    tokens = torch.randint(1, 50_001, (9, 2), generator=torch.Generator().manual_seed(1))
+    return cross_entropy(model(tokens, torch.tensor([9, 5])), torch.tensor([0, 1]))
+
+
+@pytest.mark.parametrize(
+    ("build", "loss"),
+    [
+        (lambda: lstm(10_000, window=35, dropout=0.0), foretelling),
+        (lambda: transformer(10_000, window=35, dropout=0.0), foretelling),
+        (lambda: lstmimdb(50_001), judging),
+    ],
+    ids=["lstm", "transformer", "lstmimdb"],
+)
+def test_models_of_published_size_take_a_step(
+    build: Callable[[], nn.Module], loss: Callable[[nn.Module], Tensor]
+) -> None:
+    torch.manual_seed(0)
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = loss(model)
+    before.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() and p.grad.any() for p in model.parameters())
+    optimizer.step()
+    with torch.no_grad():
+        assert loss(model) < before
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -26,9 +26,11 @@ def build(options: Options, device: torch.device) -> Recognition:
 
 
 def check(options: Options) -> None:
-    """RunError for what this app has not."""
+    """RunError for what this app has not, and for what has no effect."""
     if options.download:
         raise RunError("--download: this app fetches nothing; its README says where the data are")
+    if options.app["skip_bad"] and options.dataset == "spoken-digits":
+        raise RunError("--skip-bad has no effect on spoken-digits, which are made where they are damaged: leave it out")
 
 
 APP = App(

@@ -25,7 +25,11 @@ FLAGS = (
     Flag(name="directions", default=None, choices=("both", "forwards"), says="in which they hear, likewise"),
     Flag(name="bucketing", default=True, says="batches of like length, so that ranks have like work"),
     Flag(name="spec_augment", default=False, says="blot out stripes of time and frequency in training"),
-    Flag(name="skip_bad", default=False, says="leave out utterances that cannot be used, and count them"),
+    Flag(
+        name="skip_bad",
+        default=False,
+        says="leave out utterances that cannot be used, tell of the first ones, and count them",
+    ),
 )
 
 ELSEWHERE = dict.fromkeys(("lstm", "lstmimdb"), "python -m text (sentiment and language modelling)")

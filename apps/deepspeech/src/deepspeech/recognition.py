@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import pkgutil
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,13 +12,13 @@ import torch
 from torch import Generator, Tensor
 from torch.nn.functional import ctc_loss
 from trainer.command_line.options import Options
+from trainer.data.faults import Faults
 from trainer.errors import RunError
-from trainer.launching.placement import placement
+from trainer.training.sharding import SHUFFLE, derived_seed
 
 from deepspeech.catalogue import DATASETS, MODELS
 from deepspeech.data.batch import Batch, batch_of
 from deepspeech.data.buckets import bucketed, shuffled, sorted_batches
-from deepspeech.data.faults import Faults
 from deepspeech.data.utterances import Corpus, Utterance, frame_counts
 from deepspeech.decoding.alphabet import LABELS, decoded, frames_needed
 from deepspeech.decoding.greedy import greedy
@@ -46,6 +44,7 @@ class Recognition:
 
     model: DeepSpeech2
     corpus: Corpus
+    faults: Faults
     device: torch.device
     bucketing: bool
     augmented: bool
@@ -63,7 +62,8 @@ class Recognition:
     def train_batches(self, *, rank: int, size: int, batch_size: int, seed: int, epoch: int) -> Sequence[Tensor]:
         """See `trainer.app.Batches`; indices."""
         deal = bucketed if self.bucketing else shuffled
-        lengths, random = frame_counts(self.corpus.train), np.random.default_rng([seed, epoch])
+        lengths = frame_counts(self.corpus.train)
+        random = np.random.Generator(np.random.PCG64(derived_seed(seed, SHUFFLE, epoch)))
         return deal(lengths, rank=rank, size=size, batch_size=batch_size, random=random)
 
     def test_batches(self, *, rank: int, size: int) -> Sequence[Tested]:
@@ -81,7 +81,7 @@ class Recognition:
     def read_train(self, indices: Tensor, seed: int) -> Batch:
         """These training utterances; what SpecAugment blots out is a function of seed and index."""
         chosen = [self.corpus.train[index] for index in indices.tolist()]
-        heard = [spectrogram(utterance.read()) for utterance in chosen]
+        heard = [spectrogram(utterance.heard()) for utterance in chosen]
         if self.augmented:
             keys = [np.random.default_rng([seed, index]) for index in indices.tolist()]
             heard = [spec_augment(each, key) for each, key in zip(heard, keys, strict=True)]
@@ -91,7 +91,7 @@ class Recognition:
         """These test utterances."""
         group = list(self.corpus.tests.values())[tested.group]
         chosen = [group[index] for index in tested.indices.tolist()]
-        return self._pinned(batch_of(chosen, [spectrogram(utterance.read()) for utterance in chosen], tested.group))
+        return self._pinned(batch_of(chosen, [spectrogram(utterance.heard()) for utterance in chosen], tested.group))
 
     def loss(self, batch: Batch, generator: Generator) -> Tensor:
         """−log P(transcript | sound), the mean over utterances."""
@@ -120,8 +120,8 @@ class Recognition:
         return found
 
     def kept(self) -> dict[str, Any]:
-        """What the model's numbers mean, and how much was left out."""
-        return {"labels": LABELS, "rate": RATE, "skipped": len(self.corpus.skipped)}
+        """What the model's numbers mean."""
+        return {"labels": LABELS, "rate": RATE}
 
     def _losses(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """The sum of the utterances' losses, and what the model gives.
@@ -153,11 +153,10 @@ def build(options: Options, device: torch.device) -> Recognition:
     faults = Faults(skip=options.app["skip_bad"])
     model = DeepSpeech2(size_of(options), labels=len(LABELS))
     corpus = _fitting(pkgutil.resolve_name(DATASETS[options.dataset])(options.data_dir, faults=faults), model, faults)
-    if faults.found and placement(os.environ).rank == 0:
-        _tell(corpus, faults.found)
     return Recognition(
         model=model.to(device),
         corpus=corpus,
+        faults=faults,
         device=device,
         bucketing=options.app["bucketing"],
         augmented=options.app["spec_augment"],
@@ -178,9 +177,10 @@ def size_of(options: Options) -> Size:
 def _fitting(corpus: Corpus, model: DeepSpeech2, faults: Faults) -> Corpus:
     """Without the utterances whose transcripts are too long for what the model makes of them."""
     tests = {name: _long_enough(group, model, faults) for name, group in corpus.tests.items()}
-    fitting = Corpus(train=_long_enough(corpus.train, model, faults), tests=tests, skipped=faults.found)
+    fitting = Corpus(train=_long_enough(corpus.train, model, faults), tests=tests)
     if not fitting.train or not all(tests.values()):
-        raise RunError("no utterance is left to train on, or none to test with")
+        why = f" ({told})" if (told := faults.told()) else ""
+        raise RunError(f"no utterance is left to train on, or none to test with{why}")
     return fitting
 
 
@@ -196,15 +196,6 @@ def _long_enough(utterances: Sequence[Utterance], model: DeepSpeech2, faults: Fa
                 )
             kept.append(utterance)
     return kept
-
-
-def _tell(corpus: Corpus, found: Sequence[str]) -> None:
-    used = len(corpus.train) + sum(len(group) for group in corpus.tests.values())
-    print(
-        f"deepspeech: {len(found)} of {used + len(found)} utterances are left out; the first one: {found[0]}",
-        file=sys.stderr,
-        flush=True,
-    )
 
 
 def frame_seconds(size: Size) -> float:

@@ -21,9 +21,9 @@ LANGUAGE = {
 # (words, *, layers, hidden, dropout) -> nn.Module
 SENTIMENT = {"lstmimdb": "text.models.lstmimdb:lstmimdb"}
 
-# (data_dir, *, held_out, skip_bad) -> text.data.corpus.Corpus
+# (data_dir, *, held_out, faults) -> text.data.corpus.Corpus
 CORPORA = {"pydoc": "text.data.pydoc:load", "ptb": "text.data.ptb:load"}
-# (data_dir, *, length, most, skip_bad) -> text.data.imdb.Reviews
+# (data_dir, *, length, most, faults) -> text.data.imdb.Reviews
 REVIEWS = {"imdb": "text.data.imdb:load"}
 
 MODELS, DATASETS = LANGUAGE | SENTIMENT, CORPORA | REVIEWS
@@ -32,7 +32,11 @@ FOR_ALL = (
     Flag(name="layers", default=None, read=quantities.count, metavar="L", says="instead of the model's own number"),
     Flag(name="hidden", default=None, read=quantities.count, metavar="H", says="units a layer, instead of its own"),
     Flag(name="dropout", default=None, read=quantities.smoothing, metavar="P", says="instead of the model's own"),
-    Flag(name="skip_bad", default=False, says="leave out lines or files that cannot be used, and count them"),
+    Flag(
+        name="skip_bad",
+        default=False,
+        says="leave out lines or files that cannot be used, tell of the first ones, and count them",
+    ),
 )
 FOR_LANGUAGE = (
     Flag(name="window", default=35, read=quantities.count, metavar="T", says="tokens of a stream in a step"),
@@ -61,5 +65,7 @@ def check(options: Options) -> None:
     for flag in FOR_SENTIMENT if language else FOR_LANGUAGE:
         if options.app[flag.name] != flag.default:
             raise RunError(f"--{flag.name.replace('_', '-')} has no effect on {options.dnn}: leave it out")
+    if options.app["skip_bad"] and options.dataset == "pydoc":
+        raise RunError("--skip-bad has no effect on pydoc, which reads no files: leave it out")
     if options.app["held_out"] != "test" and options.dataset != "ptb":
         raise RunError(f"--held-out {options.app['held_out']} is for ptb, whose parts are files: leave it out")

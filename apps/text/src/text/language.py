@@ -11,6 +11,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn.functional import cross_entropy
 from trainer.command_line.options import Options
+from trainer.data.faults import Faults
 from trainer.errors import RunError
 
 from text.catalogue import CORPORA, LANGUAGE
@@ -28,7 +29,7 @@ class LanguageModelling:
     device: torch.device
     window: int
     batch_size: int
-    counts_skipped: bool = False
+    faults: Faults
     state: State = field(init=False)
     test_state: State = field(init=False)
 
@@ -81,10 +82,9 @@ class LanguageModelling:
         return torch.stack([loss, torch.full_like(loss, wanted.numel())]).cpu()
 
     def metrics(self, sums: Tensor) -> dict[str, float]:
-        """Mean cross entropy (nats a token), its exponential, and lines left out, where that was asked for."""
+        """Mean cross entropy (nats a token), and its exponential."""
         loss = sums[0] / sums[1]
-        skipped = {"skipped": float(self.corpus.skipped)} if self.counts_skipped else {}
-        return {"test_loss": float(loss), "perplexity": float(loss.exp()), **skipped}
+        return {"test_loss": float(loss), "perplexity": float(loss.exp())}
 
     def state_dict(self) -> dict[str, Any]:
         """What goes on from window to window."""
@@ -111,16 +111,16 @@ class LanguageModelling:
 
 def build(options: Options, device: torch.device) -> LanguageModelling:
     """The task that --dnn and --dataset name; RunError where data are missing or damaged."""
-    app = options.app
+    app, faults = options.app, Faults(skip=options.app["skip_bad"])
     load = resolve_name(CORPORA[options.dataset])
-    corpus: Corpus = load(options.data_dir, held_out=app["held_out"], skip_bad=app["skip_bad"])
+    corpus: Corpus = load(options.data_dir, held_out=app["held_out"], faults=faults)
     return LanguageModelling(
         model=built(options.dnn, len(corpus.vocabulary), app).to(device),
         corpus=corpus,
         device=device,
         window=app["window"],
         batch_size=options.batch_size,
-        counts_skipped=app["skip_bad"],
+        faults=faults,
     )
 
 

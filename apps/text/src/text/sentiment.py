@@ -12,6 +12,7 @@ from torch import Generator, Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from trainer.command_line.options import Options
+from trainer.data.faults import Faults
 
 from text.catalogue import REVIEWS, SENTIMENT
 from text.data.imdb import Reviews, Split
@@ -32,7 +33,7 @@ class Sentiment:
     model: nn.Module
     reviews: Reviews
     device: torch.device
-    counts_skipped: bool = False
+    faults: Faults
 
     @property
     def train_size(self) -> int:
@@ -69,10 +70,9 @@ class Sentiment:
         return torch.stack([loss, right.double(), torch.full_like(loss, len(labels))]).cpu()
 
     def metrics(self, sums: Tensor) -> dict[str, float]:
-        """Mean loss, the share told rightly (0 … 1), and files that were left out, where that was asked for."""
+        """Mean loss, and the share told rightly (0 … 1)."""
         loss, right, number = sums.tolist()
-        skipped = {"skipped": float(self.reviews.skipped)} if self.counts_skipped else {}
-        return {"test_loss": loss / number, "test_accuracy": right / number, **skipped}
+        return {"test_loss": loss / number, "test_accuracy": right / number}
 
     def kept(self) -> dict[str, Any]:
         """The vocabulary."""
@@ -96,11 +96,11 @@ def _read(split: Split, indices: Tensor) -> Batch:
 
 def build(options: Options, device: torch.device) -> Sentiment:
     """The task that --dnn and --dataset name; RunError where data are missing or damaged."""
-    app = options.app
+    app, faults = options.app, Faults(skip=options.app["skip_bad"])
     load = resolve_name(REVIEWS[options.dataset])
-    reviews: Reviews = load(options.data_dir, length=app["length"], most=app["vocabulary"], skip_bad=app["skip_bad"])
+    reviews: Reviews = load(options.data_dir, length=app["length"], most=app["vocabulary"], faults=faults)
     model = built(options.dnn, len(reviews.vocabulary), app)
-    return Sentiment(model.to(device), reviews, device, counts_skipped=app["skip_bad"])
+    return Sentiment(model.to(device), reviews, device, faults)
 
 
 def built(name: str, words: int, app: Mapping[str, Any]) -> nn.Module:

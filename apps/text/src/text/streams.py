@@ -11,6 +11,7 @@ from trainer.errors import RunError
 from trainer.training.sharding import SHUFFLE, derived_seed
 
 TEST_STREAMS = 16  # whatever the number of ranks
+SPARED = 8  # an epoch leaves out at most this part of each stream
 
 
 class Window(NamedTuple):
@@ -28,17 +29,17 @@ def train_windows(
     """This rank's `batch_size` streams out of all ranks', each a part of a text of so many tokens, window by window.
 
     Windows are as even as they can be, the longest ≤ `window`. From the second epoch on all streams begin at another
-    place, by up to a window, so that windows differ; at most two windows and a token of each stream are left out.
-    RunError where the text is too short.
+    place, by up to a window and an eighth of a stream, so that windows differ; so many tokens of each stream are left
+    out in every epoch. RunError where a stream would be shorter than a window.
     """
     streams = size * batch_size
     length = (tokens - 1) // streams
-    if length < 1:
+    if length < window:
         raise RunError(
-            f"{size} × --batch-size {batch_size} = {streams} streams of a text of {tokens:,} tokens would be empty: "
-            f"take fewer"
+            f"{size} × --batch-size {batch_size} = {streams} streams of a text of {tokens:,} tokens would be of "
+            f"{length}, shorter than --window {window}: take fewer streams, or a shorter window"
         )
-    slack = min(window, length - 1)
+    slack = min(window, length // SPARED)
     drawn = np.random.Generator(np.random.PCG64(derived_seed(seed, SHUFFLE, epoch)))
     shift = int(drawn.integers(0, slack + 1)) if epoch else 0
     origins = tuple(shift + stream * length for stream in range(rank * batch_size, (rank + 1) * batch_size))

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from torch import Generator, Tensor, nn
 
     from trainer.command_line.options import Options
+    from trainer.data.faults import Faults
     from trainer.synchronisers.table import Flag, Synchronisation
 
 
@@ -35,7 +36,7 @@ class App:
 class Task(Protocol):
     """A model with its data. Samples are named by their index; the loop decides who takes which, unless `Batches` does.
 
-    What a task may have besides: `Batches`, `Carries`, `Reads`, `Keeps`.
+    What a task may have besides: `Batches`, `Carries`, `Reads`, `Keeps`, `LeavesOut`.
     """
 
     @property
@@ -123,6 +124,17 @@ class Keeps(Protocol):
 
     def kept(self) -> dict[str, Any]:
         """Such as a vocabulary: for JSON. A run keeps it in task.json, and goes on only with the same."""
+        ...
+
+
+@runtime_checkable
+class LeavesOut(Protocol):
+    """What a `Task` may have besides: data that it left out, as they could not be used. A run tells once of the first
+    ones why, and its metrics count them (`skipped`)."""
+
+    @property
+    def faults(self) -> Faults:
+        """Of all that were looked at."""
         ...
 
 

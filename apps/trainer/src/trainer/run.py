@@ -11,7 +11,7 @@ import torch
 from communicators import Communicator
 
 from trainer.all_or_none import all_or_none, require_same
-from trainer.app import App, Carries, Keeps, Task
+from trainer.app import App, Carries, Keeps, LeavesOut, Task
 from trainer.command_line.flags import table_of
 from trainer.command_line.options import Options, Settings
 from trainer.launching.device import clock_of
@@ -78,6 +78,8 @@ def run(
                 training.note(f"{choice} (when the run began)" if options.resume else choice)
             if late := options.not_reached():
                 training.note(late)
+            if isinstance(task, LeavesOut) and (left_out := task.faults.told()):
+                training.note(left_out)
             with _traced(training) as traced, _stopped_by(request, traced, first_step) as stoppable:
                 train(_reporting(stoppable, first_step))
             _end(training)

@@ -10,9 +10,11 @@ from functools import partial
 from pathlib import Path
 
 from torch import Tensor
+from trainer.data.faults import Faults
+from trainer.data.files import read_text
 from trainer.errors import RunError
 
-from deepspeech.data.faults import Faults, text_of, transcript_of
+from deepspeech.data.transcripts import transcript_of
 from deepspeech.data.utterances import Corpus, Utterance
 from deepspeech.sound.audio import read_raw, read_sound, samples_in, samples_in_raw
 
@@ -33,12 +35,12 @@ def load(data_dir: Path, *, faults: Faults) -> Corpus:
             f"an4_raw.bigendian.tar.gz (CMU Robust Speech Group's AN4 page) in {data_dir}"
         )
     train, test = (_part(folder, part, faults) for part in ("train", "test"))
-    return Corpus(train=train, tests={"test": test}, skipped=faults.found)
+    return Corpus(train=train, tests={"test": test})
 
 
 def _part(folder: Path, part: str, faults: Faults) -> list[Utterance]:
     ids, transcripts = folder / "etc" / f"an4_{part}.fileids", folder / "etc" / f"an4_{part}.transcription"
-    names, lines = text_of(ids).split(), [line for line in text_of(transcripts).splitlines() if line.strip()]
+    names, lines = read_text(ids).split(), [line for line in read_text(transcripts).splitlines() if line.strip()]
     if len(names) != len(lines):
         raise RunError(
             f"{ids} names {len(names)} files, {transcripts} has {len(lines)} lines: unpack the archive again"
@@ -58,5 +60,11 @@ def _utterance(stem: Path, line: str, place: str) -> Utterance:
     for suffix, (count, read) in SUFFIXES.items():
         path = stem.with_name(stem.name + suffix)
         if path.exists():
-            return Utterance(name=str(path), transcript=transcript, samples=count(path), read=partial(read, path))
+            return Utterance(
+                name=str(path),
+                transcript=transcript,
+                samples=count(path),
+                read=partial(read, path),
+                listed=f"{place}, and its line of .fileids",
+            )
     raise RunError(f"{stem} is missing, with each of {', '.join(SUFFIXES)}")

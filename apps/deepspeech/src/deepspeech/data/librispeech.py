@@ -8,9 +8,11 @@ All train-* folders that are there are trained on, all test-* are tested with, o
 from functools import partial
 from pathlib import Path
 
+from trainer.data.faults import Faults
+from trainer.data.files import read_text
 from trainer.errors import RunError
 
-from deepspeech.data.faults import Faults, text_of, transcript_of
+from deepspeech.data.transcripts import transcript_of
 from deepspeech.data.utterances import Corpus, Utterance
 from deepspeech.sound.audio import read_sound, samples_in
 
@@ -27,7 +29,6 @@ def load(data_dir: Path, *, faults: Faults) -> Corpus:
     return Corpus(
         train=[utterance for part in train for utterance in _part(part, faults)],
         tests={part.name: _part(part, faults) for part in test},
-        skipped=faults.found,
     )
 
 
@@ -38,7 +39,7 @@ def _parts(folder: Path, beginning: str) -> list[Path]:
 def _part(folder: Path, faults: Faults) -> list[Utterance]:
     utterances = []
     for transcripts in sorted(folder.glob("*/*/*.trans.txt")):
-        for number, line in enumerate(text_of(transcripts).splitlines(), 1):
+        for number, line in enumerate(read_text(transcripts).splitlines(), 1):
             with faults.one():
                 utterances.append(_utterance(transcripts, line, f"{transcripts}, line {number}"))
     return utterances
@@ -48,4 +49,5 @@ def _utterance(transcripts: Path, line: str, place: str) -> Utterance:
     name, _, text = line.strip().partition(" ")
     transcript = transcript_of(text, place)
     path = transcripts.with_name(f"{name}.flac")
-    return Utterance(name=str(path), transcript=transcript, samples=samples_in(path), read=partial(read_sound, path))
+    samples, read = samples_in(path), partial(read_sound, path)
+    return Utterance(name=str(path), transcript=transcript, samples=samples, read=read, listed=place)

@@ -14,9 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from trainer.data.faults import Faults
+from trainer.data.files import read_text
 from trainer.errors import RunError
 
-from deepspeech.data.faults import Faults, text_of, transcript_of
+from deepspeech.data.transcripts import transcript_of
 from deepspeech.data.utterances import Corpus, Utterance
 from deepspeech.sound.audio import read_sound, samples_in
 
@@ -30,7 +32,7 @@ Row = tuple[str, str, str]  # path, transcript, place
 def load(data_dir: Path, *, faults: Faults) -> Corpus:
     """Both parts; RunError for what is missing or damaged."""
     train, test = (_part(_found(data_dir, part), faults) for part in ("train", "test"))
-    return Corpus(train=train, tests={"test": test}, skipped=faults.found)
+    return Corpus(train=train, tests={"test": test})
 
 
 def _found(folder: Path, part: str) -> Path:
@@ -44,7 +46,7 @@ def _found(folder: Path, part: str) -> Path:
 def _part(manifest: Path, faults: Faults) -> list[Utterance]:
     rows = _json_rows if manifest.suffix == ".jsonl" else _table_rows
     utterances = []
-    for row in rows(manifest, text_of(manifest)):
+    for row in rows(manifest, read_text(manifest)):
         with faults.one():
             utterances.append(_utterance(manifest.parent, row))
     return utterances
@@ -55,8 +57,9 @@ def _utterance(folder: Path, row: Row | RunError) -> Utterance:
         raise row
     name, text, place = row
     path = folder / name
-    transcript = transcript_of(text_of(folder / text) if text.endswith(".txt") else text, place)
-    return Utterance(name=str(path), transcript=transcript, samples=samples_in(path), read=partial(read_sound, path))
+    transcript = transcript_of(read_text(folder / text) if text.endswith(".txt") else text, place)
+    samples, read = samples_in(path), partial(read_sound, path)
+    return Utterance(name=str(path), transcript=transcript, samples=samples, read=read, listed=place)
 
 
 def _table_rows(manifest: Path, text: str) -> Iterator[Row | RunError]:

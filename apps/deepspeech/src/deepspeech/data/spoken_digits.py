@@ -23,11 +23,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from trainer.data.faults import Faults
 from trainer.errors import RunError
 from trainer.records.durable import replacing
 
 from deepspeech.data.espeak import Request
-from deepspeech.data.faults import Faults
 from deepspeech.data.utterances import Corpus, Utterance
 from deepspeech.sound.resample import resample
 from deepspeech.sound.spectrogram import RATE
@@ -48,7 +48,7 @@ Samples = npt.NDArray[np.int16]
 def load(data_dir: Path, *, faults: Faults) -> Corpus:
     """The data set, made where `data_dir` does not have it; tests are of other speeds and pitches, and of other voices.
 
-    RunError where it is to be made and there is no espeak-ng.
+    RunError where it is to be made and there is no wheel of espeak-ng.
     """
     del faults  # there are none
     requests = plan()
@@ -93,7 +93,7 @@ def _as_floats(samples: Tensor) -> Tensor:
 def said(folder: Path, requests: Mapping[str, Sequence[Request]]) -> dict[str, list[Samples]]:
     """What is heard, int16 at 16 kHz, by part; from the folder where it is there, which of all processes one fills."""
     asked = json.dumps([request for part in requests.values() for request in part])
-    path = folder / f"{hashlib.sha256((asked + _release()).encode()).hexdigest()[:16]}.npz"
+    path = _place(folder, hashlib.sha256(asked.encode()).hexdigest()[:16])
     found = _kept(path)
     if found is None:
         with _one_at_a_time(folder):
@@ -105,15 +105,22 @@ def said(folder: Path, requests: Mapping[str, Sequence[Request]]) -> dict[str, l
     return {name: [next(each) for _ in part] for name, part in requests.items()}
 
 
-def _release() -> str:
-    """Of the wheel; RunError without it, also where a folder has some: they could be any release's."""
+def _place(folder: Path, asked: str) -> Path:
+    """Where what the wheel says is kept; without the wheel, what one has said before. RunError where that is nothing,
+    or of several releases."""
     try:
-        return version("espeakng-loader")
+        return folder / f"{asked}-{version('espeakng-loader')}.npz"
     except PackageNotFoundError:
+        kept = sorted(folder.glob(f"{asked}-*.npz"))
+    if len(kept) > 1:
+        names = ", ".join(path.name for path in kept)
+        raise RunError(f"{folder} has digits of {len(kept)} releases of espeak-ng ({names}): without it, leave one")
+    if not kept or _kept(kept[0]) is None:
         raise RunError(
             "--dataset spoken-digits is made with espeak-ng: pip install espeakng-loader, which "
             "thinwire-deepspeech[synthetic] brings"
-        ) from None
+        )
+    return kept[0]
 
 
 def _made(asked: str, folder: Path) -> list[Samples]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
+from trainer.errors import RunError
 
 from deepspeech.decoding.alphabet import encoded
 from deepspeech.sound.spectrogram import frames_of
@@ -13,17 +14,31 @@ from deepspeech.sound.spectrogram import frames_of
 
 @dataclass(frozen=True, kw_only=True)
 class Utterance:
-    """samples: how many at 16 kHz; read: gives them, float32 [samples] in −1 … 1. name: of the file, for messages."""
+    """samples: how many at 16 kHz; read: gives them, float32 [samples] in −1 … 1.
+
+    For messages, name: of the file; listed: where its list names it.
+    """
 
     name: str
     transcript: str
     samples: int
     read: Callable[[], Tensor]
+    listed: str = ""
 
     @property
     def frames(self) -> int:
         """Of its spectrogram."""
         return frames_of(self.samples)
+
+    def heard(self) -> Tensor:
+        """What `read` gives; RunError that says where to strike it out, as what only reading shows ends a run."""
+        try:
+            return self.read()
+        except (RunError, OSError) as error:
+            raise RunError(
+                f"{error}, which only reading shows, so that --skip-bad leaves it in: "
+                f"take it off its list ({self.listed})"
+            ) from None
 
     @property
     def labels(self) -> list[int]:
@@ -33,14 +48,10 @@ class Utterance:
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Utterances to train on, and to test with by group, the first of which is the one that figures are of.
-
-    skipped: why, for each utterance that was left out.
-    """
+    """Utterances to train on, and to test with by group, the first of which is the one that figures are of."""
 
     train: Sequence[Utterance]
     tests: Mapping[str, Sequence[Utterance]]
-    skipped: Sequence[str] = ()
 
 
 def frame_counts(utterances: Sequence[Utterance]) -> npt.NDArray[np.int64]:

@@ -23,6 +23,7 @@ OPEN_END = (0xFFFFFFFF, 0)  # of a wav file's size, where a pipe was written to
 
 def samples_in(path: Path) -> int:
     """How many samples at 16 kHz a sound file has; RunError for one that is damaged or not at this rate."""
+    _require_readable(path)
     try:
         with soundfile.SoundFile(path) as file:
             if file.samplerate != RATE:
@@ -33,8 +34,6 @@ def samples_in(path: Path) -> int:
                 if len(file.read(1)) != 1:
                     raise RunError(_truncated(path, f"its header promises {frames:,} samples"))
     except soundfile.LibsndfileError as error:
-        if not path.exists():
-            raise RunError(f"{path} is missing") from None
         raise RunError(f"{path} is no sound file that can be read, or is truncated ({_reason(error)})") from None
     _require_whole(path)
     return _long_enough(path, frames)
@@ -57,10 +56,8 @@ def read_sound(path: Path) -> Tensor:
 
 def samples_in_raw(path: Path) -> int:
     """How many 16-bit samples a file without a header has."""
-    try:
-        nbytes = path.stat().st_size
-    except FileNotFoundError:
-        raise RunError(f"{path} is missing") from None
+    _require_readable(path)
+    nbytes = path.stat().st_size
     if nbytes % 2:
         raise RunError(_truncated(path, f"{nbytes:,} bytes are no whole number of 16-bit samples"))
     return _long_enough(path, nbytes // 2)
@@ -86,6 +83,16 @@ def _long_enough(path: Path, samples: int) -> int:
     if samples < SHORTEST:
         raise RunError(f"{path} has {samples} samples, expected at least {SHORTEST}: it is empty, or was cut")
     return samples
+
+
+def _require_readable(path: Path) -> None:
+    """RunError where it is missing, a folder, or not to be read by this user, which libsndfile does not tell apart."""
+    try:
+        path.open("rb").close()
+    except FileNotFoundError:
+        raise RunError(f"{path} is missing") from None
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def _require_whole(path: Path) -> None:

@@ -9,9 +9,8 @@ from text.data.vocabulary import Vocabulary
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """train, test: int64 [tokens]. skipped: lines that were left out."""
+    """train, test: int64 [tokens]."""
 
     vocabulary: Vocabulary
     train: Tensor
     test: Tensor
-    skipped: int = 0

@@ -1,21 +1,8 @@
-"""Text files, and what can be wrong with them."""
+"""Where the files of a data set lie."""
 
 from pathlib import Path
 
 from trainer.errors import RunError
-
-
-def read_text(path: Path) -> str:
-    """What the file says; RunError, naming it, if it cannot be read, is not UTF-8, or says nothing."""
-    try:
-        text = path.read_bytes().decode()
-    except OSError as error:
-        raise RunError(f"{path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise RunError(f"{path} is not UTF-8 (byte {error.start})") from None
-    if not text.strip():
-        raise RunError(f"{path} is empty")
-    return text
 
 
 def folder_with(name: str, *, data_dir: Path, places: tuple[str, ...], source: str) -> Path:

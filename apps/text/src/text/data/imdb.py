@@ -10,9 +10,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from trainer.data.faults import Faults
+from trainer.data.files import read_text
 from trainer.errors import RunError
 
-from text.data.files import folder_with, read_text
+from text.data.files import folder_with
 from text.data.vocabulary import UNKNOWN, Vocabulary
 
 SOURCE = "https://ai.stanford.edu/~amaas/data/sentiment/"
@@ -32,12 +34,11 @@ class Split:
 
 @dataclass(frozen=True, kw_only=True)
 class Reviews:
-    """skipped: files that were left out."""
+    """Both parts, in numbers of the same words."""
 
     vocabulary: Vocabulary
     train: Split
     test: Split
-    skipped: int = 0
 
 
 def words(text: str) -> list[str]:
@@ -45,37 +46,32 @@ def words(text: str) -> list[str]:
     return WORDS.findall(BREAK.sub(" ", text).lower())
 
 
-def load(data_dir: Path, *, length: int, most: int, skip_bad: bool = False) -> Reviews:
-    """The reviews, each cut to its first `length` tokens; `most` words. skip_bad: leaves out files that are broken."""
+def load(data_dir: Path, *, length: int, most: int, faults: Faults) -> Reviews:
+    """The reviews, each cut to its first `length` tokens; `most` words."""
     folder = folder_with("train", data_dir=data_dir, places=("aclImdb", "."), source=SOURCE)
-    parts = {name: _read(folder / name, length, skip_bad=skip_bad) for name in ("train", "test")}
-    counted = Counter(token for tokens, _ in parts["train"][0] for token in tokens)
+    parts = {name: _read(folder / name, length, faults) for name in ("train", "test")}
+    counted = Counter(token for tokens, _ in parts["train"] for token in tokens)
     vocabulary = Vocabulary.of(counted, first=(PADDING, UNKNOWN), most=most - 1)
     train, test = (
         Split(tokens=[vocabulary.encode(tokens) for tokens, _ in found], labels=torch.tensor([y for _, y in found]))
-        for found, _ in parts.values()
+        for found in parts.values()
     )
-    return Reviews(vocabulary=vocabulary, train=train, test=test, skipped=sum(bad for _, bad in parts.values()))
+    return Reviews(vocabulary=vocabulary, train=train, test=test)
 
 
-def _read(folder: Path, length: int, *, skip_bad: bool) -> tuple[list[tuple[list[str], int]], int]:
-    """Of each review, in the order of its file's name, tokens and label; and the number of files left out."""
-    found, skipped = [], 0
+def _read(folder: Path, length: int, faults: Faults) -> list[tuple[list[str], int]]:
+    """Of each review, in the order of its file's name, tokens and label."""
+    found = []
     for label, side in enumerate(SIDES):
         files = sorted((folder / side).glob("*.txt"))
         if not files:
             raise RunError(f"{folder / side} holds no reviews (ID_RATING.txt): is the archive unpacked as a whole?")
         for path in files:
-            try:
+            with faults.one():
                 tokens = words(read_text(path))
                 if not tokens:
                     raise RunError(f"{path} has no word")
-            except RunError as error:
-                if not skip_bad:
-                    raise RunError(f"{error}: mend it, or leave such files out with --skip-bad") from None
-                skipped += 1
-            else:
                 found.append((tokens[:length], label))
     if not found:
-        raise RunError(f"{folder} holds no review that can be used")
-    return found, skipped
+        raise RunError(f"{folder} holds no review that can be used; {faults.told()}")
+    return found

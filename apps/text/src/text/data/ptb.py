@@ -9,45 +9,43 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from trainer.data.faults import Faults
+from trainer.data.files import read_text
 from trainer.errors import RunError
 
 from text.data.corpus import Corpus
-from text.data.files import folder_with, read_text
+from text.data.files import folder_with
 from text.data.vocabulary import END, Vocabulary
 
 PLACES = (".", "ptb", "simple-examples/data")  # the last is the published archive's
 SOURCE = "http://www.fit.vutbr.cz/~imikolov/rnnlm/simple-examples.tgz"
 
 
-def load(data_dir: Path, *, held_out: str = "test", skip_bad: bool = False) -> Corpus:
-    """The corpus. held_out: "test" or "valid". skip_bad: leaves out lines that have words that training has not."""
+def load(data_dir: Path, *, faults: Faults, held_out: str = "test") -> Corpus:
+    """The corpus. held_out: "test" or "valid". A line of it with words that training has not is a fault."""
     folder = folder_with("ptb.train.txt", data_dir=data_dir, places=PLACES, source=SOURCE)
     lines = [[*line.split(), END] for line in _lines(folder / "ptb.train.txt")]
     vocabulary = Vocabulary.of(Counter(token for line in lines for token in line))
     train = vocabulary.encode(token for line in lines for token in line)
-    test, skipped = _encoded(folder / f"ptb.{held_out}.txt", vocabulary, skip_bad=skip_bad)
-    return Corpus(vocabulary=vocabulary, train=train, test=test, skipped=skipped)
+    test = _encoded(folder / f"ptb.{held_out}.txt", vocabulary, faults)
+    return Corpus(vocabulary=vocabulary, train=train, test=test)
 
 
 def _lines(path: Path) -> list[str]:
     return [line for line in read_text(path).split("\n") if line.strip()]
 
 
-def _encoded(path: Path, vocabulary: Vocabulary, *, skip_bad: bool) -> tuple[Tensor, int]:
-    """Tokens of the lines, and the number of those that were left out."""
-    parts, skipped = [], 0
+def _encoded(path: Path, vocabulary: Vocabulary, faults: Faults) -> Tensor:
+    """Tokens of the lines."""
+    parts = []
     for number, line in enumerate(_lines(path), 1):
-        tokens = line.split()
-        unknown = next((token for token in tokens if token not in vocabulary.numbers), None)
-        if unknown is None:
+        with faults.one():
+            tokens = line.split()
+            if strange := [token for token in tokens if token not in vocabulary.numbers]:
+                raise RunError(
+                    f"{path}, line {number}: {strange[0]:.40} is not a word of ptb.train.txt: take files of one kind"
+                )
             parts.append(vocabulary.encode([*tokens, END]))
-        elif skip_bad:
-            skipped += 1
-        else:
-            raise RunError(
-                f"{path}, line {number}: {unknown:.40} is not a word of ptb.train.txt: take files of one kind, or "
-                f"leave such lines out with --skip-bad"
-            )
     if not parts:
         raise RunError(f"{path} has no line whose words are all in ptb.train.txt")
-    return torch.cat(parts), skipped
+    return torch.cat(parts)

@@ -1,0 +1,1 @@
+"""Data that users bring: files, and what is done about their faults."""
