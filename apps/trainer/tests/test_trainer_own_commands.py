@@ -148,6 +148,15 @@ def test_a_folder_that_holds_no_such_run_is_one_line(
     assert shown.count("\n") == 1
 
 
+def test_a_model_is_there_without_what_only_training_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither checkpoints nor the package that wrote its events."""
+    train(APP, asked("--checkpoint-every", "0", "--output", str(tmp_path / "run")), 1)
+    config = tmp_path / "run" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"tensorboard": True}))
+    monkeypatch.setattr("trainer.command_line.flags.find_spec", lambda name: None)
+    assert trained(APP, tmp_path / "run").source.name == "model.pt"
+
+
 def test_a_run_without_a_checkpoint_has_no_model_yet(tmp_path: Path) -> None:
     options = asked("--output", str(tmp_path / "run"))
 

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 from communicators import Communicator
@@ -192,7 +191,6 @@ def _begin(app: App, training: Training, device: torch.device, choice: str) -> i
 
 
 def _config(training: Training, device: torch.device, choice: str) -> dict[str, object]:
-    given = {name: str(value) if isinstance(value, Path) else value for name, value in training.options.flags().items()}
     described = {
         "world_size": training.comm.size,
         "parameters": sum(parameter.numel() for parameter in training.task.model.parameters()),
@@ -200,4 +198,4 @@ def _config(training: Training, device: torch.device, choice: str) -> dict[str, 
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-    return given | described | ({"choice": choice} if choice else {})
+    return training.options.recorded() | described | ({"choice": choice} if choice else {})

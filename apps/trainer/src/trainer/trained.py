@@ -58,7 +58,7 @@ def trained(app: App, path: Path) -> Trained:
     if (other := recorded.get("app", app.module)) != app.module:
         raise RunError(f"{path} holds a run of {other!s:.40}, not of {app.module}: python -m {other!s:.40}")
     try:
-        options = parse([f"--config={folder.config}"], app, world_size=None)
+        options = parse([f"--config={folder.config}", "--no-tensorboard"], app, world_size=None)
     except RunError as error:
         raise RunError(f"{path} holds no run that this {app.module} could have made: {error}") from None
     kept = unsealed(folder.task) if os.path.lexists(folder.task) else {}

@@ -31,6 +31,7 @@ def parse(argv: Sequence[str], app: App, *, world_size: int | None) -> Options:
             given = _with_file(given, explicit, file, table)
         options = _checked(given, app, table, world_size)
         _check_length(options, explicit)
+        _check_keep(options, explicit)
         app.check(options)
         return options
     except RunError as error:
@@ -174,6 +175,14 @@ def _check_length(options: Options, explicit: Collection[str]) -> None:
         )
 
 
+def _check_keep(options: Options, explicit: Collection[str]) -> None:
+    """A run's own config.json has both."""
+    if "keep" in explicit and options.checkpoint_every == 0:
+        raise RunError(
+            f"--keep {options.keep} has no effect with --checkpoint-every 0, which writes none: leave one out"
+        )
+
+
 def _check_loss(given: Namespace, app: App) -> None:
     if given.label_smoothing and "label_smoothing" in app.ignores:
         raise RunError(
@@ -187,8 +196,6 @@ def _check_machine(given: Namespace) -> None:
 
 
 def _check_output(given: Namespace) -> None:
-    if given.keep is not None and given.checkpoint_every == 0:
-        raise RunError(f"--keep {given.keep} has no effect with --checkpoint-every 0, which writes none: leave one out")
     given.keep = given.keep or KEEP
     if given.resume and given.overwrite:
         raise RunError("--resume goes on with a run and --overwrite deletes it: give one of them")
