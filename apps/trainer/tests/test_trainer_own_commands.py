@@ -130,6 +130,7 @@ def damage(name: str) -> Callable[[Path], None]:
         ),
         (lambda folder: (folder / "config.json").write_text('{"dnn": "x"}'), "expected one of 'gru'"),
         (damage("task.json"), "task.json is damaged"),
+        (lambda folder: (folder / "task.json").unlink(), "task.json is missing, which a command needs besides"),
         (lambda folder: (folder / "model.pt").write_bytes(b"no"), "model.pt is damaged"),
         (lambda folder: torch.save({"a": torch.zeros(2)}, folder / "model.pt"), "does not fit the model"),
         (lambda folder: torch.save([1], folder / "model.pt"), "it holds no state_dict"),
