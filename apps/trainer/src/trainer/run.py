@@ -26,7 +26,7 @@ from trainer.synchronisers.synchroniser import Rates, Synchroniser
 from trainer.synchronisers.table import owners
 from trainer.training.aside import Aside, Meter
 from trainer.training.dealing import agreed_steps, batches_of, steps_of
-from trainer.training.dense import make_dense
+from trainer.training.dense_embeddings import make_dense
 from trainer.training.faster import autocast, compile_forward
 from trainer.training.learning_rate import rate_schedule
 from trainer.training.loop import Training, train
