@@ -136,8 +136,8 @@ def refusal(flags, capsys):
     ("flags", "code", "says"),
     [
         ("--dnn lstm", 2, "lstm is a model of another app: python -m text"),
-        ("--download", 2, "this app fetches nothing"),
-        ("--label-smoothing 0.1", 2, "label-smoothing"),
+        ("--download", 2, "--download has no effect on deepspeech"),
+        ("--label-smoothing 0.1", 2, "--label-smoothing 0.1 has no effect on deepspeech"),
         ("--hidden 0", 2, "given '0'"),
         ("--dataset an4 --data-dir nowhere", 1, "missing: nowhere/an4/etc/an4_train.fileids"),
         ("transcribe nowhere a.wav", 1, "no run"),

@@ -47,7 +47,8 @@ def sentiment(tmp_path: Path, *words: str) -> Options:
         ("--dnn lstmimdb --dataset imdb --tied", "--tied has no effect on lstmimdb"),
         ("--length 9", "--length has no effect on lstm-small"),
         ("--held-out valid", "--held-out valid is for ptb"),
-        ("--label-smoothing 0.1", "--label-smoothing 0.1 has no effect on the loss of text"),
+        ("--label-smoothing 0.1", "--label-smoothing 0.1 has no effect on text"),
+        ("--download", "--download has no effect on text: leave it out"),
         ("--window 0", "given '0', expected a whole number from 1 on"),
     ],
 )

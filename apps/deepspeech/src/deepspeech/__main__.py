@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from trainer.app import App
 from trainer.command import main
-from trainer.errors import RunError
 
 from deepspeech.catalogue import DATASETS, ELSEWHERE, FLAGS, MODELS
 
@@ -25,20 +24,13 @@ def build(options: Options, device: torch.device) -> Recognition:
     return build(options, device)
 
 
-def check(options: Options) -> None:
-    """RunError for what this app has not."""
-    if options.download:
-        raise RunError("--download: this app fetches nothing; its README says where the data are")
-
-
 APP = App(
     module="deepspeech",
     models=MODELS,
     datasets=DATASETS,
     build=build,
-    check=check,
     defaults={"batch_size": 8, "lr": 0.01, "clip_norm": 20.0, "warmup_epochs": 1.0, "max_epochs": 8},
-    ignores=frozenset({"label_smoothing"}),
+    ignores=frozenset({"label_smoothing", "download"}),
     elsewhere=ELSEWHERE,
     flags=FLAGS,
     commands={"transcribe": "deepspeech.transcribe:main"},

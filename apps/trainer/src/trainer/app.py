@@ -23,7 +23,7 @@ class App:
     datasets: Mapping[str, str]
     build: Callable[[Options, torch.device], Task]  # raises RunError where data are missing or damaged
     defaults: Mapping[str, object] = field(default_factory=dict)  # of the command line, by option name
-    ignores: frozenset[str] = frozenset()  # flags that its loss has no use for: "label_smoothing"
+    ignores: frozenset[str] = frozenset()  # flags that it has no use for, such as "label_smoothing": refused
     synchronisations: Mapping[str, Synchronisation] = field(default_factory=dict)  # by --algorithm, besides the usual
     own_models: bool = False  # whether `build` takes --dnn package.module:function
     elsewhere: Mapping[str, str] = field(default_factory=dict)  # names of models that another app has -> which

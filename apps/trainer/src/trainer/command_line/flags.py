@@ -1,6 +1,6 @@
 """The command line that all apps share: parsed and checked once, before torch is loaded."""
 
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Collection, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,6 +29,7 @@ def parse(argv: Sequence[str], app: App, *, world_size: int | None) -> Options:
             if world_size is not None:  # the launcher has decided
                 file.pop("nworkers", None)
             given = _with_file(given, explicit, file, table)
+        _check_ignored(given, app, parser)
         options = _checked(given, app, table, world_size)
         _check_length(options, explicit)
         _check_keep(options, explicit)
@@ -62,7 +63,6 @@ def _checked(given: Namespace, app: App, table: Mapping[str, Entry], world_size:
     _check_overlap(given, entry)
     _check_momentum(given, entry)
     _check_rate(given)
-    _check_loss(given, app)
     _check_machine(given)
     _check_output(given)
     name = f"{app.module}-{given.dnn.replace(':', '.')}-{given.dataset}-{given.algorithm}"
@@ -183,11 +183,13 @@ def _check_keep(options: Options, explicit: Collection[str]) -> None:
         )
 
 
-def _check_loss(given: Namespace, app: App) -> None:
-    if given.label_smoothing and "label_smoothing" in app.ignores:
-        raise RunError(
-            f"--label-smoothing {given.label_smoothing} has no effect on the loss of {app.module}: leave it out"
-        )
+def _check_ignored(given: Namespace, app: App, parser: ArgumentParser) -> None:
+    for name in sorted(app.ignores):
+        value = vars(given)[name]
+        if value == parser.get_default(name):
+            continue
+        values = value if isinstance(value, list) else [] if isinstance(value, bool) else [value]
+        raise RunError(f"{' '.join(map(str, [spelt(name), *values]))} has no effect on {app.module}: leave it out")
 
 
 def _check_machine(given: Namespace) -> None:
