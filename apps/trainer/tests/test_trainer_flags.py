@@ -19,12 +19,13 @@ from sparse_collectives.wire.half import DENSE_WIRES as KNOWN_DENSE_WIRES
 from sparse_collectives.wire.wire import WIRES as KNOWN_WIRES
 from sparse_compress import DGCTopK, GaussianK, RandomK, Threshold, TopK
 from trainer.app import App
+from trainer.command_line.flag import Flag
 from trainer.command_line.flags import parse
 from trainer.errors import RunError
 from trainer.run import run
 from trainer.synchronisers.literals import literal_dict
 from trainer.synchronisers.periodic import MAKERS
-from trainer.synchronisers.table import DENSE_WIRE, TABLE, WIRE, Flag, Synchronisation
+from trainer.synchronisers.table import DENSE_WIRE, TABLE, WIRE, Synchronisation
 
 
 def test_the_published_command(app: App) -> None:

@@ -96,15 +96,17 @@ def _read(split: Split, indices: Tensor) -> Batch:
 
 def build(options: Options, device: torch.device) -> Sentiment:
     """The task that --dnn and --dataset name; RunError where data are missing or damaged."""
-    app = options.app
+    flags = options.app
     load = resolve_name(REVIEWS[options.dataset])
-    reviews: Reviews = load(options.data_dir, length=app["length"], most=app["vocabulary"], skip_bad=app["skip_bad"])
-    model = built(options.dnn, len(reviews.vocabulary), app)
-    return Sentiment(model.to(device), reviews, device, counts_skipped=app["skip_bad"])
+    reviews: Reviews = load(
+        options.data_dir, length=flags["length"], most=flags["vocabulary"], skip_bad=flags["skip_bad"]
+    )
+    model = built(options.dnn, len(reviews.vocabulary), flags)
+    return Sentiment(model.to(device), reviews, device, counts_skipped=flags["skip_bad"])
 
 
-def built(name: str, words: int, app: Mapping[str, Any]) -> nn.Module:
-    """The model of this name, for so many words. app: the app's own flags."""
-    given = {flag: app[flag] for flag in ("layers", "hidden", "dropout")}
-    model: nn.Module = resolve_name(SENTIMENT[name])(words, **given)
+def built(dnn: str, words: int, flags: Mapping[str, Any]) -> nn.Module:
+    """The model of this name, for so many words. flags: the values of the app's own."""
+    given = {name: flags[name] for name in ("layers", "hidden", "dropout")}
+    model: nn.Module = resolve_name(SENTIMENT[dnn])(words, **given)
     return model

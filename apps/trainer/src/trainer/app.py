@@ -10,8 +10,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Generator, Tensor, nn
 
+    from trainer.command_line.flag import Flag
     from trainer.command_line.options import Options
-    from trainer.synchronisers.table import Flag, Synchronisation
+    from trainer.synchronisers.table import Synchronisation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +106,8 @@ class Carries(Protocol):
     state. A checkpoint has it, each rank's own.
 
     What a new task returns is a template: later states have the same keys, shapes and dtypes. With another number of
-    ranks it begins anew, as at an epoch's beginning, where that alone is possible.
+    ranks it begins anew, as at an epoch's beginning, where that alone is possible. An nn.Module has these methods, too:
+    a task that is one itself would have its weights in every checkpoint twice, so a task holds its model instead.
     """
 
     def state_dict(self) -> dict[str, Any]:

@@ -8,10 +8,11 @@ from typing import Any
 
 from trainer.app import App
 from trainer.command_line import config_file
+from trainer.command_line.flag import Flag, Value
 from trainer.command_line.options import KEEP, Options
 from trainer.command_line.parser import COMPRESSED, DEFAULT, MILESTONED, SCHEDULE, compressors, parser_of, spelt
 from trainer.errors import RunError
-from trainer.synchronisers.table import AUTO, CHOOSING, TABLE, Entry, Flag, Synchronisation, Value, owners
+from trainer.synchronisers.table import AUTO, CHOOSING, TABLE, Entry, Synchronisation, owners
 
 
 def parse(argv: Sequence[str], app: App, *, world_size: int | None) -> Options:
