@@ -48,7 +48,8 @@ def sentiment(tmp_path: Path, *words: str) -> Options:
         ("--length 9", "--length has no effect on lstm-small"),
         ("--held-out valid", "--held-out valid is for ptb"),
         ("--skip-bad", "--skip-bad has no effect on pydoc, which reads no files: leave it out"),
-        ("--label-smoothing 0.1", "--label-smoothing 0.1 has no effect on the loss of text"),
+        ("--label-smoothing 0.1", "--label-smoothing 0.1 has no effect on text"),
+        ("--download", "--download has no effect on text: leave it out"),
         ("--window 0", "given '0', expected a whole number from 1 on"),
     ],
 )
@@ -155,6 +156,17 @@ def test_a_window_slides_over_what_a_model_without_a_state_has_said() -> None:
     assert long == continued(model, [3, 4, 5, 6], length=3, **given)
 
 
+@pytest.mark.parametrize("temperature", [1e-30, 1e-320, 5e-324])
+def test_towards_temperature_0_it_is_the_likeliest(temperature: float) -> None:
+    torch.manual_seed(0)
+    model = transformer_small(12, window=4, hidden=32).eval()
+    given = {"window": 4, "length": 6, "never": 3}
+    coldest, cold = (
+        continued(model, [1, 2], temperature=heat, generator=torch.Generator(), **given) for heat in (0.0, temperature)
+    )
+    assert cold == coldest
+
+
 def test_sentiment_is_learnt_and_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = sentiment(tmp_path)
     text_files.train(options, 2)
@@ -168,6 +180,9 @@ def test_sentiment_is_learnt_and_asked_for(tmp_path: Path, capsys: pytest.Captur
     assert "has no word" in capsys.readouterr().err
     assert main(APP, ["generate", str(options.output)]) == 1
     assert "holds a classifier (lstmimdb)" in capsys.readouterr().err
+    (options.output / "task.json").unlink()
+    assert main(APP, ["classify", str(options.output), "a film"]) == 1
+    assert "task.json is missing" in capsys.readouterr().err
 
 
 def test_reviews_that_are_left_out_are_told_once_and_counted(

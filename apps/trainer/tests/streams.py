@@ -12,10 +12,10 @@ from torch import Generator, Tensor, nn
 from torch.nn.functional import cross_entropy
 from trainer.app import App
 from trainer.command_line import quantities
+from trainer.command_line.flag import Flag
 from trainer.command_line.options import Options
 from trainer.command_line.parser import Parser
 from trainer.errors import RunError
-from trainer.synchronisers.table import Flag
 from trainer.trained import trained
 
 SYMBOLS, HIDDEN, LENGTH, TESTS = 4, 5, 97, 5

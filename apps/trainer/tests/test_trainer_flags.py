@@ -19,12 +19,13 @@ from sparse_collectives.wire.half import DENSE_WIRES as KNOWN_DENSE_WIRES
 from sparse_collectives.wire.wire import WIRES as KNOWN_WIRES
 from sparse_compress import DGCTopK, GaussianK, RandomK, Threshold, TopK
 from trainer.app import App
+from trainer.command_line.flag import Flag
 from trainer.command_line.flags import parse
 from trainer.errors import RunError
 from trainer.run import run
 from trainer.synchronisers.literals import literal_dict
 from trainer.synchronisers.periodic import MAKERS
-from trainer.synchronisers.table import DENSE_WIRE, TABLE, WIRE, Flag, Synchronisation
+from trainer.synchronisers.table import DENSE_WIRE, TABLE, WIRE, Synchronisation
 
 
 def test_the_published_command(app: App) -> None:
@@ -162,10 +163,27 @@ def test_absent_flags_are_absent(app: App, algorithm: str) -> None:
     assert ("density" in options.settings()) == ("density" in own)
 
 
-def test_label_smoothing_is_for_apps_whose_loss_takes_it(app: App) -> None:
-    assert parse(["--label-smoothing", "0.1"], app, world_size=None).label_smoothing == 0.1
-    with pytest.raises(RunError, match=r"--label-smoothing 0\.1 has no effect on the loss of points"):
-        parse(["--label-smoothing", "0.1"], replace(app, ignores=frozenset({"label_smoothing"})), world_size=None)
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        ("--label-smoothing 0.1", "--label-smoothing 0.1"),
+        ("--download", "--download"),
+        ("--amp", "--amp"),
+        ("--clip-norm 2", "--clip-norm 2.0"),
+        ("--dnn dropout", "--dnn dropout"),
+        ("--milestones 2 4", "--milestones 2 4"),
+        ("--verify 3", "--verify 3"),
+        ("--readers 0", "--readers 0"),
+    ],
+)
+def test_a_flag_is_for_apps_that_have_a_use_for_it(app: App, words: str, shown: str) -> None:
+    argv = words.split()
+    name = argv[0][2:].replace("-", "_")
+    without = replace(app, ignores=frozenset({name}))
+    assert parse(argv, app, world_size=None) != parse([], app, world_size=None)
+    assert parse([], without, world_size=None) == parse([], app, world_size=None)
+    with pytest.raises(RunError, match=f"{shown} has no effect on points: leave it out"):
+        parse(argv, without, world_size=None)
 
 
 def test_help_shows_what_all_runs_take_before_what_some_take(app: App, capsys: pytest.CaptureFixture[str]) -> None:

@@ -130,6 +130,7 @@ def damage(name: str) -> Callable[[Path], None]:
         ),
         (lambda folder: (folder / "config.json").write_text('{"dnn": "x"}'), "expected one of 'gru'"),
         (damage("task.json"), "task.json is damaged"),
+        (lambda folder: (folder / "task.json").unlink(), "task.json is missing, which a command needs besides"),
         (lambda folder: (folder / "model.pt").write_bytes(b"no"), "model.pt is damaged"),
         (lambda folder: torch.save({"a": torch.zeros(2)}, folder / "model.pt"), "does not fit the model"),
         (lambda folder: torch.save([1], folder / "model.pt"), "it holds no state_dict"),
@@ -146,6 +147,15 @@ def test_a_folder_that_holds_no_such_run_is_one_line(
     assert says in shown
     assert shown.startswith("streams decode: error: ")
     assert shown.count("\n") == 1
+
+
+def test_a_model_is_there_without_what_only_training_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither checkpoints nor the package that wrote its events."""
+    train(APP, asked("--checkpoint-every", "0", "--output", str(tmp_path / "run")), 1)
+    config = tmp_path / "run" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"tensorboard": True}))
+    monkeypatch.setattr("trainer.command_line.flags.find_spec", lambda name: None)
+    assert trained(APP, tmp_path / "run").source.name == "model.pt"
 
 
 def test_a_run_without_a_checkpoint_has_no_model_yet(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""An embedding whose gradients are sparse trains with every algorithm, as one whose are dense."""
+"""An embedding whose gradients are sparse trains with every algorithm, as one whose are dense.
+
+What a model makes sparse by itself is refused.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -8,9 +11,11 @@ import pytest
 import streams
 import torch
 from resumed_runs import assert_same_bits, result, train
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import embedding
 from trainer.command_line.flags import parse
 from trainer.command_line.options import Options
+from trainer.errors import AgreedError
 from trainer.synchronisers.table import TABLE
 
 
@@ -20,6 +25,31 @@ class Sparse(streams.Net):
     def __init__(self, sparse: bool) -> None:
         super().__init__()
         self.embed = nn.Embedding(3 * streams.SYMBOLS, streams.HIDDEN, sparse=sparse)
+
+
+class Own(nn.Module):
+    """Looks rows up by a function; `sparse` is a word of its own."""
+
+    sparse = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.zeros(streams.SYMBOLS, streams.HIDDEN))
+
+    def forward(self, symbols: Tensor) -> Tensor:
+        return embedding(symbols, self.rows, sparse=self.sparse)
+
+
+class ByFunction(streams.Net):
+    """No module of torch's says that its gradient is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = Own()  # type: ignore[assignment]
+
+
+def build_by_function(options: Options, device: torch.device) -> streams.Streams:
+    return streams.Streams(ByFunction().to(device), options)
 
 
 def build(sparse: bool, options: Options, device: torch.device) -> streams.Streams:
@@ -38,3 +68,14 @@ def test_a_sparse_embedding_trains_as_a_dense_one(tmp_path: Path, algorithm: str
         train(app, options, 2)
         results.append(result(options))
     assert_same_bits(results[1], results[0])
+
+
+@pytest.mark.parametrize("algorithm", TABLE)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_gradient_that_a_function_makes_sparse_is_named(tmp_path: Path, algorithm: str, overlap: bool) -> None:
+    """Neither some algorithm's own words, nor a training that others would refuse."""
+    overlaps = ["--overlap"] if overlap and TABLE[algorithm].overlaps else []
+    app = replace(streams.APP, build=build_by_function)
+    words = ["--algorithm", algorithm, "--batch-size=3", "--max-epochs=1", *overlaps, f"--output={tmp_path / 'run'}"]
+    with pytest.raises(AgreedError, match=r"gradient of embed\.rows is sparse .* give sparse=False"):
+        train(app, parse(words, app, world_size=2), 2)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from trainer.app import App
 from trainer.command_line import quantities
+from trainer.command_line.flag import Flag
 from trainer.command_line.options import Options
 from trainer.errors import AgreedError
 from trainer.records.metrics import read_metrics
@@ -22,7 +23,7 @@ from trainer.run import run
 from trainer.synchronisers.buffers import averaged_buffers
 from trainer.synchronisers.optimizer_state import completed_schedule, require_schedule
 from trainer.synchronisers.synchroniser import Rates, State, Synchroniser
-from trainer.synchronisers.table import Flag, Synchronisation
+from trainer.synchronisers.table import Synchronisation
 
 
 class Periodic(Synchroniser):

@@ -26,9 +26,7 @@ def build(options: Options, device: torch.device) -> Recognition:
 
 
 def check(options: Options) -> None:
-    """RunError for what this app has not, and for what has no effect."""
-    if options.download:
-        raise RunError("--download: this app fetches nothing; its README says where the data are")
+    """RunError for what has no effect."""
     if options.app["skip_bad"] and options.dataset == "spoken-digits":
         raise RunError("--skip-bad has no effect on spoken-digits, which are made where they are damaged: leave it out")
 
@@ -38,11 +36,11 @@ APP = App(
     models=MODELS,
     datasets=DATASETS,
     build=build,
-    check=check,
     defaults={"batch_size": 8, "lr": 0.01, "clip_norm": 20.0, "warmup_epochs": 1.0, "max_epochs": 8},
-    ignores=frozenset({"label_smoothing"}),
+    ignores=frozenset({"label_smoothing", "download"}),
     elsewhere=ELSEWHERE,
     flags=FLAGS,
+    check=check,
     commands={"transcribe": "deepspeech.transcribe:main"},
 )
 

@@ -1,7 +1,7 @@
 """The app's models, data sets and flags by name. Models and data are imported only when they are used."""
 
 from trainer.command_line import quantities
-from trainer.synchronisers.table import Flag
+from trainer.command_line.flag import Flag
 
 # (**fields of deepspeech.model.deepspeech2.Size that differ) -> Size
 MODELS = {

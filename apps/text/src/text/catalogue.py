@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainer.command_line import quantities
+from trainer.command_line.flag import Flag
 from trainer.errors import RunError
-from trainer.synchronisers.table import Flag
 
 if TYPE_CHECKING:
     from trainer.command_line.options import Options

@@ -91,7 +91,8 @@ def _drawn(logits: Tensor, temperature: float, generator: torch.Generator, never
         logits[never] = -torch.inf
     if temperature == 0:
         return int(logits.argmax())
-    return int(torch.multinomial((logits / temperature).softmax(0), 1, generator=generator))
+    below = logits - logits.max()  # 0 or less: so that nothing but -inf comes of the least temperature
+    return int(torch.multinomial((below / temperature).softmax(0), 1, generator=generator))
 
 
 def _encoded(prompt: str, vocabulary: Vocabulary, *, by_spaces: bool) -> list[int]:

@@ -111,24 +111,24 @@ class LanguageModelling:
 
 def build(options: Options, device: torch.device) -> LanguageModelling:
     """The task that --dnn and --dataset name; RunError where data are missing or damaged."""
-    app, faults = options.app, Faults(skip=options.app["skip_bad"])
+    flags, faults = options.app, Faults(skip=options.app["skip_bad"])
     load = resolve_name(CORPORA[options.dataset])
-    corpus: Corpus = load(options.data_dir, held_out=app["held_out"], faults=faults)
+    corpus: Corpus = load(options.data_dir, held_out=flags["held_out"], faults=faults)
     return LanguageModelling(
-        model=built(options.dnn, len(corpus.vocabulary), app).to(device),
+        model=built(options.dnn, len(corpus.vocabulary), flags).to(device),
         corpus=corpus,
         device=device,
-        window=app["window"],
+        window=flags["window"],
         batch_size=options.batch_size,
         faults=faults,
     )
 
 
-def built(name: str, words: int, app: Mapping[str, Any]) -> nn.Module:
-    """The language model of this name, for so many words. app: the app's own flags."""
-    given = {flag: app[flag] for flag in ("window", "layers", "hidden", "dropout", "tied")}
+def built(dnn: str, words: int, flags: Mapping[str, Any]) -> nn.Module:
+    """The language model of this name, for so many words. flags: the values of the app's own."""
+    given = {name: flags[name] for name in ("window", "layers", "hidden", "dropout", "tied")}
     try:
-        model: nn.Module = resolve_name(LANGUAGE[name])(words, **given)
+        model: nn.Module = resolve_name(LANGUAGE[dnn])(words, **given)
     except ValueError as error:
-        raise RunError(f"--dnn {name}: {error}") from None
+        raise RunError(f"--dnn {dnn}: {error}") from None
     return model

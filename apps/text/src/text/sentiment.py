@@ -96,15 +96,15 @@ def _read(split: Split, indices: Tensor) -> Batch:
 
 def build(options: Options, device: torch.device) -> Sentiment:
     """The task that --dnn and --dataset name; RunError where data are missing or damaged."""
-    app, faults = options.app, Faults(skip=options.app["skip_bad"])
+    flags, faults = options.app, Faults(skip=options.app["skip_bad"])
     load = resolve_name(REVIEWS[options.dataset])
-    reviews: Reviews = load(options.data_dir, length=app["length"], most=app["vocabulary"], faults=faults)
-    model = built(options.dnn, len(reviews.vocabulary), app)
+    reviews: Reviews = load(options.data_dir, length=flags["length"], most=flags["vocabulary"], faults=faults)
+    model = built(options.dnn, len(reviews.vocabulary), flags)
     return Sentiment(model.to(device), reviews, device, faults)
 
 
-def built(name: str, words: int, app: Mapping[str, Any]) -> nn.Module:
-    """The model of this name, for so many words. app: the app's own flags."""
-    given = {flag: app[flag] for flag in ("layers", "hidden", "dropout")}
-    model: nn.Module = resolve_name(SENTIMENT[name])(words, **given)
+def built(dnn: str, words: int, flags: Mapping[str, Any]) -> nn.Module:
+    """The model of this name, for so many words. flags: the values of the app's own."""
+    given = {name: flags[name] for name in ("layers", "hidden", "dropout")}
+    model: nn.Module = resolve_name(SENTIMENT[dnn])(words, **given)
     return model

@@ -10,9 +10,10 @@ if TYPE_CHECKING:
     import torch
     from torch import Generator, Tensor, nn
 
+    from trainer.command_line.flag import Flag
     from trainer.command_line.options import Options
     from trainer.data.faults import Faults
-    from trainer.synchronisers.table import Flag, Synchronisation
+    from trainer.synchronisers.table import Synchronisation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +25,7 @@ class App:
     datasets: Mapping[str, str]
     build: Callable[[Options, torch.device], Task]  # raises RunError where data are missing or damaged
     defaults: Mapping[str, object] = field(default_factory=dict)  # of the command line, by option name
-    ignores: frozenset[str] = frozenset()  # flags that its loss has no use for: "label_smoothing"
+    ignores: frozenset[str] = frozenset()  # flags that it has no use for, such as "label_smoothing": refused
     synchronisations: Mapping[str, Synchronisation] = field(default_factory=dict)  # by --algorithm, besides the usual
     own_models: bool = False  # whether `build` takes --dnn package.module:function
     elsewhere: Mapping[str, str] = field(default_factory=dict)  # names of models that another app has -> which
@@ -106,7 +107,8 @@ class Carries(Protocol):
     state. A checkpoint has it, each rank's own.
 
     What a new task returns is a template: later states have the same keys, shapes and dtypes. With another number of
-    ranks it begins anew, as at an epoch's beginning, where that alone is possible.
+    ranks it begins anew, as at an epoch's beginning, where that alone is possible. An nn.Module has these methods, too:
+    a task that is one itself would have its weights in every checkpoint twice, so a task holds its model instead.
     """
 
     def state_dict(self) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 from communicators import Communicator
@@ -27,7 +26,7 @@ from trainer.synchronisers.synchroniser import Rates, Synchroniser
 from trainer.synchronisers.table import owners
 from trainer.training.aside import Aside, Meter
 from trainer.training.dealing import agreed_steps, batches_of, steps_of
-from trainer.training.dense import make_dense
+from trainer.training.dense_embeddings import make_dense
 from trainer.training.faster import autocast, compile_forward
 from trainer.training.learning_rate import rate_schedule
 from trainer.training.loop import Training, train
@@ -194,7 +193,6 @@ def _begin(app: App, training: Training, device: torch.device, choice: str) -> i
 
 
 def _config(training: Training, device: torch.device, choice: str) -> dict[str, object]:
-    given = {name: str(value) if isinstance(value, Path) else value for name, value in training.options.flags().items()}
     described = {
         "world_size": training.comm.size,
         "parameters": sum(parameter.numel() for parameter in training.task.model.parameters()),
@@ -202,4 +200,4 @@ def _config(training: Training, device: torch.device, choice: str) -> dict[str, 
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-    return given | described | ({"choice": choice} if choice else {})
+    return training.options.recorded() | described | ({"choice": choice} if choice else {})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,23 @@ from trainer.resuming.likeness import require_like
 class Trained:
     """What a run has come to.
 
-    options: those that it began with, as its config.json has them. weights: the model's state_dict. kept: what its task
-    keeps (`trainer.app.Keeps`). source: the file or checkpoint that the weights are from.
+    options: those that it began with, as its config.json has them. weights: the model's state_dict. source: the file or
+    checkpoint that they are from.
     """
 
     options: Options
     weights: Mapping[str, Any]
-    kept: Mapping[str, Any]
     source: Path
+    folder: RunFolder
+
+    @cached_property
+    def kept(self) -> Mapping[str, Any]:
+        """What its task keeps (`trainer.app.Keeps`); RunError where the run has no such file, or it is damaged."""
+        if not os.path.lexists(self.folder.task):
+            raise RunError(
+                f"{self.folder.task} is missing, which a command needs besides the model: copy it from the run, too"
+            )
+        return unsealed(self.folder.task)
 
     def into(self, model: nn.Module) -> nn.Module:
         """The model with these weights, for evaluation; RunError where they are another model's."""
@@ -57,17 +67,16 @@ def trained(app: App, path: Path) -> Trained:
     recorded = folder.recorded(wanted="no run: give the folder that --output named")
     if (other := recorded.get("app", app.module)) != app.module:
         raise RunError(f"{path} holds a run of {other!s:.40}, not of {app.module}: python -m {other!s:.40}")
-    try:
-        options = parse([f"--config={folder.config}"], app, world_size=None)
+    try:  # as anything that only training needs, what wrote the run's events may be missing here
+        options = parse([f"--config={folder.config}", "--no-tensorboard"], app, world_size=None)
     except RunError as error:
         raise RunError(f"{path} holds no run that this {app.module} could have made: {error}") from None
-    kept = unsealed(folder.task) if os.path.lexists(folder.task) else {}
     if os.path.lexists(folder.model):
-        return Trained(options=options, weights=_read(folder.model), kept=kept, source=folder.model)
+        return Trained(options=options, weights=_read(folder.model), source=folder.model, folder=folder)
     newest = folder.checkpoints.choose("latest")
     if newest is None:
         raise RunError(f"{path} holds no model yet: the run was stopped before its first checkpoint")
-    return Trained(options=options, weights=_mean(newest), kept=kept, source=newest)
+    return Trained(options=options, weights=_mean(newest), source=newest, folder=folder)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The command line that all apps share: parsed and checked once, before torch is loaded."""
 
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Collection, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,10 +8,11 @@ from typing import Any
 
 from trainer.app import App
 from trainer.command_line import config_file
+from trainer.command_line.flag import Flag, Value
 from trainer.command_line.options import KEEP, Options
 from trainer.command_line.parser import COMPRESSED, DEFAULT, MILESTONED, SCHEDULE, compressors, parser_of, spelt
 from trainer.errors import RunError
-from trainer.synchronisers.table import AUTO, CHOOSING, TABLE, Entry, Flag, Synchronisation, Value, owners
+from trainer.synchronisers.table import AUTO, CHOOSING, TABLE, Entry, Synchronisation, owners
 
 
 def parse(argv: Sequence[str], app: App, *, world_size: int | None) -> Options:
@@ -29,8 +30,10 @@ def parse(argv: Sequence[str], app: App, *, world_size: int | None) -> Options:
             if world_size is not None:  # the launcher has decided
                 file.pop("nworkers", None)
             given = _with_file(given, explicit, file, table)
+        _check_ignored(given, app, parser)
         options = _checked(given, app, table, world_size)
         _check_length(options, explicit)
+        _check_keep(options, explicit)
         app.check(options)
         return options
     except RunError as error:
@@ -61,7 +64,6 @@ def _checked(given: Namespace, app: App, table: Mapping[str, Entry], world_size:
     _check_overlap(given, entry)
     _check_momentum(given, entry)
     _check_rate(given)
-    _check_loss(given, app)
     _check_machine(given)
     _check_output(given)
     name = f"{app.module}-{given.dnn.replace(':', '.')}-{given.dataset}-{given.algorithm}"
@@ -174,11 +176,21 @@ def _check_length(options: Options, explicit: Collection[str]) -> None:
         )
 
 
-def _check_loss(given: Namespace, app: App) -> None:
-    if given.label_smoothing and "label_smoothing" in app.ignores:
+def _check_keep(options: Options, explicit: Collection[str]) -> None:
+    """A run's own config.json has both."""
+    if "keep" in explicit and options.checkpoint_every == 0:
         raise RunError(
-            f"--label-smoothing {given.label_smoothing} has no effect on the loss of {app.module}: leave it out"
+            f"--keep {options.keep} has no effect with --checkpoint-every 0, which writes none: leave one out"
         )
+
+
+def _check_ignored(given: Namespace, app: App, parser: ArgumentParser) -> None:
+    for name in sorted(app.ignores):
+        value = vars(given)[name]
+        if value == parser.get_default(name):
+            continue
+        values = value if isinstance(value, list) else [] if isinstance(value, bool) else [value]
+        raise RunError(f"{' '.join(map(str, [spelt(name), *values]))} has no effect on {app.module}: leave it out")
 
 
 def _check_machine(given: Namespace) -> None:
@@ -187,8 +199,6 @@ def _check_machine(given: Namespace) -> None:
 
 
 def _check_output(given: Namespace) -> None:
-    if given.keep is not None and given.checkpoint_every == 0:
-        raise RunError(f"--keep {given.keep} has no effect with --checkpoint-every 0, which writes none: leave one out")
     given.keep = given.keep or KEEP
     if given.resume and given.overwrite:
         raise RunError("--resume goes on with a run and --overwrite deletes it: give one of them")

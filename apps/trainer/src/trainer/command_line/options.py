@@ -102,6 +102,10 @@ class Options:
         del common["own"], common["app"], common["free"]
         return common | dict(self.app) | dict(self.own)
 
+    def recorded(self) -> dict[str, Any]:
+        """The flags as a run's config.json has them; `trainer.command_line.flags.parse` takes all of them back."""
+        return {name: str(value) if isinstance(value, Path) else value for name, value in self.flags().items()}
+
     def alike(self) -> Settings:
         """What all ranks must share."""
         return {name: value for name, value in self.flags().items() if name not in _PER_RANK}

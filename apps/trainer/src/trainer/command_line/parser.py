@@ -7,10 +7,11 @@ from typing import Any, NoReturn
 
 from trainer.app import App
 from trainer.command_line import quantities
+from trainer.command_line.flag import Flag, Value
 from trainer.command_line.model_name import model_name, models_help
 from trainer.command_line.options import KEEP
 from trainer.errors import UsageError
-from trainer.synchronisers.table import AUTO, Entry, Flag, Value, owners
+from trainer.synchronisers.table import AUTO, Entry, owners
 from trainer.training.learning_rate import SHAPES
 
 DEFAULT = "dense"

@@ -20,10 +20,11 @@ from sparse_compress import TopK
 from torch import nn
 
 from trainer.all_or_none import all_or_none, gather_texts
+from trainer.command_line.flag import Flag, Value
 from trainer.command_line.options import Options
 from trainer.errors import DamagedError, RunError
 from trainer.records.run_folder import RunFolder
-from trainer.synchronisers.table import AUTO, Flag, Synchronisation, Value
+from trainer.synchronisers.table import AUTO, Synchronisation
 
 CHOSEN_WITH = {"teams", "wire"}
 """Own flags of an algorithm that are chosen with it."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.command_line import quantities
 from trainer.command_line.delay import delay, require_ranks
+from trainer.command_line.flag import Flag, Value
 from trainer.errors import RunError
 from trainer.synchronisers.literals import literal_dict
 
@@ -24,27 +25,6 @@ if TYPE_CHECKING:
     from trainer.synchronisers.synchroniser import Rates, Synchroniser
 
     Make = Callable[[Options, nn.Module, Communicator, Rates], Synchroniser]
-
-Value = str | int | float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Flag:
-    """A flag that only some algorithms, or one app, take. read: text -> value; choices: the only ones there are.
-
-    default: what a run did before there was the flag, so that older runs can be resumed. An app's may be true or false,
-    then there is a --no-NAME, too, or None.
-
-    shapes: whether the value shapes the numbers that training computes, so that a run and its continuation share it.
-    """
-
-    name: str
-    default: Value | None
-    says: str
-    read: Callable[[str], Value] = str
-    choices: Sequence[str] | None = None
-    metavar: str | None = None
-    shapes: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,7 @@ from trainer.records.progress import Events, TrainingProgress
 from trainer.records.run_folder import RunFolder
 from trainer.records.trace import Trace
 from trainer.training.dealing import batches_of, shard_of
+from trainer.training.dense_embeddings import dense_gradients
 from trainer.training.evaluation import evaluate
 from trainer.training.input import train_input
 from trainer.training.phases import PHASES, Phases
@@ -129,7 +130,8 @@ def train_step(training: Training, read: Iterator[Any], *, samples: int) -> floa
     with training.autocast:
         loss = training.task.loss(batch, replica.generator)
     phases.enter("backward")
-    loss.backward()  # type: ignore[no-untyped-call]
+    with dense_gradients(replica.model) if replica.position.step == 0 else nullcontext():  # it walks through the model
+        loss.backward()  # type: ignore[no-untyped-call]
     if training.options.clip_norm is not None and not synchroniser.clips:
         torch.nn.utils.clip_grad_norm_(replica.model.parameters(), training.options.clip_norm)
     phases.enter("exchange")
