@@ -144,7 +144,14 @@ def _trained(name: str, algorithm: str, *, ranks: int, epochs: int, seed: int) -
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), silent:
         warnings.simplefilter("ignore")
         words = f"{task.words} --algorithm {algorithm} --max-epochs {epochs} --seed {seed}"
-        argv = [*words.split(), *task.settings.get(algorithm, "").split(), "--checkpoint-every", "0", "--output", f"{folder}/run"]
+        argv = [
+            *words.split(),
+            *task.settings.get(algorithm, "").split(),
+            "--checkpoint-every",
+            "0",
+            "--output",
+            f"{folder}/run",
+        ]
         asked = parse(argv, task.app, world_size=ranks)
         SimulatedWorld(ranks).run(lambda comm: run(task.app, asked, comm))
         rows: list[dict[str, Any]] = [dict(row) for row in read_metrics(Path(folder) / "run" / "metrics.jsonl")]
