@@ -134,6 +134,12 @@ def _markdown(task: Learning, rows: Sequence[dict[str, Any]], seeds: int) -> str
     return "\n".join(lines) + "\n"
 
 
+def asking(task: Learning, algorithm: str, *, epochs: int, seed: int) -> list[str]:
+    """The flags of one run, but for its output: the task's, then the algorithm's own."""
+    words = f"{task.words} --algorithm {algorithm} --max-epochs {epochs} --seed {seed} --checkpoint-every 0"
+    return [*words.split(), *task.settings.get(algorithm, "").split()]
+
+
 def _as_code(words: str) -> str:
     return f"`{words}`" if words else ""
 
@@ -144,15 +150,7 @@ def _trained(name: str, algorithm: str, *, ranks: int, epochs: int, seed: int) -
     silent = redirect_stdout(io.StringIO())  # the table is what is shown
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), silent:
         warnings.simplefilter("ignore")
-        words = f"{task.words} --algorithm {algorithm} --max-epochs {epochs} --seed {seed}"
-        argv = [
-            *words.split(),
-            *task.settings.get(algorithm, "").split(),
-            "--checkpoint-every",
-            "0",
-            "--output",
-            f"{folder}/run",
-        ]
+        argv = [*asking(task, algorithm, epochs=epochs, seed=seed), "--output", f"{folder}/run"]
         asked = parse(argv, task.app, world_size=ranks)
         SimulatedWorld(ranks).run(lambda comm: run(task.app, asked, comm))
         rows: list[dict[str, Any]] = [dict(row) for row in read_metrics(Path(folder) / "run" / "metrics.jsonl")]
