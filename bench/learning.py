@@ -9,6 +9,7 @@ is 0.28 points.
 pydoc: an LSTM of 64 units on the words of Python's documentation. mean, least, most: perplexity. behind: percent by
 which the mean is above dense's.
 bytes a step: of the busiest rank, in the last epoch, evaluations left out.
+settings: what an algorithm is given besides the task's own flags, where it learns better with it (`Learning.settings`).
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ import io
 import statistics
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -38,12 +39,15 @@ from trainer.synchronisers.table import TABLE
 
 from bench.record import machine, record
 
-COLUMNS = ("algorithm", "mean", "least", "most", "behind", "bytes_a_step")
+COLUMNS = ("algorithm", "mean", "least", "most", "behind", "bytes_a_step", "settings")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Learning:
-    """One task. measure: of a row of metrics; behind: how much worse a mean is than dense's; much: what is marked."""
+    """One task. measure: of a row of metrics; behind: how much worse a mean is than dense's; much: what is marked.
+
+    settings: by algorithm, flags that it gets besides `words`; others go by the app's defaults.
+    """
 
     app: App
     words: str
@@ -53,6 +57,7 @@ class Learning:
     behind: Callable[[float, float], float]
     much: float
     heading: str
+    settings: Mapping[str, str] = field(default_factory=dict)
 
 
 TASKS = {
@@ -75,6 +80,7 @@ TASKS = {
         behind=lambda mean, dense: 100 * (mean / dense - 1),
         much=10.0,
         heading="perplexity, mean of {seeds} | of each | % above dense",
+        settings={"dense": "--clip-norm 0.125", "gtopk": "--lr 16", "diloco": "--lr 4"},  # see apps/text/README.md
     ),
 }
 
@@ -118,11 +124,24 @@ def _markdown(task: Learning, rows: Sequence[dict[str, Any]], seeds: int) -> str
     heading = task.heading.format(seeds="1 seed" if seeds == 1 else f"{seeds} seeds")
     lines = [f"| `--algorithm` | {heading} | bytes a step |"]
     lines.append("|---|---|---|---|---|")
+    if task.settings:
+        lines = [f"{line} {cell} |" for line, cell in zip(lines, ("settings", "---"), strict=True)]
     for row in rows:
         marked = f"**{row['behind']:.1f}**" if row["behind"] > task.much else f"{row['behind']:.1f}"
         spread = f"{row['least']:.1f} … {row['most']:.1f}"
-        lines.append(f"| `{row['algorithm']}` | {row['mean']:.1f} | {spread} | {marked} | {row['bytes_a_step']:,.0f} |")
+        line = f"| `{row['algorithm']}` | {row['mean']:.1f} | {spread} | {marked} | {row['bytes_a_step']:,.0f} |"
+        lines.append(f"{line} {_as_code(row['settings'])} |" if task.settings else line)
     return "\n".join(lines) + "\n"
+
+
+def asking(task: Learning, algorithm: str, *, epochs: int, seed: int) -> list[str]:
+    """The flags of one run, but for its output: the task's, then the algorithm's own."""
+    words = f"{task.words} --algorithm {algorithm} --max-epochs {epochs} --seed {seed} --checkpoint-every 0"
+    return [*words.split(), *task.settings.get(algorithm, "").split()]
+
+
+def _as_code(words: str) -> str:
+    return f"`{words}`" if words else ""
 
 
 def _trained(name: str, algorithm: str, *, ranks: int, epochs: int, seed: int) -> dict[str, Any]:
@@ -131,8 +150,7 @@ def _trained(name: str, algorithm: str, *, ranks: int, epochs: int, seed: int) -
     silent = redirect_stdout(io.StringIO())  # the table is what is shown
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), silent:
         warnings.simplefilter("ignore")
-        words = f"{task.words} --algorithm {algorithm} --max-epochs {epochs} --seed {seed}"
-        argv = [*words.split(), "--checkpoint-every", "0", "--output", f"{folder}/run"]
+        argv = [*asking(task, algorithm, epochs=epochs, seed=seed), "--output", f"{folder}/run"]
         asked = parse(argv, task.app, world_size=ranks)
         SimulatedWorld(ranks).run(lambda comm: run(task.app, asked, comm))
         rows: list[dict[str, Any]] = [dict(row) for row in read_metrics(Path(folder) / "run" / "metrics.jsonl")]
@@ -145,4 +163,5 @@ def _row(task: Learning, name: str, found: Sequence[dict[str, Any]], dense: floa
     mean = statistics.mean(measured)
     nbytes = statistics.mean(one["bytes_sent"] / one["steps"] for one in found)
     behind = 0.0 if dense is None else task.behind(mean, dense)
-    return dict(zip(COLUMNS, (name, mean, min(measured), max(measured), behind, nbytes), strict=True))
+    values = (name, mean, min(measured), max(measured), behind, nbytes, task.settings.get(name, ""))
+    return dict(zip(COLUMNS, values, strict=True))

@@ -11,9 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from partial_collectives import PartialAllreduce
 from partial_collectives.protocol.rules import Rules
+from trainer.command_line.flags import parse
+from trainer.synchronisers.table import TABLE
 
 from bench.__main__ import BENCHMARKS
 from bench.cluster_model import Ranks, one_round
+from bench.learning import TASKS, asking
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
@@ -58,7 +61,23 @@ def test_the_clusters_model_has_the_rounds_of_the_real_protocol(size, quorum, ma
     assert found == {number: outcomes[0][0][number] for number in range(until)}
 
 
-def test_the_readmes_table_of_accuracies_is_the_record():
+@pytest.mark.parametrize(
+    ("record", "readme"),
+    [("convergence", "packages/sparse-collectives"), ("learning-pydoc", "apps/text")],
+)
+def test_the_readmes_table_of_what_was_learnt_is_the_record(record, readme):
     root = Path(__file__).parent.parent
-    table = (root / "bench" / "results" / "convergence.md").read_text()
-    assert table in (root / "packages" / "sparse-collectives" / "README.md").read_text()
+    table = (root / "bench" / "results" / f"{record}.md").read_text()
+    assert table in (root / readme / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_an_algorithm_learns_a_task_with_its_own_settings(name):
+    task = TASKS[name]
+    for algorithm in TABLE:
+        asked = parse(asking(task, algorithm, epochs=3, seed=1), task.app, world_size=4)
+        given = task.settings.get(algorithm, "").split()
+        flags = asked.flags()
+        for flag, value in zip(given[::2], given[1::2], strict=True):
+            assert str(flags[flag.removeprefix("--").replace("-", "_")]) in (value, f"{value}.0")
+        assert (asked.algorithm, asked.max_epochs, asked.seed) == (algorithm, 3, 1)

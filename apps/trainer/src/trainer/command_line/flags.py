@@ -10,9 +10,21 @@ from trainer.app import App
 from trainer.command_line import config_file
 from trainer.command_line.flag import Flag, Value
 from trainer.command_line.options import KEEP, Options
-from trainer.command_line.parser import COMPRESSED, DEFAULT, MILESTONED, SCHEDULE, compressors, parser_of, spelt
+from trainer.command_line.parser import (
+    ADAMW_RATE,
+    COMPRESSED,
+    DEFAULT,
+    MILESTONED,
+    SCHEDULE,
+    compressors,
+    parser_of,
+    spelt,
+)
 from trainer.errors import RunError
-from trainer.synchronisers.table import AUTO, CHOOSING, TABLE, Entry, Synchronisation, owners
+from trainer.synchronisers.table import AUTO, CHOOSING, OPTIMIZERS, TABLE, Entry, Synchronisation, owners
+
+OF_AN_OPTIMIZER = {"optimizer", "lr", "momentum", "nesterov", "weight_decay"}
+"""What a file says of one optimizer is not for another that the command line names."""
 
 
 def parse(argv: Sequence[str], app: App, *, world_size: int | None) -> Options:
@@ -25,13 +37,17 @@ def parse(argv: Sequence[str], app: App, *, world_size: int | None) -> Options:
     given = parser.parse_args(argv)
     try:
         explicit = config_file.given(argv, parser)
+        said = set(explicit)
         if given.config is not None:
             file = config_file.read(given.config, parser, explicit=explicit)
             if world_size is not None:  # the launcher has decided
                 file.pop("nworkers", None)
+            if file.get("optimizer", OPTIMIZERS[0]) != explicit.get("optimizer", file.get("optimizer", OPTIMIZERS[0])):
+                file = {name: value for name, value in file.items() if name not in OF_AN_OPTIMIZER}
+            said |= file.keys()
             given = _with_file(given, explicit, file, table)
         _check_ignored(given, app, parser)
-        options = _checked(given, app, table, world_size)
+        options = _checked(given, app, table, world_size, said=said)
         _check_length(options, explicit)
         _check_keep(options, explicit)
         app.check(options)
@@ -52,7 +68,10 @@ def _with_file(
     return merged
 
 
-def _checked(given: Namespace, app: App, table: Mapping[str, Entry], world_size: int | None) -> Options:
+def _checked(
+    given: Namespace, app: App, table: Mapping[str, Entry], world_size: int | None, *, said: Collection[str]
+) -> Options:
+    """said: what the command line or the file say; all else has its default."""
     given.algorithm = _algorithm(given, table)
     given.nworkers = _nworkers(given.nworkers, world_size)
     entry = table[given.algorithm]
@@ -62,6 +81,7 @@ def _checked(given: Namespace, app: App, table: Mapping[str, Entry], world_size:
     given.free = entry.free | {flag.name for flag in app.flags if not flag.shapes}
     entry.check(given.own, given.nworkers)
     _check_overlap(given, entry)
+    _check_optimizer(given, entry, said)
     _check_momentum(given, entry)
     _check_rate(given)
     _check_machine(given)
@@ -135,6 +155,28 @@ def _check_overlap(given: Namespace, entry: Entry) -> None:
         return
     if not entry.overlaps:
         raise RunError(f"--overlap is for gradients that are exchanged, and {given.algorithm} has none: leave it out")
+
+
+def _check_optimizer(given: Namespace, entry: Entry, said: Collection[str]) -> None:
+    """Also gives AdamW its own defaults."""
+    if given.optimizer not in entry.optimizers:
+        raise RunError(
+            f"--optimizer {given.optimizer} is not for {given.algorithm}, which takes {', '.join(entry.optimizers)}"
+        )
+    if given.optimizer == "sgd":
+        return
+    if given.nesterov:
+        raise RunError("--nesterov is a form of SGD's momentum, and AdamW has moments of its own: leave it out")
+    if "momentum" in said and given.momentum:
+        raise RunError(f"--momentum {given.momentum:g} is SGD's, and AdamW has moments of its own: leave it out")
+    if given.overlap and not entry.nesterov:  # where it may be updates that are selected from
+        raise RunError(
+            f"--overlap sends gradients during backward, and with --optimizer adamw {given.algorithm} sends what AdamW "
+            f"makes of them, after it: leave it out"
+        )
+    given.momentum = 0.0
+    if "lr" not in said:
+        given.lr = ADAMW_RATE
 
 
 def _check_momentum(given: Namespace, entry: Entry) -> None:

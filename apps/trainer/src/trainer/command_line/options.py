@@ -41,6 +41,7 @@ _PER_RANK = {
 # What a run did before there was a setting for it. Every common setting that is added gets its line here, so that runs
 # from before can be resumed: their manifests do not name it. An algorithm's own: see `Flag.default`.
 BEFORE: Settings = {
+    "optimizer": "sgd",
     "clip_norm": None,
     "nesterov": False,
     "label_smoothing": 0.0,
@@ -64,8 +65,9 @@ class Options:
     algorithm: str
     overlap: bool  # of the exchange with backward
     batch_size: int  # samples per rank and step
+    optimizer: str  # "sgd" or "adamw"
     lr: float
-    momentum: float
+    momentum: float  # SGD's; 0 with AdamW, which has moments of its own
     nesterov: bool
     weight_decay: float
     clip_norm: float | None

@@ -11,12 +11,13 @@ from trainer.command_line.flag import Flag, Value
 from trainer.command_line.model_name import model_name, models_help
 from trainer.command_line.options import KEEP
 from trainer.errors import UsageError
-from trainer.synchronisers.table import AUTO, Entry, owners
+from trainer.synchronisers.table import AUTO, OPTIMIZERS, Entry, owners
 from trainer.training.learning_rate import SHAPES
 
 DEFAULT = "dense"
 COMPRESSED = "gtopk"  # by --compression without --compressor
 SCHEDULE, MILESTONED = "cosine", "step"
+ADAMW_RATE = 0.001
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("gloo", "nccl")
 
@@ -164,8 +165,10 @@ def spelt(name: str) -> str:
 def _add_optimisation(parser: ArgumentParser) -> None:
     add = parser.add_argument_group("optimisation").add_argument
     add("--batch-size", type=quantities.count, default=32, metavar="B", help="samples per rank and step (default: 32)")
-    add("--lr", type=quantities.positive, default=0.1, help="peak learning rate (default: 0.1)")
-    add("--momentum", type=quantities.momentum, default=0.9, help="default: 0.9; sparse: before selection, as in DGC")
+    add("--optimizer", choices=OPTIMIZERS, default=OPTIMIZERS[0], help="default: %(default)s")
+    rates = f"peak learning rate (default: %(default)s; adamw: {ADAMW_RATE})"
+    add("--lr", type=quantities.positive, default=0.1, help=rates)
+    add("--momentum", type=quantities.momentum, default=0.9, help="of SGD; default: 0.9; sparse: before selection")
     add("--nesterov", action=BooleanOptionalAction, default=False, help="Nesterov's momentum; not of sparse gradients")
     add("--weight-decay", type=quantities.non_negative, default=0.0, metavar="W", help="default: 0")
     add(

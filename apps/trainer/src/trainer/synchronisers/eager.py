@@ -1,8 +1,8 @@
 """Eager SGD: rounds of gradients that do not wait for the last rank (Li et al., PPoPP 2020).
 
-Momentum is SGD's, after the round's sum. At the end of an epoch, and before a checkpoint, all ranks meet: then they
-hold the same model, and no gradient is under way. Arrivals are the world's, so two runs have not the same bits, unless
-the world is simulated; what a checkpoint holds comes back exactly.
+Moments are the optimizer's, after the round's sum. At the end of an epoch, and before a checkpoint, all ranks meet:
+then they hold the same model, and no gradient is under way. Arrivals are the world's, so two runs have not the same
+bits, unless the world is simulated; what a checkpoint holds comes back exactly.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from trainer.command_line.options import Options
 from trainer.resuming.likeness import require_equal, require_like
+from trainer.synchronisers.inner import inner_optimizer
 from trainer.synchronisers.optimizer_state import (
     completed_optimizer,
     completed_schedule,
@@ -26,7 +27,6 @@ from trainer.synchronisers.optimizer_state import (
     require_schedule,
 )
 from trainer.synchronisers.resizing import as_of, at_rates, schedule_at
-from trainer.synchronisers.sgd import plain_sgd
 from trainer.synchronisers.stragglers import held_up
 from trainer.synchronisers.synchroniser import Rates, State, Synchroniser
 
@@ -198,7 +198,7 @@ def _require_met(rounds: State, own: State) -> None:
 
 def eager(options: Options, model: nn.Module, comm: Communicator, rates: Rates) -> Eager:
     """The quorum is the algorithm's name, or --quorum."""
-    inner = plain_sgd(options, model)
+    inner = inner_optimizer(options, model)
     asked = options.own.get("quorum", options.algorithm.removeprefix("eager-"))
     grace = options.own["grace"]
     schedule = RateByGradients(rates(inner), lambda: optimizer.gradients, comm.size)

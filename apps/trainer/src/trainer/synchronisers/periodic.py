@@ -1,6 +1,6 @@
 """Periodic averaging: every rank takes steps of its own, and now and then all exchange a mean of their models.
 
-Momentum is SGD's, each rank's own. The rate goes by steps.
+Moments are the optimizer's, each rank's own. The rate goes by steps.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.optim import SGD
 from trainer.command_line.options import Options
 from trainer.errors import RunError
 from trainer.resuming.likeness import require_equal, require_like
+from trainer.synchronisers.inner import inner_optimizer
 from trainer.synchronisers.optimizer_state import (
     completed_optimizer,
     completed_schedule,
@@ -28,7 +29,6 @@ from trainer.synchronisers.optimizer_state import (
     require_schedule,
 )
 from trainer.synchronisers.resizing import as_of, at_rates, schedule_at
-from trainer.synchronisers.sgd import plain_sgd
 from trainer.synchronisers.synchroniser import Rates, State, Synchroniser
 
 UNDRAINED = (
@@ -141,7 +141,7 @@ def _as_loaded(kept: Any) -> Any:
 
 def periodic(options: Options, model: nn.Module, comm: Communicator, rates: Rates) -> Periodic:
     """Own flags are the keyword arguments of the optimizer, but for those that are left to it: "auto", "none"."""
-    inner = plain_sgd(options, model)
+    inner = inner_optimizer(options, model)
     given: dict[str, Any] = {name: value for name, value in options.own.items() if value not in ("auto", "none")}
     if "outer_rate" in given:
         rate, momentum = given.pop("outer_rate"), given.pop("outer_momentum")

@@ -3,6 +3,9 @@
 Momentum has one place. Where every element is sent: in SGD, after the exchange. Where few are selected: in the error
 feedback, before the selection (the momentum correction of DGC, Lin et al. 2018, with factor masking), because momentum
 applied to what survives a selection amplifies the few entries that were sent and learns badly at small densities.
+
+AdamW behind a selection takes few gradients, each of many steps, for noise. So there each rank's own AdamW comes first,
+and what it would do is selected from and exchanged (`sends="updates"` of `DistributedOptimizer`).
 """
 
 from __future__ import annotations
@@ -15,11 +18,12 @@ from communicators.replicas.saved_by import KEY
 from sparse_collectives import DistributedOptimizer, reshard_residuals
 from sparse_compress import Compressor, DGCTopK, GaussianK, RandomK, Threshold, TopK, WarmUp
 from torch import nn
-from torch.optim import SGD
+from torch.optim import SGD, Optimizer
 
 from trainer.command_line.options import Options
 from trainer.resuming.likeness import require_equal, require_like
 from trainer.synchronisers.buffers import BuffersBefore
+from trainer.synchronisers.inner import adamw, inner_optimizer
 from trainer.synchronisers.optimizer_state import (
     completed_counts,
     completed_optimizer,
@@ -29,7 +33,6 @@ from trainer.synchronisers.optimizer_state import (
     require_schedule,
 )
 from trainer.synchronisers.resizing import as_of, at_rates, by_epochs, schedule_at
-from trainer.synchronisers.sgd import plain_sgd
 from trainer.synchronisers.stragglers import held_up
 from trainer.synchronisers.synchroniser import Rates, State, Synchroniser
 
@@ -56,6 +59,7 @@ class SynchronousSGD(Synchroniser):
     """A `DistributedOptimizer`, and the rate by its steps.
 
     skips: whether a step may be skipped, which then leaves the model's buffers, too, as they were, on every rank.
+    updates: what the optimizer does is exchanged, in place of gradients: its step is the exchange.
     wait: holds this rank up, for an experiment, at the beginning of a step.
     """
 
@@ -68,11 +72,12 @@ class SynchronousSGD(Synchroniser):
         rates: Rates,
         *,
         skips: bool,
+        updates: bool = False,
         wait: Callable[[int], None] = lambda step: None,
     ) -> None:
         super().__init__(model)
         self.optimizer, self.schedule, self._wait = optimizer, rates(optimizer), wait
-        self._before = BuffersBefore(model) if skips else None
+        self._before, self._updates = BuffersBefore(model) if skips else None, updates
 
     def zero_grad(self) -> None:
         """See `Synchroniser.zero_grad`."""
@@ -82,16 +87,23 @@ class SynchronousSGD(Synchroniser):
             self._before.keep()
 
     def exchange(self) -> None:
-        """The mean into every gradient."""
-        self.optimizer.synchronize()
+        """The mean into every gradient; of updates the whole step."""
+        if self._updates:
+            self._step()
+        else:
+            self.optimizer.synchronize()
 
     def update(self) -> None:
         """See `Synchroniser.update`."""
+        if not self._updates:
+            self._step()
+        self.schedule.step()
+
+    def _step(self) -> None:
         skipped = self.optimizer.skipped
         self.optimizer.step()
         if self._before and self.optimizer.skipped > skipped:
             self._before.restore()
-        self.schedule.step()
 
     @property
     def selection_seconds(self) -> float:
@@ -181,26 +193,29 @@ def _counted_by_epochs(own: State, before: int, after: int) -> State:
 
 def dense(options: Options, model: nn.Module, comm: Communicator, rates: Rates) -> SynchronousSGD:
     """The mean of whole gradients."""
-    return _made(options, model, comm, rates, plain_sgd(options, model), wire=options.own["wire"])
+    return _made(options, model, comm, rates, inner_optimizer(options, model), wire=options.own["wire"])
 
 
 def whole(options: Options, model: nn.Module, comm: Communicator, rates: Rates) -> SynchronousSGD:
     """Something of every element, the rest fed back: powersgd, dense-int8."""
-    return _made(options, model, comm, rates, plain_sgd(options, model), takes=("rank",))
+    return _made(options, model, comm, rates, inner_optimizer(options, model), takes=("rank",))
 
 
 def sparse(options: Options, model: nn.Module, comm: Communicator, rates: Rates) -> SynchronousSGD:
     """The largest entries, the rest fed back into the next step.
 
     Weight decay stays out of the exchange and is therefore not amplified by the momentum, which in dense SGD makes
-    it 1/(1 − m) times as strong: that factor is put back here.
+    it 1/(1 − m) times as strong: that factor is put back here. AdamW's own updates are exchanged, decay and all.
     """
+    updates = options.optimizer == "adamw"
+    decay = options.weight_decay / (1 - options.momentum)
     return _made(
         options,
         model,
         comm,
         rates,
-        SGD(model.parameters(), lr=options.lr, weight_decay=options.weight_decay / (1 - options.momentum)),
+        adamw(options, model) if updates else SGD(model.parameters(), lr=options.lr, weight_decay=decay),
+        sends="updates" if updates else "gradients",
         takes=("teams",),
         compressor=SELECTIONS[options.own.get("select", "topk")](options),
         density=density_by_step(options.own),
@@ -214,9 +229,10 @@ def _made(
     model: nn.Module,
     comm: Communicator,
     rates: Rates,
-    inner: SGD,
+    inner: Optimizer,
     *,
     takes: Sequence[str] = (),
+    sends: str = "gradients",
     **settings: Any,
 ) -> SynchronousSGD:
     """takes: own flags that are the algorithm's `options`, where it has them."""
@@ -230,7 +246,9 @@ def _made(
         verify=options.own["verify"],
         overlap=options.overlap,
         clip_norm=options.clip_norm,
+        sends=sends,
         **settings,
     )
     wait = held_up(options, comm) if "inject_delay" in options.own else lambda step: None
-    return SynchronousSGD(model, optimizer, rates, skips=options.own["nonfinite"] == "skip", wait=wait)
+    skips, updates = options.own["nonfinite"] == "skip", sends == "updates"
+    return SynchronousSGD(model, optimizer, rates, skips=skips, updates=updates, wait=wait)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     Make = Callable[[Options, nn.Module, Communicator, Rates], Synchroniser]
 
+OPTIMIZERS = ("sgd", "adamw")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
@@ -34,11 +36,13 @@ class Entry:
     compressors: what --compressor calls it. check: (own values, workers); raises RunError for what does not fit.
     overlaps: whether its exchange may begin during backward.
     nesterov: whether its momentum is SGD's own, which has this form.
+    optimizers: the values of --optimizer that it makes something of.
     needs: the distribution that it comes with, where that may not be installed; imported by the name with "_" for "-".
     """
 
     flags: Sequence[Flag] = ()
     nesterov: bool = True
+    optimizers: Sequence[str] = ("sgd",)
     overlaps: bool = False
     compressors: Sequence[str] = ()
     check: Callable[[Mapping[str, Value], int], None] = lambda own, workers: None
@@ -167,15 +171,19 @@ DENSE = Synchronisation(
     flags=(DENSE_WIRE, NONFINITE, VERIFY, INJECT_DELAY),
     check=_check_delay,
     compressors=("none",),
+    optimizers=OPTIMIZERS,
     overlaps=True,
 )
 SPARSE = Synchronisation(
     make=lazily(f"{SYNCHRONOUS}:sparse"),
     flags=(DENSITY, DENSITY_WARMUP, WIRE, NONFINITE, VERIFY),
     nesterov=False,
+    optimizers=OPTIMIZERS,
     overlaps=True,
 )
-WHOLE = Synchronisation(make=lazily(f"{SYNCHRONOUS}:whole"), flags=(NONFINITE, VERIFY), overlaps=True)
+WHOLE = Synchronisation(
+    make=lazily(f"{SYNCHRONOUS}:whole"), flags=(NONFINITE, VERIFY), optimizers=OPTIMIZERS, overlaps=True
+)
 
 SYNC_EVERY = Flag(name="sync_every", default=4, read=quantities.count, metavar="STEPS", says="steps between averages")
 ALPHA = Flag(
@@ -207,7 +215,9 @@ DELAY = Flag(
     metavar="STEPS",
     says="between a fragment's launch and its use",
 )
-PERIODIC = Synchronisation(make=lazily("trainer.synchronisers.periodic:periodic"), flags=(SYNC_EVERY,))
+PERIODIC = Synchronisation(
+    make=lazily("trainer.synchronisers.periodic:periodic"), flags=(SYNC_EVERY,), optimizers=OPTIMIZERS
+)
 
 AVERAGING: dict[str, dict[str, Any]] = {
     "local-sgd": {"flags": (SYNC_EVERY, COMPRESS)},
@@ -261,6 +271,7 @@ EAGER = Synchronisation(
         ),
         INJECT_DELAY,
     ),
+    optimizers=OPTIMIZERS,
     check=_check_delay,
 )
 QUORUM = Flag(
@@ -299,7 +310,7 @@ TABLE: dict[str, Synchronisation] = {
 
 
 AUTO = "auto"
-CHOOSING = Entry(flags=SPARSE.flags, nesterov=False, overlaps=True)
+CHOOSING = Entry(flags=SPARSE.flags, nesterov=False, optimizers=OPTIMIZERS, overlaps=True)
 """What `AUTO` takes: the flags that all it may choose share. What it chooses is in the `TABLE`, and makes itself."""
 
 

@@ -1,0 +1,134 @@
+"""--optimizer adamw: with every algorithm, its own defaults, and what does not go with it."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from resumed_runs import assert_same_bits, killed_after, result, train
+from trainer.app import App
+from trainer.command_line.flags import parse
+from trainer.command_line.options import Options
+from trainer.errors import AgreedError, RunError
+from trainer.synchronisers.table import TABLE, Flag, Synchronisation
+
+
+@pytest.mark.parametrize("algorithm", TABLE)
+def test_with_adamw_every_algorithm_is_killed_anywhere_and_resumed(
+    app: App, options: Callable[..., Options], tmp_path: Path, algorithm: str
+) -> None:
+    flags = {"algorithm": algorithm, "optimizer": "adamw", "weight_decay": 0.1, "lr": 0.01}
+    straight = options(output=tmp_path / "straight", checkpoint_every=1, **flags)  # for eager ranks each is a meeting
+    train(app, straight, 2)
+    broken = replace(straight, output=tmp_path / "broken")
+    assert killed_after(20, app, broken, 2)
+    other = parse_again(broken, app, "--optimizer", "sgd")
+    with pytest.raises(AgreedError, match="--optimizer adamw then, sgd now"):
+        train(app, replace(other, resume="latest"), 2)
+    train(app, replace(broken, resume="latest"), 2)
+    assert_same_bits(result(broken), result(straight))
+
+
+def parse_again(then: Options, app: App, *words: str) -> Options:
+    """Options like these, but for some words."""
+    now = parse(["--algorithm", then.algorithm, *words], app, world_size=None)
+    return replace(then, optimizer=now.optimizer)
+
+
+@pytest.mark.parametrize("algorithm", TABLE)
+def test_adamw_on_one_rank_is_adamw(
+    app: App, options: Callable[..., Options], tmp_path: Path, algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every algorithm makes one, of the run's rate and decay, and takes its steps."""
+    made, steps = [], []
+    inner = torch.optim.AdamW
+
+    class Noted(inner):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            made.append(settings)
+            super().__init__(*args, **settings)
+
+        def step(self, *args: Any) -> Any:
+            steps.append(1)
+            return super().step(*args)
+
+    monkeypatch.setattr("trainer.synchronisers.inner.AdamW", Noted)
+    flags = {"algorithm": algorithm, "optimizer": "adamw", "weight_decay": 0.1, "lr": 0.01, "max_epochs": 1}
+    train(app, options(output=tmp_path / "run", **flags), 1)
+    assert made == [{"lr": 0.01, "weight_decay": 0.1}]
+    assert steps
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--nesterov", "--nesterov is a form of SGD's momentum, and AdamW has moments of its own"),
+        ("--momentum 0.9", "--momentum 0.9 is SGD's, and AdamW has moments of its own"),
+        ("--algorithm gtopk --overlap", "--overlap sends gradients during backward, and with --optimizer adamw gtopk"),
+        ("--algorithm auto --overlap", "--overlap sends gradients during backward, and with --optimizer adamw auto"),
+        ("--algorithm own", "--optimizer adamw is not for own, which takes sgd"),
+    ],
+)
+def test_what_does_not_go_with_adamw_is_refused(app: App, words: str, says: str) -> None:
+    def make(*given: Any) -> Any:
+        raise AssertionError
+
+    app = replace(
+        app, synchronisations={"own": Synchronisation(make=make, flags=(Flag(name="own", default=1, says=""),))}
+    )
+    with pytest.raises(RunError, match=says):
+        parse(["--optimizer", "adamw", *words.split()], app, world_size=None)
+
+
+def test_each_optimizer_has_its_own_defaults_also_beside_an_apps(app: App) -> None:
+    app = replace(app, defaults={**app.defaults, "lr": 4.0})
+    sgd, adamw, given = (
+        parse(words.split(), app, world_size=None)
+        for words in ("", "--optimizer adamw", "--optimizer adamw --lr 0.1 --momentum 0")
+    )
+    assert (sgd.optimizer, sgd.lr, sgd.momentum) == ("sgd", 4.0, 0.9)
+    assert (adamw.optimizer, adamw.lr, adamw.momentum) == ("adamw", 0.001, 0.0)
+    assert given.lr == 0.1
+
+
+def test_a_recorded_run_of_adamw_is_done_again_and_one_of_sgd_lends_it_no_rate(app: App, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"optimizer": "adamw", "lr": 0.02, "momentum": 0.0, "nesterov": False}))
+    again = parse(["--config", str(file)], app, world_size=None)
+    assert (again.optimizer, again.lr, again.momentum) == ("adamw", 0.02, 0.0)
+    for recorded in ({"optimizer": "sgd"}, {}):  # the latter is a run from before there was a choice
+        file.write_text(json.dumps({"lr": 3.0, "momentum": 0.9, "nesterov": True, "batch_size": 7, **recorded}))
+        other = parse(["--config", str(file), "--optimizer", "adamw"], app, world_size=None)
+        assert (other.lr, other.momentum, other.nesterov, other.batch_size) == (0.001, 0.0, False, 7)
+
+
+@pytest.mark.parametrize("algorithm", [name for name, entry in TABLE.items() if not entry.nesterov])
+def test_where_few_are_selected_every_rank_has_moments_of_its_own(
+    app: App, options: Callable[..., Options], tmp_path: Path, algorithm: str
+) -> None:
+    """Those of its own gradients; of a mean that had been exchanged they would be the same on all ranks."""
+    train(app, options(output=tmp_path / "run", algorithm=algorithm, optimizer="adamw", lr=0.01), 2)
+    one, other = (moments(state["optimizer"]["state"]) for state in result(options())[2])
+    assert not torch.equal(one, other)
+
+
+def moments(state: dict[int, dict[str, torch.Tensor]]) -> torch.Tensor:
+    return torch.cat([kept["exp_avg"].flatten() for kept in state.values()])
+
+
+@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
+def test_selected_updates_learn_as_whole_ones_where_all_is_sent(
+    app: App, options: Callable[..., Options], tmp_path: Path, nonfinite: str
+) -> None:
+    """Of one rank, at density 1: AdamW within rounding."""
+    models = []
+    for algorithm, own in (("dense", {}), ("gtopk", {"density": 1.0})):
+        flags = {"algorithm": algorithm, "optimizer": "adamw", "weight_decay": 0.1, "lr": 0.01, "nonfinite": nonfinite}
+        given = options(output=tmp_path / algorithm, **flags, **own)
+        train(app, given, 1)
+        models.append(result(given)[1])
+    for name, value in models[0].items():
+        torch.testing.assert_close(models[1][name], value)
