@@ -76,6 +76,21 @@ def locked(
             lock.release()
 
 
+@contextmanager
+def naming_holder(folder: Path) -> Iterator[None]:
+    """A RunError of the block, which takes no lock, says instead who is at work in `folder`, if one of this machine is:
+    what a run finds there then means little."""
+    try:
+        yield
+    except RunError:
+        holder = None
+        with suppress(OSError), (folder / NAME).open("rb") as file:
+            holder = _holder(file.fileno())
+        if holder and holder.is_here and holder.is_alive_here:
+            raise _in_use(folder / NAME, holder) from None
+        raise
+
+
 class FolderLock:
     """A lock that is held; `release` gives it back."""
 

@@ -69,12 +69,14 @@ class RunFolder:
         """The newest, `keep` of them."""
         return Checkpoints(self.path / "checkpoints", self.keep)
 
-    def prepare(self, *, resume: bool) -> None:
-        """Make the folder, or RunError if there is none to resume, or something else lies there."""
+    def prepare(self, *, resume: bool, overwrite: bool = False) -> None:
+        """Make the folder; RunError if it holds no run to resume, or one that is not to be overwritten, or is none."""
         if os.path.lexists(self.path) and not self.path.is_dir():
             raise RunError(f"{self.path} is not a folder: give another one with --output")
         if resume:
             self._require_run()
+        elif not overwrite:
+            self._require_empty()
         self.path.mkdir(parents=True, exist_ok=True)
 
     def recorded(self, *, wanted: str = NONE_TO_RESUME) -> dict[str, Any]:
@@ -104,16 +106,20 @@ class RunFolder:
 
         kept: for task.json.
         """
-        if any(os.path.lexists(path) for path in self._written):
-            if not overwrite:
-                raise RunError(
-                    f"{self.path} already holds a run: give --resume to go on with it, --overwrite to delete it, "
-                    f"or another folder with --output"
-                )
+        if overwrite:
             self._delete_run()
+        else:
+            self._require_empty()
         if kept is not None:
             write_aside(self.task, sealed(kept))
         write_aside(self.config, json.dumps(config, indent=1) + "\n")
+
+    def _require_empty(self) -> None:
+        if any(os.path.lexists(path) for path in self._written):
+            raise RunError(
+                f"{self.path} already holds a run: give --resume to go on with it, --overwrite to delete it, "
+                f"or another folder with --output"
+            )
 
     @property
     def _written(self) -> tuple[Path, ...]:
