@@ -112,6 +112,25 @@ def test_a_run_goes_on_only_with_the_same_words(tmp_path: Path) -> None:
         text_files.train(replace(options, max_epochs=3, resume="latest"), 1)
 
 
+@pytest.mark.parametrize("part", ["train", "test"])
+def test_a_run_goes_on_only_with_the_same_text(tmp_path: Path, part: str) -> None:
+    options = language(tmp_path, "--lr-schedule", "constant")
+    text_files.train(options, 1)
+    file = tmp_path / "ptb" / f"ptb.{part}.txt"
+    file.write_text("".join(reversed(file.read_text().splitlines(keepends=True))))
+    with pytest.raises(AgreedError, match=rf"task.json is not what these data give \(other {part} data\)"):
+        text_files.train(replace(options, max_epochs=3, resume="latest"), 1)
+
+
+def test_other_settings_are_named_before_other_data(tmp_path: Path) -> None:
+    options = language(tmp_path, "--lr-schedule", "constant")
+    text_files.train(options, 1)
+    file = tmp_path / "ptb" / "ptb.train.txt"
+    file.write_text(file.read_text().replace("mats", "rugs"))
+    with pytest.raises(AgreedError, match="--window 5 then, 6 now"):
+        text_files.train(replace(options, app=options.app | {"window": 6}, resume="latest"), 1)
+
+
 def test_streams_that_would_be_empty_are_refused_on_all_ranks(tmp_path: Path) -> None:
     with pytest.raises(AgreedError, match="2 × --batch-size 200 = 400 streams of a text of 252 tokens"):
         text_files.train(language(tmp_path, "--batch-size", "200"), 2)

@@ -16,6 +16,7 @@ from torch.nn.functional import ctc_loss
 from trainer.command_line.options import Options
 from trainer.errors import RunError
 from trainer.launching.placement import placement
+from trainer.records.fingerprint import fingerprint
 
 from deepspeech.catalogue import DATASETS, MODELS
 from deepspeech.data.batch import Batch, batch_of
@@ -120,8 +121,18 @@ class Recognition:
         return found
 
     def kept(self) -> dict[str, Any]:
-        """What the model's numbers mean, and how much was left out."""
-        return {"labels": LABELS, "rate": RATE, "skipped": len(self.corpus.skipped)}
+        """What the model's numbers mean, how much was left out, and what tells these utterances from others.
+
+        That is their transcripts and lengths: to read all the sound would take as long as an epoch.
+        """
+        tests = [utterance for group in self.corpus.tests.values() for utterance in group]
+        return {
+            "labels": LABELS,
+            "rate": RATE,
+            "skipped": len(self.corpus.skipped),
+            "train_data": fingerprint(f"{each.samples} {each.transcript}" for each in self.corpus.train),
+            "test_data": fingerprint(f"{each.samples} {each.transcript}" for each in tests),
+        }
 
     def _losses(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """The sum of the utterances' losses, and what the model gives.

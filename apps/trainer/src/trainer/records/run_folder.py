@@ -96,10 +96,21 @@ class RunFolder:
             raise RunError(f"{self.path} holds {wanted}")
 
     def require_kept(self, kept: dict[str, Any] | None) -> None:
-        """RunError if the run keeps something else than this in task.json: other data than it began with."""
+        """RunError that names what the run keeps otherwise in task.json: other data than it began with.
+
+        What an older version of the task did not keep yet is not compared.
+        """
         recorded = unsealed(self.task) if os.path.lexists(self.task) else None
-        if recorded != (json.loads(json.dumps(kept)) if kept is not None else None):
-            raise RunError(f"{self.task} is not what these data give: go on with those that the run began with")
+        now = json.loads(json.dumps(kept)) if kept is not None else None
+        if recorded is None or now is None:
+            differ = [] if recorded is now else ["task"]
+        else:
+            differ = [name.replace("_", " ") for name in recorded if name not in now or recorded[name] != now[name]]
+        if differ:
+            raise RunError(
+                f"{self.task} is not what these data give (other {', '.join(differ)}): go on with those that the run "
+                f"began with"
+            )
 
     def begin(self, config: dict[str, object], *, kept: dict[str, Any] | None, overwrite: bool) -> None:
         """Prepare the folder for a new run; RunError if it holds (parts of) one that is not to be overwritten.
