@@ -47,6 +47,8 @@ def sentiment(tmp_path: Path, *words: str) -> Options:
         ("--dnn lstmimdb --dataset imdb --tied", "--tied has no effect on lstmimdb"),
         ("--length 9", "--length has no effect on lstm-small"),
         ("--held-out valid", "--held-out valid is for ptb"),
+        ("--dropout 1", "argument --dropout: given '1', expected 0 <= dropout < 1"),
+        ("--dnn transformer --hidden 33", "--hidden 33 is no multiple of 32, the units of an attention head"),
         ("--label-smoothing 0.1", "--label-smoothing 0.1 has no effect on the loss of text"),
         ("--window 0", "given '0', expected a whole number from 1 on"),
     ],
