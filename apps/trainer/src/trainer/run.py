@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from communicators import Communicator
 
-from trainer.all_or_none import all_or_none, require_same
+from trainer.all_or_none import GO_ON, START_AGAIN, all_or_none, require_same
 from trainer.app import App, Carries, Keeps, Task
 from trainer.command_line.flags import table_of
 from trainer.command_line.options import Options, Settings
@@ -69,10 +69,11 @@ def run(
         replica = _replica(task, synchroniser, meter, options, comm.rank)
         training = _training(task, replica, options, aside, device, steps)
         training = replace(training, autocast=casting)
-        with all_or_none(aside), naming_holder(options.output):
+        with all_or_none(aside, advice=_advice(options)), naming_holder(options.output):
             if comm.rank == 0:
                 _require_possible(app, training)  # before others are kept out, and again when they are
-        with training.progress, locked(options.output, aside, note=training.progress.note):
+        note, advice = training.progress.note, _advice(options)
+        with training.progress, locked(options.output, aside, note=note, advice=advice):
             first_step = _begin(app, training, device, choice)
             if choice:
                 training.note(f"{choice} (when the run began)" if options.resume else choice)
@@ -172,7 +173,7 @@ def _replica(task: Task, synchroniser: Synchroniser, meter: Meter, options: Opti
 def _begin(app: App, training: Training, device: torch.device, choice: str) -> int:
     """A new folder, or an old one to go on with; returns the first step. choice: see `settled`."""
     options, folder, comm = training.options, training.folder, training.comm
-    with all_or_none(comm):
+    with all_or_none(comm, advice=_advice(options)):
         if comm.rank == 0 and options.resume is None:
             config = {"app": app.module} | _config(training, device, choice)
             folder.begin(config, kept=_kept(training.task), overwrite=options.overwrite)
@@ -198,6 +199,11 @@ def _require_possible(app: App, training: Training) -> None:
         own_flags = _own_flags(app, options.algorithm)
         require_same_run(folder, options, training.comm.size, own_flags=own_flags)
         folder.require_kept(_kept(training.task))
+
+
+def _advice(options: Options) -> str:
+    """On a full disk, until the folder holds a run: there is none to resume, unless this goes on with one."""
+    return START_AGAIN if options.resume is None else GO_ON
 
 
 def _kept(task: Task) -> dict[str, Any] | None:

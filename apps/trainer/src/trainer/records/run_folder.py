@@ -121,9 +121,13 @@ class RunFolder:
             self._delete_run()
         else:
             self._require_empty()
-        if kept is not None:
-            write_aside(self.task, sealed(kept))
-        write_aside(self.config, json.dumps(config, indent=1) + "\n")
+        try:
+            if kept is not None:
+                write_aside(self.task, sealed(kept))
+            write_aside(self.config, json.dumps(config, indent=1) + "\n")
+        except OSError:
+            self.task.unlink(missing_ok=True)  # without config.json there is no run, and nothing is to be in the way
+            raise
 
     def _require_empty(self) -> None:
         if any(os.path.lexists(path) for path in self._written):
