@@ -85,11 +85,11 @@ def locked(
 
 @contextmanager
 def naming_holder(folder: Path) -> Iterator[None]:
-    """A RunError of the block, which takes no lock, says instead who is at work in `folder`, if one of this machine is:
+    """An error of the block, which takes no lock, says instead who is at work in `folder`, if one of this machine is:
     what a run finds there then means little."""
     try:
         yield
-    except RunError:
+    except (RunError, OSError):
         holder = None
         with suppress(OSError), (folder / NAME).open("rb") as file:
             holder = _holder(file.fileno())
