@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +55,16 @@ def test_the_task_has_what_it_says(options):
     task = APP.build(options(), torch.device("cpu"))
     for protocol in (Batches, Keeps, Reads):
         assert isinstance(task, protocol)
+
+
+def test_other_utterances_are_told_from_those_that_a_run_began_with(options):
+    task = APP.build(options(), torch.device("cpu"))
+    corpus, kept = task.corpus, task.kept()
+    tests = {name: group[:-1] for name, group in corpus.tests.items()}
+    others = {"train_data": replace(corpus, train=corpus.train[::-1]), "test_data": replace(corpus, tests=tests)}
+    for name, other in others.items():
+        now = replace(task, corpus=other).kept()
+        assert {key for key in kept if kept[key] != now[key]} == {name}
 
 
 def own(algorithm):

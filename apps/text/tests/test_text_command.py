@@ -47,6 +47,8 @@ def sentiment(tmp_path: Path, *words: str) -> Options:
         ("--dnn lstmimdb --dataset imdb --tied", "--tied has no effect on lstmimdb"),
         ("--length 9", "--length has no effect on lstm-small"),
         ("--held-out valid", "--held-out valid is for ptb"),
+        ("--dropout 1", "argument --dropout: given '1', expected 0 <= dropout < 1"),
+        ("--dnn transformer --hidden 33", "--hidden 33 is no multiple of 32, the units of an attention head"),
         ("--skip-bad", "--skip-bad has no effect on pydoc, which reads no files: leave it out"),
         ("--label-smoothing 0.1", "--label-smoothing 0.1 has no effect on text"),
         ("--download", "--download has no effect on text: leave it out"),
@@ -112,6 +114,25 @@ def test_a_run_goes_on_only_with_the_same_words(tmp_path: Path) -> None:
     train.write_text(train.read_text().replace("mats", "rugs"))
     with pytest.raises(AgreedError, match=r"task.json is not what these data give"):
         text_files.train(replace(options, max_epochs=3, resume="latest"), 1)
+
+
+@pytest.mark.parametrize("part", ["train", "test"])
+def test_a_run_goes_on_only_with_the_same_text(tmp_path: Path, part: str) -> None:
+    options = language(tmp_path, "--lr-schedule", "constant")
+    text_files.train(options, 1)
+    file = tmp_path / "ptb" / f"ptb.{part}.txt"
+    file.write_text("".join(reversed(file.read_text().splitlines(keepends=True))))
+    with pytest.raises(AgreedError, match=rf"task.json is not what these data give \(other {part} data\)"):
+        text_files.train(replace(options, max_epochs=3, resume="latest"), 1)
+
+
+def test_other_settings_are_named_before_other_data(tmp_path: Path) -> None:
+    options = language(tmp_path, "--lr-schedule", "constant")
+    text_files.train(options, 1)
+    file = tmp_path / "ptb" / "ptb.train.txt"
+    file.write_text(file.read_text().replace("mats", "rugs"))
+    with pytest.raises(AgreedError, match="--window 5 then, 6 now"):
+        text_files.train(replace(options, app=options.app | {"window": 6}, resume="latest"), 1)
 
 
 def test_streams_that_would_be_shorter_than_a_window_are_refused_on_all_ranks(tmp_path: Path) -> None:

@@ -68,7 +68,38 @@ def test_without_room_for_a_file_all_ranks_end_with_one_line(
                 codes, lines = ended(app, given)
             assert codes == [1, 1], (room, lines)
             assert len(lines) == 1, (room, lines)
-            assert "make room, then go on with --resume" in lines[0], room
+            there = RunFolder(given.output).config.exists()
+            advice = "go on with --resume" if there else "start again"
+            assert lines[0].split(" (on rank")[0].endswith(f": make room, then {advice}"), room
+
+
+@pytest.mark.parametrize("kept", [None, {"words": "long " * 40}])
+@pytest.mark.parametrize("name", ["lock", "config.json", "task.json"])
+def test_without_room_at_the_start_the_advice_can_be_taken(
+    app: App,
+    options: Callable[..., Options],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    kept: dict[str, str] | None,
+) -> None:
+    monkeypatch.setattr("trainer.run._kept", lambda task: kept)
+    real = os.fsync
+
+    def full(descriptor: int) -> None:
+        if Path(f"/proc/self/fd/{descriptor}").resolve().name.startswith(name):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(descriptor)
+
+    given = options(max_epochs=1)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        codes, lines = ended(app, given)
+    if name == "task.json" and kept is None:
+        assert (codes, lines) == ([0, 0], [])
+        return
+    assert (codes, len(lines)) == ([1, 1], 1)
+    assert "No space left on device: make room, then start again" in lines[0]
+    assert ended(app, given) == ([0, 0], [])
 
 
 def test_the_last_good_checkpoint_stays_and_is_gone_on_from(app: App, options: Callable[..., Options]) -> None:
@@ -130,11 +161,16 @@ def test_a_read_only_disk_is_refused_before_training(
         if path == "run":
             assert ended(app, given) == ([0, 0], [])
         subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-        for second in (given, replace(given, resume="latest"), replace(given, overwrite=True)):
+        readonly, has_run = "Read-only file system", path == "run"
+        for second, says in (
+            (given, "already holds a run" if has_run else readonly),
+            (replace(given, resume="latest"), readonly if has_run else "holds no run to resume"),
+            (replace(given, overwrite=True), readonly),
+        ):
             codes, lines = ended(never_trained(app), second)
             assert codes == [1, 1]
             assert len(lines) == 1
-            assert "Read-only file system" in lines[0] or "holds no run to resume" in lines[0]
+            assert says in lines[0]
         subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
 
 

@@ -13,8 +13,10 @@ from resumed_runs import assert_same_bits, killed_after, result, train
 from trainer.app import Batches, Carries, Keeps
 from trainer.command_line.flags import parse
 from trainer.command_line.options import Options
-from trainer.errors import AgreedError
+from trainer.errors import AgreedError, RunError
+from trainer.records.fingerprint import fingerprint
 from trainer.records.metrics import read_metrics
+from trainer.records.run_folder import RunFolder
 from trainer.run import run
 
 
@@ -150,3 +152,30 @@ def test_a_run_goes_on_only_with_what_its_task_kept(asked: Callable[..., Options
     app = replace(streams.APP, build=lambda options, device: Renamed(streams.Net(), options))
     with pytest.raises(AgreedError, match=r"task.json is not what these data give"):
         train(app, replace(options, max_epochs=3, resume="latest"), 1)
+
+
+def test_what_an_older_version_of_the_task_did_not_keep_is_not_compared(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.begin({}, kept={"tokens": ["a"]}, overwrite=False)
+    folder.require_kept({"tokens": ["a"], "train_data": "3 parts"})
+    for other in ({"tokens": ["b"], "train_data": "3 parts"}, {"train_data": "3 parts"}):
+        with pytest.raises(RunError, match="other tokens"):
+            folder.require_kept(other)
+    with pytest.raises(RunError, match="other task"):
+        folder.require_kept(None)
+
+
+def test_a_fingerprint_tells_data_apart_that_are_cut_or_arranged_otherwise() -> None:
+    row = torch.arange(4)
+    parts: list[list[torch.Tensor | str]] = [
+        [row],
+        [row.flip(0)],
+        [row[:2], row[2:]],
+        [row.view(2, 2)],
+        [row.int()],
+        ["ab", "c"],
+        ["a", "bc"],
+        [],
+    ]
+    assert len({fingerprint(each) for each in parts}) == len(parts)
+    assert fingerprint([row.repeat(2)[::2]]) == fingerprint([torch.tensor([0, 2, 0, 2])])

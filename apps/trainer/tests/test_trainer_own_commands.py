@@ -1,6 +1,8 @@
 """An app's own flags, and its commands for what was trained."""
 
+import errno
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,12 +11,12 @@ import pytest
 import streams
 import torch
 from communicators import Communicator, SimulatedWorld
-from resumed_runs import killed_after, train
+from resumed_runs import assert_same_bits, killed_after, train
 from trainer.app import App
 from trainer.command import main
 from trainer.command_line.flags import parse
 from trainer.command_line.options import Options
-from trainer.errors import AgreedError, RunError
+from trainer.errors import AgreedError, DamagedError, RunError
 from trainer.trained import trained
 
 APP = streams.APP
@@ -147,6 +149,40 @@ def test_a_folder_that_holds_no_such_run_is_one_line(
     assert says in shown
     assert shown.startswith("streams decode: error: ")
     assert shown.count("\n") == 1
+
+
+def test_a_changed_byte_of_the_model_is_found_or_changes_nothing(tmp_path: Path) -> None:
+    """Only what no reader looks at, such as the padding between tensors, may change."""
+    train(APP, asked("--output", str(tmp_path / "run")), 1)
+    path = tmp_path / "run" / "model.pt"
+    written, weights = path.read_bytes(), trained(APP, tmp_path / "run").weights
+    found, places = 0, range(0, len(written), 3)
+    for place in places:
+        path.write_bytes(written[:place] + bytes([written[place] ^ 64]) + written[place + 1 :])
+        try:
+            now = trained(APP, tmp_path / "run").weights
+        except DamagedError:
+            found += 1
+        else:
+            assert_same_bits(now, weights)
+    assert found > len(places) / 4
+
+
+def test_a_model_that_may_not_be_read_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(APP, asked("--output", str(tmp_path / "run")), 1)
+    real = os.open
+
+    def refusing(path: str, *given: int, **more: int) -> int:  # permissions would not stop root
+        if str(path).endswith("model.pt"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path, *given, **more)
+
+    monkeypatch.setattr(os, "open", refusing)
+    capsys.readouterr()
+    assert main(APP, ["decode", str(tmp_path / "run"), "b"]) == 1
+    assert capsys.readouterr().err == f"streams decode: error: {tmp_path / 'run' / 'model.pt'}: Permission denied\n"
 
 
 def test_a_model_is_there_without_what_only_training_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from torch.nn.functional import ctc_loss
 from trainer.command_line.options import Options
 from trainer.data.faults import Faults
 from trainer.errors import RunError
+from trainer.records.fingerprint import fingerprint
 from trainer.training.sharding import SHUFFLE, derived_seed
 
 from deepspeech.catalogue import DATASETS, MODELS
@@ -120,8 +121,17 @@ class Recognition:
         return found
 
     def kept(self) -> dict[str, Any]:
-        """What the model's numbers mean."""
-        return {"labels": LABELS, "rate": RATE}
+        """What the model's numbers mean, and what tells these utterances from others.
+
+        That is their transcripts and lengths: to read all the sound would take as long as an epoch.
+        """
+        tests = [utterance for group in self.corpus.tests.values() for utterance in group]
+        return {
+            "labels": LABELS,
+            "rate": RATE,
+            "train_data": fingerprint(f"{each.samples} {each.transcript}" for each in self.corpus.train),
+            "test_data": fingerprint(f"{each.samples} {each.transcript}" for each in tests),
+        }
 
     def _losses(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """The sum of the utterances' losses, and what the model gives.

@@ -18,6 +18,7 @@ LANGUAGE = {
     "lstm": "text.models.lstm:lstm",
     "transformer": "text.models.transformer:transformer",
 }
+TRANSFORMERS, UNITS_A_HEAD = ("transformer-small", "transformer"), 32
 # (words, *, layers, hidden, dropout) -> nn.Module
 SENTIMENT = {"lstmimdb": "text.models.lstmimdb:lstmimdb"}
 
@@ -31,7 +32,7 @@ MODELS, DATASETS = LANGUAGE | SENTIMENT, CORPORA | REVIEWS
 FOR_ALL = (
     Flag(name="layers", default=None, read=quantities.count, metavar="L", says="instead of the model's own number"),
     Flag(name="hidden", default=None, read=quantities.count, metavar="H", says="units a layer, instead of its own"),
-    Flag(name="dropout", default=None, read=quantities.smoothing, metavar="P", says="instead of the model's own"),
+    Flag(name="dropout", default=None, read=quantities.dropout, metavar="P", says="instead of the model's own"),
     Flag(
         name="skip_bad",
         default=False,
@@ -58,6 +59,8 @@ FLAGS = (*FOR_ALL, *FOR_LANGUAGE, *FOR_SENTIMENT)
 def check(options: Options) -> None:
     """RunError where model, data set and flags do not fit together."""
     language, reviews = options.dnn in LANGUAGE, options.dataset in REVIEWS
+    if options.dnn in TRANSFORMERS and (hidden := options.app["hidden"]) and hidden % UNITS_A_HEAD:
+        raise RunError(f"--hidden {hidden} is no multiple of {UNITS_A_HEAD}, the units of an attention head")
     if language and reviews:
         raise RunError(f"--dataset {options.dataset} is for --dnn {', '.join(SENTIMENT)}, not {options.dnn}")
     if not language and not reviews:

@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from trainer.command_line.options import Options
 from trainer.data.faults import Faults
 from trainer.errors import RunError
+from trainer.records.fingerprint import fingerprint
 
 from text.catalogue import CORPORA, LANGUAGE
 from text.data.corpus import Corpus
@@ -95,8 +96,12 @@ class LanguageModelling:
         self.state = tuple(part.to(self.device, copy=True) for part in state["state"])
 
     def kept(self) -> dict[str, Any]:
-        """The vocabulary."""
-        return {"tokens": list(self.corpus.vocabulary.tokens)}
+        """The vocabulary, and what tells this text from others."""
+        return {
+            "tokens": list(self.corpus.vocabulary.tokens),
+            "train_data": fingerprint([self.corpus.train]),
+            "test_data": fingerprint([self.corpus.test]),
+        }
 
     def _begin(self, streams: int) -> State:
         return cast(Language, self.model).begin(streams)

@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from trainer.command_line.options import Options
 from trainer.data.faults import Faults
+from trainer.records.fingerprint import fingerprint
 
 from text.catalogue import REVIEWS, SENTIMENT
 from text.data.imdb import Reviews, Split
@@ -75,8 +76,13 @@ class Sentiment:
         return {"test_loss": loss / number, "test_accuracy": right / number}
 
     def kept(self) -> dict[str, Any]:
-        """The vocabulary."""
-        return {"tokens": list(self.reviews.vocabulary.tokens)}
+        """The vocabulary, and what tells these reviews from others."""
+        train, test = self.reviews.train, self.reviews.test
+        return {
+            "tokens": list(self.reviews.vocabulary.tokens),
+            "train_data": fingerprint([train.labels, *train.tokens]),
+            "test_data": fingerprint([test.labels, *test.tokens]),
+        }
 
     def _classify(self, batch: Batch) -> tuple[Tensor, Tensor]:
         tokens, lengths, labels = (part.to(self.device) for part in batch)

@@ -10,6 +10,7 @@ from communicators import Communicator, allgather
 from trainer.errors import AgreedError, RunError
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+GO_ON, START_AGAIN = "go on with --resume", "start again"  # once there is room
 
 
 def gather_texts(text: str, comm: Communicator) -> list[str]:
@@ -20,17 +21,17 @@ def gather_texts(text: str, comm: Communicator) -> list[str]:
 
 
 @contextmanager
-def all_or_none(comm: Communicator) -> Iterator[None]:
+def all_or_none(comm: Communicator, *, advice: str = GO_ON) -> Iterator[None]:
     """Run the block on every rank: either it succeeds on all, or all raise the reason of the lowest that failed.
 
     The block must not communicate. RunError and OSError count as failures; anything else is a fault in the
-    program and goes its way. When it returns, every rank has finished its block.
+    program and goes its way. When it returns, every rank has finished its block. advice: see `describe`.
     """
     reason = ""
     try:
         yield
     except (RunError, OSError) as error:
-        reason = describe(error) if isinstance(error, OSError) else str(error)
+        reason = describe(error, advice=advice) if isinstance(error, OSError) else str(error)
     reasons = gather_texts(reason, comm)
     failed = [rank for rank, text in enumerate(reasons) if text]
     if failed:
@@ -38,11 +39,11 @@ def all_or_none(comm: Communicator) -> Iterator[None]:
         raise AgreedError(reasons[failed[0]] + where)
 
 
-def describe(error: OSError) -> str:
-    """What the system says about which file, and what to do about a full disk."""
+def describe(error: OSError, *, advice: str = GO_ON) -> str:
+    """What the system says about which file; on a full disk also what to do, once there is room."""
     what = str(error.strerror or error or type(error).__name__)
     named = f"{error.filename}: {what}" if error.filename is not None else what
-    return f"{named}: make room, then go on with --resume" if error.errno in NO_SPACE else named
+    return f"{named}: make room, then {advice}" if error.errno in NO_SPACE else named
 
 
 def require_same(flags: Mapping[str, object], comm: Communicator) -> None:

@@ -125,7 +125,10 @@ class Keeps(Protocol):
     """What a `Task` may have besides: what the app's commands need to use the trained model where the data are not."""
 
     def kept(self) -> dict[str, Any]:
-        """Such as a vocabulary: for JSON. A run keeps it in task.json, and goes on only with the same."""
+        """Such as a vocabulary: for JSON. A run keeps it in task.json, and goes on only with the same.
+
+        So data should have a fingerprint in it (`trainer.records.fingerprint`). Names are for messages: train_data.
+        """
         ...
 
 

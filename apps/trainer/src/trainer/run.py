@@ -5,22 +5,23 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from communicators import Communicator
 
-from trainer.all_or_none import all_or_none, require_same
+from trainer.all_or_none import GO_ON, START_AGAIN, all_or_none, require_same
 from trainer.app import App, Carries, Keeps, LeavesOut, Task
 from trainer.command_line.flags import table_of
 from trainer.command_line.options import Options, Settings
 from trainer.launching.device import clock_of
 from trainer.launching.ending import StopRequest
 from trainer.records.durable import write_tensors
-from trainer.records.folder_lock import locked
+from trainer.records.folder_lock import locked, naming_holder
 from trainer.records.progress import Events, TrainingProgress
 from trainer.records.run_folder import RunFolder
 from trainer.records.trace import Trace
-from trainer.resuming.resume import resume
+from trainer.resuming.resume import require_same_run, resume
 from trainer.synchronisers.automatic import settled
 from trainer.synchronisers.synchroniser import Rates, Synchroniser
 from trainer.synchronisers.table import owners
@@ -68,10 +69,11 @@ def run(
         replica = _replica(task, synchroniser, meter, options, comm.rank)
         training = _training(task, replica, options, aside, device, steps)
         training = replace(training, autocast=casting)
-        with all_or_none(aside):
+        with all_or_none(aside, advice=_advice(options)), naming_holder(options.output):
             if comm.rank == 0:
-                training.folder.prepare(resume=options.resume is not None)
-        with training.progress, locked(options.output, aside, note=training.progress.note):
+                _require_possible(app, training)  # before others are kept out, and again when they are
+        note, advice = training.progress.note, _advice(options)
+        with training.progress, locked(options.output, aside, note=note, advice=advice):
             first_step = _begin(app, training, device, choice)
             if choice:
                 training.note(f"{choice} (when the run began)" if options.resume else choice)
@@ -173,13 +175,12 @@ def _replica(task: Task, synchroniser: Synchroniser, meter: Meter, options: Opti
 def _begin(app: App, training: Training, device: torch.device, choice: str) -> int:
     """A new folder, or an old one to go on with; returns the first step. choice: see `settled`."""
     options, folder, comm = training.options, training.folder, training.comm
-    kept = training.task.kept() if isinstance(training.task, Keeps) else None
-    with all_or_none(comm):
+    with all_or_none(comm, advice=_advice(options)):
         if comm.rank == 0 and options.resume is None:
             config = {"app": app.module} | _config(training, device, choice)
-            folder.begin(config, kept=kept, overwrite=options.overwrite)
+            folder.begin(config, kept=_kept(training.task), overwrite=options.overwrite)
         elif comm.rank == 0:
-            folder.require_kept(kept)
+            _require_possible(app, training)
     if options.resume is None:
         return 0
     own_flags = _own_flags(app, options.algorithm)
@@ -190,6 +191,25 @@ def _begin(app: App, training: Training, device: torch.device, choice: str) -> i
         return 0
     training.note(f"resumed {folder.path} at step {step}")
     return step
+
+
+def _require_possible(app: App, training: Training) -> None:
+    """RunError if the folder holds a run that is in the way, or none, or another one than is to go on."""
+    options, folder = training.options, training.folder
+    folder.prepare(resume=options.resume is not None, overwrite=options.overwrite)
+    if options.resume is not None:
+        own_flags = _own_flags(app, options.algorithm)
+        require_same_run(folder, options, training.comm.size, own_flags=own_flags)
+        folder.require_kept(_kept(training.task))
+
+
+def _advice(options: Options) -> str:
+    """On a full disk, until the folder holds a run: there is none to resume, unless this goes on with one."""
+    return START_AGAIN if options.resume is None else GO_ON
+
+
+def _kept(task: Task) -> dict[str, Any] | None:
+    return task.kept() if isinstance(task, Keeps) else None
 
 
 def _config(training: Training, device: torch.device, choice: str) -> dict[str, object]:

@@ -16,7 +16,7 @@ from trainer.app import App
 from trainer.command_line.flags import parse
 from trainer.command_line.options import Options
 from trainer.errors import DamagedError, RunError
-from trainer.records.checkpoint import load
+from trainer.records.checkpoint import load, require_stored
 from trainer.records.durable import opened
 from trainer.records.manifest import Manifest
 from trainer.records.run_folder import RunFolder
@@ -80,13 +80,13 @@ def trained(app: App, path: Path) -> Trained:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        with opened(path) as file:
+    """The state_dict; its archive has a checksum of each part. OSError for a file that may not be opened."""
+    with opened(path) as file:
+        try:
+            require_stored(file)
             state: object = torch.load(file, map_location="cpu", weights_only=True)
-    except DamagedError:
-        raise
-    except Exception as error:  # whatever a file that somebody else has made brings about
-        raise DamagedError(f"{path} is damaged ({type(error).__name__})") from None
+        except Exception as error:  # whatever a file that somebody else has made brings about
+            raise DamagedError(f"{path} is damaged ({type(error).__name__})") from None
     if not isinstance(state, dict):
         raise DamagedError(f"{path} is damaged: it holds no state_dict")
     return state

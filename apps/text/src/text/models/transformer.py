@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
+from text.catalogue import UNITS_A_HEAD
 from text.models.language import State
 
 DEVIATION = 0.02  # of the first weights
-UNITS_A_HEAD = 32
 
 
 class Block(nn.Module):

@@ -32,7 +32,10 @@ class Parser(ArgumentParser):
 
 
 def parser_of(app: App, table: Mapping[str, Entry]) -> ArgumentParser:
-    """Every flag of this app. Those of single algorithms have no defaults, to tell what was given."""
+    """Every flag of this app. Those of single algorithms have no defaults, to tell what was given.
+
+    The help takes a default from the flag itself, %(default)s, because the app may have another than is written here.
+    """
     parser = Parser(
         prog=app.module,
         usage="python -m %(prog)s [--algorithm NAME] [flags]",
@@ -43,7 +46,7 @@ def parser_of(app: App, table: Mapping[str, Entry]) -> ArgumentParser:
     _add_task(parser, app)
     _add_app(parser, app)
     _add_synchronisation(parser, table)
-    _add_optimisation(parser)
+    _add_optimisation(parser, app.defaults)
     _add_machine(parser)
     _add_run(parser)
     _add_own(parser, table, app.defaults)
@@ -56,9 +59,15 @@ def _add_task(parser: ArgumentParser, app: App) -> None:
     add = parser.add_argument_group("task").add_argument
     add("--dnn", type=model_name(app), default=next(iter(app.models)), metavar="NAME", help=models_help(app))
     add("--dataset", choices=list(app.datasets), default=next(iter(app.datasets)), help="default: %(default)s")
-    add("--data-dir", type=Path, default=Path("data"), metavar="DIR", help="where its files are (default: data)")
+    add("--data-dir", type=Path, default=Path("data"), metavar="DIR", help="where its files are (default: %(default)s)")
     add("--download", action="store_true", help="fetch the data set's files that --data-dir does not have")
-    add("--readers", type=quantities.count_or_zero, default=2, metavar="N", help="threads that read ahead (default: 2)")
+    add(
+        "--readers",
+        type=quantities.count_or_zero,
+        default=2,
+        metavar="N",
+        help="threads that read ahead (default: %(default)s)",
+    )
     add(
         "--config",
         type=Path,
@@ -162,24 +171,48 @@ def spelt(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _add_optimisation(parser: ArgumentParser) -> None:
+def _add_optimisation(parser: ArgumentParser, defaults: Mapping[str, object]) -> None:
     add = parser.add_argument_group("optimisation").add_argument
-    add("--batch-size", type=quantities.count, default=32, metavar="B", help="samples per rank and step (default: 32)")
+    add(
+        "--batch-size",
+        type=quantities.count,
+        default=32,
+        metavar="B",
+        help="samples per rank and step (default: %(default)s)",
+    )
     add("--optimizer", choices=OPTIMIZERS, default=OPTIMIZERS[0], help="default: %(default)s")
-    rates = f"peak learning rate (default: %(default)s; adamw: {ADAMW_RATE})"
+    rates = f"peak learning rate (default: %(default)g; adamw: {ADAMW_RATE})"
     add("--lr", type=quantities.positive, default=0.1, help=rates)
-    add("--momentum", type=quantities.momentum, default=0.9, help="of SGD; default: 0.9; sparse: before selection")
+    add(
+        "--momentum",
+        type=quantities.momentum,
+        default=0.9,
+        help="of SGD; default: %(default)g; sparse: before selection, as in DGC",
+    )
     add("--nesterov", action=BooleanOptionalAction, default=False, help="Nesterov's momentum; not of sparse gradients")
-    add("--weight-decay", type=quantities.non_negative, default=0.0, metavar="W", help="default: 0")
+    add("--weight-decay", type=quantities.non_negative, default=0.0, metavar="W", help="default: %(default)g")
     add(
         "--clip-norm",
         type=quantities.positive,
         metavar="C",
-        help="clip each rank's gradient before it is exchanged, so that the norm of the mean is held to about this",
+        help="clip each rank's gradient before it is exchanged, so that the norm of the mean is held to about this "
+        f"(default: {defaults.get('clip_norm', 'none')})",
     )
-    add("--label-smoothing", type=quantities.smoothing, default=0.0, metavar="S", help="of a classifier (default: 0)")
-    add("--max-epochs", type=quantities.count, default=20, metavar="E", help="default: 20")
-    add("--warmup-epochs", type=quantities.non_negative, default=0.0, metavar="E", help="of the rate (default: 0)")
+    add(
+        "--label-smoothing",
+        type=quantities.smoothing,
+        default=0.0,
+        metavar="S",
+        help="of a classifier (default: %(default)g)",
+    )
+    add("--max-epochs", type=quantities.count, default=20, metavar="E", help="default: %(default)s")
+    add(
+        "--warmup-epochs",
+        type=quantities.non_negative,
+        default=0.0,
+        metavar="E",
+        help="of the rate (default: %(default)g)",
+    )
     add("--lr-schedule", choices=list(SHAPES), help=f"default: {SCHEDULE}, with --milestones {MILESTONED}")
     add(
         "--milestones",
@@ -188,7 +221,7 @@ def _add_optimisation(parser: ArgumentParser) -> None:
         metavar="E",
         help="epochs after which the rate is a tenth of what it was (default: 1/2 and 3/4 of the run)",
     )
-    add("--seed", type=quantities.seed, default=0, help="default: 0")
+    add("--seed", type=quantities.seed, default=0, help="default: %(default)s")
 
 
 def _add_machine(parser: ArgumentParser) -> None:
@@ -196,7 +229,12 @@ def _add_machine(parser: ArgumentParser) -> None:
     add("--nworkers", type=quantities.count, metavar="N", help="ranks; without a launcher this many are started")
     add("--oversubscribe", action="store_true", help="start more workers than this machine's cores can bear")
     add("--device", choices=DEVICES, default=DEVICES[0], help="auto: a GPU of its own for each local rank, if there is")
-    add("--backend", choices=BACKENDS, default=BACKENDS[0], help="between torchrun's ranks; nccl: GPUs (default: gloo)")
+    add(
+        "--backend",
+        choices=BACKENDS,
+        default=BACKENDS[0],
+        help="between torchrun's ranks; nccl: GPUs (default: %(default)s)",
+    )
     add("--amp", action=BooleanOptionalAction, default=False, help="forward passes of training in bfloat16 (autocast)")
     add("--compile", action=BooleanOptionalAction, default=False, help="the model by torch.compile")
 

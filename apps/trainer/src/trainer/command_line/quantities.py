@@ -49,6 +49,7 @@ def steps_or_stages(text: str) -> str:
 density = number("0 < density <= 1, for example 0.01 to send one entry in a hundred", lambda value: 0 < value <= 1)
 momentum = number("0 <= momentum < 1", lambda value: 0 <= value < 1)
 smoothing = number("0 <= smoothing < 1", lambda value: 0 <= value < 1)
+dropout = number("0 <= dropout < 1", lambda value: 0 <= value < 1)
 positive = number("a number above 0", lambda value: value > 0)
 non_negative_or_auto = or_auto(number("a number from 0 on, or auto", lambda value: value >= 0))
 momentum_or_auto = or_auto(number("0 <= momentum < 1, or auto", lambda value: 0 <= value < 1))

@@ -118,7 +118,7 @@ def load(folder: Path, manifest: Manifest, rank: int) -> State:
     expected = origin_of(manifest.step, manifest.settings, rank=rank, size=len(manifest.files))
     with manifest.files[rank].checked(folder) as file:
         try:
-            _require_stored(file)
+            require_stored(file)
             state: State = torch.load(file, map_location="cpu", weights_only=True)
             origin = state.pop("origin", expected)  # older versions wrote none
             fits = json.dumps(origin, sort_keys=True) == json.dumps(expected, sort_keys=True)
@@ -134,7 +134,7 @@ def origin_of(step: int, settings: Settings, *, rank: int, size: int) -> State:
     return {"step": step, "rank": rank, "world_size": size, "settings": settings}
 
 
-def _require_stored(file: BufferedReader) -> None:
+def require_stored(file: BufferedReader) -> None:
     """ValueError if the file is not an uncompressed zip archive, as torch.save writes, or a checksum in it is wrong.
 
     torch.load looks at none of these checksums, and takes older formats too.

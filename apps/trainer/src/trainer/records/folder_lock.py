@@ -20,8 +20,9 @@ from pathlib import Path
 
 from communicators import Communicator
 
-from trainer.all_or_none import all_or_none, gather_texts
+from trainer.all_or_none import GO_ON, all_or_none, gather_texts
 from trainer.errors import RunError
+from trainer.records.durable import naming
 
 NAME = "lock"
 BEAT = 10.0  # seconds
@@ -56,15 +57,21 @@ class Holder:
 
 @contextmanager
 def locked(
-    folder: Path, comm: Communicator, *, beat: float = BEAT, note: Callable[[str], None] = lambda text: None
+    folder: Path,
+    comm: Communicator,
+    *,
+    beat: float = BEAT,
+    note: Callable[[str], None] = lambda text: None,
+    advice: str = GO_ON,
 ) -> Iterator[None]:
     """Keep other runs out of `folder`, which exists, during the block; on every rank.
 
     AgreedError says who holds it, or which rank does not see the same folder. note: gets what is waited for.
+    advice: on a full disk.
     """
     lock: FolderLock | None = None
     try:
-        with all_or_none(comm):
+        with all_or_none(comm, advice=advice):
             if comm.rank == 0:
                 lock = FolderLock.acquire(folder, beat=beat, note=note)
         record = gather_texts(lock.record if lock else "", comm)[0]
@@ -74,6 +81,21 @@ def locked(
     finally:
         if lock:
             lock.release()
+
+
+@contextmanager
+def naming_holder(folder: Path) -> Iterator[None]:
+    """An error of the block, which takes no lock, says instead who is at work in `folder`, if one of this machine is:
+    what a run finds there then means little."""
+    try:
+        yield
+    except (RunError, OSError):
+        holder = None
+        with suppress(OSError), (folder / NAME).open("rb") as file:
+            holder = _holder(file.fileno())
+        if holder and holder.is_here and holder.is_alive_here:
+            raise _in_use(folder / NAME, holder) from None
+        raise
 
 
 class FolderLock:
@@ -100,7 +122,8 @@ class FolderLock:
                 exclusive = _flock(descriptor, path)
                 if _is_still(path, descriptor):
                     _require_unheld(path, descriptor, exclusive=exclusive, beat=beat, note=note)
-                    return cls(path, descriptor, beat)
+                    with naming(path):
+                        return cls(path, descriptor, beat)
             except BaseException:
                 os.close(descriptor)
                 raise

@@ -69,12 +69,14 @@ class RunFolder:
         """The newest, `keep` of them."""
         return Checkpoints(self.path / "checkpoints", self.keep)
 
-    def prepare(self, *, resume: bool) -> None:
-        """Make the folder, or RunError if there is none to resume, or something else lies there."""
+    def prepare(self, *, resume: bool, overwrite: bool = False) -> None:
+        """Make the folder; RunError if it holds no run to resume, or one that is not to be overwritten, or is none."""
         if os.path.lexists(self.path) and not self.path.is_dir():
             raise RunError(f"{self.path} is not a folder: give another one with --output")
         if resume:
             self._require_run()
+        elif not overwrite:
+            self._require_empty()
         self.path.mkdir(parents=True, exist_ok=True)
 
     def recorded(self, *, wanted: str = NONE_TO_RESUME) -> dict[str, Any]:
@@ -94,26 +96,45 @@ class RunFolder:
             raise RunError(f"{self.path} holds {wanted}")
 
     def require_kept(self, kept: dict[str, Any] | None) -> None:
-        """RunError if the run keeps something else than this in task.json: other data than it began with."""
+        """RunError that names what the run keeps otherwise in task.json: other data than it began with.
+
+        What an older version of the task did not keep yet is not compared.
+        """
         recorded = unsealed(self.task) if os.path.lexists(self.task) else None
-        if recorded != (json.loads(json.dumps(kept)) if kept is not None else None):
-            raise RunError(f"{self.task} is not what these data give: go on with those that the run began with")
+        now = json.loads(json.dumps(kept)) if kept is not None else None
+        if recorded is None or now is None:
+            differ = [] if recorded is now else ["task"]
+        else:
+            differ = [name.replace("_", " ") for name in recorded if name not in now or recorded[name] != now[name]]
+        if differ:
+            raise RunError(
+                f"{self.task} is not what these data give (other {', '.join(differ)}): go on with those that the run "
+                f"began with"
+            )
 
     def begin(self, config: dict[str, object], *, kept: dict[str, Any] | None, overwrite: bool) -> None:
         """Prepare the folder for a new run; RunError if it holds (parts of) one that is not to be overwritten.
 
         kept: for task.json.
         """
-        if any(os.path.lexists(path) for path in self._written):
-            if not overwrite:
-                raise RunError(
-                    f"{self.path} already holds a run: give --resume to go on with it, --overwrite to delete it, "
-                    f"or another folder with --output"
-                )
+        if overwrite:
             self._delete_run()
-        if kept is not None:
-            write_aside(self.task, sealed(kept))
-        write_aside(self.config, json.dumps(config, indent=1) + "\n")
+        else:
+            self._require_empty()
+        try:
+            if kept is not None:
+                write_aside(self.task, sealed(kept))
+            write_aside(self.config, json.dumps(config, indent=1) + "\n")
+        except OSError:
+            self.task.unlink(missing_ok=True)  # without config.json there is no run, and nothing is to be in the way
+            raise
+
+    def _require_empty(self) -> None:
+        if any(os.path.lexists(path) for path in self._written):
+            raise RunError(
+                f"{self.path} already holds a run: give --resume to go on with it, --overwrite to delete it, "
+                f"or another folder with --output"
+            )
 
     @property
     def _written(self) -> tuple[Path, ...]:

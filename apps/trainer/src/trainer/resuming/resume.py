@@ -47,9 +47,7 @@ def resume(
         _forget_metrics(folder, comm)
         return None
     with all_or_none(comm), _advising(which):
-        manifest = Manifest.read(chosen)
-        _check_world(manifest, comm.size, options.residuals)
-        _check_settings(in_todays_terms(manifest.settings, options.settings(), own_flags), options.settings())
+        manifest = _same_run(chosen, options, comm.size, own_flags)
         read = _read_all if options.residuals else _read
         path = chosen / file_name(comm.rank % len(manifest.files))
         state = read(chosen, manifest, replica, options, comm, steps_of)
@@ -62,6 +60,25 @@ def resume(
             folder.metrics.truncate(manifest.metrics_nbytes)
             folder.checkpoints.discard_after(chosen)
     return manifest.step
+
+
+def require_same_run(folder: RunFolder, options: Options, ranks: int, *, own_flags: Settings) -> None:
+    """RunError if the checkpoint that --resume names is damaged, or of other settings or another number of ranks.
+
+    It only looks, by itself: before the folder is locked, which others may want meanwhile.
+    """
+    which = options.resume or "latest"
+    chosen = folder.checkpoints.choose(which)
+    if chosen is not None:
+        with _advising(which):
+            _same_run(chosen, options, ranks, own_flags)
+
+
+def _same_run(chosen: Path, options: Options, ranks: int, own_flags: Settings) -> Manifest:
+    manifest = Manifest.read(chosen)
+    _check_world(manifest, ranks, options.residuals)
+    _check_settings(in_todays_terms(manifest.settings, options.settings(), own_flags), options.settings())
+    return manifest
 
 
 def _forget_metrics(folder: RunFolder, comm: Communicator) -> None:
