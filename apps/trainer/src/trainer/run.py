@@ -21,6 +21,7 @@ from trainer.records.folder_lock import locked
 from trainer.records.progress import Events, TrainingProgress
 from trainer.records.run_folder import RunFolder
 from trainer.records.trace import Trace
+from trainer.resuming.carried import template_of
 from trainer.resuming.resume import resume
 from trainer.synchronisers.automatic import settled
 from trainer.synchronisers.synchroniser import Rates, Synchroniser
@@ -66,7 +67,8 @@ def run(
     make = table_of(app)[options.algorithm].make
     with closing(make(options, task.model, comm, _rates(options, steps))) as synchroniser:
         meter = Meter(comm, aside, lambda: synchroniser.bytes_elsewhere)
-        replica = _replica(task, synchroniser, meter, options, comm.rank)
+        with all_or_none(aside):
+            replica = _replica(task, synchroniser, meter, options, comm.rank)
         training = _training(task, replica, options, aside, device, steps)
         training = replace(training, autocast=casting)
         with all_or_none(aside):
@@ -168,7 +170,14 @@ def _replica(task: Task, synchroniser: Synchroniser, meter: Meter, options: Opti
     torch.manual_seed(derived_seed(options.seed, DROPOUT, rank))
     generator = torch.Generator().manual_seed(derived_seed(options.seed, AUGMENT, rank))
     carries = task if isinstance(task, Carries) else None
-    return Replica(model=task.model, synchroniser=synchroniser, generator=generator, meter=meter, carries=carries)
+    return Replica(
+        model=task.model,
+        synchroniser=synchroniser,
+        generator=generator,
+        meter=meter,
+        carries=carries,
+        template=template_of(carries.state_dict()) if carries else {},
+    )
 
 
 def _begin(app: App, training: Training, device: torch.device, choice: str) -> int:

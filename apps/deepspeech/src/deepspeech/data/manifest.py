@@ -110,7 +110,7 @@ def _fields(line: str, suffix: str, place: str) -> list[str] | RunError:
     """What the columns of this line say."""
     quoting = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if suffix == ".tsv" else {"strict": True}
     try:
-        return next(csv.reader([line], **quoting), [])  # type: ignore[arg-type]
+        return next(csv.reader([line], **quoting), [])
     except csv.Error as error:  # such as a quotation mark that never ends
         return RunError(f"{place}, is no line of a table ({error})")
 

@@ -205,10 +205,13 @@ def is_due(training: Training) -> bool:
 
 
 def save(training: Training) -> None:
-    """Write a checkpoint."""
+    """Write a checkpoint; AgreedError, before anything is written, where it could not be loaded again."""
+    state = training.replica.state_dict()
+    with all_or_none(training.comm):
+        training.replica.require_loadable(state)
     training.folder.checkpoints.save(
         training.steps,
-        training.replica.state_dict(),
+        state,
         training.comm,
         metrics=training.folder.metrics,
         settings=training.options.settings(),
