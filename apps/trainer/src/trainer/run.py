@@ -1,11 +1,13 @@
 """One rank's whole run: from checked options to the trained model."""
 
+import json
 import platform
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from communicators import Communicator
@@ -14,6 +16,7 @@ from trainer.all_or_none import all_or_none, require_same
 from trainer.app import App, Carries, Keeps, LeavesOut, Task
 from trainer.command_line.flags import table_of
 from trainer.command_line.options import Options, Settings
+from trainer.errors import RunError
 from trainer.launching.device import clock_of
 from trainer.launching.ending import StopRequest
 from trainer.records.durable import write_tensors
@@ -183,8 +186,8 @@ def _replica(task: Task, synchroniser: Synchroniser, meter: Meter, options: Opti
 def _begin(app: App, training: Training, device: torch.device, choice: str) -> int:
     """A new folder, or an old one to go on with; returns the first step. choice: see `settled`."""
     options, folder, comm = training.options, training.folder, training.comm
-    kept = training.task.kept() if isinstance(training.task, Keeps) else None
     with all_or_none(comm):
+        kept = _kept(training.task)
         if comm.rank == 0 and options.resume is None:
             config = {"app": app.module} | _config(training, device, choice)
             folder.begin(config, kept=kept, overwrite=options.overwrite)
@@ -200,6 +203,20 @@ def _begin(app: App, training: Training, device: torch.device, choice: str) -> i
         return 0
     training.note(f"resumed {folder.path} at step {step}")
     return step
+
+
+def _kept(task: Task) -> dict[str, Any] | None:
+    """For task.json, where there is something; RunError for what is not JSON."""
+    if not isinstance(task, Keeps):
+        return None
+    kept = task.kept()
+    if not isinstance(kept, dict):
+        raise RunError(f"kept() gives a {type(kept).__name__}, expected a dict for JSON")
+    try:
+        json.dumps(kept, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RunError(f"kept() gives what is not JSON ({error}), expected texts, numbers, lists and dicts") from None
+    return kept
 
 
 def _config(training: Training, device: torch.device, choice: str) -> dict[str, object]:
