@@ -9,9 +9,7 @@ from typing import Any
 import torch
 
 from trainer.errors import DamagedError, RunError
-from trainer.resuming.likeness import require_keys, require_like
-
-NAME = "the task's state"
+from trainer.resuming.likeness import require_like
 
 
 def template_of(state: object) -> dict[str, Any]:
@@ -23,10 +21,12 @@ def template_of(state: object) -> dict[str, Any]:
 
 def require_loadable(state: object, template: dict[str, Any]) -> None:
     """RunError unless a resume could load what `state_dict` has returned."""
+    read = _read_back(state)
+    if read.keys() != template.keys():
+        wrong = ", ".join(sorted(map(str, read.keys() ^ template.keys())))
+        raise RunError(_said(f"not always has it {wrong:.100}, as a new task's state is the template"))
     try:
-        read = _read_back(state)
-        require_keys(read, template, NAME)
-        require_like(read, template, NAME)
+        require_like(read, template, "state_dict()")
     except DamagedError as error:
         raise RunError(_said(str(error))) from None
 
