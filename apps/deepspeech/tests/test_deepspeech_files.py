@@ -63,7 +63,10 @@ def test_librispeech(tmp_path):
         ("train.csv", "0.wav,a\n"),
         ("train.csv", "0.wav,0.txt\n"),
         ("train.tsv", "client_id\tpath\tsentence\nx\t0.wav\ta\n"),
-        ("train.jsonl", '{"audio_filepath": "0.wav", "duration": 1, "text": "a"}\n\n'),
+        ("train.jsonl", '{"audio_filepath": "0.wav", "duration": 0.2, "text": "a"}\n\n'),
+        ("train.jsonl", '{"audio_filepath": "0.wav", "offset": 0, "duration": 0.204, "text": "a"}\n'),
+        ("train.csv", " Path,Transcript\n0.wav,a\n"),
+        ("train.csv", "path,transcript\r0.wav,a\r"),
         ("train.csv", "\ufeffpath,transcript\n0.wav,a\n"),
     ],
 )
@@ -124,6 +127,14 @@ BROKEN = {
         r"line 1: the transcript has '7' \(U\+0037\)",
     ),
     "one column": (lambda d: text(d / "train.csv", "path,text\n0.wav\n1.wav,a\n"), r"train\.csv, line 2 has 1 columns"),
+    "a comma": (
+        lambda d: text(d / "train.csv", "0.wav,a, b\n1.wav,a\n".replace("0.wav", "1.wav,a\n0.wav")),
+        r"train\.csv, line 2 has 3 columns, expected 2",
+    ),
+    "endless field": (
+        lambda d: text(d / "train.csv", 'path,text\n0.wav,"' + "a" * 200_000 + "\n1.wav,a\n"),
+        r"line 2, is no line of a tab",
+    ),
     "missing text": (lambda d: text(d / "train.csv", "0.wav,0.txt\n1.wav,a\n"), r"0\.txt is missing"),
     "text in latin-1": (
         lambda d: (text(d / "0.txt", "\u00fcber"), text(d / "train.csv", "0.wav,0.txt\n1.wav,a\n")),
@@ -151,9 +162,13 @@ UNREADABLE = {
     "no list": (lambda d: (d / "test.csv").unlink(), r"has 0 of test\.csv or test\.tsv or test\.jsonl, expected one"),
     "two lists": (lambda d: text(d / "test.tsv", ""), r"has 2 of test\.csv"),
     "latin-1": (lambda d: text(d / "train.csv", "path,text\n0.wav,\u00fc\n"), r"train\.csv, line 2, is not UTF-8"),
-    "endless field": (
-        lambda d: text(d / "train.csv", 'path,text\n0.wav,"' + "a" * 200_000),
-        r"line 2, is no line of a tab",
+    "stray mark in the names": (
+        lambda d: text(d / "train.csv", '"path,text\n0.wav,a\n'),
+        r"line 1, is no line of a tab",
+    ),
+    "two columns of words": (
+        lambda d: text(d / "train.csv", "path,transcript,text\n0.wav,a,b\n"),
+        r"train\.csv, line 1 has transcript and text, which mean the same",
     ),
     "other columns": (lambda d: text(d / "train.csv", "file,text\n"), r"train\.csv, line 1: expected columns path or"),
 }
@@ -177,6 +192,61 @@ def test_jsonl_that_is_none(tmp_path):
     corpus, found = read_with_faults(manifest.load, tmp_path)
     assert (len(corpus.train), len(found)) == (1, 4)
     assert "train.jsonl, line 1: expected an object" in found[0]
+
+
+@pytest.mark.parametrize("row", range(6))
+def test_a_stray_quotation_mark_spoils_its_own_line(tmp_path, row):
+    tiny_speech.manifest(tmp_path)
+    whole = transcripts(read(manifest.load, tmp_path).train)
+    lines = (tmp_path / "train.csv").read_text().splitlines()
+    lines[row + 1] = lines[row + 1].replace(",", ',"')
+    (tmp_path / "train.csv").write_text("\n".join(lines))
+    with pytest.raises(RunError, match=rf"train\.csv, line {row + 2}, is no line of a table"):
+        read(manifest.load, tmp_path)
+    corpus, found = read_with_faults(manifest.load, tmp_path)
+    assert transcripts(corpus.train) == whole[:row] + whole[row + 1 :]
+    assert len(found) == 1
+
+
+def with_lines(folder, *entries):
+    """A list of 0.wav, which lasts 0.2 s for each of its letters."""
+    tiny_speech.manifest(folder)
+    soundfile.write(folder / "0.wav", sound("ABCD", letter=0.2), RATE)
+    (folder / "train.csv").unlink()
+    lines = [json.dumps({"audio_filepath": "0.wav"} | entry) for entry in entries]
+    (folder / "train.jsonl").write_text("\n".join(lines))
+
+
+def test_parts_of_a_file(tmp_path):
+    parts = [(0.2 * number, 0.2) for number in range(4)] + [(0.4, None), (0.4, 0.405)]
+    entries = [{"text": "abcd"[number % 4], "offset": o, "duration": d} for number, (o, d) in enumerate(parts)]
+    with_lines(tmp_path, *entries)
+    whole = sound("ABCD", letter=0.2)
+    for (offset, duration), utterance in zip(parts, read(manifest.load, tmp_path).train, strict=True):
+        start, samples = round(offset * RATE), 3200 if duration == 0.2 else 6400
+        assert utterance.samples == samples
+        np.testing.assert_allclose(utterance.read(), whole[start : start + samples], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("entry", "says"),
+    [
+        ({"text": "a", "duration": 1}, r"line 1: 1 s from 0 s on are no part of .*0\.wav, which lasts 0\.8 s"),
+        ({"text": "a", "offset": 0.7, "duration": 0.2}, "0.2 s from 0.7 s on are no part"),
+        ({"text": "a", "offset": 0.8}, "0 s from 0.8 s on are no part"),
+        ({"text": "a", "offset": 0.1, "duration": 0}, "0 s from 0.1 s on are no part"),
+        ({"text": "a", "offset": -1}, "the offset is -1, expected seconds"),
+        ({"text": "a", "duration": "1"}, "the duration is '1', expected seconds"),
+        ({"text": "a", "duration": float("nan")}, "the duration is nan, expected seconds"),
+        ({"text": "a", "sentence": "b"}, "line 1 has sentence and text, which mean the same"),
+    ],
+)
+def test_what_is_no_part_of_a_file(tmp_path, entry, says):
+    with_lines(tmp_path, entry, {"text": "abcd"})
+    with pytest.raises(RunError, match=says):
+        read(manifest.load, tmp_path)
+    corpus, found = read_with_faults(manifest.load, tmp_path)
+    assert (transcripts(corpus.train), len(found)) == (["ABCD"], 1)
 
 
 def test_truncated_flac(tmp_path):

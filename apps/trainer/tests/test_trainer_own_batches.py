@@ -141,6 +141,60 @@ def test_a_checkpoint_with_another_state_of_the_task_is_refused(asked: Callable[
         train(app, replace(options, max_epochs=3, resume="latest"), 1)
 
 
+class Own:
+    """An object of the app's own."""
+
+
+LATER = {  # what state_dict returns at its n-th call -> what is said of it
+    "an object of the app's": (lambda n, hidden: {"hidden": hidden, "own": [Own()]}, 0, "own is, or has, a Own"),
+    "a function": (lambda n, hidden: {"hidden": hidden, "own": lambda: 0}, 0, "own is, or has, a function"),
+    "none": (lambda n, hidden: None, 0, r"state_dict\(\) is a NoneType, expected a dict"),
+    "huge": (lambda n, hidden: {"hidden": hidden, "count": 2**80}, 0, "count is a huge number"),
+    "with a graph": (lambda n, hidden: {"hidden": hidden + torch.zeros(1, requires_grad=True)}, 0, "of another kind"),
+    "a key that appears": (
+        lambda n, hidden: {"hidden": hidden} | ({"late": 1} if n else {}),
+        5,
+        "not always has it late",
+    ),
+    "a tensor in place of nothing": (lambda n, hidden: {"hidden": hidden if n else None}, 5, "hidden is a Tensor"),
+    "another shape": (lambda n, hidden: {"hidden": hidden[:, n:]}, 5, r"hidden is \(1, 2, 5\) .* expected \(1, 3, 5\)"),
+    "on one rank": (
+        lambda n, hidden: {"hidden": hidden if hidden.abs().sum() < 1e9 else Own()},
+        5,
+        r"hidden is, or has, a Own.* \(on rank 1 of 2\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", LATER)
+def test_a_state_that_could_never_be_loaded_ends_the_run_at_the_first_checkpoint_on_all_ranks(
+    asked: Callable[..., Options], fault: str
+) -> None:
+    given, steps, says = LATER[fault]
+    options, taken = asked("--checkpoint-every", "5"), []
+
+    def body(comm: Any) -> str:
+        class Odd(streams.Streams):
+            calls = -1
+
+            def state_dict(self) -> dict[str, Any]:
+                self.calls += 1
+                hidden = self.state + (1e10 if fault == "on one rank" and comm.rank and self.calls else 0)
+                return given(min(self.calls, 1), hidden)  # type: ignore[no-any-return]
+
+            def loss(self, *batch: Any) -> Any:
+                taken.append(comm.rank)
+                return super().loss(*batch)
+
+        with pytest.raises(AgreedError, match=f"the task's state cannot be loaded again: .*{says}") as error:
+            run(replace(streams.APP, build=lambda options, device: Odd(streams.Net(), options)), options, comm)
+        return str(error.value)
+
+    first, second = SimulatedWorld(2).run(body)
+    assert first == second
+    assert len(taken) == 2 * steps
+
+
 def test_a_run_goes_on_only_with_what_its_task_kept(asked: Callable[..., Options]) -> None:
     options = asked("--lr-schedule", "constant")
     train(streams.APP, options, 1)

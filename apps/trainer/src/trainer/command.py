@@ -7,7 +7,7 @@ and the rest of the command line, on one process, that returns an exit code. For
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
@@ -53,12 +53,22 @@ def _command(app: App, name: str, argv: Sequence[str], place: Placement) -> int:
     try:
         if place.launcher is not None:
             raise UsageError(f"python -m {program} runs on one process: start it without {place.launcher}")
-        code: int = resolve_name(app.commands[name])(app, argv)
-        return code
+        return _function(app.commands[name])(app, argv)
     except (RunError, OSError) as error:
         if place.rank == 0:
             complain(program, _said(error))
         return WRONG_USAGE if isinstance(error, UsageError) else 1
+
+
+def _function(name: str) -> Callable[[App, Sequence[str]], int]:
+    """Of this name; RunError where there is none."""
+    try:
+        found: Callable[[App, Sequence[str]], int] = resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise RunError(f"App.commands names {name!r:.100}, which cannot be imported ({error})") from None
+    if not callable(found):
+        raise RunError(f"App.commands names {name!r:.100}, which is a {type(found).__name__}, expected a function")
+    return found
 
 
 def _said(error: RunError | OSError) -> str:

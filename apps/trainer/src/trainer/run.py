@@ -1,5 +1,6 @@
 """One rank's whole run: from checked options to the trained model."""
 
+import json
 import platform
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -14,6 +15,7 @@ from trainer.all_or_none import GO_ON, START_AGAIN, all_or_none, require_same
 from trainer.app import App, Carries, Keeps, LeavesOut, Task
 from trainer.command_line.flags import table_of
 from trainer.command_line.options import Options, Settings
+from trainer.errors import RunError
 from trainer.launching.device import clock_of
 from trainer.launching.ending import StopRequest
 from trainer.records.durable import write_tensors
@@ -21,6 +23,7 @@ from trainer.records.folder_lock import locked, naming_holder
 from trainer.records.progress import Events, TrainingProgress
 from trainer.records.run_folder import RunFolder
 from trainer.records.trace import Trace
+from trainer.resuming.carried import template_of
 from trainer.resuming.resume import require_same_run, resume
 from trainer.synchronisers.automatic import settled
 from trainer.synchronisers.synchroniser import Rates, Synchroniser
@@ -66,7 +69,8 @@ def run(
     make = table_of(app)[options.algorithm].make
     with closing(make(options, task.model, comm, _rates(options, steps))) as synchroniser:
         meter = Meter(comm, aside, lambda: synchroniser.bytes_elsewhere)
-        replica = _replica(task, synchroniser, meter, options, comm.rank)
+        with all_or_none(aside):
+            replica = _replica(task, synchroniser, meter, options, comm.rank)
         training = _training(task, replica, options, aside, device, steps)
         training = replace(training, autocast=casting)
         with all_or_none(aside, advice=_advice(options)), naming_holder(options.output):
@@ -169,16 +173,24 @@ def _replica(task: Task, synchroniser: Synchroniser, meter: Meter, options: Opti
     torch.manual_seed(derived_seed(options.seed, DROPOUT, rank))
     generator = torch.Generator().manual_seed(derived_seed(options.seed, AUGMENT, rank))
     carries = task if isinstance(task, Carries) else None
-    return Replica(model=task.model, synchroniser=synchroniser, generator=generator, meter=meter, carries=carries)
+    return Replica(
+        model=task.model,
+        synchroniser=synchroniser,
+        generator=generator,
+        meter=meter,
+        carries=carries,
+        template=template_of(carries.state_dict()) if carries else {},
+    )
 
 
 def _begin(app: App, training: Training, device: torch.device, choice: str) -> int:
     """A new folder, or an old one to go on with; returns the first step. choice: see `settled`."""
     options, folder, comm = training.options, training.folder, training.comm
     with all_or_none(comm, advice=_advice(options)):
+        kept = _kept(training.task)
         if comm.rank == 0 and options.resume is None:
             config = {"app": app.module} | _config(training, device, choice)
-            folder.begin(config, kept=_kept(training.task), overwrite=options.overwrite)
+            folder.begin(config, kept=kept, overwrite=options.overwrite)
         elif comm.rank == 0:
             _require_possible(app, training)
     if options.resume is None:
@@ -209,7 +221,17 @@ def _advice(options: Options) -> str:
 
 
 def _kept(task: Task) -> dict[str, Any] | None:
-    return task.kept() if isinstance(task, Keeps) else None
+    """For task.json, where there is something; RunError for what is not JSON."""
+    if not isinstance(task, Keeps):
+        return None
+    kept = task.kept()
+    if not isinstance(kept, dict):
+        raise RunError(f"kept() gives a {type(kept).__name__}, expected a dict for JSON")
+    try:
+        json.dumps(kept, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RunError(f"kept() gives what is not JSON ({error}), expected texts, numbers, lists and dicts") from None
+    return kept
 
 
 def _config(training: Training, device: torch.device, choice: str) -> dict[str, object]:

@@ -3,7 +3,7 @@
 The first line of csv and tsv names the columns; jsonl has an object a line. Names of the column with the file: path,
 wav_filename, audio_filepath, audio; with the words: transcript, sentence, text. A csv file without such a line has the
 file and the transcript, or the name of a text file (.txt) that has it, as DeepSpeech's AN4 manifests do. Files are
-looked for beside the list, and where they say.
+looked for beside the list, and where they say. jsonl may say which part of a file: offset and duration, in seconds.
 """
 
 import csv
@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from trainer.data.faults import Faults
 from trainer.data.files import read_text
@@ -21,12 +21,22 @@ from trainer.errors import RunError
 from deepspeech.data.transcripts import transcript_of
 from deepspeech.data.utterances import Corpus, Utterance
 from deepspeech.sound.audio import read_sound, samples_in
+from deepspeech.sound.spectrogram import RATE, SHORTEST
 
 PATHS = ("path", "wav_filename", "audio_filepath", "audio")
 TEXTS = ("transcript", "sentence", "text")
+ROUNDED = 0.01  # seconds, of a duration that means the end
 SUFFIXES = (".csv", ".tsv", ".jsonl")
 
-Row = tuple[str, str, str]  # path, transcript, place
+
+class Row(NamedTuple):
+    """place: in the list, for messages. offset, duration: seconds, of a part of the file; None: to its end."""
+
+    path: str
+    transcript: str
+    place: str
+    offset: float = 0.0
+    duration: float | None = None
 
 
 def load(data_dir: Path, *, faults: Faults) -> Corpus:
@@ -55,63 +65,102 @@ def _part(manifest: Path, faults: Faults) -> list[Utterance]:
 def _utterance(folder: Path, row: Row | RunError) -> Utterance:
     if isinstance(row, RunError):
         raise row
-    name, text, place = row
-    path = folder / name
+    path, text, place = folder / row.path, row.transcript, row.place
     transcript = transcript_of(read_text(folder / text) if text.endswith(".txt") else text, place)
-    samples, read = samples_in(path), partial(read_sound, path)
+    start, samples = _part_of_file(path, row)
+    read = partial(read_sound, path, start=start, samples=samples)
     return Utterance(name=str(path), transcript=transcript, samples=samples, read=read, listed=place)
 
 
+def _part_of_file(path: Path, row: Row) -> tuple[int, int]:
+    """Its first sample, and how many; RunError where the file has no such part."""
+    there, start = samples_in(path), round(row.offset * RATE)
+    rest = there - start
+    wanted = rest if row.duration is None else round(row.duration * RATE)
+    if abs(wanted - rest) <= ROUNDED * RATE:
+        wanted = rest
+    if not SHORTEST <= wanted <= rest:
+        part = f"{wanted / RATE:g} s from {row.offset:g} s on"
+        raise RunError(f"{row.place}: {part} are no part of {path}, which lasts {there / RATE:g} s, or too short a one")
+    return start, wanted
+
+
 def _table_rows(manifest: Path, text: str) -> Iterator[Row | RunError]:
-    quoting = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if manifest.suffix == ".tsv" else {}
-    lines = csv.reader(io.StringIO(text, newline=""), **quoting)  # type: ignore[arg-type]
+    """Line by line: no transcript has an end of line, so that a stray quotation mark spoils its own line alone."""
     columns: tuple[int, int] | None = None
-    for fields in _fields(lines, manifest):
-        place = f"{manifest}, line {lines.line_num}"
+    for number, line in enumerate(io.StringIO(text, newline=None), 1):
+        place = f"{manifest}, line {number}"
+        fields = _fields(line.removesuffix("\n"), manifest.suffix, place)
         if columns is None:
-            columns = _columns(fields, place)
-            if columns is not None:
+            if isinstance(fields, RunError):
+                raise fields  # who knows what it names
+            found = _columns(fields, place)
+            columns, width = found or (0, 1), len(fields)
+            if found is not None:
                 continue
-            columns = (0, 1)
-        if not fields:
-            continue
-        if len(fields) <= max(columns):
-            yield RunError(f"{place} has {len(fields)} columns, expected a file and a transcript")
-        else:
-            yield fields[columns[0]], fields[columns[1]], place
+        if isinstance(fields, RunError):
+            yield fields
+        elif fields and len(fields) != width:
+            yield RunError(f"{place} has {len(fields)} columns, expected {width}: put quotation marks around a comma")
+        elif fields:
+            yield Row(fields[columns[0]], fields[columns[1]], place)
 
 
-def _fields(lines: Any, manifest: Path) -> Iterator[list[str]]:
-    """What a csv reader gives; RunError where it cannot."""
+def _fields(line: str, suffix: str, place: str) -> list[str] | RunError:
+    """What the columns of this line say."""
+    quoting = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if suffix == ".tsv" else {"strict": True}
     try:
-        yield from lines
+        return next(csv.reader([line], **quoting), [])
     except csv.Error as error:  # such as a quotation mark that never ends
-        raise RunError(f"{manifest}, line {lines.line_num}, is no line of a table ({error})") from None
+        return RunError(f"{place}, is no line of a table ({error})")
 
 
 def _columns(fields: list[str], place: str) -> tuple[int, int] | None:
     """Where the file and the words are; None for a line that is not of names."""
-    found = [next((fields.index(name) for name in names if name in fields), None) for names in (PATHS, TEXTS)]
-    if found == [None, None] and len(fields) == 2:
+    named = [field.strip().lower() for field in fields]
+    path, text = (_only([name for name in named if name in names], place) for names in (PATHS, TEXTS))
+    if path is None and text is None and len(fields) == 2:
         return None
-    path, text = found
     if path is None or text is None:
         raise RunError(f"{place}: expected columns {' or '.join(PATHS)}, and {' or '.join(TEXTS)}, not {fields!r:.100}")
-    return path, text
+    return named.index(path), named.index(text)
+
+
+def _only(found: list[str], place: str) -> str | None:
+    """The one of them, if any."""
+    if len(found) > 1:
+        raise RunError(f"{place} has {' and '.join(found)}, which mean the same: leave one of them")
+    return found[0] if found else None
 
 
 def _json_rows(manifest: Path, text: str) -> Iterator[Row | RunError]:
     for number, line in enumerate(text.split("\n"), 1):
         place = f"{manifest}, line {number}"
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-            path = next(entry[name] for name in PATHS if name in entry)
-            words = next(entry[name] for name in TEXTS if name in entry)
-            if not (isinstance(path, str) and isinstance(words, str)):
-                raise TypeError
-        except (ValueError, TypeError, StopIteration, RecursionError):
-            yield RunError(f"{place}: expected an object with {' or '.join(PATHS)}, and {' or '.join(TEXTS)}")
-        else:
-            yield path, words, place
+        if line.strip():
+            try:
+                yield _json_row(line, place)
+            except RunError as error:
+                yield error
+
+
+def _json_row(line: str, place: str) -> Row:
+    expected = RunError(f"{place}: expected an object with {' or '.join(PATHS)}, and {' or '.join(TEXTS)}")
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        raise expected from None
+    if not isinstance(entry, dict):
+        raise expected
+    path, text = (_only([name for name in names if name in entry], place) for names in (PATHS, TEXTS))
+    if not (isinstance(entry.get(path), str) and isinstance(entry.get(text), str)):
+        raise expected
+    offset = _seconds(entry.get("offset"), "offset", place)
+    return Row(entry[path], entry[text], place, offset or 0.0, _seconds(entry.get("duration"), "duration", place))
+
+
+def _seconds(value: object, name: str, place: str) -> float | None:
+    if value is None:
+        return None
+    if type(value) not in (int, float) or not 0 <= value < 1e9:  # type: ignore[operator]
+        raise RunError(f"{place}: the {name} is {value!r:.40}, expected seconds")
+    return float(value)  # type: ignore[arg-type]

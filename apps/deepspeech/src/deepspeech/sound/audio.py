@@ -39,16 +39,20 @@ def samples_in(path: Path) -> int:
     return _long_enough(path, frames)
 
 
-def read_sound(path: Path) -> Tensor:
-    """float32 [samples] in −1 … 1, the mean of its channels; RunError as `samples_in`, or where some are not finite."""
-    expected = samples_in(path)
+def read_sound(path: Path, *, start: int = 0, samples: int | None = None) -> Tensor:
+    """float32 [samples] in −1 … 1, the mean of its channels; RunError as `samples_in`, or where some are not finite.
+
+    start, samples: of a part of it; None: to its end.
+    """
+    rest = samples_in(path) - start
+    expected = rest if samples is None else samples
     try:
-        samples, _ = soundfile.read(path, dtype="float32", always_2d=True)
+        found, _ = soundfile.read(path, expected, start, dtype="float32", always_2d=True)
     except soundfile.LibsndfileError as error:
         raise RunError(f"{path} is damaged ({_reason(error)})") from None
-    if len(samples) != expected:
-        raise RunError(_truncated(path, f"its header promises {expected:,} samples, {len(samples):,} are there"))
-    mono = torch.from_numpy(samples).mean(1)
+    if len(found) != expected:
+        raise RunError(_truncated(path, f"its header promises {expected:,} samples, {len(found):,} are there"))
+    mono = torch.from_numpy(found).mean(1)
     if not mono.isfinite().all():
         raise RunError(f"{path} has samples that are not finite")
     return mono

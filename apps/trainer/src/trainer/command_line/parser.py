@@ -2,6 +2,7 @@
 
 from argparse import ArgumentParser, BooleanOptionalAction
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -10,6 +11,7 @@ from trainer.command_line import quantities
 from trainer.command_line.flag import Flag, Value
 from trainer.command_line.model_name import model_name, models_help
 from trainer.command_line.options import KEEP
+from trainer.command_line.own_names import require_own_names
 from trainer.errors import UsageError
 from trainer.synchronisers.table import AUTO, OPTIMIZERS, Entry, owners
 from trainer.training.learning_rate import SHAPES
@@ -35,7 +37,10 @@ def parser_of(app: App, table: Mapping[str, Entry]) -> ArgumentParser:
     """Every flag of this app. Those of single algorithms have no defaults, to tell what was given.
 
     The help takes a default from the flag itself, %(default)s, because the app may have another than is written here.
+    UsageError where a name of the app's own flags is taken.
     """
+    if app.flags or table:
+        require_own_names(app, common=_common(app), algorithms=owners(table))
     parser = Parser(
         prog=app.module,
         usage="python -m %(prog)s [--algorithm NAME] [flags]",
@@ -53,6 +58,12 @@ def parser_of(app: App, table: Mapping[str, Entry]) -> ArgumentParser:
     own = owners(table)
     parser.set_defaults(**{name: value for name, value in app.defaults.items() if name not in own})
     return parser
+
+
+def _common(app: App) -> list[str]:
+    """Names of the flags that all apps have."""
+    bare = replace(app, flags=(), defaults={}, commands={})
+    return list(vars(parser_of(bare, {}).parse_args([])))
 
 
 def _add_task(parser: ArgumentParser, app: App) -> None:

@@ -3,14 +3,26 @@
 import hashlib
 import json
 import os
+from collections.abc import Collection
 from pathlib import Path
 
-from trainer.errors import DamagedError
+from trainer.errors import DamagedError, RunError
 from trainer.records.durable import naming, opened
 
 Row = dict[str, int | float | str | None]
 """epoch, steps, train_loss, the task's test metrics, seconds and what they went into (`trainer.training.phases`),
 bytes_sent (by the busiest rank, in training steps), algorithm, world_size."""
+
+
+def require_metrics(tested: object, *, own: Collection[str]) -> None:
+    """RunError unless a task's metrics are numbers by name. own: names of the trainer's."""
+    if not isinstance(tested, dict):
+        raise RunError(f"metrics() gives a {type(tested).__name__}, expected a dict of numbers by name")
+    for name, value in tested.items():
+        if not isinstance(value, int | float):
+            raise RunError(f"metrics() gives a {type(value).__name__} for {name!r:.40}, expected a number: float(…)")
+        if not isinstance(name, str) or name in own:
+            raise RunError(f"metrics() gives {name!r:.40}, a name of the trainer's own in metrics.jsonl: take another")
 
 
 class MetricsFile:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 from communicators import Communicator
@@ -51,7 +52,7 @@ def agreed_steps(batches: Batches, options: Options, comm: Communicator) -> int:
     """Steps in an epoch, on every rank; AgreedError unless they are as many on all, and each has something to test."""
     with all_or_none(comm):
         steps = len(_shard(batches, options, rank=comm.rank, size=comm.size, epoch=0))
-        if not steps or not batches.test_batches(rank=comm.rank, size=comm.size):
+        if not steps or not _dealt(batches.test_batches(rank=comm.rank, size=comm.size), "test_batches"):
             raise RunError("a rank has no batch to train on, or none to test: take fewer ranks or more data")
     counts = gather_texts(str(steps), comm)
     for rank, count in enumerate(counts):
@@ -71,8 +72,32 @@ def shard_of(batches: Batches, options: Options, comm: Communicator, *, epoch: i
                 f"there are {len(shard)} batches in epoch {epoch + 1}, expected {steps} as in the first: "
                 f"train_batches is to give as many in every epoch"
             )
+        for batch in shard:
+            weight_of(batches, batch)
     return shard
 
 
+def weight_of(batches: Batches, batch: Any) -> int:
+    """What it counts in the mean training loss; RunError unless that is a whole number from 1 on."""
+    weight = batches.weight(batch)
+    try:
+        whole = index(weight)
+    except (TypeError, ValueError):
+        whole = 0
+    if whole < 1:
+        raise RunError(
+            f"weight() of a batch is {weight!r:.60}, expected a whole number from 1 on, such as of its samples"
+        )
+    return whole
+
+
 def _shard(batches: Batches, options: Options, *, rank: int, size: int, epoch: int) -> Sequence[Any]:
-    return batches.train_batches(rank=rank, size=size, batch_size=options.batch_size, seed=options.seed, epoch=epoch)
+    given = batches.train_batches(rank=rank, size=size, batch_size=options.batch_size, seed=options.seed, epoch=epoch)
+    return _dealt(given, "train_batches")
+
+
+def _dealt(given: Sequence[Any], name: str) -> Sequence[Any]:
+    """RunError unless it can be counted, and begun in the middle."""
+    if not (hasattr(given, "__len__") and hasattr(given, "__getitem__")):
+        raise RunError(f"{name}() gives a {type(given).__name__}, expected a sequence, such as a list")
+    return given

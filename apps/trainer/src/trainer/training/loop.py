@@ -12,15 +12,15 @@ import torch
 from communicators import Communicator, allgather, allreduce
 
 from trainer.all_or_none import all_or_none
-from trainer.app import Task
+from trainer.app import LeavesOut, Task
 from trainer.command_line.options import Options
 from trainer.errors import Stopped
 from trainer.launching.device import Clock
-from trainer.records.metrics import Row
+from trainer.records.metrics import Row, require_metrics
 from trainer.records.progress import Events, TrainingProgress
 from trainer.records.run_folder import RunFolder
 from trainer.records.trace import Trace
-from trainer.training.dealing import batches_of, shard_of
+from trainer.training.dealing import batches_of, shard_of, weight_of
 from trainer.training.dense_embeddings import dense_gradients
 from trainer.training.evaluation import evaluate
 from trainer.training.input import train_input
@@ -104,7 +104,7 @@ def train_epoch(training: Training) -> int:
     with training.phases.forward_of(training.task.model), read as batches_read:
         for name in rest:
             began = training.clock()
-            loss = train_step(training, batches_read, samples=batches.weight(name))
+            loss = train_step(training, batches_read, samples=weight_of(batches, name))
             position.step += 1
             training.progress.step(position.scheduled(training.steps_per_epoch), loss)
             stopped_by = training.stop.after(training.steps) if training.stop else 0
@@ -171,11 +171,8 @@ def end_epoch(training: Training) -> Row:
     totals.seconds += evaluated
     loss, samples = allreduce(torch.tensor([totals.loss, totals.samples], dtype=torch.float64), comm).tolist()
     bytes_sent = allgather(torch.tensor([totals.bytes_sent]), comm)
-    row: Row = {
-        "epoch": replica.position.epoch + 1,
-        "steps": training.steps,
-        "train_loss": loss / samples,
-        **tested,
+    before: Row = {"epoch": replica.position.epoch + 1, "steps": training.steps, "train_loss": loss / samples}
+    after: Row = {
         "seconds": totals.seconds,
         "compute_seconds": totals.compute_seconds,
         "communication_seconds": totals.communication_seconds,
@@ -184,8 +181,11 @@ def end_epoch(training: Training) -> Row:
         "algorithm": training.options.algorithm,
         "world_size": comm.size,
         **replica.synchroniser.counters(),
+        **(training.task.faults.counted() if isinstance(training.task, LeavesOut) else {}),
     }
-    return {name: _written(value) for name, value in row.items()}
+    with all_or_none(comm):
+        require_metrics(tested, own={*before, *after})
+    return {name: _written(value) for name, value in (before | tested | after).items()}
 
 
 def _written(value: float | str | None) -> float | str | None:
@@ -207,10 +207,13 @@ def is_due(training: Training) -> bool:
 
 
 def save(training: Training) -> None:
-    """Write a checkpoint."""
+    """Write a checkpoint; AgreedError, before anything is written, where it could not be loaded again."""
+    state = training.replica.state_dict()
+    with all_or_none(training.comm):
+        training.replica.require_loadable(state)
     training.folder.checkpoints.save(
         training.steps,
-        training.replica.state_dict(),
+        state,
         training.comm,
         metrics=training.folder.metrics,
         settings=training.options.settings(),

@@ -11,6 +11,7 @@ from torch import nn
 
 from trainer.app import Carries
 from trainer.launching.device import uses_gpu
+from trainer.resuming.carried import require_loadable
 from trainer.synchronisers.synchroniser import Synchroniser
 from trainer.training.aside import Meter
 
@@ -79,6 +80,7 @@ class Replica:
     generator: torch.Generator  # of this rank's augmentation
     meter: Meter
     carries: Carries | None = None
+    template: dict[str, Any] = field(default_factory=dict)  # of what it carries: see `trainer.resuming.carried`
     position: Position = field(default_factory=Position)
     totals: Totals = field(default_factory=Totals)
 
@@ -100,6 +102,11 @@ class Replica:
             "position": asdict(self.position),
             "totals": asdict(self.totals),
         }
+
+    def require_loadable(self, state: dict[str, Any]) -> None:
+        """RunError where what the task has returned for this state could not be loaded again."""
+        if self.carries:
+            require_loadable(state["task"], self.template)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go back to where `state` was taken; what does not fit may be half loaded (see `trainer.resuming.fitting`)."""
