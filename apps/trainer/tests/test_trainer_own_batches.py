@@ -154,7 +154,7 @@ LATER = {  # what state_dict returns at its n-th call -> what is said of it
     "a key that appears": (
         lambda n, hidden: {"hidden": hidden} | ({"late": 1} if n else {}),
         5,
-        "not always has it late",
+        "those of a new task's state differ by late",
     ),
     "a tensor in place of nothing": (lambda n, hidden: {"hidden": hidden if n else None}, 5, "hidden is a Tensor"),
     "another shape": (lambda n, hidden: {"hidden": hidden[:, n:]}, 5, r"hidden is \(1, 2, 5\) .* expected \(1, 3, 5\)"),

@@ -24,7 +24,7 @@ def require_loadable(state: object, template: dict[str, Any]) -> None:
     read = _read_back(state)
     if read.keys() != template.keys():
         wrong = ", ".join(sorted(map(str, read.keys() ^ template.keys())))
-        raise RunError(_said(f"not always has it {wrong:.100}, as a new task's state is the template"))
+        raise RunError(_said(f"its keys and those of a new task's state differ by {wrong:.100}"))
     try:
         require_like(read, template, "state_dict()")
     except DamagedError as error:
