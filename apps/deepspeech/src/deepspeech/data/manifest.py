@@ -101,7 +101,7 @@ def _table_rows(manifest: Path, text: str) -> Iterator[Row | RunError]:
         if isinstance(fields, RunError):
             yield fields
         elif fields and len(fields) != width:
-            yield RunError(f"{place} has {len(fields)} columns, expected {width}: put quotation marks around a comma")
+            yield RunError(f"{place} has {len(fields)} columns, expected {width}")
         elif fields:
             yield Row(fields[columns[0]], fields[columns[1]], place)
 
