@@ -77,7 +77,7 @@ def test_what_does_not_go_with_adamw_is_refused(app: App, words: str, says: str)
         raise AssertionError
 
     app = replace(
-        app, synchronisations={"own": Synchronisation(make=make, flags=(Flag(name="own", default=1, says=""),))}
+        app, synchronisations={"own": Synchronisation(make=make, flags=(Flag(name="strength", default=1, says=""),))}
     )
     with pytest.raises(RunError, match=says):
         parse(["--optimizer", "adamw", *words.split()], app, world_size=None)
