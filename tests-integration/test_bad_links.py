@@ -1,5 +1,6 @@
 """Links that go dark in the midst of training, or change bits: the same error on all ranks, in time, and an end."""
 
+import json
 import sys
 import threading
 import time
@@ -128,6 +129,6 @@ def test_flipped_bits_never_make_ranks_differ(world, algorithms, tmp_path):
     said = {}
     for rank, what, value in [line.split("|", 2) for line in printed.splitlines() if line.count("|") >= 2]:
         said.setdefault(what, {})[rank] = value
-    assert all(len(set(values.values())) == 1 for values in said.values()), said
+    assert all(len(set(values.values())) == 1 for values in said.values()), json.dumps(said, indent=1)  # whole
     assert len(said["error"]) == 3
     assert next(iter(said["error"].values())).startswith("corrupted")
