@@ -19,7 +19,7 @@ from trainer.launching.world import joined
 
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> None:
     script = tmp_path / "mpiexec"
-    script.write_text(f"#!{sys.executable}\nimport os, signal, sys\n{program}\n")
+    script.write_text(f"#!{sys.executable}\nimport os, signal, sys, time\n{program}\n")
     script.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
 
@@ -39,10 +39,22 @@ def test_signals_reach_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     program = f"""
 signal.signal({int(number)}, lambda *_: sys.exit(9))
 os.kill(os.getppid(), {int(number)})
-while True: signal.pause()
+while True: time.sleep(0.02)  # pause() would sleep through a signal that comes just before it
 """
     stand_in(tmp_path, monkeypatch, program)
     assert workers.start_workers("points", [], 2) == 9
+
+
+def test_a_signal_before_the_workers_are_there_waits_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(tmp_path, monkeypatch, "signal.alarm(60)\nwhile True: time.sleep(0.02)")
+    ready = workers.worker_environment
+
+    def interrupted() -> dict[str, str]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return ready()
+
+    monkeypatch.setattr(workers, "worker_environment", interrupted)
+    assert workers.start_workers("points", [], 2) == 128 + signal.SIGTERM
 
 
 @pytest.mark.parametrize(
@@ -100,10 +112,10 @@ def test_the_workers_end_when_the_process_that_started_them_is_killed(tmp_path: 
     script, told = tmp_path / "mpiexec", tmp_path / "told"
     os.mkfifo(told)
     script.write_text(
-        f"#!{sys.executable}\nimport os, signal, sys\n"
+        f"#!{sys.executable}\nimport os, signal, sys, time\n"
         f"pipe = os.open({str(told)!r}, os.O_WRONLY)\n"  # no file of Python's: the signal may come in mid-print
         "signal.signal(signal.SIGTERM, lambda *_: (os.write(pipe, b'ended\\n'), sys.exit()))\n"
-        "os.write(pipe, b'up\\n')\nsignal.alarm(60)\nwhile True: signal.pause()\n"
+        "os.write(pipe, b'up\\n')\nsignal.alarm(60)\nwhile True: time.sleep(0.02)\n"
     )
     script.chmod(0o755)
     program = (
@@ -122,7 +134,7 @@ def test_a_launcher_that_does_not_end_is_killed(tmp_path: Path, monkeypatch: pyt
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 os.kill(os.getppid(), signal.SIGTERM)
 signal.alarm(60)
-while True: signal.pause()
+while True: time.sleep(0.02)
 """
     stand_in(tmp_path, monkeypatch, program)
     monkeypatch.setattr(workers, "GRACE", 0.1)

@@ -29,19 +29,24 @@ def start_workers(module: str, argv: Sequence[str], workers: int, *, oversubscri
         refuse_oversubscription(workers)
     command = [find_mpiexec(), "-n", str(workers), sys.executable, "-m", module, *argv]
     process: subprocess.Popen[bytes] | None = None
+    waiting: list[int] = []  # signals that came while mpiexec was being started
     stopped = 0
 
     def forward(number: int, frame: FrameType | None) -> None:
-        nonlocal stopped
         del frame
-        if process is None:
-            sys.exit(128 + number)
-        if not stopped:
-            patience = threading.Timer(GRACE, process.kill)  # then the workers notice by themselves
-            patience.daemon = True
-            patience.start()
-        stopped = number
-        process.send_signal(number)
+        waiting.append(number)
+        if process is not None:
+            hand_on(process)
+
+    def hand_on(process: subprocess.Popen[bytes]) -> None:
+        nonlocal stopped
+        while waiting:
+            if not stopped:
+                patience = threading.Timer(GRACE, process.kill)  # then the workers notice by themselves
+                patience.daemon = True
+                patience.start()
+            stopped = waiting.pop()
+            process.send_signal(stopped)
 
     began = time.time()
     before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -49,6 +54,7 @@ def start_workers(module: str, argv: Sequence[str], workers: int, *, oversubscri
         process = subprocess.Popen(
             command, env=worker_environment(), stdin=subprocess.DEVNULL, preexec_fn=_dying_with_parent()
         )
+        hand_on(process)
         code = process.wait()
     finally:
         for number, handler in before.items():
