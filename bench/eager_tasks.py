@@ -143,9 +143,9 @@ class Speech(Task):
 
     def model(self) -> nn.Module:
         """See `Task.model`."""
-        from deepspeech.decoding.alphabet import LABELS
-        from deepspeech.model.deepspeech2 import DeepSpeech2
-        from deepspeech.model.sizes import small
+        from thinwire_deepspeech.decoding.alphabet import LABELS
+        from thinwire_deepspeech.model.deepspeech2 import DeepSpeech2
+        from thinwire_deepspeech.model.sizes import small
 
         return DeepSpeech2(small(), labels=len(LABELS))
 
@@ -163,8 +163,8 @@ class Speech(Task):
 
     def accuracy(self, model: nn.Module) -> float:
         """See `Task.accuracy`."""
-        from deepspeech.error_rates import errors
-        from deepspeech.recognition import heard_in
+        from thinwire_deepspeech.error_rates import errors
+        from thinwire_deepspeech.recognition import heard_in
 
         with torch.no_grad():
             log_probabilities, lengths, heard = self._heard(model.eval(), _speech()[2], torch.arange(50))
@@ -173,13 +173,13 @@ class Speech(Task):
         return 1 - counted.word_edits / counted.words
 
     def _batches(self, seed: int, rank: int, epoch: int) -> list[Tensor]:
-        from deepspeech.data.buckets import shuffled
+        from thinwire_deepspeech.data.buckets import shuffled
 
         random = np.random.default_rng([seed, epoch])
         return shuffled(_speech()[1], rank=rank, size=self.ranks, batch_size=self.batch, random=random)
 
     def _heard(self, model: nn.Module, utterances: Any, indices: Tensor) -> tuple[Tensor, Tensor, Any]:
-        from deepspeech.data.batch import batch_of
+        from thinwire_deepspeech.data.batch import batch_of
 
         chosen = [utterances[index] for index in indices.tolist()]
         batch = batch_of([utterance for utterance, _ in chosen], [sound for _, sound in chosen])
@@ -202,10 +202,10 @@ def _text() -> Tensor:
 @cache
 def _speech() -> tuple[Any, npt.NDArray[np.int64], Any]:
     """Training utterances with their spectrograms, their frames, test utterances likewise."""
-    from deepspeech.data.spoken_digits import SPEEDS_AND_PITCHES, load
-    from deepspeech.data.utterances import frame_counts
-    from deepspeech.sound.spectrogram import spectrogram
-    from trainer.data.faults import Faults
+    from thinwire_deepspeech.data.spoken_digits import SPEEDS_AND_PITCHES, load
+    from thinwire_deepspeech.data.utterances import frame_counts
+    from thinwire_deepspeech.sound.spectrogram import spectrogram
+    from thinwire_trainer.data.faults import Faults
 
     corpus = load(Path("data"), faults=Faults(skip=False))
     train, test = (

@@ -21,13 +21,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from cifar.__main__ import APP
-from cifar.classification import Classification, build
 from PIL import Image
+from thinwire_cifar.__main__ import APP
+from thinwire_cifar.classification import Classification, build
+from thinwire_trainer.command_line.flags import parse
+from thinwire_trainer.launching.device import clock_of, own_device
+from thinwire_trainer.training.input import train_input
 from torch import Tensor
-from trainer.command_line.flags import parse
-from trainer.launching.device import clock_of, own_device
-from trainer.training.input import train_input
 
 from bench.record import machine, record
 

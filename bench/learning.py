@@ -28,14 +28,14 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import cifar.__main__
-import text.__main__
 from communicators import SimulatedWorld
-from trainer.app import App
-from trainer.command_line.flags import parse
-from trainer.records.metrics import read_metrics
-from trainer.run import run
-from trainer.synchronisers.table import TABLE
+from thinwire_cifar.__main__ import APP as CIFAR
+from thinwire_text.__main__ import APP as TEXT
+from thinwire_trainer.app import App
+from thinwire_trainer.command_line.flags import parse
+from thinwire_trainer.records.metrics import read_metrics
+from thinwire_trainer.run import run
+from thinwire_trainer.synchronisers.table import TABLE
 
 from bench.record import machine, record
 
@@ -62,7 +62,7 @@ class Learning:
 
 TASKS = {
     "digits": Learning(
-        app=cifar.__main__.APP,
+        app=CIFAR,
         words="--dnn resnet20 --dataset digits",
         name="learning",
         epochs=20,
@@ -72,7 +72,7 @@ TASKS = {
         heading="accuracy in %, mean of {seeds} | of each | points behind dense",
     ),
     "pydoc": Learning(
-        app=text.__main__.APP,
+        app=TEXT,
         words="--dnn lstm-small --dataset pydoc --hidden 64 --batch-size 8",
         name="learning-pydoc",
         epochs=4,

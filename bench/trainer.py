@@ -27,17 +27,17 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from cifar.__main__ import APP
 from communicators import as_communicator
+from thinwire_cifar.__main__ import APP
+from thinwire_trainer.app import Task
+from thinwire_trainer.command_line.flags import parse, table_of
+from thinwire_trainer.command_line.options import Options
+from thinwire_trainer.launching.device import own_device
+from thinwire_trainer.run import run
 from torch import Generator, Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
-from trainer.app import Task
-from trainer.command_line.flags import parse, table_of
-from trainer.command_line.options import Options
-from trainer.launching.device import own_device
-from trainer.run import run
 
 from bench.record import machine, record
 
@@ -120,7 +120,7 @@ def same(task: Task, options: Options) -> BareStep:
 
 @dataclass
 class Noise:
-    """Images of one channel that are learnt by heart; a `trainer.app.Task`. Those of a step are ready."""
+    """Images of one channel that are learnt by heart; a `thinwire_trainer.app.Task`. Those of a step are ready."""
 
     model: nn.Module
     pixels: Tensor

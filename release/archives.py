@@ -80,7 +80,7 @@ def broken_links(page: str, here: str) -> Iterator[str]:
 def _foreign(package: Package, files: dict[str, bytes]) -> Iterator[str]:
     """Names that a wheel would put beside its own package."""
     tops = {name.partition("/")[0] for name in files}
-    for top in sorted(tops - {package.module}):
+    for top in sorted(tops - {package.module} - package.commands):
         if not top.endswith(".dist-info"):
             yield f"installs {top} beside {package.module}"
 

@@ -32,9 +32,14 @@ class Package:
 
     @property
     def module(self) -> str:
-        """What it is imported by: the one folder in src/."""
+        """What it is imported by: the one package in src/."""
         [source] = (path for path in self.folder.glob("src/*") if (path / "__init__.py").exists())
         return source.name
+
+    @property
+    def commands(self) -> set[str]:
+        """Short names that `python -m` finds beside the module: folders that are no packages."""
+        return {path.name for path in self.folder.glob("src/*") if path.is_dir()} - {self.module}
 
     @property
     def extras(self) -> dict[str, list[str]]:

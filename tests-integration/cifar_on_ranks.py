@@ -14,9 +14,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from cifar.__main__ import APP
 from mpi4py import MPI
-from trainer.command import main
+from thinwire_cifar.__main__ import APP
+from thinwire_trainer.command import main
 
 WORLD = MPI.COMM_WORLD
 RANK = WORLD.rank
@@ -30,7 +30,7 @@ def killed(folder, step, rank):
     if not (folder / "straight").exists():
         WORLD.Barrier()
         assert main(APP, [*TRAIN.split(), "--output", f"{folder}/straight"]) == 0
-    from trainer.records import checkpoint
+    from thinwire_trainer.records import checkpoint
 
     write = checkpoint._write
 
@@ -103,7 +103,7 @@ def attempt(flags, app=APP):
 
 
 def without_data_on(rank):
-    from trainer.errors import RunError
+    from thinwire_trainer.errors import RunError
 
     def build(options, device):
         if rank == RANK:

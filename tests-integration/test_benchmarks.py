@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from partial_collectives import PartialAllreduce
 from partial_collectives.protocol.rules import Rules
-from trainer.command_line.flags import parse
-from trainer.synchronisers.table import TABLE
+from thinwire_trainer.command_line.flags import parse
+from thinwire_trainer.synchronisers.table import TABLE
 
 from bench.__main__ import BENCHMARKS
 from bench.cluster_model import Ranks, one_round

@@ -123,7 +123,7 @@ def test_a_fault_on_one_rank_ends_the_job_with_its_traceback(rest):
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
     folder = tmp_path_factory.mktemp("demo")
-    command = [sys.executable, "-m", "cifar.demo", "--nworkers", "2", "--max-epochs", "1", "--output", "shown"]
+    command = [sys.executable, "-m", "thinwire_cifar.demo", "--nworkers", "2", "--max-epochs", "1", "--output", "shown"]
     environment = {**os.environ, "MPIEXEC_TIMEOUT": "100"}
     return folder, subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
 

@@ -6,19 +6,19 @@ from argparse import Action, ArgumentTypeError, BooleanOptionalAction
 from collections.abc import Iterator
 from pathlib import Path
 
-import cifar.__main__
-import deepspeech.__main__
 import pytest
-import text.__main__
-from trainer.app import App
-from trainer.command_line.config_file import IGNORED
-from trainer.command_line.flags import entries_of, parse
-from trainer.command_line.options import Options
-from trainer.command_line.parser import parser_of, spelt
-from trainer.errors import RunError
-from trainer.synchronisers.table import owners
+from thinwire_cifar.__main__ import APP as CIFAR
+from thinwire_deepspeech.__main__ import APP as DEEPSPEECH
+from thinwire_text.__main__ import APP as TEXT
+from thinwire_trainer.app import App
+from thinwire_trainer.command_line.config_file import IGNORED
+from thinwire_trainer.command_line.flags import entries_of, parse
+from thinwire_trainer.command_line.options import Options
+from thinwire_trainer.command_line.parser import parser_of, spelt
+from thinwire_trainer.errors import RunError
+from thinwire_trainer.synchronisers.table import owners
 
-APPS = {module.APP.module: module.APP for module in (cifar.__main__, deepspeech.__main__, text.__main__)}
+APPS = {app.module: app for app in (CIFAR, DEEPSPEECH, TEXT)}
 VALUES = ("0", "1", "2", "3", "0.05", "0.3", "1.5", "auto", "dgc:3", "0.5x", "fixed:0=0.1", "none")
 
 

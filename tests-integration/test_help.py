@@ -2,16 +2,16 @@
 
 import re
 
-import cifar.__main__
-import deepspeech.__main__
 import pytest
-import text.__main__
-from trainer.app import App
-from trainer.command_line.flags import entries_of, parse
-from trainer.command_line.options import Options
-from trainer.command_line.parser import parser_of
+from thinwire_cifar.__main__ import APP as CIFAR
+from thinwire_deepspeech.__main__ import APP as DEEPSPEECH
+from thinwire_text.__main__ import APP as TEXT
+from thinwire_trainer.app import App
+from thinwire_trainer.command_line.flags import entries_of, parse
+from thinwire_trainer.command_line.options import Options
+from thinwire_trainer.command_line.parser import parser_of
 
-APPS = {module.APP.module: module.APP for module in (cifar.__main__, deepspeech.__main__, text.__main__)}
+APPS = {app.module: app for app in (CIFAR, DEEPSPEECH, TEXT)}
 LATER = {"--milestones", "--output", "--checkpoint-every", "--compressor"}  # whose default hangs on other flags
 
 

@@ -17,10 +17,13 @@ ALLOWED = {
     "sparse_collectives": {"communicators", "sparse_compress"},
     "local_sgd": {"communicators"},
     "partial_collectives": {"communicators"},
-    "trainer": PACKAGES,
-    "cifar": {"trainer", *PACKAGES},
-    "deepspeech": {"trainer", *PACKAGES},
-    "text": {"trainer", *PACKAGES},
+    "thinwire_trainer": PACKAGES,
+    "thinwire_cifar": {"thinwire_trainer", *PACKAGES},
+    "thinwire_deepspeech": {"thinwire_trainer", *PACKAGES},
+    "thinwire_text": {"thinwire_trainer", *PACKAGES},
+    **{name: {f"thinwire_{name}", "thinwire_trainer"} for name in ("cifar", "deepspeech", "text")},
+    "trainer": {"thinwire_trainer"},
+    "thinwire_commands": set(),
 }
 SOURCES = {path.name: path for pattern in ("packages/*/src/*", "apps/*/src/*") for path in ROOT.glob(pattern)}
 
@@ -36,7 +39,14 @@ def imported(file):
 
 def test_every_member_is_known():
     assert set(SOURCES) - set(ALLOWED) == set()
-    assert {"communicators", "sparse_compress", "sparse_collectives", "local_sgd", "trainer", "cifar"} <= set(SOURCES)
+    assert {
+        "communicators",
+        "sparse_compress",
+        "sparse_collectives",
+        "local_sgd",
+        "thinwire_trainer",
+        "thinwire_cifar",
+    } <= set(SOURCES)
 
 
 @pytest.mark.parametrize("name", sorted(SOURCES))

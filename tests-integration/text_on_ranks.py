@@ -9,13 +9,13 @@ import os
 import signal
 import sys
 
-from text.__main__ import APP
-from trainer.command import main
+from thinwire_text.__main__ import APP
+from thinwire_trainer.command import main
 
 
 def killed(step, argv):
     """Never returns, if the run comes so far."""
-    from trainer.records import checkpoint
+    from thinwire_trainer.records import checkpoint
 
     write = checkpoint._write
 

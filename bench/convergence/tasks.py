@@ -170,7 +170,7 @@ def cnn() -> nn.Module:
 
 def resnet20() -> nn.Module:
     """The cifar app's, for one channel."""
-    from cifar.models import resnet_cifar
+    from thinwire_cifar.models import resnet_cifar
 
     model: nn.Module = resnet_cifar.resnet20(channels=1, classes=10, size=8)
     return model

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 import small_files
-from cifar.__main__ import APP
-from trainer.command import main
-from trainer.launching.placement import LAUNCHERS
-from trainer.records.metrics import read_metrics
+from thinwire_cifar.__main__ import APP
+from thinwire_trainer.command import main
+from thinwire_trainer.launching.placement import LAUNCHERS
+from thinwire_trainer.records.metrics import read_metrics
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def refusal(flags: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
         ("--dnn resnet21", "given 'resnet21', expected one of 'resnet20', 'resnet32'"),
         ("--dnn resnet21", "or package.module:function for a model of your own"),
         ("--dnn nowhere_to_be_found:build", "there is no package 'nowhere_to_be_found'"),
-        ("--dnn cifar.models.mlp:", "given 'cifar.models.mlp:'"),
+        ("--dnn thinwire_cifar.models.mlp:", "given 'thinwire_cifar.models.mlp:'"),
         ("--dnn lstm", "lstm is a model of another app: python -m text"),
         ("--dnn lstmimdb", "lstmimdb is a model of another app: python -m text"),
         ("--dataset cifar", "'digits', 'mnist', 'cifar10', 'cifar100', 'imagenet'"),

@@ -5,11 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cifar.classification import Classification
-from cifar.data.digits import load
-from cifar.data.images import Images
-from cifar.models.resnet_cifar import resnet20
 from sklearn.datasets import load_digits
+from thinwire_cifar.classification import Classification
+from thinwire_cifar.data.digits import load
+from thinwire_cifar.data.images import Images
+from thinwire_cifar.models.resnet_cifar import resnet20
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import small_files
-from cifar.data import cifar10, download, mnist
-from cifar.data.download import fetch, one_at_a_time
-from cifar.data.published import Remote
-from trainer.errors import RunError
+from thinwire_cifar.data import cifar10, download, mnist
+from thinwire_cifar.data.download import fetch, one_at_a_time
+from thinwire_cifar.data.published import Remote
+from thinwire_trainer.errors import RunError
 
 needs_pooch = pytest.mark.skipif(importlib.util.find_spec("pooch") is None, reason="pooch is not installed")
 

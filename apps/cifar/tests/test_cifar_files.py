@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import small_files
 import torch
-from cifar.data import cifar10, cifar100, cifar_binary, cifar_python, mnist, published
-from cifar.data.crop_flip import crop_flip
-from cifar.data.images import Images, Loaded
 from hypothesis import given
 from hypothesis import strategies as st
 from small_files import IMAGES, binary_content, drawn, idx_content, published_python_content, python_content, write
-from trainer.errors import RunError
+from thinwire_cifar.data import cifar10, cifar100, cifar_binary, cifar_python, mnist, published
+from thinwire_cifar.data.crop_flip import crop_flip
+from thinwire_cifar.data.images import Images, Loaded
+from thinwire_trainer.errors import RunError
 
 PIXELS, LABELS = drawn(0)
 
@@ -63,7 +63,7 @@ def test_the_published_files_are_used_without_a_word(
     """Recognised by length and checksum, which are those of other files here."""
     SETS[layout][0](tmp_path)
     monkeypatch.setattr(published, "difference", difference_of_small_files := lambda name, content, **published: "")
-    monkeypatch.setattr("cifar.data.layouts.difference", difference_of_small_files)
+    monkeypatch.setattr("thinwire_cifar.data.layouts.difference", difference_of_small_files)
     cifar10.load(tmp_path)
     assert capsys.readouterr().err == ""
 

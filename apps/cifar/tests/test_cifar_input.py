@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import small_files
 import torch
-from cifar.__main__ import APP
-from cifar.classification import Classification, build
 from communicators import SimulatedWorld
-from trainer.command_line.flags import parse
-from trainer.records.metrics import read_metrics
-from trainer.run import run
+from thinwire_cifar.__main__ import APP
+from thinwire_cifar.classification import Classification, build
+from thinwire_trainer.command_line.flags import parse
+from thinwire_trainer.records.metrics import read_metrics
+from thinwire_trainer.run import run
 
 
 def trained(tmp_path: Path, name: str, flags: str) -> tuple[dict[str, Any], list[Any]]:
@@ -39,14 +39,14 @@ class Killed(Exception):  # noqa: N818 - not an error of ours
 def test_any_number_of_readers_and_a_resume_give_the_same_bits(
     dataset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cifar.data.imagenet.SIZE", 20)
+    monkeypatch.setattr("thinwire_cifar.data.imagenet.SIZE", 20)
     {"cifar10": small_files.cifar10_binary, "imagenet": small_files.imagenet}[dataset](tmp_path / "data", 10)
     flags = f"--dataset {dataset} --max-epochs 2 --checkpoint-every 1"
     uninterrupted = trained(tmp_path, "none", f"{flags} --readers 0")
     assert same(uninterrupted, trained(tmp_path, "three", f"{flags} --readers 3"))
     assert not same(uninterrupted, trained(tmp_path, "other", f"{flags} --seed 1"))
 
-    from trainer.training import loop
+    from thinwire_trainer.training import loop
 
     real, taken = loop.save_if_due, []
 
@@ -90,7 +90,7 @@ def test_epochs_and_samples_are_augmented_unlike(tmp_path: Path) -> None:
 
 
 def test_the_index_of_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cifar.data import folders
+    from thinwire_cifar.data import folders
 
     root = small_files.imagenet(tmp_path, images=6, classes=3)
     for folder in (root / "train").iterdir():
@@ -133,7 +133,7 @@ def test_the_index_of_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     ],
 )
 def test_an_index_that_somebody_else_wrote(content: bytes, tmp_path: Path) -> None:
-    from cifar.data import folders
+    from thinwire_cifar.data import folders
 
     root = small_files.imagenet(tmp_path)
     os.utime(root / "train" / "n00000000", (1e9, 1e9))

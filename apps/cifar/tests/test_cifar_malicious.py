@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cifar.data import cifar_python
 from hypothesis import given
 from hypothesis import strategies as st
 from small_files import drawn, published_python_content
-from trainer.errors import RunError
+from thinwire_cifar.data import cifar_python
+from thinwire_trainer.errors import RunError
 
 WHOLE = published_python_content(*drawn(0, 2))
 BLACK = np.zeros((1, 3072), "u1")

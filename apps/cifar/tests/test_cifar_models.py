@@ -5,10 +5,10 @@ from pkgutil import resolve_name
 
 import pytest
 import torch
-from cifar.catalogue import MODELS
-from cifar.classification import Batch, Classification
-from cifar.data.images import Images, Loaded
-from cifar.models.resnet_cifar import Block
+from thinwire_cifar.catalogue import MODELS
+from thinwire_cifar.classification import Batch, Classification
+from thinwire_cifar.data.images import Images, Loaded
+from thinwire_cifar.models.resnet_cifar import Block
 from torch import nn
 
 IMAGENET = {"channels": 3, "classes": 1000, "size": 224}

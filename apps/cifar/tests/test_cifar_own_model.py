@@ -6,14 +6,14 @@ from pkgutil import resolve_name
 
 import pytest
 import torch
-from cifar.__main__ import APP
-from cifar.classification import build
-from cifar.own_model import built
-from trainer.command import main
-from trainer.command_line.flags import parse
-from trainer.errors import RunError
-from trainer.launching.placement import LAUNCHERS
-from trainer.records.metrics import read_metrics
+from thinwire_cifar.__main__ import APP
+from thinwire_cifar.classification import build
+from thinwire_cifar.own_model import built
+from thinwire_trainer.command import main
+from thinwire_trainer.command_line.flags import parse
+from thinwire_trainer.errors import RunError
+from thinwire_trainer.launching.placement import LAUNCHERS
+from thinwire_trainer.records.metrics import read_metrics
 
 MINE = """
 import torch

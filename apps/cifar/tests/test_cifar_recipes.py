@@ -7,11 +7,11 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from cifar.__main__ import APP
-from cifar.catalogue import DATASETS, MODELS
-from trainer.command_line.flags import parse
-from trainer.command_line.options import Options
-from trainer.synchronisers.table import TABLE
+from thinwire_cifar.__main__ import APP
+from thinwire_cifar.catalogue import DATASETS, MODELS
+from thinwire_trainer.command_line.flags import parse
+from thinwire_trainer.command_line.options import Options
+from thinwire_trainer.synchronisers.table import TABLE
 
 FOLDER = Path(__file__).parent.parent / "recipes"
 RECIPES = sorted(FOLDER.glob("*.json"))

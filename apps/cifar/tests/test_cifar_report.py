@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from cifar.comparison import GIGABIT
-from cifar.prediction import exchange_seconds, selection_seconds
-from cifar.report import Prediction, Summary, reading, show, summarise
 from communicators import as_communicator
 from rich.console import Console
-from trainer.records.metrics import Row
+from thinwire_cifar.comparison import GIGABIT
+from thinwire_cifar.prediction import exchange_seconds, selection_seconds
+from thinwire_cifar.report import Prediction, Summary, reading, show, summarise
+from thinwire_trainer.records.metrics import Row
 
 NUMEL, DENSITY = 10_000, 0.01
 

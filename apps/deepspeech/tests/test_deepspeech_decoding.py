@@ -5,13 +5,13 @@ from itertools import product
 
 import numpy as np
 import pytest
-from deepspeech.decoding.alphabet import LABELS, decoded, encoded, frames_needed, unknown
-from deepspeech.decoding.beam import beam_search
-from deepspeech.decoding.greedy import greedy
-from deepspeech.decoding.paths import likeliest_path, log_probability
-from deepspeech.decoding.words import words
 from hypothesis import given
 from hypothesis import strategies as st
+from thinwire_deepspeech.decoding.alphabet import LABELS, decoded, encoded, frames_needed, unknown
+from thinwire_deepspeech.decoding.beam import beam_search
+from thinwire_deepspeech.decoding.greedy import greedy
+from thinwire_deepspeech.decoding.paths import likeliest_path, log_probability
+from thinwire_deepspeech.decoding.words import words
 
 
 @st.composite

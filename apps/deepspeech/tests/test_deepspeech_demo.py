@@ -4,13 +4,13 @@ from functools import partial
 from io import StringIO
 
 import pytest
-from deepspeech import demo
-from deepspeech.data import spoken_digits
-from deepspeech.data.spoken_digits import plan
-from deepspeech.report import Outcome, outcome, show
 from rich.console import Console
-from trainer.launching.placement import LAUNCHERS
-from trainer.records.metrics import read_metrics
+from thinwire_deepspeech import demo
+from thinwire_deepspeech.data import spoken_digits
+from thinwire_deepspeech.data.spoken_digits import plan
+from thinwire_deepspeech.report import Outcome, outcome, show
+from thinwire_trainer.launching.placement import LAUNCHERS
+from thinwire_trainer.records.metrics import read_metrics
 
 
 def test_the_table_fits_a_terminal_and_has_means_and_spans():

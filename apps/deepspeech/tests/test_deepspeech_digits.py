@@ -5,11 +5,11 @@ from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
 import pytest
-from deepspeech.data import spoken_digits
-from deepspeech.data.espeak import Request
-from deepspeech.data.spoken_digits import NEW_VOICES, SPEEDS_AND_PITCHES, TRAIN, plan, said
-from trainer.data.faults import Faults
-from trainer.errors import RunError
+from thinwire_deepspeech.data import spoken_digits
+from thinwire_deepspeech.data.espeak import Request
+from thinwire_deepspeech.data.spoken_digits import NEW_VOICES, SPEEDS_AND_PITCHES, TRAIN, plan, said
+from thinwire_trainer.data.faults import Faults
+from thinwire_trainer.errors import RunError
 
 pytest.importorskip("espeakng_loader", reason="espeak-ng's library (pip install espeakng-loader) is not installed")
 

@@ -7,10 +7,10 @@ import pytest
 import soundfile
 import tiny_speech
 import torch
-from deepspeech.data import an4, librispeech, manifest
+from thinwire_deepspeech.data import an4, librispeech, manifest
+from thinwire_trainer.data.faults import Faults
+from thinwire_trainer.errors import RunError
 from tiny_speech import RATE, sound
-from trainer.data.faults import Faults
-from trainer.errors import RunError
 
 
 def read(load, folder, *, skip=False):

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from deepspeech.decoding.alphabet import LABELS
-from deepspeech.model.deepspeech2 import Convolution, DeepSpeech2, Size
-from deepspeech.model.lookahead import Lookahead
-from deepspeech.model.sizes import deepspeech2, lstman4, small
+from thinwire_deepspeech.decoding.alphabet import LABELS
+from thinwire_deepspeech.model.deepspeech2 import Convolution, DeepSpeech2, Size
+from thinwire_deepspeech.model.lookahead import Lookahead
+from thinwire_deepspeech.model.sizes import deepspeech2, lstman4, small
 from torch.nn.functional import ctc_loss
 from torch.nn.utils.rnn import pad_sequence
 

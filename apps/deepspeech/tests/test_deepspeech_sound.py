@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import scipy.signal
 import torch
-from deepspeech.sound.resample import resample
-from deepspeech.sound.spec_augment import LONGEST, MASKS, SHARE, WIDEST, spec_augment
-from deepspeech.sound.spectrogram import BINS, HOP, RATE, SHORTEST, WINDOW, frames_of, spectrogram
 from hypothesis import given
 from hypothesis import strategies as st
+from thinwire_deepspeech.sound.resample import resample
+from thinwire_deepspeech.sound.spec_augment import LONGEST, MASKS, SHARE, WIDEST, spec_augment
+from thinwire_deepspeech.sound.spectrogram import BINS, HOP, RATE, SHORTEST, WINDOW, frames_of, spectrogram
 
 
 @given(st.integers(SHORTEST, 3000), st.integers(0, 100))

@@ -11,18 +11,18 @@ import pytest
 import soundfile
 import tiny_speech
 import torch
-from deepspeech.__main__ import APP
-from deepspeech.recognition import heard_in, size_of
-from deepspeech.transcribe import transcribed
 from resumed_runs import assert_same_bits, killed_after, result, train
-from trainer.app import Batches, Keeps, Reads
-from trainer.command import main
-from trainer.command_line.flags import entries_of, parse
-from trainer.errors import RunError
-from trainer.launching.placement import LAUNCHERS
-from trainer.records.metrics import read_metrics
-from trainer.trained import trained
-from trainer.training.sharding import SHUFFLE, derived_seed
+from thinwire_deepspeech.__main__ import APP
+from thinwire_deepspeech.recognition import heard_in, size_of
+from thinwire_deepspeech.transcribe import transcribed
+from thinwire_trainer.app import Batches, Keeps, Reads
+from thinwire_trainer.command import main
+from thinwire_trainer.command_line.flags import entries_of, parse
+from thinwire_trainer.errors import RunError
+from thinwire_trainer.launching.placement import LAUNCHERS
+from thinwire_trainer.records.metrics import read_metrics
+from thinwire_trainer.trained import trained
+from thinwire_trainer.training.sharding import SHUFFLE, derived_seed
 
 TINY = "--dataset manifest --rnn rnn --hidden 4 --layers 1 --batch-size 2"
 

@@ -9,16 +9,16 @@ import pytest
 import text_files
 import torch
 from resumed_runs import assert_same_bits, killed_after, result
-from text.__main__ import APP
-from text.generate import continued
-from text.models.transformer import transformer_small
 from text_files import asked
-from trainer.command import main
-from trainer.command_line.options import Options
-from trainer.errors import AgreedError, RunError
-from trainer.records.metrics import read_metrics
-from trainer.run import run as run_rank
-from trainer.synchronisers.table import TABLE
+from thinwire_text.__main__ import APP
+from thinwire_text.generate import continued
+from thinwire_text.models.transformer import transformer_small
+from thinwire_trainer.command import main
+from thinwire_trainer.command_line.options import Options
+from thinwire_trainer.errors import AgreedError, RunError
+from thinwire_trainer.records.metrics import read_metrics
+from thinwire_trainer.run import run as run_rank
+from thinwire_trainer.synchronisers.table import TABLE
 
 TINY = "--hidden 8 --batch-size 3 --window 5 --max-epochs 2 --dataset ptb"
 FAST = "--dnn lstmimdb --dataset imdb --hidden 16 --batch-size 2 --max-epochs 25 --lr 0.3"

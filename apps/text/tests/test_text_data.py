@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import text_files
-from text.data import imdb, ptb, pydoc
-from text.data.vocabulary import END, UNKNOWN, Vocabulary, words
-from trainer.data.faults import Faults
-from trainer.errors import RunError
+from thinwire_text.data import imdb, ptb, pydoc
+from thinwire_text.data.vocabulary import END, UNKNOWN, Vocabulary, words
+from thinwire_trainer.data.faults import Faults
+from thinwire_trainer.errors import RunError
 
 STRICT = Faults(skip=False)
 
@@ -31,7 +31,8 @@ def test_pydoc_is_a_small_corpus_whose_test_paragraphs_are_not_trained_on() -> N
 
 def test_the_same_python_gives_the_same_vocabulary() -> None:
     """Whatever the seed of its hashes, which decide the order of sets."""
-    code = "from text.data.pydoc import load; v = load(None).vocabulary; print(len(v), hash(('x',)) and v.tokens[2:9])"
+    code = "from thinwire_text.data.pydoc import load; v = load(None).vocabulary; "
+    code += "print(len(v), hash(('x',)) and v.tokens[2:9])"
     one, other = (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**env(), "PYTHONHASHSEED": s})
         for s in "12"

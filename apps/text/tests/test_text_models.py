@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from text.models.lstm import lstm, lstm_small
-from text.models.lstmimdb import lstmimdb
-from text.models.transformer import transformer, transformer_small
+from thinwire_text.models.lstm import lstm, lstm_small
+from thinwire_text.models.lstmimdb import lstmimdb
+from thinwire_text.models.transformer import transformer, transformer_small
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 

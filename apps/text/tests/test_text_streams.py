@@ -5,9 +5,9 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from text.streams import test_windows as windows_to_test
-from text.streams import train_windows
-from trainer.errors import RunError
+from thinwire_text.streams import test_windows as windows_to_test
+from thinwire_text.streams import train_windows
+from thinwire_trainer.errors import RunError
 
 
 @given(

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from communicators import SimulatedWorld
-from text.__main__ import APP
-from trainer.command_line.flags import parse
-from trainer.command_line.options import Options
-from trainer.run import run
+from thinwire_text.__main__ import APP
+from thinwire_trainer.command_line.flags import parse
+from thinwire_trainer.command_line.options import Options
+from thinwire_trainer.run import run
 
 PTB = {
     "train": " the cat sat on the <unk> \n the dog sat on N mats \n a cat and a dog ran \n" * 12,

@@ -6,9 +6,9 @@ from typing import Any
 
 import points
 import pytest
-from trainer.app import App
-from trainer.command_line.flags import entries_of, parse
-from trainer.command_line.options import Options
+from thinwire_trainer.app import App
+from thinwire_trainer.command_line.flags import entries_of, parse
+from thinwire_trainer.command_line.options import Options
 
 
 def owned_by(app: App, algorithm: str) -> set[str]:

@@ -30,13 +30,13 @@ import torch
 from communicators import CollectiveError, Communicator, SimulatedWorld, as_communicator
 from points import APP
 from resumed_runs import MEASURED
-from trainer.app import App
-from trainer.command_line.flags import parse
-from trainer.command_line.options import Options
-from trainer.launching.ending import exit_code
-from trainer.launching.placement import Placement
-from trainer.records.metrics import read_metrics
-from trainer.run import run
+from thinwire_trainer.app import App
+from thinwire_trainer.command_line.flags import parse
+from thinwire_trainer.command_line.options import Options
+from thinwire_trainer.launching.ending import exit_code
+from thinwire_trainer.launching.placement import Placement
+from thinwire_trainer.records.metrics import read_metrics
+from thinwire_trainer.run import run
 
 RUNS = (("dense", 1), ("oktopk", 1), ("gtopk", 2), ("spardl", 2), ("eager-majority", 2))
 STEPS = 9  # of 12, 6 an epoch: checkpoints at 6 and 8, one epoch in the metrics

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 import torch
+from thinwire_trainer.app import App
+from thinwire_trainer.command_line.options import Options
 from torch import Generator, Tensor, nn
 from torch.nn.functional import cross_entropy
-from trainer.app import App
-from trainer.command_line.options import Options
 
 FEATURES, CLASSES = 4, 3
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from communicators import CollectiveError, SimulatedWorld
-from trainer.app import App
-from trainer.command_line.options import Options
-from trainer.records.metrics import read_metrics
-from trainer.records.run_folder import RunFolder
-from trainer.run import run
-from trainer.training import phases
+from thinwire_trainer.app import App
+from thinwire_trainer.command_line.options import Options
+from thinwire_trainer.records.metrics import read_metrics
+from thinwire_trainer.records.run_folder import RunFolder
+from thinwire_trainer.run import run
+from thinwire_trainer.training import phases
 
 PHASES = {f"{name}_seconds" for name in (*phases.PHASES, "evaluation", "rest")}
 SECONDS = {"seconds", "compute_seconds", "communication_seconds"} | PHASES

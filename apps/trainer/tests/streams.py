@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from thinwire_trainer.app import App
+from thinwire_trainer.command_line import quantities
+from thinwire_trainer.command_line.flag import Flag
+from thinwire_trainer.command_line.options import Options
+from thinwire_trainer.command_line.parser import Parser
+from thinwire_trainer.errors import RunError
+from thinwire_trainer.trained import trained
 from torch import Generator, Tensor, nn
 from torch.nn.functional import cross_entropy
-from trainer.app import App
-from trainer.command_line import quantities
-from trainer.command_line.flag import Flag
-from trainer.command_line.options import Options
-from trainer.command_line.parser import Parser
-from trainer.errors import RunError
-from trainer.trained import trained
 
 SYMBOLS, HIDDEN, LENGTH, TESTS = 4, 5, 97, 5
 

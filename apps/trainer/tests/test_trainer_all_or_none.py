@@ -4,8 +4,8 @@ import pytest
 from communicators import Communicator, SimulatedWorld
 from hypothesis import given
 from hypothesis import strategies as st
-from trainer.all_or_none import all_or_none, gather_texts, require_same
-from trainer.errors import AgreedError, RunError
+from thinwire_trainer.all_or_none import all_or_none, gather_texts, require_same
+from thinwire_trainer.errors import AgreedError, RunError
 
 
 @given(texts=st.lists(st.text(max_size=20), min_size=1, max_size=6))

@@ -12,13 +12,13 @@ from communicators import Communicator, Link, SimulatedWorld
 from resumed_runs import Killed, assert_same_bits, killed_after, result, train
 from sparse_collectives import ALGORITHMS
 from sparse_collectives.prediction.cost import Handling
-from trainer.app import App
-from trainer.command_line.flags import parse
-from trainer.command_line.options import Options
-from trainer.errors import AgreedError, RunError
-from trainer.records.metrics import read_metrics
-from trainer.records.run_folder import RunFolder
-from trainer.run import run
+from thinwire_trainer.app import App
+from thinwire_trainer.command_line.flags import parse
+from thinwire_trainer.command_line.options import Options
+from thinwire_trainer.errors import AgreedError, RunError
+from thinwire_trainer.records.metrics import read_metrics
+from thinwire_trainer.records.run_folder import RunFolder
+from thinwire_trainer.run import run
 
 SLOW, FAST = Link(1e-6, 1e-5), Link(1e-6, 1e-12)
 MEASURING = "sparse_collectives.prediction.auto.measure_handling"
@@ -104,7 +104,7 @@ def test_a_run_that_is_gone_on_with_keeps_its_choice_and_measures_nothing(
     def measured(*given: object, **named: object) -> None:
         raise Killed("measured again")
 
-    monkeypatch.setattr("trainer.synchronisers.automatic.choose", measured)
+    monkeypatch.setattr("thinwire_trainer.synchronisers.automatic.choose", measured)
     read, real = [], RunFolder.recorded
     monkeypatch.setattr(RunFolder, "recorded", lambda folder: read.append(folder) or real(folder))
     train_over(now, app, replace(broken, resume="latest"), 3)

@@ -10,10 +10,10 @@ import torch
 from communicators import Communicator, SimulatedWorld, as_communicator
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from trainer.errors import AgreedError, DamagedError, RunError
-from trainer.records.checkpoint import Checkpoints, load
-from trainer.records.manifest import NAME, Manifest
-from trainer.records.metrics import MetricsFile
+from thinwire_trainer.errors import AgreedError, DamagedError, RunError
+from thinwire_trainer.records.checkpoint import Checkpoints, load
+from thinwire_trainer.records.manifest import NAME, Manifest
+from thinwire_trainer.records.metrics import MetricsFile
 
 ALONE = as_communicator(None)
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from resumed_runs import assert_same_bits, killed_after, result, train
-from trainer.app import App
-from trainer.command_line.options import Options
-from trainer.records.metrics import read_metrics
+from thinwire_trainer.app import App
+from thinwire_trainer.command_line.options import Options
+from thinwire_trainer.records.metrics import read_metrics
 
 
 @pytest.mark.parametrize("warm_up", ["2", "dgc:2"])

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 from resumed_runs import assert_same_bits, result, train
-from trainer.app import App
-from trainer.command_line.flags import parse
-from trainer.command_line.options import Options
-from trainer.errors import RunError
-from trainer.synchronisers.table import TABLE
+from thinwire_trainer.app import App
+from thinwire_trainer.command_line.flags import parse
+from thinwire_trainer.command_line.options import Options
+from thinwire_trainer.errors import RunError
+from thinwire_trainer.synchronisers.table import TABLE
 
 
 def written(tmp_path: Path, entries: object) -> str:

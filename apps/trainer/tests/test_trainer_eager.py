@@ -12,13 +12,13 @@ import pytest
 import torch
 from communicators import CollectiveError, SimulatedWorld, as_communicator
 from resumed_runs import assert_same_bits, killed_after, result, train
-from trainer.app import App
-from trainer.command_line.flags import parse
-from trainer.command_line.options import Options
-from trainer.errors import AgreedError, RunError
-from trainer.records.metrics import read_metrics
-from trainer.synchronisers import eager
-from trainer.synchronisers.table import TABLE
+from thinwire_trainer.app import App
+from thinwire_trainer.command_line.flags import parse
+from thinwire_trainer.command_line.options import Options
+from thinwire_trainer.errors import AgreedError, RunError
+from thinwire_trainer.records.metrics import read_metrics
+from thinwire_trainer.synchronisers import eager
+from thinwire_trainer.synchronisers.table import TABLE
 
 NAMES = ["eager-solo", "eager-majority", "eager-quorum"]
 
@@ -126,7 +126,7 @@ def test_a_state_that_no_meeting_has_left_is_refused(
     says, damage = DAMAGED[case]
     given = options(algorithm="eager-majority")
     train(app, given, 2)
-    from trainer.resuming import resume as resuming
+    from thinwire_trainer.resuming import resume as resuming
 
     real = resuming.load
 

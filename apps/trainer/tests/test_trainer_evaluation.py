@@ -5,11 +5,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from communicators import Communicator, SimulatedWorld
+from thinwire_trainer.app import App
+from thinwire_trainer.command_line.options import Options
+from thinwire_trainer.synchronisers.buffers import averaged_buffers
+from thinwire_trainer.training.evaluation import evaluate
 from torch import nn
-from trainer.app import App
-from trainer.command_line.options import Options
-from trainer.synchronisers.buffers import averaged_buffers
-from trainer.training.evaluation import evaluate
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 16])  # 16 ranks have 11 test samples: some have none

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from resumed_runs import assert_same_bits, killed_after, result, train
-from trainer.app import App
-from trainer.command_line.flags import parse
-from trainer.command_line.options import Options
-from trainer.errors import AgreedError, RunError
-from trainer.launching.device import own_device
-from trainer.records.run_folder import RunFolder
+from thinwire_trainer.app import App
+from thinwire_trainer.command_line.flags import parse
+from thinwire_trainer.command_line.options import Options
+from thinwire_trainer.errors import AgreedError, RunError
+from thinwire_trainer.launching.device import own_device
+from thinwire_trainer.records.run_folder import RunFolder
 
 
 def test_amp_casts_the_forward_of_training_alone(app: App, options: Callable[..., Options]) -> None:

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from resumed_runs import train
-from trainer.app import App, LeavesOut, Task
-from trainer.command_line.options import Options
-from trainer.data.faults import Faults
-from trainer.data.files import read_text
-from trainer.errors import RunError
-from trainer.records.metrics import read_metrics
+from thinwire_trainer.app import App, LeavesOut, Task
+from thinwire_trainer.command_line.options import Options
+from thinwire_trainer.data.faults import Faults
+from thinwire_trainer.data.files import read_text
+from thinwire_trainer.errors import RunError
+from thinwire_trainer.records.metrics import read_metrics
 
 
 def read(path: Path, *, skip: bool) -> Faults:

@@ -18,14 +18,14 @@ from sparse_collectives.training.schemes.table import WHOLE
 from sparse_collectives.wire.half import DENSE_WIRES as KNOWN_DENSE_WIRES
 from sparse_collectives.wire.wire import WIRES as KNOWN_WIRES
 from sparse_compress import DGCTopK, GaussianK, RandomK, Threshold, TopK
-from trainer.app import App
-from trainer.command_line.flag import Flag
-from trainer.command_line.flags import parse
-from trainer.errors import RunError
-from trainer.run import run
-from trainer.synchronisers.literals import literal_dict
-from trainer.synchronisers.periodic import MAKERS
-from trainer.synchronisers.table import DENSE_WIRE, TABLE, WIRE, Synchronisation
+from thinwire_trainer.app import App
+from thinwire_trainer.command_line.flag import Flag
+from thinwire_trainer.command_line.flags import parse
+from thinwire_trainer.errors import RunError
+from thinwire_trainer.run import run
+from thinwire_trainer.synchronisers.literals import literal_dict
+from thinwire_trainer.synchronisers.periodic import MAKERS
+from thinwire_trainer.synchronisers.table import DENSE_WIRE, TABLE, WIRE, Synchronisation
 
 
 def test_the_published_command(app: App) -> None:
@@ -139,10 +139,10 @@ def test_a_wrong_flag_is_named_with_what_was_expected(app: App, flags: str, says
 
 
 def test_tensorboard_is_asked_for_only_where_it_is(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.command_line.flags.find_spec", lambda name: None)
+    monkeypatch.setattr("thinwire_trainer.command_line.flags.find_spec", lambda name: None)
     with pytest.raises(RunError, match="pip install tensorboard"):
         parse(["--tensorboard"], app, world_size=None)
-    monkeypatch.setattr("trainer.command_line.flags.find_spec", lambda name: name)
+    monkeypatch.setattr("thinwire_trainer.command_line.flags.find_spec", lambda name: name)
     assert parse(["--tensorboard"], app, world_size=None).tensorboard
 
 
@@ -232,7 +232,7 @@ def test_a_new_line_in_the_table_is_a_new_flag(tmp_path: Path, monkeypatch: pyte
 
 
 def test_flags_are_checked_before_anything_heavy_is_imported() -> None:
-    program = "import sys, trainer.command; sys.exit(bool({'torch', 'numpy', 'mpi4py'} & set(sys.modules)))"
+    program = "import sys, thinwire_trainer.command; sys.exit(bool({'torch', 'numpy', 'mpi4py'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
@@ -344,7 +344,7 @@ def test_a_run_says_what_of_the_rate_it_does_not_come_to(
 
 @pytest.mark.parametrize("algorithm", [*ALGORITHMS, *WHOLE])
 def test_own_flags_reach_the_optimizer(app: App, algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trainer.synchronisers import synchronous
+    from thinwire_trainer.synchronisers import synchronous
 
     asked: list[dict[str, Any]] = []
 

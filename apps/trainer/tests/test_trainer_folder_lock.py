@@ -14,20 +14,20 @@ from typing import Any
 
 import pytest
 from communicators import Communicator, SimulatedWorld, as_communicator
-from trainer.app import App
-from trainer.command_line.options import Options
-from trainer.errors import AgreedError
-from trainer.records import folder_lock
-from trainer.records.folder_lock import FolderLock, locked
-from trainer.records.metrics import read_metrics
-from trainer.run import run
+from thinwire_trainer.app import App
+from thinwire_trainer.command_line.options import Options
+from thinwire_trainer.errors import AgreedError
+from thinwire_trainer.records import folder_lock
+from thinwire_trainer.records.folder_lock import FolderLock, locked
+from thinwire_trainer.records.metrics import read_metrics
+from thinwire_trainer.run import run
 
 ALONE = as_communicator(None)
 HOLDER = """
 import sys
 from pathlib import Path
 from communicators import as_communicator
-from trainer.records.folder_lock import locked
+from thinwire_trainer.records.folder_lock import locked
 with locked(Path(sys.argv[1]), as_communicator(None)):
     print("held", flush=True)
     sys.stdin.read()

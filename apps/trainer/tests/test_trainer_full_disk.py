@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 from communicators import Communicator, SimulatedWorld
-from trainer.app import App
-from trainer.command_line.options import Options
-from trainer.launching.ending import exit_code
-from trainer.launching.placement import Placement
-from trainer.records.run_folder import RunFolder
-from trainer.run import run
+from thinwire_trainer.app import App
+from thinwire_trainer.command_line.options import Options
+from thinwire_trainer.launching.ending import exit_code
+from thinwire_trainer.launching.placement import Placement
+from thinwire_trainer.records.run_folder import RunFolder
+from thinwire_trainer.run import run
 
 
 def ended(app: App, options: Options, *, output: io.StringIO | None = None) -> tuple[list[int], list[str]]:
@@ -49,7 +49,7 @@ def largest_file(nbytes: int) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def sizes(points_app: App, tmp_path_factory: pytest.TempPathFactory) -> list[int]:
     """Of all files that a run writes: below each of them something else is the first that has no room."""
-    from trainer.command_line.flags import parse
+    from thinwire_trainer.command_line.flags import parse
 
     folder = tmp_path_factory.mktemp("sizes")
     flags = f"--algorithm gtopk --batch-size 4 --max-epochs 2 --checkpoint-every 2 --output {folder}"
@@ -82,7 +82,7 @@ def test_without_room_at_the_start_the_advice_can_be_taken(
     name: str,
     kept: dict[str, str] | None,
 ) -> None:
-    monkeypatch.setattr("trainer.run._kept", lambda task: kept)
+    monkeypatch.setattr("thinwire_trainer.run._kept", lambda task: kept)
     real = os.fsync
 
     def full(descriptor: int) -> None:

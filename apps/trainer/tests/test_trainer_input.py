@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from thinwire_trainer.app import Reads
+from thinwire_trainer.training.input import ahead, train_input
 from torch import Tensor
-from trainer.app import Reads
-from trainer.training.input import ahead, train_input
 
 
 @given(batches=st.integers(0, 9), readers=st.integers(0, 4))

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 from resumed_runs import assert_same_bits, killed_after, result, train
-from trainer.app import App
-from trainer.command_line.options import Options
-from trainer.records.run_folder import RunFolder
+from thinwire_trainer.app import App
+from thinwire_trainer.command_line.options import Options
+from thinwire_trainer.records.run_folder import RunFolder
 
 CHAINS: dict[str, dict[str, object]] = {
     "dense": {},

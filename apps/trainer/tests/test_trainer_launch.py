@@ -9,12 +9,12 @@ from pathlib import Path
 import communicators
 import pytest
 import torch
-from trainer.app import App
-from trainer.command import main
-from trainer.errors import RunError
-from trainer.launching import workers
-from trainer.launching.placement import Placement
-from trainer.launching.world import joined
+from thinwire_trainer.app import App
+from thinwire_trainer.command import main
+from thinwire_trainer.errors import RunError
+from thinwire_trainer.launching import workers
+from thinwire_trainer.launching.placement import Placement
+from thinwire_trainer.launching.world import joined
 
 
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> None:
@@ -119,7 +119,7 @@ def test_the_workers_end_when_the_process_that_started_them_is_killed(tmp_path: 
     )
     script.chmod(0o755)
     program = (
-        "from trainer.launching import workers\n"
+        "from thinwire_trainer.launching import workers\n"
         f"workers.find_mpiexec = lambda: {str(script)!r}\n"
         "workers.start_workers('m', [], 2)"
     )

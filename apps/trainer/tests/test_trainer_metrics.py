@@ -4,9 +4,9 @@ import os
 from pathlib import Path
 
 import pytest
-from trainer.errors import DamagedError
-from trainer.records.metrics import MetricsFile, read_metrics
-from trainer.records.run_folder import RunFolder
+from thinwire_trainer.errors import DamagedError
+from thinwire_trainer.records.metrics import MetricsFile, read_metrics
+from thinwire_trainer.records.run_folder import RunFolder
 
 
 def test_rows_come_back_and_are_cut_to_a_checkpoint(tmp_path: Path) -> None:

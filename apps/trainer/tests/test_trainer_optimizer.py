@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from resumed_runs import assert_same_bits, killed_after, result, train
-from trainer.app import App
-from trainer.command_line.flags import parse
-from trainer.command_line.options import Options
-from trainer.errors import AgreedError, RunError
-from trainer.synchronisers.table import TABLE, Flag, Synchronisation
+from thinwire_trainer.app import App
+from thinwire_trainer.command_line.flags import parse
+from thinwire_trainer.command_line.options import Options
+from thinwire_trainer.errors import AgreedError, RunError
+from thinwire_trainer.synchronisers.table import TABLE, Flag, Synchronisation
 
 
 @pytest.mark.parametrize("algorithm", TABLE)
@@ -55,7 +55,7 @@ def test_adamw_on_one_rank_is_adamw(
             steps.append(1)
             return super().step(*args)
 
-    monkeypatch.setattr("trainer.synchronisers.inner.AdamW", Noted)
+    monkeypatch.setattr("thinwire_trainer.synchronisers.inner.AdamW", Noted)
     flags = {"algorithm": algorithm, "optimizer": "adamw", "weight_decay": 0.1, "lr": 0.01, "max_epochs": 1}
     train(app, options(output=tmp_path / "run", **flags), 1)
     assert made == [{"lr": 0.01, "weight_decay": 0.1}]

@@ -10,14 +10,14 @@ import streams
 import torch
 from communicators import SimulatedWorld
 from resumed_runs import assert_same_bits, killed_after, result, train
-from trainer.app import Batches, Carries, Keeps
-from trainer.command_line.flags import parse
-from trainer.command_line.options import Options
-from trainer.errors import AgreedError, RunError
-from trainer.records.fingerprint import fingerprint
-from trainer.records.metrics import read_metrics
-from trainer.records.run_folder import RunFolder
-from trainer.run import run
+from thinwire_trainer.app import Batches, Carries, Keeps
+from thinwire_trainer.command_line.flags import parse
+from thinwire_trainer.command_line.options import Options
+from thinwire_trainer.errors import AgreedError, RunError
+from thinwire_trainer.records.fingerprint import fingerprint
+from thinwire_trainer.records.metrics import read_metrics
+from thinwire_trainer.records.run_folder import RunFolder
+from thinwire_trainer.run import run
 
 
 @pytest.fixture

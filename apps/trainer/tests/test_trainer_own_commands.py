@@ -12,12 +12,12 @@ import streams
 import torch
 from communicators import Communicator, SimulatedWorld
 from resumed_runs import assert_same_bits, killed_after, train
-from trainer.app import App
-from trainer.command import main
-from trainer.command_line.flags import parse
-from trainer.command_line.options import Options
-from trainer.errors import AgreedError, DamagedError, RunError
-from trainer.trained import trained
+from thinwire_trainer.app import App
+from thinwire_trainer.command import main
+from thinwire_trainer.command_line.flags import parse
+from thinwire_trainer.command_line.options import Options
+from thinwire_trainer.errors import AgreedError, DamagedError, RunError
+from thinwire_trainer.trained import trained
 
 APP = streams.APP
 
@@ -190,7 +190,7 @@ def test_a_model_is_there_without_what_only_training_needed(tmp_path: Path, monk
     train(APP, asked("--checkpoint-every", "0", "--output", str(tmp_path / "run")), 1)
     config = tmp_path / "run" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"tensorboard": True}))
-    monkeypatch.setattr("trainer.command_line.flags.find_spec", lambda name: None)
+    monkeypatch.setattr("thinwire_trainer.command_line.flags.find_spec", lambda name: None)
     assert trained(APP, tmp_path / "run").source.name == "model.pt"
 
 
@@ -206,7 +206,7 @@ def test_a_run_without_a_checkpoint_has_no_model_yet(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     def body(comm: Communicator) -> None:
-        from trainer.run import run
+        from thinwire_trainer.run import run
 
         run(replace(APP, build=build), options, comm)
 

@@ -9,11 +9,11 @@ import pytest
 import streams
 import torch
 from communicators import SimulatedWorld
-from trainer.command import main
-from trainer.command_line.flags import parse
-from trainer.errors import AgreedError, UsageError
-from trainer.run import run
-from trainer.synchronisers.table import Flag
+from thinwire_trainer.command import main
+from thinwire_trainer.command_line.flags import parse
+from thinwire_trainer.errors import AgreedError, UsageError
+from thinwire_trainer.run import run
+from thinwire_trainer.synchronisers.table import Flag
 
 RECORDED = ["parameters", "app", "torch", "python", "hardware", "world_size", "choice"]
 TAKEN = [*RECORDED, "lr", "help", "rank", "density", "config", "own", "free", "no_lr"]

@@ -8,11 +8,11 @@ import torch
 from communicators import as_communicator
 from resumed_runs import train
 from sparse_collectives.training.schemes.selections import Selections
-from trainer import run as run_module
-from trainer.app import App
-from trainer.command_line.options import Options
-from trainer.records.metrics import read_metrics
-from trainer.training.phases import PHASES, DeviceStopwatch, HostStopwatch, Phases, stopwatch_of
+from thinwire_trainer import run as run_module
+from thinwire_trainer.app import App
+from thinwire_trainer.command_line.options import Options
+from thinwire_trainer.records.metrics import read_metrics
+from thinwire_trainer.training.phases import PHASES, DeviceStopwatch, HostStopwatch, Phases, stopwatch_of
 
 
 def counting() -> Phases:

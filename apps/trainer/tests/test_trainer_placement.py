@@ -1,7 +1,7 @@
 """Which launcher started this process, and as what."""
 
 import pytest
-from trainer.launching.placement import Placement, placement
+from thinwire_trainer.launching.placement import Placement, placement
 
 MPICH = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1"}
 SLURM = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"}

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 from resumed_runs import train
-from trainer.app import App
-from trainer.command_line.options import Options
-from trainer.plot import curves_of, main, named, rows_of
-from trainer.records.metrics import read_metrics
+from thinwire_trainer.app import App
+from thinwire_trainer.command_line.options import Options
+from thinwire_trainer.plot import curves_of, main, named, rows_of
+from thinwire_trainer.records.metrics import read_metrics
 
 
 @pytest.mark.parametrize("kind", ["png", "svg"])

@@ -11,16 +11,16 @@ import pytest
 import torch
 from communicators import Communicator
 from resumed_runs import assert_same_bits, killed_after, result, train
-from trainer import run as run_module
-from trainer.app import App
-from trainer.command_line.options import Options
-from trainer.errors import AgreedError
-from trainer.records.metrics import read_metrics
-from trainer.records.run_folder import RunFolder
-from trainer.synchronisers.periodic import MAKERS
-from trainer.synchronisers.synchroniser import Synchroniser
-from trainer.synchronisers.table import TABLE
-from trainer.training.learning_rate import cosine
+from thinwire_trainer import run as run_module
+from thinwire_trainer.app import App
+from thinwire_trainer.command_line.options import Options
+from thinwire_trainer.errors import AgreedError
+from thinwire_trainer.records.metrics import read_metrics
+from thinwire_trainer.records.run_folder import RunFolder
+from thinwire_trainer.synchronisers.periodic import MAKERS
+from thinwire_trainer.synchronisers.synchroniser import Synchroniser
+from thinwire_trainer.synchronisers.table import TABLE
+from thinwire_trainer.training.learning_rate import cosine
 
 State = dict[str, Any]
 FED_BACK = ["topk-allgather", "topk-dsa", "gtopk", "oktopk", "spardl", "powersgd", "dense-int8"]
@@ -210,7 +210,7 @@ def test_every_rank_refuses_what_one_file_makes_impossible(
 def test_an_algorithm_that_does_not_say_how_refuses(
     app: App, options: Callable[..., Options], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.synchronisers.synchronous.SynchronousSGD.resized", Synchroniser.resized)
+    monkeypatch.setattr("thinwire_trainer.synchronisers.synchronous.SynchronousSGD.resized", Synchroniser.resized)
     train(app, options(lr_schedule="constant", max_epochs=1), 2)
     with pytest.raises(AgreedError, match="goes on with as many ranks only: leave --residuals out"):
         train(app, options(lr_schedule="constant", resume=True, residuals="drop"), 3)

@@ -16,19 +16,19 @@ from communicators import Communicator, SimulatedWorld
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from resumed_runs import SECONDS, assert_same_bits, killed_after, result, train
-from trainer import run as run_module
-from trainer.app import App
-from trainer.command_line.flags import table_of
-from trainer.command_line.options import BEFORE, Options
-from trainer.errors import AgreedError
-from trainer.records.manifest import FileRecord
-from trainer.records.metrics import read_metrics
-from trainer.records.run_folder import RunFolder
-from trainer.run import run
-from trainer.synchronisers.periodic import MAKERS
-from trainer.synchronisers.table import TABLE
-from trainer.training import replica as replica_module
-from trainer.training.replica import Replica
+from thinwire_trainer import run as run_module
+from thinwire_trainer.app import App
+from thinwire_trainer.command_line.flags import table_of
+from thinwire_trainer.command_line.options import BEFORE, Options
+from thinwire_trainer.errors import AgreedError
+from thinwire_trainer.records.manifest import FileRecord
+from thinwire_trainer.records.metrics import read_metrics
+from thinwire_trainer.records.run_folder import RunFolder
+from thinwire_trainer.run import run
+from thinwire_trainer.synchronisers.periodic import MAKERS
+from thinwire_trainer.synchronisers.table import TABLE
+from thinwire_trainer.training import replica as replica_module
+from thinwire_trainer.training.replica import Replica
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

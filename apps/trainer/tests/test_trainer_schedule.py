@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from trainer.training.learning_rate import SHAPES, factor, milestones, rate_schedule
+from thinwire_trainer.training.learning_rate import SHAPES, factor, milestones, rate_schedule
 
 
 @given(

@@ -4,7 +4,7 @@ import mmap
 import os
 import time
 
-from trainer.launching.workers import remove_left_behind
+from thinwire_trainer.launching.workers import remove_left_behind
 
 
 def test_what_nobody_has_mapped_goes(tmp_path):

@@ -11,12 +11,12 @@ import pytest
 import streams
 import torch
 from resumed_runs import assert_same_bits, result, train
+from thinwire_trainer.command_line.flags import parse
+from thinwire_trainer.command_line.options import Options
+from thinwire_trainer.errors import AgreedError
+from thinwire_trainer.synchronisers.table import TABLE
 from torch import Tensor, nn
 from torch.nn.functional import embedding
-from trainer.command_line.flags import parse
-from trainer.command_line.options import Options
-from trainer.errors import AgreedError
-from trainer.synchronisers.table import TABLE
 
 
 class Sparse(streams.Net):

@@ -10,20 +10,20 @@ import pytest
 import torch
 from communicators import Communicator, SimulatedWorld, Work, allreduce, allreduce_async
 from resumed_runs import assert_same_bits, killed_after, result, train
+from thinwire_trainer.app import App
+from thinwire_trainer.command_line import quantities
+from thinwire_trainer.command_line.flag import Flag
+from thinwire_trainer.command_line.options import Options
+from thinwire_trainer.errors import AgreedError
+from thinwire_trainer.records.metrics import read_metrics
+from thinwire_trainer.resuming.likeness import require_equal, require_like
+from thinwire_trainer.run import run
+from thinwire_trainer.synchronisers.buffers import averaged_buffers
+from thinwire_trainer.synchronisers.optimizer_state import completed_schedule, require_schedule
+from thinwire_trainer.synchronisers.synchroniser import Rates, State, Synchroniser
+from thinwire_trainer.synchronisers.table import Synchronisation
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
-from trainer.app import App
-from trainer.command_line import quantities
-from trainer.command_line.flag import Flag
-from trainer.command_line.options import Options
-from trainer.errors import AgreedError
-from trainer.records.metrics import read_metrics
-from trainer.resuming.likeness import require_equal, require_like
-from trainer.run import run
-from trainer.synchronisers.buffers import averaged_buffers
-from trainer.synchronisers.optimizer_state import completed_schedule, require_schedule
-from trainer.synchronisers.synchroniser import Rates, State, Synchroniser
-from trainer.synchronisers.table import Synchronisation
 
 
 class Periodic(Synchroniser):

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from communicators import as_communicator
 from resumed_runs import assert_same_bits, result
-from trainer.app import App
-from trainer.command_line.options import Options
-from trainer.records.trace import RECORDED, on_tracks
-from trainer.run import run
-from trainer.training.phases import PHASES
+from thinwire_trainer.app import App
+from thinwire_trainer.command_line.options import Options
+from thinwire_trainer.records.trace import RECORDED, on_tracks
+from thinwire_trainer.run import run
+from thinwire_trainer.training.phases import PHASES
 
 
 def test_the_trace_has_every_phase_of_the_recorded_steps_and_changes_nothing(

@@ -1,5 +1,0 @@
-"""Image classification with every synchronisation algorithm: `python -m cifar --help`."""
-
-from cifar.version import __version__
-
-__all__ = ["__version__"]

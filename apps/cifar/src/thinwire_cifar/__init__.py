@@ -1,0 +1,5 @@
+"""Image classification with every synchronisation algorithm: `python -m cifar --help`."""
+
+from thinwire_cifar.version import __version__
+
+__all__ = ["__version__"]

@@ -1,0 +1,126 @@
+"""MNIST (LeCun et al. 1998): 60,000 training and 10,000 test images, 28×28, grey; idx files, also compressed (.gz).
+
+An idx file begins with 0, 0, the type of an element (8: unsigned byte) and the number of dimensions; then the length of
+each dimension, 32 bits, most significant byte first; then the elements.
+"""
+
+import gzip
+import math
+import zlib
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from thinwire_trainer.errors import RunError
+
+from thinwire_cifar.data.download import fetch, one_at_a_time
+from thinwire_cifar.data.images import Images, Loaded
+from thinwire_cifar.data.published import Remote, difference, warn
+
+SOURCE = "https://ossci-datasets.s3.amazonaws.com/mnist/"
+PLACES = ("", "mnist", "MNIST/raw")  # below the data folder; the last is torchvision's
+SIZE, CLASSES = 28, 10
+LARGEST = 1 << 32  # bytes; a header that claims more is damaged
+
+# split -> (images, [(file, MD5 of its content, MD5 of the published .gz) of pixels and of labels])
+FILES = {
+    "train": (
+        60_000,
+        [
+            ("train-images-idx3-ubyte", "6bbc9ace898e44ae57da46a324031adb", "f68b3c2dcbeaaa9fbdd348bbdeb94873"),
+            ("train-labels-idx1-ubyte", "a25bea736e30d166cdddb491f175f624", "d53e105ee54ea40749a09fcbcd1e9432"),
+        ],
+    ),
+    "test": (
+        10_000,
+        [
+            ("t10k-images-idx3-ubyte", "2646ac647ad5339dbf082846283269ea", "9fb629c4189551a2d022fa330f9573f3"),
+            ("t10k-labels-idx1-ubyte", "27ae3e4e09519cfbb04c329615203637", "ec29112dd5afa0611ce80d1b7f02629c"),
+        ],
+    ),
+}
+
+
+def load(data_dir: Path, *, download: bool = False) -> Images:
+    """The data set; RunError, with what to do, if a file is missing, truncated or of another format.
+
+    Files of another length or checksum are used, with one warning.
+    """
+    if download:
+        _download(data_dir)
+    differences: list[str] = []
+    train, test = (_split(data_dir, split, differences) for split in FILES)
+    warn(data_dir, differences)
+    return Images(train=train, test=test, classes=CLASSES, channels=1, size=SIZE, mean=(33.3,), deviation=(78.6,))
+
+
+def read_idx(path: Path, *, dimensions: int) -> tuple[npt.NDArray[np.uint8], bytes]:
+    """The array of one file, and the file's content, decompressed; RunError if it is truncated or of another format."""
+    header = 4 + 4 * dimensions
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            begin = file.read(header)
+            if len(begin) == header and begin[:4] != bytes([0, 0, 8, dimensions]):
+                raise RunError(
+                    f"{path} begins with {begin[:4].hex(' ')}, expected 00 00 08 {dimensions:02x} (idx, bytes in "
+                    f"{dimensions} dimensions): it is another file"
+                )
+            shape = np.frombuffer(begin[4:], ">u4").tolist() if len(begin) == header else [0]
+            expected = math.prod(shape)
+            content = file.read(min(expected, LARGEST) + 1)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise RunError(f"{path} is truncated or damaged ({error}): get it again from {SOURCE}") from None
+    if len(begin) < header:
+        raise RunError(f"{path} has {len(begin)} bytes, a header alone has {header}: it is truncated")
+    if len(content) != expected:
+        claimed = f"{' × '.join(map(str, shape))} bytes"
+        has = "more" if len(content) > expected else f"{len(content):,}"
+        raise RunError(f"{path} is truncated or damaged: its header says {claimed}, and it has {has}")
+    return np.frombuffer(content, np.uint8).reshape(shape), begin + content
+
+
+def _split(data_dir: Path, split: str, differences: list[str]) -> Loaded:
+    expected, files = FILES[split]
+    arrays = []
+    for (name, md5, _), dimensions in zip(files, (3, 1), strict=True):
+        path = _found(data_dir, name)
+        array, content = read_idx(path, dimensions=dimensions)
+        differences.append(difference(path.name, content, records=len(array), expected=expected, checksum=f"md5:{md5}"))
+        arrays.append(array)
+    pixels, labels = arrays
+    _check(data_dir, split, pixels, labels)
+    return Loaded(pixels=torch.from_numpy(pixels.copy()).unsqueeze(1), labels=torch.from_numpy(labels.astype(np.int64)))
+
+
+def _check(folder: Path, split: str, pixels: npt.NDArray[np.uint8], labels: npt.NDArray[np.uint8]) -> None:
+    if pixels.shape[1:] != (SIZE, SIZE):
+        raise RunError(
+            f"{folder}: the {split} images have {pixels.shape[1]} × {pixels.shape[2]} pixels, expected 28 × 28"
+        )
+    if len(pixels) != len(labels) or not len(labels):
+        raise RunError(f"{folder}: {len(pixels):,} {split} images and {len(labels):,} labels, expected one for each")
+    if labels.max() >= CLASSES:
+        raise RunError(f"{folder}: a {split} label is {labels.max()}, expected 0 … {CLASSES - 1}")
+
+
+def _paths(data_dir: Path, name: str) -> list[Path]:
+    return [data_dir / place / file for place in PLACES for file in (name, f"{name}.gz")]
+
+
+def _found(data_dir: Path, name: str) -> Path:
+    for path in _paths(data_dir, name):
+        if path.is_file():
+            return path
+    raise RunError(
+        f"{data_dir / name} is missing (or {name}.gz; also below {' or '.join(filter(None, PLACES))}): "
+        f"get it from {SOURCE}{name}.gz, or give --download"
+    )
+
+
+def _download(data_dir: Path) -> None:
+    with one_at_a_time(data_dir):
+        for _, files in FILES.values():
+            for name, _, md5 in files:
+                if not any(path.is_file() for path in _paths(data_dir, name)):
+                    fetch(Remote(url=f"{SOURCE}{name}.gz", checksum=f"md5:{md5}"), data_dir)

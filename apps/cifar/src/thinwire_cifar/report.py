@@ -1,0 +1,116 @@
+"""What the demo found: a table, and what it means."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+from thinwire_trainer.records.metrics import Row
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """One run as measured. Seconds are per step."""
+
+    accuracy: float  # after the last epoch, 0 … 1
+    images: int  # it was tested with
+    nbytes: float  # sent per step by the busiest rank
+    compute: float
+    communication: float  # compression, exchange, waiting
+
+    @property
+    def uncertainty(self) -> float:
+        """Binomial standard error of the accuracy, √(p(1 − p)/N); p as with one image more right and one more wrong, so
+        that it is not 0 where all are right.
+        """
+        p = (self.accuracy * self.images + 1) / (self.images + 2)
+        return math.sqrt(p * (1 - p) / self.images)
+
+    @property
+    def step(self) -> float:
+        """A whole step."""
+        return self.compute + self.communication
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """A step on a slower network, in seconds: compute and selection as measured, the exchange as simulated."""
+
+    compute: float
+    selection: float
+    exchange: float
+
+    @property
+    def step(self) -> float:
+        """A whole step."""
+        return self.compute + self.selection + self.exchange
+
+
+def summarise(rows: Sequence[Row], *, images: int) -> Summary:
+    """The figures of a run out of its metrics, which was tested with so many images."""
+    steps = _number(rows[-1]["steps"])
+
+    def per_step(name: str) -> float:
+        return sum(_number(row[name]) for row in rows) / steps
+
+    return Summary(
+        accuracy=_number(rows[-1]["test_accuracy"]),
+        images=images,
+        nbytes=per_step("bytes_sent"),
+        compute=per_step("compute_seconds"),
+        communication=per_step("communication_seconds"),
+    )
+
+
+def show(
+    summaries: Mapping[str, Summary], predictions: Mapping[str, Prediction], *, ranks: int, console: Console
+) -> None:
+    """Print the table and its reading; predictions are for 1 Gbit/s."""
+    table = Table(title=f"ResNet-20 on handwritten digits, {ranks} ranks")
+    for heading in ("", "accuracy", "bytes/step", "step", "of it exchange", "at 1 Gbit/s"):
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    table.add_row("", "test", "each rank", "measured", "measured", "predicted", style="dim", end_section=True)
+    for name, summary in summaries.items():
+        table.add_row(
+            name,
+            f"{100 * summary.accuracy:.1f} ± {100 * summary.uncertainty:.1f} %",
+            f"{summary.nbytes:,.0f}",
+            f"{1e3 * summary.step:.1f} ms",
+            f"{1e3 * summary.communication:.1f} ms",
+            f"{1e3 * predictions[name].step:.1f} ms",
+        )
+    console.print(table)
+    console.print(reading(summaries, predictions), highlight=False)
+
+
+def reading(summaries: Mapping[str, Summary], predictions: Mapping[str, Prediction]) -> str:
+    """What the figures of a dense and a sparse run say, and what they do not."""
+    (_, dense), (name, sparse) = summaries.items()
+    before, after = predictions.values()
+    return (
+        f"{_difference(name, dense, sparse)}\n"
+        f"Here, over shared memory, bytes cost next to nothing and selecting them does not: with selection and "
+        f"waiting, the {name} exchange takes {sparse.communication / dense.communication:.1f} times as long as the "
+        f"dense one. Leave it off on such a machine.\n"
+        f"{name} sends {dense.nbytes / sparse.nbytes:.0f} times fewer bytes. At 1 Gbit/s they would travel in "
+        f"{1e3 * after.exchange:.1f} ms instead of {1e3 * before.exchange:.1f} ms, and selecting takes "
+        f"{1e3 * after.selection:.1f} ms: steps {before.step / after.step:.2f} times as fast. (Predicted: compute "
+        f"and selection as measured here, messages in a simulated network at 50 µs + 8 ns a byte.)\n"
+        f"Dense bytes are counted as a ring sends them, 2n(P − 1)/P elements: MPI does not tell."
+    )
+
+
+def _difference(name: str, dense: Summary, sparse: Summary) -> str:
+    """Whether accuracies differ by more than the test can tell."""
+    points, error = 100 * (sparse.accuracy - dense.accuracy), 100 * math.hypot(dense.uncertainty, sparse.uncertainty)
+    within = "within" if abs(points) <= error else "more than"
+    return (
+        f"{name} is {abs(points):.1f} points {'below' if points < 0 else 'above'} dense, {within} ± {error:.1f}, the "
+        f"standard error that {dense.images} test images leave; seeds differ as much (README)."
+    )
+
+
+def _number(value: float | str | None) -> float:
+    assert isinstance(value, int | float)
+    return value

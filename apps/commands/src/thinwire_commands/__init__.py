@@ -1,0 +1,8 @@
+"""Short names for the apps: `python -m cifar` is `python -m thinwire_cifar`, and so for `text` and `deepspeech`.
+
+The names are folders without an `__init__.py`, so a package of the same name that is installed goes before them.
+"""
+
+from thinwire_commands.version import __version__
+
+__all__ = ["__version__"]

@@ -1,0 +1,48 @@
+"""`python -m deepspeech`: speech recognition; `--help` lists the flags."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from thinwire_trainer.app import App
+from thinwire_trainer.command import main
+from thinwire_trainer.errors import RunError
+
+from thinwire_deepspeech.catalogue import DATASETS, ELSEWHERE, FLAGS, MODELS
+
+if TYPE_CHECKING:
+    import torch
+    from thinwire_trainer.command_line.options import Options
+
+    from thinwire_deepspeech.recognition import Recognition
+
+
+def build(options: Options, device: torch.device) -> Recognition:
+    """The task; torch is imported only here, after the flags have been checked."""
+    from thinwire_deepspeech.recognition import build
+
+    return build(options, device)
+
+
+def check(options: Options) -> None:
+    """RunError for what has no effect."""
+    if options.app["skip_bad"] and options.dataset == "spoken-digits":
+        raise RunError("--skip-bad has no effect on spoken-digits, which are made where they are damaged: leave it out")
+
+
+APP = App(
+    module="thinwire_deepspeech",
+    models=MODELS,
+    datasets=DATASETS,
+    build=build,
+    defaults={"batch_size": 8, "lr": 0.01, "clip_norm": 20.0, "warmup_epochs": 1.0, "max_epochs": 8},
+    ignores=frozenset({"label_smoothing", "download"}),
+    elsewhere=ELSEWHERE,
+    flags=FLAGS,
+    check=check,
+    commands={"transcribe": "thinwire_deepspeech.transcribe:main"},
+)
+
+if __name__ == "__main__":
+    sys.exit(main(APP))

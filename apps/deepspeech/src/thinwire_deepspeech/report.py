@@ -1,0 +1,58 @@
+"""What the demo found, as a table."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean
+
+from rich.console import Console
+from rich.table import Table
+from thinwire_trainer.records.metrics import Row
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Of one run, after its last epoch. Error rates: 0 … 1."""
+
+    wer: float  # at speeds and pitches that were not trained on
+    wer_voices: float  # by voices that were not
+    seconds: float  # of all epochs, with their evaluations
+    nbytes: float  # that the busiest rank sent in a step
+
+
+def outcome(rows: Sequence[Row]) -> Outcome:
+    """Of a run by its metrics."""
+    last = rows[-1]
+    return Outcome(
+        wer=_number(last["wer"]),
+        wer_voices=_number(last["wer_voices"]),
+        seconds=sum(_number(row["seconds"]) for row in rows),
+        nbytes=sum(_number(row["bytes_sent"]) for row in rows) / _number(last["steps"]),
+    )
+
+
+def show(outcomes: Mapping[str, Sequence[Outcome]], *, ranks: int, console: Console) -> None:
+    """Print the table: a line an algorithm, means over its runs, which differ by their seeds."""
+    table = Table(title=f"Spoken digits (synthetic speech), {ranks} ranks: word error rates")
+    for heading in ("", "speeds, pitches", "voices", "bytes/step", "training"):
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    table.add_row("", "held out, %", "held out, %", "each rank", "and tests", style="dim", end_section=True)
+    for name, runs in outcomes.items():
+        table.add_row(
+            name,
+            _rates([run.wer for run in runs]),
+            _rates([run.wer_voices for run in runs]),
+            f"{mean(run.nbytes for run in runs):,.0f}",
+            f"{mean(run.seconds for run in runs):.0f} s",
+        )
+    console.print(table)
+
+
+def _rates(rates: Sequence[float]) -> str:
+    """The mean in %, and the least and the greatest where there are several."""
+    span = f" ({100 * min(rates):.1f} … {100 * max(rates):.1f})" if len(rates) > 1 else ""
+    return f"{100 * mean(rates):.1f}{span}"
+
+
+def _number(value: float | str | None) -> float:
+    assert isinstance(value, int | float)
+    return float(value)

@@ -1,5 +1,0 @@
-"""Sentiment and language modelling with every synchronisation algorithm of thinwire."""
-
-from text.version import __version__
-
-__all__ = ["__version__"]

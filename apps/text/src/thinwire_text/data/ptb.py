@@ -1,0 +1,51 @@
+"""The Penn Treebank as Mikolov prepared it: ptb.train.txt, ptb.valid.txt, ptb.test.txt.
+
+Words stand between spaces, a sentence on a line; every line ends in <eos>. The vocabulary is that of ptb.train.txt,
+10,000 with <eos>; what else the other files say is an error.
+"""
+
+from collections import Counter
+from pathlib import Path
+
+import torch
+from thinwire_trainer.data.faults import Faults
+from thinwire_trainer.data.files import read_text
+from thinwire_trainer.errors import RunError
+from torch import Tensor
+
+from thinwire_text.data.corpus import Corpus
+from thinwire_text.data.files import folder_with
+from thinwire_text.data.vocabulary import END, Vocabulary
+
+PLACES = (".", "ptb", "simple-examples/data")  # the last is the published archive's
+SOURCE = "http://www.fit.vutbr.cz/~imikolov/rnnlm/simple-examples.tgz"
+
+
+def load(data_dir: Path, *, faults: Faults, held_out: str = "test") -> Corpus:
+    """The corpus. held_out: "test" or "valid". A line of it with words that training has not is a fault."""
+    folder = folder_with("ptb.train.txt", data_dir=data_dir, places=PLACES, source=SOURCE)
+    lines = [[*line.split(), END] for line in _lines(folder / "ptb.train.txt")]
+    vocabulary = Vocabulary.of(Counter(token for line in lines for token in line))
+    train = vocabulary.encode(token for line in lines for token in line)
+    test = _encoded(folder / f"ptb.{held_out}.txt", vocabulary, faults)
+    return Corpus(vocabulary=vocabulary, train=train, test=test)
+
+
+def _lines(path: Path) -> list[str]:
+    return [line for line in read_text(path).split("\n") if line.strip()]
+
+
+def _encoded(path: Path, vocabulary: Vocabulary, faults: Faults) -> Tensor:
+    """Tokens of the lines."""
+    parts = []
+    for number, line in enumerate(_lines(path), 1):
+        with faults.one():
+            tokens = line.split()
+            if strange := [token for token in tokens if token not in vocabulary.numbers]:
+                raise RunError(
+                    f"{path}, line {number}: {strange[0]:.40} is not a word of ptb.train.txt: take files of one kind"
+                )
+            parts.append(vocabulary.encode([*tokens, END]))
+    if not parts:
+        raise RunError(f"{path} has no line whose words are all in ptb.train.txt")
+    return torch.cat(parts)

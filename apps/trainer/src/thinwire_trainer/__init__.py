@@ -1,0 +1,10 @@
+"""The one training loop of the thinwire apps.
+
+An app brings models and data (see `thinwire_trainer.app.Task`) and names them (`thinwire_trainer.app.App`); everything
+else is here: the command line, starting workers, sharding, the learning rate, metrics, checkpoints.
+Importing this package imports nothing heavy, so that a wrong flag is refused before torch is loaded.
+"""
+
+from thinwire_trainer.version import __version__
+
+__all__ = ["__version__"]

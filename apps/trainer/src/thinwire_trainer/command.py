@@ -1,0 +1,108 @@
+"""`python -m APP`: check the command line, start workers where no launcher has, run.
+
+`python -m APP NAME …` is one of the app's own commands, for what was trained (`App.commands`): a function of the app
+and the rest of the command line, on one process, that returns an exit code. For its flags there is
+`thinwire_trainer.command_line.parser.Parser`, and for the model `trainer.trained`.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING
+
+from thinwire_trainer.app import App
+from thinwire_trainer.command_line.flags import parse
+from thinwire_trainer.errors import RunError, UsageError
+from thinwire_trainer.launching.ending import StopRequest, complain, stoppable
+from thinwire_trainer.launching.placement import Placement, placement
+from thinwire_trainer.launching.workers import start_workers
+from thinwire_trainer.launching.world import first_complaint, joined
+
+if TYPE_CHECKING:
+    from thinwire_trainer.command_line.options import Options
+
+WRONG_USAGE = 2
+
+
+def main(app: App, argv: Sequence[str] | None = None) -> int:
+    """Run the app and return the process's exit code: 0, 1 for a run that failed, 2 for a wrong command line.
+
+    128 + the number of a signal that stopped it: after a checkpoint of all ranks where they train. Elsewhere, and where
+    they cannot agree in time, the process ends at once, without returning from here.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    place = placement(os.environ)
+    if argv and argv[0] in app.commands:
+        return _command(app, argv[0], argv[1:], place)
+    with stoppable(place, program=app.module) as request:
+        try:
+            options = _checked(app, argv, place)
+            if place.launcher is None and options.nworkers > 1:
+                return start_workers(app.module, argv, options.nworkers, oversubscribe=options.oversubscribe)
+        except RunError as error:
+            if place.rank == 0:
+                print(f"{app.module}: error: {error}", file=sys.stderr, flush=True)
+            return WRONG_USAGE
+        return train(app, options, place, request)
+
+
+def _command(app: App, name: str, argv: Sequence[str], place: Placement) -> int:
+    """One of the app's own, to its exit code."""
+    program = f"{app.module} {name}"
+    try:
+        if place.launcher is not None:
+            raise UsageError(f"python -m {program} runs on one process: start it without {place.launcher}")
+        return _function(app.commands[name])(app, argv)
+    except (RunError, OSError) as error:
+        if place.rank == 0:
+            complain(program, _said(error))
+        return WRONG_USAGE if isinstance(error, UsageError) else 1
+
+
+def _function(name: str) -> Callable[[App, Sequence[str]], int]:
+    """Of this name; RunError where there is none."""
+    try:
+        found: Callable[[App, Sequence[str]], int] = resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise RunError(f"App.commands names {name!r:.100}, which cannot be imported ({error})") from None
+    if not callable(found):
+        raise RunError(f"App.commands names {name!r:.100}, which is a {type(found).__name__}, expected a function")
+    return found
+
+
+def _said(error: RunError | OSError) -> str:
+    if isinstance(error, RunError):
+        return str(error)
+    from thinwire_trainer.all_or_none import describe
+
+    return describe(error)
+
+
+def train(app: App, options: "Options", place: Placement, request: StopRequest) -> int:
+    """One rank's run, to its exit code."""
+    from thinwire_trainer.launching.device import own_device
+    from thinwire_trainer.launching.ending import exit_code
+    from thinwire_trainer.run import run
+
+    def work() -> None:
+        device = own_device(place.local_rank, "cuda" if options.backend == "nccl" else options.device)
+        with joined(place, options.backend) as comm:
+            run(app, options, comm, device=device, request=request)
+
+    return exit_code(work, place, program=app.module)
+
+
+def _checked(app: App, argv: Sequence[str], place: Placement) -> "Options":
+    """The options, or RunError with the same message on every rank if they are wrong on any."""
+    complaint, options = "", None
+    try:
+        options = parse(argv, app, world_size=place.size if place.launcher else None)
+        if options.backend == "nccl" and place.launcher != "torchrun":
+            raise RunError("--backend nccl is for ranks that torchrun starts; others talk by MPI: leave it out")
+    except RunError as error:
+        complaint = str(error)
+    complaint = first_complaint(complaint, place)
+    if options is None or complaint:
+        raise RunError(complaint)
+    return options

@@ -1,0 +1,255 @@
+"""The command line that all apps share: parsed and checked once, before torch is loaded."""
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Collection, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from thinwire_trainer.app import App
+from thinwire_trainer.command_line import config_file
+from thinwire_trainer.command_line.flag import Flag, Value
+from thinwire_trainer.command_line.options import KEEP, Options
+from thinwire_trainer.command_line.parser import (
+    ADAMW_RATE,
+    COMPRESSED,
+    DEFAULT,
+    MILESTONED,
+    SCHEDULE,
+    compressors,
+    parser_of,
+    spelt,
+)
+from thinwire_trainer.errors import RunError
+from thinwire_trainer.synchronisers.table import AUTO, CHOOSING, OPTIMIZERS, TABLE, Entry, Synchronisation, owners
+
+OF_AN_OPTIMIZER = {"optimizer", "lr", "momentum", "nesterov", "weight_decay"}
+"""What a file says of one optimizer is not for another that the command line names."""
+
+
+def parse(argv: Sequence[str], app: App, *, world_size: int | None) -> Options:
+    """The run that `argv` asks for; RunError says which flag is wrong and what was expected.
+
+    world_size: ranks that a launcher has started; None if this process was started by itself.
+    """
+    table = entries_of(app)
+    parser = parser_of(app, table)
+    given = parser.parse_args(argv)
+    try:
+        explicit = config_file.given(argv, parser)
+        said = set(explicit)
+        if given.config is not None:
+            file = config_file.read(given.config, parser, explicit=explicit)
+            if world_size is not None:  # the launcher has decided
+                file.pop("nworkers", None)
+            if file.get("optimizer", OPTIMIZERS[0]) != explicit.get("optimizer", file.get("optimizer", OPTIMIZERS[0])):
+                file = {name: value for name, value in file.items() if name not in OF_AN_OPTIMIZER}
+            said |= file.keys()
+            given = _with_file(given, explicit, file, table)
+        _check_ignored(given, app, parser)
+        options = _checked(given, app, table, world_size, said=said)
+        _check_length(options, explicit)
+        _check_keep(options, explicit)
+        app.check(options)
+        return options
+    except RunError as error:
+        parser.error(str(error))
+
+
+def _with_file(
+    given: Namespace, explicit: Mapping[str, Any], file: Mapping[str, Any], table: Mapping[str, Entry]
+) -> Namespace:
+    """The command line's before the file's. An algorithm that it names takes none of another's flags."""
+    merged = Namespace(**{**vars(given), **file, **explicit})
+    if not {"algorithm", "compression"}.isdisjoint(explicit):
+        own = {flag.name for flag in table[_algorithm(merged, table)].flags}
+        for name in owners(table).keys() - own - explicit.keys():
+            setattr(merged, name, None)
+    return merged
+
+
+def _checked(
+    given: Namespace, app: App, table: Mapping[str, Entry], world_size: int | None, *, said: Collection[str]
+) -> Options:
+    """said: what the command line or the file say; all else has its default."""
+    given.algorithm = _algorithm(given, table)
+    given.nworkers = _nworkers(given.nworkers, world_size)
+    entry = table[given.algorithm]
+    entry.require_installed(given.algorithm)
+    given.own = _own(given, entry, table, app.defaults)
+    given.app = {flag.name: vars(given).pop(flag.name) for flag in app.flags}
+    given.free = entry.free | {flag.name for flag in app.flags if not flag.shapes}
+    entry.check(given.own, given.nworkers)
+    _check_overlap(given, entry)
+    _check_optimizer(given, entry, said)
+    _check_momentum(given, entry)
+    _check_rate(given)
+    _check_machine(given)
+    _check_output(given)
+    name = f"{app.module.removeprefix('thinwire_')}-{given.dnn.replace(':', '.')}-{given.dataset}-{given.algorithm}"
+    given.output = given.output or Path("runs") / name
+    del given.compression, given.compressor, given.config
+    return Options(**vars(given))
+
+
+def table_of(app: App) -> Mapping[str, Synchronisation]:
+    """Every way of synchronising that this app offers, by name."""
+    return {**TABLE, **app.synchronisations}
+
+
+def entries_of(app: App) -> Mapping[str, Entry]:
+    """Every --algorithm: these, and the one that chooses among them."""
+    return {**table_of(app), AUTO: CHOOSING}
+
+
+def _algorithm(given: Namespace, table: Mapping[str, Entry]) -> str:
+    if given.compressor and not given.compression:
+        raise RunError(f"--compressor {given.compressor} has no effect without --compression: add it")
+    if not given.compression:
+        return str(given.algorithm or DEFAULT)
+    compressor = given.compressor or COMPRESSED
+    algorithm = compressors(table)[compressor]
+    if given.algorithm not in (None, algorithm):
+        raise RunError(
+            f"--compression --compressor {compressor} and --algorithm {given.algorithm} differ: give one of them"
+        )
+    return algorithm
+
+
+def _nworkers(asked: int | None, world_size: int | None) -> int:
+    if None not in (asked, world_size) and asked != world_size:
+        raise RunError(
+            f"--nworkers {asked}, but the launcher started {world_size}: give both the same number, "
+            f"or leave --nworkers out"
+        )
+    return asked or world_size or 1
+
+
+def _own(given: Namespace, entry: Entry, table: Mapping[str, Entry], defaults: Mapping[str, object]) -> dict[str, Any]:
+    """The values of the algorithm's own flags; RunError for one that others have. Takes all of them out of `given`."""
+    takers = owners(table)
+    asked: dict[str, Value | None] = {name: vars(given).pop(name) for name in takers}
+    own = {flag.name: flag for flag in entry.flags}
+    chosen: dict[str, Any] = {name: defaults.get(name, flag.default) for name, flag in own.items()}
+    for name, value in asked.items():
+        if value is None:
+            continue
+        if name not in own:
+            raise RunError(
+                f"{spelt(name)} {value} is for {', '.join(takers[name])}; "
+                f"{given.algorithm} has no {name.replace('_', ' ')}: leave it out"
+            )
+        _check_choice(own[name], value, given.algorithm)
+        chosen[name] = value
+    return chosen
+
+
+def _check_choice(flag: Flag, value: Value, algorithm: str) -> None:
+    """An algorithm may have fewer choices than others."""
+    if flag.choices is not None and value not in flag.choices:
+        raise RunError(f"{spelt(flag.name)} {value} is not for {algorithm}, which takes {', '.join(flag.choices)}")
+
+
+def _check_overlap(given: Namespace, entry: Entry) -> None:
+    if not given.overlap:
+        return
+    if not entry.overlaps:
+        raise RunError(f"--overlap is for gradients that are exchanged, and {given.algorithm} has none: leave it out")
+
+
+def _check_optimizer(given: Namespace, entry: Entry, said: Collection[str]) -> None:
+    """Also gives AdamW its own defaults."""
+    if given.optimizer not in entry.optimizers:
+        raise RunError(
+            f"--optimizer {given.optimizer} is not for {given.algorithm}, which takes {', '.join(entry.optimizers)}"
+        )
+    if given.optimizer == "sgd":
+        return
+    if given.nesterov:
+        raise RunError("--nesterov is a form of SGD's momentum, and AdamW has moments of its own: leave it out")
+    if "momentum" in said and given.momentum:
+        raise RunError(f"--momentum {given.momentum:g} is SGD's, and AdamW has moments of its own: leave it out")
+    if given.overlap and not entry.nesterov:  # where it may be updates that are selected from
+        raise RunError(
+            f"--overlap sends gradients during backward, and with --optimizer adamw {given.algorithm} sends what AdamW "
+            f"makes of them, after it: leave it out"
+        )
+    given.momentum = 0.0
+    if "lr" not in said:
+        given.lr = ADAMW_RATE
+
+
+def _check_momentum(given: Namespace, entry: Entry) -> None:
+    if not given.nesterov:
+        return
+    if not entry.nesterov:
+        has = "may choose what has" if given.algorithm == AUTO else "has"
+        raise RunError(
+            f"--nesterov is a form of SGD's momentum, and {given.algorithm} {has} its own before the selection: "
+            f"leave it out"
+        )
+    if not given.momentum:
+        raise RunError("--nesterov has no effect with --momentum 0: leave it out, or give a momentum")
+
+
+def _check_rate(given: Namespace) -> None:
+    """Says which schedule; milestones are a form of one."""
+    if given.milestones is None:
+        given.lr_schedule = given.lr_schedule or SCHEDULE
+        return
+    if given.lr_schedule not in (None, MILESTONED):
+        raise RunError(
+            f"--milestones are those of --lr-schedule {MILESTONED}, not {given.lr_schedule}: give one of them"
+        )
+    if sorted(set(given.milestones)) != given.milestones:
+        raise RunError(
+            f"--milestones {' '.join(map(str, given.milestones))}: give epochs in ascending order, each once"
+        )
+    given.lr_schedule = MILESTONED
+
+
+def _check_length(options: Options, explicit: Collection[str]) -> None:
+    """That a warm-up ends, of a run that cannot go on with more epochs. A file's may be cut short, for a trial."""
+    fixed = "max_epochs" in options.settings() and not options.resume
+    if fixed and "warmup_epochs" in explicit and options.warmup_epochs >= options.max_epochs:
+        raise RunError(
+            f"--warmup-epochs {options.warmup_epochs:g} with --max-epochs {options.max_epochs} would never reach --lr "
+            f"{options.lr:g}: give fewer, or more epochs"
+        )
+
+
+def _check_keep(options: Options, explicit: Collection[str]) -> None:
+    """A run's own config.json has both."""
+    if "keep" in explicit and options.checkpoint_every == 0:
+        raise RunError(
+            f"--keep {options.keep} has no effect with --checkpoint-every 0, which writes none: leave one out"
+        )
+
+
+def _check_ignored(given: Namespace, app: App, parser: ArgumentParser) -> None:
+    for name in sorted(app.ignores):
+        value = vars(given)[name]
+        if value == parser.get_default(name):
+            continue
+        values = value if isinstance(value, list) else [] if isinstance(value, bool) else [value]
+        raise RunError(f"{' '.join(map(str, [spelt(name), *values]))} has no effect on {app.module}: leave it out")
+
+
+def _check_machine(given: Namespace) -> None:
+    if given.backend == "nccl" and given.device == "cpu":
+        raise RunError("--backend nccl is for GPUs, and --device cpu leaves them alone: give one of them")
+
+
+def _check_output(given: Namespace) -> None:
+    given.keep = given.keep or KEEP
+    if given.resume and given.overwrite:
+        raise RunError("--resume goes on with a run and --overwrite deletes it: give one of them")
+    if given.residuals and not given.resume:
+        raise RunError(
+            f"--residuals {given.residuals} is for --resume with another number of ranks: give it with --resume, "
+            f"or leave it out"
+        )
+    if given.output is not None and not given.output.name:
+        raise RunError(f"--output {str(given.output)!r} names no folder: give one of its own, or leave --output out")
+    if given.tensorboard and find_spec("tensorboard") is None:
+        raise RunError("--tensorboard needs the tensorboard package: pip install tensorboard")

@@ -1,0 +1,146 @@
+"""Starting this program's own workers, where no launcher has, and tidying up after workers that were killed."""
+
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+
+from thinwire_trainer.errors import RunError
+
+WORKERS_A_CORE = 8  # more is rather a slip of the finger: each takes a few hundred megabytes and its share of a core
+GRACE = 25.0  # seconds that the workers have to end, after a signal: longer than their own patience
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+
+def start_workers(module: str, argv: Sequence[str], workers: int, *, oversubscribe: bool = False) -> int:
+    """Run `python -m MODULE ARGV` on so many ranks under mpiexec, to the end; returns its exit code.
+
+    They end with this process: SIGINT and SIGTERM are handed on and, on Linux, mpiexec gets a SIGTERM when this
+    process is killed. Elsewhere they would go on after a SIGKILL.
+    """
+    if not oversubscribe:
+        refuse_oversubscription(workers)
+    command = [find_mpiexec(), "-n", str(workers), sys.executable, "-m", module, *argv]
+    process: subprocess.Popen[bytes] | None = None
+    waiting: list[int] = []  # signals that came while mpiexec was being started
+    stopped = 0
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        del frame
+        waiting.append(number)
+        if process is not None:
+            hand_on(process)
+
+    def hand_on(process: subprocess.Popen[bytes]) -> None:
+        nonlocal stopped
+        while waiting:
+            if not stopped:
+                patience = threading.Timer(GRACE, process.kill)  # then the workers notice by themselves
+                patience.daemon = True
+                patience.start()
+            stopped = waiting.pop()
+            process.send_signal(stopped)
+
+    began = time.time()
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        process = subprocess.Popen(
+            command, env=worker_environment(), stdin=subprocess.DEVNULL, preexec_fn=_dying_with_parent()
+        )
+        hand_on(process)
+        code = process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if code:
+        remove_left_behind(began)
+    if code < 0:
+        code = 128 + (stopped or -code)  # as a shell reports death by a signal
+    return code
+
+
+def refuse_oversubscription(workers: int) -> None:
+    """RunError if they are more than the cores that this process may use can bear."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if workers > WORKERS_A_CORE * cores:
+        raise RunError(
+            f"--nworkers {workers} is more than {WORKERS_A_CORE} workers for each of {cores} cores: "
+            f"give --oversubscribe if it is meant, or fewer workers"
+        )
+
+
+def _dying_with_parent() -> Callable[[], None] | None:
+    """What a child is to do before it becomes another program, so that it gets SIGTERM when we die; Linux has that."""
+    if sys.platform != "linux":
+        return None
+    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()  # looked up here: after a fork as little as possible is done
+
+    def ask() -> None:
+        prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+        if os.getppid() != parent:  # it has died already
+            os._exit(1)
+
+    return ask
+
+
+def find_mpiexec() -> str:
+    """The launcher beside this Python (where the mpich wheel puts it), else the one on PATH."""
+    beside = Path(sys.executable).parent / "mpiexec"
+    found = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if found is None:
+        raise RunError(
+            "--nworkers above 1 needs mpiexec, and there is none beside this Python or on PATH: "
+            "pip install mpich mpi4py, or start the workers with torchrun"
+        )
+    return found
+
+
+def worker_environment() -> dict[str, str]:
+    """One thread per rank unless asked otherwise; colours and bars if this process has a terminal to show them."""
+    environment = {"OMP_NUM_THREADS": "1"} | dict(os.environ)
+    if sys.stdout.isatty():
+        environment |= {"FORCE_COLOR": "1", "COLUMNS": str(shutil.get_terminal_size().columns)}
+    return environment
+
+
+SHARED_MEMORY = Path("/dev/shm")
+PATTERN = "mpich_shm_*"
+
+
+def remove_left_behind(since: float, folder: Path = SHARED_MEMORY) -> list[Path]:
+    """Deletes this user's files that were made from `since` on (a time.time()) and that no process has mapped.
+
+    For after a launch of ours that was ended by force; returns what was deleted. Nothing where there is no /proc.
+    """
+    found = [path for path in folder.glob(PATTERN) if _is_ours(path, since)] if Path("/proc/self/maps").exists() else []
+    mapped = _mapped_files() if found else ""
+    left = [path for path in found if str(path) not in mapped]
+    for path in left:
+        path.unlink(missing_ok=True)
+    return left
+
+
+def _is_ours(path: Path, since: float) -> bool:
+    try:
+        status = path.stat()
+    except OSError:
+        return False
+    return status.st_uid == os.getuid() and status.st_mtime >= since - 1.0
+
+
+def _mapped_files() -> str:
+    """What all processes have mapped, as far as this one may see it."""
+    texts = []
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            texts.append(maps.read_text())
+        except OSError:  # it has ended, or is another user's
+            continue
+    return "".join(texts)

@@ -1,0 +1,113 @@
+"""Writing so that it survives a kill and a power cut; reading what somebody else may have put there."""
+
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from io import BufferedReader
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import torch
+
+from thinwire_trainer.errors import DamagedError
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An OSError of the block names the file, also where the system does not: a write that finds no space left."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from None
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Replace a file at once by what the block writes: whoever looks sees the old one or the new one, never a part.
+
+    Links and pipes in its place are replaced, not written to.
+    """
+    aside = path.with_name(f"{path.name}.part")
+    with naming(path):
+        aside.unlink(missing_ok=True)  # left by a kill
+        try:
+            with aside.open("xb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(aside, path)
+        except OSError:
+            with suppress(OSError):
+                aside.unlink()  # gives the space back
+            raise
+        sync_folder(path.parent)
+
+
+def write_aside(path: Path, text: str) -> None:
+    """Replace a file by this text."""
+    with replacing(path) as file:
+        file.write(text.encode())
+
+
+def write_tensors(path: Path, state: dict[str, Any]) -> None:
+    """Replace a file by what torch.load reads from it; OSError if the disk is full."""
+    with replacing(path) as file:
+        witness = _Witness(file)
+        try:
+            torch.save(state, cast(BinaryIO, witness))
+        except RuntimeError:
+            if witness.error is None:
+                raise
+            raise witness.error from None
+
+
+class _Witness:
+    """A file that remembers its error: torch.save trips over a full disk once more, and raises RuntimeError instead."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.error: OSError | None = None
+
+    def write(self, content: bytes) -> int:
+        """As the file does."""
+        try:
+            return self._file.write(content)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def flush(self) -> None:
+        """As the file does."""
+        self._file.flush()
+
+
+def sync_folder(folder: Path) -> None:
+    """Force a folder's entries to disk, without which a renamed file may be gone after a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_folder(folder: Path, *, first: str) -> None:
+    """Delete a folder, the file named `first` before all others: without it the rest means nothing."""
+    with suppress(FileNotFoundError, IsADirectoryError):
+        (folder / first).unlink()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[BufferedReader]:
+    """The file, for reading; DamagedError if it is missing or not a regular one. Links are followed."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise DamagedError(f"{path} is missing") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise DamagedError(f"{path} is not a file but a folder, a pipe or a device")
+    with os.fdopen(descriptor, "rb") as file:
+        yield file

@@ -1,0 +1,70 @@
+"""metrics.jsonl: one JSON object an epoch, kept in step with the checkpoints."""
+
+import hashlib
+import json
+import os
+from collections.abc import Collection
+from pathlib import Path
+
+from thinwire_trainer.errors import DamagedError, RunError
+from thinwire_trainer.records.durable import naming, opened
+
+Row = dict[str, int | float | str | None]
+"""epoch, steps, train_loss, the task's test metrics, seconds and what they went into (`training.phases`),
+bytes_sent (by the busiest rank, in training steps), algorithm, world_size."""
+
+
+def require_metrics(tested: object, *, own: Collection[str]) -> None:
+    """RunError unless a task's metrics are numbers by name. own: names of the trainer's."""
+    if not isinstance(tested, dict):
+        raise RunError(f"metrics() gives a {type(tested).__name__}, expected a dict of numbers by name")
+    for name, value in tested.items():
+        if not isinstance(value, int | float):
+            raise RunError(f"metrics() gives a {type(value).__name__} for {name!r:.40}, expected a number: float(…)")
+        if not isinstance(name, str) or name in own:
+            raise RunError(f"metrics() gives {name!r:.40}, a name of the trainer's own in metrics.jsonl: take another")
+
+
+class MetricsFile:
+    """The growing metrics of one run; written by rank 0 only."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def digest(self) -> tuple[int, str]:
+        """Length of the file so far and its SHA-256; a checkpoint keeps them."""
+        content = self._content()
+        return len(content), hashlib.sha256(content).hexdigest()
+
+    def append(self, row: Row) -> None:
+        """Add one epoch; on return it has reached the disk, because a checkpoint that follows counts on it."""
+        with naming(self.path), self.path.open("a") as file:
+            file.write(json.dumps(row, allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def check(self, nbytes: int, sha256: str | None) -> None:
+        """DamagedError unless the file begins with so many bytes of this checksum (None: of any)."""
+        content = self._content()[:nbytes]
+        if len(content) < nbytes:
+            raise DamagedError(
+                f"{self.path} is damaged: {len(content)} bytes, but the checkpoint was made when there were {nbytes}"
+            )
+        if sha256 not in (None, hashlib.sha256(content).hexdigest()):
+            raise DamagedError(f"{self.path} is damaged: its checksum is another one than when the checkpoint was made")
+
+    def truncate(self, nbytes: int) -> None:
+        """Forget the epochs after the checkpoint that this length belongs to."""
+        if self.path.exists():
+            os.truncate(self.path, nbytes)
+
+    def _content(self) -> bytes:
+        if not os.path.lexists(self.path):
+            return b""
+        with opened(self.path) as file:
+            return file.read()
+
+
+def read_metrics(path: Path) -> list[Row]:
+    """The rows of a metrics file, first epoch first."""
+    return [json.loads(line) for line in path.read_text().splitlines()]

@@ -1,0 +1,151 @@
+"""What a run leaves behind.
+
+OUTPUT/config.json      its settings, and on what it ran
+OUTPUT/task.json        what the app's commands need besides the model (see `thinwire_trainer.app.Keeps`)
+OUTPUT/metrics.jsonl    one object an epoch
+OUTPUT/checkpoints/     for --resume
+OUTPUT/events/          TensorBoard's, where --tensorboard asks for them
+OUTPUT/trace.json       where --profile asks for it (see `thinwire_trainer.records.trace`)
+OUTPUT/model.pt         the trained model's state_dict, buffers averaged over ranks; a run that goes on deletes it
+OUTPUT/lock             while a run writes there (see `thinwire_trainer.records.folder_lock`)
+"""
+
+import json
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from thinwire_trainer.command_line.options import KEEP
+from thinwire_trainer.errors import DamagedError, RunError
+from thinwire_trainer.records.checkpoint import Checkpoints
+from thinwire_trainer.records.durable import opened, write_aside
+from thinwire_trainer.records.metrics import MetricsFile
+from thinwire_trainer.records.sealing import sealed, unsealed
+
+NONE_TO_RESUME = "no run to resume: check --output, or leave --resume out"
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The output folder of one run; `keep` checkpoints. Ranks read it; only rank 0 writes, except for checkpoints."""
+
+    path: Path
+    keep: int = KEEP
+
+    @property
+    def config(self) -> Path:
+        """Written first: a folder that has it holds a run."""
+        return self.path / "config.json"
+
+    @property
+    def model(self) -> Path:
+        """Written when training has ended."""
+        return self.path / "model.pt"
+
+    @property
+    def task(self) -> Path:
+        """What the task keeps for the app's commands, where it does."""
+        return self.path / "task.json"
+
+    @property
+    def trace(self) -> Path:
+        """Of a few steps."""
+        return self.path / "trace.json"
+
+    @property
+    def events(self) -> Path:
+        """TensorBoard's."""
+        return self.path / "events"
+
+    @property
+    def metrics(self) -> MetricsFile:
+        """The epochs so far."""
+        return MetricsFile(self.path / "metrics.jsonl")
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """The newest, `keep` of them."""
+        return Checkpoints(self.path / "checkpoints", self.keep)
+
+    def prepare(self, *, resume: bool, overwrite: bool = False) -> None:
+        """Make the folder; RunError if it holds no run to resume, or one that is not to be overwritten, or is none."""
+        if os.path.lexists(self.path) and not self.path.is_dir():
+            raise RunError(f"{self.path} is not a folder: give another one with --output")
+        if resume:
+            self._require_run()
+        elif not overwrite:
+            self._require_empty()
+        self.path.mkdir(parents=True, exist_ok=True)
+
+    def recorded(self, *, wanted: str = NONE_TO_RESUME) -> dict[str, Any]:
+        """The run's config.json; RunError where there is no run, or it is damaged. wanted: what it then says."""
+        self._require_run(wanted)
+        try:
+            with opened(self.config) as file:
+                config = json.load(file)
+        except (ValueError, RecursionError):
+            config = None
+        if not isinstance(config, dict):
+            raise DamagedError(f"{self.config} is damaged: it holds no settings")
+        return config
+
+    def _require_run(self, wanted: str = NONE_TO_RESUME) -> None:
+        if not os.path.lexists(self.config):
+            raise RunError(f"{self.path} holds {wanted}")
+
+    def require_kept(self, kept: dict[str, Any] | None) -> None:
+        """RunError that names what the run keeps otherwise in task.json: other data than it began with.
+
+        What an older version of the task did not keep yet is not compared.
+        """
+        recorded = unsealed(self.task) if os.path.lexists(self.task) else None
+        now = json.loads(json.dumps(kept)) if kept is not None else None
+        if recorded is None or now is None:
+            differ = [] if recorded is now else ["task"]
+        else:
+            differ = [name.replace("_", " ") for name in recorded if name not in now or recorded[name] != now[name]]
+        if differ:
+            raise RunError(
+                f"{self.task} is not what these data give (other {', '.join(differ)}): go on with those that the run "
+                f"began with"
+            )
+
+    def begin(self, config: dict[str, object], *, kept: dict[str, Any] | None, overwrite: bool) -> None:
+        """Prepare the folder for a new run; RunError if it holds (parts of) one that is not to be overwritten.
+
+        kept: for task.json.
+        """
+        if overwrite:
+            self._delete_run()
+        else:
+            self._require_empty()
+        try:
+            if kept is not None:
+                write_aside(self.task, sealed(kept))
+            write_aside(self.config, json.dumps(config, indent=1) + "\n")
+        except OSError:
+            self.task.unlink(missing_ok=True)  # without config.json there is no run, and nothing is to be in the way
+            raise
+
+    def _require_empty(self) -> None:
+        if any(os.path.lexists(path) for path in self._written):
+            raise RunError(
+                f"{self.path} already holds a run: give --resume to go on with it, --overwrite to delete it, "
+                f"or another folder with --output"
+            )
+
+    @property
+    def _written(self) -> tuple[Path, ...]:
+        return self.checkpoints.path, self.metrics.path, self.model, self.trace, self.task, self.config
+
+    def _delete_run(self) -> None:
+        """Delete what a run writes and nothing else that may lie in the folder."""
+        self.checkpoints.delete()
+        for file in (self.metrics.path, self.model, self.trace, self.task, self.config):
+            file.unlink(missing_ok=True)
+        for file in self.events.glob("events.out.tfevents.*"):
+            file.unlink()
+        with suppress(OSError):  # there is none, or it holds something else
+            self.events.rmdir()

@@ -1,0 +1,254 @@
+"""Synchronous SGD: every step is taken with a mean of all ranks' gradients, whole, selected or of low rank.
+
+Momentum has one place. Where every element is sent: in SGD, after the exchange. Where few are selected: in the error
+feedback, before the selection (the momentum correction of DGC, Lin et al. 2018, with factor masking), because momentum
+applied to what survives a selection amplifies the few entries that were sent and learns badly at small densities.
+
+AdamW behind a selection takes few gradients, each of many steps, for noise. So there each rank's own AdamW comes first,
+and what it would do is selected from and exchanged (`sends="updates"` of `DistributedOptimizer`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from communicators import Communicator
+from communicators.replicas.saved_by import KEY
+from sparse_collectives import DistributedOptimizer, reshard_residuals
+from sparse_compress import Compressor, DGCTopK, GaussianK, RandomK, Threshold, TopK, WarmUp
+from torch import nn
+from torch.optim import SGD, Optimizer
+
+from thinwire_trainer.command_line.options import Options
+from thinwire_trainer.resuming.likeness import require_equal, require_like
+from thinwire_trainer.synchronisers.buffers import BuffersBefore
+from thinwire_trainer.synchronisers.inner import adamw, inner_optimizer
+from thinwire_trainer.synchronisers.optimizer_state import (
+    completed_counts,
+    completed_optimizer,
+    completed_schedule,
+    require_at_most,
+    require_groups,
+    require_schedule,
+)
+from thinwire_trainer.synchronisers.resizing import as_of, at_rates, by_epochs, schedule_at
+from thinwire_trainer.synchronisers.stragglers import held_up
+from thinwire_trainer.synchronisers.synchroniser import Rates, State, Synchroniser
+
+SELECTIONS: dict[str, Callable[[Options], Compressor]] = {
+    "topk": lambda options: TopK(options.own["density"]),
+    "dgc": lambda options: DGCTopK(options.own["density"]),
+    "gaussiank": lambda options: GaussianK(options.own["density"]),
+    "randomk": lambda options: RandomK(options.own["density"], seed=options.seed),
+    "threshold": lambda options: Threshold(options.own["threshold"], options.own["density"]),
+}
+"""By --select; where an algorithm prescribes its selection, TopK says how many."""
+
+
+def density_by_step(own: Mapping[str, Any]) -> WarmUp | None:
+    """What --density-warmup asks for: so many dense steps, or DGC's stages; None without one."""
+    kind, _, steps = own["density_warmup"].rpartition(":")
+    if not int(steps):
+        return None
+    stages = {} if kind else {"stages": (1.0,)}
+    return WarmUp(own["density"], int(steps), **stages)
+
+
+class SynchronousSGD(Synchroniser):
+    """A `DistributedOptimizer`, and the rate by its steps.
+
+    skips: whether a step may be skipped, which then leaves the model's buffers, too, as they were, on every rank.
+    updates: what the optimizer does is exchanged, in place of gradients: its step is the exchange.
+    wait: holds this rank up, for an experiment, at the beginning of a step.
+    """
+
+    clips = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: DistributedOptimizer,
+        rates: Rates,
+        *,
+        skips: bool,
+        updates: bool = False,
+        wait: Callable[[int], None] = lambda step: None,
+    ) -> None:
+        super().__init__(model)
+        self.optimizer, self.schedule, self._wait = optimizer, rates(optimizer), wait
+        self._before, self._updates = BuffersBefore(model) if skips else None, updates
+
+    def zero_grad(self) -> None:
+        """See `Synchroniser.zero_grad`."""
+        self._wait(self.schedule.last_epoch)
+        self.optimizer.zero_grad()
+        if self._before:
+            self._before.keep()
+
+    def exchange(self) -> None:
+        """The mean into every gradient; of updates the whole step."""
+        if self._updates:
+            self._step()
+        else:
+            self.optimizer.synchronize()
+
+    def update(self) -> None:
+        """See `Synchroniser.update`."""
+        if not self._updates:
+            self._step()
+        self.schedule.step()
+
+    def _step(self) -> None:
+        skipped = self.optimizer.skipped
+        self.optimizer.step()
+        if self._before and self.optimizer.skipped > skipped:
+            self._before.restore()
+
+    @property
+    def selection_seconds(self) -> float:
+        """See `Synchroniser.selection_seconds`."""
+        return self.optimizer.selection_seconds
+
+    def counters(self) -> Mapping[str, int | float]:
+        """See `Synchroniser.counters`."""
+        return {"skipped_steps": self.optimizer.skipped} if self._before else {}
+
+    def remark(self, steps: int) -> str:
+        """See `Synchroniser.remark`."""
+        skipped = self.optimizer.skipped
+        return f"{skipped} of {steps} steps were skipped: their gradient was not finite" if skipped else ""
+
+    def state_dict(self) -> State:
+        """See `Synchroniser.state_dict`."""
+        return {"optimizer": self.optimizer.state_dict(), "schedule": self.schedule.state_dict()}
+
+    def load_state_dict(self, state: State) -> None:
+        """See `Synchroniser.load_state_dict`."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.schedule.load_state_dict(state["schedule"])
+
+    def fitted(self, state: State, *, step: int) -> State:
+        """See `Synchroniser.fitted`. A new `DistributedOptimizer`'s state is a complete template of a later one."""
+        fresh = self.state_dict()
+        optimizer = completed_optimizer(state["optimizer"], fresh["optimizer"])
+        schedule = completed_schedule(state["schedule"], fresh["schedule"])
+        own = fresh["optimizer"]["distributed"] | {"wrapped": None}  # what SGD holds, by name; looked at as itself
+        if "compressor" in own:
+            own["compressor"] = completed_counts(optimizer, own["compressor"], names=own["residuals"].keys())
+        require_like(optimizer, fresh["optimizer"] | {"distributed": own}, "optimizer")
+        assert isinstance(optimizer, dict)
+        for name, counts in optimizer["distributed"].get("compressor", ()):
+            for bucket, calls in counts.items():
+                require_at_most(calls, step, f"optimizer/compressor/{name}/{bucket}")
+        for name in ("rank", "world_size", "algorithm"):
+            require_equal(optimizer["distributed"][name], own[name], f"optimizer/{name}")
+        require_equal(optimizer["distributed"]["steps"], step, "optimizer/steps")
+        require_at_most(optimizer["distributed"]["skipped"], step, "optimizer/skipped")
+        require_groups(optimizer, fresh["optimizer"], "optimizer")
+        require_schedule(schedule, fresh["schedule"], "schedule", step=step)
+        return {"optimizer": optimizer, "schedule": schedule}
+
+    def resized(self, states: Sequence[State], *, before: int, after: int, drop: bool) -> State:
+        """See `Synchroniser.resized`, and `reshard_residuals` for residuals and velocities.
+
+        What an algorithm learnt about that number of ranks is forgotten.
+        """
+        fresh = self.state_dict()
+        fitted = [
+            self.fitted(_as_of(state, fresh, rank=rank, size=len(states)), step=before)
+            for rank, state in enumerate(states)
+        ]
+        places = [{"rank": rank, "world_size": len(states)} for rank in range(len(states))]
+        optimizers = [
+            state["optimizer"] | {KEY: state["optimizer"][KEY] | place}
+            for state, place in zip(fitted, places, strict=True)
+        ]
+        now = fresh["optimizer"][KEY]
+        resharded = reshard_residuals(optimizers, now["world_size"], drop=drop)[now["rank"]]
+        own = _counted_by_epochs(resharded[KEY], before, after) | {"algorithm_state": now["algorithm_state"]}
+        schedule = schedule_at(after, fitted[0]["schedule"], self.schedule)
+        optimizer = at_rates(resharded, schedule["_last_lr"]) | {KEY: own}
+        return self.fitted({"optimizer": optimizer, "schedule": schedule}, step=after)
+
+
+def _as_of(state: State, fresh: State, *, rank: int, size: int) -> State:
+    """Without what an algorithm learnt about so many ranks."""
+    optimizer = as_of(state["optimizer"], fresh["optimizer"], rank=rank, size=size)
+    if isinstance(optimizer, dict) and isinstance(own := optimizer.get(KEY), dict):
+        optimizer = optimizer | {KEY: own | {"algorithm_state": fresh["optimizer"][KEY]["algorithm_state"]}}
+    return state | {"optimizer": optimizer}
+
+
+def _counted_by_epochs(own: State, before: int, after: int) -> State:
+    """Steps, those that were skipped, and a compressor's calls."""
+    counted = own | {"steps": after, "skipped": by_epochs(own["skipped"], before, after)}
+    if "compressor" in own:
+        counted["compressor"] = [
+            (name, {bucket: by_epochs(calls, before, after) for bucket, calls in counts.items()})
+            for name, counts in own["compressor"]
+        ]
+    return counted
+
+
+def dense(options: Options, model: nn.Module, comm: Communicator, rates: Rates) -> SynchronousSGD:
+    """The mean of whole gradients."""
+    return _made(options, model, comm, rates, inner_optimizer(options, model), wire=options.own["wire"])
+
+
+def whole(options: Options, model: nn.Module, comm: Communicator, rates: Rates) -> SynchronousSGD:
+    """Something of every element, the rest fed back: powersgd, dense-int8."""
+    return _made(options, model, comm, rates, inner_optimizer(options, model), takes=("rank",))
+
+
+def sparse(options: Options, model: nn.Module, comm: Communicator, rates: Rates) -> SynchronousSGD:
+    """The largest entries, the rest fed back into the next step.
+
+    Weight decay stays out of the exchange and is therefore not amplified by the momentum, which in dense SGD makes
+    it 1/(1 − m) times as strong: that factor is put back here. AdamW's own updates are exchanged, decay and all.
+    """
+    updates = options.optimizer == "adamw"
+    decay = options.weight_decay / (1 - options.momentum)
+    return _made(
+        options,
+        model,
+        comm,
+        rates,
+        adamw(options, model) if updates else SGD(model.parameters(), lr=options.lr, weight_decay=decay),
+        sends="updates" if updates else "gradients",
+        takes=("teams",),
+        compressor=SELECTIONS[options.own.get("select", "topk")](options),
+        density=density_by_step(options.own),
+        wire=options.own["wire"],
+        momentum=options.momentum,
+    )
+
+
+def _made(
+    options: Options,
+    model: nn.Module,
+    comm: Communicator,
+    rates: Rates,
+    inner: Optimizer,
+    *,
+    takes: Sequence[str] = (),
+    sends: str = "gradients",
+    **settings: Any,
+) -> SynchronousSGD:
+    """takes: own flags that are the algorithm's `options`, where it has them."""
+    optimizer = DistributedOptimizer(
+        inner,
+        model.named_parameters(),
+        comm=comm,
+        algorithm=options.algorithm,
+        options={name: options.own[name] for name in takes if name in options.own},
+        nonfinite=options.own["nonfinite"],
+        verify=options.own["verify"],
+        overlap=options.overlap,
+        clip_norm=options.clip_norm,
+        sends=sends,
+        **settings,
+    )
+    wait = held_up(options, comm) if "inject_delay" in options.own else lambda step: None
+    skips, updates = options.own["nonfinite"] == "skip", sends == "updates"
+    return SynchronousSGD(model, optimizer, rates, skips=skips, updates=updates, wait=wait)

@@ -1,0 +1,111 @@
+"""The model that a run has trained, for the app's own commands (`App.commands`)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire_trainer.app import App
+from thinwire_trainer.command_line.flags import parse
+from thinwire_trainer.command_line.options import Options
+from thinwire_trainer.errors import DamagedError, RunError
+from thinwire_trainer.records.checkpoint import load, require_stored
+from thinwire_trainer.records.durable import opened
+from thinwire_trainer.records.manifest import Manifest
+from thinwire_trainer.records.run_folder import RunFolder
+from thinwire_trainer.records.sealing import unsealed
+from thinwire_trainer.resuming.likeness import require_like
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What a run has come to.
+
+    options: those that it began with, as its config.json has them. weights: the model's state_dict. source: the file or
+    checkpoint that they are from.
+    """
+
+    options: Options
+    weights: Mapping[str, Any]
+    source: Path
+    folder: RunFolder
+
+    @cached_property
+    def kept(self) -> Mapping[str, Any]:
+        """What its task keeps (`app.Keeps`); RunError where the run has no such file, or it is damaged."""
+        if not os.path.lexists(self.folder.task):
+            raise RunError(
+                f"{self.folder.task} is missing, which a command needs besides the model: copy it from the run, too"
+            )
+        return unsealed(self.folder.task)
+
+    def into(self, model: nn.Module) -> nn.Module:
+        """The model with these weights, for evaluation; RunError where they are another model's."""
+        try:
+            require_like(dict(self.weights), model.state_dict(), "the model")
+            model.load_state_dict(dict(self.weights))
+        except (DamagedError, RuntimeError) as error:
+            raise RunError(f"{self.source} does not fit the model that config.json names ({error})") from None
+        return model.eval()
+
+
+def trained(app: App, path: Path) -> Trained:
+    """What the run in this folder has come to; RunError where there is none, it is another app's, or it is damaged.
+
+    Of a run that has ended: model.pt, which is what its last evaluation saw. Of one that has not: the mean of its
+    ranks' models in the newest checkpoint. That is what evaluations see, but for algorithms that evaluate an anchor
+    (easgd, overlap-local-sgd, diloco …): theirs is then the mean of ranks that are on their way.
+    """
+    folder = RunFolder(path)
+    recorded = folder.recorded(wanted="no run: give the folder that --output named")
+    if (other := recorded.get("app", app.module)) != app.module:
+        raise RunError(f"{path} holds a run of {other!s:.40}, not of {app.module}: python -m {other!s:.40}")
+    try:  # as anything that only training needs, what wrote the run's events may be missing here
+        options = parse([f"--config={folder.config}", "--no-tensorboard"], app, world_size=None)
+    except RunError as error:
+        raise RunError(f"{path} holds no run that this {app.module} could have made: {error}") from None
+    if os.path.lexists(folder.model):
+        return Trained(options=options, weights=_read(folder.model), source=folder.model, folder=folder)
+    newest = folder.checkpoints.choose("latest")
+    if newest is None:
+        raise RunError(f"{path} holds no model yet: the run was stopped before its first checkpoint")
+    return Trained(options=options, weights=_mean(newest), source=newest, folder=folder)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The state_dict; its archive has a checksum of each part. OSError for a file that may not be opened."""
+    with opened(path) as file:
+        try:
+            require_stored(file)
+            state: object = torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as error:  # whatever a file that somebody else has made brings about
+            raise DamagedError(f"{path} is damaged ({type(error).__name__})") from None
+    if not isinstance(state, dict):
+        raise DamagedError(f"{path} is damaged: it holds no state_dict")
+    return state
+
+
+def _mean(checkpoint: Path) -> dict[str, Any]:
+    """Floating-point tensors: means over ranks; others are rank 0's."""
+    manifest = Manifest.read(checkpoint)
+    models: list[Any] = [load(checkpoint, manifest, rank).get("model") for rank in range(len(manifest.files))]
+    if not all(isinstance(model, dict) and model.keys() == models[0].keys() for model in models):
+        raise DamagedError(f"{checkpoint} is damaged: its ranks' models differ")
+    return {name: _mean_of([model[name] for model in models]) for name in models[0]}
+
+
+def _mean_of(values: Sequence[Any]) -> Any:
+    first = values[0]
+    if not (isinstance(first, Tensor) and first.is_floating_point()):
+        return first
+    total = first.double()
+    for value in values[1:]:
+        total = total + value
+    return (total / len(values)).to(first.dtype)

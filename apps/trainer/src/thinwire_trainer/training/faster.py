@@ -1,0 +1,36 @@
+"""The same model, faster: --amp and --compile."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import nn
+
+from thinwire_trainer.command_line.options import Options
+from thinwire_trainer.errors import RunError
+
+
+def autocast(options: Options, device: torch.device) -> AbstractContextManager[object]:
+    """For the forward of training steps: bfloat16 on every device, whose range is float32's.
+
+    So no loss is scaled and no step skipped, and residuals need no unscaling; parameters, gradients and their exchange
+    stay in float32. Evaluations are of the model as it is exported, in float32. RunError on a GPU without bfloat16.
+    """
+    if not options.amp:
+        return nullcontext()
+    if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise RunError(f"--amp needs bfloat16, which {torch.cuda.get_device_name(device)} has not: leave it out")
+    return torch.autocast(device.type, torch.bfloat16)
+
+
+def compile_forward(model: nn.Module, options: Options, device: torch.device) -> None:
+    """Its forward by torch.compile, where asked for; names in its state stay. RunError without a C++ compiler."""
+    if not options.compile:
+        return
+    compiler = os.environ.get("CXX", "g++")
+    if device.type == "cpu" and shutil.which(compiler) is None:
+        raise RunError(f"--compile needs a C++ compiler, and there is no {compiler}: install one, or leave it out")
+    model.forward = torch.compile(model.forward)  # not the module: its hooks are the loop's
