@@ -16,6 +16,7 @@ class Network:
     def __init__(self, size, choose):
         self.controls = [Control(rank, size) for rank in range(size)]
         self.choose, self.queues = choose, {}
+        self.dead = None  # a pair of ranks
 
     def send(self, source, messages):
         for target, message in messages:
@@ -30,7 +31,8 @@ class Network:
             message = self.queues[pair].pop(0)
             if not self.queues[pair]:
                 del self.queues[pair]
-            self.send(target, self.controls[target].receive(message))
+            if pair != self.dead:
+                self.send(target, self.controls[target].receive(message))
 
 
 def network_of(data, size):
@@ -63,6 +65,28 @@ def test_without_the_arbiter_the_next_rank_decides_for_all_that_are_left(data, s
         network.queues = {pair: messages for pair, messages in network.queues.items() if pair[1] in alive}
     network.deliver_all()
     reasons = {network.controls[rank].abort_reason for rank in alive}
+    assert len(reasons) == 1
+    assert None not in reasons
+
+
+@pytest.mark.parametrize("dead", [(0, 1), (1, 0), (0, 2), (2, 0), (1, 2), (2, 1)])
+@given(data=st.data(), size=st.integers(3, 8))
+def test_one_dead_link_does_not_make_two_reasons(dead, data, size):
+    """In one direction: what one rank writes to another is lost. The ranks find reasons of their own, at any time."""
+    network = network_of(data, size)
+    network.dead = dead
+
+    def act(rank, messages):
+        network.send(rank, messages)
+        network.deliver_all()
+
+    for control in data.draw(st.permutations(network.controls)):
+        act(control.rank, control.request_abort(f"reason of rank {control.rank}"))
+    for step in (Control.ask, lambda control: control.lose(control.arbiter)):
+        for control in data.draw(st.permutations(network.controls)):
+            if control.abort_reason is None:
+                act(control.rank, step(control))
+    reasons = {control.abort_reason for control in network.controls}
     assert len(reasons) == 1
     assert None not in reasons
 

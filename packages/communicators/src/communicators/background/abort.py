@@ -7,6 +7,8 @@ reached: the first reason that reaches it becomes the abort reason that every ra
   they called under the same number; a later call is remembered and compared when they come to it.
 - A rank that finds a reason (other facts, a time-out, an exception, a peer that has left) writes it to the arbiter,
   which sends the abort reason to all.
+- A rank that gets no answer asks all others, who tell it the abort reason or ask the arbiter in its stead, so that one
+  link that is dead does not make two reasons. Still without an answer it takes the next rank for the arbiter.
 - A rank that exits writes `leaves` to all.
 """
 
@@ -40,6 +42,7 @@ class Control:
         self.ended_calls: dict[int, int] = {}
         self.lost: set[int] = set()
         self._reason: str | None = None
+        self._asked_by: set[int] = set()
         self._mine: OrderedDict[int, str] = OrderedDict()
         self._theirs: dict[int, tuple[int, str]] = {}
 
@@ -69,6 +72,10 @@ class Control:
             return self._decide(self._reason)
         return [(self.arbiter, _encoded(kind="request", rank=self.rank, reason=self._reason))]
 
+    def ask(self) -> ControlMessages:
+        """The arbiter does not answer: maybe it has told others, or others can still reach it."""
+        return self._to_all(_encoded(kind="asks", rank=self.rank, reason=self._reason))
+
     def lose(self, peer: int) -> ControlMessages:
         """This peer cannot be reached any more, or does not answer: if it was the arbiter, the next one is asked."""
         before = self.arbiter
@@ -87,9 +94,15 @@ class Control:
         if content["kind"] == "request":  # also where this is not the arbiter: the sender has lost those before it
             sender = content["rank"]
             return self._decide(content["reason"]) or [(sender, _encoded(kind="abort", reason=self.abort_reason))]
-        if content["kind"] == "abort":
-            self.abort_reason = self.abort_reason or content["reason"]
-        elif content["kind"] == "departed":
+        if content["kind"] == "asks" and self.abort_reason is None:
+            self._asked_by.add(content["rank"])
+            return self.request_abort(content["reason"])
+        if content["kind"] == "asks":
+            return [(content["rank"], _encoded(kind="abort", reason=self.abort_reason))]
+        if content["kind"] == "abort" and self.abort_reason is None:
+            self.abort_reason = content["reason"]
+            return [(rank, message) for rank in sorted(self._asked_by)]
+        if content["kind"] == "departed":
             self.departed[content["rank"]], self.ended_calls[content["rank"]] = content["why"], content["calls"]
         elif content["kind"] == "waits":
             return self._compare(content["number"], content["rank"], content["facts"])

@@ -84,6 +84,9 @@ class TransportAttempt(Attempt):
         """Nobody else hears of it."""
         self.control.abort_reason = self.control.abort_reason or reason
 
+    def ask(self) -> None:
+        """Nobody: the reason is this rank's own."""
+
     def lose(self, peer: int) -> None:
         """See `CallOwner.lose`."""
         self._lost = peer

@@ -51,6 +51,9 @@ class CallOwner(Protocol):
     def request_abort(self, reason: str) -> None:
         """Tells the arbiter why a collective cannot proceed."""
 
+    def ask(self) -> None:
+        """Asks all ranks, as the arbiter does not answer."""
+
     def lose(self, peer: int) -> None:
         """This peer cannot be reached any more, or does not answer."""
 

@@ -8,7 +8,10 @@ from typing import Protocol
 from communicators.background.abort import Control
 
 ABORT_SECONDS = 5.0
-"""Where no abort reason comes for so long, a rank raises its own reason; after half of it the next arbiter is asked."""
+"""Where no abort reason comes for so long, a rank raises its own reason.
+
+After half of it all ranks are asked for one, after three quarters the next arbiter.
+"""
 
 
 class Requester(Protocol):
@@ -18,6 +21,9 @@ class Requester(Protocol):
 
     def request_abort(self, reason: str) -> None:
         """Tells the arbiter why."""
+
+    def ask(self) -> None:
+        """Asks all ranks, as the arbiter does not answer."""
 
     def lose(self, peer: int) -> None:
         """This peer does not answer."""
@@ -32,7 +38,7 @@ class RequestedAbort:
     def __init__(self, comm: Requester, reason: str, *, patience: float | None = None) -> None:
         self.reason = reason
         self._comm, self._patience = comm, ABORT_SECONDS if patience is None else patience
-        self._begin, self._asked_again = time.monotonic(), False
+        self._begin, self._asked, self._asked_next = time.monotonic(), False, False
         comm.request_abort(reason)
 
     def settled(self) -> bool:
@@ -40,8 +46,11 @@ class RequestedAbort:
         control, waited = self._comm.control, time.monotonic() - self._begin
         if control.abort_reason is not None:
             return True
-        if waited > self._patience / 2 and not self._asked_again:
-            self._asked_again = True
+        if waited > self._patience / 2 and not self._asked:
+            self._asked = True
+            self._comm.ask()
+        if waited > self._patience * 3 / 4 and not self._asked_next:
+            self._asked_next = True
             self._comm.lose(control.arbiter)
         if waited < self._patience:
             return False

@@ -54,6 +54,9 @@ class Group(Protocol):
     def request_abort(self, reason: str) -> None:
         """Tells all ranks why this cannot go on."""
 
+    def ask(self) -> None:
+        """Asks all ranks, as the arbiter does not answer."""
+
     def lose(self, peer: int) -> None:
         """This peer cannot be reached any more."""
 

@@ -129,6 +129,11 @@ class TransportCommunicator(Communicator):
         with self.lock:
             self._write(self.control.request_abort(reason))
 
+    def ask(self) -> None:
+        """Asks all ranks why a collective cannot proceed."""
+        with self.lock:
+            self._write(self.control.ask())
+
     def lose(self, peer: int) -> None:
         """This peer cannot be reached any more, or does not answer."""
         with self.lock:
