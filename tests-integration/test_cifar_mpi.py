@@ -107,7 +107,7 @@ def test_one_message_on_rank_0_and_the_same_exit_code_everywhere(report, case):
     messages = [message for _, message in report[case]]
     assert messages[1:] == [""] * 3
     assert says in messages[0]
-    assert re.fullmatch(r"cifar: error: [^\n]+\n", messages[0])
+    assert re.fullmatch(r"thinwire_cifar: error: [^\n]+\n", messages[0])
 
 
 @pytest.mark.parametrize("case", ["trains", "previous checkpoint"])

@@ -91,7 +91,7 @@ def stopped_by(job, number):
     job.starter.send_signal(number)
     _, error = job.starter.communicate(timeout=LIMIT)
     assert job.starter.returncode == 128 + number
-    line = r"cifar: error: stopped by (\w+) after step (\d+), with a checkpoint: --resume goes on\n"
+    line = r"thinwire_cifar: error: stopped by (\w+) after step (\d+), with a checkpoint: --resume goes on\n"
     said = re.fullmatch(line, _without_torchruns(error))
     assert said, error
     assert said[1] == signal.Signals(number).name
@@ -116,7 +116,7 @@ def two_others_are_refused(job, number):
         second = job.beside(how, "--algorithm", "gtopk", *flags)
         _, error = second.starter.communicate(timeout=LIMIT)
         assert second.starter.returncode == 1
-        assert re.fullmatch(r"cifar: error: [^\n]+/run is in use by process \d+ on [^\n]+\n", error), error
+        assert re.fullmatch(r"thinwire_cifar: error: [^\n]+/run is in use by process \d+ on [^\n]+\n", error), error
     reached = job.newest()
     job.until(lambda: job.newest() > reached, "another checkpoint")
     stopped_by(job, number)
@@ -156,4 +156,6 @@ def test_a_thousand_workers_are_asked_about():
     command = [sys.executable, "-m", "cifar", "--nworkers", str(1 + 8 * len(os.sched_getaffinity(0)))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 2
-    assert re.fullmatch(r"cifar: error: --nworkers \d+ is more than [^\n]+--oversubscribe[^\n]+\n", done.stderr)
+    assert re.fullmatch(
+        r"thinwire_cifar: error: --nworkers \d+ is more than [^\n]+--oversubscribe[^\n]+\n", done.stderr
+    )

@@ -79,7 +79,7 @@ def test_a_job_that_is_stopped_is_queued_again_and_goes_on(job, tmp_path):
         out, error = started.communicate(timeout=LIMIT)
         assert started.returncode == 143, error
         assert (tmp_path / "told").read_text() == "requeue 4711\n" * turn
-        said = re.search(r"cifar: error: stopped by SIGTERM after step (\d+)", error)
+        said = re.search(r"thinwire_cifar: error: stopped by SIGTERM after step (\d+)", error)
         assert (f"resumed runs/resnet20 at step {step}" in out) == (turn > 1), out
         step = int(said[1])
         assert newest(folder) == step

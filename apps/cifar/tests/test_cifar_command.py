@@ -24,7 +24,7 @@ def refusal(flags: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     code = main(APP, flags.split())
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1, lines
-    assert lines[0].startswith("cifar: error: ")
+    assert lines[0].startswith("thinwire_cifar: error: ")
     return code, lines[0]
 
 
@@ -35,8 +35,8 @@ def refusal(flags: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
         ("--dnn resnet21", "or package.module:function for a model of your own"),
         ("--dnn nowhere_to_be_found:build", "there is no package 'nowhere_to_be_found'"),
         ("--dnn thinwire_cifar.models.mlp:", "given 'thinwire_cifar.models.mlp:'"),
-        ("--dnn lstm", "lstm is a model of another app: python -m text"),
-        ("--dnn lstmimdb", "lstmimdb is a model of another app: python -m text"),
+        ("--dnn lstm", "lstm is a model of another app: python -m thinwire_text"),
+        ("--dnn lstmimdb", "lstmimdb is a model of another app: python -m thinwire_text"),
         ("--dataset cifar", "'digits', 'mnist', 'cifar10', 'cifar100', 'imagenet'"),
         ("--readers -1", "given '-1', expected a whole number from 0 on"),
         ("--density 0", "expected 0 < density <= 1"),

@@ -49,7 +49,7 @@ def test_it_trains_with_both_and_shows_them(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(spoken_digits, "plan", partial(plan, train=4, tests=2))
     assert demo.main(["--simulated", "--max-epochs", "1", "--seeds", "2"]) == 0
     shown = capsys.readouterr().out
-    assert "python -m deepspeech transcribe runs/demo-speech/gtopk-0 FILE.wav" in shown
+    assert "python -m thinwire_deepspeech transcribe runs/demo-speech/gtopk-0 FILE.wav" in shown
     for algorithm in ("dense", "gtopk"):
         assert [line for line in shown.splitlines() if line.startswith(f"│ {algorithm} ")], shown
         rows = [read_metrics(tmp_path / f"runs/demo-speech/{algorithm}-{seed}/metrics.jsonl")[0] for seed in (0, 1)]

@@ -159,9 +159,9 @@ def refusal(flags, capsys):
 @pytest.mark.parametrize(
     ("flags", "code", "says"),
     [
-        ("--dnn lstm", 2, "lstm is a model of another app: python -m text"),
-        ("--download", 2, "--download has no effect on deepspeech"),
-        ("--label-smoothing 0.1", 2, "--label-smoothing 0.1 has no effect on deepspeech"),
+        ("--dnn lstm", 2, "lstm is a model of another app: python -m thinwire_text"),
+        ("--download", 2, "--download has no effect on thinwire_deepspeech"),
+        ("--label-smoothing 0.1", 2, "--label-smoothing 0.1 has no effect on thinwire_deepspeech"),
         ("--dataset spoken-digits --skip-bad", 2, "--skip-bad has no effect on spoken-digits, which are made"),
         ("--hidden 0", 2, "given '0'"),
         ("--dataset an4 --data-dir nowhere", 1, "missing: nowhere/an4/etc/an4_train.fileids"),

@@ -50,8 +50,8 @@ def sentiment(tmp_path: Path, *words: str) -> Options:
         ("--dropout 1", "argument --dropout: given '1', expected 0 <= dropout < 1"),
         ("--dnn transformer --hidden 33", "--hidden 33 is no multiple of 32, the units of an attention head"),
         ("--skip-bad", "--skip-bad has no effect on pydoc, which reads no files: leave it out"),
-        ("--label-smoothing 0.1", "--label-smoothing 0.1 has no effect on text"),
-        ("--download", "--download has no effect on text: leave it out"),
+        ("--label-smoothing 0.1", "--label-smoothing 0.1 has no effect on thinwire_text"),
+        ("--download", "--download has no effect on thinwire_text: leave it out"),
         ("--window 0", "given '0', expected a whole number from 1 on"),
     ],
 )
@@ -64,7 +64,7 @@ def test_help_names_models_data_sets_and_commands(capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit):
         asked("--help")
     shown = capsys.readouterr().out
-    for expected in ("lstmimdb", "{pydoc,ptb,imdb}", "--window T", "python -m text generate --help"):
+    for expected in ("lstmimdb", "{pydoc,ptb,imdb}", "--window T", "python -m thinwire_text generate --help"):
         assert expected in shown
 
 
@@ -216,7 +216,7 @@ def test_reviews_that_are_left_out_are_told_once_and_counted(
     [row] = read_metrics(options.output / "metrics.jsonl")
     assert row["skipped"] == 1
     config = json.loads((options.output / "config.json").read_text())
-    assert (config["app"], config["skip_bad"], config["length"]) == ("text", True, 400)
+    assert (config["app"], config["skip_bad"], config["length"]) == ("thinwire_text", True, 400)
 
 
 @pytest.mark.parametrize("dnn", ["lstm-small", "transformer-small"])

@@ -1,4 +1,4 @@
-"""Image classification with every synchronisation algorithm: `python -m cifar --help`."""
+"""Image classification with every synchronisation algorithm: `python -m thinwire_cifar --help`."""
 
 from thinwire_cifar.version import __version__
 

@@ -1,4 +1,4 @@
-"""`python -m cifar`: image classification; `--help` lists the flags."""
+"""`python -m thinwire_cifar`: image classification; `--help` lists the flags."""
 
 from __future__ import annotations
 

@@ -26,5 +26,5 @@ DATASETS = {
 }
 
 # Names of published commands whose app is another one.
-TEXT = "python -m text (sentiment and language modelling)"
-ELSEWHERE = {"lstm": TEXT, "lstmimdb": TEXT, "lstman4": "python -m deepspeech (speech recognition)"}
+TEXT = "python -m thinwire_text (sentiment and language modelling)"
+ELSEWHERE = {"lstm": TEXT, "lstmimdb": TEXT, "lstman4": "python -m thinwire_deepspeech (speech recognition)"}

@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             try:
                 return start_workers("thinwire_cifar.demo", argv, given.nworkers, oversubscribe=given.oversubscribe)
             except RunError as error:
-                print(f"cifar.demo: error: {error}", file=sys.stderr)
+                print(f"thinwire_cifar.demo: error: {error}", file=sys.stderr)
                 return WRONG_USAGE
         return _work(given, place)
 

@@ -1,4 +1,4 @@
-"""Speech recognition with every synchronisation algorithm; see `python -m deepspeech --help`."""
+"""Speech recognition with every synchronisation algorithm; see `python -m thinwire_deepspeech --help`."""
 
 from thinwire_deepspeech.version import __version__
 

@@ -1,4 +1,4 @@
-"""`python -m deepspeech`: speech recognition; `--help` lists the flags."""
+"""`python -m thinwire_deepspeech`: speech recognition; `--help` lists the flags."""
 
 from __future__ import annotations
 

@@ -32,4 +32,4 @@ FLAGS = (
     ),
 )
 
-ELSEWHERE = dict.fromkeys(("lstm", "lstmimdb"), "python -m text (sentiment and language modelling)")
+ELSEWHERE = dict.fromkeys(("lstm", "lstmimdb"), "python -m thinwire_text (sentiment and language modelling)")

@@ -40,4 +40,4 @@ def compare(comm: Communicator, *, epochs: int, seeds: int, data_dir: Path, outp
         if comm.rank == 0:
             show(outcomes, ranks=comm.size, console=Console())
             example = output / f"{list(ALGORITHMS)[-1]}-0"
-            print(f"What it hears in a file of yours: python -m deepspeech transcribe {example} FILE.wav")
+            print(f"What it hears in a file of yours: python -m thinwire_deepspeech transcribe {example} FILE.wav")

@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     "thinwire_deepspeech.demo", argv, given.nworkers, oversubscribe=given.oversubscribe
                 )
             except RunError as error:
-                print(f"deepspeech.demo: error: {error}", file=sys.stderr)
+                print(f"thinwire_deepspeech.demo: error: {error}", file=sys.stderr)
                 return WRONG_USAGE
         return _work(given, place)
 

@@ -1,4 +1,4 @@
-"""`python -m deepspeech transcribe RUN FILE…`: what a trained model hears in sound files."""
+"""`python -m thinwire_deepspeech transcribe RUN FILE…`: what a trained model hears in sound files."""
 
 from __future__ import annotations
 

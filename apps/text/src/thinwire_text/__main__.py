@@ -1,4 +1,4 @@
-"""`python -m text`: sentiment and language modelling; `--help` lists the flags."""
+"""`python -m thinwire_text`: sentiment and language modelling; `--help` lists the flags."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m text classify RUN SENTENCE …`: praise or blame, by a trained model."""
+"""`python -m thinwire_text classify RUN SENTENCE …`: praise or blame, by a trained model."""
 
 from collections.abc import Sequence
 from pathlib import Path

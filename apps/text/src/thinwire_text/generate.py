@@ -1,4 +1,4 @@
-"""`python -m text generate RUN --prompt …`: goes on with a text, by a trained model."""
+"""`python -m thinwire_text generate RUN --prompt …`: goes on with a text, by a trained model."""
 
 from __future__ import annotations
 
