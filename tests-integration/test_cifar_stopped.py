@@ -101,7 +101,7 @@ def stopped_by(job, number):
 
 def _without_torchruns(error):
     """torchrun reports what became of each rank, too."""
-    return "".join(line for line in error.splitlines(keepends=True) if line.startswith("cifar:"))
+    return "".join(line for line in error.splitlines(keepends=True) if line.startswith("thinwire_cifar:"))
 
 
 def killed(job, number):
