@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import small_files
 from thinwire_cifar.data import cifar10, download, mnist
-from thinwire_cifar.data.download import fetch, one_at_a_time
+from thinwire_cifar.data.download import fetch
 from thinwire_cifar.data.published import Remote
+from thinwire_trainer.data.files import one_at_a_time
 from thinwire_trainer.errors import RunError
 
 needs_pooch = pytest.mark.skipif(importlib.util.find_spec("pooch") is None, reason="pooch is not installed")
@@ -69,7 +70,7 @@ def test_an_archive_is_fetched_and_unpacked_once(archive: Remote, tmp_path: Path
         assert len(cifar10.load(tmp_path / "data", download=True).train.labels) == 30
     assert Quiet.served == ["/cifar-10-binary.tar.gz"]
     left = sorted(path.name for path in (tmp_path / "data").iterdir())
-    assert left == [".download.lock", "cifar-10-batches-bin", "cifar-10-binary.tar.gz"]
+    assert left == [".lock", "cifar-10-batches-bin", "cifar-10-binary.tar.gz"]
 
 
 @needs_pooch

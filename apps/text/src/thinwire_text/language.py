@@ -49,12 +49,12 @@ class LanguageModelling:
         return len(self.test)
 
     def train_batches(self, *, rank: int, size: int, batch_size: int, seed: int, epoch: int) -> Sequence[Window]:
-        """See `text.streams.train_windows`."""
+        """See `thinwire_text.streams.train_windows`."""
         given = {"rank": rank, "size": size, "batch_size": batch_size, "seed": seed, "epoch": epoch}
         return train_windows(len(self.train), window=self.window, **given)
 
     def test_batches(self, *, rank: int, size: int) -> Sequence[Window]:
-        """See `text.streams.test_windows`."""
+        """See `thinwire_text.streams.test_windows`."""
         return test_windows(len(self.test), rank=rank, size=size, window=self.window)
 
     def weight(self, batch: Window) -> int:
@@ -131,7 +131,7 @@ def build(options: Options, device: torch.device) -> LanguageModelling:
 
 def built(dnn: str, words: int, flags: Mapping[str, Any]) -> nn.Module:
     """The language model of this name, for so many words. flags: the values of the app's own."""
-    given = {name: flags[name] for name in ("window", "layers", "hidden", "dropout", "tied")}
+    given = {name: flags[name] for name in ("window", "layers", "hidden", "dropout", "tied") if flags[name] is not None}
     try:
         model: nn.Module = resolve_name(LANGUAGE[dnn])(words, **given)
     except ValueError as error:

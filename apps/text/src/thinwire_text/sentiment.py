@@ -111,6 +111,6 @@ def build(options: Options, device: torch.device) -> Sentiment:
 
 def built(dnn: str, words: int, flags: Mapping[str, Any]) -> nn.Module:
     """The model of this name, for so many words. flags: the values of the app's own."""
-    given = {name: flags[name] for name in ("layers", "hidden", "dropout")}
+    given = {name: flags[name] for name in ("layers", "hidden", "dropout") if flags[name] is not None}
     model: nn.Module = resolve_name(SENTIMENT[dnn])(words, **given)
     return model

@@ -1,10 +1,7 @@
 """--download: published files, checked by their checksums. Needs the pooch package."""
 
-import fcntl
 import tarfile
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -32,15 +29,6 @@ def fetch(remote: Remote, folder: Path, *, unpacked: str | None = None) -> None:
             _unpack(path, folder / unpacked)
         except (OSError, tarfile.TarError) as error:
             raise RunError(f"cannot unpack {path} ({error}): unpack it by hand, as {folder / unpacked}") from None
-
-
-@contextmanager
-def one_at_a_time(folder: Path) -> Iterator[None]:
-    """The block runs in one of the processes that share the folder, then in the next."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".download.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _by_hand(remote: Remote, folder: Path) -> str:

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from thinwire_trainer.data.files import one_at_a_time
 from thinwire_trainer.errors import RunError
 
-from thinwire_cifar.data.download import fetch, one_at_a_time
+from thinwire_cifar.data.download import fetch
 from thinwire_cifar.data.images import Augment, Loaded
 from thinwire_cifar.data.published import Remote, difference, warn
 

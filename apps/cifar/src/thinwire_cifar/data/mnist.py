@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
+from thinwire_trainer.data.files import one_at_a_time
 from thinwire_trainer.errors import RunError
 
-from thinwire_cifar.data.download import fetch, one_at_a_time
+from thinwire_cifar.data.download import fetch
 from thinwire_cifar.data.images import Images, Loaded
 from thinwire_cifar.data.published import Remote, difference, warn
 

@@ -6,13 +6,11 @@ seconds, and kept in DIR/spoken-digits; the same release of espeak-ng makes the 
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from thinwire_trainer.data.faults import Faults
+from thinwire_trainer.data.files import one_at_a_time
 from thinwire_trainer.errors import RunError
 from thinwire_trainer.records.durable import replacing
 from torch import Tensor
@@ -96,7 +95,7 @@ def said(folder: Path, requests: Mapping[str, Sequence[Request]]) -> dict[str, l
     path = _place(folder, hashlib.sha256(asked.encode()).hexdigest()[:16])
     found = _kept(path)
     if found is None:
-        with _one_at_a_time(folder):
+        with one_at_a_time(folder):
             found = _kept(path)
             if found is None:
                 found = _made(asked, folder)
@@ -151,11 +150,3 @@ def _kept(path: Path) -> list[Samples] | None:
             return list(np.split(kept["samples"], kept["lengths"].cumsum()[:-1]))
     except (OSError, ValueError, KeyError, EOFError, BadZipFile):
         return None
-
-
-@contextmanager
-def _one_at_a_time(folder: Path) -> Iterator[None]:
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield

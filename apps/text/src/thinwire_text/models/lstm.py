@@ -6,6 +6,8 @@ with PTB's 10,000 words.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from thinwire_text.models.language import State
@@ -35,44 +37,19 @@ class LSTM(nn.Module):
         return zeros, zeros.clone()
 
     def forward(self, tokens: Tensor, state: State) -> tuple[Tensor, State]:
-        """See `text.models.language.Language`."""
+        """See `thinwire_text.models.language.Language`."""
         h, c = state
         output, (h, c) = self.lstm(self.dropout(self.embedding(tokens)), (h, c))
         logits: Tensor = self.decode(self.dropout(output))
         return logits, (h, c)
 
 
-def lstm(
-    words: int,
-    *,
-    window: int,
-    layers: int | None = None,
-    hidden: int | None = None,
-    dropout: float | None = None,
-    tied: bool = False,
-) -> LSTM:
-    """As published: 2 × 1,500."""
+def lstm(words: int, *, window: int, **sizes: Any) -> LSTM:
+    """As published: 2 × 1,500; `sizes` are the options of `LSTM` that are to be others."""
     del window  # any length
-    return LSTM(
-        words, layers=layers or 2, hidden=hidden or 1500, dropout=0.65 if dropout is None else dropout, tied=tied
-    )
+    return LSTM(words, **{"layers": 2, "hidden": 1500, "dropout": 0.65, "tied": False} | sizes)
 
 
-def lstm_small(
-    words: int,
-    *,
-    window: int,
-    layers: int | None = None,
-    hidden: int | None = None,
-    dropout: float | None = None,
-    tied: bool = False,
-) -> LSTM:
+def lstm_small(words: int, *, window: int, **sizes: Any) -> LSTM:
     """1 × 128, for a corpus of a megabyte."""
-    return lstm(
-        words,
-        window=window,
-        layers=layers or 1,
-        hidden=hidden or 128,
-        dropout=0.2 if dropout is None else dropout,
-        tied=tied,
-    )
+    return lstm(words, window=window, **{"layers": 1, "hidden": 128, "dropout": 0.2} | sizes)

@@ -5,6 +5,8 @@ With 50,001 words 2.56 million parameters, nearly all of them in the embedding.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -29,8 +31,6 @@ class Reader(nn.Module):
         return logits
 
 
-def lstmimdb(
-    words: int, *, layers: int | None = None, hidden: int | None = None, dropout: float | None = None
-) -> Reader:
-    """As published: 1 × 100, without dropout."""
-    return Reader(words, layers=layers or 1, hidden=hidden or 100, dropout=dropout or 0.0)
+def lstmimdb(words: int, **sizes: Any) -> Reader:
+    """As published: 1 × 100, without dropout; `sizes` are the options of `Reader` that are to be others."""
+    return Reader(words, **{"layers": 1, "hidden": 100, "dropout": 0.0} | sizes)

@@ -5,6 +5,8 @@ Every window stands for itself: nothing is carried from one to the next.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
@@ -63,7 +65,7 @@ class Transformer(nn.Module):
         return ()
 
     def forward(self, tokens: Tensor, state: State) -> tuple[Tensor, State]:
-        """See `text.models.language.Language`; n ≤ window."""
+        """See `thinwire_text.models.language.Language`; n ≤ window."""
         places = torch.arange(len(tokens), device=tokens.device)
         x = self.dropout(self.embedding(tokens.T) + self.position(places))
         for block in self.blocks:
@@ -72,41 +74,11 @@ class Transformer(nn.Module):
         return logits, state
 
 
-def transformer(
-    words: int,
-    *,
-    window: int,
-    layers: int | None = None,
-    hidden: int | None = None,
-    dropout: float | None = None,
-    tied: bool = False,
-) -> Transformer:
-    """6 × 384, 12 heads: nanoGPT's for a small text."""
-    return Transformer(
-        words,
-        window=window,
-        layers=layers or 6,
-        hidden=hidden or 384,
-        dropout=0.2 if dropout is None else dropout,
-        tied=tied,
-    )
+def transformer(words: int, *, window: int, **sizes: Any) -> Transformer:
+    """6 × 384, 12 heads: nanoGPT's for a small text; `sizes` are the options of `Transformer` that are to be others."""
+    return Transformer(words, window=window, **{"layers": 6, "hidden": 384, "dropout": 0.2, "tied": False} | sizes)
 
 
-def transformer_small(
-    words: int,
-    *,
-    window: int,
-    layers: int | None = None,
-    hidden: int | None = None,
-    dropout: float | None = None,
-    tied: bool = False,
-) -> Transformer:
+def transformer_small(words: int, *, window: int, **sizes: Any) -> Transformer:
     """2 × 128, 4 heads."""
-    return transformer(
-        words,
-        window=window,
-        layers=layers or 2,
-        hidden=hidden or 128,
-        dropout=0.1 if dropout is None else dropout,
-        tied=tied,
-    )
+    return transformer(words, window=window, **{"layers": 2, "hidden": 128, "dropout": 0.1} | sizes)

@@ -1,6 +1,9 @@
-"""Text files, and what can be wrong with them."""
+"""Files of data: text, and what can be wrong with it; folders that several processes fill."""
 
+import fcntl
 from codecs import BOM_UTF8
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from thinwire_trainer.errors import RunError
@@ -25,3 +28,12 @@ def read_text(path: Path) -> str:
     if not text.strip():
         raise RunError(f"{path} is empty")
     return text
+
+
+@contextmanager
+def one_at_a_time(folder: Path) -> Iterator[None]:
+    """The block runs in one of the processes that share the folder, which is made, then in the next."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
