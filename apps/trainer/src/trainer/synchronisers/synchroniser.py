@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from communicators import Communicator
@@ -23,7 +23,8 @@ Rates = Callable[[Optimizer], LambdaLR]
 class Synchroniser(ABC):
     """One rank's optimizer, and how its model and the others' become one. The loop calls, on every rank:
 
-        zero_grad();  backward of the task's loss;  exchange();  update();  average()        at every step
+        zero_grad();  with gradients(): the task's loss and its backward;  exchange();  update();  average()
+                                                         at every step
         settle(), or at the end of the run finish()      after the last step of an epoch
         with averaged_model(comm): …                     around evaluations, and the model's export
         close()                                          at the end, whatever came before
@@ -41,6 +42,10 @@ class Synchroniser(ABC):
     @abstractmethod
     def zero_grad(self) -> None:
         """Before a backward."""
+
+    def gradients(self) -> AbstractContextManager[None]:
+        """Around forward and backward of a step."""
+        return nullcontext()
 
     def exchange(self) -> None:  # noqa: B027 - some have nothing to exchange before the update
         """After a backward: gradients with other ranks. Waits as long as this rank cannot go on."""
