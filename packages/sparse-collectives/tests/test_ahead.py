@@ -148,7 +148,7 @@ def test_at_density_1_nothing_waits_and_nobody_is_warned():
 @pytest.mark.parametrize("call", ["step", "state_dict", "load_state_dict"])
 def test_what_belongs_to_all_ranks_is_refused_inside(call):
     def body(comm):
-        model, optimizer = made(comm, "adamw")
+        _, optimizer = made(comm, "adamw")
         state = optimizer.state_dict()
         with optimizer.ahead(), pytest.raises(RuntimeError, match="inside ahead"):
             getattr(optimizer, call)(*([state] if call == "load_state_dict" else []))

@@ -33,15 +33,16 @@ class Synchroniser(ABC):
     these two, `settle` and `finish` count as communication; what goes on in the background costs bytes only.
     """
 
-    clips = False
-    """Whether --clip-norm is done where gradients are exchanged, instead of by the loop."""
-
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
     @abstractmethod
     def zero_grad(self) -> None:
         """Before a backward."""
+
+    def clip_limit(self, clip_norm: float) -> float | None:
+        """What --clip-norm holds this rank's gradient to, by the loop; None where the exchange does it."""
+        return clip_norm
 
     def gradients(self) -> AbstractContextManager[None]:
         """Around forward and backward of a step."""

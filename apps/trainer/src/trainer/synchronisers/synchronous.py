@@ -64,8 +64,6 @@ class SynchronousSGD(Synchroniser):
     wait: holds this rank up, for an experiment, at the beginning of a step.
     """
 
-    clips = True
-
     def __init__(
         self,
         model: nn.Module,
@@ -86,6 +84,9 @@ class SynchronousSGD(Synchroniser):
         self.optimizer.zero_grad()
         if self._before:
             self._before.keep()
+
+    def clip_limit(self, clip_norm: float) -> None:
+        """See `Synchroniser.clip_limit`."""
 
     def gradients(self) -> AbstractContextManager[None]:
         """See `Synchroniser.gradients`; of updates with all that waits of this rank's."""

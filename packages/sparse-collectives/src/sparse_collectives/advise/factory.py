@@ -24,7 +24,8 @@ Loss = Callable[[], torch.Tensor]
 
 
 def model_seconds(name: str, comm: Communicator, device: torch.device) -> tuple[int, int, float, float]:
-    """Trained parameters, those of them in tensors of fewer than `TINY`, seconds of forward and backward, seconds of backward; of the slowest rank.
+    """Trained parameters, those of them in tensors of fewer than `TINY`, seconds of forward and backward,
+    seconds of backward; of the slowest rank.
 
     Collective. Raises NoAdvice on all ranks where the user's code fails on any.
     """
