@@ -147,12 +147,12 @@ def _rows(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _write_accuracy(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Of the ways that are recommended, without clipping; Adam learns as AdamW does, which is what was trained."""
+    """Of the ways that are advised, without clipping; Adam learns as AdamW does, which is what was trained."""
     kept = []
     for row in rows:
         way = WAYS[row["way"]]
-        if way.recommended and not row["clip"] and row["behind"] is not None:
-            algorithm, wire = way.recommended
+        if way.advised and row["optimizer"] in way.advised_to and not row["clip"] and row["behind"] is not None:
+            algorithm, wire = way.advised
             for optimizer in ("adam", "adamw") if row["optimizer"] == "adamw" else ("sgd",):
                 names = ("task", "density", "ranks", "steps", "seeds", "behind")
                 kept.append({"optimizer": optimizer, "algorithm": algorithm, "wire": wire} | {n: row[n] for n in names})
@@ -171,7 +171,9 @@ def _markdown(rows: Sequence[dict[str, Any]]) -> str:
         if row["way"] == DENSE or row["behind"] is None:
             continue
         dense, clip = whole[tuple(row[name] for name in UNDER)], row["clip"] or "no"
-        cells = [f"{row['task']}, {row['steps']:,}", row["optimizer"], clip, f"{row['way']}, {row['density']:g}"]
+        ranks = f", {row['ranks']} ranks" if row["ranks"] != 2 else ""
+        cells = [f"{row['task']}, {row['steps']:,}{ranks}", row["optimizer"], clip]
+        cells += [f"{row['way']}, {row['density']:g}"]
         cells += [f"{row['mean']:.1f} ({dense:.1f})", f"{row['behind']:.1f}", row["seeds"]]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines) + "\n"

@@ -37,8 +37,8 @@ class Way:
     """settings: (run) -> what DistributedOptimizer is given. own_momentum: SGD has its own; for updates it always does.
     selects: by a density. ahead: of updates, whether gradients are made with what waits.
 
-    clips_after: as plain training does, between the exchange and the step. optimizers: that it is for. recommended:
-    algorithm and wire, where it is what the README says.
+    clips_after: as plain training does, between the exchange and the step. optimizers: that it is for. advised:
+    algorithm and wire, where it is what `advise` says to the optimizers of `advised_to`.
     """
 
     settings: Callable[[Run], Mapping[str, Any]]
@@ -47,7 +47,8 @@ class Way:
     ahead: bool = True
     clips_after: bool = False
     optimizers: tuple[str, ...] = ("sgd", "adamw")
-    recommended: tuple[str, str] | None = None
+    advised: tuple[str, str] | None = None
+    advised_to: tuple[str, ...] = ("adamw",)
 
 
 def _whole(**settings: Any) -> Way:
@@ -97,7 +98,7 @@ def _dgc(run: Run) -> dict[str, Any]:
 
 
 def _by(algorithm: str, wire: str = "fp32") -> Way:
-    return Way(lambda run: fitting(run, algorithm, wire=wire), recommended=(algorithm, wire))
+    return Way(lambda run: fitting(run, algorithm, wire=wire), advised=(algorithm, wire))
 
 
 WAYS: dict[str, Way] = {
@@ -109,7 +110,9 @@ WAYS: dict[str, Way] = {
     "gtopk": _by("gtopk"),
     "gtopk, no warm-up": Way(_without_warm_up),
     "gtopk, not ahead": Way(fitting, ahead=False),
-    "gtopk, momentum before": Way(_momentum_before, optimizers=("sgd",)),
+    "gtopk, momentum before": Way(
+        _momentum_before, optimizers=("sgd",), advised=("gtopk", "fp32"), advised_to=("sgd",)
+    ),
     "gtopk, momentum twice": Way(_momentum_twice, own_momentum=True, clips_after=True, optimizers=("sgd",)),
     "gtopk int8-packed": _by("gtopk", wire="int8-packed"),
     "topk-allgather": _by("topk-allgather"),
