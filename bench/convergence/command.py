@@ -195,8 +195,9 @@ def _short(rows: Sequence[dict[str, Any]]) -> str:
             continue
         taken, first = ways[RECOMMENDED], ways.get(FIRST)
         cells = [f"{taken['task']}, {taken['steps']:,}", taken["optimizer"], taken["clip"] or "no"]
-        cells += [f"{ways[DENSE]['mean']:.1f}", "" if first is None else f"{first['mean']:.1f}"]
-        cells += [f"{taken['mean']:.1f}", f"{taken['behind']:.1f}", taken["seeds"]]
+        shown = ".2f" if TASKS[taken["task"]].text else ".1f"
+        cells += ["" if row is None else f"{row['mean']:{shown}}" for row in (ways[DENSE], first, taken)]
+        cells += [f"{taken['behind']:.1f}", taken["seeds"]]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines) + "\n"
 
