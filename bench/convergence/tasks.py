@@ -182,7 +182,7 @@ TASKS = {
         Task("cnn-digits", cnn, 64, 264, {"sgd": 0.1, "adamw": 3e-3}),
         Task("vit-digits", ViT, 64, 264, {"sgd": 0.1, "adamw": 3e-3}),
         Task("resnet20-digits", resnet20, 64, 264, {"sgd": 0.1, "adamw": 3e-3}),
-        Task("transformer-text", TransformerLM, 16, 600, {"sgd": 0.3, "adamw": 3e-3}, text=True),
-        Task("lstm-text", LSTMLM, 16, 600, {"sgd": 2.0, "adamw": 1e-2}, text=True),
+        Task("transformer-text", TransformerLM, 16, 2400, {"sgd": 0.3, "adamw": 6e-3}, text=True),
+        Task("lstm-text", LSTMLM, 16, 2400, {"sgd": 2.0, "adamw": 1e-2}, text=True),
     )
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -39,10 +40,12 @@ def _on_rank(run: Run, task: Task, comm: Communicator) -> list[tuple[int, float]
     optimizer = optimizer_of(run, model, task.rates[run.optimizer], comm)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, run.steps))
     after = run.clip if WAYS[run.way].clips_after else 0.0
+    ahead = WAYS[run.way].ahead and WAYS[run.way].settings(run).get("sends") == "updates"
     curve = []
     for step in range(run.steps):
         optimizer.zero_grad()
-        task.loss(model, seed=run.seed, rank=comm.rank, size=comm.size, step=step).backward()  # type: ignore[no-untyped-call]
+        with optimizer.ahead() if ahead else nullcontext():
+            task.loss(model, seed=run.seed, rank=comm.rank, size=comm.size, step=step).backward()  # type: ignore[no-untyped-call]
         if after:
             optimizer.synchronize()
             nn.utils.clip_grad_norm_(model.parameters(), after)

@@ -35,18 +35,20 @@ class Run:
 @dataclass(frozen=True)
 class Way:
     """settings: (run) -> what DistributedOptimizer is given. own_momentum: SGD has its own; for updates it always does.
-    selects: by a density.
+    selects: by a density. ahead: of updates, whether gradients are made with what waits.
 
-    clips_after: as plain training does, between the exchange and the step. optimizers: that it is for. recommended:
-    algorithm and wire, where it is what the README says.
+    clips_after: as plain training does, between the exchange and the step. optimizers: that it is for. advised:
+    algorithm and wire, where it is what `advise` says to the optimizers of `advised_to`.
     """
 
     settings: Callable[[Run], Mapping[str, Any]]
     own_momentum: bool = False
     selects: bool = True
+    ahead: bool = True
     clips_after: bool = False
     optimizers: tuple[str, ...] = ("sgd", "adamw")
-    recommended: tuple[str, str] | None = None
+    advised: tuple[str, str] | None = None
+    advised_to: tuple[str, ...] = ("adamw",)
 
 
 def _whole(**settings: Any) -> Way:
@@ -58,20 +60,29 @@ def _clip(run: Run) -> dict[str, Any]:
 
 
 def fitting(run: Run, algorithm: str = "gtopk", **more: Any) -> dict[str, Any]:
-    """The settings that the README recommends for an optimizer."""
-    updates = run.optimizer == "adamw" or run.clip
-    own: dict[str, Any] = {"sends": "updates", "dense_below": TINY} if updates else {"momentum": MOMENTUM}
+    """The settings that the README recommends."""
     density = WarmUp(run.density, steps=run.steps // WARM_UP, stages=(1.0,))
-    return {"algorithm": algorithm, "density": density, **own, **_clip(run), **more}
+    updates = {"sends": "updates", "dense_below": TINY}
+    return {"algorithm": algorithm, "density": density, **updates, **_clip(run), **more}
 
 
 def _without_warm_up(run: Run) -> dict[str, Any]:
     return fitting(run) | {"density": run.density}
 
 
+def _momentum_before(run: Run) -> dict[str, Any]:
+    """Gradients are sent, after the correction: what a DDP hook can do."""
+    density = WarmUp(run.density, steps=run.steps // WARM_UP, stages=(1.0,))
+    return {"algorithm": "gtopk", "density": density, "momentum": MOMENTUM, **_clip(run)}
+
+
 def _as_first_written(run: Run) -> dict[str, Any]:
     own = {"momentum": MOMENTUM} if run.optimizer == "sgd" else {}
     return {"algorithm": "gtopk", "density": run.density, **own}
+
+
+def _momentum_twice(run: Run) -> dict[str, Any]:
+    return {"algorithm": "gtopk", "density": run.density, "momentum": MOMENTUM}
 
 
 def _dgc(run: Run) -> dict[str, Any]:
@@ -87,7 +98,7 @@ def _dgc(run: Run) -> dict[str, Any]:
 
 
 def _by(algorithm: str, wire: str = "fp32") -> Way:
-    return Way(lambda run: fitting(run, algorithm, wire=wire), recommended=(algorithm, wire))
+    return Way(lambda run: fitting(run, algorithm, wire=wire), advised=(algorithm, wire))
 
 
 WAYS: dict[str, Way] = {
@@ -98,6 +109,11 @@ WAYS: dict[str, Way] = {
     "gtopk, as first written": Way(_as_first_written, clips_after=True),
     "gtopk": _by("gtopk"),
     "gtopk, no warm-up": Way(_without_warm_up),
+    "gtopk, not ahead": Way(fitting, ahead=False),
+    "gtopk, momentum before": Way(
+        _momentum_before, optimizers=("sgd",), advised=("gtopk", "fp32"), advised_to=("sgd",)
+    ),
+    "gtopk, momentum twice": Way(_momentum_twice, own_momentum=True, clips_after=True, optimizers=("sgd",)),
     "gtopk int8-packed": _by("gtopk", wire="int8-packed"),
     "topk-allgather": _by("topk-allgather"),
     "topk-dsa": _by("topk-dsa"),

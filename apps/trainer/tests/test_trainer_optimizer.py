@@ -13,6 +13,7 @@ from thinwire_trainer.app import App
 from thinwire_trainer.command_line.flags import parse
 from thinwire_trainer.command_line.options import Options
 from thinwire_trainer.errors import AgreedError, RunError
+from thinwire_trainer.records.metrics import read_metrics
 from thinwire_trainer.synchronisers.table import TABLE, Flag, Synchronisation
 
 
@@ -60,6 +61,19 @@ def test_adamw_on_one_rank_is_adamw(
     train(app, options(output=tmp_path / "run", **flags), 1)
     assert made == [{"lr": 0.01, "weight_decay": 0.1}]
     assert steps
+
+
+def test_what_waits_of_adamw_counts_where_gradients_are_made(
+    app: App, options: Callable[..., Options], tmp_path: Path
+) -> None:
+    """One rank at a density of 5 % has the training losses of AdamW itself, within rounding."""
+    flags = {"optimizer": "adamw", "weight_decay": 0.1, "lr": 0.01, "max_epochs": 2}
+    losses = []
+    for algorithm, own in (("dense", {}), ("gtopk", {"density": 0.05})):
+        given = options(algorithm=algorithm, output=tmp_path / algorithm, **flags, **own)
+        train(app, given, 1)
+        losses.append([row["train_loss"] for row in read_metrics(given.output / "metrics.jsonl")])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 @pytest.mark.parametrize(

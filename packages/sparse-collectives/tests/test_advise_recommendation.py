@@ -4,8 +4,9 @@ import json
 from importlib.resources import files
 
 import pytest
+import torch
 from communicators import Link, SimulatedWorld
-from sparse_collectives import ALGORITHMS
+from sparse_collectives import ALGORITHMS, DistributedOptimizer
 from sparse_collectives.advise.accuracy import in_a_column, known
 from sparse_collectives.advise.busy import PROBE_SECONDS, share_taken
 from sparse_collectives.advise.flags import OPTIMIZERS
@@ -91,7 +92,46 @@ def test_the_lines_are_for_the_optimizer_that_was_asked_for(optimizer):
     assert ('sends="updates"' in text) == adaptive
     assert ("momentum=0.9" in text) == (not adaptive)
     assert ("sparse_hook" in text) == (not adaptive)
+    assert ("with optimizer.ahead():" in text) == adaptive
     assert "WarmUp(" in text
+
+
+def test_what_is_summed_whole_beside_updates_is_in_the_bytes():
+    """As a simulated exchange counts them, by the busiest rank; gradients are sent without."""
+    sizes = {"weight": 3000, "bias": 100, "norm": 8}
+
+    def body(comm):
+        model = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.zeros(n)) for name, n in sizes.items()})
+        optimizer = DistributedOptimizer(
+            torch.optim.AdamW(model.parameters()),
+            model.named_parameters(),
+            comm=comm,
+            sends="updates",
+            dense_below=256,
+            density=0.01,
+        )
+        sent = comm.bytes_sent
+        with optimizer.ahead():
+            for p in model.values():
+                p.grad = torch.randn(p.shape)
+        optimizer.step()
+        return comm.bytes_sent - sent
+
+    for ranks in (2, 3, 4):
+        given = {"numel": sum(sizes.values()), "ranks": ranks, "handling": {0.01: Handling(0.0, {}, {"gtopk": 0.0})}}
+        told = {
+            (optimizer, tiny): next(
+                p
+                for p, _ in situation(optimizer=optimizer, tiny=tiny, **given).predictions()
+                if (p.algorithm, p.wire) == ("gtopk", "fp32")
+            )
+            for optimizer in ("adamw", "sgd")
+            for tiny in (0, 108)
+        }
+        assert told["adamw", 108].nbytes == max(SimulatedWorld(ranks).run(body))
+        assert told["adamw", 108].rounds > told["adamw", 0].rounds
+        assert told["adamw", 108].latency > told["adamw", 0].latency
+        assert told["sgd", 108] == told["sgd", 0] == told["adamw", 0]
 
 
 def test_updates_are_there_when_backward_has_ended_and_hide_nothing():

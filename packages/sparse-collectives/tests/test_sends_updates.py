@@ -27,11 +27,11 @@ def made(comm, *, optimizer="adamw", zeros=False, **options):
     return model, DistributedOptimizer(inner, model.named_parameters(), comm=comm, sends="updates", **options)
 
 
-def give(model, comm, step, missing=()):
+def give(model, comm, step):
+    """Gradients that depend on the parameters."""
     generator = torch.Generator().manual_seed(1000 * step + comm.rank)
-    for name, p in model.items():
-        gradient = torch.randn(p.shape, generator=generator)
-        p.grad = None if (comm.rank, name) in missing else gradient
+    for p in model.values():
+        p.grad = torch.randn(p.shape, generator=generator) + p.detach()
 
 
 def flat(tensors):
@@ -62,6 +62,10 @@ def test_nothing_of_an_update_is_lost(name, size, seed, steps, density, bucket_b
                 gradient = torch.randint(-9, 10, p.shape, generator=generator).float()
                 p.grad = None if (comm.rank, key) in missing else gradient
             given += flat({key: torch.zeros_like(p) if p.grad is None else p.grad for key, p in model.items()})
+            with optimizer.ahead():
+                inside = flat(model)
+            waits = flat(optimizer.state_dict()["distributed"]["residuals"])
+            assert torch.equal(inside, flat(model) + waits)
             optimizer.step()
         return given, flat(model), flat(optimizer.state_dict()["distributed"]["residuals"])
 
@@ -78,7 +82,8 @@ def test_one_rank_at_density_1_is_the_wrapped_optimizer_within_rounding(optimize
         plain = copy.deepcopy(model)
         alone = OPTIMIZERS[optimizer](plain.parameters())
         for step in range(5):
-            give(model, comm, step)
+            with wrapper.ahead():
+                give(model, comm, step)
             give(plain, comm, step)
             wrapper.step()
             alone.step()
@@ -93,7 +98,8 @@ def test_ranks_stay_alike_and_moments_are_their_own(optimizer, size):
     def body(comm):
         model, wrapper = made(comm, optimizer=optimizer, density=0.1)
         for step in range(4):
-            give(model, comm, step)
+            with wrapper.ahead():
+                give(model, comm, step)
             wrapper.step()
         moments = [value for kept in wrapper.optimizer.state_dict()["state"].values() for value in kept.values()]
         return flat(model), torch.cat([m.reshape(-1) for m in moments if torch.is_tensor(m)])
@@ -109,7 +115,8 @@ def train(comm, steps, saved=None, **options):
         model.load_state_dict(saved[0])
         optimizer.load_state_dict(saved[1])
     for step in steps:
-        give(model, comm, step)
+        with optimizer.ahead():
+            give(model, comm, step)
         optimizer.step()
     return copy.deepcopy((model.state_dict(), optimizer.state_dict()))
 
@@ -168,7 +175,8 @@ def test_a_gradient_that_is_not_finite_is_named_and_no_parameter_changes(optimiz
     def body(comm):
         model, optimizer_ = made(comm, optimizer=optimizer)
         before = flat(model)
-        give(model, comm, 0)
+        with optimizer_.ahead():
+            give(model, comm, 0)
         if comm.rank == 1:
             model["b"].grad[0] = torch.inf
         with pytest.raises(CollectiveError, match="rank 1: the gradient of 'b' is not finite"):
@@ -182,7 +190,8 @@ def test_a_skipped_step_leaves_no_trace():
     def body(comm, bad):
         model, optimizer = made(comm, nonfinite="skip", density=0.1)
         for step in range(4):
-            give(model, comm, step)
+            with optimizer.ahead():
+                give(model, comm, step)
             if step == 2:
                 if not bad:
                     continue
@@ -212,8 +221,9 @@ def test_a_density_by_step_is_followed_from_step_to_step():
         for step in range(4):
             before = flat(model).clone()
             torch.manual_seed(step)  # alike on all ranks, so that all select alike
-            for p in model.values():
-                p.grad = torch.rand_like(p) + 1
+            with optimizer.ahead():
+                for p in model.values():
+                    p.grad = torch.rand_like(p) + 1
             optimizer.step()
             moved.append(int((flat(model) != before).sum()))
         return moved

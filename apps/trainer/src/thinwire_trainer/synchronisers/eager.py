@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from communicators import Communicator
 from communicators.replicas.saved_by import KEY
 from partial_collectives import EagerSGD
+from sparse_collectives.training.clipping import clip_limit
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -72,6 +73,10 @@ class Eager(Synchroniser):
         """See `Synchroniser.zero_grad`."""
         self._wait(self.steps)
         self.optimizer.zero_grad()
+
+    def clip_limit(self, clip_norm: float) -> float:
+        """See `Synchroniser.clip_limit`: as in a synchronous mean, since rounds are divided by P."""
+        return clip_limit(clip_norm, self.optimizer.comm.size)
 
     def exchange(self) -> None:
         """Gives this rank's gradient, and applies the rounds that are over, at least one."""

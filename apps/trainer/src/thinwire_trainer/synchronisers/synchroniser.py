@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from communicators import Communicator
@@ -23,7 +23,8 @@ Rates = Callable[[Optimizer], LambdaLR]
 class Synchroniser(ABC):
     """One rank's optimizer, and how its model and the others' become one. The loop calls, on every rank:
 
-        zero_grad();  backward of the task's loss;  exchange();  update();  average()        at every step
+        zero_grad();  with gradients(): the task's loss and its backward;  exchange();  update();  average()
+                                                         at every step
         settle(), or at the end of the run finish()      after the last step of an epoch
         with averaged_model(comm): …                     around evaluations, and the model's export
         close()                                          at the end, whatever came before
@@ -32,15 +33,20 @@ class Synchroniser(ABC):
     these two, `settle` and `finish` count as communication; what goes on in the background costs bytes only.
     """
 
-    clips = False
-    """Whether --clip-norm is done where gradients are exchanged, instead of by the loop."""
-
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
     @abstractmethod
     def zero_grad(self) -> None:
         """Before a backward."""
+
+    def clip_limit(self, clip_norm: float) -> float | None:
+        """What --clip-norm holds this rank's gradient to, by the loop; None where the exchange does it."""
+        return clip_norm
+
+    def gradients(self) -> AbstractContextManager[None]:
+        """Around forward and backward of a step."""
+        return nullcontext()
 
     def exchange(self) -> None:  # noqa: B027 - some have nothing to exchange before the update
         """After a backward: gradients with other ranks. Waits as long as this rank cannot go on."""

@@ -5,12 +5,13 @@ feedback, before the selection (the momentum correction of DGC, Lin et al. 2018,
 applied to what survives a selection amplifies the few entries that were sent and learns badly at small densities.
 
 AdamW behind a selection takes few gradients, each of many steps, for noise. So there each rank's own AdamW comes first,
-and what it would do is selected from and exchanged (`sends="updates"` of `DistributedOptimizer`).
+and what it would do is selected from and exchanged (`sends="updates"` of `DistributedOptimizer`, with `ahead()`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from communicators import Communicator
@@ -63,8 +64,6 @@ class SynchronousSGD(Synchroniser):
     wait: holds this rank up, for an experiment, at the beginning of a step.
     """
 
-    clips = True
-
     def __init__(
         self,
         model: nn.Module,
@@ -85,6 +84,13 @@ class SynchronousSGD(Synchroniser):
         self.optimizer.zero_grad()
         if self._before:
             self._before.keep()
+
+    def clip_limit(self, clip_norm: float) -> None:
+        """See `Synchroniser.clip_limit`."""
+
+    def gradients(self) -> AbstractContextManager[None]:
+        """See `Synchroniser.gradients`; of updates with all that waits of this rank's."""
+        return self.optimizer.ahead() if self._updates else nullcontext()
 
     def exchange(self) -> None:
         """The mean into every gradient; of updates the whole step."""

@@ -125,15 +125,16 @@ def train_step(training: Training, read: Iterator[Any], *, samples: int) -> floa
     replica, synchroniser, phases = training.replica, training.replica.synchroniser, training.phases
     phases.enter("update")
     synchroniser.zero_grad()
-    phases.enter("data")
-    batch = next(read)
-    with training.autocast:
-        loss = training.task.loss(batch, replica.generator)
-    phases.enter("backward")
-    with dense_gradients(replica.model) if replica.position.step == 0 else nullcontext():  # it walks through the model
-        loss.backward()  # type: ignore[no-untyped-call]
-    if training.options.clip_norm is not None and not synchroniser.clips:
-        torch.nn.utils.clip_grad_norm_(replica.model.parameters(), training.options.clip_norm)
+    with synchroniser.gradients():
+        phases.enter("data")
+        batch = next(read)
+        with training.autocast:
+            loss = training.task.loss(batch, replica.generator)
+        phases.enter("backward")
+        with dense_gradients(replica.model) if replica.position.step == 0 else nullcontext():  # it walks the model
+            loss.backward()  # type: ignore[no-untyped-call]
+    if training.options.clip_norm is not None and (limit := synchroniser.clip_limit(training.options.clip_norm)):
+        torch.nn.utils.clip_grad_norm_(replica.model.parameters(), limit)
     phases.enter("exchange")
     selected = synchroniser.selection_seconds
     synchroniser.exchange()

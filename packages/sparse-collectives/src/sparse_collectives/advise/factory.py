@@ -18,11 +18,14 @@ from sparse_collectives.advise.all_or_none import NoAdvice, all_or_none
 from sparse_collectives.prediction.calibration import slowest
 
 REPEATS = 3
+TINY = 256
+"""Elements: tensors of fewer are summed whole where updates are sent, as the advice is (`dense_below`)."""
 Loss = Callable[[], torch.Tensor]
 
 
-def model_seconds(name: str, comm: Communicator, device: torch.device) -> tuple[int, float, float]:
-    """Trained parameters, seconds of forward and backward, seconds of backward; of the slowest rank.
+def model_seconds(name: str, comm: Communicator, device: torch.device) -> tuple[int, int, float, float]:
+    """Trained parameters, those of them in tensors of fewer than `TINY`, seconds of forward and backward,
+    seconds of backward; of the slowest rank.
 
     Collective. Raises NoAdvice on all ranks where the user's code fails on any.
     """
@@ -37,7 +40,8 @@ def model_seconds(name: str, comm: Communicator, device: torch.device) -> tuple[
         raise NoAdvice(f"--model {name}: no parameter of the model requires a gradient")
     times = [all_or_none(lambda: _step_seconds(name, model, loss, comm, device), comm) for _ in range(REPEATS + 1)]
     forward, backward = slowest([statistics.median(part) for part in zip(*times[1:], strict=True)], comm)
-    return numel, forward + backward, backward
+    tiny = sum(p.numel() for p in model.parameters() if p.requires_grad and p.numel() < TINY)
+    return numel, tiny, forward + backward, backward
 
 
 def _made(name: str, device: torch.device) -> tuple[torch.nn.Module, Loss]:

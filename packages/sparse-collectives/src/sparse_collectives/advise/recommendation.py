@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from sparse_collectives.advise.accuracy import in_words, known
+from sparse_collectives.advise.factory import TINY
 from sparse_collectives.advise.situation import Situation, Steps
 from sparse_collectives.prediction.cost import Prediction
 
@@ -110,7 +111,10 @@ def _how(situation: Situation, taken: Prediction) -> list[str]:
     if situation.sends_updates:
         name = {"adam": "Adam", "adamw": "AdamW"}[situation.optimizer]
         inner = f"torch.optim.{name}(...), model.named_parameters()"
-        how = f'Without DDP: optimizer = DistributedOptimizer({inner}, {setting}, sends="updates", dense_below=256).'
+        how = (
+            f'Without DDP: optimizer = DistributedOptimizer({inner}, {setting}, sends="updates", dense_below={TINY}), '
+        )
+        how += "and forward and backward in `with optimizer.ahead():`."
     else:
         how = (
             f"In DDP: ddp.register_comm_hook(SparseHookState({setting}, momentum=0.9), sparse_hook), and no momentum "

@@ -19,7 +19,14 @@ from sparse_collectives.advise.busy import share_taken
 from sparse_collectives.advise.factory import model_seconds
 from sparse_collectives.advise.flags import LINKS
 from sparse_collectives.prediction.calibration import measure_handling, measure_traffic
-from sparse_collectives.prediction.cost import BACKWARD_SHARE, Handling, Prediction, predict_all, step_seconds
+from sparse_collectives.prediction.cost import (
+    BACKWARD_SHARE,
+    Handling,
+    Prediction,
+    predict_all,
+    step_seconds,
+    with_whole,
+)
 from sparse_collectives.wire.wire import WIRES
 
 Steps = list[tuple[Prediction, float]]
@@ -33,7 +40,8 @@ class Situation:
     compute: seconds of forward and backward. hidden: seconds of them during which buckets travel, 0 without overlap.
     link: α and β of the exchange. link_name: as given, "given" for one's own, or "measured". pairs: α and β of
     ping-pong in pairs, if measured. handling: a rank's own costs by density. taken: the share of the time that others
-    had the cores meanwhile, see `share_taken`. optimizer: one of `OPTIMIZERS`.
+    had the cores meanwhile, see `share_taken`. optimizer: one of `OPTIMIZERS`. tiny: elements of tensors of fewer than
+    `TINY`, which are summed whole beside a selection from updates; of numbers without a model they are not known.
     """
 
     numel: int
@@ -47,6 +55,7 @@ class Situation:
     handling: dict[float, Handling]
     taken: float = 0.0
     optimizer: str = "sgd"
+    tiny: int = 0
 
     @property
     def sends_updates(self) -> bool:
@@ -59,6 +68,8 @@ class Situation:
         Their wires are those on which merging was measured, and fp32.
         """
         found = predict_all(size=self.ranks, numel=self.numel, link=self.link, handling=self.handling)
+        if self.sends_updates:
+            found = [with_whole(p, self.tiny, size=self.ranks, link=self.link) for p in found]
         steps = [(p, step_seconds(p, compute=self.compute, backward=self._hides(p))) for p in found]
         fastest: dict[tuple[str, float, str], tuple[Prediction, float]] = {}
         for p, step in sorted(steps, key=lambda pair: pair[1]):
@@ -103,9 +114,9 @@ def find_out(flags: argparse.Namespace, comm: Communicator, say: Callable[[str],
     taken = [share_taken(comm)]
     if flags.model:
         say(f"measuring forward and backward of {flags.model}")
-        numel, compute, backward = model_seconds(flags.model, comm, device)
+        numel, tiny, compute, backward = model_seconds(flags.model, comm, device)
     else:
-        numel, compute, backward = flags.parameters, flags.step_seconds, BACKWARD_SHARE * flags.step_seconds
+        numel, tiny, compute, backward = flags.parameters, 0, flags.step_seconds, BACKWARD_SHARE * flags.step_seconds
     costs: dict[str, Any] = {"numel": numel, "device": device, "size": flags.ranks or comm.size, "wires": WIRES}
     handling = {}
     for number, density in enumerate(flags.density, 1):
@@ -126,6 +137,7 @@ def find_out(flags: argparse.Namespace, comm: Communicator, say: Callable[[str],
         handling=handling,
         taken=statistics.mean(taken),
         optimizer=flags.optimizer,
+        tiny=tiny,
     )
 
 

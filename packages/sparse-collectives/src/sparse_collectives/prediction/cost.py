@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from sparse_compress import TopK
 
 from sparse_collectives.algorithms.table import ALGORITHMS, algorithm_named
 from sparse_collectives.prediction.loads import loads
-from sparse_collectives.prediction.traffic import Traffic
+from sparse_collectives.prediction.traffic import Traffic, sum_sent
 from sparse_collectives.wire.half import dense_wire
 from sparse_collectives.wire.wire import WIRES
 
@@ -133,6 +133,24 @@ def predict(
         transfer,
         merging,
         settings,
+    )
+
+
+def with_whole(prediction: Prediction, count: int, *, size: int, link: Link) -> Prediction:
+    """The same where so many elements are summed whole in the same call, in float32, beside a selection.
+
+    The sum comes before the selection's rounds; a rank that is the busiest in both is what is reckoned with.
+    """
+    if not count or prediction.density == 1:
+        return prediction
+    sums = [sum_sent(rank, size, 4 * count) for rank in range(size)]
+    latency, transfer = max((_network(traffic, link, _collisions(sums)) for traffic in sums), key=sum)
+    return replace(
+        prediction,
+        nbytes=prediction.nbytes + max(traffic.nbytes for traffic in sums),
+        rounds=prediction.rounds + max(traffic.rounds for traffic in sums),
+        latency=prediction.latency + latency,
+        transfer=prediction.transfer + transfer,
     )
 
 

@@ -192,12 +192,12 @@ class Exchange:
 
     def state_dict(self) -> dict[str, Any]:
         """What is kept, by parameter, and the scheme's own state: references."""
-        kept = self.scheme.kept()
-        by_parameter = {memory: split(kept.get(memory, {}), self._buckets, self._names) for memory in MEMORIES}
-        return {
-            **{memory: {**self._pool[memory], **by_parameter[memory]} for memory in MEMORIES},
-            **self.scheme.state_dict(),
-        }
+        return {**{memory: self.kept(memory) for memory in MEMORIES}, **self.scheme.state_dict()}
+
+    def kept(self, memory: str) -> dict[str, Tensor]:
+        """One of `MEMORIES`, by parameter: references."""
+        by_bucket = self.scheme.kept().get(memory, {})
+        return {**self._pool[memory], **split(by_bucket, self._buckets, self._names)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replaces all by copies of what `state_dict` gave. Raises ValueError, before anything is changed."""

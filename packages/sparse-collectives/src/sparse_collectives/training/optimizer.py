@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from sparse_collectives.algorithm import Algorithm
 from sparse_collectives.prediction.auto import Choice
+from sparse_collectives.training.ahead import Ahead
 from sparse_collectives.training.backward_order import BUCKET_BYTES, BackwardOrder, take_over
 from sparse_collectives.training.clipping import ClippingAfter, check_clip_norm, norm_of
 from sparse_collectives.training.exchange import Exchange
@@ -74,7 +75,8 @@ class DistributedOptimizer(Wrapping):
             Δ ← what optimizer.step() adds to p;  acc ← residual + Δ;  s ← compressor(acc);  …;  p ← p + total / P
 
         The wrapped optimizer's moments are each rank's own, its step comes before the exchange, and p.grad stays what
-        it was: clip it as in training on one device, or by clip_norm; there is no `synchronize`.
+        it was: clip it as in training on one device, or by clip_norm; there is no `synchronize`. Forward and backward
+        go into `with optimizer.ahead():`, see there.
     density: the share of elements that a rank sends, default 0.01, or by step: a function of how many were taken,
         such as `sparse_compress.WarmUp`; alike on every rank.
     compressor: what is sent of a gradient, default TopK(density). "oktopk", "spardl" and "dense" have no use for
@@ -179,6 +181,7 @@ class DistributedOptimizer(Wrapping):
             native=not overlap,
             clip_norm=clip_norm,
         )
+        self._ahead = Ahead(trained, partial(self._exchange.kept, "residuals"))
         buckets = buckets_of(self._trained, bucket_bytes)
         self._means = Means(self._exchange, buckets)
         self._overlap = BackwardOrder(self._trained, buckets, self._start) if overlap else None
@@ -224,11 +227,12 @@ class DistributedOptimizer(Wrapping):
         """
         refuse_torch_helpers("DistributedOptimizer")
         self._refuse_no_sync("step()")
+        self._refuse_ahead("step()")
         loss = None
         if closure is not None:
             if self._synchronized:
                 raise RuntimeError("a closure computes new gradients after synchronize(): use one or the other")
-            with torch.enable_grad():
+            with torch.enable_grad(), self.ahead() if self._sends == "updates" else nullcontext():
                 loss = closure()
         scale: Tensor | None = getattr(self, "grad_scale", None)
         unscale(self._trained, scale, overlap=self._overlap is not None, synchronized=self._synchronized)
@@ -288,6 +292,21 @@ class DistributedOptimizer(Wrapping):
         finally:
             self._accumulate(outer)
 
+    def ahead(self) -> AbstractContextManager[None]:
+        """For sends="updates": inside, parameters are this rank's own, those of all ranks + what waits of its updates.
+
+            with optimizer.ahead():
+                loss(model(inputs)).backward()
+            optimizer.step()
+
+        So gradients know what waits, 1 / density steps long; see `Ahead`. Forward and all of backward go inside,
+        evaluation does not: outside, parameters are alike on all ranks, bit for bit. `step(closure)` does it itself.
+        Raises RuntimeError where gradients are sent, inside another, and for `step` and states inside.
+        """
+        if self._sends != "updates":
+            raise RuntimeError('ahead() is for sends="updates": what waits of gradients is no part of parameters')
+        return self._ahead.moved()
+
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state and, as "distributed", this rank's residuals and momenta by parameter.
 
@@ -316,6 +335,7 @@ class DistributedOptimizer(Wrapping):
         `reshard_residuals`), and where parameters do not fit; RuntimeError while gradients are under way.
         """
         refuse_torch_helpers("DistributedOptimizer")
+        self._refuse_ahead("load_state_dict()")
         if self._overlap is not None and self._overlap.under_way:
             raise RuntimeError("load_state_dict() while gradients are under way: call step() first")
         own = check_saved_by(state_dict, self._comm.rank, self._comm.size)
@@ -342,12 +362,14 @@ class DistributedOptimizer(Wrapping):
 
     def _step_by_updates(self) -> None:
         self._check_ranks()
+        where = self._ahead.as_for_gradients(self._steps.last_density)
         if self._nonfinite == "skip" and not all_are_finite(self._trained, self._comm):
             self.skipped += 1
             return
         self._steps.begin()  # before anything changes, in case the schedule gives what is no density
         self._exchange.clip([p.grad for p in self._trained if p.grad is not None])
-        updates = taken(self.optimizer, self._trained)
+        with where:
+            updates = taken(self.optimizer, self._trained)
         self._means.put(self._means.after(partial(self._means.start, dict(enumerate(updates)), clips=False)), updates)
         with torch.no_grad():
             torch._foreach_add_(self._trained, updates)
@@ -380,7 +402,12 @@ class DistributedOptimizer(Wrapping):
         every = range(len(self._trained))
         self._means.start(gradients_of(self._trained, every, self._names), clips=True)
 
+    def _refuse_ahead(self, what: str) -> None:
+        if self._ahead.now:
+            raise RuntimeError(f"{what} inside ahead(), where parameters are not those of all ranks: leave it first")
+
     def _refuse_mid_step(self, what: str) -> None:
+        self._refuse_ahead(what)
         if self._synchronized or (self._overlap is not None and self._overlap.under_way):
             raise RuntimeError(f"{what} while a step is under way: call it after step()")
 

@@ -20,7 +20,7 @@ ADAPTIVE = (
 )
 ENOUGH = 0.1
 """Of the entries: with so many Adam was half a point of accuracy behind dense, with a tenth of them six."""
-INSTEAD = 'Give sends="updates"'
+INSTEAD = 'Give sends="updates" and make gradients inside `with optimizer.ahead():`'
 UNDER_DDP = (
     'A DDP hook sees gradients only: use DistributedOptimizer(..., sends="updates") without DDP, or '
     'algorithm="powersgd" or "dense-int8" here'

@@ -1,0 +1,74 @@
+"""Gradients where this rank would be, had all of its own updates been applied: parameters + residual.
+
+At density ρ an entry of an update waits about 1/ρ steps. Meanwhile gradients at the shared parameters, which know
+nothing of what waits, ask for the same again. At p + r each rank's own updates count at once, and the mean over ranks
+of p + r is p + the mean of what waits: the parameters of a training in which nothing waits. (Errors that are applied
+locally: CSER, Xie et al., NeurIPS 2020; a step ahead of the error: Xu et al., AAAI 2021.)
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor
+
+LATE = (
+    "the gradients of this step were made without what waits in the residuals: at a density of {density:g} an entry "
+    "of an update waits about {wait:,.0f} steps, and until then each gradient asks for it again, so training goes on "
+    "more slowly or not as far. Put forward and backward into `with optimizer.ahead():`"
+)
+
+
+class Ahead:
+    """Moves parameters by what waits of this rank's updates, and back; knows whether gradients were made there.
+
+    residuals: by name, now. Memory: a copy of the parameters while they are ahead.
+    """
+
+    def __init__(self, named: Mapping[str, Tensor], residuals: Callable[[], Mapping[str, Tensor]]) -> None:
+        self._names, self._parameters = list(named), list(named.values())
+        self._residuals = residuals
+        self.now = False
+        self._used = self._warned = False
+
+    def moved(self) -> AbstractContextManager[None]:
+        """Inside, parameters are ahead; afterwards they have the bits that they had before. For gradients."""
+        if self.now:
+            raise RuntimeError("ahead() inside ahead(): parameters are there already, leave out one of the two")
+        self._used = True
+        return self._moved()
+
+    def as_for_gradients(self, density: float) -> AbstractContextManager[None]:
+        """For the wrapped optimizer's step: where the gradients were made, so that its weight decay fits them.
+
+        Warns once where they were made without what waits. density: of the steps to come.
+        """
+        used, self._used = self._used, False
+        if used:
+            return self._moved()
+        if density < 1 and not self._warned:
+            self._warned = True
+            warnings.warn(LATE.format(density=density, wait=1 / density), stacklevel=5)
+        return nullcontext()
+
+    @contextmanager
+    def _moved(self) -> Iterator[None]:
+        shared = [p.detach().clone() for p in self._parameters]
+        _add(self._parameters, self._residuals(), self._names)
+        self.now = True
+        try:
+            yield
+        finally:
+            self.now = False
+            with torch.no_grad():
+                torch._foreach_copy_(self._parameters, shared)
+
+
+def _add(parameters: Sequence[Tensor], residuals: Mapping[str, Tensor], names: Sequence[str]) -> None:
+    with torch.no_grad():
+        for name, p in zip(names, parameters, strict=True):
+            if name in residuals:
+                p += residuals[name].to(p.dtype)
