@@ -63,8 +63,8 @@ class Run:
     ):
         self.module = Linear() if module is None else module
         self.shapes = self.module.shapes
-        small = {"bucket_cap_mb": 1e-4}  # several buckets
-        self.ddp = DistributedDataParallel(self.module, process_group=process_group, **small, **ddp)
+        ddp = {"bucket_cap_mb": 1e-4, **ddp}  # several buckets
+        self.ddp = DistributedDataParallel(self.module, process_group=process_group, **ddp)
         names = self.module.named_parameters() if named else ()
         self.state = SparseHookState(
             process_group,
@@ -321,14 +321,53 @@ def resume_is_exact():
         assert kept[0].get("directions") == kept[1].get("directions")
 
 
+def resume_is_exact_although_ddp_cuts_anew():
+    """A new module's buckets are others than those that it has after its first steps, one or several."""
+    ways = [{}, {"named": False}, {"static_graph": True}, {"bucket_cap_mb": 25}, {"gradient_as_bucket_view": True}]
+    every = [{"algorithm": name} for name in (*ALGORITHMS, *WHOLE) if name != "gtopk"]
+    for options in [*ways, *every]:
+        whole, second = Run(**options), Run(**options)
+        for step in range(6):
+            if step == 3:
+                second.module.load_state_dict(saved(whole.module.state_dict()))
+                second.state.load_state_dict(saved(whole.state.state_dict()))
+                second.state.load_state_dict(saved(second.state.state_dict()))  # passed on, not used up
+            whole.step(step)
+            if step >= 3:
+                second.step(step)
+                assert all(map(torch.equal, whole.bits(), second.bits())), (options, step)
+        kept = [run.state.state_dict()["distributed"] for run in (whole, second)]
+        assert kept[0]["buckets"] == kept[1]["buckets"]
+        assert sorted(dict(kept[0]["algorithm_state"])) == sorted(dict(kept[1]["algorithm_state"]))
+
+
 def resume_into_other_buckets():
-    """DDP cuts a new module's buckets otherwise in its first step: nothing is lost on the way."""
+    """Where the checkpoint does not say how they were cut, or of other parameters, nothing is lost on the way."""
+    for buckets in ([], [["a", "b"]], [["a", "b", "c", "d", "other"]]):
+        first, second = Run(), Run()
+        for step in range(3):
+            first.step(step)
+        state = saved(first.state.state_dict())
+        state["distributed"]["buckets"] = buckets
+        second.state.load_state_dict(state)
+        second.given, second.applied = first.given, first.applied
+        all_steps(second, range(3, STEPS))
+    for damaged in ("a", [["a", 3]], [[]], {"a": 1}):
+        state["distributed"]["buckets"] = damaged
+        with pytest.raises(ValueError, match="it was damaged"):
+            second.state.load_state_dict(state)
+
+
+def errors_in_the_first_backward_after_a_checkpoint():
     first, second = Run(), Run()
     for step in range(3):
         first.step(step)
     second.state.load_state_dict(saved(first.state.state_dict()))
-    second.given, second.applied = first.given, first.applied
-    all_steps(second, range(3, STEPS))
+    gradients = gradients_of(3, dist.get_rank())
+    if dist.get_rank() == 1:
+        gradients["c"][5] = torch.nan
+    with pytest.raises(RuntimeError, match="rank 1: the gradient of 'c' is not finite"):
+        second.ddp(gradients).backward()
 
 
 def distributed_checkpoint():
@@ -548,7 +587,9 @@ LAWS = [
     overflow_before_buckets_are_known,
     overflow_in_the_sum,
     resume_is_exact,
+    resume_is_exact_although_ddp_cuts_anew,
     resume_into_other_buckets,
+    errors_in_the_first_backward_after_a_checkpoint,
     distributed_checkpoint,
     new_state,
     other_world_size,

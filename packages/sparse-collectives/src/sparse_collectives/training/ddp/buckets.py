@@ -37,8 +37,7 @@ class Buckets:
         layout = flat.numel(), flat.dtype, flat.device
         if known is None or (known[1][-1].stop, known[0].dtype, known[0].device) != layout:
             bucket = self._made(parameters, flat)
-            edges = accumulate((shape.numel() for shape in bucket.shapes), initial=0)
-            known = self._known[key] = bucket, [slice(*edge) for edge in pairwise(edges)]
+            known = self._known[key] = bucket, spans_of(bucket)
         return known
 
     def _made(self, parameters: Sequence[Tensor], flat: Tensor) -> Bucket:
@@ -58,6 +57,11 @@ class Buckets:
             self.names.append(numbered(len(self.names)))
             self._parameters.append(parameter)
         return self._positions[id(parameter)]
+
+
+def spans_of(bucket: Bucket) -> list[slice]:
+    """Where each member lies in the flat tensor."""
+    return [slice(*edge) for edge in pairwise(accumulate((shape.numel() for shape in bucket.shapes), initial=0))]
 
 
 def unused_spans(spans: Sequence[slice], flat: Tensor) -> list[slice]:
