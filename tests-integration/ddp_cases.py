@@ -6,6 +6,7 @@ plus what is still in the residuals.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import io
 import tempfile
@@ -21,6 +22,7 @@ from sparse_collectives.training.schemes.table import WHOLE
 from sparse_compress import RandomK
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 STEPS = 6
 SHAPES = {"a": (5, 3), "b": (7,), "c": (40,), "d": (1,), "e": (4, 4)}
@@ -358,6 +360,55 @@ def resume_into_other_buckets():
             second.state.load_state_dict(state)
 
 
+def pickled(thing):
+    file = io.BytesIO()
+    torch.save(thing, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def copies_go_on_by_themselves():
+    """Of a DDP module with its state, by deepcopy and by torch.save: the bits of the original, and nothing shared."""
+    for options in ({}, {"named": False}, {"algorithm": "spardl", "momentum": 0.5}, {"algorithm": "powersgd"}):
+        run = Run(**options)
+        for step in range(3):
+            run.step(step)
+        copies = [copy.deepcopy(run), pickled(run)]
+        AveragedModel(run.ddp)
+        for other in copies:
+            (_, state), *_ = other.ddp._comm_hooks
+            assert state is other.state is not run.state
+            other.ddp.register_comm_hook(state, sparse_hook)
+        before = run.bits()
+        for other in copies:  # one after the other, so that what they shared would show
+            assert all(map(torch.equal, other.bits(), before))
+            for step in range(3, 6):
+                other.step(step)
+            assert all(map(torch.equal, run.bits(), before))
+        for step in range(3, 6):
+            run.step(step)
+        for other in copies:
+            assert all(map(torch.equal, other.bits(), run.bits())), options
+
+
+def copies_that_would_lose_something():
+    scaler = torch.amp.GradScaler("cpu")
+    run, group = Run(grad_scaler=scaler), dist.new_group()
+    run.step(0)
+    assert copy.deepcopy(run.state)._grad_scaler is scaler
+    with pytest.raises(RuntimeError, match="with a grad_scaler is no file.* save state.state_dict()"):
+        pickled(run.state)
+    other = SparseHookState(group)
+    assert copy.deepcopy(other)._group is group
+    with pytest.raises(RuntimeError, match=r"another process group .* save state.state_dict()"):
+        pickled(other)
+    copied = copy.deepcopy(Run().state)  # without the module: its parameters are nobody's
+    ddp = DistributedDataParallel(Linear())
+    ddp.register_comm_hook(copied, sparse_hook)
+    with pytest.raises(ValueError, match="that is not among named_parameters"):
+        ddp(gradients_of(0, 0)).backward()
+
+
 def errors_in_the_first_backward_after_a_checkpoint():
     first, second = Run(), Run()
     for step in range(3):
@@ -590,6 +641,8 @@ LAWS = [
     resume_is_exact_although_ddp_cuts_anew,
     resume_into_other_buckets,
     errors_in_the_first_backward_after_a_checkpoint,
+    copies_go_on_by_themselves,
+    copies_that_would_lose_something,
     distributed_checkpoint,
     new_state,
     other_world_size,

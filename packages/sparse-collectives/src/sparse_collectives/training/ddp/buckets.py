@@ -22,6 +22,14 @@ class Buckets:
         self._parameters = [p for _, p in named]  # kept, so that no id is used twice
         self._known: dict[tuple[int, ...], tuple[Bucket, list[slice]]] = {}
 
+    def know(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        """Parameters that DDP has brought another one like this."""
+        for name, p in named:
+            if id(p) not in self._positions:
+                self._positions[id(p)] = len(self.names)
+                self.names.append(name)
+                self._parameters.append(p)
+
     @property
     def parameters(self) -> dict[str, Tensor]:
         """All that are known, by name."""

@@ -6,8 +6,9 @@ ddp.register_comm_hook(state, sparse_hook)
 
 # No `from __future__ import annotations`: DDP looks at the hook's annotations as objects.
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from communicators import Bucket, Communicator, Work, as_communicator
@@ -24,6 +25,7 @@ from sparse_collectives.prediction.auto import Choice
 from sparse_collectives.training.clipping import check_clip_norm
 from sparse_collectives.training.ddp.accumulated import Accumulated, put_back
 from sparse_collectives.training.ddp.buckets import Buckets, spans_of, unused_spans
+from sparse_collectives.training.ddp.copied import refuse_pickled
 from sparse_collectives.training.ddp.resumed import Resumed, check_layout
 from sparse_collectives.training.ddp.seen_optimizer import SeenOptimizer
 from sparse_collectives.training.exchange import Exchange
@@ -89,7 +91,11 @@ class SparseHookState:
     Settings are fixed when the state is made; a compressor's own density may change, alike on every rank, where no
     schedule sets it. What the optimizer does with the means is seen at its first steps: momentum in both places, Adam,
     and clipping after the exchange are warned about, because they were measured to learn badly.
+
+    `copy.deepcopy`, `torch.save` and `AveragedModel` take a DDP module with this state; see `copied`.
     """
+
+    _looks_up_at_once = True
 
     def __init__(
         self,
@@ -121,6 +127,12 @@ class SparseHookState:
         if self._clip_norm is not None and not named:
             raise ValueError("clip_norm is shared out among buckets by the size of the model: give named_parameters")
         self._given = (algorithm, options, wire)
+        self._settings = {
+            "density": density if callable(density) else None,
+            "compressor": self._compressor,
+            **{"algorithm": algorithm, "options": options, "wire": wire, "momentum": momentum, "clip_norm": clip_norm},
+            **{"dense_below": dense_below, "verify": verify},
+        }
         self._group, self._grad_scaler = process_group, grad_scaler
         self._parameters = dict(named)
         self._buckets = Buckets(named)
@@ -132,8 +144,25 @@ class SparseHookState:
             self._buckets, momentum=self._momentum, density=self._steps.last_density, scaled=grad_scaler is not None
         )
         self._found: tuple[Any, Communicator, Chosen, Exchange] | None = None
-        if process_group is not None or default_group() is not None:
+        self._waiting: dict[str, Any] | None = None  # a copy's state, until its ranks are looked up
+        if self._looks_up_at_once and (process_group is not None or default_group() is not None):
             self._world()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """See `copied`: with the process group and the GradScaler of this one, which cannot be copied."""
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        memo[id(self._grad_scaler)] = self._grad_scaler
+        made._become(copy.deepcopy(self._parts(), memo), self._group)
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle, and so for torch.save of a DDP module; see `copied`."""
+        refuse_pickled(self._group, self._grad_scaler)
+        return self._parts()
+
+    def __setstate__(self, parts: dict[str, Any]) -> None:
+        self._become(parts, None)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_"):
@@ -191,6 +220,8 @@ class SparseHookState:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on where this rank's `state_dict` was taken.
 
+        With the same bits as a run that never stopped, where DDP had cut its buckets when it was saved: from two steps
+        on, with static_graph three. The first two backwards then do not overlap (see `Resumed`).
         Raises ValueError, before anything is changed, for one of another rank or world size (`reshard_residuals`
         first), for one with names where this state has none or the other way round, and for residuals that the module
         has no parameters for, or that a dense sum has no use for. Where neither is known yet, without
@@ -255,6 +286,22 @@ class SparseHookState:
             return self._resumed.layout
         return [[self._buckets.names[member] for member in bucket.members] for bucket in self._cut]
 
+    def _parts(self) -> dict[str, Any]:
+        """What a copy is made of. Parameters go along with the module's, to which they belong."""
+        kept = self._waiting if self._found is None else self.state_dict()
+        return {
+            "settings": {**self._settings, "grad_scaler": self._grad_scaler},
+            "named": list(self._parameters.items()),
+            "known": list(self._buckets.parameters.items()),
+            "kept": kept,
+        }
+
+    def _become(self, parts: dict[str, Any], group: Any) -> None:
+        self._looks_up_at_once = False
+        SparseHookState.__init__(self, None, **parts["settings"], named_parameters=parts["named"])
+        self._group, self._waiting = group, parts["kept"]
+        self._buckets.know(parts["known"])
+
     def _world(self) -> tuple[Any, Communicator, Chosen, Exchange]:
         """The default group, the ranks, the algorithm, and the exchange among them: looked up and made once."""
         if self._found is None:
@@ -282,6 +329,9 @@ class SparseHookState:
                 clip_norm=self._clip_norm,
             )
             self._found = group, comm, chosen, exchange
+            if (kept := self._waiting) is not None:
+                self._waiting = None
+                self.load_state_dict(kept)
         return self._found
 
     def _begin(self) -> None:
