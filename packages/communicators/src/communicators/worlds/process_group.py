@@ -81,9 +81,7 @@ def from_process_group(
     return made
 
 
-def _connected(
-    group: dist.ProcessGroup, patience: float, transport: str | None, store: Store | None
-) -> Transport:
+def _connected(group: dist.ProcessGroup, patience: float, transport: str | None, store: Store | None) -> Transport:
     keys = store_of(group) if store is None else store
     prefix = prefix_for(keys, group.rank())
     line = nccl_of(group, prefix) if transport == "nccl" else None
