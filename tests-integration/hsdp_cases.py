@@ -137,7 +137,8 @@ def exchanges_go_on_during_backward():
     gradients[0][1] = gradients[0][1].requires_grad_()
     gradients[0][1].register_hook(lambda _: under_way.append(len(run.state._pending)))
     run.model(gradients).backward()
-    assert under_way and under_way[0] > 0  # of a layer whose backward is over, while another's runs
+    assert len(under_way) == 1
+    assert under_way[0] > 0  # of a layer whose backward is over, while another's runs
     assert not run.state._pending
 
 
@@ -156,11 +157,13 @@ def a_nan_on_one_rank_is_skipped_on_all():
     before = run.bits()
     run.optimizer.zero_grad()
     run.backward(1, 33 if dist.get_rank() == 2 else None)
-    assert run.state.skipped == 1 and all(p.grad is None for p in run.model.parameters())
+    assert run.state.skipped == 1
+    assert all(p.grad is None for p in run.model.parameters())
     run.optimizer.step()
     assert all(map(torch.equal, run.bits(), before))
     run.step(2)
-    assert run.state.skipped == 1 and not all(map(torch.equal, run.bits(), before))
+    assert run.state.skipped == 1
+    assert not all(map(torch.equal, run.bits(), before))
 
 
 def saved(state):

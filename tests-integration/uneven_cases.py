@@ -80,7 +80,7 @@ def what_join_cannot_do_is_refused():
     with pytest.raises(TypeError, match="give the optimizer the process group itself"):
         Join([optimizer])
     _, _, optimizer = made()
-    with pytest.raises(TypeError, match="divide_by_initial_world_size.*leave it out"):
+    with pytest.raises(TypeError, match=r"divide_by_initial_world_size.*leave it out"):
         Join([optimizer], divide_by_initial_world_size=False)
 
 

@@ -115,8 +115,8 @@ def refuse_sharded(named: Mapping[str, Any]) -> None:
     """Raises TypeError for parameters of which each rank holds a part."""
     if names := [name for name, p in named.items() if hasattr(p, "to_local")]:
         raise TypeError(
-            f"parameters {names} are DTensors, of which each rank holds another part, so there is no mean over ranks to "
-            "take: exchange between nodes by sparse_hsdp(model, mesh['between']), and step a plain optimizer"
+            f"parameters {names} are DTensors, of which each rank holds another part, so there is no mean to take over "
+            "ranks: exchange between nodes by sparse_hsdp(model, mesh['between']), and step a plain optimizer"
         )
 
 

@@ -130,8 +130,13 @@ class SparseHookState:
         self._settings = {
             "density": density if callable(density) else None,
             "compressor": self._compressor,
-            **{"algorithm": algorithm, "options": options, "wire": wire, "momentum": momentum, "clip_norm": clip_norm},
-            **{"dense_below": dense_below, "verify": verify},
+            "algorithm": algorithm,
+            "options": options,
+            "wire": wire,
+            "momentum": momentum,
+            "clip_norm": clip_norm,
+            "dense_below": dense_below,
+            "verify": verify,
         }
         self._group, self._grad_scaler = process_group, grad_scaler
         self._parameters = dict(named)

@@ -49,12 +49,10 @@ class Resumed:
 
         names: of members. All ranks hold alike, so they start alike.
         """
-        there = {
-            m: view
-            for bucket, flat in self._brought
-            for m, view in zip(bucket.members, bucket.views(flat), strict=True)
-        }
         brought = [bucket for bucket, _ in self._brought]
+        there: dict[int, Tensor] = {}
+        for bucket, flat in self._brought:
+            there.update(zip(bucket.members, bucket.views(flat), strict=True))
         buckets = _cut(self.layout, names, brought) or brought
         works = [(bucket, start(bucket, bucket.gather(there))) for bucket in buckets]
         error: CollectiveError | None = None

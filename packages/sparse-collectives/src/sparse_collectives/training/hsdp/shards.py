@@ -69,9 +69,7 @@ def shards_of(model: nn.Module) -> tuple[list[Shard], dict[str, nn.Parameter]]:
         if not isinstance(module, FSDPModule):
             continue
         if not hasattr(module, "set_all_reduce_hook"):
-            raise RuntimeError(
-                f"torch {torch.__version__} has no FSDPModule.set_all_reduce_hook: it came with torch 2.7"
-            )
+            raise RuntimeError(f"torch {torch.__version__} lacks FSDPModule.set_all_reduce_hook: take 2.7 or later")
         shards += [Shard(name, module, group, positions) for group in _groups(module)]
     if not shards:
         raise ValueError("no module of this model is sharded: call fully_shard(module, mesh=mesh['inside']) before")

@@ -73,8 +73,12 @@ def sparse_hsdp(
         between,
         compressor=check_compressor(compressor, density),
         momentum=check_momentum(momentum),
-        **{"density": density, "algorithm": algorithm, "options": options, "wire": wire},
-        **{"dense_below": check_dense_below(dense_below, algorithm), "nonfinite": nonfinite},
+        density=density,
+        algorithm=algorithm,
+        options=options,
+        wire=wire,
+        dense_below=check_dense_below(dense_below, algorithm),
+        nonfinite=nonfinite,
     )
 
 
@@ -110,8 +114,13 @@ class HsdpState:
         self._steps, self._nonfinite, self.skipped = Steps(compressor, density, None), nonfinite, 0
         chosen = choose_scheme(
             self._comm,
-            **{"algorithm": algorithm, "options": options, "wire": wire, "compressor": compressor},
-            **{"momentum": momentum, "dense_below": dense_below, "parameters": []},
+            algorithm=algorithm,
+            options=options,
+            wire=wire,
+            compressor=compressor,
+            momentum=momentum,
+            dense_below=dense_below,
+            parameters=[],
             tentative=nonfinite == "skip",
         )
         self._chosen, self._names = chosen, list(self._named)
@@ -143,7 +152,9 @@ class HsdpState:
         return {
             KEY: {
                 **saved_by(self._comm),
-                **{"algorithm": self._chosen.algorithm, "steps": self._steps.taken, "skipped": self.skipped},
+                "algorithm": self._chosen.algorithm,
+                "steps": self._steps.taken,
+                "skipped": self.skipped,
                 "inside": [self._inside.rank, self._inside.size],
                 **kept,
                 **complete(kept, self._chosen.scheme.memories, padded),
@@ -183,7 +194,7 @@ class HsdpState:
     def _begin(self) -> None:
         """The first gradient of a backward; of a new step unless there are some already."""
         self._in_backward, self._error = True, None
-        Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
+        Variable._execution_engine.queue_callback(self._end)
         if not any(p.grad is not None and bool(_part(p.grad).any()) for p in self._named.values()):
             self._exchange.settle()
             self._steps.begin()
@@ -197,14 +208,14 @@ class HsdpState:
                 self._finish(work, flat)
             except CollectiveError as error:
                 self._error = self._error or error
-        error, finite = agreed(Outcome(self._error, self._exchange.finite()), self._inside)
-        if error is None and finite:
+        outcome = agreed(Outcome(self._error, self._exchange.finite()), self._inside)
+        if outcome.error is None and outcome.finite:
             return
         self._exchange.undo()
         for p in self._named.values():
             p.grad = None
-        if error is not None:
-            raise error
+        if outcome.error is not None:
+            raise outcome.error
         self.skipped += 1
 
     @staticmethod
