@@ -10,7 +10,7 @@ import sys
 import torch
 import torch.distributed as dist
 from sklearn.datasets import load_digits
-from sparse_collectives import sparse_hsdp
+from sparse_collectives import HsdpState, sparse_hsdp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -35,7 +35,7 @@ def train(epochs: int) -> tuple[float, int]:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh["inside"])
     fully_shard(model, mesh=mesh["inside"])
-    state = sparse_hsdp(model, mesh["between"], density=0.01, momentum=MOMENTUM)  # the line
+    state: HsdpState = sparse_hsdp(model, mesh["between"], density=0.01, momentum=MOMENTUM)  # the line
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)  # its momentum comes before the selection
     images, labels, order = digits()
     for epoch in range(epochs):

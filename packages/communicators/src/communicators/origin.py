@@ -66,8 +66,6 @@ def found(comm: Any, *, patience: float | None, transport: str | None = None, st
     if comm is None and dist.is_available() and dist.is_initialized():
         comm = dist.group.WORLD
     if dist.is_available() and isinstance(comm, dist.ProcessGroup):
-        if store is not None and not isinstance(store, dist.Store):
-            raise TypeError(f"store is {type(store).__name__}, expected a torch.distributed.Store, or None")
         return _from_process_group(comm, patience, transport, store)
     _refuse_store(store)
     _refuse_nccl(transport)
@@ -94,6 +92,10 @@ def _refuse_store(store: Any) -> None:
 def _from_process_group(
     group: dist.ProcessGroup, patience: float | None, transport: str | None, store: Any
 ) -> Communicator:
+    from torch._C._distributed_c10d import Store
+
+    if store is not None and not isinstance(store, Store):
+        raise TypeError(f"store is {type(store).__name__}, expected a torch.distributed.Store, or None")
     if group.size() == 1:
         return Alone()
     from communicators.worlds.process_group import from_process_group
