@@ -6,6 +6,7 @@ plus what is still in the residuals.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import io
 import tempfile
@@ -21,6 +22,7 @@ from sparse_collectives.training.schemes.table import WHOLE
 from sparse_compress import RandomK
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 STEPS = 6
 SHAPES = {"a": (5, 3), "b": (7,), "c": (40,), "d": (1,), "e": (4, 4)}
@@ -63,8 +65,8 @@ class Run:
     ):
         self.module = Linear() if module is None else module
         self.shapes = self.module.shapes
-        small = {"bucket_cap_mb": 1e-4}  # several buckets
-        self.ddp = DistributedDataParallel(self.module, process_group=process_group, **small, **ddp)
+        ddp = {"bucket_cap_mb": 1e-4, **ddp}  # several buckets
+        self.ddp = DistributedDataParallel(self.module, process_group=process_group, **ddp)
         names = self.module.named_parameters() if named else ()
         self.state = SparseHookState(
             process_group,
@@ -321,14 +323,102 @@ def resume_is_exact():
         assert kept[0].get("directions") == kept[1].get("directions")
 
 
+def resume_is_exact_although_ddp_cuts_anew():
+    """A new module's buckets are others than those that it has after its first steps, one or several."""
+    ways = [{}, {"named": False}, {"static_graph": True}, {"bucket_cap_mb": 25}, {"gradient_as_bucket_view": True}]
+    every = [{"algorithm": name} for name in (*ALGORITHMS, *WHOLE) if name != "gtopk"]
+    for options in [*ways, *every]:
+        whole, second = Run(**options), Run(**options)
+        for step in range(6):
+            if step == 3:
+                second.module.load_state_dict(saved(whole.module.state_dict()))
+                second.state.load_state_dict(saved(whole.state.state_dict()))
+                second.state.load_state_dict(saved(second.state.state_dict()))  # passed on, not used up
+            whole.step(step)
+            if step >= 3:
+                second.step(step)
+                assert all(map(torch.equal, whole.bits(), second.bits())), (options, step)
+        kept = [run.state.state_dict()["distributed"] for run in (whole, second)]
+        assert kept[0]["buckets"] == kept[1]["buckets"]
+        assert sorted(dict(kept[0]["algorithm_state"])) == sorted(dict(kept[1]["algorithm_state"]))
+
+
 def resume_into_other_buckets():
-    """DDP cuts a new module's buckets otherwise in its first step: nothing is lost on the way."""
+    """Where the checkpoint does not say how they were cut, or of other parameters, nothing is lost on the way."""
+    for buckets in ([], [["a", "b"]], [["a", "b", "c", "d", "other"]]):
+        first, second = Run(), Run()
+        for step in range(3):
+            first.step(step)
+        state = saved(first.state.state_dict())
+        state["distributed"]["buckets"] = buckets
+        second.state.load_state_dict(state)
+        second.given, second.applied = first.given, first.applied
+        all_steps(second, range(3, STEPS))
+    for damaged in ("a", [["a", 3]], [[]], {"a": 1}):
+        state["distributed"]["buckets"] = damaged
+        with pytest.raises(ValueError, match="it was damaged"):
+            second.state.load_state_dict(state)
+
+
+def pickled(thing):
+    file = io.BytesIO()
+    torch.save(thing, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def copies_go_on_by_themselves():
+    """Of a DDP module with its state, by deepcopy and by torch.save: the bits of the original, and nothing shared."""
+    for options in ({}, {"named": False}, {"algorithm": "spardl", "momentum": 0.5}, {"algorithm": "powersgd"}):
+        run = Run(**options)
+        for step in range(3):
+            run.step(step)
+        copies = [copy.deepcopy(run), pickled(run)]
+        AveragedModel(run.ddp)
+        for other in copies:
+            (_, state), *_ = other.ddp._comm_hooks
+            assert state is other.state is not run.state
+            other.ddp.register_comm_hook(state, sparse_hook)
+        before = run.bits()
+        for other in copies:  # one after the other, so that what they shared would show
+            assert all(map(torch.equal, other.bits(), before))
+            for step in range(3, 6):
+                other.step(step)
+            assert all(map(torch.equal, run.bits(), before))
+        for step in range(3, 6):
+            run.step(step)
+        for other in copies:
+            assert all(map(torch.equal, other.bits(), run.bits())), options
+
+
+def copies_that_would_lose_something():
+    scaler = torch.amp.GradScaler("cpu")
+    run, group = Run(grad_scaler=scaler), dist.new_group()
+    run.step(0)
+    assert copy.deepcopy(run.state)._grad_scaler is scaler
+    with pytest.raises(RuntimeError, match=r"with a grad_scaler is no file.* save state\.state_dict\(\)"):
+        pickled(run.state)
+    other = SparseHookState(group)
+    assert copy.deepcopy(other)._group is group
+    with pytest.raises(RuntimeError, match=r"another process group .* save state\.state_dict\(\)"):
+        pickled(other)
+    copied = copy.deepcopy(Run().state)  # without the module: its parameters are nobody's
+    ddp = DistributedDataParallel(Linear())
+    ddp.register_comm_hook(copied, sparse_hook)
+    with pytest.raises(ValueError, match="that is not among named_parameters"):
+        ddp(gradients_of(0, 0)).backward()
+
+
+def errors_in_the_first_backward_after_a_checkpoint():
     first, second = Run(), Run()
     for step in range(3):
         first.step(step)
     second.state.load_state_dict(saved(first.state.state_dict()))
-    second.given, second.applied = first.given, first.applied
-    all_steps(second, range(3, STEPS))
+    gradients = gradients_of(3, dist.get_rank())
+    if dist.get_rank() == 1:
+        gradients["c"][5] = torch.nan
+    with pytest.raises(RuntimeError, match="rank 1: the gradient of 'c' is not finite"):
+        second.ddp(gradients).backward()
 
 
 def distributed_checkpoint():
@@ -548,7 +638,11 @@ LAWS = [
     overflow_before_buckets_are_known,
     overflow_in_the_sum,
     resume_is_exact,
+    resume_is_exact_although_ddp_cuts_anew,
     resume_into_other_buckets,
+    errors_in_the_first_backward_after_a_checkpoint,
+    copies_go_on_by_themselves,
+    copies_that_would_lose_something,
     distributed_checkpoint,
     new_state,
     other_world_size,

@@ -27,9 +27,10 @@ TWO = ("gloo:dense_cases", "gloo:sparse_cases", "gloo:ddp_accumulation", "gloo:d
 THREE = (
     "no-group:late_groups",
     *(f"gloo:{module}" for module in ("dense_cases", "sparse_cases", "local_cases", "partial_cases")),
-    *(f"gloo:{module}" for module in ("ddp_cases", "ddp_learning", "ddp_states")),
+    *(f"gloo:{module}" for module in ("ddp_cases", "ddp_learning", "ddp_states", "uneven_cases")),
     "untagged:untagged_cases",
 )
+FOUR = ("gloo:hsdp_cases",)  # two nodes of two
 PRETEND = ("pretend-gloo:device_cases", "pretend-untagged:device_cases")
 GPUS = torch.cuda.device_count()
 
@@ -44,6 +45,7 @@ class Launch:
 LAUNCHES = {
     "gloo-2": Launch(2, TWO),
     "gloo-3": Launch(3, THREE),
+    "gloo-4": Launch(4, FOUR),
     "pretend-3": Launch(3, PRETEND),
     "mpi": Launch(4, MPI),
     "gpu": Launch(2, ("cuda-gloo:device_cases", "cuda-gloo:device_ddp_cases"), gpus=1),
@@ -91,7 +93,7 @@ def outcomes(mpiexec, processes, tmp_path_factory):
     with ThreadPoolExecutor(2) as side_by_side:
 
         def of(name):
-            for other in ("gloo-2", "gloo-3") if name.startswith("gloo") else (name,):
+            for other in ("gloo-2", "gloo-3", "gloo-4") if name.startswith("gloo") else (name,):
                 if other not in begun:
                     begun[other] = side_by_side.submit(launch, other)
             return begun[name].result()

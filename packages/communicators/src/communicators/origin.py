@@ -22,7 +22,9 @@ _LAUNCHERS = {
 }
 
 
-def as_communicator(comm: Any = None, *, timeout: float | None = None, transport: str | None = None) -> Communicator:
+def as_communicator(
+    comm: Any = None, *, timeout: float | None = None, transport: str | None = None, store: Any = None
+) -> Communicator:
     """A communicator for an mpi4py Comm, a torch ProcessGroup, a Communicator (returned as it is), or None.
 
     All ranks of a group call this together at its first use, because it is duplicated once.
@@ -35,31 +37,37 @@ def as_communicator(comm: Any = None, *, timeout: float | None = None, transport
         transport: Of data on a GPU, for a torch process group at its first use: "host" (default), through host memory,
             or "nccl", by a NCCL communicator of our own, where that is the group's backend for CUDA. Not yet run on a
             GPU.
+        store: Where the ranks of a torch process group meet, a `torch.distributed.Store` that all of them share; for
+            groups without one of their own, such as those written in Python. What we send does not go by the group:
+            its ranks only must be able to connect to each other. Given anew, as after the group was set up anew, it
+            makes a new communicator.
 
     Raises:
-        TypeError: `comm` is something else.
+        TypeError: `comm` is something else, or a process group without a Store, or a fake one.
         RuntimeError: None, under a launcher of several ranks, with neither a process group nor mpi4py.
         CollectiveError: Names the ranks that did not come to the first use.
     """
-    made = found(comm, patience=timeout, transport=transport)
+    made = found(comm, patience=timeout, transport=transport, store=store)
     if timeout is not None:
         made.timeout = timeout
     return made
 
 
-def found(comm: Any, *, patience: float | None, transport: str | None = None) -> Communicator:
+def found(comm: Any, *, patience: float | None, transport: str | None = None, store: Any = None) -> Communicator:
     """As `as_communicator`, for a call with a time-out of its own: the first use waits so long, later ones as ever."""
     if patience is not None:
         patience = check_timeout(patience)
     if transport not in (None, "host", "nccl"):
         raise ValueError(f"transport is {transport!r}, expected 'host' or 'nccl'")
     if isinstance(comm, Communicator):
+        _refuse_store(store)
         _refuse_nccl(transport)
         return comm
     if comm is None and dist.is_available() and dist.is_initialized():
         comm = dist.group.WORLD
     if dist.is_available() and isinstance(comm, dist.ProcessGroup):
-        return _from_process_group(comm, patience, transport)
+        return _from_process_group(comm, patience, transport, store)
+    _refuse_store(store)
     _refuse_nccl(transport)
     mpi = sys.modules.get("mpi4py.MPI")
     if comm is None:
@@ -76,12 +84,23 @@ def _refuse_nccl(transport: str | None) -> None:
         raise ValueError('transport="nccl" is for a torch process group with NCCL for CUDA tensors, at its first use')
 
 
-def _from_process_group(group: dist.ProcessGroup, patience: float | None, transport: str | None) -> Communicator:
+def _refuse_store(store: Any) -> None:
+    if store is not None:
+        raise TypeError("store= is for a torch process group: the ranks of others have met already")
+
+
+def _from_process_group(
+    group: dist.ProcessGroup, patience: float | None, transport: str | None, store: Any
+) -> Communicator:
+    from torch._C._distributed_c10d import Store
+
+    if store is not None and not isinstance(store, Store):
+        raise TypeError(f"store is {type(store).__name__}, expected a torch.distributed.Store, or None")
     if group.size() == 1:
         return Alone()
     from communicators.worlds.process_group import from_process_group
 
-    return from_process_group(group, patience, transport)
+    return from_process_group(group, patience, transport, store)
 
 
 def _from_mpi(comm: Any, mpi: Any, patience: float | None) -> Communicator:

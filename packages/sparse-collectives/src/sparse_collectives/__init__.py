@@ -9,6 +9,7 @@ from sparse_collectives.prediction.traffic import Traffic
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.training.ddp.hook import SparseHookState, sparse_hook
 from sparse_collectives.training.exchange import Scheme, Transfer
+from sparse_collectives.training.hsdp.state import HsdpState, sparse_hsdp
 from sparse_collectives.training.optimizer import DistributedOptimizer
 from sparse_collectives.training.schemes.residuals import Residuals
 from sparse_collectives.training.schemes.table import WholeScheme
@@ -24,6 +25,7 @@ __all__ = [
     "Choice",
     "DenseReduction",
     "DistributedOptimizer",
+    "HsdpState",
     "Reduction",
     "Residuals",
     "Scheme",
@@ -39,4 +41,5 @@ __all__ = [
     "sparse_allreduce",
     "sparse_allreduce_async",
     "sparse_hook",
+    "sparse_hsdp",
 ]

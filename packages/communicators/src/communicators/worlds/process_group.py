@@ -47,36 +47,47 @@ CONTROL_TAG = 1 << TAG_BITS
 SIGNAL_TAG = CONTROL_TAG + 1
 TORCH_TIMEOUTS = (default_pg_timeout, default_pg_nccl_timeout)
 
-_made: weakref.WeakKeyDictionary[Any, TransportCommunicator] = weakref.WeakKeyDictionary()
+_made: weakref.WeakKeyDictionary[Any, tuple[TransportCommunicator, Store | None]] = weakref.WeakKeyDictionary()
 
 
 def from_process_group(
-    group: dist.ProcessGroup, patience: float | None = None, transport: str | None = None
+    group: dist.ProcessGroup,
+    patience: float | None = None,
+    transport: str | None = None,
+    store: Store | None = None,
 ) -> TransportCommunicator:
     """Our communicator for a process group; made once for each. Collective over its ranks at the first use.
+
+    store: where its ranks meet, default the group's own. Another one than before, or other ranks, as of a group that
+    was set up anew after a rank was lost: a new communicator.
 
     Its `timeout` is what the group was made with, TIMEOUT_SECONDS where that is torch's default.
     patience: seconds that the first use waits for the other ranks, default that `timeout`. transport: "nccl" for data
     on a GPU by NCCL; ValueError where the group does not use it, or is in use with another one already.
     """
-    made = _made.get(group)
+    made, met_by = _made.get(group, (None, None))
+    if made is not None and (made.rank, made.size) != (group.rank(), group.size()):
+        made = None
+    if store is not None and store is not met_by:
+        made = None
     if made is not None and not made.closed and transport not in (None, made.transport.name):
         raise ValueError(f"transport={transport!r}, but this process group is in use with {made.transport.name!r}")
     if made is None or made.closed:
         timeout = timeout_of(group)
         waits = timeout if patience is None else patience
-        made = TransportCommunicator(_in_time(lambda: _connected(group, waits, transport), group.rank(), waits))
+        made = TransportCommunicator(_in_time(lambda: _connected(group, waits, transport, store), group.rank(), waits))
         made.timeout = timeout
-        _made[group] = made
+        _made[group] = made, store
     return made
 
 
-def _connected(group: dist.ProcessGroup, patience: float, transport: str | None) -> Transport:
-    prefix = prefix_for(group)
+def _connected(group: dist.ProcessGroup, patience: float, transport: str | None, store: Store | None) -> Transport:
+    keys = store_of(group) if store is None else store
+    prefix = prefix_for(keys, group.rank())
     line = nccl_of(group, prefix) if transport == "nccl" else None
     if transport == "nccl" and line is None:
         raise ValueError('transport="nccl", but the process group does not use NCCL for CUDA tensors: leave it out')
-    tagged = ProcessGroupTransport(Rendezvous.of(group, prefix), patience)
+    tagged = ProcessGroupTransport(Rendezvous.of(group, keys, prefix), patience)
     return tagged if line is None else UntaggedTransport(tagged, line)
 
 
@@ -120,9 +131,9 @@ class Rendezvous(NamedTuple):
     shared: Store
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup, prefix: str) -> Rendezvous:
-        """Under a prefix of a group's keys."""
-        own, shared = PrefixStore(prefix, reconnected(group)), PrefixStore(prefix, store_of(group))
+    def of(cls, group: dist.ProcessGroup, keys: Store, prefix: str) -> Rendezvous:
+        """Of a group's ranks, under a prefix of these keys."""
+        own, shared = PrefixStore(prefix, reconnected(keys)), PrefixStore(prefix, keys)
         return cls(group.rank(), group.size(), own, shared)
 
     def elsewhere(self, prefix: str) -> Rendezvous:

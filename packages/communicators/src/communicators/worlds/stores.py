@@ -19,14 +19,22 @@ LONGEST_NAP_SECONDS = 0.05
 
 
 def store_of(group: dist.ProcessGroup) -> Store:
-    """The keys of this group."""
+    """The keys of this group; TypeError for a group that has none, as many that are written in Python."""
     own: Any = getattr(group, "get_group_store", None)
-    return cast(Store, own() if own is not None else distributed_c10d._get_process_group_store(group))
+    try:
+        store: Any = own() if own is not None else distributed_c10d._get_process_group_store(group)
+    except KeyError:  # torch does not know the group
+        store = None
+    if store is None:
+        raise TypeError(
+            f"the process group, a {type(group).__name__}, has no Store by which its ranks could meet: give them one "
+            "that they share, such as a TCPStore, as_communicator(group, store=...)"
+        )
+    return cast(Store, store)
 
 
-def reconnected(group: dist.ProcessGroup) -> Store:
-    """Keys of this group by a client of our own: a call that blocks holds up every other use of its client."""
-    store: Any = store_of(group)
+def reconnected(store: Any) -> Store:
+    """The same keys by a client of our own: a call that blocks holds up every other use of its client."""
     if hasattr(store, "clone"):
         return cast(Store, store.clone())
     prefix = store.compare_set("communicators/elsewhere", "", uuid.uuid4().hex).decode()  # that of who was first
@@ -41,9 +49,20 @@ def reconnected(group: dist.ProcessGroup) -> Store:
     return PrefixStore(prefix, other)
 
 
-def prefix_for(group: dist.ProcessGroup) -> str:
-    """Keys for the next communicator with this group's ranks. The Store counts: it may outlive groups and processes."""
-    return f"communicators/{store_of(group).add(f'communicators/made/{group.rank()}', 1)}"
+def prefix_for(store: Store, rank: int) -> str:
+    """Keys for the next communicator of the ranks that meet there. The Store counts: it may outlive groups, processes.
+
+    Raises TypeError for the Store of a fake group, which keeps nothing.
+    """
+    try:
+        return f"communicators/{store.add(f'communicators/made/{rank}', 1)}"
+    except RuntimeError as error:
+        if "pure virtual" not in str(error):
+            raise
+        raise TypeError(
+            "the Store keeps nothing, as that of a fake process group, so no other rank can be met there: for many "
+            "ranks in one process take a SimulatedWorld"
+        ) from None
 
 
 def barrier(store: Store, rank: int, size: int, timeout: float) -> None:

@@ -170,6 +170,10 @@ class Exchange:
         self.scheme.commit()
         return True
 
+    def finite(self) -> bool:
+        """Whether the means of this step are so far, where steps may be skipped; without ending it."""
+        return not self._agreed or bool(torch.stack(self._agreed).all())
+
     def undo(self) -> None:
         """Ends a step that has failed: what can be taken back is."""
         self._agreed, self._own = [], []

@@ -38,9 +38,11 @@ from sparse_collectives.training.settings import (
     check_sends,
     check_settings,
     fixed,
+    refuse_sharded,
 )
 from sparse_collectives.training.state_dict import check_fit, check_saved_by, check_sent, complete, saved_by, sending
 from sparse_collectives.training.steps import Schedule, Steps
+from sparse_collectives.training.uneven import Shadow, group_for_join
 from sparse_collectives.training.unfit import warn_of
 from sparse_collectives.training.updates import all_are_finite, taken
 
@@ -113,7 +115,8 @@ class DistributedOptimizer(Wrapping):
     the same parameters, even those that only some of them used.
 
     With torch's GradScaler take nonfinite="skip" and the usual lines; where `synchronize()` is called by hand,
-    `scaler.unscale_(optimizer)` comes before it. The wrapped optimizer may need its closure only once (LBFGS: more).
+    `scaler.unscale_(optimizer)` comes before it. Ranks with unlike numbers of steps: torch's `Join([optimizer])`, see
+    `join_hook`. The wrapped optimizer may need its closure only once (LBFGS: more).
     """
 
     _step_supports_amp_scaling = True  # so that GradScaler calls step() on every rank, also where it found inf
@@ -145,8 +148,9 @@ class DistributedOptimizer(Wrapping):
         check_optimizer(optimizer, nonfinite)
         dense_below = check_dense_below(dense_below, algorithm)
         check_sends(sends, algorithm, momentum=momentum, overlap=overlap)
-        self._by_default, comm = comm is None, as_communicator(comm)
         named = name_parameters(optimizer, named_parameters)
+        refuse_sharded(named)
+        given, comm = comm, as_communicator(comm)
         trained = {name: p for name, p in named.items() if p.requires_grad and p.numel()}
         chosen = choose_scheme(
             comm,
@@ -165,6 +169,7 @@ class DistributedOptimizer(Wrapping):
         self._clipping_after = (
             ClippingAfter(type(self).__name__) if chosen.entry is not None and chosen.entry.compresses else None
         )
+        self._group, self._by_default = given, given is None
         self._comm, self._chosen, self._nonfinite = comm, chosen, nonfinite
         self._compressor, self.skipped = compressor, 0
         if overlap:  # gradients come in about the reverse order of the parameters
@@ -172,6 +177,7 @@ class DistributedOptimizer(Wrapping):
         self._names, self._trained = list(trained), list(trained.values())
         self._all, self._named = named, {id(p): name for name, p in named.items()}
         self._synchronized = self._accumulates = False
+        self._shadow: Shadow | None = None
         self._exchange = Exchange(
             chosen.scheme,
             comm,
@@ -259,7 +265,7 @@ class DistributedOptimizer(Wrapping):
             )
         if self._synchronized and self._means.stands:
             raise RuntimeError("synchronize() was called twice for one step(): the mean would be exchanged again")
-        self._check_ranks()
+        self._begin_step()
         means = self._means.after(self._start_all)
         self._means.put(means, made(self._trained))
         self._synchronized = True
@@ -306,6 +312,27 @@ class DistributedOptimizer(Wrapping):
         if self._sends != "updates":
             raise RuntimeError('ahead() is for sends="updates": what waits of gradients is no part of parameters')
         return self._ahead.moved()
+
+    def join_hook(self, **kwargs: Any) -> Shadow:
+        """For `torch.distributed.algorithms.join.Join([optimizer])`: ranks may have unlike numbers of steps.
+
+        A rank that has no more takes part in the others' with zeros for gradients: see `Shadow`.
+        """
+        if kwargs:
+            raise TypeError(f"Join was given {sorted(kwargs)}, but means are over all ranks, as ever: leave it out")
+        group_for_join(self._group)
+        self._shadow = Shadow(self)
+        return self._shadow
+
+    @property
+    def join_device(self) -> torch.device:
+        """For `Join`."""
+        return self._trained[0].device
+
+    @property
+    def join_process_group(self) -> Any:
+        """For `Join`."""
+        return group_for_join(self._group)
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state and, as "distributed", this rank's residuals and momenta by parameter.
@@ -361,7 +388,7 @@ class DistributedOptimizer(Wrapping):
             self.skipped += 1
 
     def _step_by_updates(self) -> None:
-        self._check_ranks()
+        self._begin_step()
         where = self._ahead.as_for_gradients(self._steps.last_density)
         if self._nonfinite == "skip" and not all_are_finite(self._trained, self._comm):
             self.skipped += 1
@@ -374,7 +401,9 @@ class DistributedOptimizer(Wrapping):
         with torch.no_grad():
             torch._foreach_add_(self._trained, updates)
 
-    def _check_ranks(self) -> None:
+    def _begin_step(self) -> None:
+        if self._shadow is not None:
+            self._shadow.tell()
         if self._by_default and self._comm.size == 1:
             refuse_alone("a DistributedOptimizer")
         refuse_changes(self.optimizer, self._named, self._trained, what="DistributedOptimizer")

@@ -111,6 +111,15 @@ def check_optimizer(optimizer: Any, nonfinite: Any) -> None:
         raise ValueError(f"nonfinite is {nonfinite!r}, expected 'raise' or 'skip'")
 
 
+def refuse_sharded(named: Mapping[str, Any]) -> None:
+    """Raises TypeError for parameters of which each rank holds a part."""
+    if names := [name for name, p in named.items() if hasattr(p, "to_local")]:
+        raise TypeError(
+            f"parameters {names} are DTensors, of which each rank holds another part, so there is no mean to take over "
+            "ranks: exchange between nodes by sparse_hsdp(model, mesh['between']), and step a plain optimizer"
+        )
+
+
 def check_dense_below(dense_below: Any, algorithm: Any) -> int:
     """Of so few elements tensors are summed whole; TypeError or ValueError, also where nothing is selected anyway."""
     count = check_count("dense_below", dense_below, "elements", least=0) or 0

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from communicators.worlds.nccl.untagged import Launched
-from communicators.worlds.stores import reconnected
+from communicators.worlds.stores import reconnected, store_of
 from communicators.worlds.waiters import WAIT
 
 CONNECT_POLL_SECONDS = 1e-3
@@ -114,5 +114,5 @@ def nccl_of(group: dist.ProcessGroup, prefix: str) -> NCCL | None:
         return None
     if backend.name() != "nccl":
         return None
-    store = PrefixStore(f"{prefix}/nccl", reconnected(group))
+    store = PrefixStore(f"{prefix}/nccl", reconnected(store_of(group)))
     return NCCL(store, group.rank(), group.size())

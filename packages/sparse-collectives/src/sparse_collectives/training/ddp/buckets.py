@@ -22,6 +22,14 @@ class Buckets:
         self._parameters = [p for _, p in named]  # kept, so that no id is used twice
         self._known: dict[tuple[int, ...], tuple[Bucket, list[slice]]] = {}
 
+    def know(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        """Parameters that DDP has brought another one like this."""
+        for name, p in named:
+            if id(p) not in self._positions:
+                self._positions[id(p)] = len(self.names)
+                self.names.append(name)
+                self._parameters.append(p)
+
     @property
     def parameters(self) -> dict[str, Tensor]:
         """All that are known, by name."""
@@ -37,8 +45,7 @@ class Buckets:
         layout = flat.numel(), flat.dtype, flat.device
         if known is None or (known[1][-1].stop, known[0].dtype, known[0].device) != layout:
             bucket = self._made(parameters, flat)
-            edges = accumulate((shape.numel() for shape in bucket.shapes), initial=0)
-            known = self._known[key] = bucket, [slice(*edge) for edge in pairwise(edges)]
+            known = self._known[key] = bucket, spans_of(bucket)
         return known
 
     def _made(self, parameters: Sequence[Tensor], flat: Tensor) -> Bucket:
@@ -58,6 +65,11 @@ class Buckets:
             self.names.append(numbered(len(self.names)))
             self._parameters.append(parameter)
         return self._positions[id(parameter)]
+
+
+def spans_of(bucket: Bucket) -> list[slice]:
+    """Where each member lies in the flat tensor."""
+    return [slice(*edge) for edge in pairwise(accumulate((shape.numel() for shape in bucket.shapes), initial=0))]
 
 
 def unused_spans(spans: Sequence[slice], flat: Tensor) -> list[slice]:

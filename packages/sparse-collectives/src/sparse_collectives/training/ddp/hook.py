@@ -6,11 +6,12 @@ ddp.register_comm_hook(state, sparse_hook)
 
 # No `from __future__ import annotations`: DDP looks at the hook's annotations as objects.
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Self
 
 import torch
-from communicators import Communicator, as_communicator
+from communicators import Bucket, Communicator, Work, as_communicator
 from communicators.replicas.default_group import default_group, refuse_other_world
 from communicators.replicas.parameters import check_pairs
 from communicators.replicas.saved_by import KEY
@@ -23,7 +24,9 @@ from sparse_collectives.algorithms.table import AUTO
 from sparse_collectives.prediction.auto import Choice
 from sparse_collectives.training.clipping import check_clip_norm
 from sparse_collectives.training.ddp.accumulated import Accumulated, put_back
-from sparse_collectives.training.ddp.buckets import Buckets, unused_spans
+from sparse_collectives.training.ddp.buckets import Buckets, spans_of, unused_spans
+from sparse_collectives.training.ddp.copied import refuse_pickled
+from sparse_collectives.training.ddp.resumed import Resumed, check_layout
 from sparse_collectives.training.ddp.seen_optimizer import SeenOptimizer
 from sparse_collectives.training.exchange import Exchange
 from sparse_collectives.training.scheme import Chosen, choose_scheme
@@ -88,7 +91,11 @@ class SparseHookState:
     Settings are fixed when the state is made; a compressor's own density may change, alike on every rank, where no
     schedule sets it. What the optimizer does with the means is seen at its first steps: momentum in both places, Adam,
     and clipping after the exchange are warned about, because they were measured to learn badly.
+
+    `copy.deepcopy`, `torch.save` and `AveragedModel` take a DDP module with this state; see `copied`.
     """
+
+    _looks_up_at_once = True
 
     def __init__(
         self,
@@ -120,17 +127,47 @@ class SparseHookState:
         if self._clip_norm is not None and not named:
             raise ValueError("clip_norm is shared out among buckets by the size of the model: give named_parameters")
         self._given = (algorithm, options, wire)
+        self._settings = {
+            "density": density if callable(density) else None,
+            "compressor": self._compressor,
+            "algorithm": algorithm,
+            "options": options,
+            "wire": wire,
+            "momentum": momentum,
+            "clip_norm": clip_norm,
+            "dense_below": dense_below,
+            "verify": verify,
+        }
         self._group, self._grad_scaler = process_group, grad_scaler
         self._parameters = dict(named)
         self._buckets = Buckets(named)
         self._accumulated = Accumulated()
+        self._cut: list[Bucket] = []  # as the last backward was exchanged, in order
+        self._resumed: Resumed | None = None  # the first backwards after a checkpoint
         self._scale = 1.0  # of this step: a GPU is asked for it once
         self._seen = SeenOptimizer(
             self._buckets, momentum=self._momentum, density=self._steps.last_density, scaled=grad_scaler is not None
         )
         self._found: tuple[Any, Communicator, Chosen, Exchange] | None = None
-        if process_group is not None or default_group() is not None:
+        self._waiting: dict[str, Any] | None = None  # a copy's state, until its ranks are looked up
+        if self._looks_up_at_once and (process_group is not None or default_group() is not None):
             self._world()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """See `copied`: with the process group and the GradScaler of this one, which cannot be copied."""
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        memo[id(self._grad_scaler)] = self._grad_scaler
+        made._become(copy.deepcopy(self._parts(), memo), self._group)
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle, and so for torch.save of a DDP module; see `copied`."""
+        refuse_pickled(self._group, self._grad_scaler)
+        return self._parts()
+
+    def __setstate__(self, parts: dict[str, Any]) -> None:
+        self._become(parts, None)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_"):
@@ -182,11 +219,14 @@ class SparseHookState:
         trained = [(name, p) for name, p in self._parameters.items() if p.requires_grad]
         memories = complete(kept, exchange.scheme.memories, trained)
         counted = {"steps": self._steps.taken} if self._steps.matter else {}
-        return {KEY: {**saved_by(comm), "algorithm": chosen.algorithm, **counted, **kept, **memories}}
+        own = {"algorithm": chosen.algorithm, "buckets": self._layout(), **counted, **kept, **memories}
+        return {KEY: {**saved_by(comm), **own}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on where this rank's `state_dict` was taken.
 
+        With the same bits as a run that never stopped, where DDP had cut its buckets when it was saved: from two steps
+        on, with static_graph three. The first two backwards then do not overlap (see `Resumed`).
         Raises ValueError, before anything is changed, for one of another rank or world size (`reshard_residuals`
         first), for one with names where this state has none or the other way round, and for residuals that the module
         has no parameters for, or that a dense sum has no use for. Where neither is known yet, without
@@ -194,6 +234,7 @@ class SparseHookState:
         """
         _, comm, chosen, exchange = self._world()
         own = check_saved_by(state_dict, comm.rank, comm.size)
+        layout = check_layout(own.get("buckets", []))
         if chosen.scheme.memories:
             trained = {name: p.shape for name, p in self._parameters.items() if p.requires_grad}
             if shapes := trained or exchange.shapes:
@@ -204,10 +245,11 @@ class SparseHookState:
         states = own["algorithm_state"] if own["algorithm"] == chosen.algorithm else []
         exchange.load_state_dict({**own, "algorithm_state": states})
         self._steps.taken = own.get("steps", self._steps.taken)
+        self._cut, self._resumed = [], Resumed(layout) if layout else None
 
     def exchange(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Starts the exchange of one bucket; the future holds the mean, in the bucket's buffer."""
-        _, _, chosen, exchange = self._world()
+        chosen = self._world()[2]
         if bucket.index() == 0:
             self._begin()
         flat = bucket.buffer()
@@ -218,10 +260,13 @@ class SparseHookState:
         held = self._accumulated.take_out(known, flat)
         if bucket.is_last():
             self._accumulated.whole()
-        if self._clip_norm is not None:
-            exchange.clip([flat], scale=self._scale, of=self._numel())
-        unused = unused_spans(spans, flat) if exchange.scheme.memories else ()
-        work = exchange.start(known, flat, scale=self._scale, unused=unused)
+        if self._resumed is None:
+            self._cut.append(known)
+            future = self._start(known, flat, spans).get_future()
+        else:
+            future = self._resumed.hold(known, flat)
+            if bucket.is_last():
+                self._cut = self._resumed.release(self._buckets.names, self._start)
 
         def whole(mean: torch.futures.Future[Tensor]) -> Tensor:
             """In the bucket's own buffer: DDP takes no tensor that begins amid its storage."""
@@ -231,7 +276,36 @@ class SparseHookState:
                 self._seen.note(known, given)
             return given
 
-        return work.get_future().then(whole)
+        return future.then(whole)
+
+    def _start(self, bucket: Bucket, flat: Tensor, spans: Sequence[slice] | None = None) -> Work[Tensor]:
+        exchange = self._world()[3]
+        if self._clip_norm is not None:
+            exchange.clip([flat], scale=self._scale, of=self._numel())
+        unused = unused_spans(spans or spans_of(bucket), flat) if exchange.scheme.memories else ()
+        return exchange.start(bucket, flat, scale=self._scale, unused=unused)
+
+    def _layout(self) -> list[list[str]]:
+        """The names in each bucket, as the last backward was exchanged, here or before the checkpoint."""
+        if self._resumed is not None and not self._cut:
+            return self._resumed.layout
+        return [[self._buckets.names[member] for member in bucket.members] for bucket in self._cut]
+
+    def _parts(self) -> dict[str, Any]:
+        """What a copy is made of. Parameters go along with the module's, to which they belong."""
+        kept = self._waiting if self._found is None else self.state_dict()
+        return {
+            "settings": {**self._settings, "grad_scaler": self._grad_scaler},
+            "named": list(self._parameters.items()),
+            "known": list(self._buckets.parameters.items()),
+            "kept": kept,
+        }
+
+    def _become(self, parts: dict[str, Any], group: Any) -> None:
+        self._looks_up_at_once = False
+        SparseHookState.__init__(self, None, **parts["settings"], named_parameters=parts["named"])
+        self._group, self._waiting = group, parts["kept"]
+        self._buckets.know(parts["known"])
 
     def _world(self) -> tuple[Any, Communicator, Chosen, Exchange]:
         """The default group, the ranks, the algorithm, and the exchange among them: looked up and made once."""
@@ -260,6 +334,9 @@ class SparseHookState:
                 clip_norm=self._clip_norm,
             )
             self._found = group, comm, chosen, exchange
+            if (kept := self._waiting) is not None:
+                self._waiting = None
+                self.load_state_dict(kept)
         return self._found
 
     def _begin(self) -> None:
@@ -271,6 +348,10 @@ class SparseHookState:
             self._settle()
             self._steps.begin()
             self._steps.count(self._parameters or self._buckets.parameters, comm)
+        if self._resumed is not None and not self._resumed.begin():
+            self._resumed = None
+        if self._resumed is None:
+            self._cut = []
         self._scale = 1.0 if self._grad_scaler is None else float(self._grad_scaler.get_scale())
 
     def _numel(self) -> int:

@@ -1,0 +1,84 @@
+"""Process groups that are not torch's own: written in Python, of threads, fake ones."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+from communicators import SimulatedWorld, allreduce, as_communicator
+from communicators.worlds.alone import Alone
+
+
+class Own(dist.ProcessGroup):
+    """As those of libraries that survive the loss of ranks: its ranks may change, and it has no Store."""
+
+    def __init__(self, rank, size):
+        super().__init__(rank, size)
+        self.now = rank, size
+
+    def rank(self):
+        return self.now[0]
+
+    def size(self):
+        return self.now[1]
+
+
+def on_threads(groups, store):
+    def sum_of(group):
+        comm = as_communicator(group, store=store, timeout=30)
+        total = allreduce(torch.full((3,), 1.0 + group.rank()), comm)
+        return comm, total.tolist()
+
+    with ThreadPoolExecutor(len(groups)) as threads:
+        return list(threads.map(sum_of, groups))
+
+
+def test_a_group_without_a_store_is_given_one():
+    groups, store = [Own(rank, 2) for rank in range(2)], dist.HashStore()
+    with pytest.raises(TypeError, match=r"a Own, has no Store .* as_communicator\(group, store=\.\.\.\)"):
+        as_communicator(groups[0])
+    first = on_threads(groups, store)
+    assert [total for _, total in first] == [[3.0] * 3] * 2
+    assert [as_communicator(group) for group in groups] == [comm for comm, _ in first]  # met once
+    assert [comm for comm, _ in on_threads(groups, store)] == [comm for comm, _ in first]
+
+
+def test_a_group_that_was_set_up_anew_is_met_anew():
+    groups, store = [Own(rank, 3) for rank in range(3)], dist.HashStore()
+    assert [total for _, total in on_threads(groups, store)] == [[6.0] * 3] * 3
+    for rank, group in enumerate(groups[:2]):
+        group.now = rank, 2
+    with pytest.raises(TypeError, match="has no Store"):
+        as_communicator(groups[0])
+    assert [total for _, total in on_threads(groups[:2], dist.PrefixStore("again", store))] == [[3.0] * 3] * 2
+
+
+def test_a_store_for_what_needs_none_is_refused():
+    comm = SimulatedWorld(1).run(lambda comm: comm)[0]
+    for given in (comm, Alone()):
+        with pytest.raises(TypeError, match="store= is for a torch process group"):
+            as_communicator(given, store=dist.HashStore())
+    with pytest.raises(TypeError, match=r"store is str, expected a torch\.distributed\.Store"):
+        as_communicator(Own(0, 2), store="tcp://there")
+
+
+FAKE = """
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from communicators import as_communicator
+from communicators.worlds.alone import Alone
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+try:
+    as_communicator()
+except TypeError as error:
+    print(error)
+"""
+
+
+def test_a_fake_group_is_refused():
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", FAKE], capture_output=True, text=True, timeout=120)
+    assert "as that of a fake process group" in done.stdout, done.stderr

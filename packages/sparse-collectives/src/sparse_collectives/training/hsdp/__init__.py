@@ -1,0 +1,1 @@
+"""Full shards inside a node, by FSDP2; the sparse exchange between nodes."""

@@ -1,0 +1,35 @@
+"""How a backward went, told to all ranks of a node: each exchanged another part with other nodes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from communicators import CollectiveError, Communicator, run
+from communicators.dense_schedules import allgather_blocks
+
+REASON_BYTES = 1024
+
+
+class Outcome(NamedTuple):
+    """error: of this rank's exchanges. finite: whether all that it got is."""
+
+    error: CollectiveError | None
+    finite: bool
+
+
+def agreed(own: Outcome, inside: Communicator) -> Outcome:
+    """The same on all ranks: the error of the first that has one. One message of a byte, more only after an error."""
+    flags = torch.tensor([2 * (own.error is not None) + (not own.finite)], dtype=torch.uint8)
+    found = [int(flag) for flag in _gathered(flags, inside)]
+    if not any(flag & 2 for flag in found):
+        return Outcome(None, not any(found))
+    said = str(own.error or "").encode()[:REASON_BYTES]
+    reasons = _gathered(torch.frombuffer(bytearray(said.ljust(REASON_BYTES)), dtype=torch.uint8), inside)
+    first = next(reason for reason, flag in zip(reasons, found, strict=True) if flag & 2)
+    return Outcome(CollectiveError(bytes(first.tolist()).decode(errors="ignore").rstrip()), False)
+
+
+def _gathered(own: torch.Tensor, inside: Communicator) -> list[torch.Tensor]:
+    blocks = allgather_blocks(own, [own.numel()] * inside.size, inside.rank, inside.size)
+    return run(blocks, inside, facts=f"how a backward went, {own.numel()} bytes")

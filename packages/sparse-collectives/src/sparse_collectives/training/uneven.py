@@ -1,0 +1,70 @@
+"""Ranks with fewer steps than others, under torch's `Join`: who has no more inputs takes part with no gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from communicators import Communicator, allreduce, buckets_of
+from communicators.replicas.default_group import default_group
+from torch import Tensor
+from torch.distributed.algorithms.join import Join, JoinHook
+from torch.optim import Optimizer
+
+
+def group_for_join(given: Any) -> dist.ProcessGroup:
+    """Of what an optimizer was given as comm; TypeError for what torch's `Join` cannot use."""
+    group = default_group() if given is None else given
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"Join counts ranks by a torch process group, but comm is {type(given).__name__}: give the optimizer the "
+            "process group itself, or none for the default one"
+        )
+    return group
+
+
+class Shadow(JoinHook):
+    """Steps along while others have inputs: means stay over all ranks, and this one's residuals are sent as ever.
+
+    At the end all ranks get the parameters, and the wrapped optimizer's state, of one that joined last: its learning
+    rate was scheduled to the end.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer, self._tells = optimizer, True
+
+    def tell(self) -> None:
+        """A step begins: `Join` learns of this rank's own."""
+        if self._tells:
+            Join.notify_join_context(self._optimizer)
+
+    def main_hook(self) -> None:
+        """A step of the others."""
+        self._tells = False
+        self._optimizer.zero_grad()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """All ranks have joined, and nobody counts from now on."""
+        self._tells = False
+        comm, inner = self._optimizer.comm, self._optimizer.optimizer
+        last = torch.zeros(comm.size)
+        last[comm.rank] = float(is_last_joiner)
+        source = int(allreduce(last, comm).nonzero()[0])
+        _take_over(source, _tensors_of(inner), comm)
+
+
+def _tensors_of(optimizer: Optimizer) -> list[Tensor]:
+    """Parameters and state, in one order on all ranks; all have taken the same number of steps."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    kept = [optimizer.state[p][name] for p in parameters if p in optimizer.state for name in sorted(optimizer.state[p])]
+    return [p.detach() for p in parameters] + [t for t in kept if isinstance(t, Tensor) and t.is_floating_point()]
+
+
+def _take_over(source: int, tensors: list[Tensor], comm: Communicator) -> None:
+    """As a sum in which all others are zeros: their number and shapes are facts, and so errors where they differ."""
+    for bucket in buckets_of(tensors):
+        flat = bucket.gather(tensors)
+        bucket.scatter(allreduce(flat if comm.rank == source else torch.zeros_like(flat), comm), tensors)

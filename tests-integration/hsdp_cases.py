@@ -1,0 +1,224 @@
+"""FSDP2 inside nodes and the sparse exchange between them, for on_ranks.py at four ranks: two nodes of two.
+
+Gradients are integers, and so exact: what all nodes gave is what was applied plus what waits in the residuals.
+"""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+from communicators import CollectiveError
+from sparse_collectives import DistributedOptimizer, sparse_hsdp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+
+class Layer(nn.Module):
+    """Σ ⟨p, g⟩: the gradient of p is g, exactly. 7 rows on two ranks: one of them is padded."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.zeros(7, 5)), nn.Parameter(torch.zeros(6))
+
+    def forward(self, given, before):
+        return before + (self.weight * given[0]).sum() + (self.bias * given[1]).sum()
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Layer(), Layer()
+        self.head = nn.Parameter(torch.zeros(9))
+
+    def forward(self, given):
+        before = (self.head * given[2]).sum()
+        return self.second(given[1], self.first(given[0], before))
+
+
+def gradients_of(step, rank):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return [
+        [torch.randint(-9, 10, shape, generator=generator).float() * 2 for shape in ((7, 5), (6,))] for _ in range(2)
+    ] + [torch.randint(-9, 10, (9,), generator=generator).float() * 2]
+
+
+class Run:
+    def __init__(self, *, dense=False, mp=None, **settings):
+        names = ("between", "inside")
+        self.mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+        self.model = Model()
+        if dist.get_rank() >= 2:  # nodes begin apart
+            nn.init.ones_(self.model.head)
+        options = {"mp_policy": mp} if mp else {}
+        for module in (self.model.first, self.model.second, self.model):
+            fully_shard(module, mesh=self.mesh if dense else self.mesh["inside"], **options)
+        if not dense:
+            self.state = sparse_hsdp(self.model, self.mesh["between"], **{"density": 0.2, **settings})
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+        self.given, self.applied = {}, {}
+
+    def backward(self, step, spoil=None):
+        gradients = gradients_of(step, dist.get_rank())
+        if spoil is not None:
+            gradients[1][0].view(-1)[spoil] = torch.nan
+        self.model(gradients).backward()
+
+    def step(self, step, backwards=1):
+        self.optimizer.zero_grad()
+        for micro in range(backwards):
+            self.backward(10 * step + micro)
+            self.count(10 * step + micro)
+        for name, p in self.model.named_parameters():
+            self.applied[name] = self.applied.get(name, 0) + p.grad.full_tensor()
+        self.optimizer.step()
+
+    def count(self, step):
+        """The means over all ranks, which a dense exchange would have given."""
+        every = [gradients_of(step, rank) for rank in range(4)]
+        for i, layer in enumerate(("first", "second")):
+            for j, name in enumerate(("weight", "bias")):
+                self._add(f"{layer}.{name}", [g[i][j] for g in every])
+        self._add("head", [g[2] for g in every])
+
+    def _add(self, name, gradients):
+        self.given[name] = self.given.get(name, 0) + torch.stack(gradients).mean(0)
+
+    def residuals(self):
+        """Of all ranks, as they belong to whole parameters: the mean over the nodes."""
+        own = self.state.state_dict()["distributed"]["residuals"]
+        total = {}
+        for name, p in self.model.named_parameters():
+            padded = own[name].clone()
+            dist.all_reduce(padded, group=self.mesh["between"].get_group())
+            parts = [torch.empty_like(padded) for _ in range(2)]
+            dist.all_gather(parts, padded, group=self.mesh["inside"].get_group())
+            total[name] = torch.cat(parts)[: p.shape[0]] / 2
+        return total
+
+    def check_conservation(self):
+        kept = self.residuals()
+        for name, given in self.given.items():
+            assert torch.equal(given, self.applied[name] + kept[name]), name
+
+    def bits(self):
+        own = self.state.state_dict()["distributed"]
+        tensors = [p.to_local().detach().clone() for p in self.model.parameters()]
+        return tensors + [t.clone() for part in ("residuals", "velocities") for _, t in sorted(own[part].items())]
+
+
+def nothing_is_lost():
+    for settings in ({}, {"algorithm": "spardl"}, {"algorithm": "oktopk"}, {"dense_below": 7}, {"nonfinite": "skip"}):
+        run = Run(**settings)
+        for step in range(5):
+            run.step(step, backwards=1 + step % 2)
+        run.check_conservation()
+        assert any(bool(kept.any()) for kept in run.residuals().values())
+
+
+def as_torchs_own_where_all_is_sent():
+    own, torchs = Run(algorithm="dense"), Run(dense=True)
+    whole, half = Run(density=1.0), Run(density=1.0, mp=MixedPrecisionPolicy(reduce_dtype=torch.float64))
+    for step in range(4):
+        for run in (own, whole, half, torchs):
+            run.step(step, backwards=2)
+    for run in (own, whole, half):
+        for name, _ in torchs.model.named_parameters():
+            assert torch.equal(run.applied[name], torchs.applied[name]), name
+            assert torch.equal(dict(run.model.named_parameters())[name].full_tensor(), -run.applied[name])
+
+
+def exchanges_go_on_during_backward():
+    run, under_way = Run(), []
+    gradients = gradients_of(0, dist.get_rank())
+    gradients[0][1] = gradients[0][1].requires_grad_()
+    gradients[0][1].register_hook(lambda _: under_way.append(len(run.state._pending)))
+    run.model(gradients).backward()
+    assert len(under_way) == 1
+    assert under_way[0] > 0  # of a layer whose backward is over, while another's runs
+    assert not run.state._pending
+
+
+def a_nan_on_one_rank_is_an_error_on_all():
+    for spoil in (3, 33):  # in the part of the first, of the second rank of a node
+        run = Run()
+        run.step(0)
+        with pytest.raises(CollectiveError, match=r"rank 1: the gradient of 'second\.weight' is not finite"):
+            run.backward(1, spoil if dist.get_rank() == 2 else None)
+        run.step(2)  # all ranks go on
+
+
+def a_nan_on_one_rank_is_skipped_on_all():
+    run = Run(nonfinite="skip", momentum=0.5)
+    run.step(0)
+    before = run.bits()
+    run.optimizer.zero_grad()
+    run.backward(1, 33 if dist.get_rank() == 2 else None)
+    assert run.state.skipped == 1
+    assert all(p.grad is None for p in run.model.parameters())
+    run.optimizer.step()
+    assert all(map(torch.equal, run.bits(), before))
+    run.step(2)
+    assert run.state.skipped == 1
+    assert not all(map(torch.equal, run.bits(), before))
+
+
+def saved(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def resume_has_the_same_bits():
+    for settings in ({"momentum": 0.5}, {"algorithm": "spardl"}, {"algorithm": "oktopk"}, {"algorithm": "powersgd"}):
+        settings = {"density": 0.2, **settings}
+        whole, second = Run(**settings), Run(**settings)
+        for step in range(6):
+            if step == 3:
+                second.state.load_state_dict(saved(whole.state.state_dict()))
+                second.model.load_state_dict(whole.model.state_dict())
+            whole.step(step)
+            if step >= 3:
+                second.step(step)
+                assert all(map(torch.equal, whole.bits(), second.bits())), (settings, step)
+    states = [None] * 4
+    dist.all_gather_object(states, whole.state.state_dict())
+    for other, reason in ((dist.get_rank() ^ 1, "inside a node"), (dist.get_rank() ^ 2, "every rank saves and loads")):
+        with pytest.raises(ValueError, match=reason):
+            second.state.load_state_dict(states[other])
+
+
+def what_would_be_wrong_is_refused():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "inside"))
+    with pytest.raises(ValueError, match="no module of this model is sharded: call fully_shard"):
+        sparse_hsdp(Model(), mesh["between"])
+    both = Model()
+    fully_shard(both, mesh=mesh)
+    with pytest.raises(ValueError, match="sums whole gradients between nodes by itself"):
+        sparse_hsdp(both, mesh["between"])
+    partly = Model()
+    fully_shard(partly.first, mesh=mesh["inside"])
+    with pytest.raises(ValueError, match=r"nobody would exchange them: \['head', 'second.weight'"):
+        sparse_hsdp(partly, mesh["between"])
+    fully_shard(partly.second, mesh=mesh["inside"])
+    fully_shard(partly, mesh=mesh["inside"])
+    for settings, reason in (({"algorithm": "auto"}, "name one"), ({"nonfinite": "pass"}, "'raise' or 'skip'")):
+        with pytest.raises(ValueError, match=reason):
+            sparse_hsdp(partly, mesh["between"], **settings)
+    with pytest.raises(TypeError, match=r"'first.weight'.* are DTensors.* sparse_hsdp"):
+        DistributedOptimizer(torch.optim.SGD(partly.parameters(), lr=1.0), partly.named_parameters())
+
+
+LAWS = [
+    nothing_is_lost,
+    as_torchs_own_where_all_is_sent,
+    exchanges_go_on_during_backward,
+    a_nan_on_one_rank_is_an_error_on_all,
+    a_nan_on_one_rank_is_skipped_on_all,
+    resume_has_the_same_bits,
+    what_would_be_wrong_is_refused,
+]
