@@ -36,7 +36,15 @@ from sparse_collectives.training.settings import (
     check_settings,
     fixed,
 )
-from sparse_collectives.training.state_dict import check_fit, check_saved_by, complete, refuse_residuals, saved_by
+from sparse_collectives.training.state_dict import (
+    check_fit,
+    check_saved_by,
+    complete,
+    gathered_state,
+    own_state,
+    refuse_residuals,
+    saved_by,
+)
 from sparse_collectives.training.steps import Schedule, Steps
 
 OWNER = "a DDP hook"
@@ -184,8 +192,17 @@ class SparseHookState:
         counted = {"steps": self._steps.taken} if self._steps.matter else {}
         return {KEY: {**saved_by(comm), "algorithm": chosen.algorithm, **counted, **kept, **memories}}
 
+    def gathered_state_dict(self) -> dict[str, Any]:
+        """The states of all ranks in one, for a checkpoint that rank 0 alone writes; for every rank to call.
+
+        On rank 0, which holds it in the CPU's memory; {} elsewhere. Every rank loads it by `load_state_dict`, which
+        takes its own part. Loadable by torch.load(weights_only=True).
+        Where `state_dict` raises on one rank, the others raise a CollectiveError that names it.
+        """
+        return gathered_state(self.state_dict, self.comm, alike=False)
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes on where this rank's `state_dict` was taken.
+        """Goes on where this rank's `state_dict`, or `gathered_state_dict`, was taken.
 
         Raises ValueError, before anything is changed, for one of another rank or world size (`reshard_residuals`
         first), for one with names where this state has none or the other way round, and for residuals that the module
@@ -193,7 +210,7 @@ class SparseHookState:
         `named_parameters` and before the first step, residuals that are left over are an error in the second step.
         """
         _, comm, chosen, exchange = self._world()
-        own = check_saved_by(state_dict, comm.rank, comm.size)
+        own = check_saved_by(own_state(state_dict, comm), comm.rank, comm.size)
         if chosen.scheme.memories:
             trained = {name: p.shape for name, p in self._parameters.items() if p.requires_grad}
             if shapes := trained or exchange.shapes:
