@@ -70,6 +70,12 @@ def own_state(state: Mapping[str, Any], comm: Communicator) -> Mapping[str, Any]
     return of_rank(state, comm.rank, comm.size, advice=GATHERED_ADVICE)
 
 
+def is_of_several(state: Mapping[str, Any]) -> bool:
+    """Whether more than one rank saved it."""
+    own = state.get(KEY)
+    return isinstance(own, Mapping) and own.get("world_size", 1) != 1
+
+
 def sending(sends: str) -> dict[str, str]:
     """What residuals are of: nothing for gradients, so that states from before there was anything else still fit."""
     return {} if sends == "gradients" else {"sends": sends}
