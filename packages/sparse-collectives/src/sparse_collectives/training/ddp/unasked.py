@@ -10,7 +10,7 @@ from typing import Any
 from communicators.replicas.default_group import default_group
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 PATIENCE = 20
 """Steps of any optimizers, where it is not known whose parameters they should be."""
@@ -24,7 +24,7 @@ class Unasked:
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._ids, self._steps = {id(p) for p in parameters}, 0
-        self._watch: Any = register_optimizer_step_pre_hook(_seen_by(weakref.ref(self)))
+        self._watch: Any = register_optimizer_step_post_hook(_seen_by(weakref.ref(self)))
 
     def end(self) -> None:
         """Looks no longer."""
@@ -33,7 +33,7 @@ class Unasked:
             self._watch = None
 
     def look(self, optimizer: Optimizer) -> None:
-        """At an optimizer that is about to step."""
+        """At an optimizer that has stepped: its closure may have been what ran backward."""
         group = default_group()
         if group is None or group.size() == 1:
             return
