@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 BATCH, BATCHES, RATE = 16, 12, 0.1
 SETTINGS = {"density": 0.05, "momentum": 0.9}
+RESUMED = {**SETTINGS, "algorithm": "topk-allgather"}  # gtopk's share of what is cut follows the order in a bucket
 
 
 def network():

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from by_hand import RATE, SETTINGS, accuracy, all_alike, bits, loader, loss_of, network, same, trained_by_hand
+from by_hand import RATE, RESUMED, SETTINGS, accuracy, all_alike, bits, loader, loss_of, network, same, trained_by_hand
 from items import collector
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -113,9 +113,9 @@ def clip_norm(folder):
 @item("fit(ckpt_path=…)", "same bits as without a stop")
 def resume(folder):
     file = folder / "half.ckpt"
-    fitted(folder, SparseGradients(**SETTINGS), epochs=1, save=file)
-    module = fitted(folder, SparseGradients(**SETTINGS), ckpt_path=file)
-    assert same(bits(module), trained_by_hand())
+    fitted(folder, SparseGradients(**RESUMED), epochs=1, save=file)
+    module = fitted(folder, SparseGradients(**RESUMED), ckpt_path=file)
+    assert same(bits(module), trained_by_hand(settings=RESUMED))
 
 
 def adam(module):
