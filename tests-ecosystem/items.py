@@ -27,7 +27,11 @@ class Item:
     def lines(self):
         """Those that a user writes, without the arguments that only tests need."""
         source = inspect.getsource(self.run).splitlines()
-        return [re.sub(r"\*\*SETTINGS", "density=0.05, momentum=0.9", line[: -len(MARK)].strip()) for line in source if line.endswith(MARK)]
+        return [
+            re.sub(r"\*\*SETTINGS", "density=0.05, momentum=0.9", line[: -len(MARK)].strip())
+            for line in source
+            if line.endswith(MARK)
+        ]
 
 
 def collector(framework, items):

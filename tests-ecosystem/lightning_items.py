@@ -58,8 +58,8 @@ def fitted(folder, *callbacks, optimizer=None, ckpt_path=None, save=None, **opti
 
 @item("the hook", "same bits as plain DDP with the hook")
 def hook(folder):
-    sparse = SparseGradients(**SETTINGS)  # ours
-    module = fitted(folder, sparse)
+    callbacks = [SparseGradients(**SETTINGS)]  # ours
+    module = fitted(folder, *callbacks)
     assert same(bits(module), trained_by_hand())
     assert not same(bits(module), trained_by_hand(settings=None))
 
@@ -104,9 +104,10 @@ def clipping(folder):
 
 @item("clipping before the exchange", "same bits as plain DDP with clip_norm, and no warning")
 def clip_norm(folder):
+    callbacks = [SparseGradients(**SETTINGS, clip_norm=0.5)]  # ours
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*exchange")
-        module = fitted(folder, SparseGradients(**SETTINGS, clip_norm=0.5))  # ours
+        module = fitted(folder, *callbacks)
     assert same(bits(module), trained_by_hand(settings={**SETTINGS, "clip_norm": 0.5}))
 
 
@@ -120,18 +121,23 @@ def resume(folder):
 
 def adam(module):
     optimizer = torch.optim.Adam(module.parameters(), lr=0.003)
-    return DistributedOptimizer(optimizer, module.named_parameters(), sends="updates", density=0.05)  # ours
+    return DistributedOptimizer(optimizer, module.named_parameters(), sends="updates", density=0.05)
 
 
-@item("DistributedOptimizer, with Adam", "DDP exchanges nothing; resumed by fit(ckpt_path=…), the same bits as without a stop")
+@item(
+    "DistributedOptimizer, with Adam",
+    "DDP exchanges nothing; resumed by fit(ckpt_path=…), the same bits as without a stop",
+)
 def optimizer(folder):
-    def only_optimizers():
-        return DistributedOptimizers()  # ours
+    def adam(module):
+        optimizer = torch.optim.Adam(module.parameters(), lr=0.003)
+        return DistributedOptimizer(optimizer, module.named_parameters(), sends="updates", density=0.05)  # ours
 
+    callbacks = [DistributedOptimizers()]  # ours
     file = folder / "half.ckpt"
-    whole = fitted(folder, only_optimizers(), optimizer=adam, epochs=4)
-    fitted(folder, only_optimizers(), optimizer=adam, epochs=2, save=file)
-    module = fitted(folder, only_optimizers(), optimizer=adam, epochs=4, ckpt_path=file)
+    whole = fitted(folder, *callbacks, optimizer=adam, epochs=4)
+    fitted(folder, *callbacks, optimizer=adam, epochs=2, save=file)
+    module = fitted(folder, *callbacks, optimizer=adam, epochs=4, ckpt_path=file)
     assert same(bits(module), bits(whole))
     assert accuracy(module.network) > 0.6
 

@@ -81,7 +81,9 @@ class SparseGradients(_Exchanging):
     def _load(self, path: Path) -> None:
         assert self.state is not None
         if not path.exists():
-            raise FileNotFoundError(f"training goes on, but there is no {path}: give resume_from= the checkpoint's folder")
+            raise FileNotFoundError(
+                f"training goes on, but there is no {path}: give resume_from= the checkpoint's folder"
+            )
         saved = torch.load(path, map_location="cpu", weights_only=True)
         if saved["parameters"] != _digest(self._trainer.model):
             raise ValueError(f"{path} was saved with other weights: give resume_from= the folder of this checkpoint")
