@@ -77,6 +77,7 @@ def ignored(folder):
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=RATE))
     with pytest.warns(UserWarning, match="has brought no gradient to this SparseHookState: the hook is not registered"):
         trained(accelerator, model, optimizer)
+    assert state.comm.size == 2  # it has been there all the time
 
 
 @item("accelerator.accumulate, three backwards a step", "same bits as plain DDP with no_sync()")
@@ -147,7 +148,7 @@ def optimizer(folder):
 def unfit(folder):
     accelerator = accelerator_of()
     model = network()
-    with pytest.raises(TypeError, match="expected DistributedDataParallel around it: give what accelerator.prepare"):
+    with pytest.raises(TypeError, match="expected DistributedDataParallel around it: give what"):
         sparse_gradients(accelerator, model, **SETTINGS)
     inner = torch.optim.SGD(model.parameters(), lr=RATE)
     exchanging = DistributedOptimizer(inner, model.named_parameters(), **SETTINGS)

@@ -126,7 +126,7 @@ def adam(module):
 
 @item(
     "DistributedOptimizer, with Adam",
-    "DDP exchanges nothing; resumed by fit(ckpt_path=…), the same bits as without a stop",
+    "DDP exchanges nothing; resumed, the same bits as without a stop",
 )
 def optimizer(folder):
     def adam(module):

@@ -87,15 +87,16 @@ def _agree(reason: str, nbytes: int, failed: Exception | None, comm: Communicato
 def _to_first(own: Tensor, nbytes: Sequence[int], rank: int) -> Schedule[list[dict[str, Any]] | None]:
     """Rank 0 takes all of one rank, then all of the next; who has sent is done."""
     if rank:
-        for chunk in own.split(CHUNK_BYTES):
+        for chunk in torch.split(own, CHUNK_BYTES):
             yield Round(sends={0: frame(chunk)})
         return None
     states = [_loaded(io.BytesIO(own.numpy().data))]
     del own
     for source in range(1, len(nbytes)):
         file = io.BytesIO()
-        for chunk in torch.empty(nbytes[source], dtype=torch.uint8, device="meta").split(CHUNK_BYTES):
-            received = yield Round(recvs={source: framed_nbytes(chunk.numel(), torch.uint8)})
+        for begin in range(0, nbytes[source], CHUNK_BYTES):
+            coming = min(CHUNK_BYTES, nbytes[source] - begin)
+            received = yield Round(recvs={source: framed_nbytes(coming, torch.uint8)})
             file.write(body(received[source], torch.uint8).numpy().data)
         states.append(_loaded(file))
     return states

@@ -31,8 +31,8 @@ def hooked(
     ddp = _ddp_of(model, how)
     if any(isinstance(inner_of(optimizer), DistributedOptimizer) for optimizer in optimizers):
         raise TypeError(
-            "a DistributedOptimizer exchanges gradients itself: take DistributedOptimizers in place of SparseGradients, "
-            "or the hook with a plain optimizer"
+            "a DistributedOptimizer exchanges gradients itself: take DistributedOptimizers in place of "
+            "SparseGradients, or the hook with a plain optimizer"
         )
     state = SparseHookState(
         ddp.process_group, grad_scaler=grad_scaler, named_parameters=ddp.module.named_parameters(), **settings

@@ -31,7 +31,8 @@ class SparseGradients(Callback):  # type: ignore[misc] # Lightning's types are n
 
     def __init__(self, **settings: Any) -> None:
         self.state: SparseHookState | None = None
-        self._settings, self._loaded = settings, {}
+        self._settings = settings
+        self._loaded: dict[str, Any] = {}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """DDP has been made; what a checkpoint held has been read."""

@@ -81,9 +81,7 @@ class SparseGradients(_Exchanging):
     def _load(self, path: Path) -> None:
         assert self.state is not None
         if not path.exists():
-            raise FileNotFoundError(
-                f"training goes on, but there is no {path}: give resume_from= the checkpoint's folder"
-            )
+            raise FileNotFoundError(f"training goes on, but there is no {path}: give resume_from= that folder")
         saved = torch.load(path, map_location="cpu", weights_only=True)
         if saved["parameters"] != _digest(self._trainer.model):
             raise ValueError(f"{path} was saved with other weights: give resume_from= the folder of this checkpoint")
@@ -99,7 +97,8 @@ class SparseGradients(_Exchanging):
 class DistributedOptimizers(_Exchanging):
     """Gradients are exchanged by a `DistributedOptimizer`, and not by DDP.
 
-        optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters()), model.named_parameters(), sends="updates")
+        adam = torch.optim.AdamW(model.parameters())
+        optimizer = DistributedOptimizer(adam, model.named_parameters(), sends="updates")
         trainer = Trainer(model, arguments, optimizers=(optimizer, None), …)
         trainer.add_callback(DistributedOptimizers(trainer))
 

@@ -37,7 +37,7 @@ class SeenOptimizer:
             self._squares[bucket.members] = norm.square().detach()
 
     def look(self, optimizer: Optimizer) -> bool:
-        """At an optimizer that has stepped, and left the gradients as it took them; whether there is more to be seen."""
+        """At an optimizer that has stepped, and left gradients as it took them; whether there is more to be seen."""
         known = list(self._buckets.parameters.values())
         ids = {id(p) for p in known}
         if not self._squares or not any(id(p) in ids for group in optimizer.param_groups for p in group["params"]):
