@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.distributed as dist
 from by_hand import RATE, RESUMED, SETTINGS, accuracy, all_alike, bits, loader, loss_of, network, same, trained_by_hand
 from items import collector
 from lightning.pytorch import LightningModule, Trainer
@@ -140,6 +142,17 @@ def optimizer(folder):
     module = fitted(folder, *callbacks, optimizer=adam, epochs=4, ckpt_path=file)
     assert same(bits(module), bits(whole))
     assert accuracy(module.network) > 0.6
+
+
+@item("resume from a checkpoint made without the callback", "an error on all ranks but 0, which says what to do")
+def of_rank_0_only(folder):
+    file = folder / "half.ckpt"
+    fitted(folder, optimizer=adam, epochs=1, save=file)
+    state = torch.load(file, weights_only=True)["optimizer_states"][0]
+    resumed = adam(Digits())
+    said = r"rank 0 alone writes, save what gathered_state_dict\(\)"
+    with pytest.raises(ValueError, match=said) if dist.get_rank() else nullcontext():
+        resumed.load_state_dict(state)
 
 
 @item("both, or a strategy without DDP", "an error before the first step")

@@ -44,6 +44,7 @@ def check_saved_by(state: Mapping[str, Any], rank: int, size: int) -> Mapping[st
         of="a DistributedOptimizer or a SparseHookState",
         needs=("algorithm", "algorithm_state"),
         advice=CARRY,
+        one_file="; where rank 0 alone writes, save what gathered_state_dict() gives on every rank",
     )
     return _whole(state[KEY])
 
