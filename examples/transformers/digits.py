@@ -15,7 +15,7 @@ from sparse_collectives.integrations.transformers import DistributedOptimizers
 from torch import nn
 from transformers import Trainer, TrainingArguments, ViTConfig, ViTForImageClassification
 
-EPOCHS, BATCH, RATE = 15, 16, 0.005
+EPOCHS, BATCH, RATE = 12, 16, 0.003
 
 
 def main() -> None:
@@ -36,7 +36,8 @@ def main() -> None:
         seed=0,
     )
     size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    model = ViTForImageClassification(ViTConfig(image_size=8, patch_size=2, num_channels=1, num_labels=10, **size))
+    image = {"image_size": 8, "patch_size": 2, "num_channels": 1, "num_labels": 10, "initializer_range": 0.2}
+    model = ViTForImageClassification(ViTConfig(**image, **size))
     adam = torch.optim.AdamW(model.parameters(), lr=RATE)
     optimizer = DistributedOptimizer(adam, model.named_parameters(), sends="updates", density=0.1)  # line 1
     trainer = Trainer(model, arguments, train_dataset=rows[:1437], optimizers=(optimizer, None))
