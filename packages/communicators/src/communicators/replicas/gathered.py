@@ -33,12 +33,12 @@ def gather_states(attempt: Callable[[], Mapping[str, Any]], comm: Communicator) 
     Raises:
         CollectiveError: On every other rank where one rank's attempt raises; that rank raises what it raised.
     """
-    packed, failed = torch.zeros(0, dtype=torch.uint8), None
+    packed, failed = [torch.zeros(0, dtype=torch.uint8)], None
     try:
-        packed = _packed(attempt())
+        packed = [_packed(attempt())]
     except Exception as error:  # whatever it is, the others must not wait for it
         failed = error
-    nbytes = _agree("" if failed is None else f"{type(failed).__name__}: {failed}", packed.numel(), failed, comm)
+    nbytes = _agree("" if failed is None else f"{type(failed).__name__}: {failed}", packed[0].numel(), failed, comm)
     schedule = _to_first(packed, nbytes, comm.rank)
     return run(schedule, comm, facts=f"gather_states of {sum(nbytes)} bytes", device=torch.device("cpu"))
 
@@ -84,8 +84,12 @@ def _agree(reason: str, nbytes: int, failed: Exception | None, comm: Communicato
     return [int(size) for size, _, _ in all_said]
 
 
-def _to_first(own: Tensor, nbytes: Sequence[int], rank: int) -> Schedule[list[dict[str, Any]] | None]:
-    """Rank 0 takes all of one rank, then all of the next; who has sent is done."""
+def _to_first(packed: list[Tensor], nbytes: Sequence[int], rank: int) -> Schedule[list[dict[str, Any]] | None]:
+    """Rank 0 takes all of one rank, then all of the next; who has sent is done.
+
+    packed: this rank's, taken out, so that nobody else keeps its memory.
+    """
+    own = packed.pop()
     if rank:
         for chunk in torch.split(own, CHUNK_BYTES):
             yield Round(sends={0: frame(chunk)})
