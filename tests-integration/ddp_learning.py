@@ -137,6 +137,33 @@ def what_is_well_is_not_remarked_on():
     assert said_by(plain, after=lambda parameters: nn.utils.clip_grad_norm_(parameters, 1e9)) == []
 
 
+def what_comes_in_a_closure_is_seen_as_it_is():
+    """As in Lightning: backward, and what clips, inside step(); accumulation outside."""
+    for norm, expected in ((None, 0), (0.1, 1)):
+        model = nn.Linear(30, 20)
+        ddp = DistributedDataParallel(model)
+        state = SparseHookState(density=0.05, named_parameters=model.named_parameters())
+        ddp.register_comm_hook(state, sparse_hook)
+        optimizer = plain(model.parameters())
+
+        def backward(ddp=ddp):
+            ddp(torch.randn(8, 30)).square().sum().backward()
+
+        def closure(backward=backward, model=model, norm=norm):
+            backward()
+            if norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), norm)
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(5):
+                optimizer.zero_grad()
+                with ddp.no_sync():
+                    backward()
+                optimizer.step(closure)
+        assert len(caught) == expected, [str(warning.message) for warning in caught]
+
+
 def another_models_optimizer_is_none_of_its_business():
     other = nn.Linear(3, 3)
 
@@ -157,5 +184,6 @@ LAWS = (
     clip_norm_needs_the_names,
     what_learns_badly_is_said_once_at_the_optimizers_first_step,
     what_is_well_is_not_remarked_on,
+    what_comes_in_a_closure_is_seen_as_it_is,
     another_models_optimizer_is_none_of_its_business,
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -49,9 +51,28 @@ def a_state_made_before(rendezvous):
         dist.destroy_process_group()
 
 
-def a_state_used_before(rendezvous):
+def a_state_looked_at_before(rendezvous):
+    """It sees one rank, and finds the others when they are there."""
+    state = SparseHookState(density=0.2)
+    assert (state.comm.size, state.algorithm) == (1, "gtopk")
+    assert not state.state_dict()["distributed"]["residuals"]
+    rendezvous.open_group()
+    ddp = DistributedDataParallel(model_of())
+    ddp.register_comm_hook(state, sparse_hook)
+    backward(ddp, 0, rendezvous)
+    assert state.comm.size == rendezvous.size
+    assert state.state_dict()["distributed"]["world_size"] == rendezvous.size
+    dist.destroy_process_group()
+
+
+def a_state_loaded_before(rendezvous):
+    """Of one rank it stays that of one; of several it is not taken for one of another number of ranks."""
+    zeros = {"parameter 0": torch.ones(3)}
+    own = {"rank": 0, "world_size": 1, "algorithm": "gtopk", "algorithm_state": [], "residuals": zeros}
     state = SparseHookState()
-    assert state.comm.size == 1
+    with pytest.raises(RuntimeError, match="before there is a process group: call it after init_process_group"):
+        state.load_state_dict({"distributed": {**own, "world_size": 3}})
+    state.load_state_dict({"distributed": own})
     rendezvous.open_group()
     ddp = DistributedDataParallel(model_of())
     ddp.register_comm_hook(state, sparse_hook)
@@ -59,6 +80,32 @@ def a_state_used_before(rendezvous):
     with pytest.raises(RuntimeError, match=said):
         backward(ddp, 0, rendezvous)
     dist.destroy_process_group()
+
+
+def a_state_that_is_never_asked(rendezvous):
+    """As a framework does that ignores hooks: said once, by its own optimizer's step."""
+    for named in (True, False):
+        model = model_of()
+        state = SparseHookState(named_parameters=model.named_parameters() if named else ())
+        rendezvous.open_group()
+        ddp, other = DistributedDataParallel(model), model_of()
+        unrelated = torch.optim.SGD(other.parameters(), lr=0.01)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for step in range(25):
+                unrelated.step()
+                assert not (named and caught)
+                backward(ddp, step, rendezvous)
+                optimizer.step()
+                optimizer.zero_grad()
+                if named:
+                    break
+        said = [str(warning.message) for warning in caught if "SparseHookState" in str(warning.message)]
+        assert len(said) == 1
+        assert "the hook is not registered" in said[0]
+        del state
+        dist.destroy_process_group()
 
 
 def a_state_of_an_earlier_group(rendezvous):
@@ -104,7 +151,9 @@ def an_optimizer_alone_on_purpose(rendezvous):
 
 LAWS = [
     a_state_made_before,
-    a_state_used_before,
+    a_state_looked_at_before,
+    a_state_loaded_before,
+    a_state_that_is_never_asked,
     a_state_of_an_earlier_group,
     an_optimizer_made_before,
     an_optimizer_alone_on_purpose,

@@ -20,11 +20,11 @@ def saved_by(comm: Communicator, advice: str) -> dict[str, Any]:
 
 
 def check_saved_by(
-    state: Mapping[str, Any], rank: int, size: int, *, of: str, needs: tuple[str, ...], advice: str
+    state: Mapping[str, Any], rank: int, size: int, *, of: str, needs: tuple[str, ...], advice: str, one_file: str = ""
 ) -> None:
     """Raises ValueError unless the state holds a part of this rank and this world size with all that it needs.
 
-    of: who writes such states; needs: keys besides rank and world size.
+    of: who writes such states; needs: keys besides rank and world size. one_file: what to do where rank 0 alone writes.
     """
     if KEY not in state:
         raise ValueError(
@@ -37,7 +37,9 @@ def check_saved_by(
     if own["world_size"] != size:
         raise ValueError(f"the state is of {own['world_size']} ranks, but there are {size} now: {advice}")
     if own["rank"] != rank:
-        raise ValueError(f"the state of rank {own['rank']} given to rank {rank}: every rank saves and loads its own")
+        raise ValueError(
+            f"the state of rank {own['rank']} given to rank {rank}: every rank saves and loads its own{one_file}"
+        )
 
 
 def size_key(size: int, advice: str) -> str:

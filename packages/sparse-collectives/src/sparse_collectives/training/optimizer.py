@@ -40,7 +40,16 @@ from sparse_collectives.training.settings import (
     fixed,
     refuse_sharded,
 )
-from sparse_collectives.training.state_dict import check_fit, check_saved_by, check_sent, complete, saved_by, sending
+from sparse_collectives.training.state_dict import (
+    check_fit,
+    check_saved_by,
+    check_sent,
+    complete,
+    gathered_state,
+    own_state,
+    saved_by,
+    sending,
+)
 from sparse_collectives.training.steps import Schedule, Steps
 from sparse_collectives.training.uneven import Shadow, group_for_join
 from sparse_collectives.training.unfit import warn_of
@@ -355,8 +364,19 @@ class DistributedOptimizer(Wrapping):
         wrapped, own["wrapped"] = wrapped_state(self.optimizer, stepped=self._steps.taken > self.skipped)
         return {**wrapped, KEY: own}
 
+    def gathered_state_dict(self) -> dict[str, Any]:
+        """The states of all ranks in one, for a checkpoint that rank 0 alone writes; for every rank to call.
+
+        On rank 0, which holds it in the CPU's memory; {} elsewhere. Every rank loads it by `load_state_dict`, which
+        takes its own part. What the wrapped optimizer keeps, the same on all ranks, is in it once (with
+        sends="updates" each rank has its own). Loadable by torch.load(weights_only=True).
+        Where `state_dict` raises on one rank, the others raise a CollectiveError that names it.
+        """
+        take = partial(DistributedOptimizer.state_dict, self)
+        return gathered_state(take, self._comm, alike=self._sends == "gradients")
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes on where this rank's `state_dict` was taken, with the same bits.
+        """Goes on where this rank's `state_dict`, or `gathered_state_dict`, was taken, with the same bits.
 
         Raises, before anything is changed, ValueError for the state of another rank or another world size (see
         `reshard_residuals`), and where parameters do not fit; RuntimeError while gradients are under way.
@@ -365,6 +385,7 @@ class DistributedOptimizer(Wrapping):
         self._refuse_ahead("load_state_dict()")
         if self._overlap is not None and self._overlap.under_way:
             raise RuntimeError("load_state_dict() while gradients are under way: call step() first")
+        state_dict = own_state(state_dict, self._comm)
         own = check_saved_by(state_dict, self._comm.rank, self._comm.size)
         check_sent(own, self._sends)
         wrapped = check_loaded({key: value for key, value in state_dict.items() if key != KEY}, own.get("wrapped"))

@@ -6,12 +6,13 @@ By parameter, not by bucket, so that a checkpoint outlives another cut of the bu
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from communicators import Communicator
 from communicators.replicas import saved_by as shared
+from communicators.replicas.gathered import gather_states, gathered, is_gathered, of_all, of_rank
 from communicators.replicas.saved_by import KEY
 from torch import Tensor
 
@@ -19,6 +20,8 @@ from sparse_collectives.training.memories import MEMORIES
 from sparse_collectives.training.updates import mean_of_states
 
 RESHARD = "a state of another number of ranks goes through reshard_residuals"
+CARRY = "carry the residuals over, or drop them, with reshard_residuals"
+GATHERED_ADVICE = "give each rank its own of reshard_residuals(state, size), which carries residuals over or drops them"
 DENSE_ADVICE = "drop them with reshard_residuals(states, size, drop=True)"
 
 
@@ -40,9 +43,38 @@ def check_saved_by(state: Mapping[str, Any], rank: int, size: int) -> Mapping[st
         size,
         of="a DistributedOptimizer or a SparseHookState",
         needs=("algorithm", "algorithm_state"),
-        advice="carry the residuals over, or drop them, with reshard_residuals",
+        advice=CARRY,
+        one_file="; where rank 0 alone writes, save what gathered_state_dict() gives on every rank",
     )
     return _whole(state[KEY])
+
+
+def gathered_state(take: Callable[[], Mapping[str, Any]], comm: Communicator, *, alike: bool) -> dict[str, Any]:
+    """The states of all ranks in one on rank 0, {} elsewhere; collective.
+
+    alike: what the wrapped optimizer keeps is the same on all ranks, and held once.
+    """
+
+    def own() -> Mapping[str, Any]:
+        state = take()
+        return {KEY: state[KEY]} if alike and comm.rank else state
+
+    states = gather_states(own, comm)
+    if states is None:
+        return {}
+    rest = {key: value for key, value in states[0].items() if key != KEY} if alike else {}
+    return gathered(rest, [{KEY: state[KEY]} for state in states] if alike else states, RESHARD)
+
+
+def own_state(state: Mapping[str, Any], comm: Communicator) -> Mapping[str, Any]:
+    """This rank's of a gathered state, any other as it is. ValueError for one of another number of ranks."""
+    return of_rank(state, comm.rank, comm.size, advice=GATHERED_ADVICE)
+
+
+def is_of_several(state: Mapping[str, Any]) -> bool:
+    """Whether more than one rank saved it."""
+    own = state.get(KEY)
+    return isinstance(own, Mapping) and own.get("world_size", 1) != 1
 
 
 def sending(sends: str) -> dict[str, str]:
@@ -99,13 +131,16 @@ def refuse_residuals(residuals: Mapping[str, Tensor]) -> None:
         raise ValueError(f"the state holds residuals, which a dense exchange has no use for: {DENSE_ADVICE}")
 
 
-def reshard_residuals(states: Sequence[Mapping[str, Any]], size: int, *, drop: bool = False) -> list[dict[str, Any]]:
+def reshard_residuals(
+    states: Sequence[Mapping[str, Any]] | Mapping[str, Any], size: int, *, drop: bool = False
+) -> list[dict[str, Any]]:
     """States for `size` ranks out of those of all P ranks before, so that training goes on with another world size.
 
         states = [torch.load(f"rank{r}.pt") for r in range(4)]
         optimizer.load_state_dict(reshard_residuals(states, size=2)[rank])
 
-    states: `DistributedOptimizer.state_dict()` or `SparseHookState.state_dict()` of ranks 0 … P − 1, in order.
+    states: `DistributedOptimizer.state_dict()` or `SparseHookState.state_dict()` of ranks 0 … P − 1, in order; or what
+        `gathered_state_dict()` gave.
     Residuals and velocities of old rank r go to rank r mod size, times size/P because updates are means over ranks:
     what is still to be applied stays the same. With `drop` all of them start at zero instead. The wrapped optimizer's
     state, which is the same on all ranks, goes to every rank (with sends="updates" each rank has its own, and all get
@@ -113,6 +148,9 @@ def reshard_residuals(states: Sequence[Mapping[str, Any]], size: int, *, drop: b
     Nothing is written to `states`.
     Raises ValueError where states are missing, or of several runs.
     """
+    states = of_all(states) if isinstance(states, Mapping) and is_gathered(states) else states
+    if isinstance(states, Mapping):
+        raise TypeError("one rank's state given, expected those of all ranks in rank order, or a gathered one")
     owns = [_whole(state[KEY]) for state in states]
     places = [(own["rank"], own["world_size"]) for own in owns]
     if size < 1 or not owns or places != [(rank, len(states)) for rank in range(len(states))]:

@@ -28,6 +28,7 @@ from sparse_collectives.training.ddp.buckets import Buckets, spans_of, unused_sp
 from sparse_collectives.training.ddp.copied import refuse_pickled
 from sparse_collectives.training.ddp.resumed import Resumed, check_layout
 from sparse_collectives.training.ddp.seen_optimizer import SeenOptimizer
+from sparse_collectives.training.ddp.unasked import Unasked
 from sparse_collectives.training.exchange import Exchange
 from sparse_collectives.training.scheme import Chosen, choose_scheme
 from sparse_collectives.training.schemes.table import WholeScheme
@@ -39,7 +40,16 @@ from sparse_collectives.training.settings import (
     check_settings,
     fixed,
 )
-from sparse_collectives.training.state_dict import check_fit, check_saved_by, complete, refuse_residuals, saved_by
+from sparse_collectives.training.state_dict import (
+    check_fit,
+    check_saved_by,
+    complete,
+    gathered_state,
+    is_of_several,
+    own_state,
+    refuse_residuals,
+    saved_by,
+)
 from sparse_collectives.training.steps import Schedule, Steps
 
 OWNER = "a DDP hook"
@@ -49,8 +59,8 @@ class SparseHookState:
     """What `sparse_hook` keeps between steps: residuals and momenta by parameter, and the algorithm's own state.
 
     process_group: the one that the DDP module uses, default the default group. The state cannot see DDP's: with another
-        group the means are over that one's ranks. Without a group yet it is looked up at the first use. Every rank
-        makes, and first uses, the state at the same point.
+        group the means are over that one's ranks. A state may be made before there is a group, and finds it at the
+        first use. Every rank makes, and first uses, the state at the same point.
     density: the share of each bucket's elements that a rank sends, default 0.01, or by step: a function of how many
         were taken, such as `sparse_compress.WarmUp`, alike on every rank; `compressor` in its place for another
         selection (with a schedule: beside it), which "oktopk", "spardl" and "dense" have no use for.
@@ -148,6 +158,7 @@ class SparseHookState:
         self._seen = SeenOptimizer(
             self._buckets, momentum=self._momentum, density=self._steps.last_density, scaled=grad_scaler is not None
         )
+        self._unasked = Unasked(self._parameters.values())
         self._found: tuple[Any, Communicator, Chosen, Exchange] | None = None
         self._waiting: dict[str, Any] | None = None  # a copy's state, until its ranks are looked up
         if self._looks_up_at_once and (process_group is not None or default_group() is not None):
@@ -222,18 +233,30 @@ class SparseHookState:
         own = {"algorithm": chosen.algorithm, "buckets": self._layout(), **counted, **kept, **memories}
         return {KEY: {**saved_by(comm), **own}}
 
+    def gathered_state_dict(self) -> dict[str, Any]:
+        """The states of all ranks in one, for a checkpoint that rank 0 alone writes; for every rank to call.
+
+        On rank 0, which holds it in the CPU's memory; {} elsewhere. Every rank loads it by `load_state_dict`, which
+        takes its own part. Loadable by torch.load(weights_only=True).
+        Where `state_dict` raises on one rank, the others raise a CollectiveError that names it.
+        """
+        return gathered_state(self.state_dict, self.comm, alike=False)
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes on where this rank's `state_dict` was taken.
+        """Goes on where this rank's `state_dict`, or `gathered_state_dict`, was taken.
 
         With the same bits as a run that never stopped, where DDP had cut its buckets when it was saved: from two steps
         on, with static_graph three. The first two backwards then do not overlap (see `Resumed`).
-        Raises ValueError, before anything is changed, for one of another rank or world size (`reshard_residuals`
+        Raises RuntimeError for the state of several ranks before there is a process group; ValueError, before anything
+        is changed, for one of another rank or world size (`reshard_residuals`
         first), for one with names where this state has none or the other way round, and for residuals that the module
         has no parameters for, or that a dense sum has no use for. Where neither is known yet, without
         `named_parameters` and before the first step, residuals that are left over are an error in the second step.
         """
         _, comm, chosen, exchange = self._world()
-        own = check_saved_by(state_dict, comm.rank, comm.size)
+        if self._only_looked() and comm.size == 1 and is_of_several(state_dict):
+            raise RuntimeError("load_state_dict() before there is a process group: call it after init_process_group()")
+        own = check_saved_by(own_state(state_dict, comm), comm.rank, comm.size)
         layout = check_layout(own.get("buckets", []))
         if chosen.scheme.memories:
             trained = {name: p.shape for name, p in self._parameters.items() if p.requires_grad}
@@ -308,7 +331,12 @@ class SparseHookState:
         self._buckets.know(parts["known"])
 
     def _world(self) -> tuple[Any, Communicator, Chosen, Exchange]:
-        """The default group, the ranks, the algorithm, and the exchange among them: looked up and made once."""
+        """The default group, the ranks, the algorithm, and the exchange among them: looked up and made once.
+
+        Who only looks before there is a group sees one rank; the group is found when it is there.
+        """
+        if self._only_looked() and default_group() is not None:
+            self._found = None
         if self._found is None:
             group, comm = default_group(), as_communicator(self._group)
             algorithm, options, wire = self._given
@@ -339,8 +367,16 @@ class SparseHookState:
                 self.load_state_dict(kept)
         return self._found
 
+    def _only_looked(self) -> bool:
+        """Whether there was no group when the ranks were looked up, and nothing was exchanged or loaded since."""
+        if self._group is not None or self._found is None or self._found[0] is not None:
+            return False
+        exchange = self._found[3]
+        return not (exchange.shapes or exchange.left_over)
+
     def _begin(self) -> None:
         """The first bucket of a backward."""
+        self._unasked.end()
         group, comm, _, _ = self._world()
         if self._group is None:
             refuse_other_world(group, "a SparseHookState")

@@ -9,7 +9,7 @@ import torch
 from communicators import Bucket
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from sparse_collectives.training.clipping import ClippingAfter
 from sparse_collectives.training.ddp.buckets import Buckets
@@ -28,7 +28,7 @@ class SeenOptimizer:
         self._clipping = None if scaled else ClippingAfter("SparseHookState")
         self._squares: dict[tuple[int, ...], Tensor] = {}  # of the means as the exchange gave them, by bucket
         self._introduced = False
-        self._watch: Any = register_optimizer_step_pre_hook(_seen_by(weakref.ref(self)))
+        self._watch: Any = register_optimizer_step_post_hook(_seen_by(weakref.ref(self)))
 
     def note(self, bucket: Bucket, given: Tensor) -> None:
         """What DDP is given for a bucket."""
@@ -37,7 +37,7 @@ class SeenOptimizer:
             self._squares[bucket.members] = norm.square().detach()
 
     def look(self, optimizer: Optimizer) -> bool:
-        """At an optimizer that is about to step; whether there is more to be seen."""
+        """At an optimizer that has stepped, and left gradients as it took them; whether there is more to be seen."""
         known = list(self._buckets.parameters.values())
         ids = {id(p) for p in known}
         if not self._squares or not any(id(p) in ids for group in optimizer.param_groups for p in group["params"]):

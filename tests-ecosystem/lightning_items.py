@@ -1,0 +1,163 @@
+"""Lightning at two ranks on CPUs."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from by_hand import RATE, SETTINGS, accuracy, all_alike, bits, loader, loss_of, network, same, trained_by_hand
+from items import collector
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy
+from sparse_collectives import DistributedOptimizer, SparseHookState, sparse_hook
+from sparse_collectives.integrations.lightning import DistributedOptimizers, SparseGradients
+
+ITEMS = []
+item = collector("Lightning", ITEMS)
+
+
+class Digits(LightningModule):
+    def __init__(self, optimizer=None):
+        super().__init__()
+        self.network, self.optimizer_of = network(), optimizer
+
+    def training_step(self, batch, number):
+        return loss_of(self.network, batch)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=RATE)
+        return optimizer if self.optimizer_of is None else self.optimizer_of(self)
+
+
+def trainer(folder, *callbacks, epochs=2, strategy="ddp", **options):
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        max_epochs=epochs,
+        default_root_dir=folder,
+        enable_checkpointing=False,
+        use_distributed_sampler=False,
+        callbacks=list(callbacks),
+        **quiet,
+        **options,
+    )
+
+
+def fitted(folder, *callbacks, optimizer=None, ckpt_path=None, save=None, **options):
+    module, made = Digits(optimizer), trainer(folder, *callbacks, **options)
+    made.fit(module, loader(), ckpt_path=ckpt_path, weights_only=ckpt_path and True)
+    all_alike(module)
+    if save is not None:
+        made.save_checkpoint(save)
+    return module
+
+
+@item("the hook", "same bits as plain DDP with the hook")
+def hook(folder):
+    callbacks = [SparseGradients(**SETTINGS)]  # ours
+    module = fitted(folder, *callbacks)
+    assert same(bits(module), trained_by_hand())
+    assert not same(bits(module), trained_by_hand(settings=None))
+
+
+@item("a hook given to DDPStrategy, on a CPU", "ignored by Lightning; a warning says so")
+def ignored(folder):
+    state = SparseHookState(**SETTINGS)
+    with pytest.warns(UserWarning, match="has brought no gradient to this SparseHookState: the hook is not registered"):
+        fitted(folder, strategy=DDPStrategy(ddp_comm_state=state, ddp_comm_hook=sparse_hook))
+
+
+@item("accumulate_grad_batches=3", "same bits as plain DDP with no_sync()")
+def accumulation(folder):
+    module = fitted(folder, SparseGradients(**SETTINGS), accumulate_grad_batches=3)
+    assert same(bits(module), trained_by_hand(accumulate=3))
+
+
+@item('precision="bf16-mixed"', "same bits as plain DDP under autocast")
+def bf16(folder):
+    module = fitted(folder, SparseGradients(**SETTINGS), precision="bf16-mixed")
+    assert same(bits(module), trained_by_hand(autocast=torch.bfloat16))
+
+
+def scaler():
+    return torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=5)
+
+
+@item('precision="16-mixed", with a GradScaler', "same bits as plain DDP with one, steps that it skips included")
+def fp16(folder):
+    given = scaler()
+    module = fitted(folder, SparseGradients(**SETTINGS), plugins=[MixedPrecision("16-mixed", "cpu", given)])
+    by_hand = scaler()
+    assert same(bits(module), trained_by_hand(autocast=torch.float16, scaler=by_hand))
+    assert given.get_scale() == by_hand.get_scale() != 2.0**16
+
+
+@item("gradient_clip_val", "after the exchange: a warning, which names clip_norm=")
+def clipping(folder):
+    with pytest.warns(UserWarning, match="scaled down between the exchange and step"):
+        fitted(folder, SparseGradients(**SETTINGS), gradient_clip_val=0.1)
+
+
+@item("clipping before the exchange", "same bits as plain DDP with clip_norm, and no warning")
+def clip_norm(folder):
+    callbacks = [SparseGradients(**SETTINGS, clip_norm=0.5)]  # ours
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*exchange")
+        module = fitted(folder, *callbacks)
+    assert same(bits(module), trained_by_hand(settings={**SETTINGS, "clip_norm": 0.5}))
+
+
+@item("fit(ckpt_path=…)", "same bits as without a stop")
+def resume(folder):
+    file = folder / "half.ckpt"
+    fitted(folder, SparseGradients(**SETTINGS), epochs=1, save=file)
+    module = fitted(folder, SparseGradients(**SETTINGS), ckpt_path=file)
+    assert same(bits(module), trained_by_hand(settings=SETTINGS))
+
+
+def adam(module):
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.003)
+    return DistributedOptimizer(optimizer, module.named_parameters(), sends="updates", density=0.05)
+
+
+@item(
+    "DistributedOptimizer, with Adam",
+    "DDP exchanges nothing; resumed, the same bits as without a stop",
+)
+def optimizer(folder):
+    def adam(module):
+        optimizer = torch.optim.Adam(module.parameters(), lr=0.003)
+        return DistributedOptimizer(optimizer, module.named_parameters(), sends="updates", density=0.05)  # ours
+
+    callbacks = [DistributedOptimizers()]  # ours
+    file = folder / "half.ckpt"
+    whole = fitted(folder, *callbacks, optimizer=adam, epochs=4)
+    fitted(folder, *callbacks, optimizer=adam, epochs=2, save=file)
+    module = fitted(folder, *callbacks, optimizer=adam, epochs=4, ckpt_path=file)
+    assert same(bits(module), bits(whole))
+    assert accuracy(module.network) > 0.6
+
+
+@item("resume from a checkpoint made without the callback", "an error on all ranks but 0, which says what to do")
+def of_rank_0_only(folder):
+    file = folder / "half.ckpt"
+    fitted(folder, optimizer=adam, epochs=1, save=file)
+    state = torch.load(file, weights_only=True)["optimizer_states"][0]
+    resumed = adam(Digits())
+    said = r"rank 0 alone writes, save what gathered_state_dict\(\)"
+    with pytest.raises(ValueError, match=said) if dist.get_rank() else nullcontext():
+        resumed.load_state_dict(state)
+
+
+@item("both, or a strategy without DDP", "an error before the first step")
+def unfit(folder):
+    with pytest.raises(TypeError, match="exchanges gradients itself: take DistributedOptimizers"):
+        fitted(folder, SparseGradients(**SETTINGS), optimizer=adam)
+    with pytest.raises(TypeError, match="expected DistributedOptimizer for each"):
+        fitted(folder, DistributedOptimizers())

@@ -1,0 +1,158 @@
+"""transformers' Trainer at two ranks on CPUs."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from by_hand import RATE, SETTINGS, accuracy, all_alike, bits, loader, loss_of, network, same, trained_by_hand
+from items import collector
+from sparse_collectives import DistributedOptimizer
+from sparse_collectives.integrations.transformers import DistributedOptimizers, SparseGradients
+from torch import nn
+from transformers import Trainer, TrainingArguments
+
+ITEMS = []
+item = collector("transformers", ITEMS)
+
+
+class Digits(nn.Module):
+    """Gives its own loss, as Trainer wants it."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = network()
+
+    def forward(self, images, labels):
+        loss = loss_of(self.network, (images, labels))
+        return {"loss": loss}
+
+
+class EveryRankItsOwn(Trainer):
+    """Loads as the loop by hand does."""
+
+    def get_train_dataloader(self):
+        return [{"images": images, "labels": labels} for images, labels in loader()]
+
+    def _get_train_sampler(self, *given):
+        return None
+
+
+def arguments(folder, *, epochs=2, clip=0.0, **options):
+    options = {"save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True, "report_to": "none", **options}
+    return TrainingArguments(
+        output_dir=str(folder),
+        use_cpu=True,
+        num_train_epochs=epochs,
+        max_grad_norm=clip,
+        lr_scheduler_type="constant",
+        ddp_find_unused_parameters=False,  # else DDP keeps its first buckets, and gtopk cuts otherwise than by hand
+        **options,
+    )
+
+
+def trainer_of(folder, optimizer=None, **options):
+    given, model = arguments(folder, **options), Digits()
+    made = torch.optim.SGD(model.parameters(), lr=RATE) if optimizer is None else optimizer(model)
+    return EveryRankItsOwn(model, given, optimizers=(made, None))
+
+
+def trained(folder, settings=SETTINGS, *, resume=None, **options):
+    trainer = trainer_of(folder, **options)
+    trainer.add_callback(SparseGradients(trainer, **settings))  # ours
+    trainer.train(resume_from_checkpoint=resume)
+    all_alike(trainer.model)
+    return trainer.model
+
+
+@item("the hook", "same bits as plain DDP with the hook")
+def hook(folder):
+    trainer = trainer_of(folder)
+    trainer.add_callback(SparseGradients(trainer, **SETTINGS))  # ours
+    trainer.train()
+    assert same(bits(trainer.model), trained_by_hand())
+
+
+@item("gradient_accumulation_steps=3", "same bits as plain DDP with no_sync()")
+def accumulation(folder):
+    assert same(bits(trained(folder, gradient_accumulation_steps=3)), trained_by_hand(accumulate=3))
+
+
+@item("bf16=True", "same bits as plain DDP under autocast")
+def bf16(folder):
+    assert same(bits(trained(folder, bf16=True)), trained_by_hand(autocast=torch.bfloat16))
+
+
+@item("max_grad_norm, by default 1.0", "after the exchange: a warning, which names clip_norm=")
+def clipping(folder):
+    with pytest.warns(UserWarning, match="scaled down between the exchange and step"):
+        trained(folder, clip=0.1)
+
+
+@item("clipping before the exchange", "same bits as plain DDP with clip_norm, and no warning")
+def clip_norm(folder):
+    trainer = trainer_of(folder)
+    trainer.add_callback(SparseGradients(trainer, **SETTINGS, clip_norm=0.5))  # ours
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*exchange")
+        trainer.train()
+    assert same(bits(trainer.model), trained_by_hand(settings={**SETTINGS, "clip_norm": 0.5}))
+
+
+@item("train(resume_from_checkpoint=…)", "same bits as without a stop")
+def resume(folder):
+    trained(folder, SETTINGS, epochs=1, save_strategy="epoch")
+    model = trained(folder, SETTINGS, resume=True)
+    assert same(bits(model), trained_by_hand(settings=SETTINGS))
+
+
+@item("a checkpoint of another folder", "resume_from= names it; what does not belong to the weights is an error")
+def elsewhere(folder):
+    trained(folder, SETTINGS, epochs=1, save_strategy="epoch")
+    moved = folder / "moved"
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.move(folder / "checkpoint-12", moved)
+    dist.barrier()
+    with pytest.raises(FileNotFoundError, match="give resume_from="):
+        trained(folder, SETTINGS, resume=str(moved))
+    trained(folder, {**SETTINGS, "momentum": 0.5}, epochs=1, save_strategy="epoch")  # the same step, other weights
+    with pytest.raises(ValueError, match="saved with other weights: give resume_from="):
+        trained(folder, SETTINGS, resume=str(moved))
+    model = trained(folder, {**SETTINGS, "resume_from": moved}, resume=str(moved))
+    assert same(bits(model), trained_by_hand(settings=SETTINGS))
+
+
+@item("DistributedOptimizer, with Adam", "DDP exchanges nothing; resumed, the same bits as without a stop")
+def optimizer(folder):
+    def adam(model):
+        inner = torch.optim.Adam(model.parameters(), lr=0.003)
+        return DistributedOptimizer(inner, model.named_parameters(), sends="updates", density=0.05)  # ours
+
+    def run(folder, epochs, resume=None, **options):
+        trainer = trainer_of(folder, adam, epochs=epochs, **options)
+        trainer.add_callback(DistributedOptimizers(trainer))  # ours
+        trainer.train(resume_from_checkpoint=resume)
+        all_alike(trainer.model)
+        return trainer.model
+
+    whole = run(folder / "whole", 4)
+    run(folder, 2, save_strategy="epoch")
+    model = run(folder, 4, resume=True)
+    assert same(bits(model), bits(whole))
+    assert accuracy(model.network) > 0.5
+
+
+@item("both", "an error before the first step")
+def unfit(folder):
+    def exchanging(model):
+        inner = torch.optim.SGD(model.parameters(), lr=RATE)
+        return DistributedOptimizer(inner, model.named_parameters(), **SETTINGS)
+
+    trainer = trainer_of(folder, exchanging)
+    trainer.add_callback(SparseGradients(trainer, **SETTINGS))
+    with pytest.raises(TypeError, match="exchanges gradients itself: take DistributedOptimizers"):
+        trainer.train()
