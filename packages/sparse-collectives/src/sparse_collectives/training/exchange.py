@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from communicators import Bucket, Communicator, Schedule, Work, run, start
@@ -22,6 +22,7 @@ from torch import Tensor
 from sparse_collectives.training.clipping import clip_limit, clip_together
 from sparse_collectives.training.memories import MEMORIES
 from sparse_collectives.training.nonfinite import Checked, checked, unlawful
+from sparse_collectives.training.tally import Exchanged, Tally
 
 
 class Transfer(Protocol):
@@ -85,6 +86,14 @@ class Scheme(Protocol):
         not fit."""
 
 
+@runtime_checkable
+class LooksInside(Protocol):
+    """A scheme whose residuals can be looked at while a step is under way, too."""
+
+    def residuals(self) -> Sequence[Tensor]:
+        """As they are now, of a step that may still be undone as well: references."""
+
+
 class Exchange:
     """Means of buckets, and the steps that they make up.
 
@@ -94,6 +103,7 @@ class Exchange:
     native: whole sums are left to the transport, where it has one, when their `Work` is waited for.
     clip_norm: of the mean, which `clip` reaches for by the ranks' own gradients; None: `clip` does nothing.
     selection_seconds: until now, on this rank, by the communicator's clock.
+    tally: what exchanges have cost so far. Who starts them says when it begins to wait for them.
     """
 
     def __init__(
@@ -115,6 +125,7 @@ class Exchange:
         self._agreed: list[Tensor] = []  # of this step, by bucket, 0-D bool: a GPU is asked once, at its end
         self._own: list[Tensor] = []
         self.selection_seconds = 0.0
+        self.tally = Tally(comm.clock)
 
     def clip(self, flats: Sequence[Tensor], *, scale: float = 1.0, of: int | None = None) -> None:
         """Clips this rank's gradients in place, before they are started; `scale` times those that count.
@@ -136,9 +147,11 @@ class Exchange:
         with labelled("select"):
             transfer = self.scheme.transfer(key, flat, scale, unused)
         self.selection_seconds += self.comm.clock() - began
-        native = self._native and transfer.summed is not None
-        later = partial(self._sum, transfer, bucket)
-        work: Work[Checked] = _Later(later, self.comm.clock) if native else self._launch(transfer, bucket)
+        native, dense = self._native and transfer.summed is not None, self._whole_nbytes(flat)
+        tallied = self.tally.begin(dense=dense)
+        later = partial(self._sum, transfer, bucket, tallied)
+        work: Work[Checked] = _Later(later, self.comm.clock) if native else self._launch(transfer, bucket, tallied)
+        tallied.work = work
         return _Mean(work, partial(self._end, transfer, flat))
 
     def register(self, bucket: Bucket) -> str:
@@ -208,16 +221,35 @@ class Exchange:
         for bucket in buckets.values():
             self.register(bucket)
 
-    def _launch(self, transfer: Transfer, bucket: Bucket) -> Work[Checked]:
-        facts = f"{transfer.facts} in {self._owner}"
-        return start(self._looked_at(transfer.schedule, transfer, bucket), self.comm, facts=facts, device=bucket.device)
+    def stats(self) -> dict[str, float]:
+        """What all has cost so far; see `communicators.stats.Stats`."""
+        return {
+            **self.tally.numbers(),
+            "seconds_selecting": self.selection_seconds,
+            "residual_norm": self._residual_norm(),
+        }
 
-    def _sum(self, transfer: Transfer, bucket: Bucket) -> Checked:
+    def _residual_norm(self) -> float:
+        looks = self.scheme.residuals if isinstance(self.scheme, LooksInside) else None
+        residuals = list(self.scheme.kept().get("residuals", {}).values()) if looks is None else looks()
+        return math.sqrt(sum(float(torch.linalg.vector_norm(each, dtype=torch.float64)) ** 2 for each in residuals))
+
+    def _whole_nbytes(self, whole: Tensor) -> int:
+        """What the best dense allreduces send of it."""
+        return 2 * whole.numel() * whole.element_size() * (self.comm.size - 1) // self.comm.size
+
+    def _launch(self, transfer: Transfer, bucket: Bucket, tallied: Exchanged) -> Work[Checked]:
+        facts = f"{transfer.facts} in {self._owner}"
+        schedule = tallied.counted(self._looked_at(transfer.schedule, transfer, bucket))
+        return start(schedule, self.comm, facts=facts, device=bucket.device)
+
+    def _sum(self, transfer: Transfer, bucket: Bucket, tallied: Exchanged) -> Checked:
         """The plain sum, by the transport where it has one."""
         assert transfer.summed is not None
         total = self.comm.native_allreduce(transfer.summed, facts=f"{transfer.facts} in {self._owner}")
         if total is None:
-            return self._launch(transfer, bucket).wait()
+            return self._launch(transfer, bucket, tallied).wait()
+        tallied.sent += self._whole_nbytes(total)
         if self._nonfinite != "raise" or bool(all_finite(total)):
             return total, None
         again = self._looked_at(_done(total), transfer, bucket)
@@ -299,6 +331,7 @@ class _Later(Work[Checked]):
 
     def wait(self, timeout: float | None = None) -> Checked:
         del timeout
+        self._began = self._clock()
         outcome = self._call()
         self._ended = self._clock()
         return outcome

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from communicators import Communicator, as_communicator, buckets_of
+from communicators import Communicator, Stats, as_communicator, buckets_of
 from communicators.replicas.default_group import refuse_alone
 from communicators.replicas.first_broadcast import broadcast_parameters
 from communicators.replicas.parameters import name_parameters, refuse_changes
@@ -186,7 +186,7 @@ class DistributedOptimizer(Wrapping):
         settings = f"{chosen.algorithm}, wire={chosen.wire!r}, {momentum=}, {bucket_bytes=}, {overlap=}, {nonfinite=}"
         more = [f"{verify=}"] if verify else []
         more += [f"{sends=}, {clip_norm=}"] if clip_norm or sends != "gradients" else []
-        settings = ", ".join([settings, *more, *chosen.settings])
+        settings = self._settings = ", ".join([settings, *more, *chosen.settings])
         if chosen.entry is not None and chosen.entry.compresses:
             warn_of(optimizer, momentum=momentum, density=self._steps.last_density, sends=sends, stacklevel=3)
         broadcast_parameters(named, comm, what="DistributedOptimizer", settings=settings)
@@ -195,6 +195,11 @@ class DistributedOptimizer(Wrapping):
         if name in SETTINGS:
             raise fixed(type(self).__name__, name)
         super().__setattr__(name, value)
+
+    def __repr__(self) -> str:
+        """Settings, of the wrapped optimizer too."""
+        ranks = f"rank {self._comm.rank} of {self._comm.size}"
+        return f"{type(self).__name__}({self._settings}, compressor={self._compressor}, {ranks}, {self.optimizer!r})"
 
     @property
     def comm(self) -> Communicator:
@@ -261,6 +266,19 @@ class DistributedOptimizer(Wrapping):
         self._synchronized = True
         if self._clipping_after is not None and self._means.stands:
             self._clipping_after.note(norm_of(self._trained))
+
+    def stats(self) -> Stats:
+        """What training has cost and saved since this optimizer was made, on this rank; nothing is exchanged for it.
+
+        Returns:
+            Plain numbers for any logger; `str` says them in a line. See `communicators.Stats`, and:
+
+            - seconds_selecting: That choosing, rounding or factoring what is sent has taken.
+            - density: The share of elements that a rank sends now; 1 where nothing is selected.
+            - residual_norm: The 2-norm of what waits to be sent, of all parameters. Takes one pass over it.
+        """
+        counted = {"steps": self._steps.taken, "skipped": self.skipped}
+        return Stats({**counted, **self._exchange.stats(), "density": self._steps.density_of(self._chosen.entry)})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """See torch.optim.Optimizer.zero_grad; also forgets that `synchronize` was called.

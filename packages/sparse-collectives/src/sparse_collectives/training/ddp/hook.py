@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from communicators import Communicator, as_communicator
+from communicators import Communicator, Stats, as_communicator
 from communicators.replicas.default_group import default_group, refuse_other_world
 from communicators.replicas.parameters import check_pairs
 from communicators.replicas.saved_by import KEY
@@ -120,7 +120,7 @@ class SparseHookState:
         if self._clip_norm is not None and not named:
             raise ValueError("clip_norm is shared out among buckets by the size of the model: give named_parameters")
         self._given = (algorithm, options, wire)
-        self._group, self._grad_scaler = process_group, grad_scaler
+        self._group, self._grad_scaler, self._skipped = process_group, grad_scaler, 0
         self._parameters = dict(named)
         self._buckets = Buckets(named)
         self._accumulated = Accumulated()
@@ -136,6 +136,15 @@ class SparseHookState:
         if not name.startswith("_"):
             raise fixed(type(self).__name__, name)
         super().__setattr__(name, value)
+
+    def __repr__(self) -> str:
+        """Settings; asks nobody, so "auto" stays that until it has chosen."""
+        algorithm, options, wire = self._given if self._found is None else (self.algorithm, self._given[1], self.wire)
+        given = {"algorithm": algorithm, "options": options, "compressor": self._compressor, "wire": wire}
+        given |= {"momentum": self._momentum, "clip_norm": self._clip_norm, "dense_below": self._dense_below}
+        given |= {"grad_scaler": self._grad_scaler}
+        ranks = "no group yet" if self._found is None else f"rank {self.comm.rank} of {self.comm.size}"
+        return f"SparseHookState({', '.join(f'{k}={v!r}' for k, v in given.items() if v not in (None, 0))}, {ranks})"
 
     @property
     def comm(self) -> Communicator:
@@ -205,6 +214,24 @@ class SparseHookState:
         exchange.load_state_dict({**own, "algorithm_state": states})
         self._steps.taken = own.get("steps", self._steps.taken)
 
+    def stats(self) -> Stats:
+        """What training has cost and saved since this state was made, on this rank; nothing is exchanged for it.
+
+        Returns:
+            Plain numbers for any logger; `str` says them in a line. See `communicators.Stats`, and:
+
+            - skipped: Steps that the grad_scaler left out; the last one is counted when the next begins.
+            - seconds_selecting: That choosing, rounding or factoring what is sent has taken.
+            - seconds_waited: From when backward has nothing more to give until the last mean has come.
+            - density: The share of elements that a rank sends now; 1 where nothing is selected.
+            - residual_norm: The 2-norm of what waits to be sent, of all parameters. Takes one pass over it.
+        """
+        counted = {"steps": self._steps.taken, "skipped": self._skipped}
+        if self._found is None:  # before the first step: the ranks are not looked up for this
+            return Stats(counted)
+        _, _, chosen, exchange = self._found
+        return Stats({**counted, **exchange.stats(), "density": self._steps.density_of(chosen.entry)})
+
     def exchange(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Starts the exchange of one bucket; the future holds the mean, in the bucket's buffer."""
         _, _, chosen, exchange = self._world()
@@ -222,6 +249,8 @@ class SparseHookState:
             exchange.clip([flat], scale=self._scale, of=self._numel())
         unused = unused_spans(spans, flat) if exchange.scheme.memories else ()
         work = exchange.start(known, flat, scale=self._scale, unused=unused)
+        if bucket.is_last():
+            exchange.tally.waits()
 
         def whole(mean: torch.futures.Future[Tensor]) -> Tensor:
             """In the bucket's own buffer: DDP takes no tensor that begins amid its storage."""
@@ -281,7 +310,8 @@ class SparseHookState:
         exchange = self._world()[3]
         if (left := exchange.left_over) and exchange.shapes:
             raise ValueError(f"residuals were loaded for parameters that DDP does not bring: {left}")
-        exchange.settle()
+        if not exchange.settle():
+            self._skipped += 1
 
 
 def sparse_hook(state: SparseHookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
