@@ -140,11 +140,12 @@ class SparseHookState:
     def __repr__(self) -> str:
         """Settings; asks nobody, so "auto" stays that until it has chosen."""
         algorithm, options, wire = self._given if self._found is None else (self.algorithm, self._given[1], self.wire)
-        given = {"algorithm": algorithm, "options": options, "compressor": self._compressor, "wire": wire}
-        given |= {"momentum": self._momentum, "clip_norm": self._clip_norm, "dense_below": self._dense_below}
-        given |= {"grad_scaler": self._grad_scaler}
+        given: dict[str, Any] = {"algorithm": algorithm, "options": options, "compressor": self._compressor}
+        given |= {"wire": wire, "momentum": self._momentum, "clip_norm": self._clip_norm}
+        given |= {"dense_below": self._dense_below, "grad_scaler": self._grad_scaler}
+        settings = [f"{name}={value!r}" for name, value in given.items() if value not in (None, 0)]
         ranks = "no group yet" if self._found is None else f"rank {self.comm.rank} of {self.comm.size}"
-        return f"SparseHookState({', '.join(f'{k}={v!r}' for k, v in given.items() if v not in (None, 0))}, {ranks})"
+        return f"SparseHookState({', '.join([*settings, ranks])})"
 
     @property
     def comm(self) -> Communicator:
