@@ -1,5 +1,7 @@
 """Traces that viewers show whole."""
 
+from itertools import pairwise
+
 from communicators.tracing import on_tracks, recording, write_trace
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,7 +28,7 @@ def test_what_goes_on_side_by_side_is_on_as_few_tracks_as_hold_it(given_spans):
         assert max(at_once) <= len(tracks) <= max(max(at_once), bool(mine)) + sum(b["dur"] == 0 for b in mine)
         for track in tracks:
             held = sorted((b["ts"], b["ts"] + b["dur"]) for b in mine if b["tid"] == track)
-            assert all(one[1] <= other[0] for one, other in zip(held, held[1:], strict=False))
+            assert all(one[1] <= other[0] for one, other in pairwise(held))
     named = [event["tid"] for event in events if event["ph"] == "M"]
     assert sorted(named) == sorted({b["tid"] for b in bars if b["tid"] != 7})
 
