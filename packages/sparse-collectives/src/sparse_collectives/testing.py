@@ -42,14 +42,21 @@ def check_sparse_laws(
     sizes: Sequence[int] = SIZES,
     max_examples: int | None = 40,
 ) -> None:
-    """Asserts of a sparse allreduce, in worlds of these sizes, on every wire that it takes, in float32 and float64:
+    """Asserts the laws of a sparse allreduce, in simulated worlds, on every wire that it takes, in both precisions.
 
-    the laws of `check_sparse_call`, of several calls in a row where it keeps a state; that with k ≥ n the total is the
-    whole sum; that ranks agree on any floats, and a total shows what is not finite; rounds; its `reference`, if any.
+    They are the laws of `check_sparse_call`, of several calls in a row where it keeps a state; that with k ≥ n the
+    total is the whole sum; that ranks agree on any floats, and a total shows what is not finite; rounds; its
+    `reference`, if any.
 
-    algorithm: an `Algorithm` of one's own, or a name. options: its own settings. max_examples: of all combinations of
-    size, wire and shape (100 where every wire is taken) so many, the same each time, every size, wire and shape among
-    them; None: all. Raises AssertionError.
+    Args:
+        algorithm: An `Algorithm` of one's own, or a name.
+        options: Its own settings.
+        sizes: Of the worlds, in ranks.
+        max_examples: Of all combinations of size, wire and shape (100 where every wire is taken) so many, the same each
+            time, every size, wire and shape among them; None: all.
+
+    Raises:
+        AssertionError: A law does not hold; says which, where.
     """
     entries = {size: algorithm_named(algorithm, options, size=size) for size in sizes}
     for size, entry in entries.items():

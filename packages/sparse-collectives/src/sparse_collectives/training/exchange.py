@@ -26,18 +26,19 @@ from sparse_collectives.training.tally import Exchanged, Tally
 
 
 class Transfer(Protocol):
-    """One bucket's gradient on its way to the mean, in one step. R is what its schedule returns.
-
-    facts: what the ranks must share. summed: where R is the plain sum of this tensor over the ranks, so that the
-    transport's own allreduce may take the schedule's place; else None.
-    """
+    """One bucket's gradient on its way to the mean, in one step. R is what its schedule returns."""
 
     @property
-    def facts(self) -> str: ...
+    def facts(self) -> str:
+        """What the ranks must share, as text."""
+
     @property
-    def schedule(self) -> Schedule[Any]: ...
+    def schedule(self) -> Schedule[Any]:
+        """What carries it; asked for once."""
+
     @property
-    def summed(self) -> Tensor | None: ...
+    def summed(self) -> Tensor | None:
+        """A tensor of which R is the plain sum over the ranks, where the transport's own allreduce may do as well."""
 
     def agreed(self, result: Any) -> Tensor:
         """What of R is the same on every rank: where a NaN or inf of any rank shows."""
@@ -49,25 +50,52 @@ class Transfer(Protocol):
         """The first element in the bucket of which this rank gave something not finite, −1 if none."""
 
     def end(self, result: Any, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """The mean as `flat` is, which it may overwrite, and of the mean what may be other than zero."""
+        """The mean as `flat` is, which it may overwrite, and of the mean what may be other than zero.
+
+        Args:
+            result: R.
+            flat: This rank's gradient, 1-D, in its own dtype.
+        """
 
 
 class Scheme(Protocol):
     """How gradients become means, and what is kept between steps, by bucket; keys name buckets.
 
-    memories: which of `MEMORIES` are kept, tensors of a bucket's shape that belong to its parameters.
+    Attributes:
+        memories: Which of "residuals" and "velocities" are kept, tensors of a bucket's shape that belong to its
+            parameters.
     """
 
     memories: Sequence[str]
 
     def register(self, key: str, bucket: Bucket, kept: Mapping[str, Tensor]) -> None:
-        """A bucket that is not known yet, with what was kept of its parameters, flat, by memory; {} if nothing."""
+        """A bucket that is not known yet.
+
+        Args:
+            key: Its name.
+            bucket: Its parameters.
+            kept: What was kept of them, flat, by memory; {} if nothing.
+        """
 
     def forget(self, key: str) -> dict[str, Tensor]:
-        """Lets go of a bucket; what was kept, by memory. Only between steps."""
+        """Lets go of a bucket; only between steps.
+
+        Args:
+            key: Its name.
+
+        Returns:
+            What was kept, flat, by memory.
+        """
 
     def transfer(self, key: str, flat: Tensor, scale: float, unused: Sequence[slice]) -> Transfer:
-        """For a gradient that is `scale` times the one that counts; `unused` spans of it take no part."""
+        """One bucket of a step.
+
+        Args:
+            key: Its name.
+            flat: The gradient, 1-D, in its own dtype.
+            scale: It is so many times the one that counts.
+            unused: Spans of it that take no part.
+        """
 
     def commit(self) -> None:
         """The step stands."""
@@ -82,8 +110,14 @@ class Scheme(Protocol):
         """What else is kept, in plain values."""
 
     def reset(self, state: Mapping[str, Any]) -> None:
-        """Forgets all buckets, and goes on with what `state_dict` gave; ValueError, changing nothing, if that does
-        not fit."""
+        """Forgets all buckets, and goes on with what `state_dict` gave.
+
+        Args:
+            state: Of another one, with "residuals" and "velocities" by parameter.
+
+        Raises:
+            ValueError: It does not fit; nothing is changed.
+        """
 
 
 @runtime_checkable

@@ -45,35 +45,39 @@ OWNER = "a DDP hook"
 class SparseHookState:
     """What `sparse_hook` keeps between steps: residuals and momenta by parameter, and the algorithm's own state.
 
-    process_group: the one that the DDP module uses, default the default group. The state cannot see DDP's: with another
-        group the means are over that one's ranks. Without a group yet it is looked up at the first use. Every rank
-        makes, and first uses, the state at the same point.
-    density: the share of each bucket's elements that a rank sends, default 0.01, or by step: a function of how many
-        were taken, such as `sparse_compress.WarmUp`, alike on every rank; `compressor` in its place for another
-        selection (with a schedule: beside it), which "oktopk", "spardl" and "dense" have no use for.
-    algorithm: a name in `ALGORITHMS`, an `Algorithm` of one's own, "powersgd", "dense-int8" or a `WholeScheme` (see
-        `DistributedOptimizer`), or "auto": measures the ranks at the first use, and takes what is predicted to be
-        fastest for the module's `named_parameters`, which it needs; `choice` then says what and why.
-    options: the algorithm's own settings, such as {"teams": 2} for "spardl"; "auto" chooses them too.
-    wire: how values travel: "fp32"; fewer bytes for selections, see `WIRES`, where what is rounded off stays in the
-        residual; for "dense" "bf16" or "fp16", where it is lost.
-    momentum: DGC's correction before the selection; then give the optimizer none (see the README).
-    clip_norm: holds the norm of this rank's own gradient to clip_norm · √P before the selection, so that of the mean to
-        about clip_norm (DGC's local clipping, see `clip_limit`): each bucket by itself to √share of that, where it has
-        so large a share of the elements of `named_parameters`, which are needed for it. What it takes away is not kept.
-        `clip_grad_norm_` after backward would clip what few entries have saved up: it loses that, and learns badly.
-    dense_below: tensors of fewer elements, such as biases and norms, are summed whole in the same call, beside the
-        selection from the others, of which `density` is; their momentum is plain. 0: none.
-    grad_scaler: the GradScaler of mixed-precision training. Residuals are then kept unscaled, and a step that it
-        skips leaves them as they were, bit for bit, for twice their memory; one optimizer for all parameters, because
-        the scaler skips by optimizer. Without a scaler, a gradient that is not finite is an error on every rank that
-        names rank and parameter. As DDP raises what a hook raises, it comes out of backward() as a RuntimeError that
-        holds the CollectiveError's text.
-    named_parameters: of the module, all of them, so that errors and checkpoints name parameters; without them they are
-        numbered in the order in which DDP first brings them, and a new state is no template for
-        torch.distributed.checkpoint.
-    verify: every so many steps the ranks compare a hash of the parameters (those that DDP brings; with named_parameters
-        all of them), and where they differ it is an error on every rank that says who and where; None or 0: never.
+    Args:
+        process_group: The one that the DDP module uses, default the default group. The state cannot see DDP's: with
+            another group the means are over that one's ranks. Without a group yet it is looked up at the first use.
+            Every rank makes, and first uses, the state at the same point.
+        density: The share of each bucket's elements that a rank sends, default 0.01, or by step: a function of how many
+            were taken, such as `sparse_compress.WarmUp`, alike on every rank.
+        compressor: In density's place for another selection (with a schedule: beside it), which "oktopk", "spardl" and
+            "dense" have no use for.
+        algorithm: A name in `ALGORITHMS`, an `Algorithm` of one's own, "powersgd", "dense-int8" or a `WholeScheme` (see
+            `DistributedOptimizer`), or "auto": measures the ranks at the first use, and takes what is predicted to be
+            fastest for the module's `named_parameters`, which it needs; `choice` then says what and why.
+        options: The algorithm's own settings, such as {"teams": 2} for "spardl"; "auto" chooses them too.
+        wire: How values travel: "fp32"; fewer bytes for selections, see `WIRES`, where what is rounded off stays in the
+            residual; for "dense" "bf16" or "fp16", where it is lost.
+        momentum: DGC's correction before the selection; then give the optimizer none (see the README).
+        clip_norm: Holds the norm of this rank's own gradient to clip_norm · √P before the selection, so that of the
+            mean to about clip_norm (DGC's local clipping, see `clip_limit`): each bucket by itself to √share of that,
+            where it has so large a share of the elements of `named_parameters`, which are needed for it. What it takes
+            away is not kept. `clip_grad_norm_` after backward would clip what few entries have saved up: it loses that,
+            and learns badly.
+        dense_below: Tensors of fewer elements, such as biases and norms, are summed whole in the same call, beside the
+            selection from the others, of which `density` is; their momentum is plain. 0: none.
+        grad_scaler: The GradScaler of mixed-precision training. Residuals are then kept unscaled, and a step that it
+            skips leaves them as they were, bit for bit, for twice their memory; one optimizer for all parameters,
+            because the scaler skips by optimizer. Without a scaler, a gradient that is not finite is an error on every
+            rank that names rank and parameter. As DDP raises what a hook raises, it comes out of backward() as a
+            RuntimeError that holds the CollectiveError's text.
+        named_parameters: Of the module, all of them, so that errors and checkpoints name parameters; without them they
+            are numbered in the order in which DDP first brings them, and a new state is no template for
+            torch.distributed.checkpoint.
+        verify: Every so many steps the ranks compare a hash of the parameters (those that DDP brings; with
+            named_parameters all of them), and where they differ it is an error on every rank that says who and where;
+            None or 0: never.
 
     DDP may cut its buckets anew (it does after the first step): residuals follow their parameters. A parameter whose
     gradient is all zeros on this rank (unused) is left out of the selection, and its residual waits, because DDP
@@ -197,10 +201,14 @@ class SparseHookState:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on where this rank's `state_dict` was taken.
 
-        Raises ValueError, before anything is changed, for one of another rank or world size (`reshard_residuals`
-        first), for one with names where this state has none or the other way round, and for residuals that the module
-        has no parameters for, or that a dense sum has no use for. Where neither is known yet, without
-        `named_parameters` and before the first step, residuals that are left over are an error in the second step.
+        Args:
+            state_dict: What `state_dict` gave on this rank, or `reshard_residuals` made of it.
+
+        Raises:
+            ValueError: Before anything is changed: it is of another rank or world size (`reshard_residuals` first), has
+                names where this state has none or the other way round, or residuals that the module has no parameters
+                for, or that a dense sum has no use for. Where neither is known yet, without `named_parameters` and
+                before the first step, residuals that are left over are an error in the second step.
         """
         _, comm, chosen, exchange = self._world()
         own = check_saved_by(state_dict, comm.rank, comm.size)
@@ -234,7 +242,16 @@ class SparseHookState:
         return Stats({**counted, **exchange.stats(), "density": self._steps.density_of(chosen.entry)})
 
     def exchange(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Starts the exchange of one bucket; the future holds the mean, in the bucket's buffer."""
+        """Starts the exchange of one bucket; the future holds the mean, in the bucket's buffer.
+
+        Args:
+            bucket: As DDP gives it to a hook.
+
+        Raises:
+            TypeError: A gradient is sparse or complex.
+            ValueError: DDP brings a parameter that is not among `named_parameters`.
+            CollectiveError: What was exchanged before has failed.
+        """
         _, _, chosen, exchange = self._world()
         if bucket.index() == 0:
             self._begin()
@@ -316,7 +333,18 @@ class SparseHookState:
 
 
 def sparse_hook(state: SparseHookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The hook: `ddp.register_comm_hook(state, sparse_hook)`. Backward goes on while buckets are exchanged."""
+    """The hook: `ddp.register_comm_hook(state, sparse_hook)`. Backward goes on while buckets are exchanged.
+
+    Args:
+        state: Of this module alone.
+        bucket: As DDP gives it.
+
+    Returns:
+        A future of the mean over the ranks, in the bucket's buffer.
+
+    Raises:
+        TypeError: The state is another hook's, or DDP runs its "python_reducer".
+    """
     if not isinstance(state, SparseHookState):
         raise TypeError(f"state is {state!r}: use ddp.register_comm_hook(SparseHookState(...), sparse_hook)")
     if isinstance(bucket, tuple):
