@@ -124,7 +124,7 @@ class Scheme(Protocol):
 class LooksInside(Protocol):
     """A scheme whose residuals can be looked at while a step is under way, too."""
 
-    def residuals(self) -> Sequence[Tensor]:
+    def residuals_now(self) -> Sequence[Tensor]:
         """As they are now, of a step that may still be undone as well: references."""
 
 
@@ -264,7 +264,7 @@ class Exchange:
         }
 
     def _residual_norm(self) -> float:
-        looks = self.scheme.residuals if isinstance(self.scheme, LooksInside) else None
+        looks = self.scheme.residuals_now if isinstance(self.scheme, LooksInside) else None
         residuals = list(self.scheme.kept().get("residuals", {}).values()) if looks is None else looks()
         return math.sqrt(sum(float(torch.linalg.vector_norm(each, dtype=torch.float64)) ** 2 for each in residuals))
 

@@ -146,7 +146,7 @@ class SparseHookState:
         algorithm, options, wire = self._given if self._found is None else (self.algorithm, self._given[1], self.wire)
         given: dict[str, Any] = {"algorithm": algorithm, "options": options, "compressor": self._compressor}
         given |= {"wire": wire, "momentum": self._momentum, "clip_norm": self._clip_norm}
-        given |= {"dense_below": self._dense_below, "grad_scaler": self._grad_scaler}
+        given |= {"dense_below": self._dense_below, "grad_scaler": self._grad_scaler and type(self._grad_scaler)}
         settings = [f"{name}={value!r}" for name, value in given.items() if value not in (None, 0)]
         ranks = "no group yet" if self._found is None else f"rank {self.comm.rank} of {self.comm.size}"
         return f"SparseHookState({', '.join([*settings, ranks])})"

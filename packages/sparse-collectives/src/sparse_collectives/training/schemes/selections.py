@@ -97,7 +97,7 @@ class Selections:
         state = self._feedback.state_dict()
         return {memory: state[memory] for memory in MEMORIES}
 
-    def residuals(self) -> list[Tensor]:
+    def residuals_now(self) -> list[Tensor]:
         """As they are now: references."""
         return [self._feedback.residual(key) for key in self._known]
 

@@ -86,9 +86,9 @@ class TinyWhole:
             kept["velocities"] = {**kept["velocities"], key: together}
         return kept
 
-    def residuals(self) -> list[Tensor]:
+    def residuals_now(self) -> list[Tensor]:
         """As they are now: references."""
-        return self._selections.residuals()
+        return self._selections.residuals_now()
 
     def state_dict(self) -> dict[str, Any]:
         """See `Scheme.state_dict`."""
