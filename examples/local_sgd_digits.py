@@ -12,7 +12,7 @@ from ddp_digits import digits
 from local_sgd import DiLoCo, LocalSGD, OverlapLocalSGD
 from torch import nn
 
-STEPS, BATCH, TAU = 300, 16, 10
+STEPS, BATCH, TAU = 200, 16, 10
 
 
 def made(name: str, model: nn.Module) -> LocalSGD | DiLoCo | OverlapLocalSGD:

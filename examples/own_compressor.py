@@ -2,7 +2,7 @@
 
     python examples/own_compressor.py
 
-A compressor is any callable from a tensor to a SparseVector of at most `entries(numel)` entries. Four simulated ranks
+A compressor is any callable from a tensor to a SparseVector of at most `entries(numel)` entries. Two simulated ranks
 train on scikit-learn's handwritten digits with each of them.
 """
 
@@ -30,7 +30,7 @@ from sparse_compress import (
 )
 from torch import Tensor, nn
 
-RANKS, STEPS, BATCH, DENSITY = 4, 100, 16, 0.02
+RANKS, STEPS, BATCH, DENSITY = 2, 80, 16, 0.02
 
 
 class Blocks:

@@ -20,7 +20,7 @@ from ddp_digits import digits
 from sparse_collectives import DistributedOptimizer, Residuals, Scheme, Transfer, WholeScheme
 from torch import Tensor, nn
 
-RANKS, STEPS, BATCH = 4, 200, 16
+RANKS, STEPS, BATCH = 2, 150, 16
 
 
 class Signs:

@@ -73,13 +73,13 @@ def test_ranks_that_meet_seldom(processes, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "lines", "least"), [("own_compressor.py", 9, 50), ("own_scheme.py", 2, 85), ("sparse_vectors.py", 8, None)]
+    ("name", "lines", "least"), [("own_compressor.py", 9, 20), ("own_scheme.py", 2, 80), ("sparse_vectors.py", 9, None)]
 )
 def test_in_one_process(forked, tmp_path, name, lines, least):
     said = output(forked([EXAMPLES / name], [{}], 280, tmp_path))
     assert len(said.splitlines()) == lines
     if least is not None:
-        assert min(percent(said)) > least
+        assert min(percent(said)) > least  # chance is 10
 
 
 def test_all_are_listed_with_a_command_and_run_by_a_test():
@@ -93,4 +93,6 @@ def test_all_are_listed_with_a_command_and_run_by_a_test():
         assert path.name in test, f"no test runs {path.name}"
         if path.suffix == ".py":
             [start] = re.findall(rf"^\| \[{path.name}\].*\| `(.*)` \|$", listed, re.MULTILINE)
-            assert f"    {start}" in path.read_text(), f"{path.name} says another command than examples/README.md"
+            assert f"\n{start}\n" in path.read_text().replace("    ", ""), (
+                f"{path.name} says another command than examples/README.md"
+            )
