@@ -93,6 +93,6 @@ def test_all_are_listed_with_a_command_and_run_by_a_test():
         assert path.name in test, f"no test runs {path.name}"
         if path.suffix == ".py":
             [start] = re.findall(rf"^\| \[{path.name}\].*\| `(.*)` \|$", listed, re.MULTILINE)
-            assert f"\n{start}\n" in path.read_text().replace("    ", ""), (
+            assert f"\n{start}" in path.read_text().replace("    ", ""), (
                 f"{path.name} says another command than examples/README.md"
             )
