@@ -80,9 +80,20 @@ def check_sparse_call(
 ) -> list[Reduction]:
     """Asserts conservation, agreement, that worlds agree, and that bytes and messages are what `sent` says.
 
-    vectors: of every rank, of any number of entries, with values whose sums are exact (integers). states: of every
-    rank, left as they are; `sent` is of calls without. comm: of real ranks, see `communicators.testing.check_laws`.
-    Returns the results in rank order. Raises AssertionError.
+    Args:
+        algorithm: An `Algorithm` of one's own, or a name.
+        vectors: Of every rank, of any number of entries, with values whose sums are exact (integers).
+        k: The most entries that a rank may contribute.
+        options: The algorithm's own settings.
+        wire: A name in `WIRES`.
+        states: Of every rank, left as they are; `sent` is of calls without.
+        comm: Of real ranks, see `communicators.testing.check_laws`.
+
+    Returns:
+        The results in rank order.
+
+    Raises:
+        AssertionError: A law does not hold.
     """
     size, numel, dtype = len(vectors), vectors[0].numel, vectors[0].dtype
     entry = algorithm_named(algorithm, options, size=size, wire=wire_named(wire, dtype=dtype) if size > 1 else PLAIN)
