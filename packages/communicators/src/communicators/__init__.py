@@ -13,6 +13,7 @@ from communicators.schedule import SLOT_BYTES, Elapse, Round, Schedule, body, fr
 from communicators.signals import Signals
 from communicators.simulated.faults import Corrupts, Dies
 from communicators.simulated.world import SimulatedWorld
+from communicators.stats import Stats
 from communicators.version import __version__
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "Schedule",
     "Signals",
     "SimulatedWorld",
+    "Stats",
     "Work",
     "__version__",
     "allgather",

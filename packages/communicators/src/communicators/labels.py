@@ -10,8 +10,10 @@ _NOBODY: AbstractContextManager[object] = nullcontext()
 
 
 def labelled(name: str) -> AbstractContextManager[object]:
-    """The block has this name where torch.profiler records; else nothing happens, which takes a tenth of a µs.
+    """The block has this name where torch.profiler records; else nothing happens, which takes a fifth of a µs.
 
     Labels of a thread nest: a block that begins inside another one ends there, too.
+    torch has no public question for whether anybody records: without the one that is asked, all blocks are labelled,
+    which takes 6 µs each.
     """
-    return profiler.record_function(name) if profiler._is_profiler_enabled else _NOBODY
+    return profiler.record_function(name) if getattr(profiler, "_is_profiler_enabled", True) else _NOBODY

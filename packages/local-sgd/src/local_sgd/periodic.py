@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar, Self
 
 import torch
-from communicators import Communicator, as_communicator, run
+from communicators import Communicator, Stats, as_communicator, run
 from communicators.dense_schedules import allreduce
 from communicators.replicas.buffers import Buffers
 from communicators.replicas.default_group import refuse_alone
@@ -137,6 +137,7 @@ class PeriodicAveraging(Wrapping):
         self._buffers = Buffers(model, buffers, self._comm, what)
         self._inner = InnerState(inner_state, optimizer, self._comm, what)
         self._begin()
+        self._said, self._sent_before, self._steps_before = shared, self._sent, 0
         self._showing, self._expected, self._loaded, self._unseen = False, None, False, 0
 
     @abstractmethod
@@ -237,6 +238,36 @@ class PeriodicAveraging(Wrapping):
         """
         waited, under_way = map(sum, zip(*(averaging.seconds for averaging in self.averagings()), strict=True))
         return max(0.0, 1.0 - waited / under_way) if under_way > 0 else None
+
+    def stats(self) -> Stats:
+        """What training has cost and saved since this optimizer was made, on this rank; nothing is exchanged for it.
+
+        Returns:
+            Plain numbers for any logger; `str` says them in a line. See `communicators.Stats`, and:
+
+            - boundaries: At which ranks have met.
+            - bytes_sent: Over `comm`, also by others that use it, and over this rank's small group where there are two
+              levels.
+        """
+        waited, under_way = map(sum, zip(*(averaging.seconds for averaging in self.averagings()), strict=True))
+        taken, size = self._block.steps - self._steps_before, self._comm.size
+        nbytes = sum(p.numel() * p.element_size() for p in self._trained.values())
+        counted = {"steps": self._block.steps, "boundaries": self._block.boundaries}
+        sent = {"bytes_sent": self._sent - self._sent_before, "bytes_dense": taken * (2 * nbytes * (size - 1) // size)}
+        hidden = max(0.0, under_way - waited)
+        seconds = {"seconds_exchanging": under_way, "seconds_waited": waited, "seconds_hidden": hidden}
+        return Stats({**counted, **sent, **seconds})
+
+    def __repr__(self) -> str:
+        """Settings, of the wrapped optimizer too."""
+        settings = {"sync_every": self._block.every, **{name: value for name, value in self._said.items() if value}}
+        said = [f"{name}={value!r}" for name, value in settings.items()]
+        return f"{self._what}({', '.join(said)}, rank {self._comm.rank} of {self._comm.size}, {self.optimizer!r})"
+
+    @property
+    def _sent(self) -> int:
+        near = 0 if self._near is None else self._near.comm.bytes_sent
+        return self._comm.bytes_sent + near
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """The wrapped optimizer's step, on this rank alone."""
@@ -353,7 +384,9 @@ class PeriodicAveraging(Wrapping):
         self._refuse_shown("load_state_dict()")
         own = saved.checked(self, state_dict, self._parts)
         self.wait()  # an error of what is under way is raised before anything is changed
+        taken = self._block.steps - self._steps_before
         arrived = saved.load(self, state_dict, own, self._parts, self._block)
+        self._steps_before = self._block.steps - taken
         if arrived is not None:
             self._averaging.store(arrived)
         self._drained, self._expected, self._loaded = own["drained"], own["parameters"], True

@@ -24,30 +24,34 @@ Array: TypeAlias = NDArray[np.floating]
 class Algorithm:
     """What the rest of the package asks of an algorithm, one of ours or one's own (see CONTRIBUTING).
 
-    schedule: (sparse, rank, size, k) -> Schedule[Reduction], with sparse of exactly min(k, n) entries; one that has
-        `initial_state` takes `state=` too, and one that takes `cost=`, seconds to merge so many entries, yields them
-        as `Elapse`, so that a simulated world charges them where they arise: ranks that wait for a merge wait then.
-    sent: (rank, size, k, numel, dtype) -> Traffic of a call without a state: the exact expression, or, where `exact` is
-        False because it depends on what the ranks hold, the most that it can be.
-    typical: where that is something else than `sent`, what a call in the midst of training sends if every rank selects
-        at random; predictions are based on it.
-    merged: (rank, size, k, numel) -> entries that the rank merges, as `schedule` tells its `cost`; typically, where
-        that depends on the data.
-    select: where the algorithm prescribes what is sent, (like, rank, size, k, state) -> the selection of the next call,
-        a function from what has accumulated, 1-D, to a SparseVector; like: a tensor of the gradient's numel and dtype.
-        Neither changes the state.
-    initial_state: the state before the first call, where there is one.
-    check_state: raises ValueError for a dict that is no state of it.
-    compresses: whether a gradient is selected from before it is sent, and so leaves a residual; always so in one's own.
-        Schedule, sent and typical then take `wire=`, how vectors travel, where that is not as they are. Without it, a
-        call or a training with another wire than "fp32" is refused.
-    options: its own settings, with their defaults, whose types they have; schedule, sent and select take them as
-        keywords.
-    check: (size, **options), raises ValueError for settings that do not fit.
-    variants: (size) -> the settings among which predictions look for the best; default: none but the defaults.
-    name: what facts, errors and checkpoints call it; default: the key in `ALGORITHMS`, else the schedule's own name.
-    reference: (inputs, k, **options) -> total, in NumPy: what a first call returns of every rank's input, dense and in
-        rank order, step by step and without any message, bit for bit; for tests.
+    Attributes:
+        schedule: (sparse, rank, size, k) -> Schedule[Reduction], with sparse of exactly min(k, n) entries; one that has
+            `initial_state` takes `state=` too, and one that takes `cost=`, seconds to merge so many entries, yields
+            them as `Elapse`, so that a simulated world charges them where they arise: ranks that wait for a merge wait
+            then.
+        sent: (rank, size, k, numel, dtype) -> Traffic of a call without a state: the exact expression, or, where
+            `exact` is False because it depends on what the ranks hold, the most that it can be.
+        select: Where the algorithm prescribes what is sent, (like, rank, size, k, state) -> the selection of the next
+            call, a function from what has accumulated, 1-D, to a SparseVector; like: a tensor of the gradient's numel
+            and dtype. Neither changes the state.
+        initial_state: The state before the first call, where there is one.
+        check_state: Raises a ValueError for a dict that is no state of it.
+        compresses: Whether a gradient is selected from before it is sent, and so leaves a residual; always so in one's
+            own. Schedule, sent and typical then take `wire=`, how vectors travel, where that is not as they are.
+            Without it, a call or a training with another wire than "fp32" is refused.
+        merged: (rank, size, k, numel) -> entries that the rank merges, as `schedule` tells its `cost`; typically, where
+            that depends on the data.
+        options: Its own settings, with their defaults, whose types they have; schedule, sent and select take them as
+            keywords.
+        check: (size, **options); raises a ValueError for settings that do not fit.
+        variants: (size) -> the settings among which predictions look for the best; default: none but the defaults.
+        typical: Where that is something else than `sent`, what a call in the midst of training sends if every rank
+            selects at random; predictions are based on it.
+        exact: Whether `sent` is what a call sends, not only its bound.
+        name: What facts, errors and checkpoints call it; default: the key in `ALGORITHMS`, else the schedule's own
+            name.
+        reference: (inputs, k, **options) -> total, in NumPy: what a first call returns of every rank's input, dense and
+            in rank order, step by step and without any message, bit for bit; for tests.
     """
 
     schedule: Callable[..., Schedule[Reduction]]

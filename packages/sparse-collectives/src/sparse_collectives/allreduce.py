@@ -65,27 +65,37 @@ def sparse_allreduce(
         mean = reduction.total.to_dense() / comm.size
         residual += reduction.dropped.to_dense()
 
-    sparse: this rank's vector, float32 or float64. Fewer than k entries are filled up with explicit zeros at the lowest
-        unused indices; of more, the k largest are sent, and the others are in `dropped`. Or a dense NumPy array or
-        tensor of floats, of the same shape and dtype on every rank: its k largest entries are sent, by "dense" all of
-        it, and total and dropped are dense, of its kind, shape and dtype; of 16-bit floats in float32, so that nothing
-        is lost by rounding.
-    comm: whatever `communicators.as_communicator` takes: an mpi4py or torch group, or a simulated world's communicator.
-    k: the most entries that a rank may contribute. numel, dtype, k and algorithm must be the same on every rank.
-        Left out where "dense" sums an array. ("auto" needs it; where that takes "dense", all of an array is summed.)
-    algorithm: a name in `ALGORITHMS`, an `Algorithm` of one's own, or "auto": what is predicted to be fastest on these
-        ranks, measured in the first call with these numel, k and dtype; it remembers that in `state`, {} at first.
-    options: the algorithm's own settings, such as {"teams": 2} for "spardl"; the same on every rank. "auto" chooses
-        them too.
-    state: what the algorithm keeps between calls: {} for "auto", else from its entry's `initial_state()` where it has
-        one; changed in place.
-    wire: a name in `WIRES`, the same on every rank: "fp32" (values as they are, int32 indices), or fewer bytes, as
-        "bf16-packed"; what that rounds off is in `dropped`. float32 only, and not for "dense".
-    timeout: seconds to wait for late ranks, default `comm.timeout`.
-
     With one rank the total is the input, filled up or cut.
-    Raises TypeError or ValueError for arguments that are wrong by themselves, before anything is sent; CollectiveError,
-    the same on every rank, where ranks disagree or one of them fails.
+
+    Args:
+        sparse: This rank's vector, float32 or float64. Fewer than k entries are filled up with explicit zeros at the
+            lowest unused indices; of more, the k largest are sent, and the others are in `dropped`. Or a dense NumPy
+            array or tensor of floats, of the same shape and dtype on every rank: its k largest entries are sent, by
+            "dense" all of it, and total and dropped are dense, of its kind, shape and dtype; of 16-bit floats in
+            float32, so that nothing is lost by rounding.
+        comm: Whatever `communicators.as_communicator` takes: an mpi4py or torch group, or a simulated world's
+            communicator.
+        k: The most entries that a rank may contribute. numel, dtype, k and algorithm must be the same on every rank.
+            Left out where "dense" sums an array. ("auto" needs it; where that takes "dense", all of an array is
+            summed.)
+        algorithm: A name in `ALGORITHMS`, an `Algorithm` of one's own, or "auto": what is predicted to be fastest on
+            these ranks, measured in the first call with these numel, k and dtype; it remembers that in `state`, {} at
+            first.
+        options: The algorithm's own settings, such as {"teams": 2} for "spardl"; the same on every rank. "auto" chooses
+            them too.
+        state: What the algorithm keeps between calls: {} for "auto", else from its entry's `initial_state()` where it
+            has one; changed in place.
+        wire: A name in `WIRES`, the same on every rank: "fp32" (values as they are, int32 indices), or fewer bytes, as
+            "bf16-packed"; what that rounds off is in `dropped`. float32 only, and not for "dense".
+        timeout: Seconds to wait for late ranks, default `comm.timeout`.
+
+    Returns:
+        The total and what was dropped here, as vectors, or dense for a dense input.
+
+    Raises:
+        TypeError: An argument is of a wrong type, by itself: before anything is sent.
+        ValueError: An argument does not fit, likewise.
+        CollectiveError: The same on every rank: ranks disagree, or one of them fails.
     """
     comm = found(comm, patience=timeout)
     schedule, facts, device = _prepared(sparse, comm, k, algorithm, options, state, wire)
@@ -136,6 +146,20 @@ def sparse_allreduce_async(
 
     All ranks start their calls in the same order; several may be in flight, and complete in any order. The input is
     copied, so it may be changed, or sent again, at once.
+
+    Args:
+        sparse: As in `sparse_allreduce`; so are the others.
+        comm: The ranks.
+        k: The most entries that a rank may contribute.
+        algorithm: A name, an `Algorithm` of one's own, or "auto".
+        options: The algorithm's own settings.
+        state: What the algorithm keeps between calls; changed in place where a call succeeds.
+        wire: A name in `WIRES`.
+        timeout: Seconds to wait for late ranks.
+
+    Raises:
+        TypeError: As `sparse_allreduce`.
+        ValueError: As `sparse_allreduce`. What happens later is raised by `wait()`.
     """
     comm = found(comm, patience=timeout)
     schedule, facts, device = _prepared(sparse, comm, k, algorithm, options, state, wire)

@@ -27,6 +27,10 @@ class DenseReduction(Generic[Array]):
 
     In its dtype too, but for 16-bit floats, which are summed in float32 and given back in it: rounding them here would
     lose what no residual has.
+
+    Attributes:
+        total: The agreed sum, the same bits on every rank.
+        dropped: What this rank must add to its residual.
     """
 
     total: Array

@@ -9,10 +9,11 @@ from sparse_compress import SparseVector
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """total: the agreed sum, the same bits on every rank.
+    """What a sparse allreduce returns. Over all ranks, inputs = total + what was dropped, so nothing is lost.
 
-    dropped: what this rank must add to its residual, in units of the sum; another vector on every rank. Over all
-    ranks, inputs = total + what was dropped, so nothing is lost.
+    Attributes:
+        total: The agreed sum, the same bits on every rank.
+        dropped: What this rank must add to its residual, in units of the sum; another vector on every rank.
     """
 
     total: SparseVector

@@ -42,14 +42,21 @@ def check_sparse_laws(
     sizes: Sequence[int] = SIZES,
     max_examples: int | None = 40,
 ) -> None:
-    """Asserts of a sparse allreduce, in worlds of these sizes, on every wire that it takes, in float32 and float64:
+    """Asserts the laws of a sparse allreduce, in simulated worlds, on every wire that it takes, in both precisions.
 
-    the laws of `check_sparse_call`, of several calls in a row where it keeps a state; that with k ≥ n the total is the
-    whole sum; that ranks agree on any floats, and a total shows what is not finite; rounds; its `reference`, if any.
+    They are the laws of `check_sparse_call`, of several calls in a row where it keeps a state; that with k ≥ n the
+    total is the whole sum; that ranks agree on any floats, and a total shows what is not finite; rounds; its
+    `reference`, if any.
 
-    algorithm: an `Algorithm` of one's own, or a name. options: its own settings. max_examples: of all combinations of
-    size, wire and shape (100 where every wire is taken) so many, the same each time, every size, wire and shape among
-    them; None: all. Raises AssertionError.
+    Args:
+        algorithm: An `Algorithm` of one's own, or a name.
+        options: Its own settings.
+        sizes: Of the worlds, in ranks.
+        max_examples: Of all combinations of size, wire and shape (100 where every wire is taken) so many, the same each
+            time, every size, wire and shape among them; None: all.
+
+    Raises:
+        AssertionError: A law does not hold; says which, where.
     """
     entries = {size: algorithm_named(algorithm, options, size=size) for size in sizes}
     for size, entry in entries.items():
@@ -73,9 +80,20 @@ def check_sparse_call(
 ) -> list[Reduction]:
     """Asserts conservation, agreement, that worlds agree, and that bytes and messages are what `sent` says.
 
-    vectors: of every rank, of any number of entries, with values whose sums are exact (integers). states: of every
-    rank, left as they are; `sent` is of calls without. comm: of real ranks, see `communicators.testing.check_laws`.
-    Returns the results in rank order. Raises AssertionError.
+    Args:
+        algorithm: An `Algorithm` of one's own, or a name.
+        vectors: Of every rank, of any number of entries, with values whose sums are exact (integers).
+        k: The most entries that a rank may contribute.
+        options: The algorithm's own settings.
+        wire: A name in `WIRES`.
+        states: Of every rank, left as they are; `sent` is of calls without.
+        comm: Of real ranks, see `communicators.testing.check_laws`.
+
+    Returns:
+        The results in rank order.
+
+    Raises:
+        AssertionError: A law does not hold.
     """
     size, numel, dtype = len(vectors), vectors[0].numel, vectors[0].dtype
     entry = algorithm_named(algorithm, options, size=size, wire=wire_named(wire, dtype=dtype) if size > 1 else PLAIN)

@@ -16,10 +16,12 @@ def flatten(tensor: Tensor) -> Tensor:
 
 
 def check_dense(tensor: Tensor, what: str) -> None:
-    """Raises TypeError for what is no tensor, for nested ones, sparse layouts, and other dtypes than float16, bfloat16,
-    float32 and float64.
+    """Refuses what is no dense tensor of floats; ``what`` names the culprit in the message.
 
-    And ValueError beyond 2³¹ − 1 elements; ``what`` names the culprit in the message.
+    Raises:
+        TypeError: No tensor, a nested one, a sparse layout, or another dtype than float16, bfloat16, float32 and
+            float64.
+        ValueError: More than 2³¹ − 1 elements.
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{what} is {type(tensor).__name__}, expected a tensor: use torch.as_tensor(…)")

@@ -30,11 +30,16 @@ class ErrorFeedback:
     What a collective drops comes back by ``restore``, so that nothing is lost: sent + residual = accumulated.
 
     Memory: 4 bytes a parameter, 8 with momentum (float64 gradients: twice that), whatever the gradient's dtype.
-    ``tentative=True`` doubles it: every step then works on a copy until ``commit`` or ``rollback``, which
-    brings the state before the step back bit for bit (subtracting a gradient again would not be exact).
 
-    ``momentum``: 0 ≤ momentum < 1, and a compressor that is not ``unbiased``, else ValueError. TypeError for what is no
-    compressor or no number.
+    Args:
+        compressor: C, one that is not ``unbiased``.
+        momentum: m, 0 ≤ momentum < 1.
+        tentative: Every step works on a copy until ``commit`` or ``rollback``, which brings the state before the step
+            back bit for bit (subtracting a gradient again would not be exact). Doubles the memory.
+
+    Raises:
+        TypeError: The compressor is none, or momentum no number.
+        ValueError: momentum is out of range, or the compressor unbiased.
     """
 
     def __init__(self, compressor: Compressor, *, momentum: float = 0.0, tentative: bool = False) -> None:
@@ -62,15 +67,23 @@ class ErrorFeedback:
     ) -> SparseVector:
         """Add ``gradient`` to the residual of ``name``, and take out of it what is to be sent.
 
-        ``gradient`` is left as it is. ``select`` takes the compressor's place where an algorithm prescribes
-        its own selection: it gets the accumulated tensor, 1-D, and returns entries of it with their values. One with
-        a ``step`` is fused with accumulating, as compressors are (see ``selection``).
-        ``withhold`` names spans of the flat tensor that take no part: they count as zeros in the selection, and
-        their residual and velocity stay as they are (the gradient must be zero there, or is lost).
+        Args:
+            name: Whose residual; each has its own.
+            gradient: Dense, floating, of any shape, the same in every call of a name; it is left as it is.
+            select: Takes the compressor's place where an algorithm prescribes its own selection: it gets the
+                accumulated tensor, 1-D, and returns entries of it with their values. One with a ``step`` is fused with
+                accumulating, as compressors are (see ``selection``).
+            withhold: Spans of the flat tensor that take no part: they count as zeros in the selection, and their
+                residual and velocity stay as they are (the gradient must be zero there, or is lost).
 
-        Raises TypeError for a gradient that is not dense and floating, ValueError when its shape, device or
-        accumulation dtype differ from earlier ones of that name, or when the selection does not fit. Whatever
-        the selection raises, the gradient is in the residual by then (tentative: until ``rollback``).
+        Returns:
+            What is to be sent, over the flat tensor.
+
+        Raises:
+            TypeError: The gradient is not dense and floating.
+            ValueError: Its shape, device or accumulation dtype differ from earlier ones of that name, or the selection
+                does not fit. Whatever the selection raises, the gradient is in the residual by then (tentative: until
+                ``rollback``).
         """
         check_dense(gradient, f"gradient of {name!r}")
         before = self._before(name, gradient)
@@ -98,7 +111,11 @@ class ErrorFeedback:
         return sent
 
     def is_suspect(self, name: str) -> bool:
-        """Whether `suspects` names it; reads back this one only. False before it was compressed."""
+        """Whether `suspects` names it; reads back this one only. False before it was compressed.
+
+        Args:
+            name: Of a tensor.
+        """
         finite = self._finite.get(name)
         return finite is not None and not bool(finite)
 
@@ -120,6 +137,14 @@ class ErrorFeedback:
         """Let a name that is not known yet start with this residual (and velocity), as copies.
 
         For tensors whose residual was kept under other names, such as buckets that were cut anew.
+
+        Args:
+            name: A new one.
+            residual: In the gradient's shape.
+            velocity: Likewise, given if, and only if, there is momentum.
+
+        Raises:
+            ValueError: The name has a residual already, or the tensors do not fit.
         """
         if name in self._committed:
             raise ValueError(f"{name!r} has a residual already; adopt is for new names")
@@ -127,9 +152,17 @@ class ErrorFeedback:
         self._committed.update(read_state(part, momentum=self.momentum > 0, known={}))
 
     def forget(self, name: str) -> dict[str, Tensor]:
-        """Let go of a name; its ``"residuals"`` tensor and, with momentum, its ``"velocities"`` one.
+        """Let go of a name.
 
-        Raises KeyError for an unknown name, RuntimeError while a tentative step of it is open.
+        Args:
+            name: A known one.
+
+        Returns:
+            Its ``"residuals"`` tensor and, with momentum, its ``"velocities"`` one.
+
+        Raises:
+            KeyError: The name is unknown.
+            RuntimeError: A tentative step of it is open.
         """
         if name in self._open:
             raise RuntimeError(f"{name!r} in mid-step: commit() or rollback() the tentative step first")
@@ -138,7 +171,16 @@ class ErrorFeedback:
         return {part: tensors[name] for part, tensors in state.items() if tensors}
 
     def restore(self, name: str, dropped: SparseVector) -> None:
-        """Add what a collective dropped to the residual of ``name``; KeyError for an unknown one."""
+        """Add what a collective dropped to the residual of ``name``.
+
+        Args:
+            name: A known one.
+            dropped: Over the flat tensor, of the residual's dtype and device.
+
+        Raises:
+            KeyError: The name is unknown.
+            ValueError: ``dropped`` does not fit.
+        """
         accumulator = self._find(name)
         residual = accumulator.residual
         if (dropped.numel, dropped.dtype, dropped.device) != (residual.numel(), residual.dtype, residual.device):
@@ -149,7 +191,14 @@ class ErrorFeedback:
         accumulator.restore(dropped)
 
     def residual(self, name: str) -> Tensor:
-        """The residual of ``name`` in the gradient's shape: the live tensor; KeyError for an unknown name."""
+        """The residual of ``name`` in the gradient's shape: the live tensor.
+
+        Args:
+            name: A known one.
+
+        Raises:
+            KeyError: The name is unknown.
+        """
         return self._find(name).residual
 
     def commit(self) -> None:
@@ -163,7 +212,8 @@ class ErrorFeedback:
     def rollback(self) -> None:
         """End a tentative step: residuals and velocities are again what they were before it, bit for bit.
 
-        Raises RuntimeError without ``tentative=True``, because then there is nothing to return to.
+        Raises:
+            RuntimeError: Without ``tentative=True``, because then there is nothing to return to.
         """
         if not self.tentative:
             raise RuntimeError("rollback needs ErrorFeedback(..., tentative=True)")
@@ -177,7 +227,10 @@ class ErrorFeedback:
         """Residuals and velocities by name, as references (clone or save them before the next step).
 
         And under ``"compressor"`` the state of a compressor that has one. Loadable by
-        ``torch.load(weights_only=True)``. Raises RuntimeError while a tentative step is open.
+        ``torch.load(weights_only=True)``.
+
+        Raises:
+            RuntimeError: A tentative step is open.
         """
         self._refuse_open_step("state_dict")
         state = write_state(self._committed)
@@ -189,8 +242,13 @@ class ErrorFeedback:
         """Replace all residuals and velocities by copies of those in ``state``, or change nothing and raise.
 
         Names that are known keep their device; others stay on the device they were loaded to.
-        Raises ValueError for a malformed state, one that fits another ``momentum``, or other shapes or
-        dtypes than those known; RuntimeError while a tentative step is open.
+
+        Args:
+            state: What ``state_dict`` gave.
+
+        Raises:
+            ValueError: It is malformed, fits another ``momentum``, or has other shapes or dtypes than those known.
+            RuntimeError: A tentative step is open.
         """
         self._refuse_open_step("load_state_dict")
         stateful = isinstance(self.compressor, StatefulCompressor)

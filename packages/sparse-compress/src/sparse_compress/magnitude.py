@@ -32,7 +32,7 @@ def bits_of(x: Tensor) -> Bits:
 
 
 def magnitude_mask(bits: Bits) -> Any:
-    """The pattern with every bit but the sign, of the same width; ``bits & magnitude_mask(bits)`` are the keys."""
+    """The pattern with every bit but the sign, of the same width: ``bits & mask`` are the keys."""
     return bits.dtype.type((1 << 8 * bits.itemsize - 1) - 1)
 
 

@@ -17,14 +17,22 @@ from sparse_compress.vector import SparseVector
 def merge(a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
     """The k largest entries of a + b, and what was cut: kept + cut = a + b, exactly.
 
-    ``kept`` has exactly min(k, numel) entries: ties go to the lowest index, and where the union of a and b
-    is smaller, explicit zeros at the lowest unused indices fill it. ``cut`` has the rest of the union; on a GPU,
-    where the size of the union is not read back, it has min(len(a) + len(b), numel) − k entries (0 if negative),
-    explicit zeros included.
-
     Values are added as a + b. Finite operands commute bit for bit; NaN payloads do not, so all ranks name the
     group of lower ranks first. No scratch grows with numel.
-    Raises ValueError for k < 0, and where numel, dtype or device of a and b differ.
+
+    Args:
+        a: One vector.
+        b: Another of the same numel, dtype and device.
+        k: How many are kept, ≥ 0.
+
+    Returns:
+        (kept, cut). ``kept`` has exactly min(k, numel) entries: ties go to the lowest index, and where the union of a
+        and b is smaller, explicit zeros at the lowest unused indices fill it. ``cut`` has the rest of the union; on a
+        GPU, where the size of the union is not read back, it has min(len(a) + len(b), numel) − k entries (0 if
+        negative), explicit zeros included.
+
+    Raises:
+        ValueError: k < 0, or numel, dtype or device of a and b differ.
     """
     k = integer(k, "k", expected="the number of entries to keep")
     _check_alike(a, b)
@@ -39,7 +47,12 @@ def add(a: SparseVector, b: SparseVector) -> SparseVector:
 
     On a GPU it always has min(len(a) + len(b), numel) entries, explicit zeros included.
 
-    Raises ValueError where numel, dtype or device of a and b differ.
+    Args:
+        a: One vector.
+        b: Another of the same numel, dtype and device.
+
+    Raises:
+        ValueError: numel, dtype or device differ.
     """
     _check_alike(a, b)
     return union(a, b)
@@ -53,7 +66,11 @@ def add_all(vectors: Sequence[SparseVector]) -> SparseVector:
     So P vectors of k entries take P·k·⌈log P⌉ entries at most, not the P²k/2 of one after the other. Which values are
     added first depends on P alone, so whoever adds the same values at an index gets the same bits there.
 
-    Raises ValueError for none, and where numel, dtype or device differ.
+    Args:
+        vectors: At least one, of the same numel, dtype and device.
+
+    Raises:
+        ValueError: There is none, or numel, dtype or device differ.
     """
     sums = list(vectors)
     if not sums:
@@ -69,7 +86,14 @@ def share(cut: SparseVector, member: int, of: int) -> SparseVector:
 
     When the ``of`` members of a group have cut the same vector, their shares make it up exactly, so that
     every entry returns to one residual and no member collects them all.
-    Raises ValueError unless 0 ≤ member < of.
+
+    Args:
+        cut: The vector that all of them have.
+        member: Whose share, from 0.
+        of: How many members there are.
+
+    Raises:
+        ValueError: Not 0 ≤ member < of.
     """
     member = integer(member, "member", least=None, expected="the place of one in a group")
     of = integer(of, "of", least=None, expected="the size of the group")

@@ -11,7 +11,12 @@ from sparse_compress.vector import SparseVector
 def pad(vector: SparseVector, count: int) -> SparseVector:
     """``vector`` with exactly ``count`` entries: explicit zeros are added at the lowest unused indices.
 
-    Raises ValueError unless len(vector) ≤ count ≤ numel.
+    Args:
+        vector: Of fewer entries, or as many.
+        count: How many it has afterwards.
+
+    Raises:
+        ValueError: Not len(vector) ≤ count ≤ numel.
     """
     count = integer(count, "count", expected="the number of entries")
     if not len(vector) <= count <= vector.numel:

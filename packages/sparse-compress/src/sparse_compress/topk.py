@@ -22,15 +22,23 @@ def topk(x: Tensor, k: int) -> SparseVector:
         >>> topk(torch.tensor([0.0, 3.0, -5.0, 3.0]), 2).to_dense()
         tensor([ 0.,  3., -5.,  0.])
 
-    ``x``: any shape, dense, float16, bfloat16, float32 or float64; k ≥ 0. The result has exactly min(k, n)
-    entries, explicit zeros included, so its size on the wire is known beforehand. Ties go to the lowest index.
-    The order is that of the bits without the sign: finite < inf < NaN, so non-finite elements come first.
+    The order is that of the bits without the sign: finite < inf < NaN, so non-finite elements come first. Ties go to
+    the lowest index.
 
     On a CPU one sweep over x as a rule and no temporary of its size; compiled for float32, where there is a compiled
     file (``native``). On a GPU radix select in Triton (``gpu``), and without Triton, or for float64, a stable sort with
     temporaries of x's size. Neither waits for the device.
-    Raises TypeError for other dtypes and layouts, and for a k that is no integer, ValueError for k < 0 or more than
-    2³¹ − 1 elements.
+
+    Args:
+        x: Of any shape, dense; float16, bfloat16, float32 or float64.
+        k: How many, ≥ 0.
+
+    Returns:
+        Exactly min(k, n) entries, explicit zeros included, so that its size on the wire is known beforehand.
+
+    Raises:
+        TypeError: x has another dtype or layout, or k is no integer.
+        ValueError: k < 0, or x has more than 2³¹ − 1 elements.
     """
     k = integer(k, "k", expected="the number of entries to select")
     flat = flatten(x)

@@ -25,12 +25,18 @@ class SparseVector:
         >>> SparseVector(torch.tensor([1, 4], dtype=torch.int32), torch.tensor([2.0, -3.0]), 6).to_dense()
         tensor([ 0.,  2.,  0.,  0., -3.,  0.])
 
-    ``indices``: int32, (k,), strictly increasing. ``values``: float32 or float64, (k,); explicit zeros are
-    entries like any other. Both are views into one uint8 buffer that has room for the header (``wire``), so
-    ``pack`` and ``unpack`` copy nothing. Treat a vector as immutable once it is packed.
+    Both tensors are views into one uint8 buffer that has room for the header (``wire``), so ``pack`` and ``unpack``
+    copy nothing. Treat a vector as immutable once it is packed.
 
-    The constructor checks and copies what it is given; float16 and bfloat16 values become float32. It raises
-    TypeError for wrong types and dtypes and ValueError for wrong shapes, orders and ranges.
+    Args:
+        indices: int32, (k,), strictly increasing, each in [0, numel). Checked, and copied.
+        values: (k,), on the indices' device, copied: float32 or float64; float16 and bfloat16 become float32. Explicit
+            zeros are entries like any other.
+        numel: Elements of the whole vector, at most 2³¹ − 1.
+
+    Raises:
+        TypeError: A type or dtype is another.
+        ValueError: Shapes, devices or the order do not fit, or an index is out of range.
     """
 
     __slots__ = ("_buffer", "_entries", "_indices", "_unwritten", "_values", "dtype", "numel")
@@ -70,14 +76,31 @@ class SparseVector:
 
     @classmethod
     def allocate(cls, entries: int, numel: int, dtype: torch.dtype, device: torch.device | str) -> Self:
-        """A vector in a new buffer; its indices and values are for the caller to fill. Trusts what it is given."""
+        """A vector in a new buffer; its indices and values are for the caller to fill. Trusts what it is given.
+
+        Args:
+            entries: k.
+            numel: Elements of the whole vector.
+            dtype: float32 or float64.
+            device: Where it lives.
+        """
         self = cls.__new__(cls)
         self._allocate(Header(numel, entries, dtype), device)
         return self
 
     @classmethod
     def empty(cls, numel: int, dtype: torch.dtype = torch.float32, *, device: torch.device | str | None = None) -> Self:
-        """A vector without entries, of the value dtype in which gradients of ``dtype`` travel."""
+        """A vector without entries.
+
+        Args:
+            numel: Elements of the whole vector.
+            dtype: Of a gradient; the vector has the dtype in which such values travel: float16 and bfloat16 as float32.
+            device: Where it lives; default: torch's default device.
+
+        Raises:
+            TypeError: Another dtype.
+            ValueError: numel is negative, or more than 2³¹ − 1.
+        """
         if dtype not in WIRE_DTYPES:
             raise TypeError(f"dtype {dtype} given, expected one of {list(WIRE_DTYPES)}")
         return cls.allocate(
@@ -107,6 +130,7 @@ class SparseVector:
 
     @property
     def device(self) -> torch.device:
+        """Where it lives."""
         return self._buffer.device
 
     @property
@@ -136,7 +160,12 @@ class SparseVector:
     def put(self, out: Tensor, *, divisor: float = 1.0) -> Tensor:
         """Overwrites ``out`` with the whole vector divided by ``divisor``, and returns it.
 
-        ``out``: numel elements of this dtype and device, of any shape; contiguous. Raises ValueError for another.
+        Args:
+            out: numel elements of this dtype and device, of any shape; contiguous.
+            divisor: Such as the number of ranks, for their mean.
+
+        Raises:
+            ValueError: ``out`` is of another size, dtype or device, or not contiguous.
         """
         if (out.numel(), out.dtype, out.device) != (self.numel, self.dtype, self.device) or not out.is_contiguous():
             raise ValueError(
@@ -156,11 +185,18 @@ class SparseVector:
     def unpack(cls, buffer: Tensor, *, like: "SparseVector | None" = None) -> Self:
         """The vector that ``pack`` put into ``buffer``, as views of it; only a misaligned slice is copied.
 
-        With ``like``, which tells numel and dtype, nothing is read back from a GPU: the entries follow from
-        the length of the buffer. On a CPU the header is read, and compared, in either case, and so are the indices:
-        what comes back is a valid vector. Indices on a GPU are trusted, because looking at them would wait for it.
-        Raises TypeError for a buffer that is no 1-D contiguous uint8 tensor, ValueError for a corrupted
-        or unexpected header, and for indices that do not increase strictly or are beyond numel.
+        On a CPU the header and the indices are read and checked: what comes back is a valid vector. Indices on a GPU
+        are trusted, because looking at them would wait for it.
+
+        Args:
+            buffer: uint8, 1-D, contiguous.
+            like: A vector of the numel and dtype that are expected. With it nothing is read back from a GPU: the
+                entries follow from the length of the buffer.
+
+        Raises:
+            TypeError: The buffer is no 1-D contiguous uint8 tensor.
+            ValueError: The header is corrupted, or not that of ``like``; or indices do not increase strictly within
+                numel.
         """
         check_bytes(buffer)
         if buffer.numel() < HEADER_BYTES:

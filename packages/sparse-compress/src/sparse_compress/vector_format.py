@@ -43,9 +43,11 @@ def entry_nbytes(dtype: torch.dtype) -> int:
 
 
 def wire_nbytes(entries: int, dtype: torch.dtype = torch.float32) -> int:
-    """Bytes of a packed vector of so many entries, header included: the capacity a receive needs.
+    """Bytes of a packed vector, header included: the capacity a receive needs.
 
-    ``dtype`` is the gradient's; float16 and bfloat16 travel as float32.
+    Args:
+        entries: How many it has.
+        dtype: The gradient's; float16 and bfloat16 travel as float32.
     """
     return HEADER_BYTES + entries * entry_nbytes(dtype)
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from communicators import Communicator, Work, start
+from communicators.labels import labelled
 from communicators.quantised.allreduce import Rounded, quantised_allreduce
 from torch import Tensor
 
@@ -126,7 +127,8 @@ class SparseSum(CompressedSum):
 
     def launch(self, part: Part, x: Tensor) -> Launched:
         """See `CompressedSum.launch`."""
-        sent = self._sparsifier.compress(part.names[0], x)
+        with labelled("select"):
+            sent = self._sparsifier.compress(part.names[0], x)
         summed = self._allreduce(sent, self._comm)
         work = summed if isinstance(summed, Work) else None
         return Launched(part, x, sent, work, summed)
@@ -145,7 +147,8 @@ class SparseSum(CompressedSum):
         """See `CompressedSum.feed_back`."""
         back = launched.result.dropped if applied else launched.sent
         if back is not None:
-            self._sparsifier.restore(launched.part.names[0], back)
+            with labelled("restore"):
+                self._sparsifier.restore(launched.part.names[0], back)
 
     def state_dict(self) -> dict[str, Any]:
         """See `CompressedSum.state_dict`; with the number of its tensors, because a loader may leave some out.

@@ -24,9 +24,9 @@ Loss = Callable[[], torch.Tensor]
 
 
 def model_seconds(name: str, comm: Communicator, device: torch.device) -> tuple[int, int, float, float]:
-    """Trained parameters, those of them in tensors of fewer than `TINY`, seconds of forward and backward,
-    seconds of backward; of the slowest rank.
+    """What a step of the slowest rank takes.
 
+    Trained parameters, those of them in tensors of fewer than `TINY`, seconds of forward and backward, and of backward.
     Collective. Raises NoAdvice on all ranks where the user's code fails on any.
     """
     model, loss = all_or_none(lambda: _made(name, device), comm)

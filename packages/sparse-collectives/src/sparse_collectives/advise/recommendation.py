@@ -40,8 +40,9 @@ def dense_step(steps: Steps) -> float:
 
 
 def recommend(situation: Situation) -> Recommendation:
-    """What to use. Of nearly equal ones that which changes least: dense before sparse, more before fewer entries, fp32
-    before fewer bytes.
+    """What to use; of nearly equal ones that which changes least.
+
+    Dense before sparse, more before fewer entries, fp32 before fewer bytes.
     """
     steps = situation.predictions()
     dense, (fastest, best) = dense_step(steps), steps[0]

@@ -49,7 +49,10 @@ def _even_out(mine: SparseVector, counts: Sequence[int], rank: int, size: int, w
 
 
 def is_uneven(counts: Sequence[int]) -> bool:
-    """Whether one rank has more than twice the mean. (The paper: four times; two is what keeps 6k elements a bound.)"""
+    """Whether one rank has more than twice the mean.
+
+    The paper has four times; two is what keeps 6k elements a bound.
+    """
     return max(counts) * len(counts) > 2 * sum(counts)
 
 

@@ -128,7 +128,9 @@ def _global_largest(
 
 
 def oktopk_state() -> State:
-    """step: calls so far with a finite total. local, threshold: least key (magnitude as an integer) to be selected
+    """The state before the first call.
+
+    step: calls so far with a finite total. local, threshold: least key (magnitude as an integer) to be selected
     here, and in the total.
 
     boundaries: edges of the regions. of: k, P, n and dtype that all this is for; for others it starts anew. `local`

@@ -90,8 +90,11 @@ def spar_reduce_scatter(
 
 
 def spardl_state() -> State:
-    """step: calls so far, which turn the budgets where k < T. entries: B-SAG's h, as the last call with a finite total
-    left it. of: the k, P and d that h is for."""
+    """The state before the first call.
+
+    step: calls so far, which turn the budgets where k < T. entries: B-SAG's h, as the last call with a finite total
+    left it. of: the k, P and d that h is for.
+    """
     return {"step": 0, "entries": None, "of": None}
 
 

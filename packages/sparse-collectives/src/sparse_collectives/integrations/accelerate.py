@@ -46,7 +46,7 @@ def distributed_optimizer(
     named_parameters: Iterable[tuple[str, Tensor]],
     **settings: Any,
 ) -> Any:
-    """The optimizer in a `DistributedOptimizer`, prepared; the model is prepared without DDP:
+    """The optimizer in a `DistributedOptimizer`, prepared; the model is prepared without DDP.
 
         model = accelerator.prepare_model(model, evaluation_mode=True)
         optimizer = distributed_optimizer(accelerator, optimizer, model.named_parameters(), sends="updates")

@@ -25,9 +25,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """algorithm, options, wire: what is taken. predictions: of all that could have been, fastest first.
+    """What "auto" takes, alike on every rank. `print(choice)` shows the table.
 
-    reason: one sentence. Alike on every rank. `print(choice)` shows the table.
+    Attributes:
+        algorithm: Its name.
+        options: Its settings.
+        wire: How values travel.
+        predictions: Of all that could have been, fastest first.
+        reason: One sentence.
     """
 
     algorithm: str
@@ -65,10 +70,20 @@ def choose(
     """Measures the link, selecting and merging, and predicts one exchange of k of n elements by every algorithm.
 
     Collective. Every rank computes with the slowest rank's measurements, so that all come to the same choice.
-    selected: the entries are selected already, so that selecting is no part of the comparison.
-    dense: whether whole gradients may be sent.
-    wire: how selections travel; whole gradients as they are, or as "bf16" or "fp16" where it is that.
-    handling: this rank's own costs, if they were measured already.
+
+    Args:
+        comm: The ranks.
+        numel: n.
+        k: How many a rank sends.
+        device: Where gradients live; default: the communicator's.
+        dtype: Theirs.
+        selected: The entries are selected already, so that selecting is no part of the comparison.
+        dense: Whether whole gradients may be sent.
+        wire: How selections travel; whole gradients as they are, or as "bf16" or "fp16" where it is that.
+        handling: This rank's own costs, if they were measured already.
+
+    Raises:
+        ValueError: An unknown wire, or one that does not carry the dtype.
     """
     wire_named(wire, dtype=dtype)
     if handling is None:

@@ -155,8 +155,9 @@ def with_whole(prediction: Prediction, count: int, *, size: int, link: Link) -> 
 
 
 def predict_all(*, size: int, numel: int, link: Link, handling: dict[float, Handling]) -> list[Prediction]:
-    """Every algorithm, in all its variants, at every density of `handling` and on every wire whose merging it knows;
-    the dense sum in float32 and bfloat16. Fastest first.
+    """Every algorithm, in all its variants, fastest first.
+
+    At every density of `handling` and on every wire whose merging it knows; the dense sum in float32 and bfloat16.
     """
     given: dict[str, Any] = {"size": size, "numel": numel, "link": link}
     found = []

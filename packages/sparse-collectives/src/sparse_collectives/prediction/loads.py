@@ -29,8 +29,9 @@ class Load(NamedTuple):
 def loads(
     algorithm: str, options: Mapping[str, Any], wire: str, *, size: int, numel: int, k: int, dtype: torch.dtype
 ) -> Sequence[Load]:
-    """Of the ranks that `ranks_of_interest` names; where bytes depend on the data those of random selections, or the
-    most that they can be.
+    """Of the ranks that `ranks_of_interest` names.
+
+    Where bytes depend on the data those of random selections, or the most that they can be.
     """
     return _loads(algorithm, tuple(sorted(options.items())), wire, size, numel, k, dtype)
 

@@ -10,7 +10,13 @@ from communicators.schedule import SLOT_BYTES, powers_of_two
 
 
 class Traffic(NamedTuple):
-    """nbytes: bytes that this rank sends, headers included; messages: in so many; rounds: that it takes part in."""
+    """What a rank sends in one collective.
+
+    Attributes:
+        nbytes: Headers included.
+        messages: In so many.
+        rounds: That it takes part in.
+    """
 
     nbytes: int
     messages: int

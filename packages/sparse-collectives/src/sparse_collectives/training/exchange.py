@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from communicators import Bucket, Communicator, Schedule, Work, run, start
@@ -22,21 +22,23 @@ from torch import Tensor
 from sparse_collectives.training.clipping import clip_limit, clip_together
 from sparse_collectives.training.memories import MEMORIES
 from sparse_collectives.training.nonfinite import Checked, checked, unlawful
+from sparse_collectives.training.tally import Exchanged, Tally
 
 
 class Transfer(Protocol):
-    """One bucket's gradient on its way to the mean, in one step. R is what its schedule returns.
-
-    facts: what the ranks must share. summed: where R is the plain sum of this tensor over the ranks, so that the
-    transport's own allreduce may take the schedule's place; else None.
-    """
+    """One bucket's gradient on its way to the mean, in one step. R is what its schedule returns."""
 
     @property
-    def facts(self) -> str: ...
+    def facts(self) -> str:
+        """What the ranks must share, as text."""
+
     @property
-    def schedule(self) -> Schedule[Any]: ...
+    def schedule(self) -> Schedule[Any]:
+        """What carries it; asked for once."""
+
     @property
-    def summed(self) -> Tensor | None: ...
+    def summed(self) -> Tensor | None:
+        """A tensor of which R is the plain sum over the ranks, where the transport's own allreduce may do as well."""
 
     def agreed(self, result: Any) -> Tensor:
         """What of R is the same on every rank: where a NaN or inf of any rank shows."""
@@ -48,25 +50,52 @@ class Transfer(Protocol):
         """The first element in the bucket of which this rank gave something not finite, −1 if none."""
 
     def end(self, result: Any, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """The mean as `flat` is, which it may overwrite, and of the mean what may be other than zero."""
+        """The mean as `flat` is, which it may overwrite, and of the mean what may be other than zero.
+
+        Args:
+            result: R.
+            flat: This rank's gradient, 1-D, in its own dtype.
+        """
 
 
 class Scheme(Protocol):
     """How gradients become means, and what is kept between steps, by bucket; keys name buckets.
 
-    memories: which of `MEMORIES` are kept, tensors of a bucket's shape that belong to its parameters.
+    Attributes:
+        memories: Which of "residuals" and "velocities" are kept, tensors of a bucket's shape that belong to its
+            parameters.
     """
 
     memories: Sequence[str]
 
     def register(self, key: str, bucket: Bucket, kept: Mapping[str, Tensor]) -> None:
-        """A bucket that is not known yet, with what was kept of its parameters, flat, by memory; {} if nothing."""
+        """A bucket that is not known yet.
+
+        Args:
+            key: Its name.
+            bucket: Its parameters.
+            kept: What was kept of them, flat, by memory; {} if nothing.
+        """
 
     def forget(self, key: str) -> dict[str, Tensor]:
-        """Lets go of a bucket; what was kept, by memory. Only between steps."""
+        """Lets go of a bucket; only between steps.
+
+        Args:
+            key: Its name.
+
+        Returns:
+            What was kept, flat, by memory.
+        """
 
     def transfer(self, key: str, flat: Tensor, scale: float, unused: Sequence[slice]) -> Transfer:
-        """For a gradient that is `scale` times the one that counts; `unused` spans of it take no part."""
+        """One bucket of a step.
+
+        Args:
+            key: Its name.
+            flat: The gradient, 1-D, in its own dtype.
+            scale: It is so many times the one that counts.
+            unused: Spans of it that take no part.
+        """
 
     def commit(self) -> None:
         """The step stands."""
@@ -81,8 +110,22 @@ class Scheme(Protocol):
         """What else is kept, in plain values."""
 
     def reset(self, state: Mapping[str, Any]) -> None:
-        """Forgets all buckets, and goes on with what `state_dict` gave; ValueError, changing nothing, if that does
-        not fit."""
+        """Forgets all buckets, and goes on with what `state_dict` gave.
+
+        Args:
+            state: Of another one, with "residuals" and "velocities" by parameter.
+
+        Raises:
+            ValueError: It does not fit; nothing is changed.
+        """
+
+
+@runtime_checkable
+class LooksInside(Protocol):
+    """A scheme whose residuals can be looked at while a step is under way, too."""
+
+    def residuals_now(self) -> Sequence[Tensor]:
+        """As they are now, of a step that may still be undone as well: references."""
 
 
 class Exchange:
@@ -94,6 +137,7 @@ class Exchange:
     native: whole sums are left to the transport, where it has one, when their `Work` is waited for.
     clip_norm: of the mean, which `clip` reaches for by the ranks' own gradients; None: `clip` does nothing.
     selection_seconds: until now, on this rank, by the communicator's clock.
+    tally: what exchanges have cost so far. Who starts them says when it begins to wait for them.
     """
 
     def __init__(
@@ -115,6 +159,7 @@ class Exchange:
         self._agreed: list[Tensor] = []  # of this step, by bucket, 0-D bool: a GPU is asked once, at its end
         self._own: list[Tensor] = []
         self.selection_seconds = 0.0
+        self.tally = Tally(comm.clock)
 
     def clip(self, flats: Sequence[Tensor], *, scale: float = 1.0, of: int | None = None) -> None:
         """Clips this rank's gradients in place, before they are started; `scale` times those that count.
@@ -136,9 +181,11 @@ class Exchange:
         with labelled("select"):
             transfer = self.scheme.transfer(key, flat, scale, unused)
         self.selection_seconds += self.comm.clock() - began
-        native = self._native and transfer.summed is not None
-        later = partial(self._sum, transfer, bucket)
-        work: Work[Checked] = _Later(later, self.comm.clock) if native else self._launch(transfer, bucket)
+        native, dense = self._native and transfer.summed is not None, self._whole_nbytes(flat)
+        tallied = self.tally.begin(dense=dense)
+        later = partial(self._sum, transfer, bucket, tallied)
+        work: Work[Checked] = _Later(later, self.comm.clock) if native else self._launch(transfer, bucket, tallied)
+        tallied.work = work
         return _Mean(work, partial(self._end, transfer, flat))
 
     def register(self, bucket: Bucket) -> str:
@@ -212,16 +259,35 @@ class Exchange:
         for bucket in buckets.values():
             self.register(bucket)
 
-    def _launch(self, transfer: Transfer, bucket: Bucket) -> Work[Checked]:
-        facts = f"{transfer.facts} in {self._owner}"
-        return start(self._looked_at(transfer.schedule, transfer, bucket), self.comm, facts=facts, device=bucket.device)
+    def stats(self) -> dict[str, float]:
+        """What all has cost so far; see `communicators.stats.Stats`."""
+        return {
+            **self.tally.numbers(),
+            "seconds_selecting": self.selection_seconds,
+            "residual_norm": self._residual_norm(),
+        }
 
-    def _sum(self, transfer: Transfer, bucket: Bucket) -> Checked:
+    def _residual_norm(self) -> float:
+        looks = self.scheme.residuals_now if isinstance(self.scheme, LooksInside) else None
+        residuals = list(self.scheme.kept().get("residuals", {}).values()) if looks is None else looks()
+        return math.sqrt(sum(float(torch.linalg.vector_norm(each, dtype=torch.float64)) ** 2 for each in residuals))
+
+    def _whole_nbytes(self, whole: Tensor) -> int:
+        """What the best dense allreduces send of it."""
+        return 2 * whole.numel() * whole.element_size() * (self.comm.size - 1) // self.comm.size
+
+    def _launch(self, transfer: Transfer, bucket: Bucket, tallied: Exchanged) -> Work[Checked]:
+        facts = f"{transfer.facts} in {self._owner}"
+        schedule = tallied.counted(self._looked_at(transfer.schedule, transfer, bucket))
+        return start(schedule, self.comm, facts=facts, device=bucket.device)
+
+    def _sum(self, transfer: Transfer, bucket: Bucket, tallied: Exchanged) -> Checked:
         """The plain sum, by the transport where it has one."""
         assert transfer.summed is not None
         total = self.comm.native_allreduce(transfer.summed, facts=f"{transfer.facts} in {self._owner}")
         if total is None:
-            return self._launch(transfer, bucket).wait()
+            return self._launch(transfer, bucket, tallied).wait()
+        tallied.sent += self._whole_nbytes(total)
         if self._nonfinite != "raise" or bool(all_finite(total)):
             return total, None
         again = self._looked_at(_done(total), transfer, bucket)
@@ -303,6 +369,7 @@ class _Later(Work[Checked]):
 
     def wait(self, timeout: float | None = None) -> Checked:
         del timeout
+        self._began = self._clock()
         outcome = self._call()
         self._ended = self._clock()
         return outcome

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from communicators import Communicator, as_communicator, buckets_of
+from communicators import Communicator, Stats, as_communicator, buckets_of
 from communicators.replicas.default_group import refuse_alone
 from communicators.replicas.first_broadcast import broadcast_parameters
 from communicators.replicas.parameters import name_parameters, refuse_changes
@@ -75,47 +75,49 @@ class DistributedOptimizer(Wrapping):
         total, dropped ← sparse_allreduce(s);  residual ← residual + dropped
         p.grad ← total / P;  optimizer.step()
 
-    optimizer: built over the live parameters; this object shares its param_groups, state and defaults, so
-        learning-rate schedulers take either.
-    named_parameters: of the whole model. Frozen ones (requires_grad False, now) are left out of the exchange.
-        Freezing, unfreezing or adding some later is an error of the next step: it takes a new DistributedOptimizer.
-    comm: see `communicators.as_communicator`; its `timeout` is how long a step waits for a late rank.
-    sends: "gradients", as above. "updates": what the wrapped optimizer would do with this rank's own gradients, for
-        Adam and other adaptive ones, which learn badly from the few gradients that were sent (see `updates`):
+    Args:
+        optimizer: Built over the live parameters; this object shares its param_groups, state and defaults, so
+            learning-rate schedulers take either.
+        named_parameters: Of the whole model. Frozen ones (requires_grad False, now) are left out of the exchange.
+            Freezing, unfreezing or adding some later is an error of the next step: it takes a new DistributedOptimizer.
+        comm: See `communicators.as_communicator`; its `timeout` is how long a step waits for a late rank.
+        sends: "gradients", as above. "updates": what the wrapped optimizer would do with this rank's own gradients, for
+            Adam and other adaptive ones, which learn badly from the few gradients that were sent (see `updates`):
 
-            Δ ← what optimizer.step() adds to p;  acc ← residual + Δ;  s ← compressor(acc);  …;  p ← p + total / P
+                Δ ← what optimizer.step() adds to p;  acc ← residual + Δ;  s ← compressor(acc);  …;  p ← p + total / P
 
-        The wrapped optimizer's moments are each rank's own, its step comes before the exchange, and p.grad stays what
-        it was: clip it as in training on one device, or by clip_norm; there is no `synchronize`. Forward and backward
-        go into `with optimizer.ahead():`, see there.
-    density: the share of elements that a rank sends, default 0.01, or by step: a function of how many were taken,
-        such as `sparse_compress.WarmUp`; alike on every rank.
-    compressor: what is sent of a gradient, default TopK(density). "oktopk", "spardl" and "dense" have no use for
-        another selection than TopK, of which they take k.
-    algorithm: a name in `ALGORITHMS`, or an `Algorithm` of one's own. "dense" sums whole gradients, without compressor
-        and residuals; "powersgd", "dense-int8", or a `WholeScheme` of one's own sends something of every element, with
-        residuals, without compressor.
-        "auto" measures the ranks now and takes what is predicted to be fastest; `choice` then says what and why.
-    options: the algorithm's own settings, such as {"teams": 2} for "spardl"; "auto" chooses them too.
-    wire: how values travel: "fp32"; fewer bytes for selections, see `WIRES`, where what is rounded off stays in the
-        residual; for "dense" "bf16" or "fp16", where it is lost.
-    momentum: of DGC's correction, before the selection (see `ErrorFeedback`). The wrapped optimizer's own comes after
-        the exchange and learns badly at small densities: give it here and leave that at 0.
-    clip_norm: holds the norm of this rank's own gradient, of the whole model, to clip_norm · √P before the selection,
-        so that of the mean to about clip_norm (DGC's local clipping, see `clip_limit`); with `overlap`, bucket by
-        bucket, to √share of that, where a bucket has so large a share of the elements. What it takes away is not kept.
-    dense_below: tensors of fewer elements, such as biases and norms, are summed whole in the same call, beside the
-        selection from the others; their momentum is plain. 0: none.
-    bucket_bytes: selection and exchange in buckets of so many bytes; default: over the whole model at once, with
-        `overlap` BUCKET_BYTES.
-    overlap: each bucket's selection and exchange start during backward, as soon as its gradients are ready, those of
-        the last layers first. All but the last backward of a step then belong into `no_sync()`.
-    nonfinite: "raise": a NaN or inf in any rank's gradient is a CollectiveError, on every rank, that names rank and
-        parameter; no parameter changes, but what residuals took in that step is lost. "skip": every rank skips the
-        step, counts it in `skipped`, and keeps residuals and momenta as they were, bit for bit, for twice their
-        memory; p.grad then holds the non-finite mean on every rank.
-    verify: every so many steps the ranks compare a hash of the parameters, and where they differ it is a
-        CollectiveError on every rank that says who and where; None or 0: never.
+            The wrapped optimizer's moments are each rank's own, its step comes before the exchange, and p.grad stays
+            what it was: clip it as in training on one device, or by clip_norm; there is no `synchronize`. Forward and
+            backward go into `with optimizer.ahead():`, see there.
+        density: The share of elements that a rank sends, default 0.01, or by step: a function of how many were taken,
+            such as `sparse_compress.WarmUp`; alike on every rank.
+        compressor: What is sent of a gradient, default TopK(density). "oktopk", "spardl" and "dense" have no use for
+            another selection than TopK, of which they take k.
+        algorithm: A name in `ALGORITHMS`, or an `Algorithm` of one's own. "dense" sums whole gradients, without
+            compressor and residuals; "powersgd", "dense-int8", or a `WholeScheme` of one's own sends something of every
+            element, with residuals, without compressor.
+            "auto" measures the ranks now and takes what is predicted to be fastest; `choice` then says what and why.
+        options: The algorithm's own settings, such as {"teams": 2} for "spardl"; "auto" chooses them too.
+        wire: How values travel: "fp32"; fewer bytes for selections, see `WIRES`, where what is rounded off stays in the
+            residual; for "dense" "bf16" or "fp16", where it is lost.
+        momentum: Of DGC's correction, before the selection (see `ErrorFeedback`). The wrapped optimizer's own comes
+            after the exchange and learns badly at small densities: give it here and leave that at 0.
+        clip_norm: Holds the norm of this rank's own gradient, of the whole model, to clip_norm · √P before the
+            selection, so that of the mean to about clip_norm (DGC's local clipping, see `clip_limit`); with `overlap`,
+            bucket by bucket, to √share of that, where a bucket has so large a share of the elements. What it takes away
+            is not kept.
+        dense_below: Tensors of fewer elements, such as biases and norms, are summed whole in the same call, beside the
+            selection from the others; their momentum is plain. 0: none.
+        bucket_bytes: Selection and exchange in buckets of so many bytes; default: over the whole model at once, with
+            `overlap` BUCKET_BYTES.
+        overlap: Each bucket's selection and exchange start during backward, as soon as its gradients are ready, those
+            of the last layers first. All but the last backward of a step then belong into `no_sync()`.
+        nonfinite: "raise": a NaN or inf in any rank's gradient is a CollectiveError, on every rank, that names rank and
+            parameter; no parameter changes, but what residuals took in that step is lost. "skip": every rank skips the
+            step, counts it in `skipped`, and keeps residuals and momenta as they were, bit for bit, for twice their
+            memory; p.grad then holds the non-finite mean on every rank.
+        verify: Every so many steps the ranks compare a hash of the parameters, and where they differ it is a
+            CollectiveError on every rank that says who and where; None or 0: never.
 
     Settings are fixed at construction; a compressor's own density may change, alike on every rank, where no schedule
     sets it.
@@ -204,7 +206,7 @@ class DistributedOptimizer(Wrapping):
         settings = f"{chosen.algorithm}, wire={chosen.wire!r}, {momentum=}, {bucket_bytes=}, {overlap=}, {nonfinite=}"
         more = [f"{verify=}"] if verify else []
         more += [f"{sends=}, {clip_norm=}"] if clip_norm or sends != "gradients" else []
-        settings = ", ".join([settings, *more, *chosen.settings])
+        settings = self._settings = ", ".join([settings, *more, *chosen.settings])
         if chosen.entry is not None and chosen.entry.compresses:
             warn_of(optimizer, momentum=momentum, density=self._steps.last_density, sends=sends, stacklevel=3)
         broadcast_parameters(named, comm, what="DistributedOptimizer", settings=settings)
@@ -213,6 +215,11 @@ class DistributedOptimizer(Wrapping):
         if name in SETTINGS:
             raise fixed(type(self).__name__, name)
         super().__setattr__(name, value)
+
+    def __repr__(self) -> str:
+        """Settings, of the wrapped optimizer too."""
+        ranks = f"rank {self._comm.rank} of {self._comm.size}"
+        return f"{type(self).__name__}({self._settings}, compressor={self._compressor}, {ranks}, {self.optimizer!r})"
 
     @property
     def comm(self) -> Communicator:
@@ -238,7 +245,15 @@ class DistributedOptimizer(Wrapping):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Synchronizes, unless `synchronize` was called since the last step, and takes the wrapped optimizer's step.
 
-        closure: computes the loss and its gradients; it is called once, before the exchange.
+        Args:
+            closure: Computes the loss and its gradients; it is called once, before the exchange.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            CollectiveError: As `synchronize`.
+            RuntimeError: Inside `no_sync`, or a closure was given after `synchronize`.
         """
         refuse_torch_helpers("DistributedOptimizer")
         self._refuse_no_sync("step()")
@@ -262,9 +277,11 @@ class DistributedOptimizer(Wrapping):
     def synchronize(self) -> None:
         """Puts the mean over ranks into every p.grad, so that it can be clipped before `step`; for every rank to call.
 
-        Raises CollectiveError, the same on every rank: for a gradient that is not finite (see `nonfinite`), and where
-        an exchange fails. ValueError, before anything is exchanged, where parameters were frozen, unfrozen or added
-        since this optimizer was made; with `overlap` backward raises it.
+        Raises:
+            CollectiveError: The same on every rank: a gradient is not finite (see `nonfinite`), or an exchange fails.
+            ValueError: Before anything is exchanged: parameters were frozen, unfrozen or added since this optimizer was
+                made; with `overlap` backward raises it.
+            RuntimeError: Inside `no_sync`, twice for one step, or with sends="updates".
         """
         self._refuse_no_sync("synchronize()")
         if self._sends == "updates":
@@ -281,10 +298,29 @@ class DistributedOptimizer(Wrapping):
         if self._clipping_after is not None and self._means.stands:
             self._clipping_after.note(norm_of(self._trained))
 
+    def stats(self) -> Stats:
+        """What training has cost and saved since this optimizer was made, on this rank; nothing is exchanged for it.
+
+        Returns:
+            Plain numbers for any logger; `str` says them in a line. See `communicators.Stats`, and:
+
+            - seconds_selecting: That choosing, rounding or factoring what is sent has taken.
+            - density: The share of elements that a rank sends now; 1 where nothing is selected.
+            - residual_norm: The 2-norm of what waits to be sent, of all parameters. Takes one pass over it.
+        """
+        counted = {"steps": self._steps.taken, "skipped": self.skipped}
+        return Stats({**counted, **self._exchange.stats(), "density": self._steps.density_of(self._chosen.entry)})
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """See torch.optim.Optimizer.zero_grad; also forgets that `synchronize` was called.
 
         With `overlap` it also ends a backward that was partial or failed, where nothing has been sent yet.
+
+        Args:
+            set_to_none: Whether gradients are let go, in place of being zeroed.
+
+        Raises:
+            RuntimeError: Gradients are under way.
         """
         if self._overlap is not None:
             if self._overlap.under_way:
@@ -316,7 +352,9 @@ class DistributedOptimizer(Wrapping):
 
         So gradients know what waits, 1 / density steps long; see `Ahead`. Forward and all of backward go inside,
         evaluation does not: outside, parameters are alike on all ranks, bit for bit. `step(closure)` does it itself.
-        Raises RuntimeError where gradients are sent, inside another, and for `step` and states inside.
+
+        Raises:
+            RuntimeError: Where gradients are sent, or inside another; so do `step` and states inside.
         """
         if self._sends != "updates":
             raise RuntimeError('ahead() is for sends="updates": what waits of gradients is no part of parameters')
@@ -347,7 +385,9 @@ class DistributedOptimizer(Wrapping):
         """The wrapped optimizer's state and, as "distributed", this rank's residuals and momenta by parameter.
 
         Another one on every rank: each saves its own. References; loadable by torch.load(weights_only=True).
-        Raises RuntimeError between backward, or synchronize(), and step(): what is under way belongs to neither.
+
+        Raises:
+            RuntimeError: Between backward, or synchronize(), and step(): what is under way belongs to neither.
         """
         refuse_torch_helpers("DistributedOptimizer")
         self._refuse_mid_step("state_dict()")
@@ -378,8 +418,14 @@ class DistributedOptimizer(Wrapping):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on where this rank's `state_dict`, or `gathered_state_dict`, was taken, with the same bits.
 
-        Raises, before anything is changed, ValueError for the state of another rank or another world size (see
-        `reshard_residuals`), and where parameters do not fit; RuntimeError while gradients are under way.
+        Args:
+            state_dict: What `state_dict` gave on this rank, or `gathered_state_dict` on rank 0, or what
+                `reshard_residuals` made of it.
+
+        Raises:
+            ValueError: Before anything is changed: it is of another rank or world size (see `reshard_residuals`), or
+                parameters do not fit.
+            RuntimeError: Gradients are under way.
         """
         refuse_torch_helpers("DistributedOptimizer")
         self._refuse_ahead("load_state_dict()")

@@ -139,14 +139,23 @@ def reshard_residuals(
         states = [torch.load(f"rank{r}.pt") for r in range(4)]
         optimizer.load_state_dict(reshard_residuals(states, size=2)[rank])
 
-    states: `DistributedOptimizer.state_dict()` or `SparseHookState.state_dict()` of ranks 0 … P − 1, in order; or what
-        `gathered_state_dict()` gave.
     Residuals and velocities of old rank r go to rank r mod size, times size/P because updates are means over ranks:
-    what is still to be applied stays the same. With `drop` all of them start at zero instead. The wrapped optimizer's
-    state, which is the same on all ranks, goes to every rank (with sends="updates" each rank has its own, and all get
-    their mean); what an algorithm learnt about P ranks is forgotten.
-    Nothing is written to `states`.
-    Raises ValueError where states are missing, or of several runs.
+    what is still to be applied stays the same. The wrapped optimizer's state, which is the same on all ranks, goes to
+    every rank (with sends="updates" each rank has its own, and all get their mean); what an algorithm learnt about P
+    ranks is forgotten.
+
+    Args:
+        states: `DistributedOptimizer.state_dict()` or `SparseHookState.state_dict()` of ranks 0 … P − 1, in order;
+            or what `gathered_state_dict()` gave. Nothing is written to them.
+        size: The new number of ranks.
+        drop: Residuals and velocities all start at zero instead.
+
+    Returns:
+        One state for each new rank, in order.
+
+    Raises:
+        TypeError: It is one rank's state.
+        ValueError: States are missing, or of several runs.
     """
     states = of_all(states) if isinstance(states, Mapping) and is_gathered(states) else states
     if isinstance(states, Mapping):

@@ -9,6 +9,8 @@ from communicators import Communicator, refuse_unlike
 from sparse_compress import Compressor
 from torch import Tensor
 
+from sparse_collectives.algorithm import Algorithm
+
 Schedule = Callable[[int], float]
 """From the number of a step, from 0 on, to the share of elements to send in it."""
 
@@ -32,6 +34,11 @@ class Steps:
     def last_density(self) -> float:
         """What it ends at, where that can be told: a compressor's own density, or what a schedule calls its; else 1."""
         return float(getattr(self._schedule or self._compressor, "density", 1.0))
+
+    def density_of(self, entry: Algorithm | None) -> float:
+        """What an algorithm sends now, as a share; 1 where it selects nothing, and where a compressor does not tell."""
+        selects = entry is not None and entry.compresses
+        return float(getattr(self._compressor, "density", 1.0)) if selects else 1.0
 
     @property
     def matter(self) -> bool:

@@ -17,7 +17,14 @@ class InvalidMessageError(ValueError):
 
 @contextmanager
 def given_by(rank: int) -> Iterator[None]:
-    """A ValueError inside is said to be of this rank's bytes."""
+    """A ValueError inside is said to be of this rank's bytes.
+
+    Args:
+        rank: As the schedule numbers its peers.
+
+    Raises:
+        InvalidMessageError: In place of the ValueError, which it is.
+    """
     try:
         yield
     except InvalidMessageError:

@@ -29,11 +29,12 @@ class Wire(Protocol):
     What is sent was rounded before: packing loses nothing. Sizes follow from the number of entries, so where that is
     known nothing is read back from a GPU.
 
-    `vector` and `entries` raise ValueError for bytes of another length, and on a CPU for what is no vector or not all
-    in the span; indices on a GPU are trusted, because looking at them would wait for it.
+    `vector` and `entries` refuse bytes of another length by a ValueError, and on a CPU what is no vector or not all in
+    the span; indices on a GPU are trusted, because looking at them would wait for it.
 
-    overhead: bytes by which blocks together may exceed one block with all their entries in all their spans, for each of
-        them; and by which a block may exceed one with more entries in the same span.
+    Attributes:
+        overhead: Bytes by which blocks together may exceed one block with all their entries in all their spans, for
+            each of them; and by which a block may exceed one with more entries in the same span.
     """
 
     overhead: int
@@ -57,7 +58,14 @@ class Wire(Protocol):
         """The entries, which all lie in the span, as uint8."""
 
     def entries(self, block: Tensor, span: Span, like: SparseVector, count: int | None = None) -> SparseVector:
-        """The entries of a block. count: how many, where that is known."""
+        """The entries of a block.
+
+        Args:
+            block: uint8, 1-D.
+            span: Where they all lie.
+            like: A vector of the whole's numel and dtype.
+            count: How many, where that is known.
+        """
 
     def dense_nbytes(self, length: int, dtype: torch.dtype) -> int:
         """Bytes of a block's values without indices."""

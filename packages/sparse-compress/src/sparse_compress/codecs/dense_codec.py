@@ -15,7 +15,12 @@ class DenseCodec:
         message = codec.encode(rounded)          # decode(message) is rounded, bit for bit
 
     Sizes follow from the number of elements; there is no header.
-    ValueError for other names of values, TypeError for tensors that are not float32.
+
+    Args:
+        values: "bf16", "fp16", "int8" or "fp32".
+
+    Raises:
+        ValueError: Another name.
     """
 
     def __init__(self, values: str = "bf16") -> None:
@@ -24,25 +29,54 @@ class DenseCodec:
         self.values = values
 
     def nbytes(self, numel: int) -> int:
-        """Bytes of a message."""
+        """Bytes of a message of ``numel`` elements."""
         return VALUES[self.values].nbytes(numel)
 
     def split(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        """What ``encode`` keeps, and the rest (0 for NaN and inf), both 1-D float32."""
+        """What ``encode`` keeps, and the rest.
+
+        Args:
+            tensor: float32, of any shape.
+
+        Returns:
+            (rounded, error), both 1-D float32; rounded + error = tensor, exactly. The rest of NaN and inf is 0.
+
+        Raises:
+            TypeError: The tensor is not float32.
+        """
         rounded = self.decode(self.encode(tensor), tensor.numel())
         return rounded, leftover(flatten(tensor), rounded)
 
     def encode(self, tensor: Tensor) -> Tensor:
-        """The message, uint8, (nbytes,)."""
+        """The message.
+
+        Args:
+            tensor: float32, of any shape.
+
+        Returns:
+            uint8, (nbytes,).
+
+        Raises:
+            TypeError: The tensor is not float32.
+        """
         flat = flatten(tensor)
         if flat.dtype != torch.float32:
             raise TypeError(f"tensor is {flat.dtype}, expected torch.float32")
         return VALUES[self.values].pack(flat)
 
     def decode(self, message: Tensor, numel: int) -> Tensor:
-        """The tensor, float32, (numel,), which may share the message's memory.
+        """The tensor of a message.
 
-        ValueError for another length, and on a CPU for a corrupted scale; TypeError for what are no bytes.
+        Args:
+            message: uint8, 1-D.
+            numel: Elements of the tensor.
+
+        Returns:
+            float32, (numel,), which may share the message's memory.
+
+        Raises:
+            TypeError: The message is no bytes.
+            ValueError: It has another length, or on a CPU a corrupted scale.
         """
         check_bytes(message)
         numel = element_count(numel)

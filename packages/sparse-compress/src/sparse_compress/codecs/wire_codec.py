@@ -20,7 +20,7 @@ FLOAT32 = 1
 
 
 class WireCodec:
-    """A wire form of sparse vectors: ``values`` fp32, bf16, fp16 or int8, ``indices`` raw (int32) or packed.
+    """A wire form of sparse vectors with fewer bytes for values, for indices, or for both.
 
         codec = WireCodec(values="bf16", indices="packed")
         rounded, error = codec.split(vector)     # rounded + error = vector, exactly
@@ -31,8 +31,14 @@ class WireCodec:
 
     Sizes follow from numel and the number of entries, packed indices' too (``elias_fano``), so a receiver needs no
     round of sizes: ``nbytes``. The first 32 bytes are a header as in ``wire``, the transport's slot first.
-    float32 vectors only: TypeError else. ValueError for other names of values and indices. Nothing is read back
-    from a GPU.
+    Nothing is read back from a GPU.
+
+    Args:
+        values: "fp32", "bf16", "fp16" or "int8"; the vectors themselves are float32.
+        indices: "raw" (int32) or "packed" (Elias–Fano).
+
+    Raises:
+        ValueError: Another name.
     """
 
     def __init__(self, values: str = "bf16", indices: str = "packed") -> None:
@@ -44,11 +50,26 @@ class WireCodec:
         self.values, self.indices = values, indices
 
     def nbytes(self, entries: int, numel: int) -> int:
-        """Bytes of a message, header included, a multiple of 4."""
+        """Bytes of a message, header included, a multiple of 4.
+
+        Args:
+            entries: How many it holds.
+            numel: Elements of the whole vector.
+        """
         return HEADER_BYTES + self._sizes(entries, numel).total
 
     def split(self, vector: SparseVector) -> tuple[SparseVector, SparseVector]:
-        """What ``encode`` keeps of a vector, and the rest, entry by entry. The rest of NaN and inf is 0."""
+        """What ``encode`` keeps of a vector, and the rest, entry by entry.
+
+        Args:
+            vector: float32.
+
+        Returns:
+            (rounded, error) with the vector's indices; rounded + error = vector, exactly. The rest of NaN and inf is 0.
+
+        Raises:
+            TypeError: The vector is float64.
+        """
         kind, values = VALUES[self.values], _float32(vector)
         rounded, error = _with_indices(vector), _with_indices(vector)
         kind.unpack(kind.pack(values), len(vector), out=rounded.values)
@@ -56,7 +77,17 @@ class WireCodec:
         return rounded, error
 
     def encode(self, vector: SparseVector) -> Tensor:
-        """The message, uint8, (nbytes,)."""
+        """The message.
+
+        Args:
+            vector: float32.
+
+        Returns:
+            uint8, (nbytes,).
+
+        Raises:
+            TypeError: The vector is float64.
+        """
         sizes = self._sizes(len(vector), vector.numel)
         message = torch.zeros(HEADER_BYTES + sizes.total, dtype=torch.uint8, device=vector.device)
         write_header(message, Header(vector.numel, len(vector), torch.float32))
@@ -69,15 +100,30 @@ class WireCodec:
     def decode(self, message: Tensor, numel: int, entries: int | None = None) -> SparseVector:
         """The vector of a message, in memory of its own.
 
-        entries: how many it holds; without, its header says so, and a GPU is asked for it.
-        Raises TypeError for what are no bytes, ValueError where the length says something else, or on a CPU the header
-        does, or the indices do not increase strictly within numel. On a GPU they are trusted, because looking at them
-        would wait for it.
+        Args:
+            message: uint8, 1-D.
+            numel: Elements of the whole vector.
+            entries: How many it holds; without, its header says so, and a GPU is asked for it.
+
+        Raises:
+            TypeError: The message is no bytes.
+            ValueError: The length says something else, or on a CPU the header does, or the indices do not increase
+                strictly within numel. On a GPU they are trusted, because looking at them would wait for it.
         """
         return self.decode_block(message[SLOT_BYTES:], numel, entries)
 
     def decode_block(self, block: Tensor, numel: int, entries: int | None = None) -> SparseVector:
-        """``decode`` of a message without its slot, as when several are sent in one."""
+        """``decode`` of a message without its slot, as when several are sent in one.
+
+        Args:
+            block: uint8, 1-D.
+            numel: Elements of the whole vector.
+            entries: As in ``decode``.
+
+        Raises:
+            TypeError: As ``decode``.
+            ValueError: As ``decode``.
+        """
         check_bytes(block)
         block, numel = aligned(block), element_count(numel)
         if block.numel() < OWN_HEADER_BYTES:
@@ -146,7 +192,12 @@ def _read_header(block: Tensor) -> _Said:
 
 
 def index_entropy(entries: int, numel: int) -> float:
-    """log₂ of the number of ways to choose the indices, in bytes an entry: no code is shorter for all of them."""
+    """log₂ of the number of ways to choose the indices, in bytes an entry: no code is shorter for all of them.
+
+    Args:
+        entries: How many are chosen, at least 1.
+        numel: Of so many elements.
+    """
     nats = lgamma(numel + 1) - lgamma(entries + 1) - lgamma(numel - entries + 1)
     return nats / log(2) / 8 / entries
 

@@ -15,11 +15,16 @@ from sparse_compress.vector import SparseVector
 class ByParts:
     """A compressor for every part of a flat tensor by itself, such as the layers in a bucket or in a model.
 
-    ``shapes`` or element counts of the parts, in order; they make up the whole tensor, else ValueError. Every part
-    that is not empty (or all zero, with thresholds) sends at least one entry. To select over a bucket or over the
-    whole model instead, give its flat tensor to the compressor itself.
-    ``compressor`` is stateless: one threshold or one count for all parts would be none of theirs (TypeError).
-    TypeError for what is no shape, ValueError for a negative one.
+    Every part that is not empty (or all zero, with thresholds) sends at least one entry. To select over a bucket or
+    over the whole model instead, give its flat tensor to the compressor itself.
+
+    Args:
+        compressor: A stateless one: one threshold or one count for all parts would be none of theirs.
+        shapes: Shapes or element counts of the parts, in order; they make up the whole tensor, which a call sees to.
+
+    Raises:
+        TypeError: The compressor keeps state, or what is no shape was given.
+        ValueError: A shape is negative; of a call, the tensor is of another size.
     """
 
     def __init__(self, compressor: Compressor, shapes: Sequence[int | Sequence[int]]) -> None:
@@ -35,7 +40,7 @@ class ByParts:
         return concatenate([self.compressor(part) for part in torch.split(flatten(tensor), self.numels)])
 
     def entries(self, numel: int) -> int:
-        """The sum of the parts' bounds."""
+        """See ``Compressor.entries``: the sum of the parts' bounds."""
         self._check(numel)
         return sum(self.compressor.entries(part) for part in self.numels)
 
@@ -58,7 +63,11 @@ def _numels(shapes: Sequence[int | Sequence[int]]) -> list[int]:
 
 
 def concatenate(vectors: Sequence[SparseVector]) -> SparseVector:
-    """The vectors of consecutive parts as one vector of the whole; at least one, of one dtype and device."""
+    """The vectors of consecutive parts as one vector of the whole.
+
+    Args:
+        vectors: At least one, of one dtype and device.
+    """
     numels = [vector.numel for vector in vectors]
     entries = sum(map(len, vectors))
     whole = SparseVector.allocate(entries, sum(numels), vectors[0].dtype, vectors[0].device)

@@ -11,7 +11,7 @@ from sparse_compress.vector import SparseVector
 
 @runtime_checkable
 class Compressor(Protocol):
-    """Chooses the entries of a tensor to send; a new one is one file in this folder.
+    """Chooses the entries of a tensor to send: any callable with ``entries``; see CONTRIBUTING for one of one's own.
 
     One that always takes the largest magnitudes first says so by an attribute ``finds_nonfinite = True``: NaN and
     inf are then looked for in what it sends. One that returns other values than the tensor's has ``unbiased = True``.
@@ -27,6 +27,9 @@ class Compressor(Protocol):
         """k: the most entries that a tensor of ``numel`` elements gives, alike on every rank.
 
         It bounds the capacity of every receive.
+
+        Args:
+            numel: Elements of the tensor.
         """
 
 
@@ -44,7 +47,14 @@ class StatefulCompressor(Protocol):
         """Plain numbers, in memory of their own."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was saved."""
+        """Go on where ``state`` was saved.
+
+        Args:
+            state: What ``state_dict`` gave.
+
+        Raises:
+            ValueError: It is no such state; nothing is changed.
+        """
 
 
 @runtime_checkable
@@ -52,4 +62,14 @@ class FusedCompressor(Compressor, Protocol):
     """A compressor that selects while error feedback accumulates, in fewer sweeps over memory than two steps take."""
 
     def step(self, before: Accumulator, gradient: Tensor, momentum: float, out: Accumulator) -> SparseVector:
-        """The same bits as ``before.advance(gradient, momentum, out)``, a call on ``out.residual``, ``out.clear``."""
+        """The same bits as ``before.advance(gradient, momentum, out)``, a call on ``out.residual``, ``out.clear``.
+
+        Args:
+            before: What has accumulated until now.
+            gradient: Dense, of any shape; left as it is.
+            momentum: m of the correction, 0 without.
+            out: Where what has accumulated now is written, without what is sent; may be ``before``.
+
+        Returns:
+            What is to be sent.
+        """

@@ -15,7 +15,7 @@ from sparse_compress.vector import SparseVector
 
 
 class DGCTopK(Density):
-    """About k of the largest: a threshold from a sample, then what reaches it, cut exactly to k (section 5).
+    """About k of the largest: a threshold from a sample, then what reaches it, cut exactly to k.
 
     Of n elements every 1/``sample``-th is looked at, but at least enough for 8 of the k; the threshold is the
     sample's own top-k threshold. Where more than k elements reach it, the k largest of them are sent: the paper's
@@ -24,8 +24,16 @@ class DGCTopK(Density):
     The rest of DGC: momentum correction and factor masking are ``ErrorFeedback(momentum=…)``, clipping is
     ``clip_locally``, the schedule of densities ``WarmUp``.
 
-    Differs from the paper: the sample is strided instead of random, so that the choice is deterministic.
-    For exactly k, ``TopK`` is as fast. ``sample``: 0 < sample ≤ 1, else ValueError. Stateless.
+    Source: Lin et al., Deep Gradient Compression, ICLR 2018, section 5. Differs from the paper: the sample is strided
+    instead of random, so that the choice is deterministic. For exactly k, ``TopK`` is as fast. Stateless.
+
+    Args:
+        density: The share of elements to send, 0 < density ≤ 1.
+        sample: The share of elements to look at, 0 < sample ≤ 1.
+
+    Raises:
+        TypeError: One of them is no number.
+        ValueError: One of them is out of range.
     """
 
     finds_nonfinite = True
@@ -51,10 +59,20 @@ class DGCTopK(Density):
 def clip_locally(gradients: Iterable[Tensor], max_norm: float, ranks: int) -> Tensor:
     """Scale the gradients in place so that their norm together is at most ``max_norm`` / √ranks.
 
-    Before they are accumulated, on every rank by itself (section 3.2): the norm of a sum of ``ranks`` independent
-    gradients grows as √ranks, so the sum is clipped to about ``max_norm``. Returns the norm before, 0-D.
+    Before they are accumulated, on every rank by itself: the norm of a sum of ``ranks`` independent gradients grows as
+    √ranks, so the sum is clipped to about ``max_norm`` (Lin et al., ICLR 2018, section 3.2).
 
-    TypeError for one tensor in place of several and for what is no number, ValueError unless max_norm > 0, ranks ≥ 1.
+    Args:
+        gradients: Dense tensors of any shapes.
+        max_norm: Of the sum over the ranks, > 0.
+        ranks: How many there are, ≥ 1.
+
+    Returns:
+        The norm before, 0-D.
+
+    Raises:
+        TypeError: One tensor was given in place of several, or what is no number.
+        ValueError: max_norm or ranks is out of range.
     """
     if isinstance(gradients, Tensor):
         raise TypeError("gradients is a tensor, whose rows would be taken for gradients: give [tensor]")

@@ -15,14 +15,23 @@ CORRECTIONS = 4  # sweeps that may count and correct
 
 
 class GaussianK(Density):
-    """About k of the largest, as if the elements were normal ("Understanding Top-k Sparsification", algorithm 1).
+    """About k of the largest, as if the elements were normal.
 
         t = Φ⁻¹(1 − ρ/2) of N(μ, σ), μ and σ those of x; up to four times: count |x| ≥ t;
         fewer than ⅔k: t ← t/2; more than 4/3·k: t ← 3/2·t
 
     Then the elements that reach t, cut exactly to k where they are more, at least one unless all are zero.
-    Differs from the paper: |μ| for μ, so that the threshold is positive; the exact cut; where mean or deviation
-    overflow or are not finite, exact top-k. Stateless and deterministic. On a GPU every count is read back.
+
+    Source: Shi et al., Understanding Top-k Sparsification in Distributed Deep Learning, 2019, algorithm 1. Differs from
+    the paper: |μ| for μ, so that the threshold is positive; the exact cut; where mean or deviation overflow or are not
+    finite, exact top-k. Stateless and deterministic. On a GPU every count is read back.
+
+    Args:
+        density: ρ, the share of elements to send, 0 < density ≤ 1.
+
+    Raises:
+        TypeError: density is no number.
+        ValueError: density is out of range.
     """
 
     finds_nonfinite = True

@@ -22,12 +22,19 @@ class RandomK(Density):
     them choose alike on any device, so indices need not travel (``indices`` tells them; the values can go through
     a dense allreduce).
 
-    With ``unbiased`` every value is divided by its chance to be chosen, which makes E[C(x)] = x (Stich et al.,
-    NeurIPS 2018, have the biased form, for error feedback). Error feedback refuses the unbiased one.
-
     Differs from the usual choice among all subsets of size k: one element of each stratum of about n/k. Each
     element is as likely, so mean and E‖x − C(x)‖² are the same; indices are distinct and sorted for nothing.
     State: the number of calls by name.
+
+    Args:
+        density: The share of elements to send, 0 < density ≤ 1.
+        seed: Any integer, the same on all ranks.
+        unbiased: Every value is divided by its chance to be chosen, which makes E[C(x)] = x. Error feedback refuses
+            that, and takes the biased form (Stich et al., NeurIPS 2018).
+
+    Raises:
+        TypeError: An argument is of another type.
+        ValueError: density is out of range.
     """
 
     finds_nonfinite = False
@@ -50,7 +57,16 @@ class RandomK(Density):
         return sparse
 
     def indices(self, numel: int, *, name: str = "", call: int = 0) -> Tensor:
-        """What a call chooses, int64, (k,), on the CPU; calls of a name are numbered from 0."""
+        """What a call chooses.
+
+        Args:
+            numel: Elements of the tensor.
+            name: Under which it is compressed.
+            call: Its number among those of that name, from 0.
+
+        Returns:
+            int64, (k,), increasing, on the CPU.
+        """
         generator = torch.Generator().manual_seed(crc32(f"{self.seed} {call} {name}".encode()))
         bounds = _strata(numel, self.entries(numel))
         chosen = torch.rand(len(bounds) - 1, dtype=torch.float64, generator=generator) * bounds.diff()
@@ -61,7 +77,7 @@ class RandomK(Density):
         return {"calls": dict(self._calls)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was saved; ValueError for what is no such state, and nothing is changed."""
+        """See ``StatefulCompressor.load_state_dict``."""
         self._calls = by_name(state, "calls", integers=True)
 
     def __repr__(self) -> str:

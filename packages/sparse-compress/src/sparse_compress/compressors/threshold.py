@@ -10,11 +10,19 @@ from sparse_compress.vector import SparseVector
 
 
 class Threshold(Density):
-    """All elements with |x| ≥ threshold (Strom, Interspeech 2015), the k largest of them where they are more.
+    """All elements with |x| ≥ threshold, the k largest of them where they are more.
 
-    Differs from the paper: values are sent as they are, not as ± threshold; the bound k = max(1, round(density · n))
-    makes the size on the wire one that all ranks know; where no element reaches, the largest is sent.
-    ``threshold`` > 0 and finite, else ValueError. Stateless and deterministic.
+    Source: Strom, Interspeech 2015. Differs from the paper: values are sent as they are, not as ± threshold; the bound
+    k = max(1, round(density · n)) makes the size on the wire one that all ranks know; where no element reaches, the
+    largest is sent. Stateless and deterministic.
+
+    Args:
+        threshold: A magnitude, > 0 and finite.
+        density: The most that is sent, as a share of the elements, 0 < density ≤ 1.
+
+    Raises:
+        TypeError: One of them is no number.
+        ValueError: One of them is out of range.
     """
 
     finds_nonfinite = True

@@ -20,7 +20,15 @@ class ThresholdReuse(Density):
     At most k = max(1, round(density · n)) entries: where more reach, the k largest (Li & Hoefler, PPoPP 2022,
     whose local selection this is, bound theirs likewise). Gradients change slowly, so about k do.
     On a GPU it saves most of the selection, but reads thresholds and counts back.
-    ``every`` ≥ 1, else ValueError. State: threshold and number of calls by name.
+    State: threshold and number of calls by name.
+
+    Args:
+        density: The share of elements to send, 0 < density ≤ 1.
+        every: After so many calls the threshold is found anew, ≥ 1.
+
+    Raises:
+        TypeError: One of them is no number.
+        ValueError: One of them is out of range.
     """
 
     finds_nonfinite = True
@@ -48,7 +56,7 @@ class ThresholdReuse(Density):
         return {"calls": dict(self._calls), "thresholds": dict(self._thresholds)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was saved; ValueError for what is no such state, and nothing is changed."""
+        """See ``StatefulCompressor.load_state_dict``."""
         calls, thresholds = by_name(state, "calls", integers=True), by_name(state, "thresholds")
         if set(calls) != set(thresholds):
             raise ValueError(

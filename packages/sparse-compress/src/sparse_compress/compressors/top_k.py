@@ -13,7 +13,14 @@ from sparse_compress.vector import SparseVector
 class TopK(Density):
     """The k = max(1, round(density · n)) largest of n elements by magnitude, exactly (see ``topk``).
 
-    ``density``: 0 < density ≤ 1, else ValueError. Stateless and deterministic; always k entries.
+    Stateless and deterministic; always k entries.
+
+    Args:
+        density: The share of elements to send, 0 < density ≤ 1.
+
+    Raises:
+        TypeError: density is no number.
+        ValueError: density is out of range.
     """
 
     finds_nonfinite = True
@@ -26,5 +33,5 @@ class TopK(Density):
         return topk(tensor, self.entries(tensor.numel()))
 
     def step(self, before: Accumulator, gradient: Tensor, momentum: float, out: Accumulator) -> SparseVector:
-        """Accumulate, select and clear in one sweep (see ``FusedCompressor``)."""
+        """See ``FusedCompressor.step``: accumulates, selects and clears in one sweep."""
         return step_topk(before, gradient, momentum, self.entries(gradient.numel()), out)

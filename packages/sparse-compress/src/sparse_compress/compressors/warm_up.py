@@ -15,12 +15,19 @@ class WarmUp:
 
         DistributedOptimizer(..., density=WarmUp(0.001, steps=500))
 
-    ``stages``: as many equal parts of ``steps``, and what is sent in each, never below ``density``; default: Deep
-    Gradient Compression's exponential ones, 25 %, 6.25 %, 1.5625 %, 0.4 % (Lin et al., ICLR 2018, section 3.3), those
-    of them that are above ``density``. ``stages=(1.0,)`` sends all of the first ``steps``.
-    Whole steps in place of the paper's epochs: ``steps`` = 4 · steps an epoch has gives those at 0.1 %.
+    Source: Lin et al., Deep Gradient Compression, ICLR 2018, section 3.3. Whole steps in place of the paper's epochs:
+    ``steps`` = 4 · steps an epoch has gives those at 0.1 %.
 
-    TypeError for what is no number, ValueError for negative ``steps``, for no stages and for densities beyond (0, 1].
+    Args:
+        density: What it ends at, 0 < density ≤ 1.
+        steps: How many the warm-up takes, ≥ 0.
+        stages: As many equal parts of ``steps``, and what is sent in each, never below ``density``; default: the
+            paper's exponential ones, 25 %, 6.25 %, 1.5625 %, 0.4 %, those of them that are above ``density``.
+            ``(1.0,)`` sends all of the first ``steps``.
+
+    Raises:
+        TypeError: One of them is no number.
+        ValueError: ``steps`` is negative, there are no stages, or a density is beyond (0, 1].
     """
 
     density: float
@@ -37,7 +44,11 @@ class WarmUp:
         object.__setattr__(self, "stages", above or (self.density,))
 
     def __call__(self, step: int) -> float:
-        """The density of the step of that number."""
+        """The density of the step of that number.
+
+        Args:
+            step: From 0 on.
+        """
         if step >= self.steps:
             return self.density
         return self.stages[step * len(self.stages) // self.steps]

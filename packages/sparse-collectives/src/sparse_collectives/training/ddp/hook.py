@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
-from communicators import Bucket, Communicator, Work, as_communicator
+from communicators import Bucket, Communicator, Stats, Work, as_communicator
 from communicators.replicas.default_group import default_group, refuse_other_world
 from communicators.replicas.parameters import check_pairs
 from communicators.replicas.saved_by import KEY
@@ -58,35 +58,39 @@ OWNER = "a DDP hook"
 class SparseHookState:
     """What `sparse_hook` keeps between steps: residuals and momenta by parameter, and the algorithm's own state.
 
-    process_group: the one that the DDP module uses, default the default group. The state cannot see DDP's: with another
-        group the means are over that one's ranks. A state may be made before there is a group, and finds it at the
-        first use. Every rank makes, and first uses, the state at the same point.
-    density: the share of each bucket's elements that a rank sends, default 0.01, or by step: a function of how many
-        were taken, such as `sparse_compress.WarmUp`, alike on every rank; `compressor` in its place for another
-        selection (with a schedule: beside it), which "oktopk", "spardl" and "dense" have no use for.
-    algorithm: a name in `ALGORITHMS`, an `Algorithm` of one's own, "powersgd", "dense-int8" or a `WholeScheme` (see
-        `DistributedOptimizer`), or "auto": measures the ranks at the first use, and takes what is predicted to be
-        fastest for the module's `named_parameters`, which it needs; `choice` then says what and why.
-    options: the algorithm's own settings, such as {"teams": 2} for "spardl"; "auto" chooses them too.
-    wire: how values travel: "fp32"; fewer bytes for selections, see `WIRES`, where what is rounded off stays in the
-        residual; for "dense" "bf16" or "fp16", where it is lost.
-    momentum: DGC's correction before the selection; then give the optimizer none (see the README).
-    clip_norm: holds the norm of this rank's own gradient to clip_norm · √P before the selection, so that of the mean to
-        about clip_norm (DGC's local clipping, see `clip_limit`): each bucket by itself to √share of that, where it has
-        so large a share of the elements of `named_parameters`, which are needed for it. What it takes away is not kept.
-        `clip_grad_norm_` after backward would clip what few entries have saved up: it loses that, and learns badly.
-    dense_below: tensors of fewer elements, such as biases and norms, are summed whole in the same call, beside the
-        selection from the others, of which `density` is; their momentum is plain. 0: none.
-    grad_scaler: the GradScaler of mixed-precision training. Residuals are then kept unscaled, and a step that it
-        skips leaves them as they were, bit for bit, for twice their memory; one optimizer for all parameters, because
-        the scaler skips by optimizer. Without a scaler, a gradient that is not finite is an error on every rank that
-        names rank and parameter. As DDP raises what a hook raises, it comes out of backward() as a RuntimeError that
-        holds the CollectiveError's text.
-    named_parameters: of the module, all of them, so that errors and checkpoints name parameters; without them they are
-        numbered in the order in which DDP first brings them, and a new state is no template for
-        torch.distributed.checkpoint.
-    verify: every so many steps the ranks compare a hash of the parameters (those that DDP brings; with named_parameters
-        all of them), and where they differ it is an error on every rank that says who and where; None or 0: never.
+    Args:
+        process_group: The one that the DDP module uses, default the default group. The state cannot see DDP's: with
+            another group the means are over that one's ranks. Made before there is a group, it finds it once used.
+            Every rank makes, and first uses, the state at the same point.
+        density: The share of each bucket's elements that a rank sends, default 0.01, or by step: a function of how many
+            were taken, such as `sparse_compress.WarmUp`, alike on every rank.
+        compressor: In density's place for another selection (with a schedule: beside it), which "oktopk", "spardl" and
+            "dense" have no use for.
+        algorithm: A name in `ALGORITHMS`, an `Algorithm` of one's own, "powersgd", "dense-int8" or a `WholeScheme` (see
+            `DistributedOptimizer`), or "auto": measures the ranks at the first use, and takes what is predicted to be
+            fastest for the module's `named_parameters`, which it needs; `choice` then says what and why.
+        options: The algorithm's own settings, such as {"teams": 2} for "spardl"; "auto" chooses them too.
+        wire: How values travel: "fp32"; fewer bytes for selections, see `WIRES`, where what is rounded off stays in the
+            residual; for "dense" "bf16" or "fp16", where it is lost.
+        momentum: DGC's correction before the selection; then give the optimizer none (see the README).
+        clip_norm: Holds the norm of this rank's own gradient to clip_norm · √P before the selection, so that of the
+            mean to about clip_norm (DGC's local clipping, see `clip_limit`): each bucket by itself to √share of that,
+            where it has so large a share of the elements of `named_parameters`, which are needed for it. What it takes
+            away is not kept. `clip_grad_norm_` after backward would clip what few entries have saved up: it loses that,
+            and learns badly.
+        dense_below: Tensors of fewer elements, such as biases and norms, are summed whole in the same call, beside the
+            selection from the others, of which `density` is; their momentum is plain. 0: none.
+        grad_scaler: The GradScaler of mixed-precision training. Residuals are then kept unscaled, and a step that it
+            skips leaves them as they were, bit for bit, for twice their memory; one optimizer for all parameters,
+            because the scaler skips by optimizer. Without a scaler, a gradient that is not finite is an error on every
+            rank that names rank and parameter. As DDP raises what a hook raises, it comes out of backward() as a
+            RuntimeError that holds the CollectiveError's text.
+        named_parameters: Of the module, all of them, so that errors and checkpoints name parameters; without them they
+            are numbered in the order in which DDP first brings them, and a new state is no template for
+            torch.distributed.checkpoint.
+        verify: Every so many steps the ranks compare a hash of the parameters (those that DDP brings; with
+            named_parameters all of them), and where they differ it is an error on every rank that says who and where;
+            None or 0: never.
 
     DDP may cut its buckets anew (it does after the first step): residuals follow their parameters. A parameter whose
     gradient is all zeros on this rank (unused) is left out of the selection, and its residual waits, because DDP
@@ -148,7 +152,7 @@ class SparseHookState:
             "dense_below": dense_below,
             "verify": verify,
         }
-        self._group, self._grad_scaler = process_group, grad_scaler
+        self._group, self._grad_scaler, self._skipped = process_group, grad_scaler, 0
         self._parameters = dict(named)
         self._buckets = Buckets(named)
         self._accumulated = Accumulated()
@@ -184,6 +188,16 @@ class SparseHookState:
         if not name.startswith("_"):
             raise fixed(type(self).__name__, name)
         super().__setattr__(name, value)
+
+    def __repr__(self) -> str:
+        """Settings; asks nobody, so "auto" stays that until it has chosen."""
+        algorithm, options, wire = self._given if self._found is None else (self.algorithm, self._given[1], self.wire)
+        given: dict[str, Any] = {"algorithm": algorithm, "options": options, "compressor": self._compressor}
+        given |= {"wire": wire, "momentum": self._momentum, "clip_norm": self._clip_norm}
+        given |= {"dense_below": self._dense_below, "grad_scaler": self._grad_scaler and type(self._grad_scaler)}
+        settings = [f"{name}={value!r}" for name, value in given.items() if value not in (None, 0)]
+        ranks = "no group yet" if self._found is None else f"rank {self.comm.rank} of {self.comm.size}"
+        return f"SparseHookState({', '.join([*settings, ranks])})"
 
     @property
     def comm(self) -> Communicator:
@@ -247,11 +261,17 @@ class SparseHookState:
 
         With the same bits as a run that never stopped, where DDP had cut its buckets when it was saved: from two steps
         on, with static_graph three. The first two backwards then do not overlap (see `Resumed`).
-        Raises RuntimeError for the state of several ranks before there is a process group; ValueError, before anything
-        is changed, for one of another rank or world size (`reshard_residuals`
-        first), for one with names where this state has none or the other way round, and for residuals that the module
-        has no parameters for, or that a dense sum has no use for. Where neither is known yet, without
-        `named_parameters` and before the first step, residuals that are left over are an error in the second step.
+
+        Args:
+            state_dict: What `state_dict` gave on this rank, or `gathered_state_dict` on rank 0, or what
+                `reshard_residuals` made of it.
+
+        Raises:
+            RuntimeError: It is of several ranks, and there is no process group yet.
+            ValueError: Before anything is changed: it is of another rank or world size (`reshard_residuals` first), has
+                names where this state has none or the other way round, or residuals that the module has no parameters
+                for, or that a dense sum has no use for. Where neither is known yet, without `named_parameters` and
+                before the first step, residuals that are left over are an error in the second step.
         """
         _, comm, chosen, exchange = self._world()
         if self._only_looked() and comm.size == 1 and is_of_several(state_dict):
@@ -270,9 +290,36 @@ class SparseHookState:
         self._steps.taken = own.get("steps", self._steps.taken)
         self._cut, self._resumed = [], Resumed(layout) if layout else None
 
+    def stats(self) -> Stats:
+        """What training has cost and saved since this state was made, on this rank; nothing is exchanged for it.
+
+        Returns:
+            Plain numbers for any logger; `str` says them in a line. See `communicators.Stats`, and:
+
+            - skipped: Steps that the grad_scaler left out; the last one is counted when the next begins.
+            - seconds_selecting: That choosing, rounding or factoring what is sent has taken.
+            - seconds_waited: From when backward has nothing more to give until the last mean has come.
+            - density: The share of elements that a rank sends now; 1 where nothing is selected.
+            - residual_norm: The 2-norm of what waits to be sent, of all parameters. Takes one pass over it.
+        """
+        counted = {"steps": self._steps.taken, "skipped": self._skipped}
+        if self._found is None:  # before the first step: the ranks are not looked up for this
+            return Stats(counted)
+        _, _, chosen, exchange = self._found
+        return Stats({**counted, **exchange.stats(), "density": self._steps.density_of(chosen.entry)})
+
     def exchange(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Starts the exchange of one bucket; the future holds the mean, in the bucket's buffer."""
-        chosen = self._world()[2]
+        """Starts the exchange of one bucket; the future holds the mean, in the bucket's buffer.
+
+        Args:
+            bucket: As DDP gives it to a hook.
+
+        Raises:
+            TypeError: A gradient is sparse or complex.
+            ValueError: DDP brings a parameter that is not among `named_parameters`.
+            CollectiveError: What was exchanged before has failed.
+        """
+        _, _, chosen, exchange = self._world()
         if bucket.index() == 0:
             self._begin()
         flat = bucket.buffer()
@@ -290,6 +337,8 @@ class SparseHookState:
             future = self._resumed.hold(known, flat)
             if bucket.is_last():
                 self._cut = self._resumed.release(self._buckets.names, self._start)
+        if bucket.is_last():
+            exchange.tally.waits()
 
         def whole(mean: torch.futures.Future[Tensor]) -> Tensor:
             """In the bucket's own buffer: DDP takes no tensor that begins amid its storage."""
@@ -398,11 +447,23 @@ class SparseHookState:
         exchange = self._world()[3]
         if (left := exchange.left_over) and exchange.shapes:
             raise ValueError(f"residuals were loaded for parameters that DDP does not bring: {left}")
-        exchange.settle()
+        if not exchange.settle():
+            self._skipped += 1
 
 
 def sparse_hook(state: SparseHookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """The hook: `ddp.register_comm_hook(state, sparse_hook)`. Backward goes on while buckets are exchanged."""
+    """The hook: `ddp.register_comm_hook(state, sparse_hook)`. Backward goes on while buckets are exchanged.
+
+    Args:
+        state: Of this module alone.
+        bucket: As DDP gives it.
+
+    Returns:
+        A future of the mean over the ranks, in the bucket's buffer.
+
+    Raises:
+        TypeError: The state is another hook's, or DDP runs its "python_reducer".
+    """
     if not isinstance(state, SparseHookState):
         raise TypeError(f"state is {state!r}: use ddp.register_comm_hook(SparseHookState(...), sparse_hook)")
     if isinstance(bucket, tuple):

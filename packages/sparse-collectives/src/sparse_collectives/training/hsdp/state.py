@@ -59,7 +59,13 @@ def sparse_hsdp(
         model: All of whose parameters are in some `fully_shard`, on the mesh inside a node. For every rank to call.
         between: The ranks that hold the same part as this one: a `DeviceMesh` of one dimension, a process group, or
             what else `as_communicator` takes.
-        density: As the other settings up to dense_below: see `SparseHookState`; of each rank's part.
+        density: The share of each part's elements that a rank sends, or by step; see `SparseHookState`.
+        compressor: In density's place for another selection.
+        algorithm: A name in `ALGORITHMS`, an `Algorithm` or a `WholeScheme`; not "auto".
+        options: The algorithm's own settings.
+        wire: How values travel; see `WIRES`.
+        momentum: DGC's correction before the selection; then give the optimizer none.
+        dense_below: Tensors whose parts have fewer elements are summed whole. 0: none.
         nonfinite: "raise": a NaN or inf in any rank's gradient is a CollectiveError out of backward(), on every rank,
             that names rank and parameter. "skip": every rank then has no gradients (p.grad is None), so that
             optimizer.step() does nothing, counts it in `skipped`, and keeps residuals as they were before the step, for
@@ -85,7 +91,22 @@ def sparse_hsdp(
 class HsdpState:
     """What `sparse_hsdp` keeps between steps: residuals and momenta of this rank's part of each parameter.
 
-    skipped: steps that were, with nonfinite="skip".
+    `sparse_hsdp` makes it.
+
+    Args:
+        model: As there, as are the others.
+        between: As there.
+        compressor: What it has chosen.
+        density: As there.
+        algorithm: As there.
+        options: As there.
+        wire: As there.
+        momentum: As there.
+        dense_below: As there.
+        nonfinite: As there.
+
+    Attributes:
+        skipped: Steps that were, with nonfinite="skip".
     """
 
     def __init__(
@@ -143,6 +164,9 @@ class HsdpState:
         """This rank's residuals and momenta by parameter, and the algorithm's state. Another one on every rank.
 
         Tensors are padded as FSDP pads its parts. Loadable by torch.load(weights_only=True).
+
+        Raises:
+            RuntimeError: It is called in backward.
         """
         if self._in_backward:
             raise RuntimeError("state_dict() in backward: call it after step()")
@@ -164,8 +188,12 @@ class HsdpState:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on where this rank's `state_dict` was taken, with the same bits.
 
-        Raises ValueError, before anything is changed, for one of another rank, of another number of ranks, or of other
-        parameters.
+        Args:
+            state_dict: What `state_dict` gave on this rank.
+
+        Raises:
+            ValueError: Before anything is changed: it is of another rank, of another number of ranks, or of other
+                parameters.
         """
         own = check_saved_by(state_dict, self._comm.rank, self._comm.size)
         here = [self._inside.rank, self._inside.size]

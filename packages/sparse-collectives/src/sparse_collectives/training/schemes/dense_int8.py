@@ -23,7 +23,9 @@ from sparse_collectives.training.schemes.residuals import Residuals, in_units
 
 
 class Int8Sum:
-    """See `Scheme`. With this rank's residual e, and Q that rounds to int8 block by block:
+    """See `Scheme`.
+
+    With this rank's residual e, and Q that rounds to int8 block by block:
 
         a ← e + gradient;  e ← a − Q(a), but for the span that this rank sums, which needs no rounding
         total ← Q(Σ a or Q(a)) by span;  e ← e + what the span's owner has rounded off;  mean ← total / ranks

@@ -41,7 +41,9 @@ class LowRank(NamedTuple):
 
 
 class PowerSGD:
-    """See `Scheme`. For every matrix M (n × m) of a bucket, with this rank's residual E:
+    """See `Scheme`.
+
+    For every matrix M (n × m) of a bucket, with this rank's residual E:
 
         M ← E + gradient;  P ← Σ M Q over ranks;  P̂ ← orthonormal(P);  Q_own ← Mᵀ P̂;  Q ← Σ Q_own
         mean ← P̂ Qᵀ / ranks;  E ← M − P̂ Q_ownᵀ

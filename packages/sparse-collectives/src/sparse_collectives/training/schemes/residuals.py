@@ -24,7 +24,12 @@ class Residuals:
         self._open: dict[str, Tensor] = {}
 
     def register(self, key: str, kept: Mapping[str, Tensor]) -> None:
-        """A bucket that begins with what was kept of its parameters."""
+        """A bucket that begins with what was kept of its parameters.
+
+        Args:
+            key: Its name.
+            kept: By memory, flat; {} if nothing.
+        """
         if kept:
             self._kept[key] = kept["residuals"]
 
@@ -35,7 +40,13 @@ class Residuals:
         return {} if latest is None else {"residuals": latest}
 
     def accumulated(self, key: str, gradient: Tensor, unused: Sequence[slice]) -> Tensor:
-        """Residual + gradient, in memory of its own; zeros in `unused`, whose residuals wait."""
+        """Residual + gradient, in memory of its own.
+
+        Args:
+            key: The bucket's name.
+            gradient: Flat.
+            unused: Spans that are zeros in the result; their residuals wait.
+        """
         before = self._before(key)
         if before is None:
             return gradient.clone()
@@ -45,7 +56,13 @@ class Residuals:
         return total
 
     def put(self, key: str, rest: Tensor, unused: Sequence[slice]) -> None:
-        """What was not sent of the accumulated. It is this object's from now on."""
+        """What was not sent of the accumulated.
+
+        Args:
+            key: The bucket's name.
+            rest: Flat; it is this object's from now on.
+            unused: As in `accumulated`.
+        """
         if (before := self._before(key)) is not None:
             for span in unused:
                 rest[span] += before[span]
@@ -65,7 +82,14 @@ class Residuals:
         return {**{memory: {} for memory in MEMORIES}, "residuals": self._kept}
 
     def reset(self, state: Mapping[str, Any]) -> None:
-        """Forgets all buckets; ValueError for velocities that are not zero, which would be lost here."""
+        """Forgets all buckets.
+
+        Args:
+            state: What is loaded.
+
+        Raises:
+            ValueError: It has velocities that are not zero, which would be lost here.
+        """
         if any(bool(velocity.any()) for velocity in state["velocities"].values()):
             raise ValueError(
                 "the state holds momenta of before a selection, but nothing is selected here: load the one that it was "

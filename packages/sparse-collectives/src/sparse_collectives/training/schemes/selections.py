@@ -44,6 +44,7 @@ class Selections:
         self._compressor, self._momentum, self._tentative = compressor, momentum, tentative
         self.memories: Sequence[str] = MEMORIES if momentum else MEMORIES[:1]
         self._feedback = self._new_feedback()
+        self._known: set[str] = set()  # buckets that have residuals
         self._states: dict[str, State] = {}
         self._before: dict[str, State] = {}  # tentative: of the buckets that this step has brought
         self._facts: dict[tuple[int, torch.dtype, int], str] = {}
@@ -55,10 +56,12 @@ class Selections:
             self._states.setdefault(key, self._entry.initial_state())
         if kept:
             self._feedback.adopt(key, kept["residuals"], kept.get("velocities"))
+            self._known.add(key)
 
     def forget(self, key: str) -> dict[str, Tensor]:
         """See `Scheme.forget`."""
         self._states.pop(key, None)
+        self._known.discard(key)
         try:
             return self._feedback.forget(key)
         except KeyError:  # nothing has been sent of it yet
@@ -73,6 +76,7 @@ class Selections:
         select, rank, size = self._entry.select, self._comm.rank, self._comm.size
         prescribed = None if select is None else select(gradient, rank, size, k, state)
         sent = self._feedback.compress(key, gradient, select=prescribed, withhold=unused)
+        self._known.add(key)
         given = marked(sent, self._feedback, key)
         schedule = scheduled(given, self._comm, k, self._entry, {} if state is None else {"state": state})
         return _Selected(self._facts_of(sent, k), schedule, sent, self._feedback, key, size, scale)
@@ -92,6 +96,10 @@ class Selections:
         """See `Scheme.kept`."""
         state = self._feedback.state_dict()
         return {memory: state[memory] for memory in MEMORIES}
+
+    def residuals_now(self) -> list[Tensor]:
+        """As they are now: references."""
+        return [self._feedback.residual(key) for key in self._known]
 
     def state_dict(self) -> dict[str, Any]:
         """The algorithm's state by bucket, as a list, which torch.distributed.checkpoint loads as a whole."""
@@ -113,7 +121,7 @@ class Selections:
         if isinstance(self._compressor, StatefulCompressor):
             self._compressor.load_state_dict(dict(state["compressor"]))
         self._feedback = self._new_feedback()
-        self._states, self._before = states, {}
+        self._states, self._before, self._known = states, {}, set()
 
     def _facts_of(self, sent: SparseVector, k: int) -> str:
         what = sent.numel, sent.dtype, k  # a compressor's density may change

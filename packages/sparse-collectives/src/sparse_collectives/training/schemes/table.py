@@ -21,10 +21,11 @@ from sparse_collectives.training.schemes.powersgd import PowerSGD, check_rank
 class WholeScheme:
     """What the rest of the package asks of a scheme, one of ours or one's own (see CONTRIBUTING).
 
-    make: (comm, **options) -> a new `Scheme`, for gradients of these ranks.
-    options: its own settings, with their defaults, whose types they have.
-    check: (**options), raises ValueError for settings that do not fit.
-    name: what errors and checkpoints call it; default: the key in `WHOLE`, else the name of what makes it.
+    Attributes:
+        make: (comm, **options) -> a new `Scheme`, for gradients of these ranks.
+        options: Its own settings, with their defaults, whose types they have.
+        check: (**options); raises a ValueError for settings that do not fit.
+        name: What errors and checkpoints call it; default: the key in `WHOLE`, else the name of what makes it.
     """
 
     make: Callable[..., Scheme]

@@ -86,6 +86,10 @@ class TinyWhole:
             kept["velocities"] = {**kept["velocities"], key: together}
         return kept
 
+    def residuals_now(self) -> list[Tensor]:
+        """As they are now: references."""
+        return self._selections.residuals_now()
+
     def state_dict(self) -> dict[str, Any]:
         """See `Scheme.state_dict`."""
         return self._selections.state_dict()

@@ -1,0 +1,54 @@
+"""What training has cost and saved so far: a dict of plain numbers for any logger, which can say itself in a line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+class Stats(dict[str, float]):
+    """What `stats()` of an optimizer or a hook's state gives: numbers since it was made, of this rank.
+
+        print(optimizer.stats());  writer.add_scalars("network", optimizer.stats(), step);  json.dumps(state.stats())
+
+    Attributes:
+        steps: That were counted; of a state that was loaded, with those before it was saved.
+        skipped: Of those, the ones that were left out because a gradient was not finite.
+        bytes_sent: By this rank, headers included.
+        bytes_dense: What an allreduce of whole gradients in every step would have sent at best: 2(P − 1)/P of them.
+        seconds_exchanging: In which something was under way.
+        seconds_waited: Of those, the ones in which nothing else was left to do.
+        seconds_hidden: Of those, the ones in which this rank computed.
+    """
+
+    def __str__(self) -> str:
+        """One line; of what is not known, nothing."""
+        return ", ".join(filter(None, [_steps(self), _bytes(self), _seconds(self), _rest(self)]))
+
+
+def _steps(stats: Mapping[str, float]) -> str:
+    steps, skipped = stats.get("steps", 0), stats.get("skipped", 0)
+    return f"{steps:.0f} step{'s' * (steps != 1)}" + (f" ({skipped:.0f} skipped)" if skipped else "")
+
+
+def _bytes(stats: Mapping[str, float]) -> str:
+    sent, dense = stats.get("bytes_sent", 0), stats.get("bytes_dense", 0)
+    saved = f" for {_scaled(dense)} dense ({dense / sent:,.1f}x fewer)" if sent and dense else ""
+    return f"{_scaled(sent)} sent{saved}"
+
+
+def _seconds(stats: Mapping[str, float]) -> str:
+    waited, hidden = stats.get("seconds_waited", 0), stats.get("seconds_hidden", 0)
+    return f"{waited:.3g} s waited and {hidden:.3g} s hidden"
+
+
+def _rest(stats: Mapping[str, float]) -> str:
+    known = [f"{name.replace('_', ' ')} {stats[name]:.3g}" for name in ("density", "residual_norm") if name in stats]
+    return ", ".join(known)
+
+
+def _scaled(nbytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.4g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.4g} TB"

@@ -1,0 +1,72 @@
+"""stats(): what training has cost and saved; and what a repr says."""
+
+import json
+
+import pytest
+import torch
+from communicators import Link, SimulatedWorld
+from local_sgd import CoCoDSGD, LocalSGD
+
+NUMEL, TAU = 11, 4
+
+
+def made(comm, task, algorithm, **options):
+    return algorithm(torch.optim.SGD(task.model.parameters(), lr=0.1), comm=comm, sync_every=TAU, **options)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_what_is_sent_and_what_whole_gradients_would_have_been(quadratic, algorithm, size):
+    def body(comm):
+        task = quadratic(comm.rank)
+        optimizer = made(comm, task, algorithm)
+        before = comm.bytes_sent - optimizer.stats()["bytes_sent"]  # some agree on more when they are made
+        task.train(optimizer, range(2 * TAU))
+        stats = optimizer.stats()
+        task.train(optimizer, range(2 * TAU, 3 * TAU))
+        optimizer.finish()
+        return stats, optimizer.stats(), comm.bytes_sent - before
+
+    for early, late, sent in SimulatedWorld(size).run(body):
+        assert (early["steps"], late["steps"]) == (2 * TAU, 3 * TAU)
+        assert early["boundaries"] >= 2
+        assert late["bytes_sent"] == sent >= early["bytes_sent"]
+        assert late["bytes_dense"] == 3 * TAU * (2 * 4 * NUMEL * (size - 1) // size)
+        assert late["seconds_exchanging"] >= late["seconds_waited"] >= 0
+        assert json.loads(json.dumps(late)) == late
+
+
+@pytest.mark.parametrize(("algorithm", "hidden"), [(LocalSGD, 0.0), (CoCoDSGD, 0.5)])
+def test_seconds_are_those_of_the_hidden_fraction(quadratic, algorithm, hidden):
+    def body(comm):
+        task = quadratic(comm.rank)
+        optimizer = made(comm, task, algorithm)
+        for step in range(5 * TAU):
+            comm.elapse(1e-3)
+            task.train(optimizer, [step])
+        return optimizer.stats(), optimizer.hidden_fraction
+
+    stats, fraction = SimulatedWorld(2, Link(4e-3, 0.0)).run(body)[0]  # two messages take 8 ms, a block 4
+    assert stats["seconds_hidden"] == pytest.approx(fraction * stats["seconds_exchanging"])
+    assert fraction == pytest.approx(hidden, abs=0.01)
+
+
+def test_steps_of_before_a_resume_are_not_what_is_compared_with(quadratic):
+    def body(comm):
+        task = quadratic(comm.rank)
+        optimizer = made(comm, task, LocalSGD)
+        task.train(optimizer, range(2 * TAU))
+        other = made(comm, task, LocalSGD)
+        other.load_state_dict(optimizer.state_dict())
+        task.train(other, range(2 * TAU, 3 * TAU))
+        return other.stats()
+
+    stats = SimulatedWorld(2).run(body)[0]
+    assert (stats["steps"], stats["bytes_dense"]) == (3 * TAU, TAU * 4 * NUMEL)
+
+
+def test_a_repr_says_the_settings(quadratic):
+    def body(comm):
+        return repr(made(comm, quadratic(comm.rank), CoCoDSGD, weighted=True))
+
+    text = SimulatedWorld(2).run(body)[0]
+    assert text.startswith("CoCoDSGD(sync_every=4, buffers='keep', inner_state='keep', weighted=True, rank 0 of 2, SGD")

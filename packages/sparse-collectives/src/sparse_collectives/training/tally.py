@@ -1,0 +1,101 @@
+"""What exchanges cost this rank: bytes as they are given to the network, and seconds, waited for or hidden."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from communicators import Round, Schedule
+
+R = TypeVar("R")
+
+
+class Timed(Protocol):
+    """When something was under way, in seconds by the communicator's clock; `ended` is None while it is."""
+
+    @property
+    def began(self) -> float: ...
+    @property
+    def ended(self) -> float | None: ...
+
+
+@dataclass(eq=False)
+class Exchanged:
+    """One bucket's exchange."""
+
+    sent: int = 0
+    work: Timed | None = None
+
+    def counted(self, schedule: Schedule[R]) -> Schedule[R]:
+        """The same schedule; what its rounds send is counted, by whichever thread carries them."""
+        received: Any = None
+        try:
+            while True:
+                action = schedule.send(received)
+                if isinstance(action, Round):
+                    self.sent += sum(payload.numel() for payload in action.sends.values())
+                received = yield action
+        except StopIteration as end:
+            result: R = end.value
+            return result
+        finally:
+            schedule.close()
+
+
+class Tally:
+    """Of all exchanges since it was made. Those of a step are kept one by one until the next step begins.
+
+    dense: bytes that whole gradients would have taken.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._step: list[Exchanged] = []
+        self._waits: float | None = None  # since then this rank has had nothing else to do
+        self._sent, self._dense, self._under_way, self._waited = 0, 0, 0.0, 0.0
+
+    def begin(self, *, dense: int) -> Exchanged:
+        """One more; the first after a wait belongs to the next step."""
+        if self._waits is not None:
+            self._sent += sum(one.sent for one in self._step)
+            under_way, waited = self._seconds()
+            self._under_way, self._waited = self._under_way + under_way, self._waited + waited
+            self._step, self._waits = [], None
+        self._dense += dense
+        self._step.append(one := Exchanged())
+        return one
+
+    def waits(self) -> None:
+        """From now on this rank only waits for what was begun."""
+        if self._waits is None:
+            self._waits = self._clock()
+
+    def numbers(self) -> dict[str, float]:
+        """See `communicators.stats.Stats`."""
+        under_way, waited = self._seconds()
+        under_way, waited = self._under_way + under_way, self._waited + waited
+        return {
+            "bytes_sent": self._sent + sum(one.sent for one in self._step),
+            "bytes_dense": self._dense,
+            "seconds_exchanging": under_way,
+            "seconds_waited": waited,
+            "seconds_hidden": under_way - waited,
+        }
+
+    def _seconds(self) -> tuple[float, float]:
+        """Of this step: in which something was under way, and of those the ones in which this rank waited."""
+        now = self._clock()
+        works = [one.work for one in self._step if one.work is not None]
+        spans = [(work.began, now if work.ended is None else work.ended) for work in works]
+        waits = now if self._waits is None else self._waits
+        return covered(spans), covered((max(begin, waits), end) for begin, end in spans)
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """The length of what the spans cover together; those that end before they begin cover nothing."""
+    total, reached = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total
