@@ -1008,6 +1008,97 @@ EXPORT int64_t sc_sorted(const void *bits, int64_t n, uint32_t least, void *keys
     return m;
 }
 
+/* How many of n keys are `least` or larger. */
+INLINE int64_t at_least_of(const i32 *keys, int64_t n, int64_t least) {
+    int32_t below_it = (int32_t)least_of(least, MAGNITUDE), found = 0; /* negative: as comparing vectors counts */
+    for (int64_t i = 0; i < n; i++)
+        found -= keys[i] >= below_it;
+    return least > MAGNITUDE ? 0 : -(int64_t)found;
+}
+
+/* Keys that are spread over ranks: samples enclose the k-th largest (kth_largest.py of sparse-collectives). rows: of
+ * each rank how many keys it has, and `samples` of them, every g-th, g = ceil(keys / samples), smallest or largest first.
+ * ends: the two keys that enclose it. spans: of each rank the first and the last of its keys that may be it, the largest
+ * first. */
+EXPORT void sc_bracket(const void *rows, int64_t ranks, int64_t samples, int64_t k, int64_t *ends, int64_t *spans) {
+    const i32 *row = rows;
+    int64_t width = 1 + samples, more = 0;
+#define GAP(ROW) (most_of(((ROW)[0] + samples - 1) / samples, 1))
+    for (int64_t r = 0; r < ranks; r++)
+        more += GAP(row + r * width) - 1;
+    for (int end = 0; end < 2; end++) {
+        int64_t wanted = end ? k - more : k, low = -1, high = MAGNITUDE; /* low is reached by as many as are wanted */
+        while (wanted > 0 && low < high) {
+            int64_t middle = low + (high - low + 1) / 2, reached = 0;
+            for (const i32 *own = row; own < row + ranks * width; own += width)
+                reached += GAP(own) * at_least_of(own + 1, own[0] / GAP(own), middle);
+            if (reached >= wanted)
+                low = middle;
+            else
+                high = middle - 1;
+        }
+        ends[end] = wanted > 0 ? low : MAGNITUDE;
+    }
+    for (int64_t r = 0; r < ranks; r++) {
+        const i32 *own = row + r * width;
+        int64_t gap = GAP(own), taken = own[0] / gap;
+        int64_t first = gap * at_least_of(own + 1, taken, ends[1]);
+        int64_t last = least_of(gap * at_least_of(own + 1, taken, ends[0] + 1) + gap - 1, own[0]);
+        spans[2 * r] = first, spans[2 * r + 1] = most_of(first, last);
+    }
+#undef GAP
+}
+
+/* What a rank says of its n keys, the smallest first: how many are larger than high, equal it, and equal low; then those
+ * from `first` to `last` of the largest. */
+EXPORT void sc_say(const void *keys, int64_t n, int64_t low, int64_t high, int64_t first, int64_t last, void *out) {
+    const i32 *own = keys;
+    i32 *said = out;
+    int64_t upto_high = below(own, n, high + 1), upto_low = below(own, n, low + 1);
+    said[0] = (int32_t)(n - upto_high);
+    said[1] = (int32_t)(upto_high - below(own, n, high));
+    said[2] = (int32_t)(upto_low - below(own, n, low));
+    memcpy(said + 3, own + (n - last), (size_t)(last - first) * 4);
+}
+
+/* The k-th largest of keys that are spread over ranks. rows: of each rank, one after the other, `lengths` numbers: how
+ * many of its keys are larger than high, equal it, and equal low, then keys, of which those between low and high count.
+ * larger, equal: how many of each rank's keys are larger than it, and equal it. scratch: 8 bytes for each number, and
+ * SLACK. */
+EXPORT int64_t sc_settle(const void *rows, const int64_t *lengths, int64_t ranks, int64_t low, int64_t high, int64_t k,
+                         int64_t *larger, int64_t *equal, void *scratch) {
+    const i32 *row = rows;
+    u32 *inside = scratch;
+    int64_t wanted = k, m = 0, ties;
+    for (int64_t r = 0; r < ranks; row += lengths[r++]) {
+        int64_t before = m;
+        for (int64_t i = 3; i < lengths[r]; i++) {
+            inside[m] = (uint32_t)row[i];
+            m += row[i] > low && row[i] < high;
+        }
+        larger[r] = (int64_t)row[0] + row[1], equal[r] = m - before;
+        wanted -= larger[r];
+    }
+    const int64_t between = m;
+    int64_t found = 0;
+    if (wanted > 0 && wanted <= m)
+        found = (int64_t)kth_key(inside, m, wanted, inside + m + SLACK, &ties);
+    row = rows;
+    for (int64_t r = 0; r < ranks; inside += m, row += lengths[r++]) {
+        m = equal[r];
+        if (wanted <= 0)
+            larger[r] = row[0], equal[r] = row[1], found = high;
+        else if (wanted > between)
+            larger[r] += m, equal[r] = row[2], found = low;
+        else
+            for (int64_t i = equal[r] = 0; i < m; i++) {
+                larger[r] += inside[i] > (uint32_t)found;
+                equal[r] += inside[i] == (uint32_t)found;
+            }
+    }
+    return found;
+}
+
 /* Whether n indices increase strictly. */
 EXPORT int sc_increasing(const void *index, int64_t n) {
     const i32 *at = index;
