@@ -784,18 +784,19 @@ static void streams_of(const i32 *ai, int64_t na, const i32 *bi, int64_t nb, int
         i[s] = parted(ai, na, bi, nb, (na + nb) * s / STREAMS, &j[s]);
 }
 
-/* The entry of the smaller index, or of both with a + b, to place o of stream S; without branches. */
+/* The entry of the smaller index, or of both with a + b, to place o of stream S. By masks, because of a choice compilers
+ * make a branch, which is taken one way as often as the other. */
 #define MERGE_ONE(S)                                                             \
     {                                                                            \
         int32_t a = ai[i##S], b = bi[j##S];                                      \
         uint32_t x = ((const u32 *)av)[i##S], y = ((const u32 *)bv)[j##S];       \
         uint32_t sum = to_bits(sum_of(from_bits(x), from_bits(y)));              \
-        int from_a = a <= b, from_b = b <= a;                                    \
-        x = from_b ? sum : x;                                                    \
-        index[at##S + o] = from_a ? a : b;                                       \
-        value[at##S + o] = from_a ? x : y;                                       \
-        i##S += from_a;                                                          \
-        j##S += from_b;                                                          \
+        uint32_t from_a = -(uint32_t)(a <= b), from_b = -(uint32_t)(b <= a);     \
+        x ^= (x ^ sum) & from_b;                                                 \
+        index[at##S + o] = b ^ ((a ^ b) & (int32_t)from_a);                      \
+        value[at##S + o] = y ^ ((y ^ x) & from_a);                               \
+        i##S += from_a & 1;                                                      \
+        j##S += from_b & 1;                                                      \
     }
 
 /* a + b over the union of their indices, which increase, in STREAMS pieces: a stream waits for its own loads, so they
