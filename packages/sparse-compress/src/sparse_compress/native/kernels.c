@@ -46,7 +46,9 @@ enum {
     MAX_SAMPLE = 32768,
     KEY_SAMPLE = 2048,     /* of keys that are in memory anyway */
     DIGITS = 2048,         /* a histogram that stays in L1 */
-    STREAMS = 4,           /* of a merge */
+    STREAMS = 4,           /* of a merge, */
+    TURN = 16,             /* so many entries of each before it fetches, */
+    LATER = 256,           /* elements beforehand */
     WINDOW = 4096,         /* elements of a dense tensor that are put back at a time */
     STREAMED = 1 << 19     /* elements, 2 MB: what a core does not have in its own cache is written past the caches */
 };
@@ -552,6 +554,8 @@ EXPORT int sc_use(int most) {
         use.step = step_avx512, use.between = between_avx512, use.split = split_avx512;
         USE_CODING(avx512)
     }
+#else
+    (void)most;
 #endif
     return use.level;
 }
@@ -646,10 +650,13 @@ static void lay_out(Selecting *s, void *scratch) {
     s->found = 0;
 }
 
-static void put_back(Selecting *s, int32_t at, uint32_t bits, uint32_t velocity) {
-    ((u32 *)s->vo)[at] = bits;
-    if (s->uo)
-        ((u32 *)s->uo)[at] = velocity;
+/* n elements get back what was taken out of them. */
+static void put_back(Selecting *s, const i32 *index, const u32 *bits, const u32 *velocity, int64_t n) {
+    u32 *vo = (u32 *)s->vo, *uo = (u32 *)s->uo;
+    for (int64_t i = 0; i < n; i++)
+        vo[index[i]] = bits[i];
+    for (int64_t i = 0; uo && i < n; i++)
+        uo[index[i]] = velocity[i];
 }
 
 /* Leaves the k largest of what was found, ties to the lowest index; what is not among them goes back. Later elements
@@ -673,8 +680,7 @@ static void shrink(Selecting *s) {
     }
     use.split(s->index, s->bits, s->found, kth, &ties, s->index, s->bits, s->k, s->cut_index, s->cut_bits, cut);
     if (s->clears)
-        for (int64_t i = 0; i < cut; i++)
-            put_back(s, s->cut_index[i], s->cut_bits[i], s->uo ? s->velocity[s->k + i] : 0);
+        put_back(s, s->cut_index, s->cut_bits, s->velocity + s->k, cut);
     s->found = s->k;
     s->least = kth + 1;
 }
@@ -716,8 +722,7 @@ static int64_t selected(Selecting *s, int64_t least, i32 *index, u32 *bits) {
     sweep(s);
     if (likely > asked && s->found < s->k) { /* the sample misled: once more, of all that is asked */
         if (s->clears)
-            for (int64_t i = 0; i < s->found; i++)
-                put_back(s, s->index[i], s->bits[i], s->uo ? s->velocity[i] : 0);
+            put_back(s, s->index, s->bits, s->velocity, s->found);
         s->found = 0, s->least = asked, s->g = NULL;
         sweep(s);
     }
@@ -799,6 +804,15 @@ static void streams_of(const i32 *ai, int64_t na, const i32 *bi, int64_t nb, int
         j##S += from_b & 1;                                                      \
     }
 
+/* What stream S reads and writes in a while: they are more streams than a processor foresees by itself. */
+#define FETCH_AHEAD(S)                                        \
+    {                                                         \
+        fetch(ai + i##S + LATER), fetch(av + i##S + LATER);   \
+        fetch(bi + j##S + LATER), fetch(bv + j##S + LATER);   \
+        __builtin_prefetch(index + at##S + o + LATER, 1);     \
+        __builtin_prefetch(value + at##S + o + LATER, 1);     \
+    }
+
 /* a + b over the union of their indices, which increase, in STREAMS pieces: a stream waits for its own loads, so they
  * take turns. index, value: room for na + nb. pieces: where each begins and ends; the values between them are 0. Returns
  * the entries of all. */
@@ -815,9 +829,13 @@ EXPORT int64_t sc_union(const void *a_index, const void *a_value, int64_t na, co
     for (;;) {
         int64_t first = least_of(least_of(i[1] - i0, j[1] - j0), least_of(i[2] - i1, j[2] - j1));
         int64_t second = least_of(least_of(i[3] - i2, j[3] - j2), least_of(i[4] - i3, j[4] - j3));
-        int64_t end = o + least_of(first, second);
+        int64_t end = o + least_of(least_of(first, second), TURN);
         if (end <= o)
             break;
+        FETCH_AHEAD(0)
+        FETCH_AHEAD(1)
+        FETCH_AHEAD(2)
+        FETCH_AHEAD(3)
         for (; o < end; o++) {
             MERGE_ONE(0)
             MERGE_ONE(1)
