@@ -2,12 +2,12 @@
 
     python -m bench collectives [--full] [--repeats N] [--output DIR]
 
-select: error feedback and selection. prepare: checks, facts, and a copy that is the call's own. merge: what the schedule
-computes between its rounds. exchange: the rest of the call, which all ranks enter at once, after a barrier that is not
-counted. restore: what was dropped into the residual. put: the mean into a dense tensor. x_mpi, x_gloo: the whole call in
-units of the dense allreduce of the same n. x_link: exchange and merge in units of α·rounds + β·bytes as measured in the
-same launch. sent and rounds: next to the algorithm's expression. Medians of interleaved repeats on rank 0; x_mpi_least:
-the shortest call in units of MPI's shortest.
+select: error feedback and selection. prepare: checks, facts, and a copy that is the call's own. merge: what the
+schedule computes between its rounds. exchange: the rest of the call, which all ranks enter at once, after a barrier
+that is not counted. restore: what was dropped into the residual. put: the mean into a dense tensor. x_mpi, x_gloo: the
+whole call in units of the dense allreduce of the same n. x_link: exchange and merge in units of α·rounds + β·bytes as
+measured in the same launch. sent and rounds: next to the algorithm's expression. Medians of interleaved repeats on
+rank 0; x_mpi_least: the shortest call in units of MPI's shortest.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ COUNTS = ("sent", "expected_sent", "rounds", "expected_rounds")
 def as_row(
     name: str, medians: dict[str, Times], least: dict[str, float], comm: Communicator, numel: int, k: int, link: Link
 ) -> dict[str, Any]:
-    """What is known of one call, by column; all that is measured is rank 0's. medians, least: of all calls of the case."""
+    """What is known of one call, by column; all that is measured is rank 0's. medians, least: of the case's calls."""
     mine, dense = medians[name], "mpi4py Allreduce"
     found: dict[str, Any] = {"algorithm": name, "whole_ms": 1e3 * mine["whole"]}
     found |= {f"{part}_ms": 1e3 * mine[part] if part in mine else None for part in PARTS}

@@ -77,7 +77,7 @@ def _enclosed(sampled: Tensor, counts: Sequence[int], k: int) -> Bracket:
     """`bracket`, of what all ranks have said: their counts and samples."""
     if sampled.dtype == torch.int32 and dense.ready(sampled):
         return Bracket(*spread.bracket(sampled, len(counts), k))
-    return bracket(counts, sampled.numpy().reshape(len(counts), -1)[:, 1:], k)
+    return bracket(counts, list(sampled.numpy().reshape(len(counts), -1)[:, 1:]), k)
 
 
 def _said(in_order: Tensor, low: int, high: int, span: tuple[int, int]) -> Tensor:

@@ -123,7 +123,9 @@ def join(vectors: Sequence[SparseVector]) -> SparseVector:
     return joined
 
 
-def join_bodies(bodies: Sequence[Tensor], spans: Bounds, counts: Sequence[int], like: SparseVector) -> SparseVector | None:
+def join_bodies(
+    bodies: Sequence[Tensor], spans: Bounds, counts: Sequence[int], like: SparseVector
+) -> SparseVector | None:
     """`join` of bodies on a CPU, straight from their bytes; None where one has not that many entries in its span.
 
     Nor where indices do not increase from body to body.

@@ -23,7 +23,7 @@ def bracket(rows: Tensor, ranks: int, k: int) -> tuple[int, int, list[tuple[int,
 
 
 def said(in_order: Tensor, low: int, high: int, span: tuple[int, int]) -> Tensor:
-    """How many keys, int32, the smallest first, are larger than high, equal it, and equal low; then those of the span."""
+    """How many keys, int32, the smallest first, are larger than high, equal it, equal low; then those of the span."""
     first, last = span
     numbers = torch.empty(3 + last - first, dtype=torch.int32)
     kernels().sc_say(in_order.data_ptr(), len(in_order), low, high, first, last, numbers.data_ptr())
