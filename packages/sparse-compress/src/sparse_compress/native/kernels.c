@@ -1077,7 +1077,8 @@ EXPORT void sc_say(const void *keys, int64_t n, int64_t low, int64_t high, int64
     said[0] = (int32_t)(n - upto_high);
     said[1] = (int32_t)(upto_high - below(own, n, high));
     said[2] = (int32_t)(upto_low - below(own, n, low));
-    memcpy(said + 3, own + (n - last), (size_t)(last - first) * 4);
+    if (last > first) /* else there may be no memory to point to */
+        memcpy(said + 3, own + (n - last), (size_t)(last - first) * 4);
 }
 
 /* The k-th largest of keys that are spread over ranks. rows: of each rank, one after the other, `lengths` numbers: how
