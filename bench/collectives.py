@@ -2,11 +2,12 @@
 
     python -m bench collectives [--full] [--repeats N] [--output DIR]
 
-select: error feedback and selection. merge: what the schedule computes between its rounds. exchange: the rest of the
-call, which all ranks enter at once, after a barrier that is not counted. put: the mean into a dense tensor, and what
-was dropped into the residual. x_mpi, x_gloo: the whole call in units of the dense allreduce of the same n. x_link:
-exchange and merge in units of α·rounds + β·bytes as measured in the same launch. sent and rounds: next to the
-algorithm's expression. Medians of interleaved repeats on rank 0.
+select: error feedback and selection. prepare: checks, facts, and a copy that is the call's own. merge: what the
+schedule computes between its rounds. exchange: the rest of the call, which all ranks enter at once, after a barrier
+that is not counted. restore: what was dropped into the residual. put: the mean into a dense tensor. x_mpi, x_gloo: the
+whole call in units of the dense allreduce of the same n. x_link: exchange and merge in units of α·rounds + β·bytes as
+measured in the same launch. sent and rounds: next to the algorithm's expression. Medians of interleaved repeats on
+rank 0; x_mpi_least: the shortest call in units of MPI's shortest.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from sparse_collectives import ALGORITHMS
 from sparse_collectives.prediction.calibration import measure_traffic
 from sparse_compress import TopK
 
-from bench.collectives_calls import Times, Training, counted, medians_of, sparse, whole
+from bench.collectives_calls import Times, Training, counted, least_of, medians_of, sparse, whole
 from bench.collectives_report import BF16, LABELS, as_row, as_text
 from bench.record import machine, record
 
@@ -100,7 +101,8 @@ def _measure(
             total.fill_(1.0)
             taken[name].append(call())
     medians = {name: medians_of(times[1:]) for name, times in taken.items()}
-    return [as_row(name, medians, comm, numel, TopK(density).entries(numel), link) for name in calls]
+    least = {name: least_of(times[1:]) for name, times in taken.items()}
+    return [as_row(name, medians, least, comm, numel, TopK(density).entries(numel), link) for name in calls]
 
 
 def _join_gloo(world: Any) -> None:

@@ -32,30 +32,31 @@ class Training:
 
 def sparse(training: Training, gradient: torch.Tensor) -> Times:
     """A whole call, and its parts."""
-    comm, entry, state = training.comm, training.entry, training.state
+    comm, state, select = training.comm, training.state, training.entry.select
     k, inside = training.compressor.entries(gradient.numel()), [0.0, 0.0]
     training.mean = torch.zeros_like(gradient) if training.mean is None else training.mean
-    select = entry.select
     prescribed = None if select is None else select(gradient, comm.rank, comm.size, k, state)
-    begin = time.perf_counter()
+    begin, sent = time.perf_counter(), comm.bytes_sent
     sparse = training.feedback.compress("x", gradient, select=prescribed)
-    selected = time.perf_counter() - begin
-    sent = comm.bytes_sent
+    selected = time.perf_counter()
     schedule, facts = prepare(sparse, comm, k, training.name, None, state)
+    prepared = time.perf_counter()
     training.wait()
-    begin = time.perf_counter()
+    called = time.perf_counter()
     reduction = run(_watched(schedule, inside), comm, facts=facts)
     exchanged = time.perf_counter()
     training.feedback.restore("x", reduction.dropped)
+    restored = time.perf_counter()
     reduction.total.put(training.mean, divisor=comm.size)
-    put = time.perf_counter() - exchanged
-    merging, rounds = inside
+    end, (merging, rounds) = time.perf_counter(), inside
     return {
-        "select": selected,
+        "select": selected - begin,
+        "prepare": prepared - selected,
         "merge": merging,
-        "exchange": exchanged - begin - merging,
-        "put": put,
-        "whole": selected + exchanged - begin + put,
+        "exchange": exchanged - called - merging,
+        "restore": restored - exchanged,
+        "put": end - restored,
+        "whole": end - called + prepared - begin,
         "sent": comm.bytes_sent - sent,
         "rounds": rounds,
     }
@@ -106,3 +107,8 @@ def counted(comm: Communicator, call: Callable[[], object]) -> Callable[[], Time
 def medians_of(times: Sequence[Times]) -> Times:
     """Of every part."""
     return {name: statistics.median(one[name] for one in times) for name in times[0]}
+
+
+def least_of(times: Sequence[Times]) -> float:
+    """Seconds of the shortest call."""
+    return min(one["whole"] for one in times)

@@ -12,23 +12,26 @@ from sparse_collectives.prediction.plain_table import table
 
 from bench.collectives_calls import Times
 
-PARTS = ("select", "merge", "exchange", "put")
+PARTS = ("select", "prepare", "merge", "exchange", "restore", "put")
 LABELS = ("algorithm", "P", "n", "density")
 COLUMNS = (
     *LABELS,
-    *("select_ms", "merge_ms", "exchange_ms", "put_ms", "whole_ms"),
-    *("x_mpi", "x_gloo", "x_link"),
+    *(f"{part}_ms" for part in (*PARTS, "whole")),
+    *("x_mpi", "x_mpi_least", "x_gloo", "x_link"),
 )
 BF16 = "dense in bf16"
 COUNTS = ("sent", "expected_sent", "rounds", "expected_rounds")
 
 
-def as_row(name: str, medians: dict[str, Times], comm: Communicator, numel: int, k: int, link: Link) -> dict[str, Any]:
-    """What is known of one call, by column; all that is measured is rank 0's. medians: of all calls of the case."""
-    mine = medians[name]
+def as_row(
+    name: str, medians: dict[str, Times], least: dict[str, float], comm: Communicator, numel: int, k: int, link: Link
+) -> dict[str, Any]:
+    """What is known of one call, by column; all that is measured is rank 0's. medians, least: of the case's calls."""
+    mine, dense = medians[name], "mpi4py Allreduce"
     found: dict[str, Any] = {"algorithm": name, "whole_ms": 1e3 * mine["whole"]}
     found |= {f"{part}_ms": 1e3 * mine[part] if part in mine else None for part in PARTS}
-    found["x_mpi"] = mine["whole"] / medians["mpi4py Allreduce"]["whole"]
+    found["x_mpi"] = mine["whole"] / medians[dense]["whole"]
+    found["x_mpi_least"] = least[name] / least[dense]
     found["x_gloo"] = mine["whole"] / medians["gloo all_reduce"]["whole"]
     found |= dict.fromkeys(("x_link", *COUNTS))
     algorithm, dtype = ("dense", torch.bfloat16) if name == BF16 else (name, torch.float32)

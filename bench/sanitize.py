@@ -1,6 +1,6 @@
 """The tests of sparse-compress' kernels, with the kernels compiled under gcc's address and undefined sanitizers.
 
-    python -m bench.sanitize [PYTEST ARGUMENT …]
+    python -m bench.sanitize [PYTEST OPTION …]
 
 Exit status 0 where nothing was found. Needs gcc and its libasan and libubsan. Not among the checks: it takes minutes.
 """
@@ -18,11 +18,15 @@ from sparse_compress.native.compiling import SWITCH, compile_kernels
 
 FLAGS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g"]
 TESTED = ("native", "packing", "topk", "merge", "fused")
-TESTS = [f"packages/sparse-compress/tests/test_compress_{what}.py" for what in TESTED]
-QUIET = ["-q", "-p", "no:cacheprovider", "-o", "timeout=3600"]
+TESTS = [
+    *(f"packages/sparse-compress/tests/test_compress_{what}.py" for what in TESTED),
+    "packages/sparse-collectives/tests/test_kth_largest.py",
+]
+# What a sanitizer says before it ends the process must not be captured.
+PYTEST = ["-q", "-s", "-p", "no:cacheprovider", "-o", "timeout=3600"]
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(options: Sequence[str]) -> int:
     """Compiles, and runs pytest with the sanitizers' libraries loaded first."""
     with tempfile.TemporaryDirectory() as folder:
         kernels = Path(folder, "kernels.so")
@@ -36,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
             "LD_PRELOAD": " ".join(_library(name) for name in ("libasan.so", "libubsan.so")),
             "ASAN_OPTIONS": "detect_leaks=0",  # Python's own
         }
-        command = [sys.executable, "-m", "pytest", *QUIET, *(arguments or TESTS)]
+        command = [sys.executable, "-m", "pytest", *PYTEST, *TESTS, *options]
         return subprocess.run(command, env=environment, check=False).returncode
 
 

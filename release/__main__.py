@@ -14,6 +14,7 @@ from pathlib import Path
 from release.archives import faults
 from release.earlier import build_earlier
 from release.environment import Environment, ReleaseError, linked, run
+from release.kernels import check_ways
 from release.packages import ROOT, Package, build, packages, wheel_of, with_siblings
 
 SMOKE = str(Path(__file__).with_name("smoke.py"))
@@ -50,12 +51,14 @@ def check(folder: Path, *, link_torch: bool, earlier: str | None) -> None:
         describe(tree, built)
     wheels = {name: str(wheel_of(archives)) for name, archives in built.items()}
     with step("torch"):
-        torch = linked("torch", folder / "torch") if link_torch else installed_torch(folder / "torch")
+        torch = linked(folder / "torch", "torch") if link_torch else installed_torch(folder / "torch")
     for name, package in tree.items():
         with step(f"{name} alone"):
             alone = Environment(folder / name, beneath=torch)
             alone.install(*(wheels[each] for each in with_siblings(package, tree)))
             print(alone.run("python", SMOKE, "first", name), end="")
+    with step("with kernels and without"):
+        print(*check_ways(tree["sparse-compress"], Path(wheels["sparse-compress"]), folder / "ways", torch), sep="\n")
     with step("all together"):
         everything = Environment(folder / "all", beneath=torch)
         extras = {CORE: "[mpi,testing]"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -27,24 +27,32 @@ class Environment:
         if beneath is not None:
             (self.packages / "beneath.pth").write_text(f"{beneath}\n")
 
-    def install(self, *words: str) -> None:
-        """By this environment's pip, with its settings."""
+    def install(self, *words: str, variables: Mapping[str, str] | None = None) -> None:
+        """By this environment's pip, with its settings; under these environment variables too."""
         pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-        run([*pip, "--python", str(self.folder / "bin" / "python"), "install", "--prefer-binary", *words])
+        to = ["--python", str(self.folder / "bin" / "python"), "install", "--prefer-binary"]
+        run([*pip, *to, *words], variables=variables)
 
     def run(self, *words: str, timeout: float = 300) -> str:
         """What a program of its own writes; its working folder is the environment's."""
         return run([str(self.folder / "bin" / words[0]), *words[1:]], folder=self.folder, timeout=timeout)
 
 
-def run(command: list[str], *, folder: Path | None = None, timeout: float | None = None) -> str:
-    """What a command writes; of this process's environment it sees nothing of Python.
+def run(
+    command: list[str],
+    *,
+    folder: Path | None = None,
+    timeout: float | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> str:
+    """What a command writes; of this process's environment it sees nothing of Python, and these variables besides.
 
     Raises:
         ReleaseError: It ended with another status than 0, or did not end in time.
     """
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
     kept["PATH"] = os.pathsep.join([str(Path(command[0]).parent), kept.get("PATH", os.defpath)])
+    kept |= variables or {}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     try:
         done = subprocess.run(command, **pipes, text=True, cwd=folder, env=kept, timeout=timeout)  # type: ignore[call-overload]
@@ -55,10 +63,10 @@ def run(command: list[str], *, folder: Path | None = None, timeout: float | None
     return str(done.stdout)
 
 
-def linked(name: str, folder: Path) -> Path:
-    """A folder that holds the distribution `name` of this environment, and those that it needs, as links."""
+def linked(folder: Path, *names: str) -> Path:
+    """A folder that holds these distributions of this environment, and those that they need, as links."""
     folder.mkdir()
-    for each in sorted(_needed_by(name, set())):
+    for each in sorted({needed for name in names for needed in _needed_by(name, set())}):
         found = distribution(each)
         for top in {file.parts[0] for file in found.files or () if file.parts[0] not in ("..", "__pycache__")}:
             (folder / top).symlink_to(Path(str(found.locate_file(top))))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,14 +79,14 @@ def name_of(requirement: str) -> str:
     return matched[0]
 
 
-def build(package: Package, into: Path) -> list[Path]:
-    """Its sdist, and the wheel that is built from this sdist alone; their paths.
+def build(package: Package, into: Path, *, variables: Mapping[str, str] | None = None) -> list[Path]:
+    """Its sdist, and the wheel that is built from this sdist alone, under these environment variables too; their paths.
 
     What builds them is taken from this environment, which names the same: nothing is fetched.
     """
     folder = into / package.name
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(package.folder)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **(variables or {})})
     if done.returncode:
         raise RuntimeError(f"{package.name} cannot be built:\n{done.stdout}{done.stderr}")
     return sorted(folder.iterdir())

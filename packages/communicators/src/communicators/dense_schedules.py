@@ -130,7 +130,7 @@ def allgather_blocks(block: Tensor, nbytes: Sequence[int], rank: int, size: int)
         count = min(distance, size - distance)
         to, source = (rank - distance) % size, (rank + distance) % size
         coming = [nbytes[(source + i) % size] for i in range(count)]
-        payload = frame(torch.cat(blocks[:count]))
+        payload = frame(torch.cat(blocks[:count]) if count > 1 else block)  # framing copies anyway
         received = yield Round({to: payload}, {source: SLOT_BYTES + sum(coming)})
         blocks += torch.split(received[source][SLOT_BYTES:], coming)
     return [blocks[(r - rank) % size] for r in range(size)]

@@ -61,7 +61,7 @@ def frame(tensor: Tensor) -> Tensor:
         uint8, (SLOT_BYTES + tensor bytes,).
     """
     payload = torch.empty(framed_nbytes(tensor.numel(), tensor.dtype), dtype=torch.uint8, device=tensor.device)
-    payload[:SLOT_BYTES] = 0
+    payload[:SLOT_BYTES].zero_()
     body(payload, tensor.dtype).copy_(tensor.detach().reshape(-1))
     return payload
 

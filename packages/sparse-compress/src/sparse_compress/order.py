@@ -13,9 +13,16 @@ def check_indices(indices: Tensor, low: int, high: int) -> None:
     if not len(indices):
         return
     given = indices.numpy() if indices.is_cpu else indices
-    in_order = dense.increasing(indices) if dense.ready(indices) else bool((given[1:] > given[:-1]).all())
-    if not in_order:
+    if not is_increasing(indices):
         raise ValueError("indices are not strictly increasing: sort them, and add up the values of equal ones")
     first, last = int(given[0]), int(given[-1])
     if first < low or last >= high:
         raise ValueError(f"indices run from {first} to {last}, expected {low} … {high - 1}")
+
+
+def is_increasing(indices: Tensor) -> bool:
+    """Whether ``indices``, 1-D int32, increase strictly; of a GPU the answer is read back."""
+    if dense.ready(indices):
+        return dense.increasing(indices)
+    given = indices.numpy() if indices.is_cpu else indices
+    return bool((given[1:] > given[:-1]).all())

@@ -1,5 +1,7 @@
 """Selection by a magnitude, given as an integer, that elements have to reach."""
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -29,7 +31,12 @@ def reaching(flat: Tensor, key: int, k: int) -> SparseVector:
 
 def reachable(key: int, dtype: torch.dtype) -> int:
     """The key, but no larger than that of inf."""
-    return min(key, int(magnitude_keys(torch.tensor(torch.inf, dtype=dtype))))
+    return min(key, _key_of_inf(dtype))
+
+
+@cache
+def _key_of_inf(dtype: torch.dtype) -> int:
+    return int(magnitude_keys(torch.tensor(torch.inf, dtype=dtype)))
 
 
 def limit_of(numel: int, k: int) -> int:

@@ -12,6 +12,7 @@ import torch
 from communicators.dense_schedules import allgather_blocks
 from communicators.schedule import Schedule
 from numpy.typing import NDArray
+from sparse_compress.native import dense, spread
 from sparse_compress.sift import rising
 from sparse_compress.vector_format import WIRE_DTYPES
 from torch import Tensor
@@ -60,19 +61,40 @@ def kth_largest(keys: Tensor, least: int, k: int, rank: int, size: int, *, most:
     mine = in_order.new_zeros(1 + samples)
     mine[0], mine[1 : 1 + m // gap] = m, in_order[m % gap :: gap]
     sampled = yield from _gathered(mine, [len(mine)] * size, rank, size)
-    counts = [int(numbers[0]) for numbers in sampled]
+    counts: list[int] = sampled[:: len(mine)].tolist()
     _check_counts(counts, most)
     if sum(counts) <= k:
         return KthLargest(-1, counts, [0] * size)
-    low, high, spans = bracket(counts, [numbers[1:] for numbers in sampled], k)
-    ends = in_order.new_tensor([low, high])
-    below, upto = torch.searchsorted(in_order, ends), torch.searchsorted(in_order, ends, right=True)
-    first, last = spans[rank]
-    mine = torch.cat([m - upto[1:], (upto - below).flip(0), in_order[m - last : m - first]]).to(keys.dtype)
-    gathered = yield from _gathered(mine, [3 + last - first for first, last in spans], rank, size)
-    found = _settle(gathered, low, high, k)
+    low, high, spans = _enclosed(sampled, counts, k)
+    mine, lengths = _said(in_order, low, high, spans[rank]), [3 + last - first for first, last in spans]
+    gathered = yield from _gathered(mine, lengths, rank, size)
+    found = _settled(gathered, lengths, low, high, k)
     _check_found(found, counts, k)
     return found
+
+
+def _enclosed(sampled: Tensor, counts: Sequence[int], k: int) -> Bracket:
+    """`bracket`, of what all ranks have said: their counts and samples."""
+    if sampled.dtype == torch.int32 and dense.ready(sampled):
+        return Bracket(*spread.bracket(sampled, len(counts), k))
+    return bracket(counts, list(sampled.numpy().reshape(len(counts), -1)[:, 1:]), k)
+
+
+def _said(in_order: Tensor, low: int, high: int, span: tuple[int, int]) -> Tensor:
+    """How many own keys are larger than high, equal it, and equal low; then those of the span."""
+    if in_order.dtype == torch.int32 and dense.ready(in_order):
+        return spread.said(in_order, low, high, span)
+    m, (first, last) = len(in_order), span
+    ends = in_order.new_tensor([low, high])
+    below, upto = torch.searchsorted(in_order, ends), torch.searchsorted(in_order, ends, right=True)
+    return torch.cat([m - upto[1:], (upto - below).flip(0), in_order[m - last : m - first]]).to(in_order.dtype)
+
+
+def _settled(gathered: Tensor, lengths: Sequence[int], low: int, high: int, k: int) -> KthLargest:
+    """`settle`, of what all ranks have said of the keys between low and high."""
+    if gathered.dtype == torch.int32 and dense.ready(gathered):
+        return KthLargest(*spread.settle(gathered, lengths, low, high, k))
+    return settle(np.split(gathered.numpy(), list(accumulate(lengths[:-1]))), low, high, k)
 
 
 def bracket(counts: Sequence[int], samples: Sequence[Keys], k: int) -> Bracket:
@@ -110,8 +132,11 @@ def kth_largest_sent(rank: int, k: int, dtype: torch.dtype, spans: Sequence[int]
     return together(sampled, bruck_sent([WIRE_DTYPES[dtype].itemsize * (3 + span) for span in spans], rank))
 
 
-def _settle(gathered: Sequence[Keys], low: int, high: int, k: int) -> KthLargest:
-    """The k-th largest is high, between the two, or low."""
+def settle(gathered: Sequence[Keys], low: int, high: int, k: int) -> KthLargest:
+    """The k-th largest is high, between the two, or low.
+
+    gathered: of every rank how many of its keys are larger than high, equal it, and equal low; then keys.
+    """
     above, at_high, at_low = ([int(numbers[i]) for numbers in gathered] for i in range(3))
     between = [numbers[3:][(numbers[3:] > low) & (numbers[3:] < high)] for numbers in gathered]
     from_high = [more + equal for more, equal in zip(above, at_high, strict=True)]
@@ -146,9 +171,8 @@ def _gap(count: int, samples: int) -> int:
     return max(-(-count // samples), 1)
 
 
-def _gathered(mine: Tensor, lengths: Sequence[int], rank: int, size: int) -> Schedule[list[Keys]]:
-    """All ranks' keys, `lengths` of them, in rank order."""
+def _gathered(mine: Tensor, lengths: Sequence[int], rank: int, size: int) -> Schedule[Tensor]:
+    """All ranks' numbers, `lengths` of them, in rank order, on the CPU."""
     nbytes = [length * mine.dtype.itemsize for length in lengths]
     blocks = yield from allgather_blocks(mine.view(torch.uint8), nbytes, rank, size)
-    everything: Keys = torch.cat(blocks).view(mine.dtype).cpu().numpy()  # one copy from the device
-    return np.split(everything, list(accumulate(lengths[:-1])))
+    return torch.cat(blocks).view(mine.dtype).cpu()  # one copy from the device

@@ -16,7 +16,7 @@ from sparse_compress.codecs.rounding import VALUES
 from sparse_compress.vector_format import WIRE_DTYPES
 from torch import Tensor
 
-from sparse_collectives.wire.entries import assemble, body_nbytes, from_body, join_in_order
+from sparse_collectives.wire.entries import assemble, body_nbytes, from_body, join_bodies, join_in_order
 from sparse_collectives.wire.invalid import given_by
 
 Span = tuple[int, int]
@@ -191,7 +191,11 @@ def joined(
 
     ranks: whose the blocks are. Raises InvalidMessageError where they are not so, on a CPU.
     """
-    parts = []
+    if wire is PLAIN and like.device.type == "cpu":
+        whole = join_bodies(blocks, spans, counts, like)
+        if whole is not None:
+            return whole
+    parts = []  # one by one, so that it is said whose is wrong
     for block, span, count, rank in zip(blocks, spans, counts, ranks, strict=True):
         with given_by(rank):
             parts.append((rank, wire.entries(block, span, like, count)))

@@ -46,7 +46,9 @@ enum {
     MAX_SAMPLE = 32768,
     KEY_SAMPLE = 2048,     /* of keys that are in memory anyway */
     DIGITS = 2048,         /* a histogram that stays in L1 */
-    STREAMS = 4,           /* of a merge */
+    STREAMS = 4,           /* of a merge, */
+    TURN = 16,             /* so many entries of each before it fetches, */
+    LATER = 256,           /* elements beforehand */
     WINDOW = 4096,         /* elements of a dense tensor that are put back at a time */
     STREAMED = 1 << 19     /* elements, 2 MB: what a core does not have in its own cache is written past the caches */
 };
@@ -552,6 +554,8 @@ EXPORT int sc_use(int most) {
         use.step = step_avx512, use.between = between_avx512, use.split = split_avx512;
         USE_CODING(avx512)
     }
+#else
+    (void)most;
 #endif
     return use.level;
 }
@@ -646,10 +650,13 @@ static void lay_out(Selecting *s, void *scratch) {
     s->found = 0;
 }
 
-static void put_back(Selecting *s, int32_t at, uint32_t bits, uint32_t velocity) {
-    ((u32 *)s->vo)[at] = bits;
-    if (s->uo)
-        ((u32 *)s->uo)[at] = velocity;
+/* n elements get back what was taken out of them. */
+static void put_back(Selecting *s, const i32 *index, const u32 *bits, const u32 *velocity, int64_t n) {
+    u32 *vo = (u32 *)s->vo, *uo = (u32 *)s->uo;
+    for (int64_t i = 0; i < n; i++)
+        vo[index[i]] = bits[i];
+    for (int64_t i = 0; uo && i < n; i++)
+        uo[index[i]] = velocity[i];
 }
 
 /* Leaves the k largest of what was found, ties to the lowest index; what is not among them goes back. Later elements
@@ -673,8 +680,7 @@ static void shrink(Selecting *s) {
     }
     use.split(s->index, s->bits, s->found, kth, &ties, s->index, s->bits, s->k, s->cut_index, s->cut_bits, cut);
     if (s->clears)
-        for (int64_t i = 0; i < cut; i++)
-            put_back(s, s->cut_index[i], s->cut_bits[i], s->uo ? s->velocity[s->k + i] : 0);
+        put_back(s, s->cut_index, s->cut_bits, s->velocity + s->k, cut);
     s->found = s->k;
     s->least = kth + 1;
 }
@@ -716,8 +722,7 @@ static int64_t selected(Selecting *s, int64_t least, i32 *index, u32 *bits) {
     sweep(s);
     if (likely > asked && s->found < s->k) { /* the sample misled: once more, of all that is asked */
         if (s->clears)
-            for (int64_t i = 0; i < s->found; i++)
-                put_back(s, s->index[i], s->bits[i], s->uo ? s->velocity[i] : 0);
+            put_back(s, s->index, s->bits, s->velocity, s->found);
         s->found = 0, s->least = asked, s->g = NULL;
         sweep(s);
     }
@@ -784,18 +789,28 @@ static void streams_of(const i32 *ai, int64_t na, const i32 *bi, int64_t nb, int
         i[s] = parted(ai, na, bi, nb, (na + nb) * s / STREAMS, &j[s]);
 }
 
-/* The entry of the smaller index, or of both with a + b, to place o of stream S; without branches. */
+/* The entry of the smaller index, or of both with a + b, to place o of stream S. By masks, because of a choice compilers
+ * make a branch, which is taken one way as often as the other. */
 #define MERGE_ONE(S)                                                             \
     {                                                                            \
         int32_t a = ai[i##S], b = bi[j##S];                                      \
         uint32_t x = ((const u32 *)av)[i##S], y = ((const u32 *)bv)[j##S];       \
         uint32_t sum = to_bits(sum_of(from_bits(x), from_bits(y)));              \
-        int from_a = a <= b, from_b = b <= a;                                    \
-        x = from_b ? sum : x;                                                    \
-        index[at##S + o] = from_a ? a : b;                                       \
-        value[at##S + o] = from_a ? x : y;                                       \
-        i##S += from_a;                                                          \
-        j##S += from_b;                                                          \
+        uint32_t from_a = -(uint32_t)(a <= b), from_b = -(uint32_t)(b <= a);     \
+        x ^= (x ^ sum) & from_b;                                                 \
+        index[at##S + o] = b ^ ((a ^ b) & (int32_t)from_a);                      \
+        value[at##S + o] = y ^ ((y ^ x) & from_a);                               \
+        i##S += from_a & 1;                                                      \
+        j##S += from_b & 1;                                                      \
+    }
+
+/* What stream S reads and writes in a while: they are more streams than a processor foresees by itself. */
+#define FETCH_AHEAD(S)                                        \
+    {                                                         \
+        fetch(ai + i##S + LATER), fetch(av + i##S + LATER);   \
+        fetch(bi + j##S + LATER), fetch(bv + j##S + LATER);   \
+        __builtin_prefetch(index + at##S + o + LATER, 1);     \
+        __builtin_prefetch(value + at##S + o + LATER, 1);     \
     }
 
 /* a + b over the union of their indices, which increase, in STREAMS pieces: a stream waits for its own loads, so they
@@ -814,9 +829,13 @@ EXPORT int64_t sc_union(const void *a_index, const void *a_value, int64_t na, co
     for (;;) {
         int64_t first = least_of(least_of(i[1] - i0, j[1] - j0), least_of(i[2] - i1, j[2] - j1));
         int64_t second = least_of(least_of(i[3] - i2, j[3] - j2), least_of(i[4] - i3, j[4] - j3));
-        int64_t end = o + least_of(first, second);
+        int64_t end = o + least_of(least_of(first, second), TURN);
         if (end <= o)
             break;
+        FETCH_AHEAD(0)
+        FETCH_AHEAD(1)
+        FETCH_AHEAD(2)
+        FETCH_AHEAD(3)
         for (; o < end; o++) {
             MERGE_ONE(0)
             MERGE_ONE(1)
@@ -1006,6 +1025,98 @@ EXPORT int64_t sc_sorted(const void *bits, int64_t n, uint32_t least, void *keys
         from = to, to = swapped;
     }
     return m;
+}
+
+/* How many of n keys are `least` or larger. */
+INLINE int64_t at_least_of(const i32 *keys, int64_t n, int64_t least) {
+    int32_t below_it = (int32_t)least_of(least, MAGNITUDE), found = 0; /* negative: as comparing vectors counts */
+    for (int64_t i = 0; i < n; i++)
+        found -= keys[i] >= below_it;
+    return least > MAGNITUDE ? 0 : -(int64_t)found;
+}
+
+/* Keys that are spread over ranks: samples enclose the k-th largest (kth_largest.py of sparse-collectives). rows: of
+ * each rank how many keys it has, and `samples` of them, every g-th, g = ceil(keys / samples), smallest or largest first.
+ * ends: the two keys that enclose it. spans: of each rank the first and the last of its keys that may be it, the largest
+ * first. */
+EXPORT void sc_bracket(const void *rows, int64_t ranks, int64_t samples, int64_t k, int64_t *ends, int64_t *spans) {
+    const i32 *row = rows;
+    int64_t width = 1 + samples, more = 0;
+#define GAP(ROW) (most_of(((ROW)[0] + samples - 1) / samples, 1))
+    for (int64_t r = 0; r < ranks; r++)
+        more += GAP(row + r * width) - 1;
+    for (int end = 0; end < 2; end++) {
+        int64_t wanted = end ? k - more : k, low = -1, high = MAGNITUDE; /* low is reached by as many as are wanted */
+        while (wanted > 0 && low < high) {
+            int64_t middle = low + (high - low + 1) / 2, reached = 0;
+            for (const i32 *own = row; own < row + ranks * width; own += width)
+                reached += GAP(own) * at_least_of(own + 1, own[0] / GAP(own), middle);
+            if (reached >= wanted)
+                low = middle;
+            else
+                high = middle - 1;
+        }
+        ends[end] = wanted > 0 ? low : MAGNITUDE;
+    }
+    for (int64_t r = 0; r < ranks; r++) {
+        const i32 *own = row + r * width;
+        int64_t gap = GAP(own), taken = own[0] / gap;
+        int64_t first = gap * at_least_of(own + 1, taken, ends[1]);
+        int64_t last = least_of(gap * at_least_of(own + 1, taken, ends[0] + 1) + gap - 1, own[0]);
+        spans[2 * r] = first, spans[2 * r + 1] = most_of(first, last);
+    }
+#undef GAP
+}
+
+/* What a rank says of its n keys, the smallest first: how many are larger than high, equal it, and equal low; then those
+ * from `first` to `last` of the largest. */
+EXPORT void sc_say(const void *keys, int64_t n, int64_t low, int64_t high, int64_t first, int64_t last, void *out) {
+    const i32 *own = keys;
+    i32 *said = out;
+    int64_t upto_high = below(own, n, high + 1), upto_low = below(own, n, low + 1);
+    said[0] = (int32_t)(n - upto_high);
+    said[1] = (int32_t)(upto_high - below(own, n, high));
+    said[2] = (int32_t)(upto_low - below(own, n, low));
+    if (last > first) /* else there may be no memory to point to */
+        memcpy(said + 3, own + (n - last), (size_t)(last - first) * 4);
+}
+
+/* The k-th largest of keys that are spread over ranks. rows: of each rank, one after the other, `lengths` numbers: how
+ * many of its keys are larger than high, equal it, and equal low, then keys, of which those between low and high count.
+ * larger, equal: how many of each rank's keys are larger than it, and equal it. scratch: 8 bytes for each number, and
+ * SLACK. */
+EXPORT int64_t sc_settle(const void *rows, const int64_t *lengths, int64_t ranks, int64_t low, int64_t high, int64_t k,
+                         int64_t *larger, int64_t *equal, void *scratch) {
+    const i32 *row = rows;
+    u32 *inside = scratch;
+    int64_t wanted = k, m = 0, ties;
+    for (int64_t r = 0; r < ranks; row += lengths[r++]) {
+        int64_t before = m;
+        for (int64_t i = 3; i < lengths[r]; i++) {
+            inside[m] = (uint32_t)row[i];
+            m += row[i] > low && row[i] < high;
+        }
+        larger[r] = (int64_t)row[0] + row[1], equal[r] = m - before;
+        wanted -= larger[r];
+    }
+    const int64_t between = m;
+    int64_t found = 0;
+    if (wanted > 0 && wanted <= m)
+        found = (int64_t)kth_key(inside, m, wanted, inside + m + SLACK, &ties);
+    row = rows;
+    for (int64_t r = 0; r < ranks; inside += m, row += lengths[r++]) {
+        m = equal[r];
+        if (wanted <= 0)
+            larger[r] = row[0], equal[r] = row[1], found = high;
+        else if (wanted > between)
+            larger[r] += m, equal[r] = row[2], found = low;
+        else
+            for (int64_t i = equal[r] = 0; i < m; i++) {
+                larger[r] += inside[i] > (uint32_t)found;
+                equal[r] += inside[i] == (uint32_t)found;
+            }
+    }
+    return found;
 }
 
 /* Whether n indices increase strictly. */
