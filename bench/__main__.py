@@ -6,6 +6,8 @@ import sys
 from collections.abc import Sequence
 from pkgutil import resolve_name
 
+from slow_link import user_namespaces
+
 BENCHMARKS = {
     "cluster": "bench.cluster:main",
     "collectives": "bench.collectives:main",
@@ -23,7 +25,7 @@ BENCHMARKS = {
     "predictions": "bench.predictions:main",
     "signals": "bench.signals:main",
     "kills": "bench.kills:main",
-    "slow-link": "bench.slow_link.__main__:check_command",
+    "slow-link": "bench.slow_link_check:main",
     "trainer": "bench.trainer:main",
     "walk": "bench.walk:main",
 }
@@ -47,4 +49,5 @@ def _run(name: str, options: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    user_namespaces.enter()  # where links are emulated, if this is not root
     raise SystemExit(main(sys.argv[1:]))

@@ -10,17 +10,17 @@ of the best measured one; a prediction if it is within 20 %.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from communicators import Communicator, barrier, buckets_of
+from slow_link import open_link
+from slow_link.throttled import behind_link
 from sparse_collectives import ALGORITHMS, DistributedOptimizer
 from sparse_collectives.prediction.calibration import measure_handling, measure_traffic, slowest
 from sparse_collectives.prediction.cost import Handling, predict, step_seconds
@@ -28,9 +28,8 @@ from sparse_collectives.prediction.plain_table import table
 from sparse_compress import TopK
 from torch import nn
 
-from bench.record import machine, record
-from bench.slow_link import open_link
-from bench.slow_link.throttled import behind_link
+from bench.form import asked, parser_of
+from bench.record import record
 
 COLUMNS = ("algorithm", "P", "density", "wire", "compute_ms", "predicted_ms", "measured_ms", "ratio")
 FIRST_CHOICE, STEP = 0.10, 0.20
@@ -42,16 +41,16 @@ Case: TypeAlias = tuple[str, float, str]
 """Algorithm, density, wire."""
 ALONE = ("alone", 1.0, "fp32")
 
+AGAINST = "what advise predicts from α, β and the measured cost of selecting and merging"
+
 
 def main(argv: Sequence[str] = ()) -> int:
     """Starts the ranks, prints the tables; the exit status is 1 where a first choice is not good."""
-    parser = argparse.ArgumentParser(prog="python -m bench predictions", description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of("predictions", __doc__, full="8 layers instead of 2: 8.4 million parameters")
     parser.add_argument("--mbit", type=float, default=100.0, help="link rate, default 100")
     parser.add_argument("--ms", type=float, default=1.0, help="one-way delay, default 1")
     parser.add_argument("--repeats", type=int, default=5, help="default 5")
-    parser.add_argument("--full", action="store_true", help="8 layers instead of 2: 8.4 million parameters")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="write DIR/predictions.csv, .json and .png too")
-    options, facts = parser.parse_args(argv), machine()
+    options, facts = asked(parser, argv)
     rows: list[dict[str, Any]] = []
     for size in (2, 4):
         command = [
@@ -69,9 +68,8 @@ def main(argv: Sequence[str] = ()) -> int:
             return done.returncode
         rows += [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     print(table(COLUMNS, [[_cell(row[name]) for name in COLUMNS] for row in rows]))
-    if options.output:
-        values = ("predicted_ms", "measured_ms")
-        record(options.output, "predictions", rows, labels=COLUMNS[:4], values=values, facts=facts)
+    values = ("predicted_ms", "measured_ms")
+    record(options.output, "predictions", rows, labels=COLUMNS[:4], values=values, facts=facts, against=AGAINST)
     good = [_judged([row for row in rows if row["P"] == size]) for size in (2, 4)]
     return 0 if all(good) else 1
 
