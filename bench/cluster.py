@@ -39,7 +39,7 @@ def main(argv: Sequence[str] = ()) -> int:
     for how, cluster in ways(options.ranks).items():
         shares, brought = zip(*(cluster.shares(hours, seed) for seed in range(options.seeds)), strict=True)
         row = {"how": how, "share": statistics.median(shares), "least": min(shares), "most": max(shares)}
-        rows.append({**row, "contributors": statistics.median(brought)})
+        rows.append({**row, "share_samples": list(shares), "contributors": statistics.median(brought)})
         spread = f"{row['share']:.1%} [{row['least']:.1%}, {row['most']:.1%}]"
         print(f"{how:>25}: {spread} of the throughput, {statistics.median(brought):.1%} in a round", flush=True)
     record(

@@ -52,7 +52,8 @@ def _compared(task: Task, seeds: int) -> list[dict[str, Any]]:
     ideal = statistics.median(task.ideal(seed) for seed in range(seeds))
     for how, quorum in ways(task.ranks).items():
         runs = [_trained(task, quorum, seed) for seed in range(seeds)]
-        row = dict(zip(COLUMNS, map(statistics.median, zip(*runs, strict=True)), strict=True))
+        row: dict[str, Any] = dict(zip(COLUMNS, map(statistics.median, zip(*runs, strict=True)), strict=True))
+        row["seconds_samples"] = [run[0] for run in runs]
         first = rows[0] if rows else row
         row |= {"speedup": first["seconds"] / row["seconds"], "whole_speedup": first["whole"] / row["whole"]}
         rows.append({"task": task.name, "how": how, **row, "ideal": ideal})

@@ -95,7 +95,8 @@ def on_rank(share: float, rounds: int) -> None:
         row = {"algorithm": name, "sync_every": EVERY if name in ALGORITHMS else 1, **row}
         row["overhead"] = 1 - alone / row["step"]
         if comm.rank == 0:
-            print(json.dumps({column: row.get(column) for column in COLUMNS}), flush=True)
+            samples = [one["step"] for one in found]
+            print(json.dumps({**{column: row.get(column) for column in COLUMNS}, "step_samples": samples}), flush=True)
 
 
 class Task:

@@ -278,8 +278,8 @@ def on_rank(boundaries: int) -> None:
     dist.destroy_process_group()
 
 
-def _measured(task: Task, step: Step, first: int, boundaries: int) -> tuple[list[Tensor], dict[str, float]]:
-    """Parameters after every boundary; medians."""
+def _measured(task: Task, step: Step, first: int, boundaries: int) -> tuple[list[Tensor], dict[str, Any]]:
+    """Parameters after every boundary; medians, and what they are of."""
     path: list[Tensor] = []
     seconds: dict[bool, list[float]] = {True: [], False: []}
     nbytes: dict[bool, list[int]] = {True: [], False: []}
@@ -298,6 +298,8 @@ def _measured(task: Task, step: Step, first: int, boundaries: int) -> tuple[list
         "boundary": statistics.median(seconds[True][1:]) - step_seconds,
         "bytes": statistics.median(nbytes[True][1:]) - statistics.median(nbytes[False]),
         "step": step_seconds,
+        "step_samples": seconds[False],
+        "with_boundary_samples": seconds[True][1:],
     }
 
 

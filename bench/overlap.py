@@ -89,7 +89,7 @@ def on_rank(repeats: int, bucket_mib: Sequence[float]) -> None:
                 print(json.dumps({"algorithm": algorithm, "batch": batch, "bucket_MiB": size, **row}), flush=True)
 
 
-def _measure(comm: _Noted, algorithm: str, batch_size: int, bucket_bytes: int, repeats: int) -> dict[str, float]:
+def _measure(comm: _Noted, algorithm: str, batch_size: int, bucket_bytes: int, repeats: int) -> dict[str, Any]:
     work = _Training(comm, algorithm, batch_size, bucket_bytes)
     turns = {"compute": work.compute, "exchange": work.exchange, "step": work.step, "overlapped": work.overlapped}
     times: dict[str, list[float]] = {name: [] for name in (*turns, "waits")}
@@ -106,7 +106,8 @@ def _measure(comm: _Noted, algorithm: str, batch_size: int, bucket_bytes: int, r
         times["step"][-1] -= idle["step"]  # what is left is work: selection, merges' results, the update
     medians = {name: statistics.median(taken[1:]) for name, taken in times.items()}
     contention = medians["overlapped"] - medians["compute"] - medians["step"] - medians["waits"]
-    return {**medians, "contention": contention, "hidden": 1 - medians["waits"] / medians["exchange"]}
+    samples = {f"{name}_samples": taken[1:] for name, taken in times.items()}
+    return {**medians, "contention": contention, "hidden": 1 - medians["waits"] / medians["exchange"], **samples}
 
 
 class _Training:

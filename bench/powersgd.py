@@ -76,8 +76,10 @@ def on_rank(repeats: int, epochs: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     speeds = _speeds(repeats)
-    for (way, rank), (seconds, nbytes) in speeds.items():
+    for (way, rank), (taken, nbytes) in speeds.items():
+        seconds = statistics.median(taken)
         row = {"way": way, "rank": rank, "step_ms": 1e3 * seconds, "MB": nbytes / 1e6, "loss": None, "accuracy": None}
+        row["ms_samples"] = [1e3 * one for one in taken]
         if epochs:
             found = [_digits(way, rank, seed, epochs) for seed in SEEDS]
             row["loss"], row["accuracy"] = (statistics.mean(values) for values in zip(*found, strict=True))
@@ -87,8 +89,8 @@ def on_rank(repeats: int, epochs: int) -> None:
     dist.destroy_process_group()
 
 
-def _speeds(repeats: int) -> dict[tuple[str, int], tuple[float, float]]:
-    """Seconds and bytes of a step, by way and rank; the ways take turns."""
+def _speeds(repeats: int) -> dict[tuple[str, int], tuple[list[float], float]]:
+    """Seconds of all steps, and bytes of one, by way and rank; the ways take turns."""
     trainings = {}
     for way, rank in WAYS:
         torch.manual_seed(0)
@@ -104,7 +106,7 @@ def _speeds(repeats: int) -> dict[tuple[str, int], tuple[float, float]]:
                 next(steps)
                 taken[key] += [time.perf_counter() - begin] if place else []  # others' data are in the caches
                 nbytes[key] = sent() - before
-    return {key: (statistics.median(times[TURN - 1 :]), nbytes[key]) for key, times in taken.items()}
+    return {key: (times[TURN - 1 :], nbytes[key]) for key, times in taken.items()}
 
 
 def _steps(ddp: DistributedDataParallel, batch: torch.Tensor) -> Iterator[None]:

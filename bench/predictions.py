@@ -82,17 +82,19 @@ def on_rank(repeats: int, layers: int) -> None:
     comm = behind_link()
     cases = [case for name, entry in ALGORITHMS.items() for case in _cases(name, entry.compresses)]
     steps = {ALONE: _alone(layers)} | {case: _training(layers, comm, *case) for case in cases}
-    measured = _interleaved(steps, comm, repeats)
+    measured, taken = _interleaved(steps, comm, repeats)
     compute, numel = measured.pop(ALONE), layers * (WIDTH + 1) * WIDTH
     link = measure_traffic(comm)
     costs: dict[str, Any] = {"numel": numel, "device": torch.device("cpu"), "wires": [FEWER_BYTES]}
     handling = {d: measure_handling(comm, density=d, **costs) for d in DENSITIES}
-    for (name, density, wire), seconds in measured.items():
+    for case, seconds in measured.items():
+        name, density, wire = case
         k, own = TopK(density).entries(numel), handling.get(density, Handling())
         predicted = predict(name, size=comm.size, numel=numel, k=k, link=link, handling=own, wire=wire)
         step = step_seconds(predicted, compute=compute)
         row = {"algorithm": name, "P": comm.size, "density": density, "wire": wire, "compute_ms": 1e3 * compute}
         row |= {"predicted_ms": 1e3 * step, "measured_ms": 1e3 * seconds, "ratio": step / seconds}
+        row |= {"ms_samples": [1e3 * one for one in taken[case]]}
         if comm.rank == 0:
             print(json.dumps(row), flush=True)
 
@@ -139,8 +141,10 @@ def _model(layers: int) -> tuple[nn.Module, torch.Tensor]:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers))), torch.randn(64, WIDTH)
 
 
-def _interleaved(steps: dict[Case, Callable[[], None]], comm: Communicator, repeats: int) -> dict[Case, float]:
-    """Median seconds of every step on the slowest rank.
+def _interleaved(
+    steps: dict[Case, Callable[[], None]], comm: Communicator, repeats: int
+) -> tuple[dict[Case, float], dict[Case, list[float]]]:
+    """Median seconds of every step on the slowest rank; all seconds of this one.
 
     Cases take turns of three steps, of which the first finds other cases' data in the caches and does not count: so it
     is in training.
@@ -156,7 +160,7 @@ def _interleaved(steps: dict[Case, Callable[[], None]], comm: Communicator, repe
                 turn.append(time.perf_counter() - begin)
             taken[case] += turn[1:]
     medians = slowest([statistics.median(times) for times in taken.values()], comm)
-    return dict(zip(steps, medians, strict=True))
+    return dict(zip(steps, medians, strict=True)), taken
 
 
 def _judged(rows: Sequence[dict[str, Any]]) -> bool:

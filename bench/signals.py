@@ -97,6 +97,7 @@ def on_rank(world: str, repeats: int) -> None:
         barrier(comm)
         if taken:
             row |= {f"{name}_us": statistics.median(taken), f"{name}_p90_us": statistics.quantiles(taken, n=10)[-1]}
+            row |= {f"{name}_us_samples": taken}
     if comm.rank == 0:
         print(json.dumps(row), flush=True)
     signals.close()

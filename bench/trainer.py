@@ -182,6 +182,8 @@ def row_of(algorithm: str, pixels: int, steps: Sequence[tuple[float, ...]]) -> d
         "trainer_ms": round(1e3 * trainer, 3),
         "loop_percent": round(100 * loop / bare, 2),
         "overhead_percent": round(100 * more / bare, 2),
+        "trainer_ms_samples": [round(1e3 * step[0], 3) for step in steps],
+        "bare_ms_samples": [round(1e3 * step[1], 3) for step in steps],
     }
 
 

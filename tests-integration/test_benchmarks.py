@@ -45,7 +45,7 @@ def test_a_record_tells_its_circumstances_and_keeps_every_measurement(measured):
         shown = {"labels": ("way",), "values": ("ms_p50",)}
         record(options.output, "try", rows, **shown, facts=facts, against="nothing")
         found = json.loads((options.output / "try.json").read_text())
-        table = list(csv.DictReader((options.output / "try.csv").open()))
+        table = list(csv.DictReader((options.output / "try.csv").read_text().splitlines()))
         assert (options.output / "try.png").exists()
     assert found["circumstances"]["command"] == f"python -m bench try --output {folder}"
     assert {"machine", "cores", "Python", "torch", "commit", "load"} <= set(found["circumstances"])
