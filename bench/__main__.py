@@ -23,6 +23,7 @@ BENCHMARKS = {
     "partial": "bench.partial:main",
     "powersgd": "bench.powersgd:main",
     "predictions": "bench.predictions:main",
+    "scaling": "bench.scaling:main",
     "signals": "bench.signals:main",
     "kills": "bench.kills:main",
     "slow-link": "bench.slow_link_check:main",

@@ -234,7 +234,7 @@ def main(argv: Sequence[str] = ()) -> int:
     if rows:
         _print(rows)
     if rows:
-        measured = {"labels": COLUMNS[:2], "values": ("boundary", "step")}
+        measured: dict[str, Any] = {"labels": COLUMNS[:2], "values": ("boundary", "step")}
         record(options.output, "local-sgd-peers", rows, **measured, facts=facts, against=AGAINST)
     return done.returncode
 

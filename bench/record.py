@@ -7,7 +7,8 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +43,14 @@ def record(
     values: Sequence[str],
     facts: Mapping[str, Any],
     against: str,
+    draw: Callable[[Path], None] | None = None,
     **more: Any,
 ) -> None:
     """Writes folder/name.csv (the rows), .json (with the circumstances, single measurements, and `more`) and .png.
 
     labels: the columns that say what a row is. values: those whose bars are drawn. facts: the circumstances, asked for
-    before the benchmark made the machine busy. against: what the numbers are compared with; printed. A row's list
-    `x_samples` becomes the columns x_p20, x_p50 and x_p80, and stands in the .json as it is.
+    before the benchmark made the machine busy. against: what the numbers are compared with; printed. draw: makes
+    another picture. A row's list `x_samples` becomes the columns x_p20, x_p50 and x_p80, and stands in the .json as it is.
     """
     folder.mkdir(parents=True, exist_ok=True)
     table = [_without_samples(row) for row in rows]
@@ -60,7 +62,7 @@ def record(
     content = {"circumstances": dict(facts), "against": against, "rows": table, **more}
     content |= {"samples": samples} if any(samples) else {}
     (folder / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
-    _draw(folder / f"{name}.png", name, table, labels, values)
+    (draw or partial(_bars, name=name, rows=table, labels=labels, values=values))(folder / f"{name}.png")
     print(f"compared with: {against}\nwritten: {folder / name}.csv, .json, .png", flush=True)
 
 
@@ -81,7 +83,7 @@ def _without_samples(row: Row) -> dict[str, Any]:
     return plain
 
 
-def _draw(path: Path, name: str, rows: Sequence[Row], labels: Sequence[str], values: Sequence[str]) -> None:
+def _bars(path: Path, *, name: str, rows: Sequence[Row], labels: Sequence[str], values: Sequence[str]) -> None:
     """A bar for each row and value; the axis is logarithmic where they differ much."""
     from matplotlib.figure import Figure
 
