@@ -50,7 +50,7 @@ def record(
 
     labels: the columns that say what a row is. values: those whose bars are drawn. facts: the circumstances, asked for
     before the benchmark made the machine busy. against: what the numbers are compared with; printed. draw: makes
-    another picture. A row's list `x_samples` becomes the columns x_p20, x_p50 and x_p80, and stands in the .json as it is.
+    another picture. A list `x_samples` of a row becomes the columns x_p20, x_p50 and x_p80, and stands in the .json.
     """
     folder.mkdir(parents=True, exist_ok=True)
     table = [_without_samples(row) for row in rows]

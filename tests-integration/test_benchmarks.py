@@ -15,13 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from partial_collectives import PartialAllreduce
 from partial_collectives.protocol.rules import Rules
+from sparse_collectives.prediction.cost import Handling
 from thinwire_trainer.command_line.flags import parse
 from thinwire_trainer.synchronisers.table import TABLE
 
+from bench import scaling
 from bench.__main__ import BENCHMARKS
 from bench.cluster_model import Ranks, one_round
 from bench.form import QUICK, RESULTS, asked, parser_of
 from bench.learning import TASKS, asking
+from bench.published import gtopk_link
 from bench.record import record
 
 
@@ -60,6 +63,16 @@ def test_a_quick_run_leaves_the_committed_records_alone():
     parser = parser_of("try", "Tries.", full="more")
     assert asked(parser, [])[0].output == QUICK
     assert asked(parser, ["--full"])[0].output == RESULTS
+
+
+@pytest.mark.parametrize("algorithm", ["topk-allgather", "gtopk", "spardl"])
+@pytest.mark.parametrize("size", [2, 5, 8])
+def test_scaling_simulates_what_the_expression_says(algorithm, size):
+    """Where messages have fixed sizes; so that beyond the largest world the expression may be trusted."""
+    link = gtopk_link()
+    row = scaling._row("any", 20_000, size, algorithm, 0.01, link, Handling(), 0.1)
+    assert row["how"] == "simulated"
+    assert row["exchange_ms"] == pytest.approx(row["expression_ms"], rel=0.03, abs=1.1e3 * link.alpha * (size == 5))
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
