@@ -21,6 +21,7 @@ BENCHMARKS = {
     "local-sgd-peers": "bench.local_sgd_peers:main",
     "overlap": "bench.overlap:main",
     "partial": "bench.partial:main",
+    "peers": "bench.peers:main",
     "powersgd": "bench.powersgd:main",
     "predictions": "bench.predictions:main",
     "scaling": "bench.scaling:main",
