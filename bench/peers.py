@@ -142,16 +142,20 @@ def _nothing(*_: Any) -> None:
 
 
 PLAIN = "plain DDP"
-WAYS: dict[str, tuple[str, Way]] = {
-    PLAIN: ("torch", _by_hook(_nothing)),
-    "bf16_compress_hook": ("torch", _by_hook(_in_bf16)),
-    "PowerSGD hook": ("torch", _by_hook(_low_rank)),
-    "PostLocalSGDOptimizer": ("torch", _post_local_sgd),
-    "gtopk hook": ("thinwire", _sparse("gtopk")),
-    "spardl hook": ("thinwire", _sparse("spardl")),
-    "LocalSGD": ("thinwire", _periodic(LocalSGD)),
-    "OverlapLocalSGD": ("thinwire", _periodic(OverlapLocalSGD)),
-    "EagerSGD, majority": ("thinwire", _eager),
+WAYS: dict[str, tuple[str, Way, str]] = {
+    PLAIN: ("torch", _by_hook(_nothing), "the network keeps up"),
+    "bf16_compress_hook": ("torch", _by_hook(_in_bf16), "half the bytes are few enough: nothing else changes"),
+    "PowerSGD hook": (
+        "torch",
+        _by_hook(_low_rank),
+        "most weights are large matrices; torch's needs one bucket",
+    ),
+    "PostLocalSGDOptimizer": ("torch", _post_local_sgd, "ranks may part for some steps"),
+    "gtopk hook": ("thinwire", _sparse("gtopk"), "many ranks, synchronous steps, fewest bytes and rounds"),
+    "spardl hook": ("thinwire", _sparse("spardl"), "the same with larger k, where bytes count more than rounds"),
+    "LocalSGD": ("thinwire", _periodic(LocalSGD), "ranks may part for some steps; resumable, any inner optimizer"),
+    "OverlapLocalSGD": ("thinwire", _periodic(OverlapLocalSGD), "the same, and the exchange is to be hidden"),
+    "EagerSGD, majority": ("thinwire", _eager, "ranks take unequal time, not here: it sends whole gradients"),
 }
 
 
@@ -169,9 +173,9 @@ def main(argv: Sequence[str] = ()) -> int:
         steps = _launched(link, "steps", options.repeats)
         learnt = _launched(ThrottledLink(ranks=size, mbit_per_second=1e6, milliseconds=0), "learns", epochs, seeds)
         plain = statistics.median(steps[PLAIN])
-        for way, (library, _) in WAYS.items():
+        for way, (library, _, use) in WAYS.items():
             median = statistics.median(steps[way])
-            row: dict[str, Any] = {"way": way, "library": library, "P": size, "link": _told(options, link)}
+            row: dict[str, Any] = {"way": way, "library": library, "use": use, "P": size, "link": _told(options, link)}
             row |= {"step_ms": 1e3 * median, "over_ddp": plain / median, "accuracy": statistics.mean(learnt[way])}
             row |= {"ms_samples": [1e3 * one for one in steps[way]], "accuracy_samples": learnt[way]}
             rows.append(row)
@@ -209,7 +213,7 @@ def _steps(repeats: int) -> dict[str, list[float]]:
     taken: dict[str, list[float]] = {way: [] for way in WAYS}
     with ExitStack() as exits:
         trainings = {}
-        for name, (_, way) in WAYS.items():
+        for name, (_, way, _) in WAYS.items():
             torch.manual_seed(0)
             model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
             trainings[name] = _made(way, model, EVERY * (repeats + 2), 1e-4, exits)
@@ -228,7 +232,7 @@ def _steps(repeats: int) -> dict[str, list[float]]:
 def _learns(epochs: int, seeds: int) -> dict[str, list[float]]:
     """Accuracy of each seed, by way."""
     found: dict[str, list[float]] = {}
-    for name, (_, way) in WAYS.items():
+    for name, (_, way, _) in WAYS.items():
         for seed in range(seeds):
             with ExitStack() as exits:
                 found.setdefault(name, []).append(_accuracy(way, epochs, seed, exits))

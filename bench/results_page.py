@@ -102,6 +102,7 @@ def _peers(record: Mapping[str, Any]) -> str:
             "step, ms": f"{row['step_ms']:.0f}",
             "over plain DDP": f"{row['over_ddp']:.1f}×",
             "accuracy": f"{row['accuracy']:.1%}",
+            "use it where": row["use"],
         }
         for row in rows
     ]

@@ -10,7 +10,7 @@ import pytest
 
 from release.packages import ROOT
 
-MODULES = ("communicators", "sparse_compress", "sparse_collectives", "local_sgd", "partial_collectives")
+MODULES = ("communicators", "sparse_compress", "sparse_collectives", "local_sgd", "partial_collectives", "slow_link")
 IN_GOOGLES_FORM = ("communicators", "local_sgd", "partial_collectives")
 SILENT_YET = {
     "sparse_compress": {"SparseVector.device"},
