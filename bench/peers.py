@@ -43,7 +43,7 @@ from bench.record import record
 AGAINST = "torch's DistributedDataParallel, its bf16 and PowerSGD hooks, and PostLocalSGDOptimizer"
 COLUMNS = ("way", "library", "P", "step_ms", "over_ddp", "accuracy")
 EVERY, DENSITY, MOMENTUM, RATE, BATCH, LOW_RANK = 4, 0.01, 0.9, 0.1, 16, 4
-LAYERS, WIDTH = 16, 256
+LAYERS, WIDTH, TEST_IMAGES = 16, 256, 360
 EXAMPLE = Path(__file__).parent.parent / "examples" / "ddp_digits.py"
 
 
@@ -181,7 +181,8 @@ def main(argv: Sequence[str] = ()) -> int:
             rows.append(row)
     print(table(COLUMNS, [[_cell(row[name]) for name in COLUMNS] for row in rows]))
     labels, values = ("way", "P"), ("over_ddp",)
-    record(options.output, "peers", rows, labels=labels, values=values, facts=facts, against=AGAINST)
+    more: dict[str, Any] = {"facts": facts, "against": AGAINST, "test_images": TEST_IMAGES}
+    record(options.output, "peers", rows, labels=labels, values=values, **more)
     return 0
 
 

@@ -125,6 +125,7 @@ def _row(
     row |= {"nbytes": expected.nbytes, "select_ms": 1e3 * expected.compression, "merge_ms": 1e3 * expected.merging}
     row["compute_ms"] = None if compute is None else 1e3 * compute
     row["step_ms"] = sum(row[part] or 0.0 for part in ("compute_ms", "select_ms", "exchange_ms", "merge_ms"))
+    print(f"{model}, P = {size}, {algorithm}: {row['exchange_ms']:.2f} ms, {row['how']}", flush=True)
     row["ring_ms"] = 1e3 * (2 * (size - 1) * link.alpha + 2 * (size - 1) / size * 4 * n * link.beta)
     return {
         **row,
