@@ -32,8 +32,6 @@ from sparse_collectives.prediction.plain_table import table
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -100,6 +98,9 @@ def _low_rank(ddp: DistributedDataParallel) -> None:
 
 
 def _post_local_sgd(model: nn.Module, inner: torch.optim.SGD, falling: LambdaLR, exits: ExitStack) -> Training:
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+    from torch.distributed.optim import PostLocalSGDOptimizer  # importing it warns
+
     averager = PeriodicModelAverager(period=EVERY, warmup_steps=0)
     optimizer = PostLocalSGDOptimizer(optim=inner, averager=averager)
 

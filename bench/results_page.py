@@ -110,7 +110,7 @@ def _peers(record: Mapping[str, Any]) -> str:
     head = (
         "\n## What should I use?\n\nOurs beside torch's own ways, in the same run, real gloo ranks behind "
         f"{rows[0]['link']}: measured. The fastest step was {best['way']}'s, {best['over_ddp']:.1f} times plain DDP's. "
-        f"Accuracy: on the test digits after as many epochs each; an image is {100 / record['test_images']:.2f} points.\n"
+        f"Accuracy: on the test digits after as many epochs; an image is {100 / record['test_images']:.2f} points.\n"
     )
     return "\n".join([head, _table(chosen), _circumstances(PEERS, record)])
 
