@@ -6,6 +6,8 @@ import sys
 from collections.abc import Sequence
 from pkgutil import resolve_name
 
+from slow_link import user_namespaces
+
 BENCHMARKS = {
     "cluster": "bench.cluster:main",
     "collectives": "bench.collectives:main",
@@ -19,11 +21,13 @@ BENCHMARKS = {
     "local-sgd-peers": "bench.local_sgd_peers:main",
     "overlap": "bench.overlap:main",
     "partial": "bench.partial:main",
+    "peers": "bench.peers:main",
     "powersgd": "bench.powersgd:main",
     "predictions": "bench.predictions:main",
+    "scaling": "bench.scaling:main",
     "signals": "bench.signals:main",
     "kills": "bench.kills:main",
-    "slow-link": "bench.slow_link.__main__:check_command",
+    "slow-link": "bench.slow_link_check:main",
     "trainer": "bench.trainer:main",
     "walk": "bench.walk:main",
 }
@@ -47,4 +51,5 @@ def _run(name: str, options: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    user_namespaces.enter()  # where links are emulated, if this is not root
     raise SystemExit(main(sys.argv[1:]))

@@ -12,39 +12,39 @@ as long as a round's collective takes. Nothing of this tells how well is learnt:
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from partial_collectives.protocol.rules import Rules
 
 from bench.cluster_model import Cluster
-from bench.record import machine, record
+from bench.form import asked, parser_of
+from bench.record import record
+
+AGAINST = "ranks that never wait, are late or die"
 
 
 def main(argv: Sequence[str] = ()) -> int:
     """Prints the table; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m bench cluster", description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of("cluster", __doc__, full="ten times as many hours")
     parser.add_argument("--ranks", type=int, default=256, help="default 256")
     parser.add_argument("--hours", type=float, default=24.0, help="of the virtual clock, default 24")
     parser.add_argument("--seeds", type=int, default=3, help="default 3")
-    parser.add_argument("--full", action="store_true", help="ten times as many hours")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="write DIR/cluster.csv, .json and .png too")
-    options, facts = parser.parse_args(argv), machine()
+    options, facts = asked(parser, argv)
     hours = options.hours * (10 if options.full else 1)
     rows: list[dict[str, Any]] = []
     for how, cluster in ways(options.ranks).items():
         shares, brought = zip(*(cluster.shares(hours, seed) for seed in range(options.seeds)), strict=True)
         row = {"how": how, "share": statistics.median(shares), "least": min(shares), "most": max(shares)}
-        rows.append({**row, "contributors": statistics.median(brought)})
+        rows.append({**row, "share_samples": list(shares), "contributors": statistics.median(brought)})
         spread = f"{row['share']:.1%} [{row['least']:.1%}, {row['most']:.1%}]"
         print(f"{how:>25}: {spread} of the throughput, {statistics.median(brought):.1%} in a round", flush=True)
-    if options.output:
-        record(options.output, "cluster", rows, labels=("how",), values=("share", "contributors"), facts=facts)
+    record(
+        options.output, "cluster", rows, labels=("how",), values=("share", "contributors"), facts=facts, against=AGAINST
+    )
     return 0
 
 

@@ -12,7 +12,6 @@ rank 0; x_mpi_least: the shortest call in units of MPI's shortest.
 
 from __future__ import annotations
 
-import argparse
 import json
 import socket
 import subprocess
@@ -31,20 +30,21 @@ from sparse_compress import TopK
 
 from bench.collectives_calls import Times, Training, counted, least_of, medians_of, sparse, whole
 from bench.collectives_report import BF16, LABELS, as_row, as_text
-from bench.record import machine, record
+from bench.form import asked, parser_of
+from bench.record import record
 
 QUICK = ((2, 10**6, 0.01), (2, 10**6, 0.001), (2, 25 * 10**6, 0.01), (4, 10**6, 0.01))
 FULL = tuple((size, n, density) for size in (2, 4) for n in (10**6, 25 * 10**6) for density in (0.01, 0.001))
 
+AGAINST = "mpi4py's Allreduce and gloo's all_reduce of the same n, and α·rounds + β·bytes of the same link"
+
 
 def main(argv: Sequence[str] = ()) -> int:
     """Starts the ranks, prints the table; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m bench collectives", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--full", action="store_true", help="every size, density and number of ranks: minutes")
+    parser = parser_of("collectives", __doc__, full="every size, density and number of ranks: minutes")
     parser.add_argument("--repeats", type=int, default=7, help="default 7")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="write DIR/collectives.csv, .json and .png too")
-    options = parser.parse_args(argv)
-    cases, facts = FULL if options.full else QUICK, machine()
+    options, facts = asked(parser, argv)
+    cases = FULL if options.full else QUICK
     rows: list[dict[str, Any]] = []
     for size in sorted({size for size, _, _ in cases}):
         words = [f"{n}:{density}" for ranks, n, density in cases if ranks == size]
@@ -56,8 +56,7 @@ def main(argv: Sequence[str] = ()) -> int:
             return done.returncode
         rows += [json.loads(line) for line in done.stdout.splitlines()]
     print(as_text(rows))
-    if options.output:
-        record(options.output, "collectives", rows, labels=LABELS, values=("x_mpi",), facts=facts)
+    record(options.output, "collectives", rows, labels=LABELS, values=("x_mpi",), facts=facts, against=AGAINST)
     return 0
 
 

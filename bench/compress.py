@@ -8,13 +8,11 @@ against radix select alone. Then the compiled kernels at every level next to Num
 DIR gets compress.csv, .png and .json; of that ``bench.compress_report`` makes the package README's tables.
 """
 
-import argparse
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -25,7 +23,8 @@ from sparse_compress.radix import kth_largest
 from torch import Tensor
 
 from bench import compress_levels
-from bench.record import machine, record
+from bench.form import asked, parser_of
+from bench.record import record
 
 Call = Callable[[], object]
 
@@ -54,14 +53,14 @@ class Threads(NamedTuple):
     more_ms: float
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+AGAINST = "torch.topk(x.abs()) and the same step written with it"
+
+
+def main(argv: Sequence[str] = ()) -> int:
     """Print the table, line by line as it is measured; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m bench.compress", description=__doc__.partition("\n")[0])
-    parser.add_argument("--full", action="store_true", help="more rounds and n = 10⁸: minutes")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="write DIR/compress.csv, .json and .png too")
-    options = parser.parse_args(argv)
+    parser = parser_of("compress", __doc__, full="more rounds and n = 10⁸: minutes")
+    options, facts = asked(parser, argv)
     torch.set_num_threads(1)
-    facts = machine()
     print(", ".join(f"{name} {value}" for name, value in facts.items()))
     print(f"{'':30}{'n':>12}{'k':>11}{'ours':>10}{'torch':>10}{'faster':>9}{'sweeps':>8}")
     rows = []
@@ -74,17 +73,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     threads = list(report_threads())
     levels = list(compress_levels.report(full=options.full))
-    if options.output:
-        record(
-            options.output,
-            "compress",
-            [row._asdict() for row in rows],
-            labels=("what", "n", "k"),
-            values=("speedup",),
-            facts=facts,
-            threads=[row._asdict() for row in threads],
-            levels=[row._asdict() for row in levels],
-        )
+    record(
+        options.output,
+        "compress",
+        [row._asdict() for row in rows],
+        labels=("what", "n", "k"),
+        values=("speedup",),
+        facts=facts,
+        against=AGAINST,
+        threads=[row._asdict() for row in threads],
+        levels=[row._asdict() for row in levels],
+    )
     return 0
 
 

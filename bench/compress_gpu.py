@@ -8,18 +8,17 @@ gradient and residual, write the residual; or read x) at the bandwidth of a copy
 DIR gets compress-gpu.csv, .png and .json; of that ``bench.compress_report`` makes the package README's table.
 """
 
-import argparse
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from sparse_compress import ErrorFeedback, TopK, topk
 from torch import Tensor
 
-from bench.record import machine, record
+from bench.form import asked, parser_of
+from bench.record import record
 
 Call = Callable[[], object]
 
@@ -36,16 +35,16 @@ class GpuRow(NamedTuple):
     speedup: float
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+AGAINST = "torch.topk(x.abs()), the same step written with it, and one copy of the input"
+
+
+def main(argv: Sequence[str] = ()) -> int:
     """Print the table, line by line as it is measured; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m bench compress-gpu", description=__doc__.partition("\n")[0])
-    parser.add_argument("--full", action="store_true", help="n = 10⁹ too")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="write DIR/compress-gpu.csv, .json and .png too")
-    options = parser.parse_args(argv)
+    parser = parser_of("compress-gpu", __doc__, full="n = 10⁹ too")
+    options, facts = asked(parser, argv)
     if not torch.cuda.is_available():
         print("nothing measured: no GPU that torch can use is here")
         return 0
-    facts = machine()
     print(", ".join(f"{name} {value}" for name, value in facts.items()))
     sizes = (10**6, 10**7, 10**8, *([10**9] if options.full else []))
     memory = torch.cuda.get_device_properties(0).total_memory
@@ -57,9 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{row.speedup:8.1f}×{row.ours_ms / row.floor_ms:7.2f} floors",
             flush=True,
         )
-    if options.output:
-        dicts = [row._asdict() for row in rows]
-        record(options.output, "compress-gpu", dicts, labels=("what", "n", "k"), values=("speedup",), facts=facts)
+    dicts = [row._asdict() for row in rows]
+    labels = ("what", "n", "k")
+    record(options.output, "compress-gpu", dicts, labels=labels, values=("speedup",), facts=facts, against=AGAINST)
     return 0
 
 

@@ -10,11 +10,9 @@ end, where all have been as often through the data. Medians of the seeds.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,24 +21,24 @@ from partial_collectives import EagerSGD
 from partial_collectives.protocol.rules import Quorum
 
 from bench.eager_tasks import TASKS, Task
-from bench.record import machine, record
+from bench.form import asked, parser_of
+from bench.record import record
 
 COLUMNS = ("seconds", "whole", "accuracy", "rounds")
+
+AGAINST = "synchronous SGD with the same delays, and the bound for them"
 
 
 def main(argv: Sequence[str] = ()) -> int:
     """Trains, prints the table; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m bench eager", description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of("eager", __doc__, full="the numbers to report")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="default: all")
     parser.add_argument("--seeds", type=int, help="default 1, with --full 3")
-    parser.add_argument("--full", action="store_true", help="the numbers to report")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="write DIR/eager.csv, .json and .png too")
-    options, facts = parser.parse_args(argv), machine()
+    options, facts = asked(parser, argv)
     seeds = options.seeds or (3 if options.full else 1)
     rows = [row for name in options.tasks for row in _compared(TASKS[name], seeds)]
-    if options.output:
-        values = ("speedup", "whole_speedup", "ideal")
-        record(options.output, "eager", rows, labels=("task", "how"), values=values, facts=facts)
+    values = ("speedup", "whole_speedup", "ideal")
+    record(options.output, "eager", rows, labels=("task", "how"), values=values, facts=facts, against=AGAINST)
     return 0
 
 
@@ -54,7 +52,8 @@ def _compared(task: Task, seeds: int) -> list[dict[str, Any]]:
     ideal = statistics.median(task.ideal(seed) for seed in range(seeds))
     for how, quorum in ways(task.ranks).items():
         runs = [_trained(task, quorum, seed) for seed in range(seeds)]
-        row = dict(zip(COLUMNS, map(statistics.median, zip(*runs, strict=True)), strict=True))
+        row: dict[str, Any] = dict(zip(COLUMNS, map(statistics.median, zip(*runs, strict=True)), strict=True))
+        row["seconds_samples"] = [run[0] for run in runs]
         first = rows[0] if rows else row
         row |= {"speedup": first["seconds"] / row["seconds"], "whole_speedup": first["whole"] / row["whole"]}
         rows.append({"task": task.name, "how": how, **row, "ideal": ideal})

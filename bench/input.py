@@ -10,7 +10,6 @@ it takes while they read ahead, and waits: the share of that time that it waits 
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -29,7 +28,8 @@ from thinwire_trainer.launching.device import clock_of, own_device
 from thinwire_trainer.training.input import train_input
 from torch import Tensor
 
-from bench.record import machine, record
+from bench.form import asked, parser_of
+from bench.record import record
 
 COLUMNS = ("model", "dataset", "batch", "readers", "input", "need", "fed", "waits")
 MODELS = {  # -> data set, batch
@@ -40,16 +40,16 @@ MODELS = {  # -> data set, batch
 }
 WIDTH, HEIGHT, PHOTOGRAPHS, PICTURES = 500, 375, 64, 2000
 
+AGAINST = "the training step that the batches are for"
+
 
 def main(argv: Sequence[str] = ()) -> int:
     """Prints a row for each model and number of readers; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m bench input", description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of("input", __doc__, full="the numbers to report")
     parser.add_argument("--models", nargs="+", choices=MODELS, help="default resnet20, resnet18; with --full all")
     parser.add_argument("--readers", type=int, nargs="+", default=[0, 1, 2, 4], help="default 0 1 2 4")
     parser.add_argument("--seconds", type=float, help="a measurement at least; default 1, with --full 5")
-    parser.add_argument("--full", action="store_true", help="the numbers to report")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="write DIR/input.csv, .json and .png too")
-    options, facts = parser.parse_args(argv), machine()
+    options, facts = asked(parser, argv)
     seconds, rows = options.seconds or (5.0 if options.full else 1.0), list[dict[str, Any]]()
     print("  ".join(f"{name:>10}" for name in COLUMNS), flush=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -57,8 +57,15 @@ def main(argv: Sequence[str] = ()) -> int:
         _write_imagenet(Path(folder))
         for model in options.models or (list(MODELS) if options.full else ["resnet20", "resnet18"]):
             rows += _measured(model, Path(folder), options.readers, seconds)
-    if options.output:
-        record(options.output, "input", rows, labels=("model", "readers"), values=("input", "need"), facts=facts)
+    record(
+        options.output,
+        "input",
+        rows,
+        labels=("model", "readers"),
+        values=("input", "need"),
+        facts=facts,
+        against=AGAINST,
+    )
     return 0
 
 

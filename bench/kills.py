@@ -10,7 +10,6 @@ and there are 4 ranks. Exit status 1 where anything differs.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -26,7 +25,8 @@ from typing import Any
 
 import torch
 
-from bench.record import machine, record
+from bench.form import asked, parser_of
+from bench.record import record
 
 ALGORITHMS = {
     "dense": [],
@@ -156,15 +156,16 @@ def chain(algorithm: str, *, kills: int, ranks: int, chance: random.Random, fold
     }
 
 
+AGAINST = "the same run without kills, bit for bit"
+
+
 def main(argv: Sequence[str] = ()) -> int:
     """Prints a line for each algorithm; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m bench kills", description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of("kills", __doc__, full="20 kills, 4 ranks")
     parser.add_argument("--kills", type=int, help="of each run; default 3, with --full 20")
     parser.add_argument("--algorithms", nargs="+", choices=list(ALGORITHMS), default=list(ALGORITHMS))
     parser.add_argument("--seed", type=int, default=0, help="of the times; default 0")
-    parser.add_argument("--full", action="store_true", help="20 kills, 4 ranks")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="write DIR/kills.csv, .json and .png too")
-    options, facts = parser.parse_args(argv), machine()
+    options, facts = asked(parser, argv)
     kills, ranks = options.kills or (20 if options.full else 3), 4 if options.full else 2
     rows, chance = [], random.Random(options.seed)
     for algorithm in options.algorithms:
@@ -174,8 +175,9 @@ def main(argv: Sequence[str] = ()) -> int:
         print(
             f"{algorithm:>18}: {rows[-1]['kills']} kills, {ranks} ranks, {rows[-1]['seconds']} s: {outcome}", flush=True
         )
-    if options.output:
-        record(options.output, "kills", rows, labels=("algorithm", "ranks"), values=("kills",), facts=facts)
+    record(
+        options.output, "kills", rows, labels=("algorithm", "ranks"), values=("kills",), facts=facts, against=AGAINST
+    )
     return 0 if all(row["same"] and row["kills"] == kills for row in rows) else 1
 
 

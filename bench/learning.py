@@ -14,7 +14,6 @@ settings: what an algorithm is given besides the task's own flags, where it lear
 
 from __future__ import annotations
 
-import argparse
 import io
 import statistics
 import tempfile
@@ -37,7 +36,8 @@ from thinwire_trainer.records.metrics import read_metrics
 from thinwire_trainer.run import run
 from thinwire_trainer.synchronisers.table import TABLE
 
-from bench.record import machine, record
+from bench.form import asked, parser_of
+from bench.record import record
 
 COLUMNS = ("algorithm", "mean", "least", "most", "behind", "bytes_a_step", "settings")
 
@@ -84,24 +84,19 @@ TASKS = {
     ),
 }
 
+AGAINST = "dense, with the same settings and seeds"
+
 
 def main(argv: Sequence[str] = ()) -> int:
     """Trains them one after another, prints a row for each; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m bench learning", description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of("learning", __doc__, full="the numbers to report")
     parser.add_argument("--task", choices=TASKS, default="digits", help="default digits")
     parser.add_argument("--ranks", type=int, default=4, help="default 4")
     parser.add_argument("--seeds", type=int, help="default 1, with --full 3")
     parser.add_argument("--epochs", type=int, help="default 20, of pydoc 4")
     parser.add_argument("--algorithms", nargs="+", metavar="NAME", choices=TABLE, default=list(TABLE))
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs side by side; they change no bit")
-    parser.add_argument("--full", action="store_true", help="the numbers to report")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="DIR",
-        help="write DIR/learning.csv, .json, .md and .png, or learning-pydoc…",
-    )
-    options, facts = parser.parse_args(argv), machine()
+    options, facts = asked(parser, argv)
     seeds, rows = options.seeds or (3 if options.full else 1), list[dict[str, Any]]()
     task = TASKS[options.task]
     print("  ".join(f"{name:>17}" for name in COLUMNS), flush=True)
@@ -113,9 +108,8 @@ def main(argv: Sequence[str] = ()) -> int:
             rows.append(_row(task, name, [run.result() for run in found], rows[0]["mean"] if rows else None))
             cells = [f"{value:,.1f}" if isinstance(value, float) else str(value) for value in rows[-1].values()]
             print("  ".join(f"{cell:>17}" for cell in cells), flush=True)
-    if options.output:
-        record(options.output, task.name, rows, labels=COLUMNS[:1], values=("mean",), facts=facts)
-        (options.output / f"{task.name}.md").write_text(_markdown(task, rows, seeds))
+    record(options.output, task.name, rows, labels=COLUMNS[:1], values=("mean",), facts=facts, against=AGAINST)
+    (options.output / f"{task.name}.md").write_text(_markdown(task, rows, seeds))
     return 0
 
 

@@ -10,42 +10,41 @@ took, those in which nobody waited. Medians over rounds, in each of which all wa
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from communicators import Communicator, allreduce, as_communicator, barrier
 from local_sgd import ALGORITHMS, LocalSGD, PeriodicAveraging
+from slow_link import open_link
+from slow_link.throttled import behind_link
 from sparse_collectives import DistributedOptimizer
 from sparse_collectives.prediction.plain_table import table
 from torch import nn
 
-from bench.record import machine, record
-from bench.slow_link import open_link
-from bench.slow_link.throttled import behind_link
+from bench.form import asked, parser_of
+from bench.record import record
 
 WIDTH, LAYERS, EVERY = 256, 4, 2
 WARM, STEPS = EVERY, 4 * EVERY
 COLUMNS = ("algorithm", "sync_every", "step", "overhead", "hidden", "bytes_a_step")
 
+AGAINST = "computing alone, and synchronous SGD"
+
 
 def main(argv: Sequence[str] = ()) -> int:
     """Starts the ranks, prints the table; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m bench local-sgd", description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of("local-sgd", __doc__, full="three times as many rounds")
     parser.add_argument("--ranks", type=int, default=2, help="default 2")
     parser.add_argument("--mbit", type=float, default=100.0, help="link rate, default 100")
     parser.add_argument("--ms", type=float, default=1.0, help="one-way delay, default 1")
     parser.add_argument("--share", type=float, default=0.35, help="of a synchronous step that is communication")
     parser.add_argument("--rounds", type=int, default=7, help="default 7")
-    parser.add_argument("--full", action="store_true", help="three times as many rounds")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="write DIR/local-sgd.csv, .json and .png too")
-    options, facts = parser.parse_args(argv), machine()
+    options, facts = asked(parser, argv)
     rounds = options.rounds * (3 if options.full else 1)
     step, average = off_boundary()
     print(
@@ -60,8 +59,15 @@ def main(argv: Sequence[str] = ()) -> int:
         return done.returncode
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     _print(rows)
-    if options.output:
-        record(options.output, "local-sgd", rows, labels=COLUMNS[:1], values=("overhead", "hidden"), facts=facts)
+    record(
+        options.output,
+        "local-sgd",
+        rows,
+        labels=COLUMNS[:1],
+        values=("overhead", "hidden"),
+        facts=facts,
+        against=AGAINST,
+    )
     return 0
 
 
@@ -89,7 +95,8 @@ def on_rank(share: float, rounds: int) -> None:
         row = {"algorithm": name, "sync_every": EVERY if name in ALGORITHMS else 1, **row}
         row["overhead"] = 1 - alone / row["step"]
         if comm.rank == 0:
-            print(json.dumps({column: row.get(column) for column in COLUMNS}), flush=True)
+            samples = [one["step"] for one in found]
+            print(json.dumps({**{column: row.get(column) for column in COLUMNS}, "step_samples": samples}), flush=True)
 
 
 class Task:

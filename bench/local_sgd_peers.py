@@ -9,7 +9,6 @@ namespace, headers included), more than one without; medians of rank 0. Peers th
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
@@ -31,7 +30,8 @@ from local_sgd import DiLoCo, LocalSGD
 from sparse_collectives.prediction.plain_table import table
 from torch import Tensor, nn
 
-from bench.record import machine, record
+from bench.form import asked, parser_of
+from bench.record import record
 
 RANKS, EVERY, WIDTH, LAYERS = 2, 4, 256, 8
 COLUMNS = ("algorithm", "library", "difference", "boundary", "bytes", "step")
@@ -207,16 +207,14 @@ WAYS: list[tuple[str, str, Way, str]] = [
     ("DiLoCo", "torchft", torchft(_torchft_diloco), "torchft"),
 ]
 
+AGAINST = "torch's, Accelerate's and torchft's"
+
 
 def main(argv: Sequence[str] = ()) -> int:
     """Starts the ranks, prints the table; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench local-sgd-peers", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = parser_of("local-sgd-peers", __doc__, full="four times as many")
     parser.add_argument("--boundaries", type=int, default=12, help="default 12")
-    parser.add_argument("--full", action="store_true", help="four times as many")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="write DIR/local-sgd-peers.csv, .json and .png too")
-    options, facts = parser.parse_args(argv), machine()
+    options, facts = asked(parser, argv)
     missing = sorted({needs for *_, needs in WAYS if importlib.util.find_spec(needs) is None})
     if missing:
         print(f"left out, because not installed: {', '.join(missing)} (hatch run peers:bench local-sgd-peers has them)")
@@ -235,8 +233,9 @@ def main(argv: Sequence[str] = ()) -> int:
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     if rows:
         _print(rows)
-    if rows and options.output:
-        record(options.output, "local-sgd-peers", rows, labels=COLUMNS[:2], values=("boundary", "step"), facts=facts)
+    if rows:
+        measured: dict[str, Any] = {"labels": COLUMNS[:2], "values": ("boundary", "step")}
+        record(options.output, "local-sgd-peers", rows, **measured, facts=facts, against=AGAINST)
     return done.returncode
 
 
@@ -279,8 +278,8 @@ def on_rank(boundaries: int) -> None:
     dist.destroy_process_group()
 
 
-def _measured(task: Task, step: Step, first: int, boundaries: int) -> tuple[list[Tensor], dict[str, float]]:
-    """Parameters after every boundary; medians."""
+def _measured(task: Task, step: Step, first: int, boundaries: int) -> tuple[list[Tensor], dict[str, Any]]:
+    """Parameters after every boundary; medians, and what they are of."""
     path: list[Tensor] = []
     seconds: dict[bool, list[float]] = {True: [], False: []}
     nbytes: dict[bool, list[int]] = {True: [], False: []}
@@ -299,6 +298,8 @@ def _measured(task: Task, step: Step, first: int, boundaries: int) -> tuple[list
         "boundary": statistics.median(seconds[True][1:]) - step_seconds,
         "bytes": statistics.median(nbytes[True][1:]) - statistics.median(nbytes[False]),
         "step": step_seconds,
+        "step_samples": seconds[False],
+        "with_boundary_samples": seconds[True][1:],
     }
 
 

@@ -12,13 +12,11 @@ for cores. Medians of interleaved repeats on rank 0, ms.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -28,14 +26,15 @@ from communicators.background.transport import Pending, Transport
 from communicators.background.transport_communicator import TransportCommunicator
 from communicators.dense_schedules import ring_allreduce
 from communicators.schedule import Received, Round
+from slow_link import open_link
 from sparse_collectives import DistributedOptimizer, sparse_allreduce_async
 from sparse_collectives.prediction.plain_table import table
 from sparse_collectives.training.backward_order import BUCKET_BYTES
 from sparse_compress import TopK, topk
 from torch import nn
 
-from bench.record import machine, record
-from bench.slow_link import open_link
+from bench.form import asked, parser_of
+from bench.record import record
 
 T = TypeVar("T")
 MIB = 1 << 20
@@ -53,16 +52,16 @@ COLUMNS = (
     "hidden",
 )
 
+AGAINST = "the same exchange alone, nothing else to do"
+
 
 def main(argv: Sequence[str] = ()) -> int:
     """Starts the ranks, prints the table; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m bench overlap", description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of("overlap", __doc__, full="more bucket sizes")
     parser.add_argument("--mbit", type=float, default=25.0, help="link rate, default 25")
     parser.add_argument("--ms", type=float, default=1.0, help="one-way delay, default 1")
     parser.add_argument("--repeats", type=int, default=9, help="default 9")
-    parser.add_argument("--full", action="store_true", help="more bucket sizes")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="write DIR/overlap.csv, .json and .png too")
-    options, facts = parser.parse_args(argv), machine()
+    options, facts = asked(parser, argv)
     print("P = 2, 9.4 million parameters, density 0.01, MPI")
     print(f"Python costs {python_microseconds_a_round():.0f} µs a round (schedule, tags, stamps, polling; no network)")
     sizes = [1, 2, 4, 8, 16, 32] if options.full else [1, 4, 16]
@@ -74,8 +73,7 @@ def main(argv: Sequence[str] = ()) -> int:
         return done.returncode
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     _print(rows)
-    if options.output:
-        record(options.output, "overlap", rows, labels=COLUMNS[:3], values=("hidden",), facts=facts)
+    record(options.output, "overlap", rows, labels=COLUMNS[:3], values=("hidden",), facts=facts, against=AGAINST)
     return 0
 
 
@@ -91,7 +89,7 @@ def on_rank(repeats: int, bucket_mib: Sequence[float]) -> None:
                 print(json.dumps({"algorithm": algorithm, "batch": batch, "bucket_MiB": size, **row}), flush=True)
 
 
-def _measure(comm: _Noted, algorithm: str, batch_size: int, bucket_bytes: int, repeats: int) -> dict[str, float]:
+def _measure(comm: _Noted, algorithm: str, batch_size: int, bucket_bytes: int, repeats: int) -> dict[str, Any]:
     work = _Training(comm, algorithm, batch_size, bucket_bytes)
     turns = {"compute": work.compute, "exchange": work.exchange, "step": work.step, "overlapped": work.overlapped}
     times: dict[str, list[float]] = {name: [] for name in (*turns, "waits")}
@@ -108,7 +106,8 @@ def _measure(comm: _Noted, algorithm: str, batch_size: int, bucket_bytes: int, r
         times["step"][-1] -= idle["step"]  # what is left is work: selection, merges' results, the update
     medians = {name: statistics.median(taken[1:]) for name, taken in times.items()}
     contention = medians["overlapped"] - medians["compute"] - medians["step"] - medians["waits"]
-    return {**medians, "contention": contention, "hidden": 1 - medians["waits"] / medians["exchange"]}
+    samples = {f"{name}_samples": taken[1:] for name, taken in times.items()}
+    return {**medians, "contention": contention, "hidden": 1 - medians["waits"] / medians["exchange"], **samples}
 
 
 class _Training:

@@ -12,7 +12,6 @@ Then the protocol alone, under so many random orders of events at 1 … 8 ranks:
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import statistics
@@ -29,7 +28,8 @@ from partial_collectives import PartialAllreduce
 from partial_collectives.protocol.interleaving import Play, random_case
 from partial_collectives.protocol.rules import Quorum
 
-from bench.record import machine, record
+from bench.form import asked, parser_of
+from bench.record import record
 
 RANKS = 4
 NUMEL = 100_000
@@ -40,15 +40,15 @@ STEP_SECONDS, TURN_STEPS = 0.1, 5
 SYNCHRONOUS = "plain allreduce"
 QUORUMS: dict[str, Quorum] = {"solo": "solo", "2 of 4": 2, "majority": "majority", "4 of 4": RANKS}
 
+AGAINST = "a plain allreduce by all"
+
 
 def main(argv: Sequence[str] = ()) -> int:
     """Starts the ranks, prints the table, plays the schedules; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m bench partial", description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of("partial", __doc__, full="five times as many of both")
     parser.add_argument("--steps", type=int, default=60, help="of the ranks that are not delayed, default 60")
     parser.add_argument("--schedules", type=int, default=10_000, help="default 10,000")
-    parser.add_argument("--full", action="store_true", help="five times as many of both")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="write DIR/partial.csv, .json and .png too")
-    options, facts = parser.parse_args(argv), machine()
+    options, facts = asked(parser, argv)
     times = 5 if options.full else 1
     rows = _launched(times * options.steps)
     print(f"{'':>16} {'call':>8} {'delayed':>8}  ms, overhead [quartiles]")
@@ -58,8 +58,9 @@ def main(argv: Sequence[str] = ()) -> int:
     idle = rows[0]["idle_share"], rows[-1]["idle_share"]
     print(f"idle: {idle[1]:.1%} of a core with a partial allreduce open, {idle[0]:.1%} without")
     print(play(times * options.schedules))
-    if options.output:
-        record(options.output, "partial", rows, labels=("how",), values=("call_ms", "delayed_ms"), facts=facts)
+    record(
+        options.output, "partial", rows, labels=("how",), values=("call_ms", "delayed_ms"), facts=facts, against=AGAINST
+    )
     return 0
 
 

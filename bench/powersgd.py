@@ -12,7 +12,6 @@ ones end, in another order on each rank, which aborts or hangs over gloo.
 
 from __future__ import annotations
 
-import argparse
 import json
 import runpy
 import statistics
@@ -24,14 +23,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from slow_link import Launcher, SlowLink, ThrottledLink, missing
 from sparse_collectives import SparseHookState, sparse_hook
 from sparse_collectives.prediction.plain_table import table
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.record import machine, record
-from bench.slow_link import Launcher, SlowLink, ThrottledLink, missing
+from bench.form import asked, parser_of
+from bench.record import record
 
 COLUMNS = ("link", "way", "rank", "step_ms", "MB", "loss", "accuracy")
 RANKS, SEEDS, TURN = (1, 2, 4), (0, 1, 2), 3
@@ -39,16 +39,16 @@ WAYS = [("plain", 0), *((way, rank) for rank in RANKS for way in ("torch", "ours
 EXAMPLE = Path(__file__).parent.parent / "examples" / "ddp_digits.py"
 BATCH, RATE, MOMENTUM = 16, 0.1, 0.9
 
+AGAINST = "torch's powerSGD_hook, and plain DistributedDataParallel"
+
 
 def main(argv: Sequence[str] = ()) -> int:
     """Starts the ranks, prints the table; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m bench powersgd", description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of("powersgd", __doc__, full="20 epochs of digits instead of 6")
     parser.add_argument("--mbit", type=float, default=100.0, help="link rate, default 100")
     parser.add_argument("--ms", type=float, default=1.0, help="one-way delay, default 1")
     parser.add_argument("--repeats", type=int, default=5, help=f"turns of {TURN} steps, default 5")
-    parser.add_argument("--full", action="store_true", help="20 epochs of digits instead of 6")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="write DIR/powersgd.csv, .json and .png too")
-    options, facts = parser.parse_args(argv), machine()
+    options, facts = asked(parser, argv)
     rows = _launched(ThrottledLink(ranks=2, mbit_per_second=1e6, milliseconds=0), "here", options.repeats, options.full)
     if lacking := missing():
         print(f"no link is emulated, so only this machine is measured: {'; '.join(lacking)}")
@@ -56,8 +56,7 @@ def main(argv: Sequence[str] = ()) -> int:
         link = SlowLink(ranks=2, mbit_per_second=options.mbit, milliseconds=options.ms)
         rows += _launched(link, f"{options.mbit:g} Mbit/s", options.repeats, None)
     print(table(COLUMNS, [[_cell(row[name]) for name in COLUMNS] for row in rows]))
-    if options.output:
-        record(options.output, "powersgd", rows, labels=COLUMNS[:3], values=("step_ms",), facts=facts)
+    record(options.output, "powersgd", rows, labels=COLUMNS[:3], values=("step_ms",), facts=facts, against=AGAINST)
     return 0
 
 
@@ -77,8 +76,10 @@ def on_rank(repeats: int, epochs: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     speeds = _speeds(repeats)
-    for (way, rank), (seconds, nbytes) in speeds.items():
+    for (way, rank), (taken, nbytes) in speeds.items():
+        seconds = statistics.median(taken)
         row = {"way": way, "rank": rank, "step_ms": 1e3 * seconds, "MB": nbytes / 1e6, "loss": None, "accuracy": None}
+        row["ms_samples"] = [1e3 * one for one in taken]
         if epochs:
             found = [_digits(way, rank, seed, epochs) for seed in SEEDS]
             row["loss"], row["accuracy"] = (statistics.mean(values) for values in zip(*found, strict=True))
@@ -88,8 +89,8 @@ def on_rank(repeats: int, epochs: int) -> None:
     dist.destroy_process_group()
 
 
-def _speeds(repeats: int) -> dict[tuple[str, int], tuple[float, float]]:
-    """Seconds and bytes of a step, by way and rank; the ways take turns."""
+def _speeds(repeats: int) -> dict[tuple[str, int], tuple[list[float], float]]:
+    """Seconds of all steps, and bytes of one, by way and rank; the ways take turns."""
     trainings = {}
     for way, rank in WAYS:
         torch.manual_seed(0)
@@ -105,7 +106,7 @@ def _speeds(repeats: int) -> dict[tuple[str, int], tuple[float, float]]:
                 next(steps)
                 taken[key] += [time.perf_counter() - begin] if place else []  # others' data are in the caches
                 nbytes[key] = sent() - before
-    return {key: (statistics.median(times[TURN - 1 :]), nbytes[key]) for key, times in taken.items()}
+    return {key: (times[TURN - 1 :], nbytes[key]) for key, times in taken.items()}
 
 
 def _steps(ddp: DistributedDataParallel, batch: torch.Tensor) -> Iterator[None]:

@@ -10,17 +10,17 @@ of the best measured one; a prediction if it is within 20 %.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from communicators import Communicator, barrier, buckets_of
+from slow_link import open_link
+from slow_link.throttled import behind_link
 from sparse_collectives import ALGORITHMS, DistributedOptimizer
 from sparse_collectives.prediction.calibration import measure_handling, measure_traffic, slowest
 from sparse_collectives.prediction.cost import Handling, predict, step_seconds
@@ -28,9 +28,8 @@ from sparse_collectives.prediction.plain_table import table
 from sparse_compress import TopK
 from torch import nn
 
-from bench.record import machine, record
-from bench.slow_link import open_link
-from bench.slow_link.throttled import behind_link
+from bench.form import asked, parser_of
+from bench.record import record
 
 COLUMNS = ("algorithm", "P", "density", "wire", "compute_ms", "predicted_ms", "measured_ms", "ratio")
 FIRST_CHOICE, STEP = 0.10, 0.20
@@ -42,16 +41,16 @@ Case: TypeAlias = tuple[str, float, str]
 """Algorithm, density, wire."""
 ALONE = ("alone", 1.0, "fp32")
 
+AGAINST = "what advise predicts from α, β and the measured cost of selecting and merging"
+
 
 def main(argv: Sequence[str] = ()) -> int:
     """Starts the ranks, prints the tables; the exit status is 1 where a first choice is not good."""
-    parser = argparse.ArgumentParser(prog="python -m bench predictions", description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of("predictions", __doc__, full="8 layers instead of 2: 8.4 million parameters")
     parser.add_argument("--mbit", type=float, default=100.0, help="link rate, default 100")
     parser.add_argument("--ms", type=float, default=1.0, help="one-way delay, default 1")
     parser.add_argument("--repeats", type=int, default=5, help="default 5")
-    parser.add_argument("--full", action="store_true", help="8 layers instead of 2: 8.4 million parameters")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="write DIR/predictions.csv, .json and .png too")
-    options, facts = parser.parse_args(argv), machine()
+    options, facts = asked(parser, argv)
     rows: list[dict[str, Any]] = []
     for size in (2, 4):
         command = [
@@ -69,9 +68,8 @@ def main(argv: Sequence[str] = ()) -> int:
             return done.returncode
         rows += [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     print(table(COLUMNS, [[_cell(row[name]) for name in COLUMNS] for row in rows]))
-    if options.output:
-        values = ("predicted_ms", "measured_ms")
-        record(options.output, "predictions", rows, labels=COLUMNS[:4], values=values, facts=facts)
+    values = ("predicted_ms", "measured_ms")
+    record(options.output, "predictions", rows, labels=COLUMNS[:4], values=values, facts=facts, against=AGAINST)
     good = [_judged([row for row in rows if row["P"] == size]) for size in (2, 4)]
     return 0 if all(good) else 1
 
@@ -84,17 +82,19 @@ def on_rank(repeats: int, layers: int) -> None:
     comm = behind_link()
     cases = [case for name, entry in ALGORITHMS.items() for case in _cases(name, entry.compresses)]
     steps = {ALONE: _alone(layers)} | {case: _training(layers, comm, *case) for case in cases}
-    measured = _interleaved(steps, comm, repeats)
+    measured, taken = _interleaved(steps, comm, repeats)
     compute, numel = measured.pop(ALONE), layers * (WIDTH + 1) * WIDTH
     link = measure_traffic(comm)
     costs: dict[str, Any] = {"numel": numel, "device": torch.device("cpu"), "wires": [FEWER_BYTES]}
     handling = {d: measure_handling(comm, density=d, **costs) for d in DENSITIES}
-    for (name, density, wire), seconds in measured.items():
+    for case, seconds in measured.items():
+        name, density, wire = case
         k, own = TopK(density).entries(numel), handling.get(density, Handling())
         predicted = predict(name, size=comm.size, numel=numel, k=k, link=link, handling=own, wire=wire)
         step = step_seconds(predicted, compute=compute)
         row = {"algorithm": name, "P": comm.size, "density": density, "wire": wire, "compute_ms": 1e3 * compute}
         row |= {"predicted_ms": 1e3 * step, "measured_ms": 1e3 * seconds, "ratio": step / seconds}
+        row |= {"ms_samples": [1e3 * one for one in taken[case]]}
         if comm.rank == 0:
             print(json.dumps(row), flush=True)
 
@@ -141,8 +141,10 @@ def _model(layers: int) -> tuple[nn.Module, torch.Tensor]:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers))), torch.randn(64, WIDTH)
 
 
-def _interleaved(steps: dict[Case, Callable[[], None]], comm: Communicator, repeats: int) -> dict[Case, float]:
-    """Median seconds of every step on the slowest rank.
+def _interleaved(
+    steps: dict[Case, Callable[[], None]], comm: Communicator, repeats: int
+) -> tuple[dict[Case, float], dict[Case, list[float]]]:
+    """Median seconds of every step on the slowest rank; all seconds of this one.
 
     Cases take turns of three steps, of which the first finds other cases' data in the caches and does not count: so it
     is in training.
@@ -158,7 +160,7 @@ def _interleaved(steps: dict[Case, Callable[[], None]], comm: Communicator, repe
                 turn.append(time.perf_counter() - begin)
             taken[case] += turn[1:]
     medians = slowest([statistics.median(times) for times in taken.values()], comm)
-    return dict(zip(steps, medians, strict=True))
+    return dict(zip(steps, medians, strict=True)), taken
 
 
 def _judged(rows: Sequence[dict[str, Any]]) -> bool:

@@ -1,4 +1,4 @@
-"""What a benchmark leaves behind with --output DIR: its rows, the machine they are from, and a picture of them."""
+"""What a benchmark leaves behind: its rows, the circumstances that they are from, and a picture of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import csv
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,9 @@ import numpy as np
 import torch
 
 Row = Mapping[str, Any]
+
+SAMPLES = "_samples"
+"""Ends the name of a row's list of single measurements."""
 
 
 def machine() -> dict[str, str]:
@@ -36,25 +41,49 @@ def record(
     *,
     labels: Sequence[str],
     values: Sequence[str],
-    facts: Mapping[str, str],
+    facts: Mapping[str, Any],
+    against: str,
+    draw: Callable[[Path], None] | None = None,
     **more: Any,
 ) -> None:
-    """Writes folder/name.csv, .json (with the machine, and `more`) and .png.
+    """Writes folder/name.csv (the rows), .json (with the circumstances, single measurements, and `more`) and .png.
 
-    labels: the columns that say what a row is. values: those whose bars are drawn. facts: `machine()`, asked before
-    the benchmark made it busy.
+    labels: the columns that say what a row is. values: those whose bars are drawn. facts: the circumstances, asked for
+    before the benchmark made the machine busy. against: what the numbers are compared with; printed. draw: makes
+    another picture. A list `x_samples` of a row becomes the columns x_p20, x_p50 and x_p80, and stands in the .json.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    table = [_without_samples(row) for row in rows]
     with (folder / f"{name}.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
+        writer = csv.DictWriter(file, list(table[0]))
         writer.writeheader()
-        writer.writerows(rows)
-    content = {"machine": dict(facts), "rows": [dict(row) for row in rows], **more}
+        writer.writerows(table)
+    samples = [{key: value for key, value in row.items() if key.endswith(SAMPLES)} for row in rows]
+    content = {"circumstances": dict(facts), "against": against, "rows": table, **more}
+    content |= {"samples": samples} if any(samples) else {}
     (folder / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
-    _draw(folder / f"{name}.png", name, rows, labels, values)
+    (draw or partial(_bars, name=name, rows=table, labels=labels, values=values))(folder / f"{name}.png")
+    print(f"compared with: {against}\nwritten: {folder / name}.csv, .json, .png", flush=True)
 
 
-def _draw(path: Path, name: str, rows: Sequence[Row], labels: Sequence[str], values: Sequence[str]) -> None:
+def quantiles(samples: Sequence[float]) -> tuple[float, float, float]:
+    """What 20, 50 and 80 % of them stay below."""
+    if len(samples) == 1:
+        return (samples[0],) * 3
+    fifths = statistics.quantiles(samples, n=5, method="inclusive")
+    return fifths[0], statistics.median(samples), fifths[3]
+
+
+def _without_samples(row: Row) -> dict[str, Any]:
+    plain = {key: value for key, value in row.items() if not key.endswith(SAMPLES)}
+    for key, value in row.items():
+        if key.endswith(SAMPLES):
+            names = (f"{key.removesuffix(SAMPLES)}_p{percent}" for percent in (20, 50, 80))
+            plain |= dict(zip(names, quantiles(value), strict=True))
+    return plain
+
+
+def _bars(path: Path, *, name: str, rows: Sequence[Row], labels: Sequence[str], values: Sequence[str]) -> None:
     """A bar for each row and value; the axis is logarithmic where they differ much."""
     from matplotlib.figure import Figure
 
@@ -74,7 +103,7 @@ def _draw(path: Path, name: str, rows: Sequence[Row], labels: Sequence[str], val
     )
     axes.invert_yaxis()
     drawn = [row[value] for row in rows for value in values if row[value]]
-    if max(drawn) > 50 * min(drawn) > 0:
+    if max(drawn, default=0) > 50 * min(drawn, default=0) > 0:
         axes.set_xscale("log")
     axes.set_title(name)
     axes.legend()

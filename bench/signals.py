@@ -9,7 +9,6 @@ idle: the share of a core that a process takes while nothing happens, with signa
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import socket
@@ -23,19 +22,20 @@ from pathlib import Path
 
 from communicators import Communicator, as_communicator, barrier
 
-from bench.record import machine, record
+from bench.form import asked, parser_of
+from bench.record import record
 
 PAUSE_SECONDS = 0.05
 IDLE_SECONDS = 3.0
 
+AGAINST = "the same ranks without a signal channel"
+
 
 def main(argv: Sequence[str] = ()) -> int:
     """Starts the ranks, prints the table; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m bench signals", description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of("signals", __doc__, full="five times as many")
     parser.add_argument("--repeats", type=int, default=200, help="default 200")
-    parser.add_argument("--full", action="store_true", help="five times as many")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="write DIR/signals.csv, .json and .png too")
-    options, facts = parser.parse_args(argv), machine()
+    options, facts = asked(parser, argv)
     repeats = options.repeats * (5 if options.full else 1)
     rows = [json.loads(_launched(world, repeats)) for world in ("mpi", "gloo")]
     for row in rows:
@@ -44,8 +44,9 @@ def main(argv: Sequence[str] = ()) -> int:
             f"after a pause {row['idle_us']:.0f} and {row['idle_p90_us']:.0f}; idle process "
             f"{row['idle_share']:.1%} of a core, without signals {row['share_without']:.1%}"
         )
-    if options.output:
-        record(options.output, "signals", rows, labels=("world",), values=("busy_us", "idle_us"), facts=facts)
+    record(
+        options.output, "signals", rows, labels=("world",), values=("busy_us", "idle_us"), facts=facts, against=AGAINST
+    )
     return 0
 
 
@@ -96,6 +97,7 @@ def on_rank(world: str, repeats: int) -> None:
         barrier(comm)
         if taken:
             row |= {f"{name}_us": statistics.median(taken), f"{name}_p90_us": statistics.quantiles(taken, n=10)[-1]}
+            row |= {f"{name}_us_samples": taken}
     if comm.rank == 0:
         print(json.dumps(row), flush=True)
     signals.close()

@@ -15,7 +15,6 @@ first step of an epoch, with the evaluation before it, is left out.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import statistics
 import tempfile
@@ -39,7 +38,8 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 
-from bench.record import machine, record
+from bench.form import asked, parser_of
+from bench.record import record
 
 ALGORITHMS = {"dense": [], "local-sgd": [], "gtopk": ["--density", "0.01"]}
 PIXELS = (32, 8)
@@ -182,16 +182,19 @@ def row_of(algorithm: str, pixels: int, steps: Sequence[tuple[float, ...]]) -> d
         "trainer_ms": round(1e3 * trainer, 3),
         "loop_percent": round(100 * loop / bare, 2),
         "overhead_percent": round(100 * more / bare, 2),
+        "trainer_ms_samples": [round(1e3 * step[0], 3) for step in steps],
+        "bare_ms_samples": [round(1e3 * step[1], 3) for step in steps],
     }
+
+
+AGAINST = "the same steps as a bare loop"
 
 
 def main(argv: Sequence[str] = ()) -> int:
     """Prints a line for each algorithm; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m bench trainer", description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of("trainer", __doc__, full="five times as many")
     parser.add_argument("--epochs", type=int, default=2, help="of 45 steps; default 2")
-    parser.add_argument("--full", action="store_true", help="five times as many")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="write DIR/trainer.csv, .json and .png too")
-    options, facts = parser.parse_args(argv), machine()
+    options, facts = asked(parser, argv)
     keep_freed_memory()
     epochs = options.epochs * (5 if options.full else 1)
     rows = [
@@ -205,9 +208,8 @@ def main(argv: Sequence[str] = ()) -> int:
             f"same {row['same_ms']:.2f} ms, trainer {row['trainer_ms']:.2f} ms a step: the loop "
             f"{row['loop_percent']:.1f} %, all {row['overhead_percent']:.1f} % ({row['steps']} steps)"
         )
-    if options.output:
-        values = ("bare_ms", "same_ms", "trainer_ms")
-        record(options.output, "trainer", rows, labels=("algorithm", "pixels"), values=values, facts=facts)
+    values = ("bare_ms", "same_ms", "trainer_ms")
+    record(options.output, "trainer", rows, labels=("algorithm", "pixels"), values=values, facts=facts, against=AGAINST)
     return 0
 
 

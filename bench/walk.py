@@ -9,7 +9,6 @@ entered in a step; polling by the background is in it, so that it differs from r
 
 from __future__ import annotations
 
-import argparse
 import socket
 import sys
 import threading
@@ -27,24 +26,29 @@ from torch import nn
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
+from bench.form import asked, parser_of
+from bench.record import record
+
 PACKAGES = ("communicators", "sparse_compress", "sparse_collectives")
+COLUMNS = ("package", "files", "functions", "calls")
 WARM = 5  # steps; DDP cuts its buckets anew after the first
+
+AGAINST = "an earlier walk: what a change adds to the way"
 
 
 def main(argv: Sequence[str] = ()) -> int:
     """Starts the ranks, prints the table; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m bench walk", description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of("walk", __doc__, full="the mean of 20 steps, not one")
     parser.add_argument("--list", action="store_true", help="every function, with how often it was entered")
-    parser.add_argument("--full", action="store_true", help="the mean of 20 steps, not one")
-    options = parser.parse_args(argv)
+    options, facts = asked(parser, argv)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    spawn(on_rank, (port, 20 if options.full else 1, options.list), nprocs=2)  # type: ignore[no-untyped-call]
+    spawn(on_rank, (port, 20 if options.full else 1, options.list, options.output, facts), nprocs=2)  # type: ignore[no-untyped-call]
     return 0
 
 
-def on_rank(rank: int, port: int, steps: int, every: bool) -> None:
+def on_rank(rank: int, port: int, steps: int, every: bool, output: Path, facts: dict[str, Any]) -> None:
     """One rank's part; rank 0 prints. steps: counted ones."""
     torch.set_num_threads(1)
     walk = Walk()
@@ -66,6 +70,8 @@ def on_rank(rank: int, port: int, steps: int, every: bool) -> None:
     sys.setprofile(None)
     if rank == 0:
         print(walk.as_text(every, steps))
+        labels, values = COLUMNS[:1], COLUMNS[3:]
+        record(output, "walk", walk.rows(steps), labels=labels, values=values, facts=facts, against=AGAINST)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -91,10 +97,13 @@ class Walk:
         if every:
             calls = sorted(self._entered.items())
             return table(("function", "calls"), [[f"{file} {name}", f"{n / steps:g}"] for (_, file, name), n in calls])
-        rows = [self._row(package, steps) for package in (*PACKAGES, "together")]
-        return table(("package", "files", "functions", "calls"), rows)
+        return table(COLUMNS, [[str(value) for value in row.values()] for row in self.rows(steps)])
 
-    def _row(self, package: str, steps: int) -> list[str]:
+    def rows(self, steps: int) -> list[dict[str, Any]]:
+        """By package."""
+        return [self._row(package, steps) for package in (*PACKAGES, "together")]
+
+    def _row(self, package: str, steps: int) -> dict[str, Any]:
         found = {key: n for key, n in self._entered.items() if package in (key[0], "together")}
         files = {file for _, file, _ in found}
-        return [package, str(len(files)), str(len(found)), f"{sum(found.values()) / steps:g}"]
+        return dict(zip(COLUMNS, (package, len(files), len(found), sum(found.values()) / steps), strict=True))

@@ -25,7 +25,8 @@ def modules_of(name: str) -> list[str]:
 def import_all(name: str) -> int:
     """Imports each module; the number of them that an extra's absence left out."""
     extras = [line for line in distribution(name).requires or () if "extra ==" in line]
-    optional = OPTIONAL | {re.split(r"[^\w-]", line)[0] for line in extras}
+    names = {re.split(r"[^\w-]", line)[0] for line in extras}
+    optional = OPTIONAL | {name.removeprefix("thinwire-").replace("-", "_") for name in names}
     left_out = 0
     for module in modules_of(name):
         try:

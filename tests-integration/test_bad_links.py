@@ -4,14 +4,9 @@ import json
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT))  # benchmarks are run from the root, not installed
-
-from bench.slow_link import SlowLink, missing  # noqa: E402
+from slow_link import SlowLink, missing
 
 LACKING = missing()
 pytestmark = pytest.mark.skipif(bool(LACKING), reason=f"no emulated link here: {'; '.join(LACKING)}")

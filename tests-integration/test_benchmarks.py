@@ -1,5 +1,9 @@
 """What `python -m bench` promises of every benchmark that it names."""
 
+import csv
+import json
+import statistics
+import tempfile
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -7,24 +11,78 @@ import numpy as np
 import pytest
 import torch
 from communicators import Link, SimulatedWorld
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from partial_collectives import PartialAllreduce
 from partial_collectives.protocol.rules import Rules
+from sparse_collectives.prediction.cost import Handling
 from thinwire_trainer.command_line.flags import parse
 from thinwire_trainer.synchronisers.table import TABLE
 
+from bench import scaling
 from bench.__main__ import BENCHMARKS
 from bench.cluster_model import Ranks, one_round
+from bench.form import QUICK, RESULTS, asked, parser_of
 from bench.learning import TASKS, asking
+from bench.published import gtopk_link
+from bench.record import record
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
-def test_every_benchmark_takes_full(name, capsys):
+def test_every_benchmark_takes_full_and_says_where_its_record_goes(name, capsys):
     with pytest.raises(SystemExit) as left:
         resolve_name(BENCHMARKS[name])(["--full", "--help"])
     assert left.value.code == 0
-    assert "--full " in capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"usage: python -m bench {name} " in said
+    assert "--full " in said
+    assert f"{name}.csv, .json and .png are written; default bench/results/quick, with --full bench/results" in said
+
+
+@given(st.lists(st.lists(st.floats(0, 1e6), min_size=1, max_size=9), min_size=1, max_size=3))
+@settings(max_examples=10)
+def test_a_record_tells_its_circumstances_and_keeps_every_measurement(measured):
+    rows = [{"way": f"way {number}", "ms_samples": samples} for number, samples in enumerate(measured)]
+    with tempfile.TemporaryDirectory() as folder:
+        options, facts = asked(parser_of("try", "Tries.", full="more"), ["--output", folder])
+        shown = {"labels": ("way",), "values": ("ms_p50",)}
+        record(options.output, "try", rows, **shown, facts=facts, against="nothing")
+        found = json.loads((options.output / "try.json").read_text())
+        table = list(csv.DictReader((options.output / "try.csv").read_text().splitlines()))
+        assert (options.output / "try.png").exists()
+    assert found["circumstances"]["command"] == f"python -m bench try --output {folder}"
+    assert {"machine", "cores", "Python", "torch", "commit", "load"} <= set(found["circumstances"])
+    assert [row["ms_samples"] for row in found["samples"]] == measured
+    for row, samples in zip(table, measured, strict=True):
+        low, middle, high = (float(row[f"ms_p{percent}"]) for percent in (20, 50, 80))
+        assert min(samples) <= low <= middle <= high <= max(samples)
+        assert middle == pytest.approx(statistics.median(samples))
+
+
+def test_a_quick_run_leaves_the_committed_records_alone():
+    parser = parser_of("try", "Tries.", full="more")
+    assert asked(parser, [])[0].output == QUICK
+    assert asked(parser, ["--full"])[0].output == RESULTS
+
+
+@pytest.mark.parametrize("algorithm", ["topk-allgather", "gtopk", "spardl"])
+@pytest.mark.parametrize("size", [2, 5, 8])
+def test_scaling_simulates_what_the_expression_says(algorithm, size):
+    """Where messages have fixed sizes; so that beyond the largest world the expression may be trusted."""
+    link = gtopk_link()
+    row = scaling._row("any", 20_000, size, algorithm, 0.01, link, Handling(), 0.1)
+    assert row["how"] == "simulated"
+    assert row["exchange_ms"] == pytest.approx(row["expression_ms"], rel=0.03, abs=1.1e3 * link.alpha * (size == 5))
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_every_committed_record_has_its_circumstances_its_rows_and_its_plot(path):
+    found = json.loads(path.read_text())
+    assert {"machine", "cores", "Python", "command", "commit"} <= set(found["circumstances"])
+    assert found["rows"]
+    assert found["against"]
+    assert path.with_suffix(".csv").exists()
+    assert path.with_suffix(".png").exists()
 
 
 @given(

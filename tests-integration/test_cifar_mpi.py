@@ -131,7 +131,13 @@ def demo(tmp_path_factory):
 def test_the_demo_starts_its_own_workers_and_shows_a_table_and_a_plot(demo):
     folder, launch = demo
     assert launch.returncode == 0, launch.stderr
-    for expected in ("dense  epoch   1/1", "gtopk  epoch   1/1", "predicted", "shown/demo.png"):
+    for expected in (
+        "dense  epoch   1/1",
+        "gtopk  epoch   1/1",
+        "predicted",
+        "shown/demo.png",
+        "easured behind 100 Mbit/s",
+    ):
         assert expected in launch.stdout
     assert (folder / "shown" / "demo.png").read_bytes().startswith(b"\x89PNG")
 

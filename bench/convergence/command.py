@@ -26,7 +26,8 @@ from bench.convergence import curves
 from bench.convergence.tasks import TASKS
 from bench.convergence.training import trained
 from bench.convergence.ways import WAYS, Run
-from bench.record import machine, record
+from bench.form import asked, parser_of
+from bench.record import record
 
 DENSE, FIRST, RECOMMENDED = "dense", "gtopk, as first written", "gtopk"
 UNDER = ("task", "optimizer", "clip", "ranks", "steps")  # what a way and dense share
@@ -34,10 +35,12 @@ LABELS = ("task", "optimizer", "clip", "way", "density", "ranks", "steps")
 SHOWN = (*LABELS, "seeds", "mean", "least", "most", "behind", "bytes_a_step")
 QUICK = {"ways": (DENSE, FIRST, RECOMMENDED), "tasks": ("cnn-digits", "vit-digits")}
 
+AGAINST = "dense, with the same settings and seeds"
+
 
 def main(argv: Sequence[str] = ()) -> int:
     """Trains what is missing, prints the table; returns the exit status."""
-    options, facts = _asked(argv), machine()
+    options, facts = _asked(argv)
     known = _known(options.output)
     runs = list(_runs(options))
     for number, run in enumerate(runs, 1):
@@ -47,19 +50,18 @@ def main(argv: Sequence[str] = ()) -> int:
             print(f"{number}/{len(runs)}  {_key(run)}  {found['score']:.2f}", flush=True)
     rows = _rows([known[_key(run)] for run in runs])
     print(table(SHOWN, [[_cell(row[name]) for name in SHOWN] for row in rows]))
-    if options.output:
-        every = _rows(list(known.values()))
-        if options.accuracy:
-            _write_accuracy(options.accuracy, every)
-        (options.output / "convergence.md").write_text(_markdown(every))
-        (options.output / "convergence-short.md").write_text(_short(every))
-        curves.write(options.output, list(known.values()), ways=(DENSE, FIRST, RECOMMENDED))
-        record(options.output, "convergence", every, labels=LABELS[:5], values=("mean",), facts=facts)
+    every = _rows(list(known.values()))
+    if options.accuracy:
+        _write_accuracy(options.accuracy, every)
+    (options.output / "convergence.md").write_text(_markdown(every))
+    (options.output / "convergence-short.md").write_text(_short(every))
+    curves.write(options.output, list(known.values()), ways=(DENSE, FIRST, RECOMMENDED))
+    record(options.output, "convergence", every, labels=LABELS[:5], values=("mean",), facts=facts, against=AGAINST)
     return 0
 
 
-def _asked(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench convergence", description=(__doc__ or "").partition("\n")[0])
+def _asked(argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
+    parser = parser_of("convergence", __doc__, full="the numbers to report: hours")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, metavar="NAME")
     parser.add_argument("--optimizers", nargs="+", choices=("sgd", "adamw"), default=["sgd", "adamw"], metavar="NAME")
     parser.add_argument("--ways", nargs="+", choices=WAYS, metavar="NAME")
@@ -68,16 +70,14 @@ def _asked(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--ranks", nargs="+", type=int, metavar="P", help="default 2; full 4 and 8")
     parser.add_argument("--seeds", type=int, help="default 1; full 5")
     parser.add_argument("--steps", type=int, help="default: each task's own")
-    parser.add_argument("--full", action="store_true", help="the numbers to report: hours")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="write DIR/convergence.csv, .json and .png too")
-    parser.add_argument("--accuracy", type=Path, metavar="FILE", help="with --output: what advise says of accuracy")
-    options = parser.parse_args(argv)
+    parser.add_argument("--accuracy", type=Path, metavar="FILE", help="where what advise says of accuracy goes")
+    options, facts = asked(parser, argv)
     options.tasks = options.tasks or (list(TASKS) if options.full else QUICK["tasks"])
     options.ways = options.ways or (list(WAYS) if options.full else QUICK["ways"])
     options.densities = options.densities or ([0.1, 0.01, 0.001] if options.full else [0.01])
     options.ranks = options.ranks or ([4, 8] if options.full else [2])
     options.seeds = options.seeds or (5 if options.full else 1)
-    return options
+    return options, facts
 
 
 def _runs(options: argparse.Namespace) -> Iterator[Run]:

@@ -16,6 +16,8 @@ from thinwire_trainer.launching.placement import Placement, placement
 from thinwire_trainer.launching.workers import start_workers
 from thinwire_trainer.launching.world import joined
 
+from thinwire_cifar import behind_link
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Start the workers and be done, or be one of them; returns the exit code."""
@@ -24,7 +26,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     with stoppable(place, program="thinwire_cifar.demo"):
         if place.launcher is None and given.nworkers > 1:
             try:
-                return start_workers("thinwire_cifar.demo", argv, given.nworkers, oversubscribe=given.oversubscribe)
+                code = start_workers("thinwire_cifar.demo", argv, given.nworkers, oversubscribe=given.oversubscribe)
+                if code == 0:
+                    print(behind_link.shown(behind_link.measured(given.nworkers)), flush=True)
+                return code
             except RunError as error:
                 print(f"thinwire_cifar.demo: error: {error}", file=sys.stderr)
                 return WRONG_USAGE

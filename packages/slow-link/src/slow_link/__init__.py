@@ -4,11 +4,13 @@
         done = net.mpiexec([sys.executable, "script.py"], timeout=60)
 
 Every rank lives in a network namespace of its own, joined to the others as by a switch: full duplex ports of one
-rate, and one delay between any two. Entering builds it, leaving removes it, whatever happened inside. It needs Linux
-and root; `open_link` falls back to a throttled transport where those are missing, and says so.
+rate, and one delay between any two. Entering builds it, leaving removes it, whatever happened inside. It needs Linux,
+and root or user namespaces: the command enters them by itself, a program by `user_namespaces.enter()`. `open_link`
+falls back to a throttled transport where those are missing, and says so.
 
-    python -m bench.slow_link --ranks 2 --mbit 100 --ms 1 --gloo -- python script.py
-    python -m bench.slow_link check
+    python -m slow_link --rate 100mbit --delay 1ms -- mpiexec -n 4 python train.py
+    python -m slow_link --rate 100mbit --delay 1ms -- torchrun --nproc-per-node 4 train.py
+    python -m slow_link check
 
 What limits it: the switch shares the cores with the ranks (at 100 Mbit/s, over a whole self-check, it took a seventh
 of a core at P = 2 and a fifth at P = 4), and a short TCP message arrives 0.05 ms late. Study 1 Gbit/s and 0.1 ms at a
@@ -18,10 +20,11 @@ process that does not run because others do is late on the link, too: run alone,
 Nothing imported here needs torch, so that the tool itself starts at once; `throttled` is for the ranks, and does.
 """
 
-from bench.slow_link.fallback import ThrottledLink, open_link
-from bench.slow_link.launcher import Launcher
-from bench.slow_link.link import SlowLink
-from bench.slow_link.missing import Unavailable, missing
-from bench.slow_link.namespaces import sweep
+from slow_link.fallback import ThrottledLink, open_link
+from slow_link.launcher import Launcher
+from slow_link.link import SlowLink
+from slow_link.missing import Unavailable, missing
+from slow_link.namespaces import sweep
+from slow_link.version import __version__
 
-__all__ = ["Launcher", "SlowLink", "ThrottledLink", "Unavailable", "missing", "open_link", "sweep"]
+__all__ = ["Launcher", "SlowLink", "ThrottledLink", "Unavailable", "__version__", "missing", "open_link", "sweep"]

@@ -10,15 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from communicators import Link, SimulatedWorld, allreduce
-
-ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT))  # benchmarks are run from the root, not installed
-
-from bench.slow_link import SlowLink, ThrottledLink, Unavailable, missing, open_link, sweep  # noqa: E402
-from bench.slow_link import fallback as slow_fallback  # noqa: E402
-from bench.slow_link import link as slow_link_module  # noqa: E402
-from bench.slow_link.switch import VNET_BYTES, Switch, receiver, wire_bytes  # noqa: E402
-from bench.slow_link.throttled import Throttled, behind_link  # noqa: E402
+from slow_link import SlowLink, ThrottledLink, Unavailable, missing, open_link, sweep
+from slow_link import fallback as slow_fallback
+from slow_link import link as slow_link_module
+from slow_link.switch import VNET_BYTES, Switch, receiver, wire_bytes
+from slow_link.throttled import Throttled, behind_link
 
 LACKING = missing()
 emulated = pytest.mark.skipif(bool(LACKING), reason=f"no emulated link here: {'; '.join(LACKING)}")
@@ -142,10 +138,9 @@ def heed_interrupts():
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, -2), (signal.SIGKILL, -9)])
 def test_nothing_is_left_of_an_ended_run(number, status):
     """SIGKILL leaves something: it is what `sweep` is for."""
-    words = [sys.executable, "-m", "bench.slow_link", "--gloo", "--", "sh", "-c", "echo $$; exec sleep 60"]
+    words = [sys.executable, "-m", "slow_link", "--ranks", "2", "--", "sh", "-c", "echo $$; exec sleep 60"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-    with subprocess.Popen(words, cwd=ROOT, preexec_fn=heed_interrupts, **pipes) as run:
-        run.stdout.readline()  # what the link is
+    with subprocess.Popen(words, preexec_fn=heed_interrupts, **pipes) as run:
         ranks = [int(run.stdout.readline()) for _ in range(2)]
         assert all(map(alive, ranks))
         run.send_signal(number)

@@ -1,6 +1,6 @@
 """What the self-check runs on every rank: times of ping-pongs and allreduces, which rank 0 prints as JSON.
 
-python -m bench.slow_link.measure mpi|gloo REPEATS
+python -m slow_link.measure mpi|gloo REPEATS
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from communicators import SLOT_BYTES, Communicator, Round, Schedule, allreduce, run
 
-from bench.slow_link.throttled import Throttled, behind_link
+from slow_link.throttled import Throttled, behind_link
 
 PING_BYTES = (SLOT_BYTES, 1 << 16, 1 << 20)
 SHORT_BYTES = 1 << 10
@@ -47,6 +47,8 @@ class Transport(ABC):
 
 
 class MPITransport(Transport):
+    """mpi4py's."""
+
     name = "mpi4py"
 
     def __init__(self) -> None:
@@ -68,6 +70,8 @@ class MPITransport(Transport):
 
 
 class GlooTransport(Transport):
+    """torch's, over gloo."""
+
     name = "torch gloo"
 
     def __init__(self) -> None:

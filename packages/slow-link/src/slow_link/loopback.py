@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping
 
-from bench.slow_link.launcher import Launcher
+from slow_link.launcher import Launcher
 
 DEVICE = "lo"
 

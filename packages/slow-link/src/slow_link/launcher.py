@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bench.slow_link.ranks import run_together
+from slow_link.ranks import run_together
 
 MOST_RANKS = 64
 
@@ -51,12 +51,21 @@ class Launcher(ABC):
         """Ends what ranks have left behind on the link."""
 
     def mpiexec(
-        self, command: Sequence[str], *, timeout: float, capture: bool = True
+        self,
+        command: Sequence[str],
+        *,
+        timeout: float,
+        capture: bool = True,
+        mpiexec: Sequence[str] = (),
+        section: Sequence[str] = (),
     ) -> subprocess.CompletedProcess[str]:
-        """Runs the command as MPI ranks, by one mpiexec; raises `subprocess.TimeoutExpired` after `timeout` seconds."""
-        words = [str(_mpiexec())]
+        """Runs the command as MPI ranks, by one mpiexec; raises `subprocess.TimeoutExpired` after `timeout` seconds.
+
+        mpiexec: the launcher and its options, if not the one beside this Python. section: options of every rank.
+        """
+        words = list(mpiexec) or [str(_mpiexec())]
         for rank in range(self.ranks):
-            words += [*([":"] if rank else []), "-n", "1", *self.prefix(rank), *command]
+            words += [*([":"] if rank else []), "-n", "1", *section, *self.prefix(rank), *command]
         [done] = self._run([words], [self.mpi_environment()], timeout, capture)
         return done
 
@@ -70,6 +79,20 @@ class Launcher(ABC):
         store = {**self.store(), "WORLD_SIZE": str(self.ranks)}
         commands = [[*self.prefix(rank), *command] for rank in range(self.ranks)]
         return self._run(commands, [{**store, "RANK": str(rank)} for rank in range(self.ranks)], timeout, capture)
+
+    def torchrun(
+        self, command: Sequence[str], *, timeout: float, capture: bool = True, torchrun: Sequence[str] = ()
+    ) -> list[subprocess.CompletedProcess[str]]:
+        """Runs a script and its arguments by torchrun, every rank as a node of its own; otherwise as `processes`.
+
+        torchrun: the words that start it, with options that do not say where nodes are.
+        """
+        store = self.store()
+        words = [*(torchrun or [sys.executable, "-m", "torch.distributed.run"]), "--nproc-per-node=1"]
+        words += [f"--nnodes={self.ranks}", f"--master-addr={store['MASTER_ADDR']}"]
+        words += [f"--master-port={store['MASTER_PORT']}"]
+        commands = [[*self.prefix(rank), *words, f"--node-rank={rank}", *command] for rank in range(self.ranks)]
+        return self._run(commands, [store] * self.ranks, timeout, capture)
 
     def _run(
         self, commands: list[list[str]], environments: Sequence[Mapping[str, str]], timeout: float, capture: bool

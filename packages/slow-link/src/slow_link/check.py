@@ -18,12 +18,11 @@ import math
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
-from bench.slow_link.fallback import open_link
-from bench.slow_link.launcher import Launcher
-from bench.slow_link.loopback import Loopback
+from slow_link.fallback import open_link
+from slow_link.launcher import Launcher
+from slow_link.loopback import Loopback
 
 TOLERANCE = 0.15
 SECONDS_PER_LAUNCH = 120.0
@@ -59,10 +58,8 @@ class Row(NamedTuple):
         return (self.tenth - self.software) / self.model
 
 
-def check(
-    *, mbit_per_second: float, milliseconds: float, ranks: tuple[int, ...], repeats: int, output: Path | None = None
-) -> bool:
-    """Measures and prints a table; whether all of it is within the tolerance. output: a folder for the rows."""
+def check(*, mbit_per_second: float, milliseconds: float, ranks: Sequence[int], repeats: int) -> list[Row]:
+    """Measures and prints a table; `good` says whether all of it is within the tolerance."""
     found: list[Row] = []
     for size in ranks:
         with open_link(ranks=size, mbit_per_second=mbit_per_second, milliseconds=milliseconds) as link:
@@ -70,11 +67,13 @@ def check(
             for row in rows(link, repeats):
                 print(_line(row), flush=True)
                 found.append(row)
-    if output is not None:
-        _record(output, found)
-    good = all(abs(row.ratio - 1) <= TOLERANCE for row in found)
-    print(f"{'' if good else 'not '}all within {TOLERANCE:.0%}")
-    return good
+    print(f"{'' if good(found) else 'not '}all within {TOLERANCE:.0%}")
+    return found
+
+
+def good(found: Sequence[Row]) -> bool:
+    """Whether all is within the tolerance."""
+    return all(abs(row.ratio - 1) <= TOLERANCE for row in found)
 
 
 def rows(link: Launcher, repeats: int) -> Iterator[Row]:
@@ -97,7 +96,7 @@ def cost(what: str, nbytes: int, ranks: int) -> tuple[int, float]:
 
 def _measured(link: Launcher, kind: str, *arguments: str) -> list[Found]:
     """What rank 0 found."""
-    command = [sys.executable, "-m", "bench.slow_link.measure", kind, *arguments]
+    command = [sys.executable, "-m", "slow_link.measure", kind, *arguments]
     launch = link.mpiexec if kind == "mpi" else link.processes
     done = launch(command, timeout=SECONDS_PER_LAUNCH)
     every = done if isinstance(done, list) else [done]
@@ -105,17 +104,6 @@ def _measured(link: Launcher, kind: str, *arguments: str) -> list[Found]:
         if one.returncode:
             raise RuntimeError(f"a rank over {kind} failed with status {one.returncode}:\n{one.stdout}{one.stderr}")
     return [Found(*json.loads(line)) for line in every[0].stdout.splitlines()]
-
-
-def _record(output: Path, found: Sequence[Row]) -> None:
-    from bench.record import machine, record  # needs torch, which the tool itself does not
-
-    rows = [{"P": row.ranks, "by": row.found.who, "what": row.found.what, "bytes": row.found.nbytes} for row in found]
-    for cells, row in zip(rows, found, strict=True):
-        cells |= {"model_ms": 1e3 * row.model, "measured_ms": 1e3 * row.tenth, "software_ms": 1e3 * row.software}
-        cells |= {"measured_less_software_to_model": row.ratio}
-    values = ("measured_less_software_to_model",)
-    record(output, "slow-link", rows, labels=("P", "by", "what", "bytes"), values=values, facts=machine())
 
 
 def _line(row: Row) -> str:

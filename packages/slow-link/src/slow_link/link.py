@@ -12,11 +12,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from bench.slow_link import namespaces, switch, tun
-from bench.slow_link.interruption import as_exceptions, held_back
-from bench.slow_link.launcher import Launcher
-from bench.slow_link.loopback import mpi_over_tcp
-from bench.slow_link.missing import Unavailable, missing
+from slow_link import namespaces, switch, tun
+from slow_link.interruption import as_exceptions, held_back
+from slow_link.launcher import Launcher
+from slow_link.loopback import mpi_over_tcp
+from slow_link.missing import Unavailable, missing
 
 _numbers = itertools.count(1)
 

@@ -6,7 +6,9 @@ import os
 import shutil
 import sys
 
-from bench.slow_link import namespaces, tun
+from slow_link import namespaces, tun, user_namespaces
+
+NOT_ENTERED = "network namespaces need root, or `slow_link.user_namespaces.enter()` first in the program"
 
 
 class Unavailable(RuntimeError):  # noqa: N818 - a fact about the machine
@@ -20,7 +22,8 @@ def missing() -> list[str]:
     tools = [tool for tool in ("ip", "tc", "sysctl") if shutil.which(tool) is None]
     lacking = [f"no `{tool}` on the PATH (packages iproute2, procps)" for tool in tools]
     if os.geteuid() != 0:
-        lacking.append("network namespaces need root")
+        reason = user_namespaces.obstacle()
+        lacking.append(f"network namespaces need root, and {reason}" if reason else NOT_ENTERED)
     if lacking:
         return lacking
     return _trial()

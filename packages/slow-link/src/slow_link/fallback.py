@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
 
-from bench.slow_link.launcher import Launcher
-from bench.slow_link.link import SlowLink
-from bench.slow_link.loopback import free_port
-from bench.slow_link.missing import missing
+from slow_link.launcher import Launcher
+from slow_link.link import SlowLink
+from slow_link.loopback import free_port
+from slow_link.missing import missing
 
 THROTTLE = "SLOW_LINK_THROTTLE"
 """Tells the ranks α and β, in seconds and seconds per byte; `throttled.behind_link` reads it."""

@@ -1,0 +1,287 @@
+"""What should I use? torch's ways to send less beside ours, on real gloo ranks behind the same emulated slow link.
+
+    python -m bench peers [--rate RATE] [--delay DELAY] [--ranks P ...] [--repeats N] [--full] [--output DIR]
+
+step_ms: of forward, backward and update of a million parameters (16 layers of 256 × 256), behind the link: the median
+of turns of 4 steps, which the ways take by turns. accuracy: of the example's perceptron on the test digits, after as
+many epochs each, without a link, mean of the seeds; one of the 360 images is 0.28 points. Sparse ones send 1 %, their
+momentum before the selection; periodic ones average every 4 steps; PowerSGD has rank 4, and all have one bucket.
+"""
+
+from __future__ import annotations
+
+import json
+import runpy
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from local_sgd import LocalSGD, OverlapLocalSGD
+from partial_collectives import EagerSGD
+from slow_link import Launcher, SlowLink, ThrottledLink, missing
+from slow_link.__main__ import add_link
+from sparse_collectives import SparseHookState, sparse_hook
+from sparse_collectives.prediction.plain_table import table
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR
+
+from bench.form import asked, parser_of
+from bench.record import record
+
+AGAINST = "torch's DistributedDataParallel, its bf16 and PowerSGD hooks, and PostLocalSGDOptimizer"
+COLUMNS = ("way", "library", "P", "step_ms", "over_ddp", "accuracy")
+EVERY, DENSITY, MOMENTUM, RATE, BATCH, LOW_RANK = 4, 0.01, 0.9, 0.1, 16, 4
+LAYERS, WIDTH, TEST_IMAGES = 16, 256, 360
+EXAMPLE = Path(__file__).parent.parent / "examples" / "ddp_digits.py"
+
+
+class Training(NamedTuple):
+    """module: to call. zero_grad, update: before and after backward, a step's rate included. finish: the mean."""
+
+    module: nn.Module
+    zero_grad: Callable[[], None]
+    update: Callable[[], object]
+    finish: Callable[[], None]
+
+    def step(self, loss: Callable[[nn.Module], Tensor]) -> None:
+        """One training step."""
+        self.zero_grad()
+        loss(self.module).backward()  # type: ignore[no-untyped-call]
+        self.update()
+
+
+Way = Callable[[nn.Module, torch.optim.SGD, LambdaLR, ExitStack], Training]
+
+
+def _by_hook(register: Callable[[DistributedDataParallel], None], momentum: float = MOMENTUM) -> Way:
+    def way(model: nn.Module, inner: torch.optim.SGD, falling: LambdaLR, exits: ExitStack) -> Training:
+        ddp = DistributedDataParallel(model, bucket_cap_mb=64)
+        register(ddp)
+        inner.param_groups[0]["momentum"] = momentum
+        return Training(ddp, inner.zero_grad, partial(_both, inner.step, falling.step), _nothing)
+
+    return way
+
+
+def _sparse(algorithm: str) -> Way:
+    def register(ddp: DistributedDataParallel) -> None:
+        state = SparseHookState(density=DENSITY, algorithm=algorithm, momentum=MOMENTUM)
+        ddp.register_comm_hook(state, sparse_hook)
+
+    return _by_hook(register, momentum=0.0)
+
+
+def _in_bf16(ddp: DistributedDataParallel) -> None:
+    """By another name: torch refuses its hook over gloo, where it works."""
+
+    def hook(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+        return bf16_compress_hook(state, bucket)
+
+    hook.__annotations__ = {}  # which would have to be torch's own, and are strings here
+
+    ddp.register_comm_hook(None, hook)
+
+
+def _low_rank(ddp: DistributedDataParallel) -> None:
+    state = PowerSGDState(None, matrix_approximation_rank=LOW_RANK, start_powerSGD_iter=2, min_compression_rate=1)
+    ddp.register_comm_hook(state, powerSGD_hook)
+
+
+def _post_local_sgd(model: nn.Module, inner: torch.optim.SGD, falling: LambdaLR, exits: ExitStack) -> Training:
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+    from torch.distributed.optim import PostLocalSGDOptimizer  # importing it warns
+
+    averager = PeriodicModelAverager(period=EVERY, warmup_steps=0)
+    optimizer = PostLocalSGDOptimizer(optim=inner, averager=averager)
+
+    def mean() -> None:
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.data)
+            parameter.data /= dist.get_world_size()
+
+    return Training(model, optimizer.zero_grad, partial(_both, optimizer.step, falling.step), mean)
+
+
+def _periodic(kind: type[LocalSGD] | type[OverlapLocalSGD]) -> Way:
+    def way(model: nn.Module, inner: torch.optim.SGD, falling: LambdaLR, exits: ExitStack) -> Training:
+        optimizer = kind(inner, sync_every=EVERY)
+        update = partial(_both, optimizer.step, optimizer.average, falling.step)
+        return Training(model, optimizer.zero_grad, update, optimizer.finish)
+
+    return way
+
+
+def _eager(model: nn.Module, inner: torch.optim.SGD, falling: LambdaLR, exits: ExitStack) -> Training:
+    """Its rate falls by rounds, not by steps, as it asks for."""
+    optimizer = exits.enter_context(EagerSGD(inner, model.named_parameters(), quorum="majority", scheduler=falling))
+    return Training(model, optimizer.zero_grad, optimizer.step, optimizer.finish)
+
+
+def _both(*calls: Callable[[], object]) -> None:
+    for call in calls:
+        call()
+
+
+def _made(way: Way, model: nn.Module, steps: int, rate: float, exits: ExitStack) -> Training:
+    """Of so many steps, over which the rate falls to nothing."""
+    inner = torch.optim.SGD(model.parameters(), lr=rate, momentum=MOMENTUM)
+    return way(model, inner, LambdaLR(inner, lambda step: max(0.0, 1 - step / steps)), exits)
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+PLAIN = "plain DDP"
+WAYS: dict[str, tuple[str, Way, str]] = {
+    PLAIN: ("torch", _by_hook(_nothing), "the network keeps up"),
+    "bf16_compress_hook": ("torch", _by_hook(_in_bf16), "half the bytes are few enough: nothing else changes"),
+    "PowerSGD hook": (
+        "torch",
+        _by_hook(_low_rank),
+        "most weights are large matrices; torch's needs one bucket",
+    ),
+    "PostLocalSGDOptimizer": ("torch", _post_local_sgd, "ranks may part for some steps"),
+    "gtopk hook": ("thinwire", _sparse("gtopk"), "many ranks, synchronous steps, fewest bytes and rounds"),
+    "spardl hook": ("thinwire", _sparse("spardl"), "the same with larger k, where bytes count more than rounds"),
+    "LocalSGD": ("thinwire", _periodic(LocalSGD), "ranks may part for some steps; resumable, any inner optimizer"),
+    "OverlapLocalSGD": ("thinwire", _periodic(OverlapLocalSGD), "the same, and the exchange is to be hidden"),
+    "EagerSGD, majority": ("thinwire", _eager, "ranks take unequal time, not here: it sends whole gradients"),
+}
+
+
+def main(argv: Sequence[str] = ()) -> int:
+    """Starts the ranks, prints the table; returns the exit status."""
+    parser = parser_of("peers", __doc__, full="P = 4 too, 20 epochs of 3 seeds instead of 6 of 1")
+    add_link(parser)
+    parser.add_argument("--ranks", type=int, nargs="+", metavar="P", help="default 2; with --full 2 and 4")
+    parser.add_argument("--repeats", type=int, default=5, metavar="N", help=f"turns of {EVERY} steps, default 5")
+    options, facts = asked(parser, argv)
+    epochs, seeds = (20, 3) if options.full else (6, 1)
+    rows = []
+    for size in options.ranks or ((2, 4) if options.full else (2,)):
+        link = _link(size, options.rate, options.delay)
+        steps = _launched(link, "steps", options.repeats)
+        learnt = _launched(ThrottledLink(ranks=size, mbit_per_second=1e6, milliseconds=0), "learns", epochs, seeds)
+        plain = statistics.median(steps[PLAIN])
+        for way, (library, _, use) in WAYS.items():
+            median = statistics.median(steps[way])
+            row: dict[str, Any] = {"way": way, "library": library, "use": use, "P": size, "link": _told(options, link)}
+            row |= {"step_ms": 1e3 * median, "over_ddp": plain / median, "accuracy": statistics.mean(learnt[way])}
+            row |= {"ms_samples": [1e3 * one for one in steps[way]], "accuracy_samples": learnt[way]}
+            rows.append(row)
+    print(table(COLUMNS, [[_cell(row[name]) for name in COLUMNS] for row in rows]))
+    labels, values = ("way", "P"), ("over_ddp",)
+    more: dict[str, Any] = {"facts": facts, "against": AGAINST, "test_images": TEST_IMAGES}
+    record(options.output, "peers", rows, labels=labels, values=values, **more)
+    return 0
+
+
+def _link(size: int, mbit: float, milliseconds: float) -> Launcher:
+    if lacking := missing():
+        print(f"no link is emulated, steps are this machine's: {'; '.join(lacking)}")
+        return ThrottledLink(ranks=size, mbit_per_second=1e6, milliseconds=0)
+    return SlowLink(ranks=size, mbit_per_second=mbit, milliseconds=milliseconds)
+
+
+def _told(options: Any, link: Launcher) -> str:
+    emulated = isinstance(link, SlowLink)
+    return f"{options.rate:g} Mbit/s and {options.delay:g} ms" if emulated else "no link: this machine's loopback"
+
+
+def _launched(link: Launcher, part: str, *words: int) -> dict[str, list[float]]:
+    command = [sys.executable, "-W", "ignore", "-m", "bench.peers", part, *map(str, words)]
+    with link as ranks:  # type: ignore[attr-defined]
+        done = ranks.processes(command, timeout=1200)
+    if any(one.returncode for one in done):
+        raise SystemExit("\n".join(one.stderr for one in done))
+    found: dict[str, list[float]] = json.loads(done[0].stdout.splitlines()[-1])
+    return found
+
+
+def _steps(repeats: int) -> dict[str, list[float]]:
+    """Seconds of a step in each turn, by way."""
+    batch = torch.randn(BATCH, WIDTH)
+    taken: dict[str, list[float]] = {way: [] for way in WAYS}
+    with ExitStack() as exits:
+        trainings = {}
+        for name, (_, way, _) in WAYS.items():
+            torch.manual_seed(0)
+            model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+            trainings[name] = _made(way, model, EVERY * (repeats + 2), 1e-4, exits)
+        for _ in range(repeats + 1):  # in the first turn buckets are cut, and compressing begins
+            for name, training in trainings.items():
+                dist.barrier()
+                begin = time.perf_counter()
+                for _ in range(EVERY):
+                    training.step(lambda module: module(batch).square().mean())
+                taken[name].append((time.perf_counter() - begin) / EVERY)
+        for training in trainings.values():
+            training.finish()
+    return {name: seconds[1:] for name, seconds in taken.items()}
+
+
+def _learns(epochs: int, seeds: int) -> dict[str, list[float]]:
+    """Accuracy of each seed, by way."""
+    found: dict[str, list[float]] = {}
+    for name, (_, way, _) in WAYS.items():
+        for seed in range(seeds):
+            with ExitStack() as exits:
+                found.setdefault(name, []).append(_accuracy(way, epochs, seed, exits))
+            dist.barrier()
+    return found
+
+
+def _accuracy(way: Way, epochs: int, seed: int, exits: ExitStack) -> float:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+    batches = list(_batches(epochs, seed))
+    training = _made(way, model, len(batches), RATE, exits)
+    for images, labels in batches:
+        training.step(lambda module, x=images, y=labels: nn.functional.cross_entropy(module(x), y))  # type: ignore[misc]
+    training.finish()
+    test_images, test_labels = runpy.run_path(str(EXAMPLE))["digits"]()[1].tensors
+    with torch.no_grad():
+        return float((model(test_images).argmax(1) == test_labels).float().mean())
+
+
+def _batches(epochs: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """This rank's."""
+    images, labels = runpy.run_path(str(EXAMPLE))["digits"]()[0].tensors
+    count = len(images) // (BATCH * dist.get_world_size())
+    for epoch in range(epochs):
+        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(100 * seed + epoch))
+        mine = order[dist.get_rank() :: dist.get_world_size()]
+        yield from ((images[batch], labels[batch]) for batch in mine[: count * BATCH].view(-1, BATCH))
+
+
+def _cell(value: Any) -> str:
+    return f"{value:,.3f}" if isinstance(value, float) else str(value)
+
+
+def on_rank(part: str, words: Sequence[int]) -> None:
+    """One rank's part; rank 0 prints what was found as a line of JSON."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found = _steps(*words) if part == "steps" else _learns(*words)
+    if dist.get_rank() == 0:
+        print(json.dumps(found), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] in (["steps"], ["learns"]):
+        on_rank(sys.argv[1], [int(word) for word in sys.argv[2:]])
+    else:
+        raise SystemExit(main(sys.argv[1:]))

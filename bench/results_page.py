@@ -1,0 +1,143 @@
+"""docs/results.md from the records under bench/results: `hatch run results`, and with --run from new records.
+
+    python -m bench.results_page [--run] [--check]
+
+--run: makes the records first, every benchmark of the page in full, one after another: about an hour on two cores.
+--check: writes nothing, and ends with 1 if the page is not what the records make.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bench.form import RESULTS, ROOT
+from bench.headlines import HEADLINES, Headline
+
+PAGE = ROOT / "docs" / "results.md"
+PICTURES = ROOT / "docs" / "images" / "results"
+RECORDS = tuple(dict.fromkeys(name for name, _ in HEADLINES))
+PEERS = "peers"
+INTRODUCTION = """# Results
+
+<!-- Made by `hatch run results` from bench/results/*.json and bench/published.toml: do not write here. -->
+
+The headline results of the papers that are implemented here: what was published, what came out here, and where it falls
+short, why. **published** figures are the papers'; **simulated** ones are the real schedules with real payloads on a
+virtual clock that charges α + β·bytes a message; **measured** ones are seconds or bytes of real processes.
+`hatch run results --run` makes all records anew, `hatch run results` this page from them.
+
+"""
+
+
+def main(argv: Sequence[str] = ()) -> int:
+    """Writes the page; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.results_page", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--run", action="store_true", help="make the records first: about an hour")
+    parser.add_argument("--check", action="store_true", help="only tell whether the page is what the records make")
+    options = parser.parse_args(argv)
+    if options.run:
+        for name in (*RECORDS, PEERS):
+            subprocess.run([sys.executable, "-m", "bench", name, "--full"], cwd=ROOT, check=True)
+    records = {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
+    text = page(records)
+    if options.check:
+        return 0 if PAGE.read_text() == text else 1
+    PAGE.write_text(text)
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    for name in (*RECORDS, PEERS):
+        if name in records:
+            shutil.copyfile(RESULTS / f"{name}.png", PICTURES / f"{name}.png")
+    print(f"written: {PAGE.relative_to(ROOT)}")
+    return 0
+
+
+def page(records: Mapping[str, Any]) -> str:
+    """The whole text. records: the content of each .json, by name."""
+    headlines = [make(records[name]["rows"]) for name, make in HEADLINES if name in records]
+    parts = [INTRODUCTION, _table([_line(headline) for headline in headlines])]
+    parts += [_missing(name) for name in (*RECORDS, PEERS) if name not in records]
+    parts += [_section(headline, records[headline.record]) for headline in headlines]
+    if PEERS in records:
+        parts.append(_peers(records[PEERS]))
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _line(headline: Headline) -> dict[str, str]:
+    return {
+        "result": f"[{headline.title}](#{_anchor(headline.title)})",
+        "published": headline.published,
+        "here": f"**{headline.ours}**",
+        "how": headline.how,
+        "": "reached" if headline.reached else "falls short",
+    }
+
+
+def _section(headline: Headline, record: Mapping[str, Any]) -> str:
+    lines = [f'\n<a id="{_anchor(headline.title)}"></a>\n\n## {headline.title}\n']
+    if headline.source:
+        lines.append(f"Published: {headline.published} ({headline.source}).\n")
+    lines.append(f"Here, {headline.how}: **{headline.ours}**. {headline.shortfall}\n")
+    if headline.details:
+        lines.append(_table(headline.details))
+    lines.append(_circumstances(headline.record, record))
+    return "\n".join(lines)
+
+
+def _peers(record: Mapping[str, Any]) -> str:
+    rows = record["rows"]
+    chosen = [
+        {
+            "way": row["way"],
+            "library": row["library"],
+            "P": str(row["P"]),
+            "step, ms": f"{row['step_ms']:.0f}",
+            "over plain DDP": f"{row['over_ddp']:.1f}×",
+            "accuracy": f"{row['accuracy']:.1%}",
+            "use it where": row["use"],
+        }
+        for row in rows
+    ]
+    best = max(rows, key=lambda row: row["over_ddp"])
+    head = (
+        "\n## What should I use?\n\nOurs beside torch's own ways, in the same run, real gloo ranks behind "
+        f"{rows[0]['link']}: measured. The fastest step was {best['way']}'s, {best['over_ddp']:.1f} times plain DDP's. "
+        f"Accuracy: on the test digits after as many epochs; an image is {100 / record['test_images']:.2f} points.\n"
+    )
+    return "\n".join([head, _table(chosen), _circumstances(PEERS, record)])
+
+
+def _circumstances(name: str, record: Mapping[str, Any]) -> str:
+    facts = record["circumstances"]
+    told = f"{facts['cores']} cores, load {facts['load']}, Python {facts['Python']}, torch {facts['torch']}"
+    files = f"bench/results/{name}.csv and .json (every row and sample)"
+    return (
+        f"\n- Command: `{facts['command']}`, at {facts['commit']}; {told}.\n- Compared with: {record['against']}.\n"
+        f"- Records: {files}.\n\n![{name}](images/results/{name}.png)\n"
+    )
+
+
+def _missing(name: str) -> str:
+    return f"\nNo record yet: `python -m bench {name} --full`.\n"
+
+
+def _table(rows: Sequence[Mapping[str, str]]) -> str:
+    lines = ["| " + " | ".join(rows[0]) + " |", "|" + "---|" * len(rows[0])]
+    return "\n".join([*lines, *("| " + " | ".join(row.values()) + " |" for row in rows)])
+
+
+def _anchor(title: str) -> str:
+    """Of its section; headings' own anchors differ from site to site."""
+    return re.sub("[^a-z0-9]+", "-", title.lower()).strip("-")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

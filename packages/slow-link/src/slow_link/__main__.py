@@ -1,0 +1,98 @@
+"""The command: run something behind a slow link, check the link, or sweep up after a killed run."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+
+from slow_link import quantities, user_namespaces
+from slow_link.link import SlowLink
+from slow_link.missing import Unavailable
+from slow_link.namespaces import sweep
+from slow_link.programs import NotUnderstood, program
+
+USAGE = """%(prog)s [--rate RATE] [--delay DELAY] -- mpiexec -n P COMMAND ...
+       %(prog)s [--rate RATE] [--delay DELAY] -- torchrun --nproc-per-node P SCRIPT ...
+       %(prog)s [--rate RATE] [--delay DELAY] --ranks P -- COMMAND ...
+       %(prog)s check [--rate RATE] [--delay DELAY] [--ranks P ...]
+       %(prog)s sweep"""
+NOT_STARTED, TOO_LONG = 2, 124
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit status: the command's, or 2 where it was not started."""
+    user_namespaces.enter()
+    if argv[:1] == ["check"]:
+        return check_command(argv[1:])
+    if argv[:1] == ["sweep"]:
+        print(f"removed: {', '.join(sweep()) or 'nothing was left'}")
+        return 0
+    return run_command(argv)
+
+
+def run_command(argv: Sequence[str]) -> int:
+    """Starts COMMAND as real ranks, one in each namespace."""
+    parser = argparse.ArgumentParser(prog="python -m slow_link", usage=USAGE, description=__doc__)
+    parser.add_argument("--ranks", type=int, metavar="P", help="of a COMMAND that is started P times, env:// set")
+    add_link(parser)
+    parser.add_argument("--timeout", type=float, default=float("inf"), metavar="SECONDS", help="default: none")
+    parser.add_argument("command", nargs="+", metavar="COMMAND", help="what runs, after --")
+    options = parser.parse_args(argv)
+    try:
+        found = program(options.command, ranks=options.ranks)
+        with SlowLink(ranks=found.ranks, mbit_per_second=options.rate, milliseconds=options.delay) as link:
+            print(link.describe(), file=sys.stderr, flush=True)
+            done = found.run(link, timeout=options.timeout)
+    except (NotUnderstood, Unavailable) as error:
+        print(f"slow_link: {error}", file=sys.stderr)
+        return NOT_STARTED
+    except subprocess.TimeoutExpired:
+        print(f"stopped: it did not end within {options.timeout:g} s", file=sys.stderr)
+        return TOO_LONG
+    return next((one.returncode for one in done if one.returncode), 0)
+
+
+def check_command(argv: Sequence[str]) -> int:
+    """Compares the link with its model."""
+    try:
+        from slow_link.check import check, good
+    except ModuleNotFoundError as error:
+        print(f"slow_link: check needs {error.name}: `pip install slow-link[check]`", file=sys.stderr)
+        return NOT_STARTED
+    parser = argparse.ArgumentParser(prog="python -m slow_link check", description=check.__doc__)
+    add_link(parser)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], metavar="P", help="even; default 2 4")
+    parser.add_argument("--repeats", type=int, default=15, metavar="N", help="of each measurement; default 15")
+    options = parser.parse_args(argv)
+    if any(size % 2 for size in options.ranks):
+        parser.error("ping-pong is played by two: --ranks must be even")
+    link = {"mbit_per_second": options.rate, "milliseconds": options.delay}
+    return 0 if good(check(**link, ranks=options.ranks, repeats=options.repeats)) else 1
+
+
+def add_link(parser: argparse.ArgumentParser) -> None:
+    """--rate and --delay."""
+    parser.add_argument(
+        "--rate", type=_typed(quantities.rate), default=100.0, metavar="RATE", help="of each port; default 100mbit"
+    )
+    parser.add_argument(
+        "--delay", type=_typed(quantities.delay), default=1.0, metavar="DELAY", help="one way; default 1ms"
+    )
+
+
+def _typed(parse: Callable[[str], float]) -> Callable[[str], float]:
+    """Errors that say what was expected."""
+
+    def typed(text: str) -> float:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return typed
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

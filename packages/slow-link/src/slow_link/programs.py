@@ -1,0 +1,147 @@
+"""Commands as people type them, taken apart so that each of their ranks can be started where it belongs.
+
+Each rank becomes a machine of its own: `mpiexec -n 4 X` one mpiexec with four sections, `torchrun --nproc-per-node 4 X`
+four nodes of one process, and any other command X, of which P are asked for, P processes with the variables of env://.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from slow_link.launcher import Launcher
+
+MPIEXEC = ("mpiexec", "mpirun", "mpiexec.hydra")
+COUNT = ("-n", "-np")
+SECTIONS = {"-env": 2, "-wdir": 1}
+WHOLE = {"-genv": 2, "-genvall": 0, "-genvlist": 1, "-genvnone": 0, "-l": 0, "-prepend-rank": 0, "-v": 0}
+"""Options of MPICH's mpiexec before the program, with how many words follow: of a section, and of all of them."""
+
+REPLACED = {"nnodes", "node-rank", "master-addr", "master-port", "rdzv-backend", "rdzv-endpoint", "rdzv-id"}
+KEPT = {"max-restarts", "monitor-interval", "start-method", "role", "log-dir", "redirects", "tee", "r", "t"}
+FLAGS = {"m", "module", "no-python", "run-path"}
+"""Options of torchrun before the script: those that say where nodes are, those that are passed on, those alone."""
+
+Finished = list[subprocess.CompletedProcess[str]]
+
+
+class NotUnderstood(ValueError):  # noqa: N818 - of what was typed
+    """A command whose ranks cannot be told from it; says what is expected."""
+
+
+@dataclass
+class Program:
+    """A command of `ranks` ranks: plain processes."""
+
+    ranks: int
+    command: list[str]
+
+    def run(self, link: Launcher, *, timeout: float) -> Finished:
+        """What became of each process that was started here."""
+        return link.processes(self.command, timeout=timeout, capture=False)
+
+
+@dataclass
+class Mpiexec(Program):
+    """mpiexec: a path. whole, section: its options."""
+
+    mpiexec: str
+    whole: list[str] = field(default_factory=list)
+    section: list[str] = field(default_factory=list)
+
+    def run(self, link: Launcher, *, timeout: float) -> Finished:
+        """See `Program.run`."""
+        given = {"mpiexec": [self.mpiexec, *self.whole], "section": self.section}
+        return [link.mpiexec(self.command, timeout=timeout, capture=False, **given)]
+
+
+@dataclass
+class Torchrun(Program):
+    """torchrun: the words that start it, with its options."""
+
+    torchrun: list[str]
+
+    def run(self, link: Launcher, *, timeout: float) -> Finished:
+        """See `Program.run`."""
+        return link.torchrun(self.command, torchrun=self.torchrun, timeout=timeout, capture=False)
+
+
+def program(words: Sequence[str], *, ranks: int | None) -> Program:
+    """What was typed. ranks: of a command that does not say it itself; NotUnderstood where both or none do."""
+    name = Path(words[0]).name
+    if name in MPIEXEC:
+        found: Program = _mpiexec(list(words))
+    elif name == "torchrun":
+        found = _torchrun(list(words[:1]), list(words[1:]))
+    elif list(words[1:3]) == ["-m", "torch.distributed.run"]:
+        found = _torchrun(list(words[:3]), list(words[3:]))
+    elif ranks is None:
+        raise NotUnderstood(f"--ranks P is missing: {name} is neither mpiexec nor torchrun, which say it themselves")
+    else:
+        return Program(ranks, list(words))
+    if ranks not in (None, found.ranks):
+        raise NotUnderstood(f"--ranks {ranks} was given, and {name} is asked for {found.ranks}: leave --ranks out")
+    return found
+
+
+def _mpiexec(words: list[str]) -> Mpiexec:
+    found = Mpiexec(0, [], _mpich(words[0]))
+    rest = words[1:]
+    while rest and rest[0].startswith("-"):
+        option = "-" + rest[0].lstrip("-")
+        following = 1 if option in COUNT else {**SECTIONS, **WHOLE}.get(option)
+        if following is None:
+            known = ", ".join([*COUNT, *SECTIONS, *WHOLE])
+            raise NotUnderstood(f"{words[0]} {rest[0]}: options that can be passed on are {known}")
+        taken, rest = rest[: 1 + following], rest[1 + following :]
+        if option in COUNT:
+            found.ranks = _count(taken)
+        else:
+            (found.section if option in SECTIONS else found.whole).extend(taken)
+    if not found.ranks or not rest or ":" in rest:
+        raise NotUnderstood(f"expected {words[0]} -n P COMMAND ..., one command for all ranks; got {' '.join(words)}")
+    found.command = rest
+    return found
+
+
+def _mpich(word: str) -> str:
+    """Its path; others have other names for the variables that keep them on the link."""
+    beside = Path(sys.executable).parent / word
+    path = shutil.which(word) or (str(beside) if beside.exists() else None)
+    if path is None:
+        raise NotUnderstood(f"no {word} on the PATH or beside this Python: `pip install mpich`")
+    said = subprocess.run([path, "--version"], capture_output=True, text=True).stdout
+    if "Open MPI" in said or "OpenRTE" in said:
+        raise NotUnderstood(f"{path} is Open MPI's, which is not kept on the link: MPICH's is (`pip install mpich`)")
+    return path
+
+
+def _torchrun(start: list[str], rest: list[str]) -> Torchrun:
+    found, typed = Torchrun(0, [], list(start)), " ".join([*start, *rest])
+    while rest and rest[0].startswith("-"):
+        name, equals, _ = rest[0].lstrip("-").replace("_", "-").partition("=")
+        if name == "standalone":
+            del rest[0]
+            continue
+        if name not in {"nproc-per-node", *REPLACED, *KEPT, *FLAGS}:
+            raise NotUnderstood(f"{start[0]} {rest[0]}: not known here, so not known whether a word belongs to it")
+        length = 1 if equals or name in FLAGS else 2
+        taken, rest = rest[:length], rest[length:]
+        if name == "nproc-per-node":
+            found.ranks = _count([taken[0].partition("=")[0], taken[0].partition("=")[2]] if equals else taken)
+        elif name not in REPLACED:
+            found.torchrun += taken
+    if not found.ranks or not rest:
+        raise NotUnderstood(f"expected {start[0]} --nproc-per-node P SCRIPT ..., got {typed}")
+    found.command = rest
+    return found
+
+
+def _count(words: list[str]) -> int:
+    if len(words) != 2 or not words[1].isdecimal() or int(words[1]) < 1:
+        raise NotUnderstood(f"expected {words[0]} P with P a whole number from 1, got {' '.join(words)}")
+    return int(words[1])

@@ -1,0 +1,40 @@
+"""The emulated link without root: this command anew, as root of namespaces of its own (user_namespaces(7))."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+
+UNSHARE = ("unshare", "--user", "--map-root-user", "--net", "--mount")
+
+# `ip netns` keeps names in /run/netns, which belongs to the machine's root: it is covered by a folder of our own.
+PREPARE = """
+covered=/run && [ -d /run/netns ] && covered=/run/netns
+mount -t tmpfs slowlink $covered && mkdir -p /run/netns && ip link set lo up && exec "$0" "$@"
+"""
+
+
+def enter() -> None:
+    """Begins this process's command anew inside, with the same number; returns where it is root or that cannot be.
+
+    To be called first in a program: what it has done so far is done again.
+    """
+    if os.geteuid() != 0 and obstacle() is None:
+        sys.stdout.flush()
+        os.execvp(UNSHARE[0], [*UNSHARE, *_prepared(sys.executable, *sys.orig_argv[1:])])
+
+
+def obstacle() -> str | None:
+    """Why user namespaces are of no help here, found by entering once; None where they are."""
+    if shutil.which(UNSHARE[0]) is None:
+        return "no `unshare` on the PATH (package util-linux)"
+    done = subprocess.run([*UNSHARE, *_prepared("true")], capture_output=True, text=True)
+    if done.returncode:
+        return f"user namespaces are not allowed here ({(done.stderr or done.stdout).strip().splitlines()[-1]})"
+    return None
+
+
+def _prepared(*command: str) -> list[str]:
+    return ["sh", "-c", PREPARE, *command]

@@ -1,0 +1,87 @@
+"""Commands as people type them: which are understood, and what is started of them."""
+
+import sys
+
+import pytest
+from slow_link import quantities
+from slow_link.loopback import Loopback
+from slow_link.programs import Mpiexec, NotUnderstood, Program, Torchrun, program
+
+
+class Noted(Loopback):
+    """Starts nothing; keeps what it was to start."""
+
+    def prefix(self, rank):
+        return [f"in{rank}"]
+
+    def _run(self, commands, environments, timeout, capture):
+        self.commands = commands
+        return [None] * len(commands)
+
+
+def started(words, ranks=None):
+    found = program(words.split(), ranks=ranks)
+    link = Noted(ranks=found.ranks)
+    found.run(link, timeout=1.0)
+    return [" ".join(command) for command in link.commands]
+
+
+@pytest.mark.mpi
+def test_mpiexec_starts_a_section_for_each_rank():
+    [words] = started("mpiexec -genv A 1 -n 2 -env B 2 python train.py --lr 0.1")
+    path, _, sections = words.partition(" ")
+    assert path.endswith("mpiexec")
+    section = "-n 1 -env B 2 in{} python train.py --lr 0.1"
+    assert sections == f"-genv A 1 {section.format(0)} : {section.format(1)}"
+
+
+@pytest.mark.parametrize("start", ["torchrun", f"{sys.executable} -m torch.distributed.run"])
+def test_torchrun_starts_a_node_for_each_rank(start):
+    first, second = started(f"{start} --standalone --nproc_per_node=2 --max-restarts 0 -m train --lr 0.1")
+    assert first.startswith(f"in0 {start} --max-restarts 0 -m --nproc-per-node=1 --nnodes=2 --master-addr=127.0.0.1")
+    assert first.endswith("--node-rank=0 train --lr 0.1")
+    assert second == first.replace("in0", "in1").replace("--node-rank=0", "--node-rank=1")
+
+
+def test_anything_else_is_started_as_often_as_asked():
+    assert started("python train.py", ranks=3) == ["in0 python train.py", "in1 python train.py", "in2 python train.py"]
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "reason"),
+    [
+        ("python train.py", None, "--ranks P is missing: python is neither mpiexec nor torchrun"),
+        ("mpiexec python train.py", None, "expected mpiexec -n P COMMAND"),
+        ("mpiexec -n 2", None, "expected mpiexec -n P COMMAND"),
+        ("mpiexec -n two python train.py", None, "expected -n P with P a whole number from 1, got -n two"),
+        ("mpiexec -n 2 a : -n 2 b", None, "one command for all ranks"),
+        ("mpiexec -n 2 -ppn 1 python train.py", None, "-ppn: options that can be passed on are -n"),
+        ("mpiexec -n 2 python train.py", 4, "--ranks 4 was given, and mpiexec is asked for 2"),
+        ("torchrun --nproc-per-node gpu train.py", None, "P a whole number from 1, got --nproc-per-node gpu"),
+        ("torchrun --novel 3 train.py", None, "--novel: not known here"),
+        ("torchrun train.py", None, "expected torchrun --nproc-per-node P SCRIPT"),
+    ],
+)
+@pytest.mark.mpi
+def test_what_is_not_understood_is_refused(words, ranks, reason):
+    with pytest.raises(NotUnderstood) as raised:
+        program(words.split(), ranks=ranks)
+    assert reason in str(raised.value)
+
+
+def test_kinds_are_told_apart():
+    assert type(program(["torchrun", "--nproc-per-node", "2", "x"], ranks=2)) is Torchrun
+    assert type(program(["./x"], ranks=2)) is Program
+    assert issubclass(Mpiexec, Program)
+
+
+def test_rates_and_delays_are_read_with_their_units():
+    rates = {"100mbit": 100, "1gbit": 1000, "1.5Gbit": 1500, "64 kbit": 0.064}
+    assert {text: quantities.rate(text) for text in rates} == pytest.approx(rates)
+    delays = {"1ms": 1, "50us": 0.05, ".2s": 200, "0ms": 0}
+    assert {text: quantities.delay(text) for text in delays} == pytest.approx(delays)
+    for wrong in ("100", "0mbit", "-1mbit", "1ms", "mbit", "100mbps"):
+        with pytest.raises(ValueError, match="expected a rate"):
+            quantities.rate(wrong)
+    with pytest.raises(ValueError, match="expected a delay such as 1ms or 50us \\(units: us, ms, s\\), got '1'"):
+        quantities.delay("1")

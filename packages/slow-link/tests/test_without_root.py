@@ -1,0 +1,77 @@
+"""The command on real programs, as root and without."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from slow_link import missing, user_namespaces
+
+LACKING = missing()
+emulated = pytest.mark.skipif(bool(LACKING), reason=f"no emulated link here: {'; '.join(LACKING)}")
+# Somebody else in this machine's eyes, who still may open /dev/net/tun, as is usual outside of containers.
+WITHOUT_ROOT = ["unshare", "--user", "--map-user=1000", "--map-group=1000"]
+SUM = """
+import os, time
+{begin}
+begin = time.perf_counter()
+{allreduce}
+print("rank", {rank}, time.perf_counter() - begin >= 0.001 + 2 * 8e-8 * (1 << 18) / 2, os.geteuid(), flush=True)
+"""
+OVER_MPI = SUM.format(
+    begin="from mpi4py import MPI; comm = MPI.COMM_WORLD; comm.Barrier()",
+    allreduce="comm.Allreduce(MPI.IN_PLACE, bytearray(1 << 18), op=MPI.BOR)",
+    rank="comm.rank",
+)
+OVER_GLOO = SUM.format(
+    begin="import torch, torch.distributed as dist; dist.init_process_group('gloo'); x = torch.ones(1 << 16)",
+    allreduce="dist.all_reduce(x)",
+    rank="dist.get_rank()",
+)
+
+
+def behind(tmp_path, launch, script, *, before=()):
+    file = tmp_path / "sum.py"
+    file.write_text(script)
+    words = [*before, sys.executable, "-m", "slow_link", "--rate", "100mbit", "--delay", "1ms", "--timeout", "60"]
+    done = subprocess.run([*words, "--", *launch, str(file)], capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "100 Mbit/s" in done.stderr
+    return sorted(done.stdout.replace("rank", "\nrank").split("\n"))[-2:]
+
+
+@emulated
+@pytest.mark.mpi
+@pytest.mark.parametrize("before", [[], WITHOUT_ROOT], ids=["as it is", "without root"])
+def test_mpiexec_runs_behind_the_link(before, tmp_path):
+    if before and (os.geteuid() != 0 or subprocess.run([*before, "true"], capture_output=True).returncode):
+        pytest.skip("root is given up only by root, and where user namespaces are allowed")
+    found = behind(tmp_path, ["mpiexec", "-n", "2", sys.executable], OVER_MPI, before=before)
+    assert [line.split()[:3] for line in found] == [["rank", "0", "True"], ["rank", "1", "True"]]
+
+
+@emulated
+def test_torchrun_runs_behind_the_link(tmp_path):
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    found = behind(tmp_path, launch, OVER_GLOO)
+    assert [line.split()[:3] for line in found] == [["rank", "0", "True"], ["rank", "1", "True"]]
+
+
+def test_where_it_cannot_be_made_the_reason_is_told(tmp_path):
+    """Nothing is started, and nothing runs at full speed instead."""
+    forbidden = tmp_path / "unshare"
+    forbidden.write_text("#!/bin/sh\necho unshare failed: Operation not permitted >&2\nexit 1\n")
+    forbidden.chmod(0o755)
+    code = "import os, sys, slow_link.__main__ as s; os.geteuid = lambda: 1000; sys.exit(s.main(sys.argv[1:]))"
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    words = [sys.executable, "-c", code, "--ranks", "1", "--", "echo", "started"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, env={**os.environ, "PATH": path})
+    assert (done.returncode, done.stdout) == (2, "")
+    reason = "need root, and user namespaces are not allowed here (unshare failed: Operation not permitted)"
+    assert reason in done.stderr
+
+
+def test_no_unshare_is_an_obstacle(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert user_namespaces.obstacle() == "no `unshare` on the PATH (package util-linux)"

@@ -1,0 +1,63 @@
+"""docs/results.md is what `hatch run results` makes of the committed records, and no figure on it is typed by hand."""
+
+import json
+import re
+
+import pytest
+
+from bench.form import RESULTS, ROOT
+from bench.headlines import HEADLINES, spardl_over_sparse
+from bench.published import published
+from bench.results_page import PAGE, PEERS, PICTURES, RECORDS, page
+
+
+@pytest.fixture(scope="module")
+def records():
+    return {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
+
+
+def test_the_page_is_what_the_generator_makes_of_the_records(records):
+    assert PAGE.read_text() == page(records), "run `hatch run results`"
+
+
+@pytest.mark.parametrize("name", [*RECORDS, PEERS])
+def test_the_pages_pictures_are_the_records(name):
+    assert (PICTURES / f"{name}.png").read_bytes() == (RESULTS / f"{name}.png").read_bytes(), "run `hatch run results`"
+
+
+def test_every_headline_has_its_record_its_source_and_its_command(records):
+    made = [make(records[name]["rows"]) for name, make in HEADLINES]
+    assert [headline.record for headline in made] == [name for name, _ in HEADLINES]
+    for headline in made:
+        assert headline.how in ("simulated", "measured")
+        assert headline.reached or headline.shortfall, f"{headline.title} falls short, and does not say why"
+        assert headline.source or headline.published == "(ours)"
+        assert f"python -m bench {headline.record}" in page(records)
+
+
+def test_another_record_makes_another_page(records):
+    changed = json.loads(json.dumps(records["scaling"]))
+    for row in changed["rows"]:
+        row["over_ring"] *= 1.5
+    assert page({**records, "scaling": changed}) != page(records)
+
+
+def test_a_shortfall_is_told(records):
+    rows = [dict(row) for row in records["scaling"]["rows"]]
+    for row in rows:
+        if row["algorithm"] == "spardl":
+            row["exchange_ms"], row["exchange_of_slowest_sparse"] = 1e6, 0.5
+    headline = spardl_over_sparse(rows)
+    assert not headline.reached
+    assert "Ahead of it: topk-allgather on VGG-16" in headline.shortfall
+
+
+def test_every_claim_names_a_known_source():
+    found = published()
+    assert {claim["source"] for claim in found["claims"].values()} <= set(found["sources"])
+
+
+def test_the_citations_name_every_paper_that_a_claim_is_from():
+    titles = re.findall(r'title: "([^"]+)"', (ROOT / "CITATION.cff").read_text())
+    for words in ("Global Top-k", "SparDL", "Near-Optimal Sparse Allreduce", "Overlap Local-SGD", "Taming Unbalanced"):
+        assert any(words in title for title in titles), f"CITATION.cff misses {words}"
