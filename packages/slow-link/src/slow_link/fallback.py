@@ -47,7 +47,13 @@ class ThrottledLink(Launcher):
 
 
 def open_link(*, ranks: int, mbit_per_second: float, milliseconds: float) -> SlowLink | ThrottledLink:
-    """A `SlowLink` where one can be made, else a `ThrottledLink`; prints which, and what is missing."""
+    """A `SlowLink` where one can be made, else a `ThrottledLink`; prints which, and what is missing.
+
+    Args:
+        ranks: How many.
+        mbit_per_second: Of each rank's port, in each direction.
+        milliseconds: From any rank to any other.
+    """
     lacking = missing()
     kind = ThrottledLink if lacking else SlowLink
     link = kind(ranks=ranks, mbit_per_second=mbit_per_second, milliseconds=milliseconds)

@@ -17,7 +17,18 @@ MOST_RANKS = 64
 class Launcher(ABC):
     """Ranks that are `milliseconds` apart, each behind a full duplex port of `mbit_per_second`.
 
-    ranks: how many. alpha: seconds per message. beta: seconds per byte, headers left out.
+    Args:
+        ranks: How many.
+        mbit_per_second: Of each rank's port, in each direction.
+        milliseconds: From any rank to any other.
+
+    Attributes:
+        ranks: How many.
+        alpha: Seconds per message.
+        beta: Seconds per byte, headers left out.
+
+    Raises:
+        ValueError: No such link can be.
     """
 
     def __init__(self, *, ranks: int, mbit_per_second: float, milliseconds: float) -> None:
@@ -59,9 +70,17 @@ class Launcher(ABC):
         mpiexec: Sequence[str] = (),
         section: Sequence[str] = (),
     ) -> subprocess.CompletedProcess[str]:
-        """Runs the command as MPI ranks, by one mpiexec; raises `subprocess.TimeoutExpired` after `timeout` seconds.
+        """Runs the command as MPI ranks, by one mpiexec.
 
-        mpiexec: the launcher and its options, if not the one beside this Python. section: options of every rank.
+        Args:
+            command: What every rank runs.
+            timeout: Seconds that it may take.
+            capture: Whether what it prints is kept for the result, rather than shown.
+            mpiexec: The launcher and its options, if not the one beside this Python.
+            section: Options of every rank.
+
+        Raises:
+            subprocess.TimeoutExpired: It took longer, and was ended.
         """
         words = list(mpiexec) or [str(_mpiexec())]
         for rank in range(self.ranks):
@@ -74,7 +93,15 @@ class Launcher(ABC):
     ) -> list[subprocess.CompletedProcess[str]]:
         """Runs the command as a process a rank, in rank order, for `dist.init_process_group("gloo")` without more.
 
-        Raises `subprocess.TimeoutExpired` after `timeout` seconds; once a rank has failed, the others have ten more.
+        Once a rank has failed, the others have ten seconds more.
+
+        Args:
+            command: What every rank runs.
+            timeout: Seconds that it may take.
+            capture: Whether what it prints is kept for the results, rather than shown.
+
+        Raises:
+            subprocess.TimeoutExpired: It took longer, and was ended.
         """
         store = {**self.store(), "WORLD_SIZE": str(self.ranks)}
         commands = [[*self.prefix(rank), *command] for rank in range(self.ranks)]
@@ -85,7 +112,14 @@ class Launcher(ABC):
     ) -> list[subprocess.CompletedProcess[str]]:
         """Runs a script and its arguments by torchrun, every rank as a node of its own; otherwise as `processes`.
 
-        torchrun: the words that start it, with options that do not say where nodes are.
+        Args:
+            command: What every rank runs.
+            timeout: Seconds that it may take.
+            capture: Whether what it prints is kept for the results, rather than shown.
+            torchrun: The words that start it, with options that do not say where nodes are.
+
+        Raises:
+            subprocess.TimeoutExpired: It took longer, and was ended.
         """
         store = self.store()
         words = [*(torchrun or [sys.executable, "-m", "torch.distributed.run"]), "--nproc-per-node=1"]

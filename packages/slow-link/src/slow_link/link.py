@@ -24,8 +24,13 @@ _numbers = itertools.count(1)
 class SlowLink(Launcher):
     """A context manager: entering builds the link (`Unavailable` where that cannot be), leaving removes every trace.
 
-    flip_every: one bit is flipped in every so many-th large packet, behind TCP's back; 0: none.
     A signal that would end this process leaves it by an exception meanwhile, so that leaving happens.
+
+    Args:
+        ranks: How many.
+        mbit_per_second: Of each rank's port, in each direction.
+        milliseconds: From any rank to any other.
+        flip_every: One bit is flipped in every so many-th large packet, behind TCP's back; 0: none.
     """
 
     def __init__(self, *, ranks: int, mbit_per_second: float, milliseconds: float, flip_every: int = 0) -> None:
