@@ -62,13 +62,13 @@ def test_the_clusters_model_has_the_rounds_of_the_real_protocol(size, quorum, ma
 
 
 @pytest.mark.parametrize(
-    ("record", "readme"),
-    [("convergence", "packages/sparse-collectives"), ("learning-pydoc", "apps/text")],
+    ("record", "page"),
+    [("convergence", "packages/sparse-collectives/README.md"), ("learning-pydoc", "docs/apps/text.md")],
 )
-def test_the_readmes_table_of_what_was_learnt_is_the_record(record, readme):
+def test_the_pages_table_of_what_was_learnt_is_the_record(record, page):
     root = Path(__file__).parent.parent
     table = (root / "bench" / "results" / f"{record}.md").read_text()
-    assert table in (root / readme / "README.md").read_text()
+    assert table in (root / page).read_text()
 
 
 @pytest.mark.parametrize("name", TASKS)

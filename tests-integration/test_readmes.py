@@ -1,4 +1,4 @@
-"""Every Python example in a README runs as it stands, blocks of one file one after another."""
+"""Every Python example in a README or a page of the site runs as it stands, blocks of one file one after another."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 READMES = sorted([ROOT / "README.md", *ROOT.glob("packages/*/README.md"), *ROOT.glob("apps/*/README.md")])
+PAGES = sorted(page for page in ROOT.glob("docs/**/*.md") if "```python\n" in page.read_text())
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("readme", READMES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_examples_run(readme, forked, tmp_path):
-    blocks = PYTHON.findall(readme.read_text())
-    if readme.parent.parent.name == "packages" or readme.parent == ROOT:
+@pytest.mark.parametrize("page", [*READMES, *PAGES], ids=lambda path: str(path.relative_to(ROOT)))
+def test_examples_run(page, forked, tmp_path):
+    blocks = PYTHON.findall(page.read_text())
+    if page.name == "README.md" and (page.parent.parent.name == "packages" or page.parent == ROOT):
         assert blocks, "a package's README shows a first example"
     script = tmp_path / "example.py"
     script.write_text("\n".join(blocks))
