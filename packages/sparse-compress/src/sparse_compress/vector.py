@@ -107,6 +107,7 @@ class SparseVector:
 
     @property
     def device(self) -> torch.device:
+        """Where it lives."""
         return self._buffer.device
 
     @property

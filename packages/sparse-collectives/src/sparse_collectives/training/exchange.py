@@ -25,18 +25,19 @@ from sparse_collectives.training.nonfinite import Checked, checked, unlawful
 
 
 class Transfer(Protocol):
-    """One bucket's gradient on its way to the mean, in one step. R is what its schedule returns.
-
-    facts: what the ranks must share. summed: where R is the plain sum of this tensor over the ranks, so that the
-    transport's own allreduce may take the schedule's place; else None.
-    """
+    """One bucket's gradient on its way to the mean, in one step. R is what its schedule returns."""
 
     @property
-    def facts(self) -> str: ...
+    def facts(self) -> str:
+        """What the ranks must share, as text."""
+
     @property
-    def schedule(self) -> Schedule[Any]: ...
+    def schedule(self) -> Schedule[Any]:
+        """What carries it; asked for once."""
+
     @property
-    def summed(self) -> Tensor | None: ...
+    def summed(self) -> Tensor | None:
+        """A tensor of which R is the plain sum over the ranks, where the transport's own allreduce may do as well."""
 
     def agreed(self, result: Any) -> Tensor:
         """What of R is the same on every rank: where a NaN or inf of any rank shows."""
