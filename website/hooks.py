@@ -55,13 +55,11 @@ def on_pre_build(config: Any) -> None:
 
 
 def silent(package: Any) -> list[str]:
-    """Functions and classes that a package exports, and their public members, that say nothing."""
+    """What a package exports, but its version, and public members of it, that say nothing."""
     found = []
-    for name in package.exports or ():
-        each = package.members[str(name)]
+    for name in sorted({str(each) for each in package.exports or ()} - {"__version__"}):
+        each = package.members[name]
         each = each.final_target if each.is_alias else each
-        if not (each.is_class or each.is_function):
-            continue
         members = each.members.values() if each.is_class else ()
         methods = [m for m in members if not m.name.startswith("_") and not m.is_alias and (m.is_function or told(m))]
         found += [e.path for e in (each, *methods) if not (e.docstring and e.docstring.value.strip())]
