@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import re
 from pathlib import Path
 
@@ -22,3 +23,21 @@ def test_examples_run(page, forked, tmp_path):
     script.write_text("\n".join(blocks))
     [done] = forked([script], [{}], 120, tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_first_figure_is_the_record():
+    with (ROOT / "bench" / "results" / "predictions.csv").open() as file:
+        steps = {(row["algorithm"], row["density"], row["wire"]): row for row in csv.DictReader(file) if row["P"] == "4"}
+    dense = float(steps["dense", "1.0", "fp32"]["measured_ms"])
+    sparse = float(steps["gtopk", "0.01", "fp32"]["measured_ms"])
+    page = " ".join((ROOT / "README.md").read_text().split())
+    assert f"took {dense:,.0f} ms for a training step with dense allreduce, and {sparse:,.0f} ms with gTop-k" in page
+    assert f"{dense / sparse:.0f} times as fast" in page
+
+
+@pytest.mark.parametrize("readme", READMES[1:], ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_readme_is_for_who_just_found_it(readme):
+    """What is long stands in a page of docs/."""
+    text = readme.read_text()
+    settings = text.partition("**Which settings for my optimizer?**")[2].partition("\n## ")[0]
+    assert len((text.replace(settings, "")).splitlines()) <= 120
