@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from release.archives import links
+
 ROOT = Path(__file__).parent.parent
 READMES = sorted([ROOT / "README.md", *ROOT.glob("packages/*/README.md"), *ROOT.glob("apps/*/README.md")])
 PAGES = sorted(page for page in ROOT.glob("docs/**/*.md") if "```python\n" in page.read_text())
@@ -27,7 +29,8 @@ def test_examples_run(page, forked, tmp_path):
 
 def test_the_first_figure_is_the_record():
     with (ROOT / "bench" / "results" / "predictions.csv").open() as file:
-        steps = {(row["algorithm"], row["density"], row["wire"]): row for row in csv.DictReader(file) if row["P"] == "4"}
+        four = [row for row in csv.DictReader(file) if row["P"] == "4"]
+    steps = {(row["algorithm"], row["density"], row["wire"]): row for row in four}
     dense = float(steps["dense", "1.0", "fp32"]["measured_ms"])
     sparse = float(steps["gtopk", "0.01", "fp32"]["measured_ms"])
     page = " ".join((ROOT / "README.md").read_text().split())
@@ -41,3 +44,24 @@ def test_a_readme_is_for_who_just_found_it(readme):
     text = readme.read_text()
     settings = text.partition("**Which settings for my optimizer?**")[2].partition("\n## ")[0]
     assert len((text.replace(settings, "")).splitlines()) <= 120
+
+
+SHOWN = sorted([*READMES, ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")])
+
+
+def anchors(page):
+    """As headings are named where they are linked to: by their words, in small letters, joined by hyphens."""
+    for heading in re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE):
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        yield re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", plain).strip().lower())
+
+
+@pytest.mark.parametrize("page", SHOWN, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for link in links(page.read_text()):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if re.match(r"[a-z]+:", link):
+            continue
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
