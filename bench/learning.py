@@ -80,7 +80,7 @@ TASKS = {
         behind=lambda mean, dense: 100 * (mean / dense - 1),
         much=10.0,
         heading="perplexity, mean of {seeds} | of each | % above dense",
-        settings={"dense": "--clip-norm 0.125", "gtopk": "--lr 16", "diloco": "--lr 4"},  # see apps/text/README.md
+        settings={"dense": "--clip-norm 0.125", "gtopk": "--lr 16", "diloco": "--lr 4"},  # see docs/apps/text.md
     ),
 }
 
@@ -114,7 +114,7 @@ def main(argv: Sequence[str] = ()) -> int:
 
 
 def _markdown(task: Learning, rows: Sequence[dict[str, Any]], seeds: int) -> str:
-    """The table for a README; an algorithm that is much behind is marked, for a reason to be given."""
+    """The table for a page; an algorithm that is much behind is marked, for a reason to be given."""
     heading = task.heading.format(seeds="1 seed" if seeds == 1 else f"{seeds} seeds")
     lines = [f"| `--algorithm` | {heading} | bytes a step |"]
     lines.append("|---|---|---|---|---|")

@@ -124,10 +124,10 @@ def test_the_clusters_model_has_the_rounds_of_the_real_protocol(size, quorum, ma
     [
         ("convergence", "docs/guides/optimizers.md"),
         ("convergence-short", "packages/sparse-collectives/README.md"),
-        ("learning-pydoc", "apps/text/README.md"),
+        ("learning-pydoc", "docs/apps/text.md"),
     ],
 )
-def test_the_table_of_what_was_learnt_is_the_record(record, page):
+def test_the_pages_table_of_what_was_learnt_is_the_record(record, page):
     root = Path(__file__).parent.parent
     table = (root / "bench" / "results" / f"{record}.md").read_text()
     assert table in (root / page).read_text()

@@ -107,7 +107,8 @@ def test_a_docstring_in_another_form_is_seen():
 
 def examples():
     """All Python that the tree shows to users, and that tests run."""
-    pages = [ROOT / "README.md", *ROOT.glob("packages/*/README.md"), *ROOT.glob("apps/*/README.md")]
+    pages = [ROOT / "README.md"]
+    pages += [page for each in ("packages/*/README.md", "apps/*/README.md", "docs/**/*.md") for page in ROOT.glob(each)]
     blocks = [re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL) for page in pages]
     files = [file.read_text() for file in ROOT.glob("examples/**/*.py")]
     return "\n".join([*(block for each in blocks for block in each), *files])

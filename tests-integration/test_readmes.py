@@ -1,23 +1,67 @@
-"""Every Python example in a README runs as it stands, blocks of one file one after another."""
+"""Every Python example in a README or a page of the site runs as it stands, blocks of one file one after another."""
 
 from __future__ import annotations
 
+import csv
 import re
 from pathlib import Path
 
 import pytest
 
+from release.archives import links
+
 ROOT = Path(__file__).parent.parent
 READMES = sorted([ROOT / "README.md", *ROOT.glob("packages/*/README.md"), *ROOT.glob("apps/*/README.md")])
+PAGES = sorted(page for page in ROOT.glob("docs/**/*.md") if "```python\n" in page.read_text())
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("readme", READMES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_examples_run(readme, forked, tmp_path):
-    blocks = PYTHON.findall(readme.read_text())
-    if readme.parent.parent.name == "packages" or readme.parent == ROOT:
+@pytest.mark.parametrize("page", [*READMES, *PAGES], ids=lambda path: str(path.relative_to(ROOT)))
+def test_examples_run(page, forked, tmp_path):
+    blocks = PYTHON.findall(page.read_text())
+    if page.name == "README.md" and (page.parent.parent.name == "packages" or page.parent == ROOT):
         assert blocks, "a package's README shows a first example"
     script = tmp_path / "example.py"
     script.write_text("\n".join(blocks))
     [done] = forked([script], [{}], 120, tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_first_figure_is_the_record():
+    with (ROOT / "bench" / "results" / "predictions.csv").open() as file:
+        four = [row for row in csv.DictReader(file) if row["P"] == "4"]
+    steps = {(row["algorithm"], row["density"], row["wire"]): row for row in four}
+    dense = float(steps["dense", "1.0", "fp32"]["measured_ms"])
+    sparse = float(steps["gtopk", "0.01", "fp32"]["measured_ms"])
+    page = " ".join((ROOT / "README.md").read_text().split())
+    assert f"took {dense:,.0f} ms for a training step with dense allreduce, and {sparse:,.0f} ms with gTop-k" in page
+    assert f"{dense / sparse:.0f} times as fast" in page
+
+
+@pytest.mark.parametrize("readme", READMES[1:], ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_readme_is_for_who_just_found_it(readme):
+    """What is long stands in a page of docs/."""
+    text = readme.read_text()
+    settings = text.partition("**Which settings for my optimizer?**")[2].partition("\n## ")[0]
+    assert len((text.replace(settings, "")).splitlines()) <= 120
+
+
+SHOWN = sorted([*READMES, ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")])
+
+
+def anchors(page):
+    """As headings are named where they are linked to: by their words, in small letters, joined by hyphens."""
+    for heading in re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE):
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        yield re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", plain).strip().lower())
+
+
+@pytest.mark.parametrize("page", SHOWN, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for link in links(page.read_text()):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if re.match(r"[a-z]+:", link):
+            continue
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link

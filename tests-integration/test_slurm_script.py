@@ -1,4 +1,4 @@
-"""The README's Slurm script: stopped before its time is over, it is queued again, and then goes on with its run."""
+"""The Slurm script of the guide: stopped before its time is over, it is queued again, and then goes on with its run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 BESIDE = Path(sys.executable).parent
-README = Path(__file__).parent.parent / "apps" / "trainer" / "README.md"
+PAGE = Path(__file__).parent.parent / "docs" / "guides" / "slurm.md"
 LIMIT = 90  # seconds
 STAND_INS = {
     "srun": f'#!/bin/sh\nexec "{BESIDE}/mpiexec" -n 2 "$@"\n',
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.mpi
 @pytest.fixture
 def job(tmp_path):
     """Starts the script where srun, scontrol and python are stand-ins; ends what a failure leaves."""
-    script = re.search(r"```bash\n(#!/bin/bash\n.*?)```", README.read_text(), re.DOTALL)[1]
+    script = re.search(r"```bash\n(#!/bin/bash\n.*?)```", PAGE.read_text(), re.DOTALL)[1]
     (tmp_path / "job.sh").write_text(script)
     (tmp_path / "bin").mkdir()
     for name, text in STAND_INS.items():

@@ -46,8 +46,8 @@ def test_a_recipe_names_what_there_is(file: Path) -> None:
     assert set(recipe) <= {field.name for field in fields(Options)} | own | optional
 
 
-def test_the_readme_explains_each() -> None:
-    readme = (FOLDER.parent / "README.md").read_text()
+def test_the_page_explains_each() -> None:
+    page = (FOLDER.parents[2] / "docs" / "apps" / "cifar.md").read_text()
     assert len(RECIPES) == 4
     for file in RECIPES:
-        assert f"recipes/{file.name}" in readme
+        assert f"recipes/{file.name}" in page

@@ -401,10 +401,10 @@ def steady(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaL
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
 
 
-def test_the_readme_lists_every_flag(app: App, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_lists_every_flag(app: App, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(["--help"], app, world_size=None)
-    table = (Path(__file__).parent.parent / "README.md").read_text().partition("## Flags")[2]
+    table = (Path(__file__).parents[3] / "docs" / "apps" / "trainer.md").read_text().partition("## Flags")[2]
     flags = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out)) - {"--help"}
     assert len(flags) > 20
     assert {flag for flag in flags if f"`{flag}" not in table and f" {flag}" not in table} == set()

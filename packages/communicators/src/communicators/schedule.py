@@ -49,6 +49,7 @@ class Elapse:
 
 
 Schedule: TypeAlias = Generator[Round | Elapse, Received, T]
+"""Yields rounds, gets what was received in each (payloads by rank), and returns a T."""
 
 
 def frame(tensor: Tensor) -> Tensor:

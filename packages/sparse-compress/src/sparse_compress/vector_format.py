@@ -14,9 +14,12 @@ import torch
 from torch import Tensor
 
 SLOT_BYTES = 16
+"""At the beginning of each message, for the transport's own stamp."""
 HEADER_BYTES = 32
+"""Of a packed vector: the slot, then numel, entries and dtype."""
 INDEX_BYTES = 4
-MAX_NUMEL = 2**31 - 1  # what an int32 index, and an int32 count of entries, can express
+MAX_NUMEL = 2**31 - 1
+"""Elements of a vector at most: what an int32 index, and an int32 count of entries, can express."""
 
 WIRE_DTYPES = {
     torch.float16: torch.float32,

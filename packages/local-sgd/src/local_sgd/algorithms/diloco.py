@@ -45,8 +45,8 @@ class DiLoCo(PeriodicAveraging):
             rates and settings are compared at every boundary, since anchors of ranks would part by others.
         outer_scheduler: Makes a learning-rate scheduler of it, which takes a step after each of its steps, so one a
             block.
-        compress: Exchanges Δ in fewer bytes, with what was left out added to the next one: see `Compression`, and the
-            README. What was left out takes as much memory as z.
+        compress: Exchanges Δ in fewer bytes, with what was left out added to the next one: see `Compression`.
+            What was left out takes as much memory as z.
         allreduce: With `compress` what sums that: see `Compression`. Without it, makes what sums Δ,
             allreduce(like, comm): see `Rounds` and `OuterRounds`.
         **options: See `PeriodicAveraging`.

@@ -29,9 +29,9 @@ class LocalSGD(PeriodicAveraging):
     Args:
         optimizer: See `PeriodicAveraging`.
         sync_every: τ, or two levels: `[(machine, 1), (everybody, 100)]` takes plain means within this rank's small
-            group every step, and goes by the algorithm among all ranks every 100. See the README.
+            group every step, and goes by the algorithm among all ranks every 100. See "Over slow links".
         compress: Exchanges the change since the last boundary in fewer bytes, with what was left out added to the next
-            one's: see `Compression`, and the README. It keeps z, and as much again for what was left out.
+            one's: see `Compression`. It keeps z, and as much again for what was left out.
         allreduce: Sums what was compressed: see `Compression`.
         **options: See `PeriodicAveraging`.
     """

@@ -70,6 +70,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         reference=spardl_reference,
     ),
 }
+"""By name. A new one is its own file and one line here; tests, benchmarks, `auto` and `advise` take it from it."""
 
 
 AUTO = "auto"

@@ -1,12 +1,12 @@
-"""The README's numbers are those of the expressions: `python test_readme_table.py` prints the rows."""
+"""The table's numbers are those of the expressions: `python test_page_table.py` prints the rows."""
 
 from pathlib import Path
 
 import torch
 from sparse_collectives.algorithms.table import algorithm_named
 
-README = Path(__file__).parent.parent / "README.md"
-HEADER = next(line for line in README.read_text().splitlines() if line.startswith("| P | "))
+PAGE = Path(__file__).parents[3] / "docs" / "algorithms" / "index.md"
+HEADER = next(line for line in PAGE.read_text().splitlines() if line.startswith("| P | "))
 
 
 def column(title):
@@ -32,7 +32,7 @@ def rows():
 
 def test_the_numbers_are_those_of_the_expressions():
     table = "\n".join(rows())
-    assert table in README.read_text(), f"write these rows into the README:\n{table}"
+    assert table in PAGE.read_text(), f"write these rows into the page:\n{table}"
 
 
 if __name__ == "__main__":

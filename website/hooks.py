@@ -1,0 +1,71 @@
+"""What mkdocs does besides, when it builds the site: links into the tree, and public names that say nothing.
+
+Warnings of these hooks fail a strict build.
+"""
+
+from __future__ import annotations
+
+import logging
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+import griffe
+
+log = logging.getLogger("mkdocs.hooks.website")
+ROOT = Path(__file__).parent.parent
+LINK = re.compile(r"(?<![\w\])])(!?\[(?:[^\[\]]|\[[^\[\]]*\])*\])\(([^)\s]+)\)")
+CODE = re.compile(r"^( *```.*?^ *```)", re.MULTILINE | re.DOTALL)
+PACKAGES = ("communicators", "sparse_compress", "sparse_collectives", "local_sgd", "partial_collectives")
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Links that leave docs/, as they are good for in a checkout, become links to the published tree."""
+    del files
+    here = posixpath.dirname(posixpath.join("docs", page.file.src_uri))
+
+    def linked(match: re.Match[str]) -> str:
+        text, link = match.groups()
+        path, _, anchor = link.partition("#")
+        target = posixpath.normpath(posixpath.join(here, path))
+        if not path or re.match(r"[a-z]+:", path) or target.startswith("docs/"):
+            return match[0]
+        if target.startswith("..") or not (ROOT / target).exists():
+            log.warning("%s links to %s, which is not in the tree", page.file.src_uri, link)
+        kind = "tree" if (ROOT / target).is_dir() else "blob"
+        return f"{text}({config.repo_url}/{kind}/main/{target}{'#' + anchor if anchor else ''})"
+
+    parts = CODE.split(markdown)
+    parts[::2] = [LINK.sub(linked, part) for part in parts[::2]]
+    return "".join(parts)
+
+
+def on_pre_build(config: Any) -> None:
+    """Every public name of the packages has a docstring."""
+    del config
+    paths = [ROOT / "packages" / name.replace("_", "-") / "src" for name in PACKAGES]
+    loader = griffe.GriffeLoader(search_paths=paths)
+    for name in PACKAGES:
+        loader.load(name)
+    loader.resolve_aliases(external=False)
+    for name in PACKAGES:
+        for path in silent(loader.modules_collection[name]):
+            log.warning("%s is public and has no docstring", path)
+
+
+def silent(package: Any) -> list[str]:
+    """What a package exports, but its version, and public members of it, that say nothing."""
+    found = []
+    for name in sorted({str(each) for each in package.exports or ()} - {"__version__"}):
+        each = package.members[name]
+        each = each.final_target if each.is_alias else each
+        members = each.members.values() if each.is_class else ()
+        methods = [m for m in members if not m.name.startswith("_") and not m.is_alias and (m.is_function or told(m))]
+        found += [e.path for e in (each, *methods) if not (e.docstring and e.docstring.value.strip())]
+    return found
+
+
+def told(member: Any) -> bool:
+    """Whether it is a property, which needs a docstring of its own; attributes stand in their class's."""
+    return member.is_attribute and "property" in member.labels
