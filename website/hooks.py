@@ -17,7 +17,7 @@ log = logging.getLogger("mkdocs.hooks.website")
 ROOT = Path(__file__).parent.parent
 LINK = re.compile(r"(?<![\w\])])(!?\[(?:[^\[\]]|\[[^\[\]]*\])*\])\(([^)\s]+)\)")
 CODE = re.compile(r"^( *```.*?^ *```)", re.MULTILINE | re.DOTALL)
-PACKAGES = ("communicators", "sparse_compress", "sparse_collectives", "local_sgd", "partial_collectives")
+PACKAGES = ("communicators", "sparse_compress", "sparse_collectives", "local_sgd", "partial_collectives", "slow_link")
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
