@@ -246,7 +246,7 @@ class PeriodicAveraging(Wrapping):
             Plain numbers for any logger; `str` says them in a line. See `communicators.Stats`, and:
 
             - boundaries: At which ranks have met.
-            - bytes_sent: Over `comm`, also by others that use it, and over this rank's small group if there are two levels.
+            - bytes_sent: Over `comm`, also by others that use it, and over its small group if there are two levels.
         """
         waited, under_way = map(sum, zip(*(averaging.seconds for averaging in self.averagings()), strict=True))
         taken, size = self._block.steps - self._steps_before, self._comm.size
