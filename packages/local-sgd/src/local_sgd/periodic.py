@@ -323,7 +323,7 @@ class PeriodicAveraging(Wrapping):
             averaging.wait()
 
     @contextmanager
-    def averaged_model(self, *, comm: Communicator | None = None) -> Iterator[nn.Module | None]:
+    def averaged_model(self, *, comm: Any = None) -> Iterator[nn.Module | None]:
         """Inside, the parameters are those of what the algorithm calls its model; afterwards this rank's own again.
 
             with optimizer.averaged_model():
@@ -339,9 +339,10 @@ class PeriodicAveraging(Wrapping):
             `model`.
         """
         self._refuse_shown("averaged_model()")
-        models = self._models(comm or self._comm)
+        comm = self._comm if comm is None else as_communicator(comm)
+        models = self._models(comm)
         own = [p.detach().clone() for p in self._trained.values()]
-        with self._buffers.shared(comm or self._comm):
+        with self._buffers.shared(comm):
             self._showing = True
             try:
                 for part, model in zip(self._parts, models, strict=True):
