@@ -145,7 +145,7 @@ def compare(what: str, x: Tensor, k: int, rounds: int, ours: Call, plain: Call, 
     """Time the calls and one read of x in turns."""
     taken = interleaved(rounds, ours, plain, x.sum, *radix)
     ours_ms, torch_ms, read_ms, *radix_ms = map(statistics.median, taken)
-    return Row(what, len(x), k, ours_ms, torch_ms, torch_ms / ours_ms, ours_ms / read_ms, *taken[:2], *radix_ms)
+    return Row(what, len(x), k, ours_ms, torch_ms, torch_ms / ours_ms, ours_ms / read_ms, taken[0], taken[1], *radix_ms)
 
 
 def radix_topk(x: Tensor, k: int) -> object:

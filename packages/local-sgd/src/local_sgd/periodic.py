@@ -378,7 +378,7 @@ class PeriodicAveraging(Wrapping):
         return saved.gathered_state(self.state_dict, self._comm)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes on where this rank's `state_dict`, or `gathered_state_dict`, was taken, with the same bits, also in mid-block.
+        """Goes on where this rank's `state_dict` or `gathered_state_dict` was taken: the same bits, also in mid-block.
 
         The model's parameters are loaded from this rank's own model, after the optimizer was made, before its first
         step; that they are those is checked there. A state that was taken after `drain` or `finish` is alike on all

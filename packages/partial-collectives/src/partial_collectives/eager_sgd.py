@@ -226,7 +226,9 @@ class EagerSGD(Wrapping):
         return gathered(wrapped, [{KEY: state[KEY]} for state in states], ADVICE)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes on where this rank's `state_dict`, or `gathered_state_dict`, was taken; for every rank to call, before its first step.
+        """Goes on where this rank's `state_dict`, or `gathered_state_dict`, was taken.
+
+        For every rank to call, before its first step.
 
         Args:
             state_dict: What `state_dict` gave on this rank, or `gathered_state_dict` on rank 0.
