@@ -107,8 +107,3 @@ def counted(comm: Communicator, call: Callable[[], object]) -> Callable[[], Time
 def medians_of(times: Sequence[Times]) -> Times:
     """Of every part."""
     return {name: statistics.median(one[name] for one in times) for name in times[0]}
-
-
-def least_of(times: Sequence[Times]) -> float:
-    """Seconds of the shortest call."""
-    return min(one["whole"] for one in times)

@@ -24,14 +24,23 @@ COUNTS = ("sent", "expected_sent", "rounds", "expected_rounds")
 
 
 def as_row(
-    name: str, medians: dict[str, Times], least: dict[str, float], comm: Communicator, numel: int, k: int, link: Link
+    name: str,
+    medians: dict[str, Times],
+    whole_ms: dict[str, list[float]],
+    comm: Communicator,
+    numel: int,
+    k: int,
+    link: Link,
 ) -> dict[str, Any]:
-    """What is known of one call, by column; all that is measured is rank 0's. medians, least: of the case's calls."""
+    """What is known of one call, by column; all that is measured is rank 0's.
+
+    medians, whole_ms: of the case's calls, by name; whole_ms of every repeat.
+    """
     mine, dense = medians[name], "mpi4py Allreduce"
-    found: dict[str, Any] = {"algorithm": name, "whole_ms": 1e3 * mine["whole"]}
+    found: dict[str, Any] = {"algorithm": name, "whole_ms": 1e3 * mine["whole"], "whole_ms_samples": whole_ms[name]}
     found |= {f"{part}_ms": 1e3 * mine[part] if part in mine else None for part in PARTS}
     found["x_mpi"] = mine["whole"] / medians[dense]["whole"]
-    found["x_mpi_least"] = least[name] / least[dense]
+    found["x_mpi_least"] = min(whole_ms[name]) / min(whole_ms[dense])
     found["x_gloo"] = mine["whole"] / medians["gloo all_reduce"]["whole"]
     found |= dict.fromkeys(("x_link", *COUNTS))
     algorithm, dtype = ("dense", torch.bfloat16) if name == BF16 else (name, torch.float32)

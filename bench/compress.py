@@ -24,7 +24,7 @@ from torch import Tensor
 
 from bench import compress_levels
 from bench.form import asked, parser_of
-from bench.record import record
+from bench.record import record, with_quantiles
 
 Call = Callable[[], object]
 
@@ -39,6 +39,8 @@ class Row(NamedTuple):
     torch_ms: float
     speedup: float
     sweeps: float
+    ours_ms_samples: list[float]
+    torch_ms_samples: list[float]
     radix_ms: float | None = None
 
 
@@ -51,6 +53,8 @@ class Threads(NamedTuple):
     threads: int
     one_ms: float
     more_ms: float
+    one_ms_samples: list[float]
+    more_ms_samples: list[float]
 
 
 AGAINST = "torch.topk(x.abs()) and the same step written with it"
@@ -81,7 +85,7 @@ def main(argv: Sequence[str] = ()) -> int:
         values=("speedup",),
         facts=facts,
         against=AGAINST,
-        threads=[row._asdict() for row in threads],
+        threads=[{**row._asdict(), **with_quantiles(row._asdict())} for row in threads],
         levels=[row._asdict() for row in levels],
     )
     return 0
@@ -120,9 +124,10 @@ def report_threads() -> Iterator[Threads]:
         "merge": partial(merge, a, b, k),
     }
     for what, call in calls.items():
-        one_ms, more_ms = interleaved(5, with_threads(1, call), with_threads(threads, call))
+        one, more = interleaved(5, with_threads(1, call), with_threads(threads, call))
+        one_ms, more_ms = statistics.median(one), statistics.median(more)
         print(f"{what:30}{n:12,}{k:11,}{one_ms:7.2f} ms, given {threads} threads {more_ms:.2f} ms", flush=True)
-        yield Threads(what, n, k, threads, one_ms, more_ms)
+        yield Threads(what, n, k, threads, one_ms, more_ms, one, more)
     torch.set_num_threads(1)
 
 
@@ -138,8 +143,9 @@ def with_threads(threads: int, call: Call) -> Call:
 
 def compare(what: str, x: Tensor, k: int, rounds: int, ours: Call, plain: Call, *radix: Call) -> Row:
     """Time the calls and one read of x in turns."""
-    ours_ms, torch_ms, read_ms, *radix_ms = interleaved(rounds, ours, plain, x.sum, *radix)
-    return Row(what, len(x), k, ours_ms, torch_ms, torch_ms / ours_ms, ours_ms / read_ms, *radix_ms)
+    taken = interleaved(rounds, ours, plain, x.sum, *radix)
+    ours_ms, torch_ms, read_ms, *radix_ms = map(statistics.median, taken)
+    return Row(what, len(x), k, ours_ms, torch_ms, torch_ms / ours_ms, ours_ms / read_ms, taken[0], taken[1], *radix_ms)
 
 
 def radix_topk(x: Tensor, k: int) -> object:
@@ -148,15 +154,15 @@ def radix_topk(x: Tensor, k: int) -> object:
     return above_and_ties(bits_of(x), kth, k - above)
 
 
-def interleaved(rounds: int, *calls: Call) -> list[float]:
-    """Median CPU milliseconds of each call, the calls taking turns; a first round warms up."""
+def interleaved(rounds: int, *calls: Call) -> list[list[float]]:
+    """CPU milliseconds of each call in every round, the calls taking turns; a first round warms up."""
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(rounds + 1):
         for call, spent in zip(calls, times, strict=True):
             start = time.process_time()
             call()
             spent.append(1e3 * (time.process_time() - start))
-    return [statistics.median(spent[1:]) for spent in times]
+    return [spent[1:] for spent in times]
 
 
 def torch_topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -33,6 +33,8 @@ class GpuRow(NamedTuple):
     torch_ms: float
     floor_ms: float
     speedup: float
+    ours_ms_samples: list[float]
+    torch_ms_samples: list[float]
 
 
 AGAINST = "torch.topk(x.abs()), the same step written with it, and one copy of the input"
@@ -65,15 +67,21 @@ def main(argv: Sequence[str] = ()) -> int:
 def measure(n: int) -> Iterator[GpuRow]:
     """The rows of one size."""
     x = torch.randn(n, device="cuda")
-    bytes_per_ms = 8 * n / timed(partial(torch.clone, x))
+    bytes_per_ms = 8 * n / statistics.median(timed(partial(torch.clone, x)))
     for density in (0.01, 0.001):
         k = TopK(density).entries(n)
         ours, plain = timed(captured(partial(topk, x, k))), timed(partial(torch_topk, x, k))
-        yield GpuRow("top-k", n, k, ours, plain, 4 * n / bytes_per_ms, plain / ours)
+        yield row("top-k", n, k, ours, plain, 4 * n / bytes_per_ms)
         for name, gradient, width in (("", x, 12), (", bf16", x.bfloat16(), 10)):
             step = partial(ErrorFeedback(TopK(density)).compress, "x", gradient)
             ours, plain = timed(captured(step)), timed(torch_step(gradient, k))
-            yield GpuRow(f"error feedback step{name}", n, k, ours, plain, width * n / bytes_per_ms, plain / ours)
+            yield row(f"error feedback step{name}", n, k, ours, plain, width * n / bytes_per_ms)
+
+
+def row(what: str, n: int, k: int, ours: list[float], plain: list[float], floor_ms: float) -> GpuRow:
+    """Of all rounds' milliseconds."""
+    ours_ms, torch_ms = statistics.median(ours), statistics.median(plain)
+    return GpuRow(what, n, k, ours_ms, torch_ms, floor_ms, torch_ms / ours_ms, ours, plain)
 
 
 def captured(call: Call) -> Call:
@@ -86,8 +94,8 @@ def captured(call: Call) -> Call:
     return graph.replay
 
 
-def timed(call: Call, rounds: int = 20) -> float:
-    """Median milliseconds on the device."""
+def timed(call: Call, rounds: int = 20) -> list[float]:
+    """Milliseconds of every round on the device."""
     times: list[float] = []
     for _ in range(rounds + 3):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -96,7 +104,7 @@ def timed(call: Call, rounds: int = 20) -> float:
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end))
-    return statistics.median(times[3:])
+    return times[3:]
 
 
 def torch_topk(x: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def speed(results: dict[str, Any]) -> Iterator[str]:
     """The table of times, and of targets where there are any."""
-    yield "Measured on " + ", ".join(f"{name} {value}" for name, value in results["machine"].items()) + "."
+    yield "Measured on " + ", ".join(f"{name} {value}" for name, value in results["circumstances"].items()) + "."
     yield ""
     yield "| | n | k | this package | torch | faster | read passes | target | |"
     yield "|---|---|---|---|---|---|---|---|---|"
@@ -81,7 +81,7 @@ def speed(results: dict[str, Any]) -> Iterator[str]:
 
 def gpu_speed(results: dict[str, Any]) -> Iterator[str]:
     """The table of a GPU's times."""
-    yield f"Measured on {results['machine']['GPU']}, torch {results['machine']['torch']}."
+    yield f"Measured on {results['circumstances']['GPU']}, torch {results['circumstances']['torch']}."
     yield ""
     yield "| | n | k | this package | torch | faster | times the floor |"
     yield "|---|---|---|---|---|---|---|"

@@ -53,7 +53,7 @@ def record(
     another picture. A list `x_samples` of a row becomes the columns x_p20, x_p50 and x_p80, and stands in the .json.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    table = [_without_samples(row) for row in rows]
+    table = [with_quantiles(row) for row in rows]
     with (folder / f"{name}.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, list(table[0]))
         writer.writeheader()
@@ -74,7 +74,8 @@ def quantiles(samples: Sequence[float]) -> tuple[float, float, float]:
     return fifths[0], statistics.median(samples), fifths[3]
 
 
-def _without_samples(row: Row) -> dict[str, Any]:
+def with_quantiles(row: Row) -> dict[str, Any]:
+    """The row with x_p20, x_p50 and x_p80 in place of every list x_samples."""
     plain = {key: value for key, value in row.items() if not key.endswith(SAMPLES)}
     for key, value in row.items():
         if key.endswith(SAMPLES):

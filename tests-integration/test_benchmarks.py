@@ -19,13 +19,13 @@ from sparse_collectives.prediction.cost import Handling
 from thinwire_trainer.command_line.flags import parse
 from thinwire_trainer.synchronisers.table import TABLE
 
-from bench import scaling
+from bench import compress, compress_report, scaling
 from bench.__main__ import BENCHMARKS
 from bench.cluster_model import Ranks, one_round
 from bench.form import QUICK, RESULTS, asked, parser_of
 from bench.learning import TASKS, asking
 from bench.published import gtopk_link
-from bench.record import record
+from bench.record import record, with_quantiles
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
@@ -83,6 +83,30 @@ def test_every_committed_record_has_its_circumstances_its_rows_and_its_plot(path
     assert found["against"]
     assert path.with_suffix(".csv").exists()
     assert path.with_suffix(".png").exists()
+
+
+def test_the_tables_of_speeds_are_made_of_the_records(tmp_path):
+    page = tmp_path / "page.md"
+    marks = [
+        mark.format(name) for name in ("speed", "gpu", "bytes") for mark in (compress_report.BEGIN, compress_report.END)
+    ]
+    page.write_text("\n".join(marks))
+    assert compress_report.main([str(RESULTS), str(page)]) == 0
+    rows = [
+        row
+        for name in ("compress", "compress-gpu")
+        for row in json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+    ]
+    assert all(f"| {row['what']} | {row['n']:,} | {row['k']:,} |" in page.read_text() for row in rows)
+
+
+def test_a_row_of_speeds_has_every_round():
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    row = compress.compare("top-k", x, 10, 4, x.abs, x.sort)
+    assert len(row.ours_ms_samples) == len(row.torch_ms_samples) == 4
+    found = with_quantiles(row._asdict())
+    assert found["ours_ms_p50"] == row.ours_ms
+    assert found["torch_ms_p20"] <= found["torch_ms_p50"] <= found["torch_ms_p80"]
 
 
 @given(

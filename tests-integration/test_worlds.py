@@ -292,3 +292,35 @@ def test_mpi_communicators_end_with_those_that_they_were_made_for(mpiexec, tmp_p
         made, said = line.split("|")
         assert int(made) > 30
         assert said.startswith("MPI gives no further communicator")
+
+
+RAW_GROUPS = """
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+from communicators import allgather, allreduce, allreduce_async, barrier, broadcast, measure_link, refuse_unlike
+world = MPI.COMM_WORLD
+address = world.bcast(None if world.rank else ADDRESS)
+dist.init_process_group("gloo", address, rank=world.rank, world_size=world.size)
+for group in (world, dist.group.WORLD, None):
+    x = torch.full((2,), 1.0 + world.rank)
+    for total in (allreduce(x, group), allreduce(x, group, native=False), allreduce_async(x, group).wait()):
+        assert total.tolist() == [3.0, 3.0]
+    assert [part.tolist() for part in allgather(x, group)] == [[1.0, 1.0], [2.0, 2.0]]
+    assert broadcast(x, group, root=1).tolist() == [2.0, 2.0]
+    refuse_unlike({"x": torch.ones(2)}, group)
+    assert measure_link(group, nbytes=4096, repeats=1).beta >= 0
+    barrier(group)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.mpi
+def test_dense_collectives_take_the_groups_themselves(mpiexec, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    script = tmp_path / "raw.py"
+    script.write_text(RAW_GROUPS.replace("ADDRESS", repr(f"tcp://127.0.0.1:{port}")))
+    launch = mpiexec(2, script, timeout=60)
+    assert launch.returncode == 0, launch.stderr

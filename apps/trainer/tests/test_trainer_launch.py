@@ -13,6 +13,7 @@ from thinwire_trainer.app import App
 from thinwire_trainer.command import main
 from thinwire_trainer.errors import RunError
 from thinwire_trainer.launching import workers
+from thinwire_trainer.launching.job import Job, run_job
 from thinwire_trainer.launching.placement import Placement
 from thinwire_trainer.launching.world import joined
 
@@ -139,3 +140,26 @@ while True: time.sleep(0.02)
     stand_in(tmp_path, monkeypatch, program)
     monkeypatch.setattr(workers, "GRACE", 0.1)
     assert workers.start_workers("points", [], 2) == 143
+
+
+@pytest.mark.parametrize("code", [0, 7])
+def test_what_comes_afterwards_comes_after_workers_that_ended_well(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(tmp_path, monkeypatch, f"sys.exit({code})")
+    called: list[str] = []
+    job = Job(workers=2, work=lambda: called.append("work"), afterwards=lambda: called.append("afterwards"))
+    assert run_job("points", [], lambda *_: job) == code
+    assert called == ["afterwards"] * (code == 0)
+
+
+def test_one_rank_works_itself_and_a_wrong_command_line_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    called: list[str] = []
+    assert run_job("points", [], lambda *_: Job(workers=1, work=lambda: called.append("work"))) == 0
+    assert called == ["work"]
+
+    def wrong(*_: object) -> Job:
+        raise RunError("--lr is missing")
+
+    assert run_job("points", [], wrong) == 2
+    assert capsys.readouterr().err == "points: error: --lr is missing\n"

@@ -2,14 +2,13 @@
 
 import json
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from communicators import as_communicator
 from resumed_runs import assert_same_bits, result
 from thinwire_trainer.app import App
 from thinwire_trainer.command_line.options import Options
-from thinwire_trainer.records.trace import RECORDED, on_tracks
+from thinwire_trainer.records.trace import RECORDED
 from thinwire_trainer.run import run
 from thinwire_trainer.training.phases import PHASES
 
@@ -36,16 +35,3 @@ def test_a_run_that_is_shorter_than_the_trace_has_a_short_one(app: App, options:
     events = json.loads((given.output / "trace.json").read_text())["traceEvents"]
     assert [event["name"] for event in events].count("step: forward") == 1
     assert not torch.autograd.profiler._is_profiler_enabled
-
-
-def bar(ts: int, dur: int, name: str = "exchange") -> dict[str, Any]:
-    return {"ph": "X", "cat": "user_annotation", "name": name, "ts": ts, "dur": dur, "pid": 1, "tid": 7}
-
-
-def test_exchanges_that_overlap_are_on_tracks_of_their_own() -> None:
-    events = on_tracks([bar(20, 5), bar(0, 10), bar(5, 10), bar(0, 30, "step: forward"), bar(12, 3)])
-    tracks = {event["ts"]: event["tid"] for event in events if event["name"] == "exchange"}
-    assert tracks == {0: "exchanges 0", 5: "exchanges 1", 12: "exchanges 0", 20: "exchanges 0"}
-    assert [event["tid"] for event in events if event["name"] == "step: forward"] == [7]
-    named = {event["args"]["name"] for event in events if event["ph"] == "M"}
-    assert named == {"exchanges 0", "exchanges 1"}

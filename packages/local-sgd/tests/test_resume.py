@@ -79,6 +79,37 @@ def test_resumed_runs_have_the_same_bits(quadratic, saved, algorithm, at, dtype)
         assert_same_bits(one, other)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("at", [3, 4])
+def test_one_state_of_all_ranks_goes_on_with_the_same_bits(quadratic, saved, algorithm, size, at):
+    """At a boundary and in mid-block."""
+
+    def whole(comm):
+        task = quadratic(comm.rank)
+        optimizer = make(algorithm, task, comm)
+        train(task, optimizer, range(at))
+        state, weights = optimizer.gathered_state_dict(), saved(task.model.state_dict())
+        train(task, optimizer, range(at, STEPS))
+        return state, weights, everything(task, optimizer)
+
+    written = SimulatedWorld(size).run(whole)
+    assert [state for state, *_ in written[1:]] == [{}] * (size - 1)
+
+    def resumed(comm):
+        task = quadratic(comm.rank)
+        optimizer = make(algorithm, task, comm)
+        task.model.load_state_dict(written[comm.rank][1])
+        optimizer.load_state_dict(saved(written[0][0]))
+        train(task, optimizer, range(at, STEPS))
+        return everything(task, optimizer)
+
+    for (*_, one), other in zip(written, SimulatedWorld(size).run(resumed), strict=True):
+        assert_same_bits(one, other)
+    another = SimulatedWorld(size + 1)
+    with pytest.raises(ValueError, match=f"the state holds those of {size} ranks, but there are {size + 1} now: call"):
+        another.run(lambda comm: make(algorithm, quadratic(comm.rank), comm).load_state_dict(written[0][0]))
+
+
 def test_looking_changes_nothing(quadratic, algorithm):
     """State and model may be asked for at every step, with an exchange under way or not."""
 

@@ -386,6 +386,38 @@ def test_gradients_and_rounds_that_nobody_has_applied_yet_come_back():
     assert SimulatedWorld(3).run(resumes) == SimulatedWorld(3).run(lambda comm: ends(*unmet(comm)))
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_one_state_of_all_ranks_goes_on_with_the_same_bits(size):
+    def goes_on(comm, model, optimizer):
+        for number in range(3, 6):
+            comm.elapse(1e-3)
+            step(model, optimizer, comm.rank, number)
+        optimizer.finish()
+        optimizer.close()
+        return [p.tolist() for p in model.parameters()], optimizer.applied
+
+    def whole(comm):
+        model = network()
+        optimizer = wrapped(model, comm, quorum=size)
+        for number in range(3):
+            step(model, optimizer, comm.rank, number)
+        optimizer.synchronize()
+        file = io.BytesIO()
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.gathered_state_dict()}, file)
+        return file.getvalue(), goes_on(comm, model, optimizer)
+
+    def resumed(comm):
+        model = network(seed=9)
+        optimizer = wrapped(model, comm, quorum=size)
+        both = torch.load(io.BytesIO(written[0][0]), weights_only=True)
+        model.load_state_dict(both["model"])
+        optimizer.load_state_dict(both["optimizer"])
+        return goes_on(comm, model, optimizer)
+
+    written = SimulatedWorld(size).run(whole)
+    assert SimulatedWorld(size).run(resumed) == [ended for _, ended in written]
+
+
 def test_as_users_write_it_with_a_scaler_clipping_and_accumulation():
     """A rank whose gradient overflowed takes no step; nobody waits for it, nothing of the inf is applied."""
 

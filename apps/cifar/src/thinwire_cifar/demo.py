@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-from thinwire_trainer.command import WRONG_USAGE
 from thinwire_trainer.command_line import quantities
-from thinwire_trainer.errors import RunError
-from thinwire_trainer.launching.ending import stoppable
-from thinwire_trainer.launching.placement import Placement, placement
-from thinwire_trainer.launching.workers import start_workers
+from thinwire_trainer.launching.ending import StopRequest
+from thinwire_trainer.launching.job import Job, run_job
+from thinwire_trainer.launching.placement import Placement
 from thinwire_trainer.launching.world import joined
 
 from thinwire_cifar import behind_link
@@ -22,18 +20,17 @@ from thinwire_cifar import behind_link
 def main(argv: Sequence[str] | None = None) -> int:
     """Start the workers and be done, or be one of them; returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    given, place = _flags(argv), placement(os.environ)
-    with stoppable(place, program="thinwire_cifar.demo"):
-        if place.launcher is None and given.nworkers > 1:
-            try:
-                code = start_workers("thinwire_cifar.demo", argv, given.nworkers, oversubscribe=given.oversubscribe)
-                if code == 0:
-                    print(behind_link.shown(behind_link.measured(given.nworkers)), flush=True)
-                return code
-            except RunError as error:
-                print(f"thinwire_cifar.demo: error: {error}", file=sys.stderr)
-                return WRONG_USAGE
-        return _work(given, place)
+    return run_job("thinwire_cifar.demo", argv, partial(_asked, _flags(argv)))
+
+
+def _asked(given: Namespace, place: Placement, request: StopRequest) -> Job:
+    del request  # the demonstration takes no checkpoints
+    return Job(
+        workers=given.nworkers,
+        oversubscribe=given.oversubscribe,
+        work=partial(_work, given, place),
+        afterwards=lambda: print(behind_link.shown(behind_link.measured(given.nworkers)), flush=True),
+    )
 
 
 def _flags(argv: Sequence[str]) -> Namespace:
@@ -46,18 +43,14 @@ def _flags(argv: Sequence[str]) -> Namespace:
     return parser.parse_args(argv)
 
 
-def _work(given: Namespace, place: Placement) -> int:
+def _work(given: Namespace, place: Placement) -> None:
     from thinwire_trainer.launching.device import own_device  # brings torch
-    from thinwire_trainer.launching.ending import exit_code
 
     from thinwire_cifar.comparison import compare
 
-    def work() -> None:
-        device = own_device(place.local_rank)
-        with joined(place) as comm:
-            compare(comm, epochs=given.max_epochs, seed=given.seed, output=given.output, device=device)
-
-    return exit_code(work, place, program="thinwire_cifar.demo")
+    device = own_device(place.local_rank)
+    with joined(place) as comm:
+        compare(comm, epochs=given.max_epochs, seed=given.seed, output=given.output, device=device)
 
 
 if __name__ == "__main__":

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from thinwire_trainer.command import WRONG_USAGE
 from thinwire_trainer.command_line import quantities
-from thinwire_trainer.errors import RunError
-from thinwire_trainer.launching.ending import stoppable
-from thinwire_trainer.launching.placement import Placement, placement
-from thinwire_trainer.launching.workers import start_workers
+from thinwire_trainer.launching.ending import StopRequest
+from thinwire_trainer.launching.job import Job, run_job
+from thinwire_trainer.launching.placement import Placement
 from thinwire_trainer.launching.world import joined
 
 if TYPE_CHECKING:
@@ -24,17 +22,13 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Start the workers and be done, or be one of them; returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    given, place = _flags(argv), placement(os.environ)
-    with stoppable(place, program="thinwire_deepspeech.demo"):
-        if place.launcher is None and given.nworkers > 1 and not given.simulated:
-            try:
-                return start_workers(
-                    "thinwire_deepspeech.demo", argv, given.nworkers, oversubscribe=given.oversubscribe
-                )
-            except RunError as error:
-                print(f"thinwire_deepspeech.demo: error: {error}", file=sys.stderr)
-                return WRONG_USAGE
-        return _work(given, place)
+    return run_job("thinwire_deepspeech.demo", argv, partial(_asked, _flags(argv)))
+
+
+def _asked(given: Namespace, place: Placement, request: StopRequest) -> Job:
+    del request  # the demonstration takes no checkpoints
+    workers = 1 if given.simulated else given.nworkers
+    return Job(workers=workers, oversubscribe=given.oversubscribe, work=partial(_work, given, place))
 
 
 def _flags(argv: Sequence[str]) -> Namespace:
@@ -50,33 +44,29 @@ def _flags(argv: Sequence[str]) -> Namespace:
     return parser.parse_args(argv)
 
 
-def _work(given: Namespace, place: Placement) -> int:
+def _work(given: Namespace, place: Placement) -> None:
     from communicators import SimulatedWorld
     from thinwire_trainer.launching.device import own_device  # brings torch
-    from thinwire_trainer.launching.ending import exit_code
 
     from thinwire_deepspeech.comparison import compare
 
-    def work() -> None:
-        device = own_device(place.local_rank)
+    device = own_device(place.local_rank)
 
-        def part(comm: Communicator) -> None:
-            compare(
-                comm,
-                epochs=given.max_epochs,
-                seeds=given.seeds,
-                data_dir=given.data_dir,
-                output=given.output,
-                device=device,
-            )
+    def part(comm: Communicator) -> None:
+        compare(
+            comm,
+            epochs=given.max_epochs,
+            seeds=given.seeds,
+            data_dir=given.data_dir,
+            output=given.output,
+            device=device,
+        )
 
-        if given.simulated:
-            SimulatedWorld(given.nworkers).run(part)
-            return
-        with joined(place) as comm:
-            part(comm)
-
-    return exit_code(work, place, program="thinwire_deepspeech.demo")
+    if given.simulated:
+        SimulatedWorld(given.nworkers).run(part)
+        return
+    with joined(place) as comm:
+        part(comm)
 
 
 if __name__ == "__main__":

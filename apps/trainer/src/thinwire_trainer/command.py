@@ -8,21 +8,20 @@ and the rest of the command line, on one process, that returns an exit code. For
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from thinwire_trainer.app import App
 from thinwire_trainer.command_line.flags import parse
 from thinwire_trainer.errors import RunError, UsageError
-from thinwire_trainer.launching.ending import StopRequest, complain, stoppable
+from thinwire_trainer.launching.ending import StopRequest, complain
+from thinwire_trainer.launching.job import WRONG_USAGE, Job, run_job
 from thinwire_trainer.launching.placement import Placement, placement
-from thinwire_trainer.launching.workers import start_workers
 from thinwire_trainer.launching.world import first_complaint, joined
 
 if TYPE_CHECKING:
     from thinwire_trainer.command_line.options import Options
-
-WRONG_USAGE = 2
 
 
 def main(app: App, argv: Sequence[str] | None = None) -> int:
@@ -32,19 +31,15 @@ def main(app: App, argv: Sequence[str] | None = None) -> int:
     they cannot agree in time, the process ends at once, without returning from here.
     """
     argv = sys.argv[1:] if argv is None else argv
-    place = placement(os.environ)
     if argv and argv[0] in app.commands:
-        return _command(app, argv[0], argv[1:], place)
-    with stoppable(place, program=app.module) as request:
-        try:
-            options = _checked(app, argv, place)
-            if place.launcher is None and options.nworkers > 1:
-                return start_workers(app.module, argv, options.nworkers, oversubscribe=options.oversubscribe)
-        except RunError as error:
-            if place.rank == 0:
-                print(f"{app.module}: error: {error}", file=sys.stderr, flush=True)
-            return WRONG_USAGE
-        return train(app, options, place, request)
+        return _command(app, argv[0], argv[1:], placement(os.environ))
+    return run_job(app.module, argv, partial(_asked, app, argv))
+
+
+def _asked(app: App, argv: Sequence[str], place: Placement, request: StopRequest) -> Job:
+    options = _checked(app, argv, place)
+    work = partial(_train, app, options, place, request)
+    return Job(workers=options.nworkers, oversubscribe=options.oversubscribe, work=work)
 
 
 def _command(app: App, name: str, argv: Sequence[str], place: Placement) -> int:
@@ -79,18 +74,14 @@ def _said(error: RunError | OSError) -> str:
     return describe(error)
 
 
-def train(app: App, options: "Options", place: Placement, request: StopRequest) -> int:
-    """One rank's run, to its exit code."""
+def _train(app: App, options: "Options", place: Placement, request: StopRequest) -> None:
+    """One rank's run."""
     from thinwire_trainer.launching.device import own_device
-    from thinwire_trainer.launching.ending import exit_code
     from thinwire_trainer.run import run
 
-    def work() -> None:
-        device = own_device(place.local_rank, "cuda" if options.backend == "nccl" else options.device)
-        with joined(place, options.backend) as comm:
-            run(app, options, comm, device=device, request=request)
-
-    return exit_code(work, place, program=app.module)
+    device = own_device(place.local_rank, "cuda" if options.backend == "nccl" else options.device)
+    with joined(place, options.backend) as comm:
+        run(app, options, comm, device=device, request=request)
 
 
 def _checked(app: App, argv: Sequence[str], place: Placement) -> "Options":

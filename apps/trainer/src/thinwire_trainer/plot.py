@@ -13,8 +13,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from thinwire_trainer.command import WRONG_USAGE
 from thinwire_trainer.errors import RunError
+from thinwire_trainer.launching.job import WRONG_USAGE
 from thinwire_trainer.records.metrics import Row, read_metrics
 from thinwire_trainer.records.run_folder import RunFolder
 

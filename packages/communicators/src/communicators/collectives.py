@@ -1,25 +1,32 @@
-"""Dense collectives as calls on tensors of any shape."""
+"""Dense collectives as calls on tensors of any shape.
+
+`comm` is whatever `as_communicator` takes; all ranks of it call.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from communicators import dense_schedules as dense
-from communicators.communicator import Communicator, Work, run, start
+from communicators.communicator import Work, run, start
+from communicators.origin import as_communicator
 
 
-def allreduce(tensor: Tensor, comm: Communicator, *, average: bool = False, native: bool = True) -> Tensor:
+def allreduce(tensor: Tensor, comm: Any, *, average: bool = False, native: bool = True) -> Tensor:
     """The sum (or mean) over ranks, out of place, on every rank the same bits.
 
     Args:
         tensor: This rank's summand; alike in shape and dtype on all.
-        comm: The ranks; all of them call.
+        comm: See `as_communicator`; all ranks call.
         average: The mean in place of the sum.
         native: By the transport's own allreduce where it has one; it may add in another order, so worlds agree within
             rounding. With native=False our schedule adds: the same bits in every world.
     """
     _check(tensor)
+    comm = as_communicator(comm)
     if average and not (tensor.is_floating_point() or tensor.is_complex()):
         raise TypeError(f"the mean of {tensor.dtype} is not exact: convert to a float dtype or use average=False")
     facts = _facts("mean by allreduce" if average else "allreduce", tensor)
@@ -31,27 +38,29 @@ def allreduce(tensor: Tensor, comm: Communicator, *, average: bool = False, nati
     return total.div_(comm.size) if average else total
 
 
-def allreduce_async(tensor: Tensor, comm: Communicator) -> Work[Tensor]:
+def allreduce_async(tensor: Tensor, comm: Any) -> Work[Tensor]:
     """The sum over ranks in the background, by our schedule; `wait()` gives it, 1-D.
 
     Args:
         tensor: This rank's summand, copied now: what is written into it afterwards is not summed.
-        comm: The ranks; all of them call.
+        comm: See `as_communicator`; all ranks call.
     """
     _check(tensor)
+    comm = as_communicator(comm)
     schedule = dense.allreduce(_flat(tensor).clone(), comm.rank, comm.size)
     return start(schedule, comm, facts=_facts("allreduce", tensor), device=tensor.device)
 
 
-def broadcast(tensor: Tensor, comm: Communicator, *, root: int = 0) -> Tensor:
+def broadcast(tensor: Tensor, comm: Any, *, root: int = 0) -> Tensor:
     """The root's tensor on every rank.
 
     Args:
         tensor: On the root what it sends; elsewhere it says shape and dtype.
-        comm: The ranks; all of them call.
+        comm: See `as_communicator`; all ranks call.
         root: Whose tensor.
     """
     _check(tensor)
+    comm = as_communicator(comm)
     if not 0 <= root < comm.size:
         raise ValueError(f"root={root} is no rank of {comm.size}; expected 0 … {comm.size - 1}")
     schedule = dense.broadcast(_flat(tensor), comm.rank, comm.size, root)
@@ -59,20 +68,26 @@ def broadcast(tensor: Tensor, comm: Communicator, *, root: int = 0) -> Tensor:
     return result.view(tensor.shape)
 
 
-def allgather(tensor: Tensor, comm: Communicator) -> list[Tensor]:
+def allgather(tensor: Tensor, comm: Any) -> list[Tensor]:
     """Every rank's tensor as 1-D, in rank order.
 
     Args:
         tensor: This rank's; numels may differ between ranks, the dtype may not.
-        comm: The ranks; all of them call.
+        comm: See `as_communicator`; all ranks call.
     """
     _check(tensor)
+    comm = as_communicator(comm)
     schedule = dense.allgather(_flat(tensor), comm.rank, comm.size)
     return run(schedule, comm, facts=f"allgather({tensor.dtype})", device=tensor.device)
 
 
-def barrier(comm: Communicator) -> None:
-    """Returns when every rank has called it."""
+def barrier(comm: Any) -> None:
+    """Returns when every rank has called it.
+
+    Args:
+        comm: See `as_communicator`; all ranks call.
+    """
+    comm = as_communicator(comm)
     run(dense.barrier(comm.rank, comm.size), comm, facts="barrier")
 
 

@@ -185,6 +185,10 @@ def _settings(schedule: Schedule[T], facts: str | None, timeout: float | None, c
             f"the schedule is {type(schedule).__name__}, expected a generator: what a function with "
             "`yield Round(...)` in it returns when it is called"
         )
+    if not isinstance(comm, Communicator):
+        raise TypeError(f"comm is {type(comm).__name__}, expected a Communicator: make it by as_communicator(comm)")
+    if not isinstance(comm, Communicator):
+        raise TypeError(f"comm is {type(comm).__name__}, expected a Communicator: make it by as_communicator(comm)")
     waits = comm.timeout if timeout is None else check_timeout(timeout)
     return {"facts": facts or str(getattr(schedule, "__qualname__", type(schedule).__name__)), "timeout": waits}
 
@@ -210,7 +214,8 @@ def run(
         CollectiveError: A rank calls with other facts, has failed, or kept a round waiting for too long: the same
             reason on every rank.
     """
-    return comm.run(schedule, device=device, **_settings(schedule, facts, timeout, comm))
+    settings = _settings(schedule, facts, timeout, comm)
+    return comm.run(schedule, device=device, **settings)
 
 
 def start(
@@ -235,4 +240,5 @@ def start(
     Raises:
         CollectiveError: The communicator has failed before; what happens later is raised by `Work.wait`.
     """
-    return comm.start(schedule, device=device, **_settings(schedule, facts, timeout, comm))
+    settings = _settings(schedule, facts, timeout, comm)
+    return comm.start(schedule, device=device, **settings)

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import statistics
+from typing import Any
 
 import torch
 
 from communicators.collectives import allgather
 from communicators.communicator import Communicator, run
 from communicators.link import Link
+from communicators.origin import as_communicator
 from communicators.schedule import SLOT_BYTES, Round, Schedule
 
 
-def measure_link(comm: Communicator, *, nbytes: int = 1 << 20, repeats: int = 7) -> Link:
+def measure_link(comm: Any, *, nbytes: int = 1 << 20, repeats: int = 7) -> Link:
     """α (seconds per message) and β (seconds per byte) of the slowest pair, the same on every rank.
 
     Neighbours 2i and 2i + 1 play ping-pong, all pairs at once, with the smallest message and with a large one.
     Collective. One rank alone has a link that costs nothing.
 
     Args:
-        comm: The ranks; all of them call.
+        comm: See `as_communicator`; all ranks call.
         nbytes: Of the large message.
         repeats: Medians are taken of so many.
     """
     if nbytes < 2 * SLOT_BYTES or repeats < 1:
         raise ValueError(f"expected nbytes >= {2 * SLOT_BYTES} and repeats >= 1, got {nbytes} and {repeats}")
+    comm = as_communicator(comm)
     if comm.size == 1:
         return Link(0.0, 0.0)
     small, large = (_one_way_seconds(comm, size, repeats) for size in (SLOT_BYTES, nbytes))

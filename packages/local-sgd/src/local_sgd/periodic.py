@@ -322,7 +322,7 @@ class PeriodicAveraging(Wrapping):
             averaging.wait()
 
     @contextmanager
-    def averaged_model(self, *, comm: Communicator | None = None) -> Iterator[nn.Module | None]:
+    def averaged_model(self, *, comm: Any = None) -> Iterator[nn.Module | None]:
         """Inside, the parameters are those of what the algorithm calls its model; afterwards this rank's own again.
 
             with optimizer.averaged_model():
@@ -338,9 +338,10 @@ class PeriodicAveraging(Wrapping):
             `model`.
         """
         self._refuse_shown("averaged_model()")
-        models = self._models(comm or self._comm)
+        comm = self._comm if comm is None else as_communicator(comm)
+        models = self._models(comm)
         own = [p.detach().clone() for p in self._trained.values()]
-        with self._buffers.shared(comm or self._comm):
+        with self._buffers.shared(comm):
             self._showing = True
             try:
                 for part, model in zip(self._parts, models, strict=True):
@@ -363,8 +364,20 @@ class PeriodicAveraging(Wrapping):
         arrived = self._averaging.arrived() if self.overlaps else None
         return saved.state_dict(self, self._parts, self._block, arrived, drained=self._drained)
 
+    def gathered_state_dict(self) -> dict[str, Any]:
+        """The states of all ranks in one, for a checkpoint that rank 0 alone writes; for every rank to call.
+
+        On rank 0, which holds it in the CPU's memory; {} elsewhere. Every rank loads it by `load_state_dict`, which
+        takes its own part. Each rank's model is its own too, and is not in it. Loadable by
+        torch.load(weights_only=True).
+
+        Raises:
+            CollectiveError: `state_dict` raises on another rank, which is named.
+        """
+        return saved.gathered_state(self.state_dict, self._comm)
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes on where this rank's `state_dict` was taken, with the same bits, also in mid-block.
+        """Goes on where this rank's `state_dict` or `gathered_state_dict` was taken: the same bits, also in mid-block.
 
         The model's parameters are loaded from this rank's own model, after the optimizer was made, before its first
         step; that they are those is checked there. A state that was taken after `drain` or `finish` is alike on all
@@ -373,7 +386,7 @@ class PeriodicAveraging(Wrapping):
         That all ranks have loaded, and states of the same boundary, is seen at the next one: else a CollectiveError.
 
         Args:
-            state_dict: What `state_dict` gave.
+            state_dict: What `state_dict` gave on this rank, or `gathered_state_dict` on rank 0.
 
         Raises:
             ValueError: It is of another algorithm, of other parameters and, unless it was drained, of another rank or
@@ -381,6 +394,7 @@ class PeriodicAveraging(Wrapping):
         """
         refuse_torch_helpers(self._what)
         self._refuse_shown("load_state_dict()")
+        state_dict = saved.own_state(state_dict, self._comm)
         own = saved.checked(self, state_dict, self._parts)
         self.wait()  # an error of what is under way is raised before anything is changed
         taken = self._block.steps - self._steps_before

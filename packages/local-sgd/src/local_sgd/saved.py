@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
 from communicators import Communicator, hash_bits
+from communicators.replicas.gathered import gather_states, gathered, of_rank
 from communicators.replicas.saved_by import KEY, check_saved_by, saved_by
 from communicators.replicas.wrapped_state import check_loaded, wrapped_state
 from torch import Tensor
@@ -64,6 +65,17 @@ def state_dict(
         means = arrived.means or [torch.zeros_like(part[optimizer.anchors[0]]) for part in parts]
         own["arrived"] = {"means": _by_name(parts, means), "weight": arrived.weight, "unfinished": arrived.unfinished}
     return {**wrapped, KEY: own}
+
+
+def gathered_state(take: Callable[[], Mapping[str, Any]], comm: Communicator) -> dict[str, Any]:
+    """The states of all ranks in one on rank 0, {} elsewhere; collective."""
+    states = gather_states(take, comm)
+    return {} if states is None else gathered({}, states, ANEW)
+
+
+def own_state(state: Mapping[str, Any], comm: Communicator) -> Mapping[str, Any]:
+    """This rank's of a gathered state, any other as it is. ValueError for one of another number of ranks."""
+    return of_rank(state, comm.rank, comm.size, advice=ANEW)
 
 
 def checked(optimizer: Saved, state: Mapping[str, Any], parts: Sequence[Part]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from communicators.replicas.averaging import copy_from_first
 from communicators.replicas.buffers import Buffers
 from communicators.replicas.default_group import refuse_alone
 from communicators.replicas.first_broadcast import broadcast_parameters
+from communicators.replicas.gathered import gather_states, gathered, of_rank
 from communicators.replicas.parameters import name_parameters, refuse_changes
 from communicators.replicas.saved_by import KEY, check_saved_by, saved_by
 from communicators.replicas.wrapped_state import check_loaded, refuse_torch_helpers, wrapped_state
@@ -203,17 +204,41 @@ class EagerSGD(Wrapping):
         }
         return {**wrapped, KEY: own}
 
+    def gathered_state_dict(self) -> dict[str, Any]:
+        """The states of all ranks in one, for a checkpoint that rank 0 alone writes; for every rank to call.
+
+        On rank 0, which holds it in the CPU's memory; {} elsewhere. Every rank loads it by `load_state_dict`, which
+        takes its own part. What the wrapped optimizer keeps, the same on all ranks, is in it once: take it after
+        `synchronize()`. Loadable by torch.load(weights_only=True).
+
+        Raises:
+            CollectiveError: `state_dict` raises on another rank, which is named.
+        """
+
+        def own() -> Mapping[str, Any]:
+            state = self.state_dict()
+            return {KEY: state[KEY]} if self._comm.rank else state
+
+        states = gather_states(own, self._comm)
+        if states is None:
+            return {}
+        wrapped = {key: value for key, value in states[0].items() if key != KEY}
+        return gathered(wrapped, [{KEY: state[KEY]} for state in states], ADVICE)
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes on where this rank's `state_dict` was taken; for every rank to call, before its first step.
+        """Goes on where this rank's `state_dict`, or `gathered_state_dict`, was taken.
+
+        For every rank to call, before its first step.
 
         Args:
-            state_dict: What `state_dict` gave.
+            state_dict: What `state_dict` gave on this rank, or `gathered_state_dict` on rank 0.
 
         Raises:
             ValueError: The state is of another rank or another number of them.
             CollectiveError: Ranks give states of different rounds.
         """
         refuse_torch_helpers("EagerSGD")
+        state_dict = of_rank(state_dict, self._comm.rank, self._comm.size, advice=ADVICE)
         needs = ("rounds", "applied", "gradients", "settings", "scheduler")
         check_saved_by(state_dict, self._comm.rank, self._comm.size, of="an EagerSGD", needs=needs, advice=ADVICE)
         own = state_dict[KEY]

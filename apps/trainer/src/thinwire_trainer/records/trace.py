@@ -6,17 +6,14 @@ its start to its end, is a bar on a track of its own: what it shares with forwar
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
-import torch
-from torch.profiler import ProfilerActivity, profile
+from communicators.tracing import recording, write_trace
+from torch.profiler import profile
 
 from thinwire_trainer.records.durable import write_aside
 
 SKIPPED, RECORDED = 2, 6  # steps: the first ones allocate and agree
-EXCHANGE = "exchange"
 
 
 class Trace:
@@ -31,7 +28,7 @@ class Trace:
         """A step has ended."""
         self._steps += 1
         if self._steps == self._begins:
-            self._profile = _profile()
+            self._profile = recording()
             self._profile.start()
         elif self._steps == self._ends:
             self.close()
@@ -43,38 +40,6 @@ class Trace:
         recorded, self._profile = self._profile, None
         recorded.stop()
         raw = self.path.with_name(f"{self.path.name}.raw")
-        recorded.export_chrome_trace(str(raw))
-        trace = json.loads(raw.read_text())
+        write_trace(recorded, raw)
+        write_aside(self.path, raw.read_text())
         raw.unlink()
-        write_aside(self.path, json.dumps(trace | {"traceEvents": on_tracks(trace["traceEvents"])}))
-
-
-def _profile() -> profile:
-    """Of all threads, where torch can: exchanges end in the engine's."""
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
-    try:
-        everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-    except TypeError:  # an older torch
-        everywhere = None
-    return profile(activities=activities, experimental_config=everywhere)
-
-
-def on_tracks(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same events, exchanges on tracks where they follow one another: viewers take what overlaps for nested."""
-    bars = sorted((event for event in events if _is_call(event)), key=lambda event: float(event["ts"]))
-    ends: list[float] = []
-    named: list[dict[str, Any]] = []
-    for bar in bars:
-        free = (track for track, end in enumerate(ends) if end <= bar["ts"])
-        track = next(free, len(ends))
-        if track == len(ends):
-            ends.append(0.0)
-            about = {"ph": "M", "pid": bar["pid"], "tid": f"exchanges {track}", "name": "thread_name"}
-            named.append({**about, "args": {"name": f"exchanges {track}"}})
-        ends[track] = bar["ts"] + bar["dur"]
-        bar["tid"] = f"exchanges {track}"
-    return events + named
-
-
-def _is_call(event: dict[str, Any]) -> bool:
-    return event.get("name") == EXCHANGE and event.get("ph") == "X" and event.get("cat") == "user_annotation"

@@ -5,21 +5,23 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from communicators.collectives import allgather
-from communicators.communicator import Communicator, run
+from communicators.communicator import run
 from communicators.dense_schedules import allgather_blocks
 from communicators.errors import CollectiveError
+from communicators.origin import as_communicator
 from communicators.schedule import Schedule
 
 CHUNK_BYTES = 1 << 21
 _FACTORS = (-0x61C8864680B583EB, -0x3D4D51C2D82B14B1, 0x165667B19E3779F9)  # odd, of xxHash
 
 
-def refuse_unlike(named: Mapping[str, Tensor], comm: Communicator) -> None:
+def refuse_unlike(named: Mapping[str, Tensor], comm: Any) -> None:
     """Does nothing where all ranks hold the same bits; for every rank to call.
 
         refuse_unlike(dict(model.named_parameters()), comm)
@@ -28,12 +30,13 @@ def refuse_unlike(named: Mapping[str, Tensor], comm: Communicator) -> None:
 
     Args:
         named: Tensors by name; names, shapes and dtypes are the same on every rank.
-        comm: The ranks.
+        comm: See `communicators.as_communicator`.
 
     Raises:
         CollectiveError: The same on every rank: names the ranks that differ from most of the others, and for each its
             first tensor that does. Without a majority the lowest rank counts as right.
     """
+    comm = as_communicator(comm)
     if comm.size == 1:
         return
     own = torch.stack([hash_bits(tensor).cpu() for tensor in named.values()]) if named else torch.zeros(0).long()

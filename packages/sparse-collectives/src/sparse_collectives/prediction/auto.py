@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from communicators import Communicator
+from communicators import Communicator, as_communicator
 from sparse_compress import Compressor, SparseVector
 from torch import Tensor
 
@@ -56,7 +56,7 @@ class Choice:
 
 
 def choose(
-    comm: Communicator,
+    comm: Any,
     *,
     numel: int,
     k: int,
@@ -72,7 +72,7 @@ def choose(
     Collective. Every rank computes with the slowest rank's measurements, so that all come to the same choice.
 
     Args:
-        comm: The ranks.
+        comm: See `communicators.as_communicator`.
         numel: n.
         k: How many a rank sends.
         device: Where gradients live; default: the communicator's.
@@ -85,6 +85,7 @@ def choose(
     Raises:
         ValueError: An unknown wire, or one that does not carry the dtype.
     """
+    comm = as_communicator(comm)
     wire_named(wire, dtype=dtype)
     if handling is None:
         density = min(1.0, k / numel)
