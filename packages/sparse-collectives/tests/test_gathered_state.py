@@ -1,6 +1,7 @@
 """One state of all ranks, for a checkpoint that rank 0 alone writes: who loads it goes on as from its own."""
 
 import io
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -30,11 +31,13 @@ def made(comm, inner=torch.optim.SGD, **options):
     return model, optimizer
 
 
-def train(model, optimizer, rank, steps):
+def train(model, optimizer, rank, steps, *, updates=False):
     for step in steps:
         generator = torch.Generator().manual_seed(17 * step + rank)
-        for p in model.values():
-            p.grad = torch.randint(-9, 10, p.shape, generator=generator).float()
+        with optimizer.ahead() if updates else nullcontext():
+            for p in model.values():
+                p.grad = None
+                (p * torch.randint(-9, 10, p.shape, generator=generator)).sum().backward()
         optimizer.step()
 
 
@@ -54,9 +57,9 @@ def saved_at(step, size, options):
 
     def rank(comm):
         model, optimizer = made(comm, **options)
-        train(model, optimizer, comm.rank, range(step))
+        train(model, optimizer, comm.rank, range(step), updates="sends" in options)
         state, model_then = optimizer.gathered_state_dict(), {n: p.detach().clone() for n, p in model.items()}
-        train(model, optimizer, comm.rank, range(step, step + 3))
+        train(model, optimizer, comm.rank, range(step, step + 3), updates="sends" in options)
         return state, model_then, flat(model)
 
     return SimulatedWorld(size).run(rank)
@@ -72,7 +75,7 @@ def test_going_on_from_one_state_of_all_ends_in_the_same_bits(size, step, option
         model, optimizer = made(comm, **options)
         model.load_state_dict(model_then)
         optimizer.load_state_dict(through_a_file(state))  # each reads it for itself
-        train(model, optimizer, comm.rank, range(step, step + 3))
+        train(model, optimizer, comm.rank, range(step, step + 3), updates="sends" in options)
         return flat(model)
 
     for ended, (*_, expected) in zip(SimulatedWorld(size).run(resumed), whole, strict=True):
