@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from accelerate.utils import DistributedDataParallelKwargs
 from by_hand import (
     RATE,
     SETTINGS,
+    UPDATES,
     accuracy,
     all_alike,
     bits,
@@ -21,6 +23,7 @@ from by_hand import (
     network,
     same,
     trained_by_hand,
+    trained_with_adam,
 )
 from items import collector
 from sparse_collectives import DistributedOptimizer, SparseHookState, sparse_hook
@@ -35,11 +38,11 @@ def accelerator_of(**options):
     return Accelerator(cpu=True, **options)
 
 
-def trained(accelerator, model, optimizer, *, epochs=2, clip=None):
+def trained(accelerator, model, optimizer, *, epochs=2, clip=None, autocast=None):
     for _ in range(epochs):
         for batch in loader():
             with accelerator.accumulate(model):
-                with accelerator.autocast():
+                with torch.autocast("cpu", autocast) if autocast else accelerator.autocast():
                     loss = loss_of(model, batch)
                 accelerator.backward(loss)
                 if clip is not None and accelerator.sync_gradients:
@@ -91,6 +94,28 @@ def bf16(folder):
     assert same(trained(accelerator, *prepared(accelerator)), trained_by_hand(autocast=torch.bfloat16))
 
 
+@item('mixed_precision="fp16", on a CPU', "ignored by Accelerate, which makes no GradScaler: the same bits in FP32")
+def fp16(folder):
+    accelerator = accelerator_of(mixed_precision="fp16")
+    assert accelerator.scaler is None
+    assert same(trained(accelerator, *prepared(accelerator)), trained_by_hand())
+
+
+def scaling():
+    """An accelerator with the GradScaler that it makes on CUDA only, and another one for the loop by hand."""
+    accelerator, *scalers = accelerator_of(), *(torch.amp.GradScaler("cpu", growth_interval=5) for _ in range(2))
+    accelerator.scaler = scalers[0]
+    return accelerator, scalers[1]
+
+
+@item("a GradScaler, put into accelerator.scaler", "same bits as plain DDP with one, steps that it skips included")
+def scaler(folder):
+    accelerator, by_hand = scaling()
+    found = trained(accelerator, *prepared(accelerator), autocast=torch.float16)
+    assert same(found, trained_by_hand(autocast=torch.float16, scaler=by_hand))
+    assert accelerator.scaler.get_scale() == by_hand.get_scale() != 2.0**16
+
+
 @item("accelerator.clip_grad_norm_", "after the exchange: a warning, which names clip_norm=")
 def clipping(folder):
     accelerator = accelerator_of()
@@ -121,26 +146,67 @@ def resume(folder):
     assert same(trained(accelerator, model, optimizer, epochs=1), trained_by_hand(settings=SETTINGS))
 
 
-@item("DistributedOptimizer, with Adam", "no DDP; save_state and load_state, the same bits as without a stop")
-def optimizer(folder):
-    def with_adam(accelerator):
-        model = network()
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
-        model = accelerator.prepare_model(model, evaluation_mode=True)  # ours
-        named = model.named_parameters()
-        optimizer = distributed_optimizer(accelerator, optimizer, named, sends="updates")  # ours
-        return model, optimizer
+def with_adam(accelerator):
+    model = network()
+    adam = torch.optim.Adam(model.parameters(), lr=0.003)
+    model = accelerator.prepare_model(model, evaluation_mode=True)
+    return model, distributed_optimizer(accelerator, adam, model.named_parameters(), **UPDATES)
 
+
+def ahead_trained(accelerator, model, optimizer, *, epochs, autocast=None):
+    for _ in range(epochs):
+        for batch in loader():
+            with accelerator.accumulate(model):
+                with optimizer.ahead():
+                    with torch.autocast("cpu", autocast) if autocast else nullcontext():
+                        loss = loss_of(model, batch)
+                    accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+    all_alike(model)
+    return bits(model)
+
+
+@item("DistributedOptimizer, with Adam", "no DDP; same bits as a loop by hand with ahead()")
+def optimizer(folder):
     accelerator = accelerator_of()
-    whole = trained(accelerator, *with_adam(accelerator), epochs=4)
+    model = network()
+    adam = torch.optim.Adam(model.parameters(), lr=0.003)
+    model = accelerator.prepare_model(model, evaluation_mode=True)  # ours
+    optimizer = distributed_optimizer(accelerator, adam, model.named_parameters(), **UPDATES)  # ours
+    for batch in [batch for _ in range(4) for batch in loader()]:
+        optimizer.zero_grad()
+        with optimizer.ahead():  # ours
+            accelerator.backward(loss_of(model, batch))
+        optimizer.step()
+    assert same(bits(model), trained_with_adam())
+    assert accuracy(model) > 0.5
+
+
+@item("DistributedOptimizer, save_state and load_state", "same bits as without a stop")
+def optimizer_resume(folder):
     accelerator = accelerator_of()
-    trained(accelerator, *with_adam(accelerator), epochs=2)
+    ahead_trained(accelerator, *with_adam(accelerator), epochs=2)
     accelerator.save_state(folder)
     accelerator = accelerator_of()
     model, optimizer = with_adam(accelerator)
     accelerator.load_state(folder)
-    assert same(trained(accelerator, model, optimizer, epochs=2), whole)
-    assert accuracy(model) > 0.5
+    assert same(ahead_trained(accelerator, model, optimizer, epochs=2), trained_with_adam())
+
+
+@item("DistributedOptimizer, accelerator.accumulate", "same bits as by hand, each backward inside ahead()")
+def optimizer_accumulation(folder):
+    accelerator = accelerator_of(gradient_accumulation_steps=3)
+    found = ahead_trained(accelerator, *with_adam(accelerator), epochs=2)
+    assert same(found, trained_with_adam(epochs=2, accumulate=3))
+
+
+@item("DistributedOptimizer, a GradScaler in accelerator.scaler", "same bits as by hand, skipped steps included")
+def optimizer_scaler(folder):
+    accelerator, by_hand = scaling()
+    found = ahead_trained(accelerator, *with_adam(accelerator), epochs=2, autocast=torch.float16)
+    assert same(found, trained_with_adam(epochs=2, scaler=by_hand))
+    assert accelerator.scaler.get_scale() == by_hand.get_scale() != 2.0**16
 
 
 @item("both, or a model without DDP", "an error before the first step")

@@ -7,13 +7,14 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 from sklearn.datasets import load_digits
-from sparse_collectives import SparseHookState, sparse_hook
+from sparse_collectives import DistributedOptimizer, SparseHookState, sparse_hook
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 BATCH, BATCHES, RATE = 16, 12, 0.1
 SETTINGS = {"density": 0.05, "momentum": 0.9}
+UPDATES = {"sends": "updates", "density": 0.05}
 
 
 def network():
@@ -71,6 +72,28 @@ def trained_by_hand(*, epochs=2, accumulate=1, autocast=None, scaler=None, setti
                     loss = loss_of(ddp, batch) / accumulate
                 (loss if scaler is None else scaler.scale(loss)).backward()
             if steps:
+                if scaler is None:
+                    optimizer.step()
+                else:
+                    scaler.step(optimizer)
+                    scaler.update()
+                optimizer.zero_grad()
+    return bits(model)
+
+
+def trained_with_adam(*, epochs=4, accumulate=1, scaler=None):
+    """The parameters that a loop of one's own ends with, without DDP: what Adam does is sent, gradients are ahead."""
+    model = network()
+    adam = torch.optim.Adam(model.parameters(), lr=0.003)
+    settings = UPDATES if scaler is None else {**UPDATES, "nonfinite": "skip"}
+    optimizer = DistributedOptimizer(adam, model.named_parameters(), **settings)
+    for _ in range(epochs):
+        for number, batch in enumerate(loader(), 1):
+            with optimizer.ahead():
+                with nullcontext() if scaler is None else torch.autocast("cpu", torch.float16):
+                    loss = loss_of(model, batch) / accumulate
+                (loss if scaler is None else scaler.scale(loss)).backward()
+            if number % accumulate == 0:
                 if scaler is None:
                     optimizer.step()
                 else:

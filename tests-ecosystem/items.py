@@ -27,7 +27,10 @@ class Item:
         """Those that a user writes, without the arguments that only tests need."""
         source = inspect.getsource(self.run).splitlines()
         added = [line.removesuffix(MARK).strip() for line in source if line.endswith(MARK)]
-        return [line.replace("**SETTINGS", "density=0.05, momentum=0.9") for line in added]
+        settings = {"**SETTINGS": "density=0.05, momentum=0.9", "**UPDATES": 'sends="updates", density=0.05'}
+        for name, shown in settings.items():
+            added = [line.replace(name, shown) for line in added]
+        return added
 
 
 def collector(framework, items):

@@ -8,7 +8,20 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
-from by_hand import RATE, SETTINGS, accuracy, all_alike, bits, loader, loss_of, network, same, trained_by_hand
+from by_hand import (
+    RATE,
+    SETTINGS,
+    UPDATES,
+    accuracy,
+    all_alike,
+    bits,
+    loader,
+    loss_of,
+    network,
+    same,
+    trained_by_hand,
+    trained_with_adam,
+)
 from items import collector
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -121,27 +134,69 @@ def resume(folder):
     assert same(bits(module), trained_by_hand(settings=SETTINGS))
 
 
-def adam(module):
+def adam(module, **options):
     optimizer = torch.optim.Adam(module.parameters(), lr=0.003)
-    return DistributedOptimizer(optimizer, module.named_parameters(), sends="updates", density=0.05)
+    return DistributedOptimizer(optimizer, module.named_parameters(), **UPDATES, **options)
 
 
-@item(
-    "DistributedOptimizer, with Adam",
-    "DDP exchanges nothing; resumed, the same bits as without a stop",
-)
+def skipping(module):
+    return adam(module, nonfinite="skip")
+
+
+ADAM = "DDP exchanges nothing; same bits as a loop by hand with ahead(), resumed or not"
+
+
+@item("DistributedOptimizer, with Adam", ADAM)
 def optimizer(folder):
     def adam(module):
         optimizer = torch.optim.Adam(module.parameters(), lr=0.003)
-        return DistributedOptimizer(optimizer, module.named_parameters(), sends="updates", density=0.05)  # ours
+        return DistributedOptimizer(optimizer, module.named_parameters(), **UPDATES)  # ours
 
     callbacks = [DistributedOptimizers()]  # ours
     file = folder / "half.ckpt"
     whole = fitted(folder, *callbacks, optimizer=adam, epochs=4)
     fitted(folder, *callbacks, optimizer=adam, epochs=2, save=file)
     module = fitted(folder, *callbacks, optimizer=adam, epochs=4, ckpt_path=file)
+    assert same(bits(whole), trained_with_adam())
     assert same(bits(module), bits(whole))
     assert accuracy(module.network) > 0.6
+
+
+@item("DistributedOptimizer, accumulate_grad_batches=3", "same bits as by hand, each backward inside ahead()")
+def optimizer_accumulation(folder):
+    module = fitted(folder, DistributedOptimizers(), optimizer=adam, accumulate_grad_batches=3)
+    assert same(bits(module), trained_with_adam(epochs=2, accumulate=3))
+
+
+@item('DistributedOptimizer, precision="16-mixed"', "same bits as by hand with a GradScaler, inside ahead()")
+def optimizer_fp16(folder):
+    plugins = [MixedPrecision("16-mixed", "cpu", scaler())]
+    module = fitted(folder, DistributedOptimizers(), optimizer=skipping, plugins=plugins)
+    by_hand = scaler()
+    assert same(bits(module), trained_with_adam(epochs=2, scaler=by_hand))
+    assert plugins[0].scaler.get_scale() == by_hand.get_scale() != 2.0**16
+
+
+class ByHand(Digits):
+    """Manual optimization."""
+
+    def __init__(self):
+        super().__init__(adam)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, number):
+        optimizer = self.optimizers()
+        with optimizer.ahead():
+            self.manual_backward(loss_of(self.network, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@item("DistributedOptimizer, manual optimization", "same bits as by hand")
+def optimizer_manual(folder):
+    module = ByHand()
+    trainer(folder, DistributedOptimizers(), epochs=2).fit(module, loader())
+    assert same(bits(module), trained_with_adam(epochs=2))
 
 
 @item("resume from a checkpoint made without the callback", "an error on all ranks but 0, which says what to do")

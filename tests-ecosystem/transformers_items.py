@@ -8,7 +8,20 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from by_hand import RATE, SETTINGS, accuracy, all_alike, bits, loader, loss_of, network, same, trained_by_hand
+from by_hand import (
+    RATE,
+    SETTINGS,
+    UPDATES,
+    accuracy,
+    all_alike,
+    bits,
+    loader,
+    loss_of,
+    network,
+    same,
+    trained_by_hand,
+    trained_with_adam,
+)
 from items import collector
 from sparse_collectives import DistributedOptimizer
 from sparse_collectives.integrations.transformers import DistributedOptimizers, SparseGradients
@@ -86,6 +99,11 @@ def bf16(folder):
     assert same(bits(trained(folder, bf16=True)), trained_by_hand(autocast=torch.bfloat16))
 
 
+@item("fp16=True, on a CPU", "ignored by Accelerate, which makes no GradScaler: the same bits in FP32")
+def fp16(folder):
+    assert same(bits(trained(folder, fp16=True)), trained_by_hand())
+
+
 @item("max_grad_norm, by default 1.0", "after the exchange: a warning, which names clip_norm=")
 def clipping(folder):
     with pytest.warns(UserWarning, match="scaled down between the exchange and step"):
@@ -126,24 +144,42 @@ def elsewhere(folder):
     assert same(bits(model), trained_by_hand(settings=SETTINGS))
 
 
-@item("DistributedOptimizer, with Adam", "DDP exchanges nothing; resumed, the same bits as without a stop")
+def adam(model):
+    inner = torch.optim.Adam(model.parameters(), lr=0.003)
+    return DistributedOptimizer(inner, model.named_parameters(), **UPDATES)
+
+
+def updated(folder, *, resume=None, **options):
+    trainer = trainer_of(folder, adam, **options)
+    trainer.add_callback(DistributedOptimizers(trainer))
+    trainer.train(resume_from_checkpoint=resume)
+    all_alike(trainer.model)
+    return trainer.model
+
+
+ADAM = "DDP exchanges nothing; same bits as a loop by hand with ahead(), resumed or not"
+
+
+@item("DistributedOptimizer, with Adam", ADAM)
 def optimizer(folder):
     def adam(model):
         inner = torch.optim.Adam(model.parameters(), lr=0.003)
-        return DistributedOptimizer(inner, model.named_parameters(), sends="updates", density=0.05)  # ours
+        return DistributedOptimizer(inner, model.named_parameters(), **UPDATES)  # ours
 
-    def run(folder, epochs, resume=None, **options):
-        trainer = trainer_of(folder, adam, epochs=epochs, **options)
-        trainer.add_callback(DistributedOptimizers(trainer))  # ours
-        trainer.train(resume_from_checkpoint=resume)
-        all_alike(trainer.model)
-        return trainer.model
-
-    whole = run(folder / "whole", 4)
-    run(folder, 2, save_strategy="epoch")
-    model = run(folder, 4, resume=True)
-    assert same(bits(model), bits(whole))
+    trainer = trainer_of(folder, adam, epochs=4)
+    trainer.add_callback(DistributedOptimizers(trainer))  # ours
+    trainer.train()
+    assert same(bits(trainer.model), trained_with_adam())
+    updated(folder, epochs=2, save_strategy="epoch")
+    model = updated(folder, epochs=4, resume=True)
+    assert same(bits(model), trained_with_adam())
     assert accuracy(model.network) > 0.5
+
+
+@item("DistributedOptimizer, gradient_accumulation_steps=3", "same bits as by hand, each backward inside ahead()")
+def optimizer_accumulation(folder):
+    model = updated(folder, gradient_accumulation_steps=3)
+    assert same(bits(model), trained_with_adam(epochs=2, accumulate=3))
 
 
 @item("both", "an error before the first step")

@@ -50,6 +50,10 @@ def distributed_optimizer(
 
         model = accelerator.prepare_model(model, evaluation_mode=True)
         optimizer = distributed_optimizer(accelerator, optimizer, model.named_parameters(), sends="updates")
+        ...
+        with optimizer.ahead():
+            accelerator.backward(loss(model(inputs)))
+        optimizer.step()
 
     settings: of `DistributedOptimizer`. accelerator.clip_grad_norm_ holds each rank's own gradient. With fp16 a step
     that the scaler skips is skipped on every rank. accelerator.save_state and load_state hold the states of all ranks.
@@ -57,7 +61,10 @@ def distributed_optimizer(
     if accelerator.scaler is not None:
         settings = {"nonfinite": "skip", **settings}
     exchanging = _SavedByRank0(optimizer, named_parameters, **settings)
-    return accelerator.prepare_optimizer(exchanging, device_placement=False)  # else its state is saved and loaded now
+    # device_placement would save and load its state now
+    prepared = accelerator.prepare_optimizer(exchanging, device_placement=False)
+    prepared.ahead = exchanging.ahead
+    return prepared
 
 
 class _OfAllRanks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -53,6 +54,13 @@ def left_to_optimizers(model: Any, optimizers: Iterable[Any], *, how: str) -> li
         raise TypeError(f"the optimizers are {kinds}, expected DistributedOptimizer for each: DDP leaves it to them")
     ddp.register_comm_hook(None, noop_hook)
     return found
+
+
+def ahead_of(optimizer: Any) -> AbstractContextManager[None]:
+    """Where its gradients are to be made: `DistributedOptimizer.ahead` where updates are sent, once and not twice."""
+    inner = inner_of(optimizer)
+    sends_updates = isinstance(inner, DistributedOptimizer) and inner._sends == "updates"
+    return inner.ahead() if sends_updates and not inner._ahead.now else nullcontext()
 
 
 def inner_of(optimizer: Any) -> Any:

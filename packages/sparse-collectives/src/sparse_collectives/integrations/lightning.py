@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from sparse_collectives.integrations.attaching import hooked, left_to_optimizers
+from sparse_collectives.integrations.attaching import ahead_of, hooked, left_to_optimizers
 from sparse_collectives.training.ddp.hook import SparseHookState
 from sparse_collectives.training.optimizer import DistributedOptimizer
 
@@ -61,15 +63,39 @@ class DistributedOptimizers(Callback):  # type: ignore[misc]
         Trainer(strategy="ddp", callbacks=[DistributedOptimizers()])
 
     gradient_clip_val holds each rank's own gradient, before the exchange. Checkpoints: as with `SparseGradients`.
+    With sends="updates" gradients are made inside `DistributedOptimizer.ahead`; in manual optimization by hand:
+
+        with self.optimizers().ahead():
+            self.manual_backward(loss)
     """
+
+    def __init__(self) -> None:
+        self._ahead = ExitStack()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """DDP and optimizers have been made."""
-        del pl_module
         if trainer.world_size == 1:
             logger.info(ALONE)
             return
-        left_to_optimizers(trainer.model, trainer.optimizers, how=HOW)
+        found = left_to_optimizers(trainer.model, trainer.optimizers, how=HOW)
+        if not pl_module.automatic_optimization:
+            return
+
+        def go_ahead(*_: Any) -> None:
+            if torch.is_grad_enabled():  # or it is for evaluation
+                self._ahead.enter_context(ahead_of(found[0]))
+
+        trainer.model.register_forward_pre_hook(go_ahead)  # step(closure) is there; accumulation and a scaler are not
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Parameters are those of all ranks again."""
+        del trainer, pl_module
+        self._ahead.close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Also where forward or backward failed, or was interrupted."""
+        del trainer, pl_module, exception
+        self._ahead.close()
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Puts the states of all ranks where Lightning has put this rank's."""

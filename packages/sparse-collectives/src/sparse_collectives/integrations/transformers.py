@@ -12,7 +12,7 @@ from communicators import hash_bits
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from sparse_collectives.integrations.attaching import hooked, inner_of, left_to_optimizers
+from sparse_collectives.integrations.attaching import ahead_of, hooked, inner_of, left_to_optimizers
 from sparse_collectives.training.ddp.hook import SparseHookState
 
 logger = logging.getLogger(__name__)
@@ -103,8 +103,18 @@ class DistributedOptimizers(_Exchanging):
         trainer.add_callback(DistributedOptimizers(trainer))
 
     TrainingArguments is made before the optimizer, because it starts the process group. max_grad_norm holds each rank's
-    own gradient, before the exchange. The checkpoint's optimizer.pt holds the states of all ranks.
+    own gradient, before the exchange. The checkpoint's optimizer.pt holds the states of all ranks. With sends="updates"
+    trainer.training_step, forward and backward, is called inside `DistributedOptimizer.ahead`.
     """
+
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__(trainer)
+        self._training_step = trainer.training_step
+        trainer.training_step = self._ahead  # no event comes where it raises, and parameters have to be put back
+
+    def _ahead(self, *given: Any, **named: Any) -> Any:
+        with ahead_of(self._trainer.optimizer):
+            return self._training_step(*given, **named)
 
     def _begin(self, args: TrainingArguments, state: TrainerState) -> None:
         del args, state
