@@ -12,13 +12,14 @@ LACKING = missing()
 emulated = pytest.mark.skipif(bool(LACKING), reason=f"no emulated link here: {'; '.join(LACKING)}")
 # Somebody else in this machine's eyes, who still may open /dev/net/tun, as is usual outside of containers.
 WITHOUT_ROOT = ["unshare", "--user", "--map-user=1000", "--map-group=1000"]
+# A line is written in one piece, so that no other rank's comes into it.
 SUM = """
 import os, time
 {begin}
 begin = time.perf_counter()
 {allreduce}
 slow = time.perf_counter() - begin >= 0.001 + 2 * 8e-8 * (1 << 18) / 2
-os.write(1, f"rank {{{rank}}} {{slow}} {{os.geteuid()}}\\n".encode())  # in one piece, so that no other rank's is between
+os.write(1, f"rank {{{rank}}} {{slow}} {{os.geteuid()}}\\n".encode())
 """
 OVER_MPI = SUM.format(
     begin="from mpi4py import MPI; comm = MPI.COMM_WORLD; comm.Barrier()",

@@ -95,7 +95,7 @@ def test_another_number_of_ranks_is_pointed_to_reshard_residuals(options):
         assert str(optimizer.state_dict()) == str(before)
         model.load_state_dict(model_then)
         optimizer.load_state_dict(reshard_residuals(state, comm.size)[comm.rank])
-        train(model, optimizer, comm.rank, range(1))
+        train(model, optimizer, comm.rank, range(1), updates="sends" in options)
         return flat(model)
 
     one, other = SimulatedWorld(2).run(resumed)
@@ -115,7 +115,7 @@ def test_one_rank_that_cannot_is_named_on_all():
         with pytest.raises((RuntimeError, CollectiveError)) as raised:
             optimizer.gathered_state_dict()
         optimizer._synchronized = False
-        train(model, optimizer, comm.rank, range(1))
+        train(model, optimizer, comm.rank, range(1), updates="sends" in options)
         return str(raised.value)
 
     others, own, _ = SimulatedWorld(3).run(rank)
