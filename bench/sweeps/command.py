@@ -19,7 +19,7 @@ from sparse_collectives.prediction.plain_table import table
 
 from bench.convergence.tasks import TASKS
 from bench.convergence.training import trained
-from bench.convergence.ways import Run
+from bench.convergence.ways import Run, Way
 from bench.form import asked, parser_of
 from bench.record import record
 from bench.sweeps.delta import Observed
@@ -40,9 +40,12 @@ def main(argv: Sequence[str] = ()) -> int:
     options, facts = asked(parser, argv)
     options.steps = options.steps or (TASKS[TASK].steps if options.full else 44)
     one = partial(_scores, ranks=options.ranks, seeds=options.seeds or (3 if options.full else 1), steps=options.steps)
-    found = list[dict[str, Any]]()  # of `delta`
-    dense = statistics.mean(one(DENSE, found))
-    rows = [_row(setting, one(setting, found), dense) for setting in settings()]
+    found, known = list[dict[str, Any]](), dict[tuple[Way, float], list[float]]()  # of `delta`; scores
+    for setting in (DENSE, *settings()):
+        if (setting.way, setting.density) not in known:
+            known[setting.way, setting.density] = one(setting, found)
+    dense = statistics.mean(known[DENSE.way, DENSE.density])
+    rows = [_row(setting, known[setting.way, setting.density], dense) for setting in settings()]
     print(table(SHOWN, [[_cell(row[name]) for name in SHOWN] for row in rows]))
     record(
         options.output,
@@ -65,7 +68,7 @@ def _scores(setting: Setting, delta: list[dict[str, Any]], *, ranks: int, seeds:
     for seed in range(seeds):
         run = Run(TASK, "sgd", setting.name, setting.density, 0.0, ranks, seed, steps)
         watch = Observed()
-        way = observed(watch) if setting.name == OURS else setting.way
+        way = observed(watch) if setting.way == OURS else setting.way
         scores.append(trained(run, ways={setting.name: way})["score"])
         delta += [{"density": setting.density, "seed": seed, **point} for point in watch.points()]
     print(f"{setting.sweep}, {setting.name}, {setting.density:g}: {statistics.mean(scores):.1f}", flush=True)

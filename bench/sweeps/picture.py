@@ -14,7 +14,7 @@ def draw(path: Path, *, rows: Sequence[Mapping[str, Any]], delta: Sequence[Mappi
     """Left every setting, with its least and most; right a picture for each of what is kept, a curve a density."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 9), layout="constrained")
+    figure = Figure(figsize=(13, 10), layout="constrained")
     axes = figure.subplot_mosaic([["bars", kept] for kept in KEPT])
     _bars(axes["bars"], rows)
     for kept in KEPT:
@@ -32,7 +32,7 @@ def _bars(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     ]
     axes.barh(range(len(rows)), means, xerr=spread, color=[colours[row["sweep"]] for row in rows])
     names = [f"{row['sweep']}: {row['setting']}, {row['density']:.1%}" for row in rows]
-    axes.set_yticks(range(len(rows)), names, fontsize="small")
+    axes.set_yticks(range(len(rows)), names, fontsize="x-small")
     axes.axvline(rows[0]["dense"], color="black", linewidth=1, label="dense")
     axes.invert_yaxis()
     axes.set_title("test accuracy in %, mean of the seeds, least and most")
@@ -49,5 +49,6 @@ def _curves(axes: Any, kept: str, delta: Sequence[Mapping[str, Any]]) -> None:
         axes.fill_between(list(by_step), list(map(min, by_step.values())), list(map(max, by_step.values())), alpha=0.2)
     axes.axhline(1.0, color="black", linewidth=1)
     axes.set_title(f"δ of {kept}", fontsize="medium")
-    axes.legend(fontsize="small")
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize="small", title="density", loc="lower right")
     axes.grid(alpha=0.3)

@@ -15,8 +15,6 @@ from bench.sweeps.residuals import with_residuals
 
 DENSITIES = (0.1, 0.03, 0.01, 0.003, 0.001)
 USUAL, SMALL = 0.01, 0.001
-OURS = "ours"
-"""Named alike in every sweep, where it is observed, too: gTop-k, all that is cut returns, momentum before."""
 
 
 @dataclass(frozen=True)
@@ -49,23 +47,27 @@ def observed(watch: Observed) -> Way:
 
 
 DENSE = Setting("dense", "dense", 1.0, WAYS["dense"])
+OURS = _gtopk()
+"""All that is cut returns, momentum before the selection; in more than one sweep, and trained once."""
 
 
 def settings() -> Iterator[Setting]:
     """All but dense, sweep by sweep."""
     for density in DENSITIES:
-        yield Setting("density", OURS, density, _gtopk())
+        yield Setting("density", "ours", density, OURS)
     for density in (USUAL, SMALL):
-        yield Setting("density", "dense for the first tenth of the steps", density, Way(_warmed))
-    for density in (USUAL, SMALL):
-        for rule, name in (("partial", "as published"), ("local", "nothing returns")):
-            yield Setting("gtopk residuals", name, density, _by(with_residuals("gtopk", rule)))
-    for rule, name in (("global", "GRES"), ("partial", "PRES"), ("local", "LRES")):
-        for density in (USUAL, SMALL):
-            yield Setting("spardl residuals", name, density, _by(with_residuals("spardl", rule)))
-    yield Setting("momentum", "none", USUAL, _gtopk(momentum=0.0))
-    yield Setting("momentum", "after", USUAL, Way(_gtopk(momentum=0.0).settings, own_momentum=True))
-    yield Setting("momentum", "both", USUAL, Way(_gtopk().settings, own_momentum=True))
-    yield Setting(
-        "momentum", "each rank's own, updates are sent", USUAL, Way(_gtopk(momentum=0.0, sends="updates").settings)
-    )
+        yield Setting("density", "ours, dense for the first tenth", density, Way(_warmed))
+        yield from _collecting(density)
+        yield Setting("momentum", "before (ours)", density, OURS)
+        yield Setting("momentum", "after", density, Way(_gtopk(momentum=0.0).settings, own_momentum=True))
+        yield Setting("momentum", "both", density, Way(OURS.settings, own_momentum=True))
+        yield Setting("momentum", "updates are sent", density, _gtopk(momentum=0.0, sends="updates"))
+        yield Setting("momentum", "none", density, _gtopk(momentum=0.0))
+
+
+def _collecting(density: float) -> Iterator[Setting]:
+    yield Setting("gTop-k's residuals", "ours", density, OURS)
+    for rule, name in (("partial", "as published"), ("local", "nothing returns")):
+        yield Setting("gTop-k's residuals", name, density, _by(with_residuals("gtopk", rule)))
+    for rule, name in (("global", "GRES (ours)"), ("partial", "PRES"), ("local", "LRES")):
+        yield Setting("SparDL's residuals", name, density, _by(with_residuals("spardl", rule)))
