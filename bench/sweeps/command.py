@@ -4,7 +4,8 @@
 
 A small CNN on 8 × 8 digits with SGD, ranks simulated: real schedules with real payloads, in one process. All settings
 but the one that is swept are the same: gTop-k of 1 %, momentum 0.9 before the selection, no warm-up. One row a setting;
-mean, least, most: of the seeds, test accuracy in percent; an image is 0.28 points. dense: what dense has with the same
+mean, least, most: of the seeds, test accuracy in percent; an image is 0.28 points. diverged: seeds whose
+gradients became infinite; they count as 0 %. dense: what dense has with the same
 seeds, momentum after the sum. In the .json also `delta`, by density, seed and step, see `bench.sweeps.delta`.
 """
 
@@ -15,9 +16,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from communicators.errors import CollectiveError
 from sparse_collectives.prediction.plain_table import table
 
-from bench.convergence.tasks import TASKS
 from bench.convergence.training import trained
 from bench.convergence.ways import Run, Way
 from bench.form import asked, parser_of
@@ -27,7 +28,9 @@ from bench.sweeps.picture import draw
 from bench.sweeps.settings import DENSE, OURS, Setting, observed, settings
 
 TASK = "cnn-digits"
-SHOWN = ("sweep", "setting", "density", "seeds", "mean", "least", "most", "dense")
+STEPS = 176  # two thirds of the task's own
+DIVERGED = 0.0
+SHOWN = ("sweep", "setting", "density", "seeds", "mean", "least", "most", "dense", "diverged")
 AGAINST = "dense, with the same learning rate, steps and seeds"
 
 
@@ -36,9 +39,9 @@ def main(argv: Sequence[str] = ()) -> int:
     parser = parser_of("sweeps", __doc__, full="the numbers to report: ten minutes")
     parser.add_argument("--ranks", type=int, default=4, metavar="P", help="default 4")
     parser.add_argument("--seeds", type=int, help="default 1; full 3")
-    parser.add_argument("--steps", type=int, help="default 44; full the task's own")
+    parser.add_argument("--steps", type=int, help=f"default 44; full {STEPS}")
     options, facts = asked(parser, argv)
-    options.steps = options.steps or (TASKS[TASK].steps if options.full else 44)
+    options.steps = options.steps or (STEPS if options.full else 44)
     one = partial(_scores, ranks=options.ranks, seeds=options.seeds or (3 if options.full else 1), steps=options.steps)
     found, known = list[dict[str, Any]](), dict[tuple[Way, float], list[float]]()  # of `delta`; scores
     for setting in (DENSE, *settings()):
@@ -69,15 +72,25 @@ def _scores(setting: Setting, delta: list[dict[str, Any]], *, ranks: int, seeds:
         run = Run(TASK, "sgd", setting.name, setting.density, 0.0, ranks, seed, steps)
         watch = Observed()
         way = observed(watch) if setting.way == OURS else setting.way
-        scores.append(trained(run, ways={setting.name: way})["score"])
+        scores.append(_score(run, way))
         delta += [{"density": setting.density, "seed": seed, **point} for point in watch.points()]
     print(f"{setting.sweep}, {setting.name}, {setting.density:g}: {statistics.mean(scores):.1f}", flush=True)
     return scores
 
 
+def _score(run: Run, way: Way) -> float:
+    try:
+        return float(trained(run, ways={run.way: way})["score"])
+    except CollectiveError as error:
+        if "is not finite" not in str(error):
+            raise
+        return DIVERGED
+
+
 def _row(setting: Setting, scores: Sequence[float], dense: float) -> dict[str, Any]:
     labels = {"sweep": setting.sweep, "setting": setting.name, "density": setting.density, "seeds": len(scores)}
     spread = {"mean": statistics.mean(scores), "least": min(scores), "most": max(scores), "dense": dense}
+    spread["diverged"] = sum(score == DIVERGED for score in scores)
     return {**labels, **spread, "score_samples": list(scores)}
 
 

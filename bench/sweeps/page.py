@@ -20,7 +20,7 @@ def introduction(record: Mapping[str, Any]) -> str:
         f"{setup['ranks']} {setup['ranks_are']} ranks in one process, {rows[0]['seeds']} seeds. What is not swept is "
         "ours: gTop-k, all that is cut returns to a residual, momentum before the selection, no warm-up. The learning "
         "rate is dense's throughout, so without momentum the steps are much shorter, and with it at both places much "
-        f"longer. Dense has {rows[0]['dense']:.1f} %. Larger models and longer trainings may differ.\n"
+        f"longer. Dense has {rows[0]['dense']:.1f} %. A seed that diverged counts as 0 %. Larger models and longer trainings may differ.\n"
     )
 
 
@@ -31,7 +31,7 @@ def accuracies(record: Mapping[str, Any]) -> list[dict[str, str]]:
             "sweep": row["sweep"],
             "setting": row["setting"],
             "density": f"{row['density']:.1%}",
-            "accuracy, %": f"{row['mean']:.1f}",
+            "accuracy, %": f"{row['mean']:.1f}" + (f" ({row['diverged']} diverged)" if row["diverged"] else ""),
             "of the seeds": f"{row['least']:.1f} … {row['most']:.1f}",
             "points behind dense": f"{row['dense'] - row['mean']:.1f}",
         }
