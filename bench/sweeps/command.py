@@ -5,8 +5,8 @@
 A small CNN on 8 × 8 digits with SGD, ranks simulated: real schedules with real payloads, in one process. All settings
 but the one that is swept are the same: gTop-k of 1 %, momentum 0.9 before the selection, no warm-up. One row a setting;
 mean, least, most: of the seeds, test accuracy in percent; an image is 0.28 points. diverged: seeds whose
-gradients became infinite; they count as 0 %. dense: what dense has with the same
-seeds, momentum after the sum. In the .json also `delta`, by density, seed and step, see `bench.sweeps.delta`.
+gradients became infinite; they count as 0 %. dense: what dense has with the same seeds, momentum after the sum. In the
+.json also `delta`, by density, seed and step, see `bench.sweeps.delta`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ AGAINST = "dense, with the same learning rate, steps and seeds"
 
 def main(argv: Sequence[str] = ()) -> int:
     """Trains all, prints the table; returns the exit status."""
-    parser = parser_of("sweeps", __doc__, full="the numbers to report: ten minutes")
+    parser = parser_of("sweeps", __doc__, full="the numbers to report: minutes")
     parser.add_argument("--ranks", type=int, default=4, metavar="P", help="default 4")
     parser.add_argument("--seeds", type=int, help="default 1; full 3")
     parser.add_argument("--steps", type=int, help=f"default 44; full {STEPS}")

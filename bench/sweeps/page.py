@@ -20,7 +20,8 @@ def introduction(record: Mapping[str, Any]) -> str:
         f"{setup['ranks']} {setup['ranks_are']} ranks in one process, {rows[0]['seeds']} seeds. What is not swept is "
         "ours: gTop-k, all that is cut returns to a residual, momentum before the selection, no warm-up. The learning "
         "rate is dense's throughout, so without momentum the steps are much shorter, and with it at both places much "
-        f"longer. Dense has {rows[0]['dense']:.1f} %. A seed that diverged counts as 0 %. Larger models and longer trainings may differ.\n"
+        f"longer. Dense has {rows[0]['dense']:.1f} %. A seed that diverged counts as 0 %. Larger models and longer "
+        "trainings may differ.\n"
     )
 
 
