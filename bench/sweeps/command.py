@@ -44,11 +44,12 @@ def main(argv: Sequence[str] = ()) -> int:
     options.steps = options.steps or (STEPS if options.full else 44)
     one = partial(_scores, ranks=options.ranks, seeds=options.seeds or (3 if options.full else 1), steps=options.steps)
     found, known = list[dict[str, Any]](), dict[tuple[Way, float], list[float]]()  # of `delta`; scores
-    for setting in (DENSE, *settings()):
+    swept = list(settings())
+    for setting in (DENSE, *swept):
         if (setting.way, setting.density) not in known:
             known[setting.way, setting.density] = one(setting, found)
     dense = statistics.mean(known[DENSE.way, DENSE.density])
-    rows = [_row(setting, known[setting.way, setting.density], dense) for setting in settings()]
+    rows = [_row(setting, known[setting.way, setting.density], dense) for setting in swept]
     print(table(SHOWN, [[_cell(row[name]) for name in SHOWN] for row in rows]))
     record(
         options.output,
