@@ -28,6 +28,7 @@ BENCHMARKS = {
     "signals": "bench.signals:main",
     "kills": "bench.kills:main",
     "slow-link": "bench.slow_link_check:main",
+    "sweeps": "bench.sweeps:main",
     "trainer": "bench.trainer:main",
     "walk": "bench.walk:main",
 }

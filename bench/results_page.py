@@ -19,11 +19,13 @@ from typing import Any
 
 from bench.form import RESULTS, ROOT
 from bench.headlines import HEADLINES, Headline
+from bench.sweeps import page as sweeps
 
 PAGE = ROOT / "docs" / "results.md"
 PICTURES = ROOT / "docs" / "images" / "results"
 RECORDS = tuple(dict.fromkeys(name for name, _ in HEADLINES))
-PEERS = "peers"
+PEERS, SWEEPS = "peers", "sweeps"
+SHOWN = (*RECORDS, PEERS, SWEEPS)
 INTRODUCTION = """# Results
 
 <!-- Made by `hatch run results` from bench/results/*.json and bench/published.toml: do not write here. -->
@@ -45,7 +47,7 @@ def main(argv: Sequence[str] = ()) -> int:
     parser.add_argument("--check", action="store_true", help="only tell whether the page is what the records make")
     options = parser.parse_args(argv)
     if options.run:
-        for name in (*RECORDS, PEERS):
+        for name in SHOWN:
             subprocess.run([sys.executable, "-m", "bench", name, "--full"], cwd=ROOT, check=True)
     records = {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
     text = page(records)
@@ -53,7 +55,7 @@ def main(argv: Sequence[str] = ()) -> int:
         return 0 if PAGE.read_text() == text else 1
     PAGE.write_text(text)
     PICTURES.mkdir(parents=True, exist_ok=True)
-    for name in (*RECORDS, PEERS):
+    for name in SHOWN:
         if name in records:
             shutil.copyfile(RESULTS / f"{name}.png", PICTURES / f"{name}.png")
     print(f"written: {PAGE.relative_to(ROOT)}")
@@ -64,10 +66,12 @@ def page(records: Mapping[str, Any]) -> str:
     """The whole text. records: the content of each .json, by name."""
     headlines = [make(records[name]["rows"]) for name, make in HEADLINES if name in records]
     parts = [INTRODUCTION, _table([_line(headline) for headline in headlines])]
-    parts += [_missing(name) for name in (*RECORDS, PEERS) if name not in records]
+    parts += [_missing(name) for name in SHOWN if name not in records]
     parts += [_section(headline, records[headline.record]) for headline in headlines]
     if PEERS in records:
         parts.append(_peers(records[PEERS]))
+    if SWEEPS in records:
+        parts.append(_sweeps(records[SWEEPS]))
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -113,6 +117,12 @@ def _peers(record: Mapping[str, Any]) -> str:
         f"Accuracy: on the test digits after as many epochs; an image is {100 / record['test_images']:.2f} points.\n"
     )
     return "\n".join([head, _table(chosen), _circumstances(PEERS, record)])
+
+
+def _sweeps(record: Mapping[str, Any]) -> str:
+    parts = [sweeps.introduction(record), _table(sweeps.accuracies(record)), sweeps.readings(record)]
+    parts += [sweeps.assumption(record), _table(sweeps.deltas(record)), _circumstances(SWEEPS, record)]
+    return "\n".join(parts)
 
 
 def _circumstances(name: str, record: Mapping[str, Any]) -> str:

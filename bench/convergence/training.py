@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,19 +13,22 @@ from communicators import Communicator, Link, SimulatedWorld
 from torch import nn
 
 from bench.convergence.tasks import TASKS, Task
-from bench.convergence.ways import WAYS, Run, optimizer_of
+from bench.convergence.ways import WAYS, Run, Way, optimizer_of
 
 LINKS = {"1 Gbit/s": Link(50e-6, 8e-9), "100 Mbit/s": Link(200e-6, 8e-8)}
 POINTS = 6  # of a curve
 
 
-def trained(run: Run) -> dict[str, Any]:
-    """score, by step (`curve`), bytes a step of the busiest rank, and predicted network seconds a step by link."""
+def trained(run: Run, *, ways: Mapping[str, Way] = WAYS) -> dict[str, Any]:
+    """score, by step (`curve`), bytes a step of the busiest rank, and predicted network seconds a step by link.
+
+    ways: what `run.way` is a name of.
+    """
     task = TASKS[run.task]
     world = SimulatedWorld(run.ranks, link=LINKS["1 Gbit/s"])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # what is written at first is warned about
-        curves = world.run(lambda comm: _on_rank(run, task, comm))
+        curves = world.run(lambda comm: _on_rank(run, ways[run.way], task, comm))
     nbytes, messages = max(world.bytes_sent) / run.steps, max(world.messages_sent) / run.steps
     return {
         "score": curves[0][-1][1],
@@ -34,13 +38,13 @@ def trained(run: Run) -> dict[str, Any]:
     }
 
 
-def _on_rank(run: Run, task: Task, comm: Communicator) -> list[tuple[int, float]]:
+def _on_rank(run: Run, way: Way, task: Task, comm: Communicator) -> list[tuple[int, float]]:
     torch.manual_seed(run.seed)
     model = task.model()
-    optimizer = optimizer_of(run, model, task.rates[run.optimizer], comm)
+    optimizer = optimizer_of(run, way, model, task.rates[run.optimizer], comm)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, run.steps))
-    after = run.clip if WAYS[run.way].clips_after else 0.0
-    ahead = WAYS[run.way].ahead and WAYS[run.way].settings(run).get("sends") == "updates"
+    after = run.clip if way.clips_after else 0.0
+    ahead = way.ahead and way.settings(run).get("sends") == "updates"
     curve = []
     for step in range(run.steps):
         optimizer.zero_grad()

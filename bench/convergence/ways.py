@@ -123,9 +123,8 @@ WAYS: dict[str, Way] = {
 }
 
 
-def optimizer_of(run: Run, model: nn.Module, rate: float, comm: Communicator) -> DistributedOptimizer:
-    """The optimizer of a run."""
-    way = WAYS[run.way]
+def optimizer_of(run: Run, way: Way, model: nn.Module, rate: float, comm: Communicator) -> DistributedOptimizer:
+    """The optimizer of a run that goes this way."""
     settings = way.settings(run)
     inner: Optimizer
     if run.optimizer == "adamw":
