@@ -77,3 +77,13 @@ def test_where_it_cannot_be_made_the_reason_is_told(tmp_path):
 def test_no_unshare_is_an_obstacle(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert user_namespaces.obstacle() == "no `unshare` on the PATH (package util-linux)"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [("--ranks 0 -- true", "expected 1 … 64 ranks, got 0"), ("sweep foo", "unrecognized arguments: foo")],
+)
+def test_wrong_arguments_are_told_in_a_line(words, said):
+    done = subprocess.run([sys.executable, "-m", "slow_link", *words.split()], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines()[-1].endswith(said)

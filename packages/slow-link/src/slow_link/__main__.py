@@ -27,6 +27,7 @@ def main(argv: Sequence[str]) -> int:
     if argv[:1] == ["check"]:
         return check_command(argv[1:])
     if argv[:1] == ["sweep"]:
+        argparse.ArgumentParser(prog="python -m slow_link sweep", description=sweep.__doc__).parse_args(argv[1:])
         print(f"removed: {', '.join(sweep()) or 'nothing was left'}")
         return 0
     return run_command(argv)
@@ -45,7 +46,7 @@ def run_command(argv: Sequence[str]) -> int:
         with SlowLink(ranks=found.ranks, mbit_per_second=options.rate, milliseconds=options.delay) as link:
             print(link.describe(), file=sys.stderr, flush=True)
             done = found.run(link, timeout=options.timeout)
-    except (NotUnderstood, Unavailable) as error:
+    except (NotUnderstood, Unavailable, ValueError) as error:  # ValueError: no link of so many ranks
         print(f"slow_link: {error}", file=sys.stderr)
         return NOT_STARTED
     except subprocess.TimeoutExpired:
