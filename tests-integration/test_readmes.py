@@ -65,3 +65,18 @@ def test_links_lead_somewhere(page):
             continue
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
+
+
+def paragraphs(text):
+    """Of prose, as one line each; lists and headings are paragraphs too, code and tables are none."""
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    joined = (" ".join(each.split()) for each in prose.split("\n\n"))
+    return [each for each in joined if len(each) > 100 and not each.startswith(("|", "#"))]
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_readme_and_the_site_say_nothing_twice(readme):
+    """A copy is not mended with what it was copied from."""
+    site = {each: page for page in ROOT.glob("docs/**/*.md") for each in paragraphs(page.read_text())}
+    twice = [(each, str(site[each])) for each in paragraphs(readme.read_text()) if each in site]
+    assert not twice
