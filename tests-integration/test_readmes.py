@@ -80,3 +80,16 @@ def test_a_readme_and_the_site_say_nothing_twice(readme):
     site = {each: page for page in ROOT.glob("docs/**/*.md") for each in paragraphs(page.read_text())}
     twice = [(each, str(site[each])) for each in paragraphs(readme.read_text()) if each in site]
     assert not twice
+
+
+def test_overviews_leave_no_package_and_no_guide_out():
+    readme, nav = (ROOT / "README.md").read_text(), (ROOT / "mkdocs.yml").read_text()
+    for folder in sorted(ROOT.glob("packages/*/")):
+        name = folder.name
+        assert f"**[{name}](packages/{name})**" in readme
+        assert re.search(rf"^pip install .*\./packages/{name}\b", readme, re.MULTILINE), name
+        assert f"packages/{name}.md" in nav
+        assert f"reference/{name.replace('-', '_')}.md" in nav
+    for guide in sorted(ROOT.glob("docs/guides/*.md")):
+        assert f"](docs/guides/{guide.name})" in readme
+        assert f"guides/{guide.name}" in nav
