@@ -18,12 +18,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench.form import RESULTS, ROOT
-from bench.headlines import HEADLINES, Headline
+from bench.headline import Headline
+from bench.headlines import HEADLINES
 
 PAGE = ROOT / "docs" / "results.md"
 PICTURES = ROOT / "docs" / "images" / "results"
-RECORDS = tuple(dict.fromkeys(name for name, _ in HEADLINES))
+RECORDS = tuple(dict.fromkeys(name for name, _, _ in HEADLINES))
 PEERS = "peers"
+SAMPLES = "samples"
+"""Where a record keeps single measurements, if it does."""
+UNTOLD = "(options not recorded)"
 INTRODUCTION = """# Results
 
 <!-- Made by `hatch run results` from bench/results/*.json and bench/published.toml: do not write here. -->
@@ -32,7 +36,6 @@ The headline results of the papers that are implemented here: what was published
 short, why. **published** figures are the papers'; **simulated** ones are the real schedules with real payloads on a
 virtual clock that charges α + β·bytes a message; **measured** ones are seconds or bytes of real processes.
 `hatch run results --run` makes all records anew, `hatch run results` this page from them.
-
 """
 
 
@@ -62,13 +65,24 @@ def main(argv: Sequence[str] = ()) -> int:
 
 def page(records: Mapping[str, Any]) -> str:
     """The whole text. records: the content of each .json, by name."""
-    headlines = [make(records[name]["rows"]) for name, make in HEADLINES if name in records]
-    parts = [INTRODUCTION, _table([_line(headline) for headline in headlines])]
+    headlines = [make(records[name][part]) for name, part, make in HEADLINES if name in records]
+    parts = [INTRODUCTION, _kept({name: records[name] for name in (*RECORDS, PEERS) if name in records})]
+    parts += [_table([_line(headline) for headline in headlines])]
     parts += [_missing(name) for name in (*RECORDS, PEERS) if name not in records]
     parts += [_section(headline, records[headline.record]) for headline in headlines]
     if PEERS in records:
         parts.append(_peers(records[PEERS]))
     return "\n".join(parts).rstrip() + "\n"
+
+
+def _kept(records: Mapping[str, Any]) -> str:
+    """What the records behind the page have, and what they lack."""
+    samples = sum(SAMPLES in record for record in records.values())
+    options = sum(UNTOLD not in record["circumstances"]["command"] for record in records.values())
+    return (
+        f"Records: {len(records)}, of which {samples} with single measurements and {options} with the options of the "
+        "command; each section says what its own has.\n"
+    )
 
 
 def _line(headline: Headline) -> dict[str, str]:
@@ -118,9 +132,12 @@ def _peers(record: Mapping[str, Any]) -> str:
 def _circumstances(name: str, record: Mapping[str, Any]) -> str:
     facts = record["circumstances"]
     told = f"{facts['cores']} cores, load {facts['load']}, Python {facts['Python']}, torch {facts['torch']}"
-    files = f"bench/results/{name}.csv and .json (every row and sample)"
+    kept = "every row, and every single measurement" if SAMPLES in record else "every row; single measurements not kept"
+    files = f"bench/results/{name}.csv and .json ({kept})"
+    command = facts["command"].partition(UNTOLD)
+    given = f"`{command[0].strip()}`" + (", with options that were not recorded" if command[1] else "")
     return (
-        f"\n- Command: `{facts['command']}`, at {facts['commit']}; {told}.\n- Compared with: {record['against']}.\n"
+        f"\n- Command: {given}, at {facts['commit']}; {told}.\n- Compared with: {record['against']}.\n"
         f"- Records: {files}.\n\n![{name}](images/results/{name}.png)\n"
     )
 

@@ -36,6 +36,13 @@ def test_the_first_figure_is_the_record():
     page = " ".join((ROOT / "README.md").read_text().split())
     assert f"took {dense:,.0f} ms for a training step with dense allreduce, and {sparse:,.0f} ms with gTop-k" in page
     assert f"{dense / sparse:.0f} times as fast" in page
+    expected = float(steps["gtopk", "0.01", "fp32"]["predicted_ms"])
+    assert f"`advise` had predicted {expected:.0f} of the {sparse:.0f} ms" in page
+    ways = {name: [row for row in four if row["algorithm"] == name] for name in ("dense", "gtopk")}
+    best = {name: min(rows, key=lambda row: float(row["measured_ms"])) for name, rows in ways.items()}
+    factor = float(best["dense"]["measured_ms"]) / float(best["gtopk"]["measured_ms"])
+    told = f"dense in {best['dense']['wire']} and gTop-k at {float(best['gtopk']['density']):.1%}"
+    assert f"the fastest of both ({told.replace('%', ' %')}) are {factor:.1f} times apart" in page
 
 
 @pytest.mark.parametrize("readme", READMES[1:], ids=lambda path: str(path.relative_to(ROOT)))
@@ -50,10 +57,12 @@ SHOWN = sorted([*READMES, ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")])
 
 
 def anchors(page):
-    """As headings are named where they are linked to: by their words, in small letters, joined by hyphens."""
-    for heading in re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE):
-        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
-        yield re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", plain).strip().lower())
+    """As headings are named where they are linked to: by their words, in small letters, joined by hyphens; and ids."""
+    text = page.read_text()
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    plain = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading) for heading in headings)
+    words = (re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", each).strip().lower()) for each in plain)
+    return {*words, *re.findall(r'<a id="([^"]+)">', text)}
 
 
 @pytest.mark.parametrize("page", SHOWN, ids=lambda path: str(path.relative_to(ROOT)))
