@@ -93,3 +93,25 @@ def test_the_page_says_what_a_record_lacks(records):
     assert "and every single measurement" in page({"scaling": told})
     assert "single measurements not kept" in page({"scaling": untold})
     assert "`python -m bench scaling`, with options that were not recorded" in page({"scaling": untold})
+
+
+def test_the_page_says_where_torchs_own_way_is_the_better_one(records):
+    def row(way, library, speed, accuracy):
+        return {**records[PEERS]["rows"][0], "way": way, "library": library, "over_ddp": speed, "accuracy": accuracy}
+
+    record = {**records[PEERS], "samples": [{"accuracy_samples": [0.9]}]}
+    behind = page(
+        {
+            **records,
+            PEERS: {**record, "rows": [row("low rank", "torch", 4.0, 0.98), row("ours", "thinwire", 3.8, 0.96)]},
+        }
+    )
+    assert "take torch's low rank, not ours" in behind
+    ahead = page(
+        {
+            **records,
+            PEERS: {**record, "rows": [row("low rank", "torch", 4.0, 0.98), row("ours", "thinwire", 4.2, 0.96)]},
+        }
+    )
+    assert "not ours" not in ahead
+    assert "as low rank, ours." in ahead
