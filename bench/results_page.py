@@ -18,14 +18,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench.form import RESULTS, ROOT
-from bench.headlines import HEADLINES, Headline
+from bench.headline import Headline
+from bench.headlines import HEADLINES
 from bench.sweeps import page as sweeps
 
 PAGE = ROOT / "docs" / "results.md"
 PICTURES = ROOT / "docs" / "images" / "results"
-RECORDS = tuple(dict.fromkeys(name for name, _ in HEADLINES))
+RECORDS = tuple(dict.fromkeys(name for name, _, _ in HEADLINES))
 PEERS, SWEEPS = "peers", "sweeps"
 SHOWN = (*RECORDS, PEERS, SWEEPS)
+SAMPLES = "samples"
+"""Where a record keeps single measurements, if it does."""
+UNTOLD = "(options not recorded)"
 INTRODUCTION = """# Results
 
 <!-- Made by `hatch run results` from bench/results/*.json and bench/published.toml: do not write here. -->
@@ -34,7 +38,6 @@ The headline results of the papers that are implemented here: what was published
 short, why. **published** figures are the papers'; **simulated** ones are the real schedules with real payloads on a
 virtual clock that charges α + β·bytes a message; **measured** ones are seconds or bytes of real processes.
 `hatch run results --run` makes all records anew, `hatch run results` this page from them.
-
 """
 
 
@@ -64,8 +67,9 @@ def main(argv: Sequence[str] = ()) -> int:
 
 def page(records: Mapping[str, Any]) -> str:
     """The whole text. records: the content of each .json, by name."""
-    headlines = [make(records[name]["rows"]) for name, make in HEADLINES if name in records]
-    parts = [INTRODUCTION, _table([_line(headline) for headline in headlines])]
+    headlines = [make(records[name][part]) for name, part, make in HEADLINES if name in records]
+    parts = [INTRODUCTION, _kept({name: records[name] for name in SHOWN if name in records})]
+    parts += [_table([_line(headline) for headline in headlines])]
     parts += [_missing(name) for name in SHOWN if name not in records]
     parts += [_section(headline, records[headline.record]) for headline in headlines]
     if PEERS in records:
@@ -73,6 +77,16 @@ def page(records: Mapping[str, Any]) -> str:
     if SWEEPS in records:
         parts.append(_sweeps(records[SWEEPS]))
     return "\n".join(parts).rstrip() + "\n"
+
+
+def _kept(records: Mapping[str, Any]) -> str:
+    """What the records behind the page have, and what they lack."""
+    samples = sum(SAMPLES in record for record in records.values())
+    options = sum(UNTOLD not in record["circumstances"]["command"] for record in records.values())
+    return (
+        f"Records: {len(records)}, of which {samples} with single measurements and {options} with the options of the "
+        "command; each section says what its own has.\n"
+    )
 
 
 def _line(headline: Headline) -> dict[str, str]:
@@ -105,6 +119,7 @@ def _peers(record: Mapping[str, Any]) -> str:
             "P": str(row["P"]),
             "step, ms": f"{row['step_ms']:.0f}",
             "over plain DDP": f"{row['over_ddp']:.1f}×",
+            "with the warm-up": f"{row['whole_over_ddp']:.1f}×" if "whole_over_ddp" in row else "not recorded",
             "accuracy": f"{row['accuracy']:.1%}",
             "use it where": row["use"],
         }
@@ -116,7 +131,40 @@ def _peers(record: Mapping[str, Any]) -> str:
         f"{rows[0]['link']}: measured. The fastest step was {best['way']}'s, {best['over_ddp']:.1f} times plain DDP's. "
         f"Accuracy: on the test digits after as many epochs; an image is {100 / record['test_images']:.2f} points.\n"
     )
-    return "\n".join([head, _table(chosen), _circumstances(PEERS, record)])
+    return "\n".join([head, _chosen(record), _table(chosen), _circumstances(PEERS, record)])
+
+
+def _chosen(record: Mapping[str, Any]) -> str:
+    """In words what the table shows: where torch's way is the better one, where ours, and how far to trust it."""
+    lines = []
+    for size in sorted({row["P"] for row in record["rows"]}):
+        rows = [row for row in record["rows"] if row["P"] == size]
+        torchs = [row for row in rows if row["library"] == "torch"]
+        for row in rows:
+            better = [other["way"] for other in torchs if row not in torchs and _beats(other, row)]
+            if better:
+                lines.append(
+                    f"- P = {size}: take torch's {' or '.join(better)}, not {row['way']}: it is as fast or faster"
+                    " and learnt as well or better."
+                )
+        best = [row["way"] for row in rows if not any(_beats(other, row) for other in rows if other is not row)]
+        lines.append(f"- P = {size}: no other was both as fast and as accurate as {', '.join(best)}.")
+    seeds = min(len(one["accuracy_samples"]) for one in record["samples"])
+    lines.append(
+        f"- The accuracies are of {seeds} {'seed' if seeds == 1 else 'seeds'} each"
+        + (", where points between two may be chance" if seeds == 1 else "")
+        + ". They are a small perceptron's after few epochs; "
+        "gTop-k's accuracy in a whole training of ResNet-20 is the headline above."
+    )
+    if any("whole_over_ddp" not in row for row in record["rows"]):
+        lines.append("- The sparse ways of this record ran without the warm-up that is recommended.")
+    return "\n".join(lines) + "\n"
+
+
+def _beats(other: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
+    """Nowhere worse, and somewhere better; seconds of a whole training where it has a warm-up."""
+    mine, its = ((one.get("whole_over_ddp", one["over_ddp"]), one["accuracy"]) for one in (row, other))
+    return bool(its[0] >= mine[0] and its[1] >= mine[1] and its != mine)
 
 
 def _sweeps(record: Mapping[str, Any]) -> str:
@@ -128,9 +176,12 @@ def _sweeps(record: Mapping[str, Any]) -> str:
 def _circumstances(name: str, record: Mapping[str, Any]) -> str:
     facts = record["circumstances"]
     told = f"{facts['cores']} cores, load {facts['load']}, Python {facts['Python']}, torch {facts['torch']}"
-    files = f"bench/results/{name}.csv and .json (every row and sample)"
+    kept = "every row, and every single measurement" if SAMPLES in record else "every row; single measurements not kept"
+    files = f"bench/results/{name}.csv and .json ({kept})"
+    command = facts["command"].partition(UNTOLD)
+    given = f"`{command[0].strip()}`" + (", with options that were not recorded" if command[1] else "")
     return (
-        f"\n- Command: `{facts['command']}`, at {facts['commit']}; {told}.\n- Compared with: {record['against']}.\n"
+        f"\n- Command: {given}, at {facts['commit']}; {told}.\n- Compared with: {record['against']}.\n"
         f"- Records: {files}.\n\n![{name}](images/results/{name}.png)\n"
     )
 

@@ -36,6 +36,13 @@ def test_the_first_figure_is_the_record():
     page = " ".join((ROOT / "README.md").read_text().split())
     assert f"took {dense:,.0f} ms for a training step with dense allreduce, and {sparse:,.0f} ms with gTop-k" in page
     assert f"{dense / sparse:.0f} times as fast" in page
+    expected = float(steps["gtopk", "0.01", "fp32"]["predicted_ms"])
+    assert f"`advise` had predicted {expected:.0f} of the {sparse:.0f} ms" in page
+    ways = {name: [row for row in four if row["algorithm"] == name] for name in ("dense", "gtopk")}
+    best = {name: min(rows, key=lambda row: float(row["measured_ms"])) for name, rows in ways.items()}
+    factor = float(best["dense"]["measured_ms"]) / float(best["gtopk"]["measured_ms"])
+    told = f"dense in {best['dense']['wire']} and gTop-k at {float(best['gtopk']['density']):.1%}"
+    assert f"the fastest of both ({told.replace('%', ' %')}) are {factor:.1f} times apart" in page
 
 
 @pytest.mark.parametrize("readme", READMES[1:], ids=lambda path: str(path.relative_to(ROOT)))
@@ -50,10 +57,12 @@ SHOWN = sorted([*READMES, ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")])
 
 
 def anchors(page):
-    """As headings are named where they are linked to: by their words, in small letters, joined by hyphens."""
-    for heading in re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE):
-        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
-        yield re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", plain).strip().lower())
+    """As headings are named where they are linked to: by their words, in small letters, joined by hyphens; and ids."""
+    text = page.read_text()
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    plain = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading) for heading in headings)
+    words = (re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", each).strip().lower()) for each in plain)
+    return {*words, *re.findall(r'<a id="([^"]+)">', text)}
 
 
 @pytest.mark.parametrize("page", SHOWN, ids=lambda path: str(path.relative_to(ROOT)))
@@ -65,3 +74,31 @@ def test_links_lead_somewhere(page):
             continue
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
+
+
+def paragraphs(text):
+    """Of prose, as one line each; lists and headings are paragraphs too, code and tables are none."""
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    joined = (" ".join(each.split()) for each in prose.split("\n\n"))
+    return [each for each in joined if len(each) > 100 and not each.startswith(("|", "#"))]
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_readme_and_the_site_say_nothing_twice(readme):
+    """A copy is not mended with what it was copied from."""
+    site = {each: page for page in ROOT.glob("docs/**/*.md") for each in paragraphs(page.read_text())}
+    twice = [(each, str(site[each])) for each in paragraphs(readme.read_text()) if each in site]
+    assert not twice
+
+
+def test_overviews_leave_no_package_and_no_guide_out():
+    readme, nav = (ROOT / "README.md").read_text(), (ROOT / "mkdocs.yml").read_text()
+    for folder in sorted(ROOT.glob("packages/*/")):
+        name = folder.name
+        assert f"**[{name}](packages/{name})**" in readme
+        assert re.search(rf"^pip install .*\./packages/{name}\b", readme, re.MULTILINE), name
+        assert f"packages/{name}.md" in nav
+        assert f"reference/{name.replace('-', '_')}.md" in nav
+    for guide in sorted(ROOT.glob("docs/guides/*.md")):
+        assert f"](docs/guides/{guide.name})" in readme
+        assert f"guides/{guide.name}" in nav

@@ -6,7 +6,8 @@ import re
 import pytest
 
 from bench.form import RESULTS, ROOT
-from bench.headlines import HEADLINES, spardl_over_sparse
+from bench.headlines import HEADLINES, slow_link_predictions, spardl_over_sparse
+from bench.kernel_headlines import kernel_calls, kernel_merge, kernel_steps
 from bench.published import published
 from bench.results_page import PAGE, PICTURES, SHOWN, page
 
@@ -26,8 +27,8 @@ def test_the_pages_pictures_are_the_records(name):
 
 
 def test_every_headline_has_its_record_its_source_and_its_command(records):
-    made = [make(records[name]["rows"]) for name, make in HEADLINES]
-    assert [headline.record for headline in made] == [name for name, _ in HEADLINES]
+    made = [make(records[name][part]) for name, part, make in HEADLINES]
+    assert [headline.record for headline in made] == [name for name, _, _ in HEADLINES]
     for headline in made:
         assert headline.how in ("simulated", "measured")
         assert headline.reached or headline.shortfall, f"{headline.title} falls short, and does not say why"
@@ -79,3 +80,56 @@ def test_the_citations_name_every_paper_that_a_claim_is_from():
         "Convergence Analysis of",
     ):
         assert any(words in title for title in titles), f"CITATION.cff misses {words}"
+
+
+def test_a_kernel_that_misses_its_mark_is_told(records):
+    calls = [dict(row) for row in records["collectives"]["rows"]]
+    for row in calls:
+        row["x_mpi"] = 0.1
+    assert kernel_calls(calls).reached
+    for row in calls:
+        row["x_mpi"] = 99.0
+    short = kernel_calls(calls)
+    assert not short.reached
+    assert "gtopk at n = 25,000,000" in short.shortfall
+    levels = [row | {"avx2": 0.01} for row in records["compress"]["levels"]]
+    assert kernel_merge(levels).reached
+    assert kernel_steps(levels).reached
+    assert not kernel_merge([row | {"c": 99.0, "avx2": None, "avx512": None} for row in levels]).reached
+
+
+def test_a_step_that_is_slower_than_predicted_falls_short(records):
+    rows = [row | {"measured_ms": row["predicted_ms"]} for row in records["predictions"]["rows"]]
+    assert slow_link_predictions(rows).reached
+    slower = [row | {"measured_ms": row["measured_ms"] * (2 if row["algorithm"] == "gtopk" else 1)} for row in rows]
+    assert not slow_link_predictions(slower).reached
+
+
+def test_the_page_says_what_a_record_lacks(records):
+    told, untold = ({**records["scaling"], "samples": []}, {**records["scaling"]})
+    untold["circumstances"] = untold["circumstances"] | {"command": "python -m bench scaling (options not recorded)"}
+    assert "and every single measurement" in page({"scaling": told})
+    assert "single measurements not kept" in page({"scaling": untold})
+    assert "`python -m bench scaling`, with options that were not recorded" in page({"scaling": untold})
+
+
+def test_the_page_says_where_torchs_own_way_is_the_better_one(records):
+    def row(way, library, speed, accuracy):
+        return {**records[PEERS]["rows"][0], "way": way, "library": library, "over_ddp": speed, "accuracy": accuracy}
+
+    record = {**records[PEERS], "samples": [{"accuracy_samples": [0.9]}]}
+    behind = page(
+        {
+            **records,
+            PEERS: {**record, "rows": [row("low rank", "torch", 4.0, 0.98), row("ours", "thinwire", 3.8, 0.96)]},
+        }
+    )
+    assert "take torch's low rank, not ours" in behind
+    ahead = page(
+        {
+            **records,
+            PEERS: {**record, "rows": [row("low rank", "torch", 4.0, 0.98), row("ours", "thinwire", 4.2, 0.96)]},
+        }
+    )
+    assert "not ours" not in ahead
+    assert "as low rank, ours." in ahead

@@ -1,0 +1,34 @@
+"""What a headline is: one claim beside what a record says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Rows = Sequence[Mapping[str, Any]]
+SIMULATED = "simulated"
+MEASURED = "measured"
+
+
+@dataclass(frozen=True)
+class Headline:
+    """One claim. record: which .json it is from. how: simulated, measured. reached: as the claim has it, or better.
+
+    shortfall: why not, where it falls short; or what the figure does not say. details: a table of its own.
+    """
+
+    title: str
+    published: str
+    source: str
+    ours: str
+    how: str
+    record: str
+    reached: bool
+    shortfall: str = ""
+    details: Sequence[Mapping[str, str]] = ()
+
+
+def times(values: Sequence[float]) -> str:
+    """Their range, as factors."""
+    return f"{min(values):.1f}–{max(values):.1f}×"
