@@ -4,6 +4,7 @@ import csv
 import json
 import statistics
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -22,6 +23,9 @@ from thinwire_trainer.synchronisers.table import TABLE
 from bench import compress, compress_report, scaling
 from bench.__main__ import BENCHMARKS
 from bench.cluster_model import Ranks, one_round
+from bench.convergence.curves import points
+from bench.convergence.training import trained
+from bench.convergence.ways import Run
 from bench.form import QUICK, RESULTS, asked, parser_of
 from bench.learning import TASKS, asking
 from bench.published import gtopk_link
@@ -155,6 +159,19 @@ def test_the_pages_table_of_what_was_learnt_is_the_record(record, page):
     root = Path(__file__).parent.parent
     table = (root / "bench" / "results" / f"{record}.md").read_text()
     assert table in (root / page).read_text()
+
+
+def test_a_curve_has_the_bytes_that_were_sent_until_then():
+    """A warm-up sends most of them in the first tenth; what comes after it grows evenly."""
+    run = Run("cnn-digits", "sgd", "gtopk, momentum before", 0.01, 0.0, 2, 0, 20)
+    found = {**asdict(run), **trained(run)}
+    rows = {row["step"]: row for row in points([found])}
+    assert rows[20]["bytes"] == pytest.approx(20 * found["bytes_a_step"], abs=20)
+    assert rows[3]["bytes"] > 0.8 * rows[20]["bytes"]
+    rest = {(rows[later]["bytes"] - rows[3]["bytes"]) / (later - 3) for later in (6, 18, 20)}
+    assert len({round(bytes_a_step) for bytes_a_step in rest}) == 1
+    before = {**found, "curve": [point[:2] for point in found["curve"]]}
+    assert {row["bytes"] for row in points([before])} == {None}
 
 
 @pytest.mark.parametrize("name", TASKS)

@@ -9,7 +9,7 @@ from bench.form import RESULTS, ROOT
 from bench.headlines import HEADLINES, slow_link_predictions, spardl_over_sparse
 from bench.kernel_headlines import kernel_calls, kernel_merge, kernel_steps
 from bench.published import published
-from bench.results_page import PAGE, PICTURES, SHOWN, page
+from bench.results_page import PAGE, PEERS, PICTURES, SHOWN, page
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,8 @@
-"""Scores on the way: against steps, bytes of the busiest rank, and seconds that a network takes for them."""
+"""Scores on the way: against steps, bytes of the busiest rank, and seconds that a network takes for them.
+
+Bytes are those that were counted until then, since a warm-up sends most of them first. Trainings of which they were not
+recorded have none.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from bench.convergence.training import LINKS
 
 NAMES = ("task", "optimizer", "clip", "ranks", "steps", "way", "density")
 
@@ -18,7 +24,6 @@ def points(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         groups.setdefault(tuple(one[name] for name in NAMES), []).append(one)
     rows = []
     for labels, seeds in groups.items():
-        networks = [name for name in seeds[0] if name.startswith("network_seconds")]
         for place in range(min(len(one["curve"]) for one in seeds)):
             step = seeds[0]["curve"][place][0]
             rows.append(
@@ -26,10 +31,19 @@ def points(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 | {"step": step, "mean": statistics.mean(one["curve"][place][1] for one in seeds)}
                 | {"least": min(one["curve"][place][1] for one in seeds)}
                 | {"most": max(one["curve"][place][1] for one in seeds), "seeds": len(seeds)}
-                | {"bytes": step * statistics.mean(one["bytes_a_step"] for one in seeds)}
-                | {name: step * statistics.mean(one[name] for one in seeds) for name in networks}
+                | _sent([one["curve"][place] for one in seeds])
             )
     return rows
+
+
+def _sent(seeds: Sequence[Sequence[float]]) -> dict[str, float | None]:
+    """bytes until this place of the curve, and network seconds; None where a seed's were not recorded."""
+    names = {name: f"network_seconds_{name}" for name in LINKS}
+    if any(len(point) < 4 for point in seeds):
+        return dict.fromkeys(("bytes", *names.values()))
+    nbytes, messages = (statistics.mean(point[column] for point in seeds) for column in (2, 3))
+    seconds = {names[name]: messages * link.alpha + nbytes * link.beta for name, link in LINKS.items()}
+    return {"bytes": nbytes, **seconds}
 
 
 def write(folder: Path, found: Sequence[dict[str, Any]], *, ways: Sequence[str]) -> None:
@@ -48,10 +62,11 @@ def _draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     pictures = dict.fromkeys((row["task"], row["optimizer"], row["ranks"], row["steps"]) for row in rows)
     if not pictures:
         return
-    figure = Figure(figsize=(11, 3 * len(pictures)), layout="constrained")
-    for title, pair in zip(pictures, figure.subplots(len(pictures), 2, squeeze=False), strict=True):
+    columns = ("step", "bytes") if all(row["bytes"] is not None for row in rows) else ("step",)
+    figure = Figure(figsize=(5.5 * len(columns), 3 * len(pictures)), layout="constrained")
+    for title, pair in zip(pictures, figure.subplots(len(pictures), len(columns), squeeze=False), strict=True):
         here = [row for row in rows if (row["task"], row["optimizer"], row["ranks"], row["steps"]) == title]
-        for axes, across in zip(pair, ("step", "bytes"), strict=True):
+        for axes, across in zip(pair, columns, strict=True):
             for way, density in dict.fromkeys((row["way"], row["density"]) for row in here):
                 line = [row for row in here if (row["way"], row["density"]) == (way, density)]
                 xs = [row[across] for row in line]
@@ -60,7 +75,7 @@ def _draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
                 axes.fill_between(xs, low, high, color=drawn.get_color(), alpha=0.15)
             axes.set_xlabel(across)
             axes.grid(alpha=0.3)
-        pair[1].set_xscale("log")
+            axes.set_xscale("log" if across == "bytes" else "linear")
         pair[0].set_title("{}, {}, {} ranks, {} steps".format(*title))
         pair[0].legend(fontsize="small")
     figure.savefig(path, dpi=80)

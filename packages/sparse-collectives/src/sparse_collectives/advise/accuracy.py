@@ -10,6 +10,9 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
 
+MOST_BEHIND = 1.0
+"""Points of accuracy, of text percent of perplexity: what is known to lose more is not advised unasked."""
+
 
 class Known(NamedTuple):
     """least, most: points of accuracy behind dense over the tasks, of text percent of perplexity, means of seeds.
@@ -34,6 +37,11 @@ def known(optimizer: str, algorithm: str, density: float, wire: str) -> Known | 
     return Known(min(behind), max(behind), tasks, min(row["seeds"] for row in rows))
 
 
+def within_a_point(found: Known) -> bool:
+    """On the worst of its tasks, at most `MOST_BEHIND` behind dense."""
+    return found.most <= MOST_BEHIND
+
+
 def in_a_column(found: Known | None) -> str:
     """Points behind dense: "0.3", "-0.6…1.1", or "?" where it was not measured."""
     if found is None:
@@ -45,7 +53,7 @@ def in_a_column(found: Known | None) -> str:
 def in_words(found: Known | None, optimizer: str) -> str:
     """A line of the advice."""
     if found is None:
-        return f"How it learns with {optimizer} was not measured: compare the first epochs with dense ones."
+        return f"How this exchange learns with {optimizer} was not measured: compare the first epochs with dense ones."
     seeds = f"{found.seeds} seed{'s' if found.seeds > 1 else ''}"
     return (
         f"Time is not accuracy: with {optimizer}, small models of {', '.join(found.tasks)} were {in_a_column(found)} "

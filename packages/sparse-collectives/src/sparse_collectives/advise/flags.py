@@ -18,6 +18,7 @@ LINKS = {
     "wan": Link(30e-3, 80e-9),
 }
 """Usual α and β: Ethernet in one room; wan is 100 Mbit/s and 30 ms between sites."""
+DENSITIES = (0.01, 0.001)
 MOST_DENSITIES = 16
 OPTIMIZERS = ("sgd", "adam", "adamw")
 
@@ -36,6 +37,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The flags; exits with status 2, and says why, where they make no sense.
 
     Instead of --bandwidth and --latency they hold `assumed`: the Link that is assumed by any of the flags, or None.
+    `chosen`: whether --density was given.
     """
     parser = _parser()
     flags = parser.parse_args(argv)
@@ -44,7 +46,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     flags.assumed = LINKS[flags.link] if flags.link else _own_link(flags)
     if flags.assumed:
         flags.ranks = flags.ranks or 32
-    flags.density = sorted(set(flags.density), reverse=True)
+    flags.chosen = flags.density is not None
+    flags.density = sorted(set(flags.density or DENSITIES), reverse=True)
     return flags
 
 
@@ -79,8 +82,7 @@ def _parser() -> argparse.ArgumentParser:
         "--density",
         type=quantities.density,
         nargs="+",
-        default=[0.01, 0.001],
-        help="of what is sent; default 0.01 0.001",
+        help="of what is sent; default 0.01 0.001; your own are advised whatever is known of accuracy, which is told",
     )
     add("--link", choices=LINKS, help="assume this network instead of measuring")
     add("--bandwidth", type=quantities.bandwidth, metavar="RATE", help="assume one of your own: 1gbit; alone: Gbit/s")
@@ -113,7 +115,7 @@ def _wrong(flags: argparse.Namespace) -> str | None:
         )
     if flags.ranks == 1:
         return "--ranks 1: one rank exchanges nothing; expected 2 or more"
-    if len(set(flags.density)) > MOST_DENSITIES:
+    if flags.density and len(set(flags.density)) > MOST_DENSITIES:
         return f"--density: {len(set(flags.density))} given, expected {MOST_DENSITIES} at most; each takes seconds"
     return None
 

@@ -37,7 +37,7 @@ def plot(situation: Situation, path: Path) -> None:
     _draw(axes[0], GIGABITS, over_bandwidth, f"Gbit/s, at {1e6 * alpha:.0f} µs and {situation.ranks} ranks")
     over_ranks = [situation.elsewhere(ranks=ranks) for ranks in RANKS]
     _draw(axes[1], RANKS, over_ranks, f"ranks, on the link {situation.link_name}")
-    axes[0].set_ylabel("speed-up of a step over dense float32")
+    axes[0].set_ylabel("speed-up of a training over dense float32")
     axes[0].legend(fontsize="small")
     figure.suptitle(f"{situation.numel:,} parameters, {situation.compute:.3g} s of computing a step")
     try:
@@ -47,13 +47,13 @@ def plot(situation: Situation, path: Path) -> None:
 
 
 def speedups(situation: Situation) -> dict[str, float]:
-    """Speed-up over dense of every line in the picture: of each algorithm and density the fastest wire's."""
+    """Speed-up of a training over dense of every line drawn: of each algorithm and density the fastest wire's."""
     steps = situation.predictions()
     dense = dense_step(steps)
     found: dict[str, float] = {}
-    for prediction, step in steps:
+    for prediction, _, mean in steps:
         if prediction.name != "dense":
-            found.setdefault(_label(prediction), dense / step)
+            found.setdefault(_label(prediction), dense / mean)
     return found
 
 

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from sparse_collectives.advise.accuracy import in_words, known
+from sparse_collectives.advise.accuracy import MOST_BEHIND, in_words, known, within_a_point
 from sparse_collectives.advise.factory import TINY
-from sparse_collectives.advise.situation import Situation, Steps
+from sparse_collectives.advise.situation import Situation, Step, Steps
 from sparse_collectives.prediction.cost import Prediction
 
 WORTHWHILE = 1.1
 """Less speed-up than this is not worth a change of how a model learns, and within what predictions miss."""
 AS_FAST = 1.05
 """Of steps that are as fast as the fastest, within this factor, the one that sends most of the gradient is taken."""
+WELL, UNKNOWN, BADLY = range(3)
+"""How an exchange is known to learn, best first."""
 
 
 class Recommendation(NamedTuple):
     """What to use, "dense" in float32 for nothing.
 
-    speedup: of a step over dense. rule: "fastest", "as fast" (see `AS_FAST`) or "not worthwhile" (see `WORTHWHILE`).
-    reason: the rule in words. runner_up: the fastest of the others, None where nothing else was predicted. text: all
-    of it, with what to do.
+    speedup: of a whole training over dense, warm-up included; speedup_after_warm_up: of a step after it. rule:
+    "fastest", "as fast" (see `AS_FAST`), "accuracy" (what is faster loses too much, or nobody knows) or "not
+    worthwhile" (see `WORTHWHILE`). reason: the rule in words. runner_up: the fastest of the others, None where nothing
+    else was predicted. text: all of it, with what to do.
     """
 
     algorithm: str
@@ -28,6 +31,7 @@ class Recommendation(NamedTuple):
     density: float
     wire: str
     speedup: float
+    speedup_after_warm_up: float
     rule: str
     reason: str
     runner_up: dict[str, Any] | None
@@ -36,42 +40,91 @@ class Recommendation(NamedTuple):
 
 def dense_step(steps: Steps) -> float:
     """Seconds of a step with whole gradients in float32, what everything is compared with."""
-    return next(step for prediction, step in steps if _is_dense(prediction))
+    return next(step.mean for step in steps if _is_dense(step.prediction))
 
 
 def recommend(situation: Situation) -> Recommendation:
     """What to use; of nearly equal ones that which changes least.
 
-    Dense before sparse, more before fewer entries, fp32 before fewer bytes.
+    Only of those that learn well enough, see `_eligible`. Dense before sparse, more before fewer entries, fp32 before
+    fewer bytes.
     """
     steps = situation.predictions()
-    dense, (fastest, best) = dense_step(steps), steps[0]
+    dense, eligible = dense_step(steps), _eligible(situation, steps)
+    best = eligible[0].mean
     worthwhile = dense / best >= WORTHWHILE
-    nearly = [pair for pair in steps if (pair[1] <= AS_FAST * best if worthwhile else _is_dense(pair[0]))]
-    taken, step = max(nearly, key=lambda pair: (pair[0].density, pair[0].wire == "fp32"))
-    other = next((pair for pair in steps if pair[0] is not taken), None)
-    rule = "not worthwhile" if not worthwhile else "fastest" if taken is fastest else "as fast"
-    reason, share = _reason(rule, taken, other), 1 - situation.compute / dense
-    advice = _use(situation, taken, step, dense, share) if worthwhile else _leave_off(share, dense / best)
+    nearly = [s for s in eligible if (s.mean <= AS_FAST * best if worthwhile else _is_dense(s.prediction))]
+    taken = max(nearly, key=lambda s: (s.prediction.density, s.prediction.wire == "fp32"))
+    other = next((s for s in steps if s is not taken), None)
+    passed = [s for s in steps if s.mean < best and s not in eligible]
+    rule = "fastest" if taken is eligible[0] else "as fast"
+    rule = "not worthwhile" if not worthwhile else "accuracy" if passed else rule
+    reason = " ".join([_reason(rule, taken.prediction, other), *_passed_over(situation, passed)])
+    share = 1 - situation.compute / dense
+    advice = _use(situation, taken, dense, share) if worthwhile else _leave_off(share, dense / best)
+    p = taken.prediction
     return Recommendation(
-        taken.algorithm,
-        dict(taken.options),
-        taken.density,
-        taken.wire,
-        dense / step,
+        p.algorithm,
+        dict(p.options),
+        p.density,
+        p.wire,
+        dense / taken.mean,
+        dense / taken.seconds,
         rule,
         reason,
-        None if other is None else _told(*other),
+        None if other is None else _told(other),
         "\n".join([advice[0], reason, *advice[1:]]),
     )
 
 
-def _reason(rule: str, taken: Prediction, other: tuple[Prediction, float] | None) -> str:
+def _eligible(situation: Situation, steps: Steps) -> Steps:
+    """Whole gradients, and what is known to learn within a point of them.
+
+    Where none of these is worthwhile also what nobody measured. Of densities that the user chose one is taken first
+    among those that are known to learn well, then the unknown, then whatever is known to lose.
+    """
+    dense = dense_step(steps)
+    for level in (WELL, UNKNOWN, BADLY) if situation.chosen else (WELL, UNKNOWN):
+        found = [s for s in steps if _learns(situation, s.prediction) <= level]
+        asked = [s for s in found if s.prediction.density < 1] if situation.chosen else found
+        if asked and dense / asked[0].mean >= WORTHWHILE:
+            return found
+    return [s for s in steps if _learns(situation, s.prediction) == WELL]
+
+
+def _learns(situation: Situation, p: Prediction) -> int:
+    if p.density == 1:
+        return WELL
+    found = known(situation.optimizer, p.algorithm, p.density, p.wire)
+    return UNKNOWN if found is None else WELL if within_a_point(found) else BADLY
+
+
+def _passed_over(situation: Situation, passed: Steps) -> list[str]:
+    """Why what is faster was not taken: the fastest of each kind."""
+    said = []
+    for level in (BADLY, UNKNOWN):
+        p, _, mean = next((s for s in passed if _learns(situation, s.prediction) == level), (None, 0.0, 0.0))
+        if p is None:
+            continue
+        name = f"{p.name}{_at(p)} ({_seconds(mean)})"
+        found = known(situation.optimizer, p.algorithm, p.density, p.wire)
+        why = (
+            "how it learns was not measured"
+            if found is None
+            else f"it ended up to {found.most:.1f} points behind dense"
+        )
+        said.append(f"Faster, but passed over: {name}; with {situation.optimizer} {why}.")
+    return said
+
+
+def _reason(rule: str, taken: Prediction, other: Step | None) -> str:
     if other is None:
         return "Why: nothing else was predicted."
-    name = f"{other[0].name}{_at(other[0])} ({_seconds(other[1])})"
+    name = f"{other.prediction.name}{_at(other.prediction)} ({_seconds(other.mean)})"
     if rule == "fastest":
         return f"Why: it is the fastest; {name} comes next."
+    if rule == "accuracy":
+        return f"Why: of what is known to learn within {MOST_BEHIND:g} point of dense it is the fastest, or as fast."
     if rule == "as fast":
         wire = ", and of these the one in fp32" if taken.wire == "fp32" else ""
         return (
@@ -79,21 +132,28 @@ def _reason(rule: str, taken: Prediction, other: tuple[Prediction, float] | None
             f"most of the gradient is taken{wire}."
         )
     return (
-        f"Why: a gain below {WORTHWHILE - 1:.0%} is not worth a change of how a model learns; the best of the others "
-        f"is {name}."
+        f"Why: a gain below {WORTHWHILE - 1:.0%} is not worth a change of how a model learns; the fastest of the "
+        f"others is {name}."
     )
 
 
-def _use(situation: Situation, taken: Prediction, step: float, dense: float, share: float) -> list[str]:
-    gain = f"a step takes {_seconds(step)} instead of {_seconds(dense)}, {dense / step:.1f} times as fast"
-    return [
-        f"Use {taken.name}{_at(taken)}: {gain}. The network is {share:.0%} of a dense step.",
-        *_how(situation, taken),
-    ]
+def _use(situation: Situation, taken: Step, dense: float, share: float) -> list[str]:
+    p, later, mean = taken
+    before = f"Use {p.name}{_at(p)}: "
+    if p.density == 1:
+        gain = f"a step takes {_seconds(mean)} instead of {_seconds(dense)}, {dense / mean:.1f} times as fast"
+    else:
+        gain = (
+            f"over a whole training, the warm-up included, a step takes {_seconds(mean)} instead of {_seconds(dense)}, "
+            f"{dense / mean:.1f} times as fast; after the warm-up {_seconds(later)}, {dense / later:.1f} times"
+        )
+    return [f"{before}{gain}. The network is {share:.0%} of a dense step.", *_how(situation, p)]
 
 
 def _leave_off(share: float, most: float) -> list[str]:
-    gain = "no algorithm makes it shorter" if most <= 1 else f"the most that any algorithm gains is {most - 1:.0%}"
+    gain = (
+        "none that learns well enough makes it shorter" if most <= 1 else f"the most that any gains is {most - 1:.0%}"
+    )
     return [f"Leave it off: the network is {share:.0%} of your step, and {gain}."]
 
 
@@ -109,6 +169,7 @@ def _how(situation: Situation, taken: Prediction) -> list[str]:
     density = f"WarmUp({taken.density:.2g}, steps=STEPS, stages=(1.0,))"
     setting = f'density={density}, algorithm="{taken.algorithm}"{options}{wire}'
     learns = in_words(known(situation.optimizer, taken.algorithm, taken.density, taken.wire), situation.optimizer)
+    chosen = ["The density is yours; it was not weighed against others."] if situation.chosen else []
     if situation.sends_updates:
         name = {"adam": "Adam", "adamw": "AdamW"}[situation.optimizer]
         inner = f"torch.optim.{name}(...), model.named_parameters()"
@@ -121,20 +182,22 @@ def _how(situation: Situation, taken: Prediction) -> list[str]:
             f"In DDP: ddp.register_comm_hook(SparseHookState({setting}, momentum=0.9), sparse_hook), and no momentum "
             "in the optimizer."
         )
-    return [how, "STEPS: the first tenth of yours, in which all is sent.", learns]
+    return [how, "STEPS: the first tenth of yours, in which all is sent.", *chosen, learns]
 
 
 def _is_dense(prediction: Prediction) -> bool:
     return prediction.name == "dense"
 
 
-def _told(p: Prediction, step: float) -> dict[str, Any]:
+def _told(step: Step) -> dict[str, Any]:
+    p = step.prediction
     return {
         "algorithm": p.algorithm,
         "options": dict(p.options),
         "density": p.density,
         "wire": p.wire,
-        "step_seconds": step,
+        "step_seconds": step.seconds,
+        "mean_step_seconds": step.mean,
     }
 
 

@@ -7,7 +7,7 @@ import contextlib
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,14 +23,26 @@ from sparse_collectives.prediction.cost import (
     BACKWARD_SHARE,
     Handling,
     Prediction,
+    predict,
     predict_all,
     step_seconds,
     with_whole,
 )
 from sparse_collectives.wire.wire import WIRES
 
-Steps = list[tuple[Prediction, float]]
-"""Exchanges, each with the seconds of its step."""
+WARM_UP_SHARE = 0.1
+"""Of a training's steps: the first ones, in which the advised lines send all."""
+
+
+class Step(NamedTuple):
+    """seconds: of a training step with this exchange, after the warm-up. mean: of a step over the whole training."""
+
+    prediction: Prediction
+    seconds: float
+    mean: float
+
+
+Steps = list[Step]
 
 
 @dataclass(frozen=True)
@@ -42,6 +54,7 @@ class Situation:
     ping-pong in pairs, if measured. handling: a rank's own costs by density. taken: the share of the time that others
     had the cores meanwhile, see `share_taken`. optimizer: one of `OPTIMIZERS`. tiny: elements of tensors of fewer than
     `TINY`, which are summed whole beside a selection from updates; of numbers without a model they are not known.
+    chosen: the densities are the user's own, not the usual ones.
     """
 
     numel: int
@@ -56,6 +69,7 @@ class Situation:
     taken: float = 0.0
     optimizer: str = "sgd"
     tiny: int = 0
+    chosen: bool = False
 
     @property
     def sends_updates(self) -> bool:
@@ -63,18 +77,43 @@ class Situation:
         return self.optimizer != "sgd"
 
     def predictions(self) -> Steps:
-        """All exchanges, each with the seconds of its step, fastest step first; of each only the fastest variant.
+        """All exchanges, the fastest over a whole training first; of each only the fastest variant.
 
         Their wires are those on which merging was measured, and fp32.
         """
         found = predict_all(size=self.ranks, numel=self.numel, link=self.link, handling=self.handling)
         if self.sends_updates:
             found = [with_whole(p, self.tiny, size=self.ranks, link=self.link) for p in found]
-        steps = [(p, step_seconds(p, compute=self.compute, backward=self._hides(p))) for p in found]
-        fastest: dict[tuple[str, float, str], tuple[Prediction, float]] = {}
-        for p, step in sorted(steps, key=lambda pair: pair[1]):
-            fastest.setdefault((p.algorithm, p.density, p.wire), (p, step))
+        fastest: dict[tuple[str, float, str], Step] = {}
+        for step in sorted(map(self._step, found), key=lambda step: step.mean):
+            p = step.prediction
+            fastest.setdefault((p.algorithm, p.density, p.wire), step)
         return list(fastest.values())
+
+    def _step(self, prediction: Prediction) -> Step:
+        """With the warm-up that is advised beside it; whole gradients have none."""
+        times: dict[str, Any] = {"compute": self.compute, "backward": self._hides(prediction)}
+        seconds = step_seconds(prediction, **times)
+        if prediction.density == 1:
+            return Step(prediction, seconds, seconds)
+        first = step_seconds(self._sending_all(prediction), **times)
+        return Step(prediction, seconds, WARM_UP_SHARE * first + (1 - WARM_UP_SHARE) * seconds)
+
+    def _sending_all(self, prediction: Prediction) -> Prediction:
+        """The same exchange with k = n, as in the warm-up, on its own wire: `WarmUp` changes k, not the algorithm.
+
+        What an entry costs is taken from the largest density that was measured, where calls weigh least.
+        """
+        return predict(
+            prediction.algorithm,
+            size=self.ranks,
+            numel=self.numel,
+            k=self.numel,
+            link=self.link,
+            handling=self.handling[max(self.handling)],
+            wire=prediction.wire,
+            options=prediction.options,
+        )
 
     def _hides(self, prediction: Prediction) -> float:
         return 0.0 if self.sends_updates and prediction.density < 1 else self.hidden
@@ -138,6 +177,7 @@ def find_out(flags: argparse.Namespace, comm: Communicator, say: Callable[[str],
         taken=statistics.mean(taken),
         optimizer=flags.optimizer,
         tiny=tiny,
+        chosen=flags.chosen,
     )
 
 
