@@ -151,6 +151,24 @@ def a_nan_on_one_rank_is_an_error_on_all():
         run.step(2)  # all ranks go on
 
 
+def no_nan_stays_after_the_error():
+    """More of them than one selection takes out; what had waited before the step waits still."""
+    for settings in ({"momentum": 0.5}, {"algorithm": "oktopk"}, {"algorithm": "powersgd"}, {"dense_below": 7}):
+        run = Run(**settings)
+        run.step(0)
+        before = run.state.state_dict()["distributed"]["residuals"]["second.weight"].clone()
+        run.optimizer.zero_grad()
+        spoiled = dist.get_rank() == 2
+        with pytest.raises(CollectiveError, match=r"rank 1: the gradient of 'second\.weight' is not finite"):
+            run.backward(1, slice(None) if spoiled else None)
+        assert all(bool(tensor.isfinite().all()) for tensor in run.bits()), settings
+        kept = run.state.state_dict()["distributed"]["residuals"]["second.weight"]
+        assert torch.equal(kept, before) or dist.get_rank() < 2
+        run.step(2)
+        run.step(3)
+        assert all(bool(tensor.isfinite().all()) for tensor in run.bits()), settings
+
+
 def a_nan_on_one_rank_is_skipped_on_all():
     run = Run(nonfinite="skip", momentum=0.5)
     run.step(0)
@@ -259,6 +277,7 @@ def a_second_call_on_one_model_is_refused():
 
 
 LAWS = [
+    no_nan_stays_after_the_error,
     a_wrong_mesh_is_refused_before_anything_is_written,
     nodes_whose_ranks_are_in_another_order_are_refused,
     a_second_call_on_one_model_is_refused,

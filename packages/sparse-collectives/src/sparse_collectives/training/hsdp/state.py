@@ -18,7 +18,7 @@ from torch.autograd import Variable
 from sparse_collectives.algorithm import Algorithm
 from sparse_collectives.algorithms.table import AUTO
 from sparse_collectives.training.ddp.buckets import spans_of, unused_spans
-from sparse_collectives.training.exchange import Exchange
+from sparse_collectives.training.hsdp.clean import CleanExchange
 from sparse_collectives.training.hsdp.mesh import joined
 from sparse_collectives.training.hsdp.outcome import Outcome, agreed
 from sparse_collectives.training.hsdp.shards import Shard, shards_of
@@ -145,7 +145,7 @@ class HsdpState:
             tentative=nonfinite == "skip",
         )
         self._chosen, self._names = chosen, list(self._named)
-        self._exchange = Exchange(chosen.scheme, self._comm, self._names, owner=OWNER, nonfinite=nonfinite)
+        self._exchange = CleanExchange(chosen.scheme, self._comm, self._names, owner=OWNER, nonfinite=nonfinite)
         self._pending: list[tuple[Work[Tensor], Tensor]] = []
         self._error: CollectiveError | None = None
         self._in_backward = False
