@@ -151,6 +151,24 @@ def a_nan_on_one_rank_is_an_error_on_all():
         run.step(2)  # all ranks go on
 
 
+def no_nan_stays_after_the_error():
+    """More of them than one selection takes out; what had waited before the step waits still."""
+    for settings in ({"momentum": 0.5}, {"algorithm": "oktopk"}, {"algorithm": "powersgd"}, {"dense_below": 7}):
+        run = Run(**settings)
+        run.step(0)
+        before = run.state.state_dict()["distributed"]["residuals"]["second.weight"].clone()
+        run.optimizer.zero_grad()
+        spoiled = dist.get_rank() == 2
+        with pytest.raises(CollectiveError, match=r"rank 1: the gradient of 'second\.weight' is not finite"):
+            run.backward(1, slice(None) if spoiled else None)
+        assert all(bool(tensor.isfinite().all()) for tensor in run.bits()), settings
+        kept = run.state.state_dict()["distributed"]["residuals"]["second.weight"]
+        assert torch.equal(kept, before) or dist.get_rank() < 2
+        run.step(2)
+        run.step(3)
+        assert all(bool(tensor.isfinite().all()) for tensor in run.bits()), settings
+
+
 def a_nan_on_one_rank_is_skipped_on_all():
     run = Run(nonfinite="skip", momentum=0.5)
     run.step(0)
@@ -213,7 +231,56 @@ def what_would_be_wrong_is_refused():
         DistributedOptimizer(torch.optim.SGD(partly.parameters(), lr=1.0), partly.named_parameters())
 
 
+WRONG_MESHES = [  # of the model and its first layer, of its second, between; and what the error says
+    ("inside", "inside", "inside", r"between has the ranks \[(0, 1|2, 3)\], of which \[\d, \d\] share"),
+    ("between", "between", "between", r"between has the ranks \[(0, 2|1, 3)\], of which \[\d, \d\] share"),
+    ("inside", "inside", "all", r"between has the ranks \[0, 1, 2, 3\], of which \[(0, 1|2, 3)\] share"),
+    ("all", "all", "between", r"between has the ranks \[(0, 2|1, 3)\], of which \[\d, \d\] share"),
+    ("inside", "between", "between", r"'1' is sharded over the ranks \[\d, \d\], but '0' over \[(0, 1|2, 3)\]"),
+    ("inside", "inside", "both", r"between is a DeviceMesh of 2 dimensions \('between', 'inside'\), expected one"),
+]
+
+
+def a_wrong_mesh_is_refused_before_anything_is_written():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "inside"))
+    meshes = {"between": mesh["between"], "inside": mesh["inside"], "both": mesh}
+    meshes["all"] = init_device_mesh("cpu", (4,))
+    for most, second, between, reason in WRONG_MESHES:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))  # all parts are of one size
+        for module, its in ((model[0], most), (model[1], second), (model, most)):
+            fully_shard(module, mesh=meshes[its])
+        for p in model.parameters():
+            nn.init.constant_(p, dist.get_rank())
+        given = dist.group.WORLD if between == "all" else meshes[between]
+        with pytest.raises(ValueError, match=reason):
+            sparse_hsdp(model, given, density=0.2)
+        assert all(bool((p.to_local() == dist.get_rank()).all()) for p in model.parameters())
+
+
+def nodes_whose_ranks_are_in_another_order_are_refused():
+    """Rank 3 stands in the place of 0, and 2 in that of 1: each would get another part's parameters."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "inside"))
+    crossed = [dist.new_group(ranks) for ranks in ([0, 3], [1, 2])]
+    model = Model()
+    fully_shard(model, mesh=mesh["inside"])
+    with pytest.raises(ValueError, match=r"rank \d has place (0 of 2 .* place 1|1 of 2 .* place 0) of 2"):
+        sparse_hsdp(model, crossed[dist.get_rank() in (1, 2)], density=0.2)
+
+
+def a_second_call_on_one_model_is_refused():
+    run = Run()
+    with pytest.raises(ValueError, match="module '' has an all-reduce hook already"):
+        sparse_hsdp(run.model, run.mesh["between"], density=0.2)
+    for step in range(3):
+        run.step(step)
+    run.check_conservation()
+
+
 LAWS = [
+    no_nan_stays_after_the_error,
+    a_wrong_mesh_is_refused_before_anything_is_written,
+    nodes_whose_ranks_are_in_another_order_are_refused,
+    a_second_call_on_one_model_is_refused,
     nothing_is_lost,
     as_torchs_own_where_all_is_sent,
     exchanges_go_on_during_backward,

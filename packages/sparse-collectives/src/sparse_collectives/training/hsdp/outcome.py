@@ -24,10 +24,15 @@ def agreed(own: Outcome, inside: Communicator) -> Outcome:
     found = [int(flag) for flag in _gathered(flags, inside)]
     if not any(flag & 2 for flag in found):
         return Outcome(None, not any(found))
-    said = str(own.error or "").encode()[:REASON_BYTES]
+    return Outcome(CollectiveError(told(str(own.error or ""), inside)), False)
+
+
+def told(own: str, inside: Communicator) -> str:
+    """The first rank's words that has any, on all ranks; "" where nobody has. What is beyond `REASON_BYTES` is cut."""
+    said = own.encode()[:REASON_BYTES]
     reasons = _gathered(torch.frombuffer(bytearray(said.ljust(REASON_BYTES)), dtype=torch.uint8), inside)
-    first = next(reason for reason, flag in zip(reasons, found, strict=True) if flag & 2)
-    return Outcome(CollectiveError(bytes(first.tolist()).decode(errors="ignore").rstrip()), False)
+    words = (bytes(reason.tolist()).decode(errors="ignore").rstrip() for reason in reasons)
+    return next((word for word in words if word), "")
 
 
 def _gathered(own: torch.Tensor, inside: Communicator) -> list[torch.Tensor]:

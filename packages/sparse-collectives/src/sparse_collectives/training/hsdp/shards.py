@@ -58,7 +58,8 @@ class Shard:
 def shards_of(model: nn.Module) -> tuple[list[Shard], dict[str, nn.Parameter]]:
     """All that `fully_shard` made of a model, and its parameters by name.
 
-    Raises ValueError where it made nothing of it, where parameters are in none, and where it sums between nodes itself.
+    Raises ValueError where it made nothing of it, where parameters are in none, where it sums between nodes
+    itself, and where another hook does.
     """
     from torch.distributed.fsdp import FSDPModule  # here, because it takes seconds to import
 
@@ -77,6 +78,11 @@ def shards_of(model: nn.Module) -> tuple[list[Shard], dict[str, nn.Parameter]]:
         raise ValueError(
             "fully_shard was given a mesh of two dimensions, so it sums whole gradients between nodes by itself: give "
             "it the one inside a node, fully_shard(module, mesh=mesh['inside'])"
+        )
+    if taken := [shard.name for shard in shards if shard.group._all_reduce_hook is not None]:
+        raise ValueError(
+            f"module {taken[0]!r} has an all-reduce hook already, of sparse_hsdp or set_all_reduce_hook: "
+            "call sparse_hsdp once for a model, and keep what it returns"
         )
     sharded = {id(p.sharded_param) for shard in shards for p in shard.group.fsdp_params}
     if left := [name for name, p in named.items() if id(p) not in sharded and p.requires_grad]:

@@ -7,19 +7,19 @@ from functools import partial
 from typing import Any
 
 import torch
-from communicators import CollectiveError, Communicator, Work, as_communicator
+from communicators import CollectiveError, Communicator, Work
 from communicators.replicas.first_broadcast import broadcast_parameters
 from communicators.replicas.parameters import check_pairs
 from communicators.replicas.saved_by import KEY
 from sparse_compress import Compressor
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.distributed.device_mesh import DeviceMesh
 
 from sparse_collectives.algorithm import Algorithm
 from sparse_collectives.algorithms.table import AUTO
 from sparse_collectives.training.ddp.buckets import spans_of, unused_spans
-from sparse_collectives.training.exchange import Exchange
+from sparse_collectives.training.hsdp.clean import CleanExchange
+from sparse_collectives.training.hsdp.mesh import joined
 from sparse_collectives.training.hsdp.outcome import Outcome, agreed
 from sparse_collectives.training.hsdp.shards import Shard, shards_of
 from sparse_collectives.training.scheme import choose_scheme
@@ -72,7 +72,8 @@ def sparse_hsdp(
             twice their memory.
 
     Raises:
-        TypeError, ValueError: A setting, or a model that is not sharded so.
+        TypeError, ValueError: A setting, a model that is not sharded so or was given before, or ranks that make no grid
+            of nodes and places inside them; on every rank, before anything is written.
     """
     return HsdpState(
         model,
@@ -130,8 +131,7 @@ class HsdpState:
         check_settings(algorithm, options, wire, compressor, momentum, "the optimizer")
         self._shards, self._named = shards_of(model)
         check_pairs(list(self._named.items()))
-        self._comm = as_communicator(between.get_group() if isinstance(between, DeviceMesh) else between)
-        self._inside = as_communicator(self._shards[0].group.mesh_info.shard_process_group)
+        self._comm, self._inside = joined(self._shards, between)
         self._steps, self._nonfinite, self.skipped = Steps(compressor, density, None), nonfinite, 0
         chosen = choose_scheme(
             self._comm,
@@ -145,7 +145,7 @@ class HsdpState:
             tentative=nonfinite == "skip",
         )
         self._chosen, self._names = chosen, list(self._named)
-        self._exchange = Exchange(chosen.scheme, self._comm, self._names, owner=OWNER, nonfinite=nonfinite)
+        self._exchange = CleanExchange(chosen.scheme, self._comm, self._names, owner=OWNER, nonfinite=nonfinite)
         self._pending: list[tuple[Work[Tensor], Tensor]] = []
         self._error: CollectiveError | None = None
         self._in_backward = False
