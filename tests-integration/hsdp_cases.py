@@ -213,7 +213,42 @@ def what_would_be_wrong_is_refused():
         DistributedOptimizer(torch.optim.SGD(partly.parameters(), lr=1.0), partly.named_parameters())
 
 
+def nothing_of_a_step_is_kept_after_the_next():
+    run = Run()
+    for step in range(4):
+        run.step(step)
+        assert 0 < len(run.state._exchange.tally._step) <= 3  # of three modules
+
+
+class Breaks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, given):
+        return given.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ValueError("broken on the way back")
+
+
+def a_backward_that_breaks_is_over():
+    """What had come of it is taken back, as after an error of the exchange; then all goes on."""
+    run = Run(nonfinite="skip")
+    run.step(0)
+    before = run.bits()
+    gradients = gradients_of(1, dist.get_rank())
+    gradients[0][1] = Breaks.apply(gradients[0][1].requires_grad_())  # when the second layer's are under way
+    with pytest.raises(ValueError, match="broken on the way back"):
+        run.model(gradients).backward()
+    assert all(map(torch.equal, run.bits(), before))  # a state_dict, too
+    run.optimizer.zero_grad()
+    for step in range(2, 4):
+        run.step(step)
+    run.check_conservation()
+
+
 LAWS = [
+    nothing_of_a_step_is_kept_after_the_next,
+    a_backward_that_breaks_is_over,
     nothing_is_lost,
     as_torchs_own_where_all_is_sent,
     exchanges_go_on_during_backward,
