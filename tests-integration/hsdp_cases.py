@@ -6,6 +6,9 @@ Gradients are integers, and so exact: what all nodes gave is what was applied pl
 from __future__ import annotations
 
 import io
+import re
+import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -220,35 +223,32 @@ def nothing_of_a_step_is_kept_after_the_next():
         assert 0 < len(run.state._exchange.tally._step) <= 3  # of three modules
 
 
-class Breaks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, given):
-        return given.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise ValueError("broken on the way back")
-
-
-def a_backward_that_breaks_is_over():
-    """What had come of it is taken back, as after an error of the exchange; then all goes on."""
-    run = Run(nonfinite="skip")
-    run.step(0)
-    before = run.bits()
-    gradients = gradients_of(1, dist.get_rank())
-    gradients[0][1] = Breaks.apply(gradients[0][1].requires_grad_())  # when the second layer's are under way
-    with pytest.raises(ValueError, match="broken on the way back"):
-        run.model(gradients).backward()
-    assert all(map(torch.equal, run.bits(), before))  # a state_dict, too
-    run.optimizer.zero_grad()
-    for step in range(2, 4):
-        run.step(step)
-    run.check_conservation()
+def a_bad_match_of_optimizer_is_said_once():
+    adam, sgd = torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9)
+    told = [
+        (adam, {"density": 0.05}, "AdamW behind a sparse exchange.*or algorithm=.dense."),
+        (adam, {"momentum": 0.9}, "AdamW"),
+    ]
+    silent = [(adam, {"algorithm": "dense"}), (sgd, {})]
+    for kind, settings, said in [
+        *told,
+        (sgd, {"momentum": 0.9}, "momentum is on twice"),
+        *((*one, "") for one in silent),
+    ]:
+        run = Run(**settings)
+        run.optimizer = kind(run.model.parameters(), lr=0.01)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for step in range(3):
+                run.step(step)
+        found = [str(one.message) for one in caught if issubclass(one.category, UserWarning)]
+        assert len(found) == bool(said), found
+        assert all(re.search(said, one) for one in found), found
 
 
 LAWS = [
+    a_bad_match_of_optimizer_is_said_once,
     nothing_of_a_step_is_kept_after_the_next,
-    a_backward_that_breaks_is_over,
     nothing_is_lost,
     as_torchs_own_where_all_is_sent,
     exchanges_go_on_during_backward,

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from sparse_collectives.training.clipping import ClippingAfter
 from sparse_collectives.training.ddp.buckets import Buckets
 from sparse_collectives.training.step_watch import watch
-from sparse_collectives.training.unfit import warn_of
+from sparse_collectives.training.unfit import UNDER_DDP, warn_of
 
 
 class SeenOptimizer:
@@ -41,7 +41,7 @@ class SeenOptimizer:
             return True
         if not self._introduced:
             self._introduced = True
-            warn_of(optimizer, momentum=self._momentum, density=self._density, under_ddp=True, stacklevel=6)
+            warn_of(optimizer, momentum=self._momentum, density=self._density, behind=UNDER_DDP, stacklevel=6)
         if self._clipping is None:
             self._looks = False
             return False
