@@ -153,7 +153,7 @@ class HsdpState:
         settings = f"{chosen.algorithm}, {wire=}, {momentum=}, {nonfinite=}, {', '.join(chosen.settings)}"
         parts = {name: _part(p) for name, p in self._named.items()}
         broadcast_parameters(parts, self._comm, what=OWNER, settings=settings)
-        self._seen = None  # kept here, because nobody else does
+        self._seen: SeenOptimizer | None = None  # kept here, because nobody else does
         if chosen.entry is not None and chosen.entry.compresses:
             density_then = self._steps.last_density
             self._seen = SeenOptimizer(self._named.values(), momentum=momentum, density=density_then)
