@@ -6,6 +6,9 @@ Gradients are integers, and so exact: what all nodes gave is what was applied pl
 from __future__ import annotations
 
 import io
+import re
+import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -276,11 +279,43 @@ def a_second_call_on_one_model_is_refused():
     run.check_conservation()
 
 
+def nothing_of_a_step_is_kept_after_the_next():
+    run = Run()
+    for step in range(4):
+        run.step(step)
+        assert 0 < len(run.state._exchange.tally._step) <= 3  # of three modules
+
+
+def a_bad_match_of_optimizer_is_said_once():
+    adam, sgd = torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9)
+    told = [
+        (adam, {"density": 0.05}, "AdamW behind a sparse exchange.*or algorithm=.dense."),
+        (adam, {"momentum": 0.9}, "AdamW"),
+    ]
+    silent = [(adam, {"algorithm": "dense"}), (sgd, {})]
+    for kind, settings, said in [
+        *told,
+        (sgd, {"momentum": 0.9}, "momentum is on twice"),
+        *((*one, "") for one in silent),
+    ]:
+        run = Run(**settings)
+        run.optimizer = kind(run.model.parameters(), lr=0.01)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for step in range(3):
+                run.step(step)
+        found = [str(one.message) for one in caught if issubclass(one.category, UserWarning)]
+        assert len(found) == bool(said), found
+        assert all(re.search(said, one) for one in found), found
+
+
 LAWS = [
     no_nan_stays_after_the_error,
     a_wrong_mesh_is_refused_before_anything_is_written,
     nodes_whose_ranks_are_in_another_order_are_refused,
     a_second_call_on_one_model_is_refused,
+    a_bad_match_of_optimizer_is_said_once,
+    nothing_of_a_step_is_kept_after_the_next,
     nothing_is_lost,
     as_torchs_own_where_all_is_sent,
     exchanges_go_on_during_backward,

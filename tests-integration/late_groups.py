@@ -10,6 +10,7 @@ import torch.distributed as dist
 from sparse_collectives import DistributedOptimizer, SparseHookState, sparse_hook
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 
 def model_of():
@@ -108,6 +109,29 @@ def a_state_that_is_never_asked(rendezvous):
         dist.destroy_process_group()
 
 
+def a_state_that_is_asked_later(rendezvous):
+    """Registered, but a copy of its module, or another model, is what comes first: nothing is said of that."""
+    for names in (True, False):
+        rendezvous.open_group()
+        model, other = model_of(), model_of()
+        ddp = DistributedDataParallel(model)
+        state = SparseHookState(density=0.2, named_parameters=model.named_parameters() if names else ())
+        ddp.register_comm_hook(state, sparse_hook)
+        optimizer, unrelated = (torch.optim.SGD(one.parameters(), lr=0.01) for one in (ddp, other))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            averaged = AveragedModel(ddp)
+            for _ in range(25):
+                unrelated.step()
+            if names:
+                optimizer.step()  # as torch does to fill an optimizer's state for a checkpoint
+            for step in range(25):
+                backward(ddp, step, rendezvous)
+                optimizer.step()
+                averaged.update_parameters(ddp)
+        dist.destroy_process_group()
+
+
 def a_state_of_an_earlier_group(rendezvous):
     rendezvous.open_group()
     state = SparseHookState()
@@ -154,6 +178,7 @@ LAWS = [
     a_state_looked_at_before,
     a_state_loaded_before,
     a_state_that_is_never_asked,
+    a_state_that_is_asked_later,
     a_state_of_an_earlier_group,
     an_optimizer_made_before,
     an_optimizer_alone_on_purpose,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -64,6 +66,18 @@ def an_optimizer_joins():
         assert agreed(model.parameters())
 
 
+def who_has_finished_is_not_told_how_to_make_gradients():
+    model, _, optimizer = made(sends="updates")
+    with warnings.catch_warnings(), Join([optimizer]):
+        warnings.simplefilter("error")
+        for step in range(steps_here()):
+            optimizer.zero_grad()
+            with optimizer.ahead():
+                model(gradients_of(step, dist.get_rank())).backward()
+            optimizer.step()
+    assert agreed(model.parameters())
+
+
 def the_last_ones_schedule_counts():
     model, inner, optimizer = made(after=0.5)
     schedule = torch.optim.lr_scheduler.ExponentialLR(inner, 0.5)
@@ -99,4 +113,10 @@ def ddps_own_join():
         run.check_conservation()
 
 
-LAWS = [an_optimizer_joins, the_last_ones_schedule_counts, what_join_cannot_do_is_refused, ddps_own_join]
+LAWS = [
+    an_optimizer_joins,
+    who_has_finished_is_not_told_how_to_make_gradients,
+    the_last_ones_schedule_counts,
+    what_join_cannot_do_is_refused,
+    ddps_own_join,
+]

@@ -11,7 +11,7 @@ from communicators.worlds.alone import Alone
 from hypothesis import given
 from hypothesis import strategies as st
 from sparse_collectives import DistributedOptimizer, SparseHookState
-from sparse_collectives.training.tally import covered
+from sparse_collectives.training.tally import Tally, covered
 from torch import nn
 
 NUMEL = 64 * 16 + 16 + 16 + 1
@@ -91,6 +91,30 @@ def test_seconds_are_hidden_while_the_rank_computes_and_waited_for_after_that():
 def test_what_spans_cover_is_counted_once(spans):
     spans = [(begin, begin + length) for begin, length in spans]
     assert covered(spans) == len({second for begin, end in spans for second in range(begin, end)})
+
+
+class Span:
+    """Of something that was under way."""
+
+    def __init__(self, began, ended):
+        self.began, self.ended = began, ended
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=30))
+def test_a_tally_keeps_nothing_that_is_over_although_nobody_says_that_it_waits(pauses):
+    """And counts the same seconds, whether they are added up one by one or at the end."""
+    now, spans = 0, []
+    tally = Tally(lambda: float(now))
+    for pause, length in pauses:
+        now += pause
+        one = tally.begin(dense=1)
+        assert len(tally._step) == 1
+        spans.append((now, now + length))
+        one.sent, one.work = 2, Span(*spans[-1])
+        now += length
+    numbers = tally.numbers()
+    assert (numbers["bytes_sent"], numbers["bytes_dense"]) == (2 * len(pauses), len(pauses))
+    assert (numbers["seconds_exchanging"], numbers["seconds_waited"]) == (covered(spans), 0)
 
 
 def test_what_waits_and_what_was_skipped():

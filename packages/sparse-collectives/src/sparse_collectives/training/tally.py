@@ -27,6 +27,11 @@ class Exchanged:
     sent: int = 0
     work: Timed | None = None
 
+    @property
+    def is_over(self) -> bool:
+        """Also where it failed before it was under way."""
+        return self.work is None or self.work.ended is not None
+
     def counted(self, schedule: Schedule[R]) -> Schedule[R]:
         """The same schedule; what its rounds send is counted, by whichever thread carries them."""
         received: Any = None
@@ -44,7 +49,10 @@ class Exchanged:
 
 
 class Tally:
-    """Of all exchanges since it was made. Those of a step are kept one by one until the next step begins.
+    """Of all exchanges since it was made.
+
+    Those of a step are kept one by one until the next step begins, or until all of them are over: what begins later
+    shares no second with them.
 
     dense: bytes that whole gradients would have taken.
     """
@@ -57,7 +65,7 @@ class Tally:
 
     def begin(self, *, dense: int) -> Exchanged:
         """One more; the first after a wait belongs to the next step."""
-        if self._waits is not None:
+        if self._waits is not None or all(one.is_over for one in self._step):
             self._sent += sum(one.sent for one in self._step)
             under_way, waited = self._seconds()
             self._under_way, self._waited = self._under_way + under_way, self._waited + waited

@@ -43,7 +43,7 @@ class Shadow(JoinHook):
         """A step of the others."""
         self._tells = False
         self._optimizer.zero_grad()
-        self._optimizer.step()
+        self._optimizer.step(_no_gradients)  # a closure: the optimizer calls it where gradients are to be made
         self._optimizer.zero_grad()
 
     def post_hook(self, is_last_joiner: bool) -> None:
@@ -54,6 +54,10 @@ class Shadow(JoinHook):
         last[comm.rank] = float(is_last_joiner)
         source = int(allreduce(last, comm).nonzero()[0])
         _take_over(source, _tensors_of(inner), comm)
+
+
+def _no_gradients() -> float:
+    return 0.0
 
 
 def _tensors_of(optimizer: Optimizer) -> list[Tensor]:

@@ -27,6 +27,8 @@ UNDER_DDP = (
     '"dense-int8" was not measured with Adam'
 )
 
+UNDER_FSDP = 'sparse_hsdp exchanges gradients only: take SGD with momentum= here, or algorithm="dense"'
+
 
 def warn_of(
     optimizer: Optimizer,
@@ -34,22 +36,23 @@ def warn_of(
     momentum: float,
     density: float,
     sends: str = "gradients",
-    under_ddp: bool = False,
+    behind: str | None = None,
     stacklevel: int,
 ) -> None:
     """A UserWarning for what is known to learn badly where gradients are selected from; see the README.
 
-    density: what is sent in the end. Adam alone is remarked on below `ENOUGH`.
+    behind: what to do instead, of an optimizer that is not wrapped. density: what is sent in the end. Adam alone is
+    remarked on below `ENOUGH`.
     """
     if sends == "updates":
         return
     said = None
-    instead = UNDER_DDP if under_ddp else INSTEAD
+    instead = behind or INSTEAD
     if any("betas" in group for group in optimizer.param_groups):
         if momentum or density < ENOUGH:
             text = ADAPTIVE_TWICE if momentum else ADAPTIVE
             said = text.format(name=type(optimizer).__name__, instead=instead)
     elif momentum and any(group.get("momentum", 0) for group in optimizer.param_groups):
-        said = TWICE.format(optimizer="optimizer" if under_ddp else "wrapped optimizer")
+        said = TWICE.format(optimizer="optimizer" if behind else "wrapped optimizer")
     if said is not None:
         warnings.warn(said, stacklevel=stacklevel + 1)

@@ -162,7 +162,7 @@ class SparseHookState:
         self._seen = SeenOptimizer(
             self._buckets, momentum=self._momentum, density=self._steps.last_density, scaled=grad_scaler is not None
         )
-        self._unasked = Unasked(self._parameters.values())
+        self._unasked = Unasked(self._parameters.values(), state=self)
         self._found: tuple[Any, Communicator, Chosen, Exchange] | None = None
         self._waiting: dict[str, Any] | None = None  # a copy's state, until its ranks are looked up
         if self._looks_up_at_once and (process_group is not None or default_group() is not None):
@@ -378,6 +378,8 @@ class SparseHookState:
         SparseHookState.__init__(self, None, **parts["settings"], named_parameters=parts["named"])
         self._group, self._waiting = group, parts["kept"]
         self._buckets.know(parts["known"])
+        self._unasked.end()
+        self._unasked = Unasked(self._buckets.parameters.values(), state=None)
 
     def _world(self) -> tuple[Any, Communicator, Chosen, Exchange]:
         """The default group, the ranks, the algorithm, and the exchange among them: looked up and made once.

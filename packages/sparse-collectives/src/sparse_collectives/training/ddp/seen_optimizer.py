@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
-from typing import Any
-
 import torch
 from communicators import Bucket
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from sparse_collectives.training.clipping import ClippingAfter
 from sparse_collectives.training.ddp.buckets import Buckets
-from sparse_collectives.training.unfit import warn_of
+from sparse_collectives.training.step_watch import watch
+from sparse_collectives.training.unfit import UNDER_DDP, warn_of
 
 
 class SeenOptimizer:
@@ -27,12 +24,12 @@ class SeenOptimizer:
         self._buckets, self._momentum, self._density = buckets, momentum, density
         self._clipping = None if scaled else ClippingAfter("SparseHookState")
         self._squares: dict[tuple[int, ...], Tensor] = {}  # of the means as the exchange gave them, by bucket
-        self._introduced = False
-        self._watch: Any = register_optimizer_step_post_hook(_seen_by(weakref.ref(self)))
+        self._introduced, self._looks = False, True
+        watch(self)
 
     def note(self, bucket: Bucket, given: Tensor) -> None:
         """What DDP is given for a bucket."""
-        if self._watch is not None:
+        if self._looks:
             norm = torch.zeros(()) if self._clipping is None else torch.linalg.vector_norm(given, dtype=torch.float64)
             self._squares[bucket.members] = norm.square().detach()
 
@@ -44,26 +41,12 @@ class SeenOptimizer:
             return True
         if not self._introduced:
             self._introduced = True
-            warn_of(optimizer, momentum=self._momentum, density=self._density, under_ddp=True, stacklevel=6)
+            warn_of(optimizer, momentum=self._momentum, density=self._density, behind=UNDER_DDP, stacklevel=6)
         if self._clipping is None:
+            self._looks = False
             return False
         first = next(iter(self._squares.values()))
         self._clipping.note(torch.stack([square.to(first.device) for square in self._squares.values()]).sum().sqrt())
         self._squares = {}
-        return self._clipping.look(known)
-
-    def close(self) -> None:
-        """Looks no longer."""
-        if self._watch is not None:
-            self._watch.remove()
-            self._watch = None
-
-
-def _seen_by(seeing: weakref.ref[SeenOptimizer]) -> Any:
-    def look(optimizer: Optimizer, *given: Any) -> None:
-        del given
-        living = seeing()
-        if living is not None and not living.look(optimizer):
-            living.close()
-
-    return look
+        self._looks = self._clipping.look(known)
+        return self._looks

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 import weakref
 from collections.abc import Iterable
-from typing import Any
 
 from communicators.replicas.default_group import default_group
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from sparse_collectives.training.step_watch import unwatch, watch
 
 PATIENCE = 20
 """Steps of any optimizers, where it is not known whose parameters they should be."""
@@ -19,39 +20,42 @@ PATIENCE = 20
 class Unasked:
     """Looks at optimizers that step until DDP has brought the first bucket.
 
-    parameters: of the module; none: not known.
+    parameters: of the module; none: not known. state: whose; None: a copy's, which DDP keeps beside its own copy, but
+    registers nowhere, so that only parameters can tell.
     """
 
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
+    def __init__(self, parameters: Iterable[Tensor], *, state: object | None) -> None:
         self._ids, self._steps = {id(p) for p in parameters}, 0
-        self._watch: Any = register_optimizer_step_post_hook(_seen_by(weakref.ref(self)))
+        self._state = None if state is None else weakref.ref(state)
+        if self._ids or state is not None:
+            watch(self)
 
     def end(self) -> None:
         """Looks no longer."""
-        if self._watch is not None:
-            self._watch.remove()
-            self._watch = None
+        unwatch(self)
 
-    def look(self, optimizer: Optimizer) -> None:
+    def look(self, optimizer: Optimizer) -> bool:
         """At an optimizer that has stepped: its closure may have been what ran backward."""
         group = default_group()
         if group is None or group.size() == 1:
-            return
+            return True
         self._steps += 1
         held = any(id(p) in self._ids for its in optimizer.param_groups for p in its["params"])
-        if held or (not self._ids and self._steps >= PATIENCE):
-            self.end()
+        if not held and (self._ids or self._steps < PATIENCE):
+            return True
+        self.end()
+        if self._state is None or not is_registered(self._state()):
             warnings.warn(SAID.format(size=group.size()), stacklevel=5)
+        return False
 
 
-def _seen_by(seeing: weakref.ref[Unasked]) -> Any:
-    def look(optimizer: Optimizer, *given: Any) -> None:
-        del given
-        living = seeing()
-        if living is not None:
-            living.look(optimizer)
+def is_registered(state: object) -> bool:
+    """Whether a DDP module has been given it: DDP keeps (hook, state), and the state cannot see DDP.
 
-    return look
+    Looks through all that is alive, which takes a tenth of a second: for once in a training.
+    """
+    kept = [one for one in gc.get_referrers(state) if isinstance(one, tuple) and len(one) == 2]
+    return any(callable(hook) and given is state for hook, given in kept)
 
 
 SAID = (

@@ -21,6 +21,7 @@ from sparse_collectives.training.ddp.buckets import spans_of, unused_spans
 from sparse_collectives.training.hsdp.clean import CleanExchange
 from sparse_collectives.training.hsdp.mesh import joined
 from sparse_collectives.training.hsdp.outcome import Outcome, agreed
+from sparse_collectives.training.hsdp.seen_optimizer import SeenOptimizer
 from sparse_collectives.training.hsdp.shards import Shard, shards_of
 from sparse_collectives.training.scheme import choose_scheme
 from sparse_collectives.training.schemes.table import WholeScheme
@@ -152,6 +153,10 @@ class HsdpState:
         settings = f"{chosen.algorithm}, {wire=}, {momentum=}, {nonfinite=}, {', '.join(chosen.settings)}"
         parts = {name: _part(p) for name, p in self._named.items()}
         broadcast_parameters(parts, self._comm, what=OWNER, settings=settings)
+        self._seen: SeenOptimizer | None = None  # kept here, because nobody else does
+        if chosen.entry is not None and chosen.entry.compresses:
+            density_then = self._steps.last_density
+            self._seen = SeenOptimizer(self._named.values(), momentum=momentum, density=density_then)
         for shard in self._shards:
             shard.when_reduced(partial(self._reduced, shard))
 
@@ -230,6 +235,7 @@ class HsdpState:
 
     def _end(self) -> None:
         """Backward has ended, on every rank: what is under way is waited for, and all ranks learn how it went."""
+        self._exchange.tally.waits()
         pending, self._pending, self._in_backward = self._pending, [], False
         for work, flat in pending:
             try:
