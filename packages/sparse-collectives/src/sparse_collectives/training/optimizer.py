@@ -27,6 +27,7 @@ from sparse_collectives.training.clipping import ClippingAfter, check_clip_norm,
 from sparse_collectives.training.exchange import Exchange
 from sparse_collectives.training.gradients import gradients_of, made, unscale
 from sparse_collectives.training.means import Means
+from sparse_collectives.training.rewind import remembered
 from sparse_collectives.training.scheme import choose_scheme
 from sparse_collectives.training.schemes.table import WholeScheme
 from sparse_collectives.training.settings import (
@@ -53,7 +54,7 @@ from sparse_collectives.training.state_dict import (
 from sparse_collectives.training.steps import Schedule, Steps
 from sparse_collectives.training.uneven import Shadow, group_for_join
 from sparse_collectives.training.unfit import warn_of
-from sparse_collectives.training.updates import all_are_finite, taken
+from sparse_collectives.training.updates import taken
 
 SETTINGS = frozenset(
     {"algorithm", "bucket_bytes", "choice", "clip_norm", "comm", "compressor", "dense_below", "density", "momentum"}
@@ -112,10 +113,12 @@ class DistributedOptimizer(Wrapping):
             `overlap` BUCKET_BYTES.
         overlap: Each bucket's selection and exchange start during backward, as soon as its gradients are ready, those
             of the last layers first. All but the last backward of a step then belong into `no_sync()`.
-        nonfinite: "raise": a NaN or inf in any rank's gradient is a CollectiveError, on every rank, that names rank and
-            parameter; no parameter changes, but what residuals took in that step is lost. "skip": every rank skips the
-            step, counts it in `skipped`, and keeps residuals and momenta as they were, bit for bit, for twice their
-            memory; p.grad then holds the non-finite mean on every rank.
+        nonfinite: "raise": a NaN or inf in any rank's gradient, or update, is a CollectiveError, on every rank, that
+            names rank and parameter; no parameter changes, but what residuals took in that step is lost, and with
+            sends="updates" moments may have taken it. "skip": every rank skips the step, counts it in `skipped`, and
+            keeps residuals and momenta as they were, bit for bit, for twice their memory; p.grad then holds the
+            non-finite mean on every rank. With sends="updates" the wrapped optimizer's state too is as it was, for a
+            copy of it during step(), and p.grad stays.
         verify: Every so many steps the ranks compare a hash of the parameters, and where they differ it is a
             CollectiveError on every rank that says who and where; None or 0: never.
 
@@ -173,7 +176,7 @@ class DistributedOptimizer(Wrapping):
             dense_below=dense_below,
             selects=sends == "updates",
             parameters=list(trained.values()),
-            tentative=nonfinite == "skip" and sends == "gradients",
+            tentative=nonfinite == "skip",
         )
         super().__init__(optimizer)
         self._sends, self._steps = sends, Steps(compressor, density, verify)
@@ -194,9 +197,10 @@ class DistributedOptimizer(Wrapping):
             comm,
             self._names,
             owner="a DistributedOptimizer",
-            nonfinite=nonfinite if sends == "gradients" else "raise",  # gradients are looked at before the step
+            nonfinite=nonfinite,
             native=not overlap,
             clip_norm=clip_norm,
+            what=sends.removesuffix("s"),
         )
         self._ahead = Ahead(trained, partial(self._exchange.kept, "residuals"))
         buckets = buckets_of(self._trained, bucket_bytes)
@@ -457,14 +461,17 @@ class DistributedOptimizer(Wrapping):
     def _step_by_updates(self) -> None:
         self._begin_step()
         where = self._ahead.as_for_gradients(self._steps.last_density)
-        if self._nonfinite == "skip" and not all_are_finite(self._trained, self._comm):
-            self.skipped += 1
-            return
         self._steps.begin()  # before anything changes, in case the schedule gives what is no density
         self._exchange.clip([p.grad for p in self._trained if p.grad is not None])
+        undo = remembered(self.optimizer) if self._nonfinite == "skip" else None
         with where:
             updates = taken(self.optimizer, self._trained)
-        self._means.put(self._means.after(partial(self._means.start, dict(enumerate(updates)), clips=False)), updates)
+        means = self._means.after(partial(self._means.start, dict(enumerate(updates)), clips=False))
+        if undo is not None and not self._means.stands:
+            undo()
+            self.skipped += 1
+            return
+        self._means.put(means, updates)
         with torch.no_grad():
             torch._foreach_add_(self._trained, updates)
 
