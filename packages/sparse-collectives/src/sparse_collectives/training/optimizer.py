@@ -358,7 +358,8 @@ class DistributedOptimizer(Wrapping):
         evaluation does not: outside, parameters are alike on all ranks, bit for bit. `step(closure)` does it itself.
 
         Raises:
-            RuntimeError: Where gradients are sent, or inside another; so do `step` and states inside.
+            RuntimeError: Where gradients are sent, or inside another; so do `step` and states inside. At its end, where
+                a parameter was written to inside, which is undone.
         """
         if self._sends != "updates":
             raise RuntimeError('ahead() is for sends="updates": what waits of gradients is no part of parameters')
