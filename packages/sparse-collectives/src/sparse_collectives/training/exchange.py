@@ -156,6 +156,7 @@ class Exchange:
         self.scheme, self.comm, self._what = scheme, comm, what
         self._clip_norm = clip_norm
         self._names, self._owner, self._nonfinite, self._native = names, owner, nonfinite, native
+        self._loaded = ""  # a fact: residuals that only some ranks have loaded are lost on the others
         self._buckets: dict[str, Bucket] = {}  # by the name of their first member
         self._pool: dict[str, dict[str, Tensor]] = {memory: {} for memory in MEMORIES}  # of no bucket yet, by parameter
         self._agreed: list[Tensor] = []  # of this step, by bucket, 0-D bool: a GPU is asked once, at its end
@@ -259,6 +260,7 @@ class Exchange:
         self.scheme.reset(state)
         buckets, self._buckets, self._pool = self._buckets, {}, pool
         self._agreed, self._own = [], []
+        self._loaded = f" with a state of {state['steps']} steps loaded" if "steps" in state else " with a state loaded"
         for bucket in buckets.values():
             self.register(bucket)
 
@@ -280,14 +282,14 @@ class Exchange:
         return 2 * whole.numel() * whole.element_size() * (self.comm.size - 1) // self.comm.size
 
     def _launch(self, transfer: Transfer, bucket: Bucket, tallied: Exchanged) -> Work[Checked]:
-        facts = f"{transfer.facts} in {self._owner}"
+        facts = f"{transfer.facts} in {self._owner}{self._loaded}"
         schedule = tallied.counted(self._looked_at(transfer.schedule, transfer, bucket))
         return start(schedule, self.comm, facts=facts, device=bucket.device)
 
     def _sum(self, transfer: Transfer, bucket: Bucket, tallied: Exchanged) -> Checked:
         """The plain sum, by the transport where it has one."""
         assert transfer.summed is not None
-        total = self.comm.native_allreduce(transfer.summed, facts=f"{transfer.facts} in {self._owner}")
+        total = self.comm.native_allreduce(transfer.summed, facts=f"{transfer.facts} in {self._owner}{self._loaded}")
         if total is None:
             return self._launch(transfer, bucket, tallied).wait()
         tallied.sent += self._whole_nbytes(total)
@@ -299,7 +301,7 @@ class Exchange:
     def _looked_at(self, schedule: Schedule[Any], transfer: Transfer, bucket: Bucket) -> Schedule[Checked]:
         if self._nonfinite != "raise":
             return _unchecked(schedule)
-        where = f"{transfer.facts} in {self._owner}"
+        where = f"{transfer.facts} in {self._owner}{self._loaded}"
         place = self.comm.rank, self.comm.size
         return checked(schedule, transfer, bucket, self._names, *place, where=where, what=self._what)
 
