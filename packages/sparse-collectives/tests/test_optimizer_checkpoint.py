@@ -214,3 +214,16 @@ def test_a_state_that_only_one_rank_loads_is_told(sends):
             other.step(loss)
 
     SimulatedWorld(2).run(body)
+
+
+def test_a_state_of_another_optimizer_is_told_when_it_is_loaded():
+    model = nn.ParameterDict({"a": nn.Parameter(torch.ones(20))})
+
+    def wrapped(kind):
+        return DistributedOptimizer(kind(model.parameters(), lr=0.1), model.named_parameters(), sends="updates")
+
+    state = wrapped(torch.optim.AdamW).state_dict()
+    other = wrapped(torch.optim.SGD)
+    with pytest.raises(ValueError, match=r"have \['amsgrad'.*lack.*'momentum'.*expected those of a SGD"):
+        other.load_state_dict(state)
+    assert "momentum" in other.param_groups[0]

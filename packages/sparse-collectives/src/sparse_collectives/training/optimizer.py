@@ -43,6 +43,7 @@ from sparse_collectives.training.settings import (
 )
 from sparse_collectives.training.state_dict import (
     check_fit,
+    check_groups,
     check_saved_by,
     check_sent,
     complete,
@@ -308,6 +309,7 @@ class DistributedOptimizer(Wrapping):
         Returns:
             Plain numbers for any logger; `str` says them in a line. See `communicators.Stats`, and:
 
+            - bytes_sent: Of exchanges; hashes of `verify` and the first parameters are in `comm.bytes_sent` alone.
             - seconds_selecting: That choosing, rounding or factoring what is sent has taken.
             - density: The share of elements that a rank sends now; 1 where nothing is selected.
             - residual_norm: The 2-norm of what waits to be sent, of all parameters. Takes one pass over it.
@@ -440,6 +442,7 @@ class DistributedOptimizer(Wrapping):
         own = check_saved_by(state_dict, self._comm.rank, self._comm.size)
         check_sent(own, self._sends)
         wrapped = check_loaded({key: value for key, value in state_dict.items() if key != KEY}, own.get("wrapped"))
+        check_groups(wrapped, self.optimizer)
         if self._chosen.scheme.memories:
             check_fit(own, {name: p.shape for name, p in zip(self._names, self._trained, strict=True)})
         states = own["algorithm_state"] if own["algorithm"] == self._chosen.algorithm else []
