@@ -163,3 +163,17 @@ def test_gradients_that_are_sent_have_nothing_to_be_ahead_by():
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
     with pytest.raises(RuntimeError, match='for sends="updates"'):
         optimizer.ahead()
+
+
+def test_what_is_written_inside_is_an_error_and_parameters_are_put_back():
+    def body(comm):
+        model, optimizer = made(comm, "adamw", density=0.1)
+        before = flat(model.parameters())
+        with pytest.raises(RuntimeError, match=r"'2\.bias' was written to inside ahead"), optimizer.ahead():  # noqa: PT012
+            loss_of(model, comm.rank, 0).backward()
+            with torch.no_grad():
+                model[2].bias.clamp_(-0.01, 0.01)
+        assert torch.equal(flat(model.parameters()), before)
+        optimizer.step()
+
+    SimulatedWorld(2).run(body)

@@ -4,7 +4,7 @@ import io
 
 import pytest
 import torch
-from communicators import SimulatedWorld
+from communicators import CollectiveError, SimulatedWorld
 from sparse_collectives import ALGORITHMS, DistributedOptimizer, reshard_residuals
 from sparse_compress import RandomK, TopK
 from torch import nn
@@ -191,3 +191,39 @@ def test_dense_does_not_swallow_residuals():
     with pytest.raises(ValueError, match="residuals, which a dense exchange has no use for"):
         optimizer.load_state_dict(state)
     optimizer.load_state_dict(reshard_residuals([state], 1, drop=True)[0])
+
+
+@pytest.mark.parametrize("sends", ["gradients", "updates"])
+def test_a_state_that_only_one_rank_loads_is_told(sends):
+    def body(comm):
+        model = nn.ParameterDict({"a": nn.Parameter(torch.ones(20))})
+
+        def new():
+            inner = torch.optim.SGD(model.parameters(), lr=0.1)
+            return DistributedOptimizer(inner, model.named_parameters(), comm=comm, sends=sends, density=0.2)
+
+        def loss():
+            model["a"].grad = torch.arange(20.0)
+
+        optimizer = new()
+        optimizer.step(loss)
+        state, other = optimizer.state_dict(), new()
+        if comm.rank == 0:
+            other.load_state_dict(state)
+        with pytest.raises(CollectiveError, match="with a state of 1 steps loaded"):
+            other.step(loss)
+
+    SimulatedWorld(2).run(body)
+
+
+def test_a_state_of_another_optimizer_is_told_when_it_is_loaded():
+    model = nn.ParameterDict({"a": nn.Parameter(torch.ones(20))})
+
+    def wrapped(kind):
+        return DistributedOptimizer(kind(model.parameters(), lr=0.1), model.named_parameters(), sends="updates")
+
+    state = wrapped(torch.optim.AdamW).state_dict()
+    other = wrapped(torch.optim.SGD)
+    with pytest.raises(ValueError, match=r"have \['amsgrad'.*lack.*'momentum'.*expected those of a SGD"):
+        other.load_state_dict(state)
+    assert "momentum" in other.param_groups[0]

@@ -179,7 +179,7 @@ def test_a_gradient_that_is_not_finite_is_named_and_no_parameter_changes(optimiz
             give(model, comm, 0)
         if comm.rank == 1:
             model["b"].grad[0] = torch.inf
-        with pytest.raises(CollectiveError, match="rank 1: the gradient of 'b' is not finite"):
+        with pytest.raises(CollectiveError, match="rank 1: the update of 'b' is not finite"):
             optimizer_.step()
         assert torch.equal(flat(model), before)
 

@@ -39,7 +39,7 @@ class Ahead:
         if self.now:
             raise RuntimeError("ahead() inside ahead(): parameters are there already, leave out one of the two")
         self._used = True
-        return self._moved()
+        return self._for_gradients()
 
     def as_for_gradients(self, density: float) -> AbstractContextManager[None]:
         """For the wrapped optimizer's step: where the gradients were made, so that its weight decay fits them.
@@ -53,6 +53,19 @@ class Ahead:
             self._warned = True
             warnings.warn(LATE.format(density=density, wait=1 / density), stacklevel=5)
         return nullcontext()
+
+    @contextmanager
+    def _for_gradients(self) -> Iterator[None]:
+        with self._moved():
+            versions = [p._version for p in self._parameters]
+            yield
+            now = [p._version for p in self._parameters]
+        written = [name for name, old, new in zip(self._names, versions, now, strict=True) if old != new]
+        if written:
+            raise RuntimeError(
+                f"{written[0]!r} was written to inside ahead(), where parameters are not those of all ranks, and has "
+                "the value of before again: load, clamp or change parameters outside"
+            )
 
     @contextmanager
     def _moved(self) -> Iterator[None]:

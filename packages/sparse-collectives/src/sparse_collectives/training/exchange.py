@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sparse_collectives.training.clipping import clip_limit, clip_together
 from sparse_collectives.training.memories import MEMORIES
-from sparse_collectives.training.nonfinite import Checked, checked, unlawful
+from sparse_collectives.training.nonfinite import Checked, checked, refuse_nonfinite, unlawful
 from sparse_collectives.training.tally import Exchanged, Tally
 
 
@@ -136,6 +136,7 @@ class Exchange:
         `settle` tells whether the step stands, and undoes it where not. "pass": nobody looks.
     native: whole sums are left to the transport, where it has one, when their `Work` is waited for.
     clip_norm: of the mean, which `clip` reaches for by the ranks' own gradients; None: `clip` does nothing.
+    what: is exchanged, in messages.
     selection_seconds: until now, on this rank, by the communicator's clock.
     tally: what exchanges have cost so far. Who starts them says when it begins to wait for them.
     """
@@ -150,10 +151,12 @@ class Exchange:
         nonfinite: str,
         native: bool = False,
         clip_norm: float | None = None,
+        what: str = "gradient",
     ) -> None:
-        self.scheme, self.comm = scheme, comm
+        self.scheme, self.comm, self._what = scheme, comm, what
         self._clip_norm = clip_norm
         self._names, self._owner, self._nonfinite, self._native = names, owner, nonfinite, native
+        self._loaded = ""  # a fact: residuals that only some ranks have loaded are lost on the others
         self._buckets: dict[str, Bucket] = {}  # by the name of their first member
         self._pool: dict[str, dict[str, Tensor]] = {memory: {} for memory in MEMORIES}  # of no bucket yet, by parameter
         self._agreed: list[Tensor] = []  # of this step, by bucket, 0-D bool: a GPU is asked once, at its end
@@ -252,10 +255,12 @@ class Exchange:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replaces all by copies of what `state_dict` gave. Raises ValueError, before anything is changed."""
+        refuse_nonfinite(state)
         pool = {memory: {name: tensor.clone() for name, tensor in state[memory].items()} for memory in MEMORIES}
         self.scheme.reset(state)
         buckets, self._buckets, self._pool = self._buckets, {}, pool
         self._agreed, self._own = [], []
+        self._loaded = f" with a state of {state['steps']} steps loaded" if "steps" in state else " with a state loaded"
         for bucket in buckets.values():
             self.register(bucket)
 
@@ -277,14 +282,14 @@ class Exchange:
         return 2 * whole.numel() * whole.element_size() * (self.comm.size - 1) // self.comm.size
 
     def _launch(self, transfer: Transfer, bucket: Bucket, tallied: Exchanged) -> Work[Checked]:
-        facts = f"{transfer.facts} in {self._owner}"
+        facts = f"{transfer.facts} in {self._owner}{self._loaded}"
         schedule = tallied.counted(self._looked_at(transfer.schedule, transfer, bucket))
         return start(schedule, self.comm, facts=facts, device=bucket.device)
 
     def _sum(self, transfer: Transfer, bucket: Bucket, tallied: Exchanged) -> Checked:
         """The plain sum, by the transport where it has one."""
         assert transfer.summed is not None
-        total = self.comm.native_allreduce(transfer.summed, facts=f"{transfer.facts} in {self._owner}")
+        total = self.comm.native_allreduce(transfer.summed, facts=f"{transfer.facts} in {self._owner}{self._loaded}")
         if total is None:
             return self._launch(transfer, bucket, tallied).wait()
         tallied.sent += self._whole_nbytes(total)
@@ -296,8 +301,9 @@ class Exchange:
     def _looked_at(self, schedule: Schedule[Any], transfer: Transfer, bucket: Bucket) -> Schedule[Checked]:
         if self._nonfinite != "raise":
             return _unchecked(schedule)
-        what = f"{transfer.facts} in {self._owner}"
-        return checked(schedule, transfer, bucket, self._names, self.comm.rank, self.comm.size, what=what)
+        where = f"{transfer.facts} in {self._owner}{self._loaded}"
+        place = self.comm.rank, self.comm.size
+        return checked(schedule, transfer, bucket, self._names, *place, where=where, what=self._what)
 
     def _end(self, transfer: Transfer, flat: Tensor, outcome: Checked) -> Tensor:
         result, error = outcome

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -10,6 +10,8 @@ from communicators import Bucket, CollectiveError, Schedule
 from communicators.dense_schedules import allgather_blocks
 from sparse_compress.nonfinite import all_finite
 from torch import Tensor
+
+from sparse_collectives.training.memories import MEMORIES
 
 Checked = tuple[Any, CollectiveError | None]
 """A schedule's result, and the error that every rank is to raise where it is not finite."""
@@ -31,6 +33,7 @@ def checked(
     rank: int,
     size: int,
     *,
+    where: str,
     what: str,
 ) -> Schedule[Checked]:
     """The schedule's result and, in the same call, which rank gave what was not finite, where its result is not.
@@ -41,12 +44,12 @@ def checked(
     result = yield from schedule
     if bool(all_finite(transfer.agreed(result))):
         if not bool(all_finite(transfer.own(result))):
-            raise unlawful(what, rank)
+            raise unlawful(where, rank)
         return result, None
     found = transfer.suspect()
     own = torch.tensor([-1 if found < 0 else _member(bucket, found)], device=bucket.device).view(torch.uint8)
     blocks = yield from allgather_blocks(own, [own.numel()] * size, rank, size)
-    return result, _error([int(block.clone().view(torch.int64)) for block in blocks], names)
+    return result, _error([int(block.clone().view(torch.int64)) for block in blocks], names, what)
 
 
 def unlawful(what: str, rank: int) -> CollectiveError:
@@ -63,16 +66,28 @@ def first_nonfinite(tensor: Tensor) -> int:
     return int(positions[0]) if len(positions) else -1
 
 
-def _error(culprits: Sequence[int], names: Sequence[str]) -> CollectiveError:
+def refuse_nonfinite(state: Mapping[str, Any]) -> None:
+    """Raises ValueError, by name, for a memory that would make every later step fail."""
+    for memory in MEMORIES:
+        for name, kept in state[memory].items():
+            if not bool(all_finite(kept)):
+                raise ValueError(
+                    f"the state's {memory} of {name!r} are not finite (NaN or inf), so no step could be taken with "
+                    "it: load an earlier state, or drop them with reshard_residuals(states, size, drop=True)"
+                )
+
+
+def _error(culprits: Sequence[int], names: Sequence[str], what: str) -> CollectiveError:
     how_to_skip = "with nonfinite='skip' (DistributedOptimizer; --nonfinite skip) or a grad_scaler (SparseHookState)"
+    made = "" if what == "gradient" else ", in its gradient or the wrapped optimizer's settings"
     for rank, position in enumerate(culprits):
         if position >= 0:
             return CollectiveError(
-                f"rank {rank}: the gradient of {names[position]!r} is not finite (NaN or inf), so no rank took the "
-                f"step; look for its cause there, or skip such steps {how_to_skip}"
+                f"rank {rank}: the {what} of {names[position]!r} is not finite (NaN or inf), so no rank took the "
+                f"step; look for its cause there{made}, or skip such steps {how_to_skip}"
             )
     return CollectiveError(
-        "the sum of the gradients over the ranks is not finite although every rank's was: it overflowed, so no rank "
+        f"the sum of the {what}s over the ranks is not finite although every rank's was: it overflowed, so no rank "
         f"took the step; clip the gradients, lower the loss scale or take a wire of more range than fp16, or skip such "
         f"steps {how_to_skip}"
     )

@@ -27,6 +27,7 @@ from sparse_collectives.training.clipping import ClippingAfter, check_clip_norm,
 from sparse_collectives.training.exchange import Exchange
 from sparse_collectives.training.gradients import gradients_of, made, unscale
 from sparse_collectives.training.means import Means
+from sparse_collectives.training.rewind import remembered
 from sparse_collectives.training.scheme import choose_scheme
 from sparse_collectives.training.schemes.table import WholeScheme
 from sparse_collectives.training.settings import (
@@ -42,6 +43,7 @@ from sparse_collectives.training.settings import (
 )
 from sparse_collectives.training.state_dict import (
     check_fit,
+    check_groups,
     check_saved_by,
     check_sent,
     complete,
@@ -53,7 +55,7 @@ from sparse_collectives.training.state_dict import (
 from sparse_collectives.training.steps import Schedule, Steps
 from sparse_collectives.training.uneven import Shadow, group_for_join
 from sparse_collectives.training.unfit import warn_of
-from sparse_collectives.training.updates import all_are_finite, taken
+from sparse_collectives.training.updates import taken
 
 SETTINGS = frozenset(
     {"algorithm", "bucket_bytes", "choice", "clip_norm", "comm", "compressor", "dense_below", "density", "momentum"}
@@ -112,10 +114,12 @@ class DistributedOptimizer(Wrapping):
             `overlap` BUCKET_BYTES.
         overlap: Each bucket's selection and exchange start during backward, as soon as its gradients are ready, those
             of the last layers first. All but the last backward of a step then belong into `no_sync()`.
-        nonfinite: "raise": a NaN or inf in any rank's gradient is a CollectiveError, on every rank, that names rank and
-            parameter; no parameter changes, but what residuals took in that step is lost. "skip": every rank skips the
-            step, counts it in `skipped`, and keeps residuals and momenta as they were, bit for bit, for twice their
-            memory; p.grad then holds the non-finite mean on every rank.
+        nonfinite: "raise": a NaN or inf in any rank's gradient, or update, is a CollectiveError, on every rank, that
+            names rank and parameter; no parameter changes, but what residuals took in that step is lost, and with
+            sends="updates" moments may have taken it. "skip": every rank skips the step, counts it in `skipped`, and
+            keeps residuals and momenta as they were, bit for bit, for twice their memory; p.grad then holds the
+            non-finite mean on every rank. With sends="updates" the wrapped optimizer's state too is as it was, for a
+            copy of it during step(), and p.grad stays.
         verify: Every so many steps the ranks compare a hash of the parameters, and where they differ it is a
             CollectiveError on every rank that says who and where; None or 0: never.
 
@@ -173,7 +177,7 @@ class DistributedOptimizer(Wrapping):
             dense_below=dense_below,
             selects=sends == "updates",
             parameters=list(trained.values()),
-            tentative=nonfinite == "skip" and sends == "gradients",
+            tentative=nonfinite == "skip",
         )
         super().__init__(optimizer)
         self._sends, self._steps = sends, Steps(compressor, density, verify)
@@ -194,9 +198,10 @@ class DistributedOptimizer(Wrapping):
             comm,
             self._names,
             owner="a DistributedOptimizer",
-            nonfinite=nonfinite if sends == "gradients" else "raise",  # gradients are looked at before the step
+            nonfinite=nonfinite,
             native=not overlap,
             clip_norm=clip_norm,
+            what=sends.removesuffix("s"),
         )
         self._ahead = Ahead(trained, partial(self._exchange.kept, "residuals"))
         buckets = buckets_of(self._trained, bucket_bytes)
@@ -304,6 +309,7 @@ class DistributedOptimizer(Wrapping):
         Returns:
             Plain numbers for any logger; `str` says them in a line. See `communicators.Stats`, and:
 
+            - bytes_sent: Of exchanges; hashes of `verify` and the first parameters are in `comm.bytes_sent` alone.
             - seconds_selecting: That choosing, rounding or factoring what is sent has taken.
             - density: The share of elements that a rank sends now; 1 where nothing is selected.
             - residual_norm: The 2-norm of what waits to be sent, of all parameters. Takes one pass over it.
@@ -354,7 +360,8 @@ class DistributedOptimizer(Wrapping):
         evaluation does not: outside, parameters are alike on all ranks, bit for bit. `step(closure)` does it itself.
 
         Raises:
-            RuntimeError: Where gradients are sent, or inside another; so do `step` and states inside.
+            RuntimeError: Where gradients are sent, or inside another; so do `step` and states inside. At its end, where
+                a parameter was written to inside, which is undone.
         """
         if self._sends != "updates":
             raise RuntimeError('ahead() is for sends="updates": what waits of gradients is no part of parameters')
@@ -435,6 +442,7 @@ class DistributedOptimizer(Wrapping):
         own = check_saved_by(state_dict, self._comm.rank, self._comm.size)
         check_sent(own, self._sends)
         wrapped = check_loaded({key: value for key, value in state_dict.items() if key != KEY}, own.get("wrapped"))
+        check_groups(wrapped, self.optimizer)
         if self._chosen.scheme.memories:
             check_fit(own, {name: p.shape for name, p in zip(self._names, self._trained, strict=True)})
         states = own["algorithm_state"] if own["algorithm"] == self._chosen.algorithm else []
@@ -457,14 +465,17 @@ class DistributedOptimizer(Wrapping):
     def _step_by_updates(self) -> None:
         self._begin_step()
         where = self._ahead.as_for_gradients(self._steps.last_density)
-        if self._nonfinite == "skip" and not all_are_finite(self._trained, self._comm):
-            self.skipped += 1
-            return
         self._steps.begin()  # before anything changes, in case the schedule gives what is no density
         self._exchange.clip([p.grad for p in self._trained if p.grad is not None])
+        undo = remembered(self.optimizer) if self._nonfinite == "skip" else None
         with where:
             updates = taken(self.optimizer, self._trained)
-        self._means.put(self._means.after(partial(self._means.start, dict(enumerate(updates)), clips=False)), updates)
+        means = self._means.after(partial(self._means.start, dict(enumerate(updates)), clips=False))
+        if undo is not None and not self._means.stands:
+            undo()
+            self.skipped += 1
+            return
+        self._means.put(means, updates)
         with torch.no_grad():
             torch._foreach_add_(self._trained, updates)
 

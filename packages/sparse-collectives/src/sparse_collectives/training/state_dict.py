@@ -15,6 +15,7 @@ from communicators.replicas import saved_by as shared
 from communicators.replicas.gathered import gather_states, gathered, is_gathered, of_all, of_rank
 from communicators.replicas.saved_by import KEY
 from torch import Tensor
+from torch.optim import Optimizer
 
 from sparse_collectives.training.memories import MEMORIES
 from sparse_collectives.training.updates import mean_of_states
@@ -23,6 +24,9 @@ RESHARD = "a state of another number of ranks goes through reshard_residuals"
 CARRY = "carry the residuals over, or drop them, with reshard_residuals"
 GATHERED_ADVICE = "give each rank its own of reshard_residuals(state, size), which carries residuals over or drops them"
 DENSE_ADVICE = "drop them with reshard_residuals(states, size, drop=True)"
+
+SCHEDULED = ("initial_lr", "swa_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "param_names")
+"""What schedulers, and named parameters, add to groups."""
 
 
 def numbered(position: int) -> str:
@@ -89,6 +93,21 @@ def check_sent(own: Mapping[str, Any], sends: str) -> None:
         raise ValueError(
             f'the state was saved with sends="{saved}", and its residuals and moments are of {saved}: '
             f'load it with that, or begin anew with sends="{sends}"'
+        )
+
+
+def check_groups(wrapped: Mapping[str, Any], optimizer: Optimizer) -> None:
+    """Raises ValueError for the groups of another kind of optimizer: they lack settings, and have some of their own.
+
+    Lacking alone may be a state from before torch had that setting, and a scheduler leaves some behind.
+    """
+    saved = set().union(*wrapped["param_groups"])
+    missing = sorted(set(optimizer.defaults) - saved)
+    own = sorted(name for name in saved - set(optimizer.param_groups[0]) if name not in SCHEDULED)
+    if missing and own:
+        raise ValueError(
+            f"the state's groups have {own} and lack the settings {missing}, expected those of a "
+            f"{type(optimizer).__name__}: load it into an optimizer of the kind that it was saved from"
         )
 
 

@@ -9,14 +9,17 @@ from torch import Tensor
 from sparse_collectives.training.nonfinite import first_nonfinite
 
 
-def marked(sent: SparseVector, feedback: ErrorFeedback, name: str) -> SparseVector:
-    """What is sent: all NaN where what had accumulated was not finite, whatever of that was selected.
+def marked(sent: SparseVector, feedback: ErrorFeedback, name: str) -> tuple[SparseVector, int]:
+    """What is sent, and the first element that was not finite in what had accumulated; -1 if none.
 
-    All of it, so that it shows in the total however an algorithm cuts, rounds and compares. The step is lost anyway.
+    Where there is one all that is sent is NaN, whatever was selected: so it shows in the total however an algorithm
+    cuts, rounds and compares. The step is lost anyway; that later ones are not, no NaN stays in the residual.
     """
     if not feedback.is_suspect(name):
-        return sent
-    return SparseVector(sent.indices, torch.full_like(sent.values, torch.nan), sent.numel)
+        return sent, -1
+    culprit = suspect_element(sent, feedback.residual(name))
+    feedback.drop_nonfinite(name)
+    return SparseVector(sent.indices, torch.full_like(sent.values, torch.nan), sent.numel), culprit
 
 
 def suspect_element(sent: SparseVector, residual: Tensor) -> int:

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from communicators import Communicator, allreduce
 from sparse_compress.nonfinite import all_finite
 from torch import Tensor
 from torch.optim import Optimizer
@@ -22,26 +21,28 @@ from torch.optim import Optimizer
 def taken(optimizer: Optimizer, parameters: Sequence[Tensor]) -> list[Tensor]:
     """Takes the optimizer's step with this rank's gradients, and undoes it: what it added to each parameter.
 
-    The optimizer's own state has taken the step. Where a gradient is not finite its parameter's update is NaN, also
-    with an optimizer that would hide it, such as one that goes by signs.
+    The optimizer's own state has taken the step. Where a gradient is not finite it has not: updates are zeros then, and
+    NaN at the elements in question, whatever the optimizer would make of them.
     """
+    if not _are_finite(parameters):
+        return [_only_nonfinite(p) for p in parameters]
     with torch.no_grad():
         before = [p.detach().clone() for p in parameters]
         optimizer.step()
         updates = [p - old for p, old in zip(parameters, before, strict=True)]
         torch._foreach_copy_(list(parameters), before)
-        for update, p in zip(updates, parameters, strict=True):
-            if p.grad is not None:
-                update.masked_fill_(~all_finite(p.grad), torch.nan)
     return updates
 
 
-def all_are_finite(parameters: Sequence[Tensor], comm: Communicator) -> bool:
-    """Whether every gradient of every rank is: agreed by one small message, before any rank's state has changed."""
+def _are_finite(parameters: Sequence[Tensor]) -> bool:
+    """Whether every gradient of this rank is."""
     flags = [all_finite(p.grad) for p in parameters if p.grad is not None]
-    mine = not flags or bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all())  # one look at a GPU
-    culprits = torch.tensor([float(not mine)])
-    return not bool(allreduce(culprits, comm).any())
+    return not flags or bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all())  # one look at a GPU
+
+
+def _only_nonfinite(p: Tensor) -> Tensor:
+    update = torch.zeros_like(p, requires_grad=False)
+    return update if p.grad is None else update.masked_fill_(~p.grad.isfinite(), torch.nan)
 
 
 def mean_of_states(states: Sequence[Mapping[str, Any]]) -> dict[Any, Any]:

@@ -19,7 +19,7 @@ from sparse_collectives.settled import Way
 from sparse_collectives.state import State
 from sparse_collectives.training.exchange import Transfer
 from sparse_collectives.training.memories import MEMORIES
-from sparse_collectives.training.suspects import marked, suspect_element
+from sparse_collectives.training.suspects import marked
 from sparse_collectives.wire.wire import wire_named
 
 
@@ -77,9 +77,9 @@ class Selections:
         prescribed = None if select is None else select(gradient, rank, size, k, state)
         sent = self._feedback.compress(key, gradient, select=prescribed, withhold=unused)
         self._known.add(key)
-        given = marked(sent, self._feedback, key)
+        given, culprit = marked(sent, self._feedback, key)
         schedule = scheduled(given, self._comm, k, self._entry, {} if state is None else {"state": state})
-        return _Selected(self._facts_of(sent, k), schedule, sent, self._feedback, key, size, scale)
+        return _Selected(self._facts_of(sent, k), schedule, self._feedback, key, size, scale, culprit)
 
     def commit(self) -> None:
         """See `Scheme.commit`."""
@@ -139,11 +139,11 @@ class _Selected:
 
     facts: str
     schedule: Schedule[Reduction]
-    sent: SparseVector
     feedback: ErrorFeedback
     key: str
     size: int
     scale: float
+    culprit: int
     summed: None = None
 
     def agreed(self, result: Reduction) -> Tensor:
@@ -153,7 +153,7 @@ class _Selected:
         return result.dropped.values
 
     def suspect(self) -> int:
-        return suspect_element(self.sent, self.feedback.residual(self.key))
+        return self.culprit
 
     def end(self, result: Reduction, flat: Tensor) -> tuple[Tensor, Tensor]:
         """The mean as an optimizer will see it: scaled, and in the gradient's own dtype, which may overflow."""

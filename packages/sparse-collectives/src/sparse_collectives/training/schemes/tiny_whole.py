@@ -6,8 +6,9 @@ of it costs next to nothing in a large model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,11 +61,13 @@ class TinyWhole:
         if not len(tiny):
             return self._selections.transfer(key, flat, scale, unused)
         whole = in_units(flat[tiny], scale)
+        velocities: dict[str, Tensor] = {}
         if self._momentum:
-            whole = self._with_momentum(key, whole, unused)
+            whole, velocities[key] = self._with_momentum(key, whole, unused)
         flat[tiny] = 0
         selected = self._selections.transfer(key, flat, scale, unused)
-        return _Both(selected, whole, tiny, self._comm.rank, self._comm.size, scale)
+        keep = partial(self._open.update, velocities)
+        return _Both(selected, whole, tiny, self._comm.rank, self._comm.size, scale, keep)
 
     def commit(self) -> None:
         """See `Scheme.commit`."""
@@ -99,8 +102,8 @@ class TinyWhole:
         self._selections.reset(state)
         self._tiny, self._velocities, self._open = {}, {}, {}
 
-    def _with_momentum(self, key: str, gradient: Tensor, unused: Sequence[slice]) -> Tensor:
-        """The velocity to be sent; of what is unused nothing, and its velocity waits."""
+    def _with_momentum(self, key: str, gradient: Tensor, unused: Sequence[slice]) -> tuple[Tensor, Tensor]:
+        """The velocity to be sent, of what is unused nothing, and the one to be kept, where that waits."""
         before = self._open.get(key, self._velocities.get(key))
         if before is None:
             before = torch.zeros_like(gradient)
@@ -108,8 +111,7 @@ class TinyWhole:
         for span in unused:
             idle |= (tiny >= span.start) & (tiny < span.stop)
         velocity = torch.where(idle, before, self._momentum * before + gradient)
-        self._open[key] = velocity
-        return velocity.masked_fill(idle, 0)
+        return velocity.masked_fill(idle, 0), velocity
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,6 +124,7 @@ class _Both:
     rank: int
     size: int
     scale: float
+    keep: Callable[[], None]  # what is tiny has been summed: its velocity
     summed: None = None
 
     @property
@@ -146,6 +149,7 @@ class _Both:
 
     def end(self, result: tuple[Any, Tensor], flat: Tensor) -> tuple[Tensor, Tensor]:
         mean, seen = self.selected.end(result[0], flat)
+        self.keep()
         whole = (result[1] / self.size * self.scale).to(flat.dtype)
         mean[self.tiny] += whole  # what waited of them before they were sent whole may have been selected
         return mean, torch.cat([seen, whole])

@@ -1,0 +1,37 @@
+"""A wrapped optimizer's state as it was before a step that is not to have been."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+def remembered(optimizer: Optimizer) -> Callable[[], None]:
+    """What brings its state, and what its groups hold beside parameters, back to now, bit for bit.
+
+    Tensors are written back into, so that who refers to them sees it. What an optimizer keeps in attributes of its own
+    is not seen. Memory: a copy of the state, while the result lives.
+    """
+    state = {p: _copied(kept) for p, kept in optimizer.state.items()}
+    groups = [_copied({name: v for name, v in group.items() if name != "params"}) for group in optimizer.param_groups]
+
+    def bring_back() -> None:
+        optimizer.state.clear()
+        optimizer.state.update({p: _restored(kept) for p, kept in state.items()})
+        for group, kept in zip(optimizer.param_groups, groups, strict=True):
+            group.update(_restored(kept))
+
+    return bring_back
+
+
+def _copied(kept: Any) -> dict[str, tuple[Any, Any]]:
+    """By name: the object itself, and a copy of what is in it."""
+    return {name: (v, v.detach().clone() if isinstance(v, Tensor) else copy.deepcopy(v)) for name, v in kept.items()}
+
+
+def _restored(kept: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
+    return {name: v.copy_(before) if isinstance(v, Tensor) else before for name, (v, before) in kept.items()}
