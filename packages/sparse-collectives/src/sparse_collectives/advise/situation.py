@@ -96,24 +96,12 @@ class Situation:
         seconds = step_seconds(prediction, **times)
         if prediction.density == 1:
             return Step(prediction, seconds, seconds)
-        first = step_seconds(self._sending_all(prediction), **times)
+        first = step_seconds(self._sending_all(), **times)
         return Step(prediction, seconds, WARM_UP_SHARE * first + (1 - WARM_UP_SHARE) * seconds)
 
-    def _sending_all(self, prediction: Prediction) -> Prediction:
-        """The same exchange with k = n, as in the warm-up, on its own wire: `WarmUp` changes k, not the algorithm.
-
-        What an entry costs is taken from the largest density that was measured, where calls weigh least.
-        """
-        return predict(
-            prediction.algorithm,
-            size=self.ranks,
-            numel=self.numel,
-            k=self.numel,
-            link=self.link,
-            handling=self.handling[max(self.handling)],
-            wire=prediction.wire,
-            options=prediction.options,
-        )
+    def _sending_all(self) -> Prediction:
+        """The exchange of a warm-up, in which all is sent: a dense sum, whatever the algorithm and wire."""
+        return predict("dense", size=self.ranks, numel=self.numel, k=self.numel, link=self.link)
 
     def _hides(self, prediction: Prediction) -> float:
         return 0.0 if self.sends_updates and prediction.density < 1 else self.hidden

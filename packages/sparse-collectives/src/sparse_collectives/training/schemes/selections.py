@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from communicators import Bucket, Communicator, Schedule
-from sparse_compress import Compressor, ErrorFeedback, SparseVector, StatefulCompressor
+from communicators.dense_schedules import allreduce
+from sparse_compress import Compressor, ErrorFeedback, SparseVector, StatefulCompressor, TopK
 from sparse_compress.put import put
 from torch import Tensor
 
@@ -25,6 +26,8 @@ from sparse_collectives.wire.wire import wire_named
 
 class Selections:
     """See `Scheme`. The algorithm's own selection takes the compressor's place where it has one.
+
+    Where TopK's k is all of a bucket's elements they are summed as "dense" sums them, whatever the algorithm and wire.
 
     way: the algorithm, with its options and wire. wire: the latter's name. tentative: steps can be rolled back, for
     twice the memory.
@@ -47,7 +50,7 @@ class Selections:
         self._known: set[str] = set()  # buckets that have residuals
         self._states: dict[str, State] = {}
         self._before: dict[str, State] = {}  # tentative: of the buckets that this step has brought
-        self._facts: dict[tuple[int, torch.dtype, int], str] = {}
+        self._facts: dict[tuple[int, torch.dtype, int, bool], str] = {}
 
     def register(self, key: str, bucket: Bucket, kept: Mapping[str, Tensor]) -> None:
         """See `Scheme.register`. TypeError for float64 gradients on a wire of fewer bytes."""
@@ -78,8 +81,12 @@ class Selections:
         sent = self._feedback.compress(key, gradient, select=prescribed, withhold=unused)
         self._known.add(key)
         given, culprit = marked(sent, self._feedback, key)
-        schedule = scheduled(given, self._comm, k, self._entry, {} if state is None else {"state": state})
-        return _Selected(self._facts_of(sent, k), schedule, self._feedback, key, size, scale, culprit)
+        whole = k >= sent.numel and isinstance(self._compressor, TopK)
+        if whole:
+            schedule = _summed_whole(given, rank, size)
+        else:
+            schedule = scheduled(given, self._comm, k, self._entry, {} if state is None else {"state": state})
+        return _Selected(self._facts_of(sent, k, whole=whole), schedule, self._feedback, key, size, scale, culprit)
 
     def commit(self) -> None:
         """See `Scheme.commit`."""
@@ -123,14 +130,24 @@ class Selections:
         self._feedback = self._new_feedback()
         self._states, self._before, self._known = states, {}, set()
 
-    def _facts_of(self, sent: SparseVector, k: int) -> str:
-        what = sent.numel, sent.dtype, k  # a compressor's density may change
+    def _facts_of(self, sent: SparseVector, k: int, *, whole: bool) -> str:
+        what = sent.numel, sent.dtype, k, whole  # a compressor's density may change
         if what not in self._facts:
-            self._facts[what] = self._way.facts(f"numel={sent.numel}", f"{sent.dtype}", f"k={k}")
+            said = self._way.facts(f"numel={sent.numel}", f"{sent.dtype}", f"k={k}")
+            self._facts[what] = f"{said} summed whole" if whole else said
         return self._facts[what]
 
     def _new_feedback(self) -> ErrorFeedback:
         return ErrorFeedback(self._compressor, momentum=self._momentum, tentative=self._tentative)
+
+
+def _summed_whole(sent: SparseVector, rank: int, size: int) -> Schedule[Reduction]:
+    """Of all elements, as in a warm-up, the dense sum, in full precision: indices would double its bytes."""
+    own = torch.zeros(sent.numel, dtype=sent.dtype, device=sent.device)
+    total = yield from allreduce(put(own, sent.indices, sent.values), rank, size)
+    every = torch.arange(sent.numel, dtype=sent.indices.dtype, device=sent.device)
+    nothing = SparseVector.empty(sent.numel, sent.dtype, device=sent.device)
+    return Reduction(SparseVector(every, total, sent.numel), nothing)
 
 
 @dataclass(frozen=True, eq=False)
