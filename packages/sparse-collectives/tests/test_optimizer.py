@@ -215,7 +215,7 @@ def test_frozen_and_empty_parameters_are_left_out():
         assert model.b.grad is None
         return comm.bytes_sent - before
 
-    assert SimulatedWorld(2).run(body) == [32 + 4 * 4] * 2  # a frame, and four elements: all are sent, so without indices
+    assert SimulatedWorld(2).run(body) == [32 + 4 * 4] * 2  # a frame, and all four: no indices
 
 
 @every_algorithm
