@@ -92,7 +92,7 @@ class DistributedOptimizer(Wrapping):
             what it was: clip it as in training on one device, or by clip_norm; there is no `synchronize`. Forward and
             backward go into `with optimizer.ahead():`, see there.
         density: The share of elements that a rank sends, default 0.01, or by step: a function of how many were taken,
-            such as `sparse_compress.WarmUp`; alike on every rank.
+            such as `sparse_compress.WarmUp`; alike on every rank. Where it is 1 all is summed whole, on no wire.
         compressor: What is sent of a gradient, default TopK(density). "oktopk", "spardl" and "dense" have no use for
             another selection than TopK, of which they take k.
         algorithm: A name in `ALGORITHMS`, or an `Algorithm` of one's own. "dense" sums whole gradients, without
