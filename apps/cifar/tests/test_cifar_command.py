@@ -1,5 +1,6 @@
 """`python -m cifar` on one rank: it trains, resumes, and says in one line what is wrong."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -88,3 +89,53 @@ def test_train_then_a_damaged_checkpoint(tmp_path: Path, capsys: pytest.CaptureF
     assert main(APP, [*flags.split(), "--resume", "previous"]) == 0
     again = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert again[0]["test_loss"] == rows[0]["test_loss"]
+
+
+@pytest.mark.parametrize(("file", "part"), [("data_batch_2.bin", "train"), ("test_batch.bin", "test")])
+@pytest.mark.parametrize("byte", [0, 700], ids=["label", "pixel"])
+def test_a_run_goes_on_only_with_the_same_images(
+    file: str, part: str, byte: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = small_run(small_files.cifar10_binary(tmp_path))
+    path = tmp_path / "cifar-10-batches-bin" / file
+    content = bytearray(path.read_bytes())
+    content[byte] ^= 1
+    path.write_bytes(content)
+    code, message = refusal(f"{flags} --resume", capsys)
+    assert code == 1
+    assert f"run/task.json is not what these data give (other {part} data)" in message
+
+
+def test_a_run_goes_on_with_the_same_images_in_other_files(tmp_path: Path) -> None:
+    flags = small_run(small_files.cifar10_binary(tmp_path))
+    shutil.rmtree(tmp_path / "cifar-10-batches-bin")
+    small_files.cifar10_python(tmp_path)
+    assert main(APP, f"{flags} --resume".split()) == 0
+
+
+def test_a_run_goes_on_only_with_the_same_folders_of_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = small_files.imagenet(tmp_path, images=2)
+    flags = small_run(root, dataset="imagenet", batch=2)
+    image = root / "val" / "n00000000" / "0.JPEG"
+    image.rename(image.with_name("another.JPEG"))
+    code, message = refusal(f"{flags} --resume", capsys)
+    assert code == 1
+    assert "run/task.json is not what these data give (other test data)" in message
+
+
+def test_a_run_without_the_checksums_of_its_images_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = small_run(small_files.cifar10_binary(tmp_path))
+    (tmp_path / "run" / "task.json").unlink()
+    code, message = refusal(f"{flags} --resume", capsys)
+    assert code == 1
+    assert "run/task.json is missing, which tells whether these data are those that the run began with" in message
+
+
+def small_run(folder: Path, *, dataset: str = "cifar10", batch: int = 10) -> str:
+    """The flags of a run that has had an epoch with the data in `folder`'s folder, and may have a second one."""
+    flags = f"--dnn resnet20 --dataset {dataset} --data-dir {folder.parent} --batch-size {batch} --lr-schedule constant"
+    flags = f"{flags} --lr 0.001 --algorithm dense --output run"
+    assert main(APP, f"{flags} --max-epochs 1".split()) == 0
+    return f"{flags} --max-epochs 2"

@@ -3,10 +3,11 @@
 import pkgutil
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from thinwire_trainer.command_line.options import Options
+from thinwire_trainer.records.fingerprint import fingerprint
 from torch import Generator, Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -69,6 +70,11 @@ class Classification:
         """Mean loss, and the share classified rightly (0 … 1)."""
         loss, right, samples = sums.tolist()
         return {"test_loss": loss / samples, "test_accuracy": right / samples}
+
+    def kept(self) -> dict[str, Any]:
+        """What tells these images from others."""
+        images = self.images
+        return {"train_data": fingerprint(images.train.told()), "test_data": fingerprint(images.test.told())}
 
     @cached_property
     def _statistics(self) -> tuple[Tensor, Tensor]:

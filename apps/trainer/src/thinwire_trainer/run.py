@@ -187,10 +187,9 @@ def _begin(app: App, training: Training, device: torch.device, choice: str) -> i
     """A new folder, or an old one to go on with; returns the first step. choice: see `settled`."""
     options, folder, comm = training.options, training.folder, training.comm
     with all_or_none(comm, advice=_advice(options)):
-        kept = _kept(training.task)
         if comm.rank == 0 and options.resume is None:
             config = {"app": app.module} | _config(training, device, choice)
-            folder.begin(config, kept=kept, overwrite=options.overwrite)
+            folder.begin(config, kept=_kept(training.task), overwrite=options.overwrite)
         elif comm.rank == 0:
             _require_possible(app, training)
     if options.resume is None:

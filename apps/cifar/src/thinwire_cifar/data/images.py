@@ -1,6 +1,6 @@
 """A data set of labelled images, in memory or read as they are needed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,6 +24,10 @@ class Split(Protocol):
         """Pixels uint8 [n, c, h, w] of these images, augmented by their keys; None: as they are. By any thread."""
         ...
 
+    def told(self) -> Iterable[Tensor | str]:
+        """What tells these images from others, for `thinwire_trainer.records.fingerprint`."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
@@ -37,6 +41,10 @@ class Loaded:
         """See `Split.read`."""
         pixels = self.pixels[indices]
         return pixels if keys is None or self.augment is None else self.augment(pixels, keys)
+
+    def told(self) -> Iterable[Tensor | str]:
+        """Labels and pixels: the same ones in files of another format are the same."""
+        return [self.labels, self.pixels]
 
 
 @dataclass(frozen=True, kw_only=True)

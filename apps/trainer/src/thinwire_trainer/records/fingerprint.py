@@ -15,10 +15,10 @@ def fingerprint(parts: Iterable[Tensor | str]) -> str:
     for part in parts:
         count += 1
         if isinstance(part, str):
-            content, kind = part.encode(), "text"
+            content, kind = memoryview(part.encode()), "text"
         else:
             array = part.detach().cpu().contiguous().numpy()
-            content, kind = array.tobytes(), f"{array.dtype}{array.shape}"
+            content, kind = memoryview(array.reshape(-1).view("uint8")), f"{array.dtype}{array.shape}"
         digest.update(f"{kind} {len(content)} ".encode())
         digest.update(content)
     return f"{count} parts, sha256 {digest.hexdigest()}"

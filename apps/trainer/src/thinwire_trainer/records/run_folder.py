@@ -96,14 +96,20 @@ class RunFolder:
             raise RunError(f"{self.path} holds {wanted}")
 
     def require_kept(self, kept: dict[str, Any] | None) -> None:
-        """RunError that names what the run keeps otherwise in task.json: other data than it began with.
+        """RunError that names what the run keeps otherwise in task.json, such as other data than it began with.
 
         What an older version of the task did not keep yet is not compared.
         """
-        recorded = unsealed(self.task) if os.path.lexists(self.task) else None
-        now = json.loads(json.dumps(kept)) if kept is not None else None
-        if recorded is None or now is None:
-            differ = [] if recorded is now else ["task"]
+        if not os.path.lexists(self.task):
+            if kept is not None:
+                raise RunError(
+                    f"{self.task} is missing, which tells whether these data are those that the run began with: copy "
+                    f"it back, or begin another run"
+                )
+            return
+        recorded, now = unsealed(self.task), json.loads(json.dumps(kept))
+        if now is None:
+            differ = ["task"]
         else:
             differ = [name.replace("_", " ") for name in recorded if name not in now or recorded[name] != now[name]]
         if differ:
