@@ -7,6 +7,8 @@ from typing import Any, TypedDict
 import torch
 from torch import nn
 
+from local_sgd.settings import policy, whole
+
 
 class Options(TypedDict, total=False):
     """Keyword arguments of `PeriodicAveraging`, which describes them."""
@@ -20,3 +22,13 @@ class Options(TypedDict, total=False):
     native: bool
     bucket_bytes: int | None
     anchor_device: torch.device | str | None
+
+
+def check_options(*, buffers: str, inner_state: str, bucket_bytes: int | None, model: nn.Module | None) -> None:
+    """Raises TypeError or ValueError for what is none of the known ones, or does not go together."""
+    policy("buffers", buffers, "keep", "average", "broadcast")
+    policy("inner_state", inner_state, "keep", "average", "reset")
+    if bucket_bytes is not None:
+        whole("bucket_bytes", bucket_bytes, ", or None")
+    if buffers != "keep" and model is None:
+        raise ValueError(f"buffers={buffers!r} takes the model whose buffers they are: give model=")

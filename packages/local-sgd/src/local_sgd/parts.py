@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -76,6 +77,21 @@ def parts_of(
             tensors = [members[m] for m in bucket.members]
             parts.append(_part([names[id(p)] for p in tensors], tensors, bucket, position, device))
     return parts
+
+
+@contextmanager
+def shown(parts: Sequence[Part], models: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, the parameters are those of `models`, one for each part; afterwards their own again, in all bits."""
+    tensors = [tensor for part in parts for tensor in part.tensors]
+    own = [tensor.detach().clone() for tensor in tensors]
+    try:
+        for part, model in zip(parts, models, strict=True):
+            part.show(model)
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in zip(tensors, own, strict=True):
+                tensor.copy_(value)
 
 
 def _part(names: list[str], tensors: list[Tensor], bucket: Bucket, group: int, device: torch.device | None) -> Part:

@@ -18,7 +18,7 @@ def fingerprint(parts: Iterable[Tensor | str]) -> str:
             content, kind = memoryview(part.encode()), "text"
         else:
             array = part.detach().cpu().contiguous().numpy()
-            content, kind = memoryview(array.reshape(-1).view("uint8")), f"{array.dtype}{array.shape}"
+            content, kind = array.reshape(-1).view("uint8").data, f"{array.dtype}{array.shape}"
         digest.update(f"{kind} {len(content)} ".encode())
         digest.update(content)
     return f"{count} parts, sha256 {digest.hexdigest()}"

@@ -126,7 +126,6 @@ class DiLoCo(PeriodicAveraging):
         if self._rounds is None:
             super()._end(most=most)
             return
-        self._refuse_unended()
         self._next_boundary()
         if weight := self._own_weight():
             self._rounds.give(weight)
