@@ -5,26 +5,14 @@ from __future__ import annotations
 import warnings
 from contextlib import nullcontext
 
+import by_hand
 import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs
-from by_hand import (
-    RATE,
-    SETTINGS,
-    UPDATES,
-    accuracy,
-    all_alike,
-    bits,
-    loader,
-    loss_of,
-    network,
-    same,
-    trained_by_hand,
-    trained_with_adam,
-)
+from by_hand import RATE, SETTINGS, UPDATES
 from items import collector
 from sparse_collectives import DistributedOptimizer, SparseHookState, sparse_hook
 from sparse_collectives.integrations.accelerate import distributed_optimizer, sparse_gradients
@@ -40,22 +28,22 @@ def accelerator_of(**options):
 
 def trained(accelerator, model, optimizer, *, epochs=2, clip=None, autocast=None):
     for _ in range(epochs):
-        for batch in loader():
+        for batch in by_hand.loader():
             with accelerator.accumulate(model):
                 with torch.autocast("cpu", autocast) if autocast else accelerator.autocast():
-                    loss = loss_of(model, batch)
+                    loss = by_hand.loss_of(model, batch)
                 accelerator.backward(loss)
                 if clip is not None and accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), clip)
                 optimizer.step()
                 optimizer.zero_grad()
     model = accelerator.unwrap_model(model)
-    all_alike(model)
-    return bits(model)
+    by_hand.all_alike(model)
+    return model
 
 
 def prepared(accelerator, settings=SETTINGS):
-    model = network()
+    model = by_hand.network()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=RATE))
     sparse_gradients(accelerator, model, **settings)
     return model, optimizer
@@ -64,10 +52,10 @@ def prepared(accelerator, settings=SETTINGS):
 @item("the hook", "same bits as plain DDP with the hook")
 def hook(folder):
     accelerator = accelerator_of()
-    model = network()
+    model = by_hand.network()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=RATE))
     sparse_gradients(accelerator, model, **SETTINGS)  # ours
-    assert same(trained(accelerator, model, optimizer), trained_by_hand())
+    assert by_hand.same_as_hook(trained(accelerator, model, optimizer))
 
 
 @item("a hook given to DistributedDataParallelKwargs", "ignored by Accelerate; a warning says so")
@@ -75,7 +63,7 @@ def ignored(folder):
     state = SparseHookState(**SETTINGS)
     handler = DistributedDataParallelKwargs(comm_hook=sparse_hook)
     accelerator = accelerator_of(kwargs_handlers=[handler])
-    model = network()
+    model = by_hand.network()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=RATE))
     with pytest.warns(UserWarning, match="has brought no gradient to this SparseHookState: the hook is not registered"):
         trained(accelerator, model, optimizer)
@@ -85,20 +73,20 @@ def ignored(folder):
 @item("accelerator.accumulate, three backwards a step", "same bits as plain DDP with no_sync()")
 def accumulation(folder):
     accelerator = accelerator_of(gradient_accumulation_steps=3)
-    assert same(trained(accelerator, *prepared(accelerator)), trained_by_hand(accumulate=3))
+    assert by_hand.same_as_hook(trained(accelerator, *prepared(accelerator)), accumulate=3)
 
 
 @item('mixed_precision="bf16"', "same bits as plain DDP under autocast")
 def bf16(folder):
     accelerator = accelerator_of(mixed_precision="bf16")
-    assert same(trained(accelerator, *prepared(accelerator)), trained_by_hand(autocast=torch.bfloat16))
+    assert by_hand.same_as_hook(trained(accelerator, *prepared(accelerator)), autocast=torch.bfloat16)
 
 
 @item('mixed_precision="fp16", on a CPU', "ignored by Accelerate, which makes no GradScaler: the same bits in FP32")
 def fp16(folder):
     accelerator = accelerator_of(mixed_precision="fp16")
     assert accelerator.scaler is None
-    assert same(trained(accelerator, *prepared(accelerator)), trained_by_hand())
+    assert by_hand.same_as_hook(trained(accelerator, *prepared(accelerator)))
 
 
 def scaling():
@@ -110,10 +98,10 @@ def scaling():
 
 @item("a GradScaler, put into accelerator.scaler", "same bits as plain DDP with one, steps that it skips included")
 def scaler(folder):
-    accelerator, by_hand = scaling()
+    accelerator, other = scaling()
     found = trained(accelerator, *prepared(accelerator), autocast=torch.float16)
-    assert same(found, trained_by_hand(autocast=torch.float16, scaler=by_hand))
-    assert accelerator.scaler.get_scale() == by_hand.get_scale() != 2.0**16
+    assert by_hand.same_as_hook(found, autocast=torch.float16, scaler=other)
+    assert accelerator.scaler.get_scale() == other.get_scale() != 2.0**16
 
 
 @item("accelerator.clip_grad_norm_", "after the exchange: a warning, which names clip_norm=")
@@ -126,13 +114,13 @@ def clipping(folder):
 @item("clipping before the exchange", "same bits as plain DDP with clip_norm, and no warning")
 def clip_norm(folder):
     accelerator = accelerator_of()
-    model = network()
+    model = by_hand.network()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=RATE))
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*exchange")
         sparse_gradients(accelerator, model, **SETTINGS, clip_norm=0.5)  # ours
         found = trained(accelerator, model, optimizer)
-    assert same(found, trained_by_hand(settings={**SETTINGS, "clip_norm": 0.5}))
+    assert by_hand.same_as_hook(found, settings={**SETTINGS, "clip_norm": 0.5})
 
 
 @item("save_state and load_state", "same bits as without a stop")
@@ -143,11 +131,11 @@ def resume(folder):
     accelerator = accelerator_of()
     model, optimizer = prepared(accelerator, SETTINGS)
     accelerator.load_state(folder)
-    assert same(trained(accelerator, model, optimizer, epochs=1), trained_by_hand(settings=SETTINGS))
+    assert by_hand.same_as_hook(trained(accelerator, model, optimizer, epochs=1), settings=SETTINGS)
 
 
 def with_adam(accelerator):
-    model = network()
+    model = by_hand.network()
     adam = torch.optim.Adam(model.parameters(), lr=0.003)
     model = accelerator.prepare_model(model, evaluation_mode=True)
     return model, distributed_optimizer(accelerator, adam, model.named_parameters(), **UPDATES)
@@ -155,32 +143,32 @@ def with_adam(accelerator):
 
 def ahead_trained(accelerator, model, optimizer, *, epochs, autocast=None):
     for _ in range(epochs):
-        for batch in loader():
+        for batch in by_hand.loader():
             with accelerator.accumulate(model):
                 with optimizer.ahead():
                     with torch.autocast("cpu", autocast) if autocast else nullcontext():
-                        loss = loss_of(model, batch)
+                        loss = by_hand.loss_of(model, batch)
                     accelerator.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()
-    all_alike(model)
-    return bits(model)
+    by_hand.all_alike(model)
+    return model
 
 
 @item("DistributedOptimizer, with Adam", "no DDP; same bits as a loop by hand with ahead()")
 def optimizer(folder):
     accelerator = accelerator_of()
-    model = network()
+    model = by_hand.network()
     adam = torch.optim.Adam(model.parameters(), lr=0.003)
     model = accelerator.prepare_model(model, evaluation_mode=True)  # ours
     optimizer = distributed_optimizer(accelerator, adam, model.named_parameters(), **UPDATES)  # ours
-    for batch in [batch for _ in range(4) for batch in loader()]:
+    for batch in [batch for _ in range(4) for batch in by_hand.loader()]:
         optimizer.zero_grad()
         with optimizer.ahead():  # ours
-            accelerator.backward(loss_of(model, batch))
+            accelerator.backward(by_hand.loss_of(model, batch))
         optimizer.step()
-    assert same(bits(model), trained_with_adam())
-    assert accuracy(model) > 0.5
+    assert by_hand.same_as_ahead(model)
+    assert by_hand.accuracy(model) > 0.5
 
 
 @item("DistributedOptimizer, save_state and load_state", "same bits as without a stop")
@@ -191,28 +179,28 @@ def optimizer_resume(folder):
     accelerator = accelerator_of()
     model, optimizer = with_adam(accelerator)
     accelerator.load_state(folder)
-    assert same(ahead_trained(accelerator, model, optimizer, epochs=2), trained_with_adam())
+    assert by_hand.same_as_ahead(ahead_trained(accelerator, model, optimizer, epochs=2))
 
 
 @item("DistributedOptimizer, accelerator.accumulate", "same bits as by hand, each backward inside ahead()")
 def optimizer_accumulation(folder):
     accelerator = accelerator_of(gradient_accumulation_steps=3)
     found = ahead_trained(accelerator, *with_adam(accelerator), epochs=2)
-    assert same(found, trained_with_adam(epochs=2, accumulate=3))
+    assert by_hand.same_as_ahead(found, epochs=2, accumulate=3)
 
 
 @item("DistributedOptimizer, a GradScaler in accelerator.scaler", "same bits as by hand, skipped steps included")
 def optimizer_scaler(folder):
-    accelerator, by_hand = scaling()
+    accelerator, other = scaling()
     found = ahead_trained(accelerator, *with_adam(accelerator), epochs=2, autocast=torch.float16)
-    assert same(found, trained_with_adam(epochs=2, scaler=by_hand))
-    assert accelerator.scaler.get_scale() == by_hand.get_scale() != 2.0**16
+    assert by_hand.same_as_ahead(found, epochs=2, scaler=other)
+    assert accelerator.scaler.get_scale() == other.get_scale() != 2.0**16
 
 
 @item("both, or a model without DDP", "an error before the first step")
 def unfit(folder):
     accelerator = accelerator_of()
-    model = network()
+    model = by_hand.network()
     with pytest.raises(TypeError, match="expected DistributedDataParallel around it: give what"):
         sparse_gradients(accelerator, model, **SETTINGS)
     inner = torch.optim.SGD(model.parameters(), lr=RATE)

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 BATCH, BATCHES, RATE = 16, 12, 0.1
 SETTINGS = {"density": 0.05, "momentum": 0.9}
 UPDATES = {"sends": "updates", "density": 0.05}
+AHEAD = "DDP exchanges nothing; same bits as a loop by hand with ahead(), resumed or not"
 
 
 def network():
@@ -56,6 +57,15 @@ def all_alike(model):
         assert torch.equal(other, p)
 
 
+def step(optimizer, scaler):
+    if scaler is None:
+        optimizer.step()
+    else:
+        scaler.step(optimizer)
+        scaler.update()
+    optimizer.zero_grad()
+
+
 def trained_by_hand(*, epochs=2, accumulate=1, autocast=None, scaler=None, settings=SETTINGS):
     """The parameters that plain DDP with the hook ends with."""
     model = network()
@@ -72,21 +82,20 @@ def trained_by_hand(*, epochs=2, accumulate=1, autocast=None, scaler=None, setti
                     loss = loss_of(ddp, batch) / accumulate
                 (loss if scaler is None else scaler.scale(loss)).backward()
             if steps:
-                if scaler is None:
-                    optimizer.step()
-                else:
-                    scaler.step(optimizer)
-                    scaler.update()
-                optimizer.zero_grad()
+                step(optimizer, scaler)
     return bits(model)
+
+
+def updating(model, **options):
+    """Adam, of which ranks exchange what it would do."""
+    adam = torch.optim.Adam(model.parameters(), lr=0.003)
+    return DistributedOptimizer(adam, model.named_parameters(), **UPDATES, **options)
 
 
 def trained_with_adam(*, epochs=4, accumulate=1, scaler=None):
     """The parameters that a loop of one's own ends with, without DDP: what Adam does is sent, gradients are ahead."""
     model = network()
-    adam = torch.optim.Adam(model.parameters(), lr=0.003)
-    settings = UPDATES if scaler is None else {**UPDATES, "nonfinite": "skip"}
-    optimizer = DistributedOptimizer(adam, model.named_parameters(), **settings)
+    optimizer = updating(model) if scaler is None else updating(model, nonfinite="skip")
     for _ in range(epochs):
         for number, batch in enumerate(loader(), 1):
             with optimizer.ahead():
@@ -94,13 +103,18 @@ def trained_with_adam(*, epochs=4, accumulate=1, scaler=None):
                     loss = loss_of(model, batch) / accumulate
                 (loss if scaler is None else scaler.scale(loss)).backward()
             if number % accumulate == 0:
-                if scaler is None:
-                    optimizer.step()
-                else:
-                    scaler.step(optimizer)
-                    scaler.update()
-                optimizer.zero_grad()
+                step(optimizer, scaler)
     return bits(model)
+
+
+def same_as_hook(model, **options):
+    """Whether the model is what the loop by hand ends with, in bits."""
+    return same(bits(model), trained_by_hand(**options))
+
+
+def same_as_ahead(model, **options):
+    """The same with Adam and gradients ahead."""
+    return same(bits(model), trained_with_adam(**options))
 
 
 def accuracy(model):

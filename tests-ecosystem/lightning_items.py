@@ -5,23 +5,11 @@ from __future__ import annotations
 import warnings
 from contextlib import nullcontext
 
+import by_hand
 import pytest
 import torch
 import torch.distributed as dist
-from by_hand import (
-    RATE,
-    SETTINGS,
-    UPDATES,
-    accuracy,
-    all_alike,
-    bits,
-    loader,
-    loss_of,
-    network,
-    same,
-    trained_by_hand,
-    trained_with_adam,
-)
+from by_hand import RATE, SETTINGS, UPDATES
 from items import collector
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -36,10 +24,10 @@ item = collector("Lightning", ITEMS)
 class Digits(LightningModule):
     def __init__(self, optimizer=None):
         super().__init__()
-        self.network, self.optimizer_of = network(), optimizer
+        self.network, self.optimizer_of = by_hand.network(), optimizer
 
     def training_step(self, batch, number):
-        return loss_of(self.network, batch)
+        return by_hand.loss_of(self.network, batch)
 
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=RATE)
@@ -64,8 +52,8 @@ def trainer(folder, *callbacks, epochs=2, strategy="ddp", **options):
 
 def fitted(folder, *callbacks, optimizer=None, ckpt_path=None, save=None, **options):
     module, made = Digits(optimizer), trainer(folder, *callbacks, **options)
-    made.fit(module, loader(), ckpt_path=ckpt_path, weights_only=ckpt_path and True)
-    all_alike(module)
+    made.fit(module, by_hand.loader(), ckpt_path=ckpt_path, weights_only=ckpt_path and True)
+    by_hand.all_alike(module)
     if save is not None:
         made.save_checkpoint(save)
     return module
@@ -75,8 +63,8 @@ def fitted(folder, *callbacks, optimizer=None, ckpt_path=None, save=None, **opti
 def hook(folder):
     callbacks = [SparseGradients(**SETTINGS)]  # ours
     module = fitted(folder, *callbacks)
-    assert same(bits(module), trained_by_hand())
-    assert not same(bits(module), trained_by_hand(settings=None))
+    assert by_hand.same_as_hook(module)
+    assert not by_hand.same_as_hook(module, settings=None)
 
 
 @item("a hook given to DDPStrategy, on a CPU", "ignored by Lightning; a warning says so")
@@ -89,13 +77,13 @@ def ignored(folder):
 @item("accumulate_grad_batches=3", "same bits as plain DDP with no_sync()")
 def accumulation(folder):
     module = fitted(folder, SparseGradients(**SETTINGS), accumulate_grad_batches=3)
-    assert same(bits(module), trained_by_hand(accumulate=3))
+    assert by_hand.same_as_hook(module, accumulate=3)
 
 
 @item('precision="bf16-mixed"', "same bits as plain DDP under autocast")
 def bf16(folder):
     module = fitted(folder, SparseGradients(**SETTINGS), precision="bf16-mixed")
-    assert same(bits(module), trained_by_hand(autocast=torch.bfloat16))
+    assert by_hand.same_as_hook(module, autocast=torch.bfloat16)
 
 
 def scaler():
@@ -106,9 +94,9 @@ def scaler():
 def fp16(folder):
     given = scaler()
     module = fitted(folder, SparseGradients(**SETTINGS), plugins=[MixedPrecision("16-mixed", "cpu", given)])
-    by_hand = scaler()
-    assert same(bits(module), trained_by_hand(autocast=torch.float16, scaler=by_hand))
-    assert given.get_scale() == by_hand.get_scale() != 2.0**16
+    other = scaler()
+    assert by_hand.same_as_hook(module, autocast=torch.float16, scaler=other)
+    assert given.get_scale() == other.get_scale() != 2.0**16
 
 
 @item("gradient_clip_val", "after the exchange: a warning, which names clip_norm=")
@@ -123,7 +111,7 @@ def clip_norm(folder):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*exchange")
         module = fitted(folder, *callbacks)
-    assert same(bits(module), trained_by_hand(settings={**SETTINGS, "clip_norm": 0.5}))
+    assert by_hand.same_as_hook(module, settings={**SETTINGS, "clip_norm": 0.5})
 
 
 @item("fit(ckpt_path=…)", "same bits as without a stop")
@@ -131,22 +119,14 @@ def resume(folder):
     file = folder / "half.ckpt"
     fitted(folder, SparseGradients(**SETTINGS), epochs=1, save=file)
     module = fitted(folder, SparseGradients(**SETTINGS), ckpt_path=file)
-    assert same(bits(module), trained_by_hand(settings=SETTINGS))
-
-
-def adam(module, **options):
-    optimizer = torch.optim.Adam(module.parameters(), lr=0.003)
-    return DistributedOptimizer(optimizer, module.named_parameters(), **UPDATES, **options)
+    assert by_hand.same_as_hook(module, settings=SETTINGS)
 
 
 def skipping(module):
-    return adam(module, nonfinite="skip")
+    return by_hand.updating(module, nonfinite="skip")
 
 
-ADAM = "DDP exchanges nothing; same bits as a loop by hand with ahead(), resumed or not"
-
-
-@item("DistributedOptimizer, with Adam", ADAM)
+@item("DistributedOptimizer, with Adam", by_hand.AHEAD)
 def optimizer(folder):
     def adam(module):
         optimizer = torch.optim.Adam(module.parameters(), lr=0.003)
@@ -157,37 +137,37 @@ def optimizer(folder):
     whole = fitted(folder, *callbacks, optimizer=adam, epochs=4)
     fitted(folder, *callbacks, optimizer=adam, epochs=2, save=file)
     module = fitted(folder, *callbacks, optimizer=adam, epochs=4, ckpt_path=file)
-    assert same(bits(whole), trained_with_adam())
-    assert same(bits(module), bits(whole))
-    assert accuracy(module.network) > 0.6
+    assert by_hand.same_as_ahead(whole)
+    assert by_hand.same(by_hand.bits(module), by_hand.bits(whole))
+    assert by_hand.accuracy(module.network) > 0.6
 
 
 @item("DistributedOptimizer, accumulate_grad_batches=3", "same bits as by hand, each backward inside ahead()")
 def optimizer_accumulation(folder):
-    module = fitted(folder, DistributedOptimizers(), optimizer=adam, accumulate_grad_batches=3)
-    assert same(bits(module), trained_with_adam(epochs=2, accumulate=3))
+    module = fitted(folder, DistributedOptimizers(), optimizer=by_hand.updating, accumulate_grad_batches=3)
+    assert by_hand.same_as_ahead(module, epochs=2, accumulate=3)
 
 
 @item('DistributedOptimizer, precision="16-mixed"', "same bits as by hand with a GradScaler, inside ahead()")
 def optimizer_fp16(folder):
     plugins = [MixedPrecision("16-mixed", "cpu", scaler())]
     module = fitted(folder, DistributedOptimizers(), optimizer=skipping, plugins=plugins)
-    by_hand = scaler()
-    assert same(bits(module), trained_with_adam(epochs=2, scaler=by_hand))
-    assert plugins[0].scaler.get_scale() == by_hand.get_scale() != 2.0**16
+    other = scaler()
+    assert by_hand.same_as_ahead(module, epochs=2, scaler=other)
+    assert plugins[0].scaler.get_scale() == other.get_scale() != 2.0**16
 
 
 class ByHand(Digits):
     """Manual optimization."""
 
     def __init__(self):
-        super().__init__(adam)
+        super().__init__(by_hand.updating)
         self.automatic_optimization = False
 
     def training_step(self, batch, number):
         optimizer = self.optimizers()
         with optimizer.ahead():
-            self.manual_backward(loss_of(self.network, batch))
+            self.manual_backward(by_hand.loss_of(self.network, batch))
         optimizer.step()
         optimizer.zero_grad()
 
@@ -195,16 +175,16 @@ class ByHand(Digits):
 @item("DistributedOptimizer, manual optimization", "same bits as by hand")
 def optimizer_manual(folder):
     module = ByHand()
-    trainer(folder, DistributedOptimizers(), epochs=2).fit(module, loader())
-    assert same(bits(module), trained_with_adam(epochs=2))
+    trainer(folder, DistributedOptimizers(), epochs=2).fit(module, by_hand.loader())
+    assert by_hand.same_as_ahead(module, epochs=2)
 
 
 @item("resume from a checkpoint made without the callback", "an error on all ranks but 0, which says what to do")
 def of_rank_0_only(folder):
     file = folder / "half.ckpt"
-    fitted(folder, optimizer=adam, epochs=1, save=file)
+    fitted(folder, optimizer=by_hand.updating, epochs=1, save=file)
     state = torch.load(file, weights_only=True)["optimizer_states"][0]
-    resumed = adam(Digits())
+    resumed = by_hand.updating(Digits())
     said = r"rank 0 alone writes, save what gathered_state_dict\(\)"
     with pytest.raises(ValueError, match=said) if dist.get_rank() else nullcontext():
         resumed.load_state_dict(state)
@@ -213,6 +193,6 @@ def of_rank_0_only(folder):
 @item("both, or a strategy without DDP", "an error before the first step")
 def unfit(folder):
     with pytest.raises(TypeError, match="exchanges gradients itself: take DistributedOptimizers"):
-        fitted(folder, SparseGradients(**SETTINGS), optimizer=adam)
+        fitted(folder, SparseGradients(**SETTINGS), optimizer=by_hand.updating)
     with pytest.raises(TypeError, match="expected DistributedOptimizer for each"):
         fitted(folder, DistributedOptimizers())

@@ -5,23 +5,11 @@ from __future__ import annotations
 import shutil
 import warnings
 
+import by_hand
 import pytest
 import torch
 import torch.distributed as dist
-from by_hand import (
-    RATE,
-    SETTINGS,
-    UPDATES,
-    accuracy,
-    all_alike,
-    bits,
-    loader,
-    loss_of,
-    network,
-    same,
-    trained_by_hand,
-    trained_with_adam,
-)
+from by_hand import RATE, SETTINGS, UPDATES
 from items import collector
 from sparse_collectives import DistributedOptimizer
 from sparse_collectives.integrations.transformers import DistributedOptimizers, SparseGradients
@@ -37,10 +25,10 @@ class Digits(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.network = network()
+        self.network = by_hand.network()
 
     def forward(self, images, labels):
-        loss = loss_of(self.network, (images, labels))
+        loss = by_hand.loss_of(self.network, (images, labels))
         return {"loss": loss}
 
 
@@ -48,7 +36,7 @@ class EveryRankItsOwn(Trainer):
     """Loads as the loop by hand does."""
 
     def get_train_dataloader(self):
-        return [{"images": images, "labels": labels} for images, labels in loader()]
+        return [{"images": images, "labels": labels} for images, labels in by_hand.loader()]
 
     def _get_train_sampler(self, *given):
         return None
@@ -77,7 +65,7 @@ def trained(folder, settings=SETTINGS, *, resume=None, **options):
     trainer = trainer_of(folder, **options)
     trainer.add_callback(SparseGradients(trainer, **settings))  # ours
     trainer.train(resume_from_checkpoint=resume)
-    all_alike(trainer.model)
+    by_hand.all_alike(trainer.model)
     return trainer.model
 
 
@@ -86,22 +74,22 @@ def hook(folder):
     trainer = trainer_of(folder)
     trainer.add_callback(SparseGradients(trainer, **SETTINGS))  # ours
     trainer.train()
-    assert same(bits(trainer.model), trained_by_hand())
+    assert by_hand.same_as_hook(trainer.model)
 
 
 @item("gradient_accumulation_steps=3", "same bits as plain DDP with no_sync()")
 def accumulation(folder):
-    assert same(bits(trained(folder, gradient_accumulation_steps=3)), trained_by_hand(accumulate=3))
+    assert by_hand.same_as_hook(trained(folder, gradient_accumulation_steps=3), accumulate=3)
 
 
 @item("bf16=True", "same bits as plain DDP under autocast")
 def bf16(folder):
-    assert same(bits(trained(folder, bf16=True)), trained_by_hand(autocast=torch.bfloat16))
+    assert by_hand.same_as_hook(trained(folder, bf16=True), autocast=torch.bfloat16)
 
 
 @item("fp16=True, on a CPU", "ignored by Accelerate, which makes no GradScaler: the same bits in FP32")
 def fp16(folder):
-    assert same(bits(trained(folder, fp16=True)), trained_by_hand())
+    assert by_hand.same_as_hook(trained(folder, fp16=True))
 
 
 @item("max_grad_norm, by default 1.0", "after the exchange: a warning, which names clip_norm=")
@@ -117,14 +105,14 @@ def clip_norm(folder):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*exchange")
         trainer.train()
-    assert same(bits(trainer.model), trained_by_hand(settings={**SETTINGS, "clip_norm": 0.5}))
+    assert by_hand.same_as_hook(trainer.model, settings={**SETTINGS, "clip_norm": 0.5})
 
 
 @item("train(resume_from_checkpoint=…)", "same bits as without a stop")
 def resume(folder):
     trained(folder, SETTINGS, epochs=1, save_strategy="epoch")
     model = trained(folder, SETTINGS, resume=True)
-    assert same(bits(model), trained_by_hand(settings=SETTINGS))
+    assert by_hand.same_as_hook(model, settings=SETTINGS)
 
 
 @item("a checkpoint of another folder", "resume_from= names it; what does not belong to the weights is an error")
@@ -141,26 +129,18 @@ def elsewhere(folder):
     with pytest.raises(ValueError, match="saved with other weights: give resume_from="):
         trained(folder, SETTINGS, resume=str(moved))
     model = trained(folder, {**SETTINGS, "resume_from": moved}, resume=str(moved))
-    assert same(bits(model), trained_by_hand(settings=SETTINGS))
-
-
-def adam(model):
-    inner = torch.optim.Adam(model.parameters(), lr=0.003)
-    return DistributedOptimizer(inner, model.named_parameters(), **UPDATES)
+    assert by_hand.same_as_hook(model, settings=SETTINGS)
 
 
 def updated(folder, *, resume=None, **options):
-    trainer = trainer_of(folder, adam, **options)
+    trainer = trainer_of(folder, by_hand.updating, **options)
     trainer.add_callback(DistributedOptimizers(trainer))
     trainer.train(resume_from_checkpoint=resume)
-    all_alike(trainer.model)
+    by_hand.all_alike(trainer.model)
     return trainer.model
 
 
-ADAM = "DDP exchanges nothing; same bits as a loop by hand with ahead(), resumed or not"
-
-
-@item("DistributedOptimizer, with Adam", ADAM)
+@item("DistributedOptimizer, with Adam", by_hand.AHEAD)
 def optimizer(folder):
     def adam(model):
         inner = torch.optim.Adam(model.parameters(), lr=0.003)
@@ -169,17 +149,17 @@ def optimizer(folder):
     trainer = trainer_of(folder, adam, epochs=4)
     trainer.add_callback(DistributedOptimizers(trainer))  # ours
     trainer.train()
-    assert same(bits(trainer.model), trained_with_adam())
+    assert by_hand.same_as_ahead(trainer.model)
     updated(folder, epochs=2, save_strategy="epoch")
     model = updated(folder, epochs=4, resume=True)
-    assert same(bits(model), trained_with_adam())
-    assert accuracy(model.network) > 0.5
+    assert by_hand.same_as_ahead(model)
+    assert by_hand.accuracy(model.network) > 0.5
 
 
 @item("DistributedOptimizer, gradient_accumulation_steps=3", "same bits as by hand, each backward inside ahead()")
 def optimizer_accumulation(folder):
     model = updated(folder, gradient_accumulation_steps=3)
-    assert same(bits(model), trained_with_adam(epochs=2, accumulate=3))
+    assert by_hand.same_as_ahead(model, epochs=2, accumulate=3)
 
 
 @item("both", "an error before the first step")
