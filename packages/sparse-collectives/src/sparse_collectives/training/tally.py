@@ -60,24 +60,24 @@ class Tally:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._step: list[Exchanged] = []
-        self._waits: float | None = None  # since then this rank has had nothing else to do
+        self._waiting_since: float | None = None  # since then this rank has had nothing else to do
         self._sent, self._dense, self._under_way, self._waited = 0, 0, 0.0, 0.0
 
     def begin(self, *, dense: int) -> Exchanged:
         """One more; the first after a wait belongs to the next step."""
-        if self._waits is not None or all(one.is_over for one in self._step):
+        if self._waiting_since is not None or all(one.is_over for one in self._step):
             self._sent += sum(one.sent for one in self._step)
             under_way, waited = self._seconds()
             self._under_way, self._waited = self._under_way + under_way, self._waited + waited
-            self._step, self._waits = [], None
+            self._step, self._waiting_since = [], None
         self._dense += dense
         self._step.append(one := Exchanged())
         return one
 
-    def waits(self) -> None:
+    def begin_waiting(self) -> None:
         """From now on this rank only waits for what was begun."""
-        if self._waits is None:
-            self._waits = self._clock()
+        if self._waiting_since is None:
+            self._waiting_since = self._clock()
 
     def numbers(self) -> dict[str, float]:
         """See `communicators.stats.Stats`."""
@@ -96,8 +96,8 @@ class Tally:
         now = self._clock()
         works = [one.work for one in self._step if one.work is not None]
         spans = [(work.began, now if work.ended is None else work.ended) for work in works]
-        waits = now if self._waits is None else self._waits
-        return covered(spans), covered((max(begin, waits), end) for begin, end in spans)
+        since = now if self._waiting_since is None else self._waiting_since
+        return covered(spans), covered((max(begin, since), end) for begin, end in spans)
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:

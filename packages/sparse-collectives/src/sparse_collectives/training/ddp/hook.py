@@ -26,9 +26,9 @@ from sparse_collectives.training.clipping import check_clip_norm
 from sparse_collectives.training.ddp.accumulated import Accumulated, put_back
 from sparse_collectives.training.ddp.buckets import Buckets, spans_of, unused_spans
 from sparse_collectives.training.ddp.copied import refuse_pickled
+from sparse_collectives.training.ddp.registration_watch import RegistrationWatch
 from sparse_collectives.training.ddp.resumed import Resumed, check_layout
 from sparse_collectives.training.ddp.seen_optimizer import SeenOptimizer
-from sparse_collectives.training.ddp.unasked import Unasked
 from sparse_collectives.training.exchange import Exchange
 from sparse_collectives.training.scheme import Chosen, choose_scheme
 from sparse_collectives.training.schemes.table import WholeScheme
@@ -162,7 +162,7 @@ class SparseHookState:
         self._seen = SeenOptimizer(
             self._buckets, momentum=self._momentum, density=self._steps.last_density, scaled=grad_scaler is not None
         )
-        self._unasked = Unasked(self._parameters.values(), state=self)
+        self._registration = RegistrationWatch(self._parameters.values(), state=self)
         self._found: tuple[Any, Communicator, Chosen, Exchange] | None = None
         self._waiting: dict[str, Any] | None = None  # a copy's state, until its ranks are looked up
         if self._looks_up_at_once and (process_group is not None or default_group() is not None):
@@ -338,7 +338,7 @@ class SparseHookState:
             if bucket.is_last():
                 self._cut = self._resumed.release(self._buckets.names, self._start)
         if bucket.is_last():
-            exchange.tally.waits()
+            exchange.tally.begin_waiting()
 
         def whole(mean: torch.futures.Future[Tensor]) -> Tensor:
             """In the bucket's own buffer: DDP takes no tensor that begins amid its storage."""
@@ -378,8 +378,8 @@ class SparseHookState:
         SparseHookState.__init__(self, None, **parts["settings"], named_parameters=parts["named"])
         self._group, self._waiting = group, parts["kept"]
         self._buckets.know(parts["known"])
-        self._unasked.end()
-        self._unasked = Unasked(self._buckets.parameters.values(), state=None)
+        self._registration.end()
+        self._registration = RegistrationWatch(self._buckets.parameters.values(), state=None)
 
     def _world(self) -> tuple[Any, Communicator, Chosen, Exchange]:
         """The default group, the ranks, the algorithm, and the exchange among them: looked up and made once.
@@ -427,7 +427,7 @@ class SparseHookState:
 
     def _begin(self) -> None:
         """The first bucket of a backward."""
-        self._unasked.end()
+        self._registration.end()
         group, comm, _, _ = self._world()
         if self._group is None:
             refuse_other_world(group, "a SparseHookState")

@@ -235,7 +235,7 @@ class HsdpState:
 
     def _end(self) -> None:
         """Backward has ended, on every rank: what is under way is waited for, and all ranks learn how it went."""
-        self._exchange.tally.waits()
+        self._exchange.tally.begin_waiting()
         pending, self._pending, self._in_backward = self._pending, [], False
         for work, flat in pending:
             try:

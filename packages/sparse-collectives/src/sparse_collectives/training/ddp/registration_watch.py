@@ -17,8 +17,8 @@ PATIENCE = 20
 """Steps of any optimizers, where it is not known whose parameters they should be."""
 
 
-class Unasked:
-    """Looks at optimizers that step until DDP has brought the first bucket.
+class RegistrationWatch:
+    """Looks at optimizers that step until DDP has brought the first bucket: then the hook is registered.
 
     parameters: of the module; none: not known. state: whose; None: a copy's, which DDP keeps beside its own copy, but
     registers nowhere, so that only parameters can tell.
