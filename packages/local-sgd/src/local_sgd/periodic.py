@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 from communicators import Stats, as_communicator
 from communicators.replicas.buffers import Buffers
+from communicators.replicas.gathered import gathered_state
 from communicators.replicas.wrapped_state import refuse_torch_helpers
 from torch import nn
 from torch.optim import Optimizer
@@ -248,7 +249,7 @@ class PeriodicAveraging(Boundaries):
         Raises:
             CollectiveError: `state_dict` raises on another rank, which is named.
         """
-        return saved.gathered_state(self.state_dict, self._comm)
+        return gathered_state(self.state_dict, self._comm, advice=saved.ANEW, alike=False)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on where this rank's `state_dict` or `gathered_state_dict` was taken: the same bits, also in mid-block.

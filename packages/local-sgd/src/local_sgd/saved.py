@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
 from communicators import Communicator, hash_bits
-from communicators.replicas.gathered import gather_states, gathered, of_rank
+from communicators.replicas.gathered import of_rank
 from communicators.replicas.saved_by import KEY, check_saved_by, saved_by
-from communicators.replicas.wrapped_state import check_loaded, wrapped_state
+from communicators.replicas.wrapped_state import wrapped_part, wrapped_state
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -67,12 +67,6 @@ def state_dict(
     return {**wrapped, KEY: own}
 
 
-def gathered_state(take: Callable[[], Mapping[str, Any]], comm: Communicator) -> dict[str, Any]:
-    """The states of all ranks in one on rank 0, {} elsewhere; collective."""
-    states = gather_states(take, comm)
-    return {} if states is None else gathered({}, states, ANEW)
-
-
 def own_state(state: Mapping[str, Any], comm: Communicator) -> Mapping[str, Any]:
     """This rank's of a gathered state, any other as it is. ValueError for one of another number of ranks."""
     return of_rank(state, comm.rank, comm.size, advice=ANEW)
@@ -111,8 +105,7 @@ def load(
     block: Block,
 ) -> Arrived | None:
     """Takes over what `checked` let pass; returns what had arrived of a launch."""
-    wrapped = check_loaded({key: value for key, value in state.items() if key != KEY}, own.get("wrapped"))
-    optimizer.optimizer.load_state_dict(wrapped)
+    optimizer.optimizer.load_state_dict(wrapped_part(state))
     block.load_state_dict(own["block"])
     for part in parts:
         for name in _kept(optimizer):

@@ -14,10 +14,10 @@ from communicators.replicas.averaging import copy_from_first
 from communicators.replicas.buffers import Buffers
 from communicators.replicas.default_group import refuse_alone
 from communicators.replicas.first_broadcast import broadcast_parameters
-from communicators.replicas.gathered import gather_states, gathered, of_rank
+from communicators.replicas.gathered import gathered_state, of_rank
 from communicators.replicas.parameters import name_parameters, refuse_changes
 from communicators.replicas.saved_by import KEY, check_saved_by, saved_by
-from communicators.replicas.wrapped_state import check_loaded, refuse_torch_helpers, wrapped_state
+from communicators.replicas.wrapped_state import refuse_torch_helpers, wrapped_part, wrapped_state
 from communicators.replicas.wrapping import Wrapping
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -214,16 +214,7 @@ class EagerSGD(Wrapping):
         Raises:
             CollectiveError: `state_dict` raises on another rank, which is named.
         """
-
-        def own() -> Mapping[str, Any]:
-            state = self.state_dict()
-            return {KEY: state[KEY]} if self._comm.rank else state
-
-        states = gather_states(own, self._comm)
-        if states is None:
-            return {}
-        wrapped = {key: value for key, value in states[0].items() if key != KEY}
-        return gathered(wrapped, [{KEY: state[KEY]} for state in states], ADVICE)
+        return gathered_state(self.state_dict, self._comm, advice=ADVICE, alike=True)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on where this rank's `state_dict`, or `gathered_state_dict`, was taken.
@@ -245,7 +236,7 @@ class EagerSGD(Wrapping):
         for name, now in (("weighted", self._weighted), ("scheduler", _name(self.scheduler))):
             if (then := own["settings"][name]) != now:
                 raise ValueError(f"the state is of an EagerSGD with {name}={then}, this one has {name}={now}")
-        wrapped = check_loaded({key: value for key, value in state_dict.items() if key != KEY}, own.get("wrapped"))
+        wrapped = wrapped_part(state_dict)
         self._rounds.load_state_dict(own["rounds"])
         self.optimizer.load_state_dict(wrapped)
         if self.scheduler is not None:

@@ -43,6 +43,34 @@ def gather_states(attempt: Callable[[], Mapping[str, Any]], comm: Communicator) 
     return run(schedule, comm, facts=f"gather_states of {sum(nbytes)} bytes", device=torch.device("cpu"))
 
 
+def gathered_state(
+    take: Callable[[], Mapping[str, Any]], comm: Communicator, *, advice: str, alike: bool
+) -> dict[str, Any]:
+    """A wrapper's states of all ranks in one on rank 0, {} elsewhere; for every rank to call. See `of_rank`.
+
+    Args:
+        take: Gives this rank's state.
+        comm: The ranks.
+        advice: What to do with a state of another number of ranks.
+        alike: What the wrapped optimizer keeps is the same on all ranks, and held once.
+
+    Raises:
+        CollectiveError: `take` raises on another rank, which is named.
+    """
+
+    def own() -> Mapping[str, Any]:
+        state = take()
+        return {KEY: state[KEY]} if alike and comm.rank else state
+
+    states = gather_states(own, comm)
+    if states is None:
+        return {}
+    if not alike:
+        return gathered({}, states, advice)
+    wrapped = {key: value for key, value in states[0].items() if key != KEY}
+    return gathered(wrapped, [{KEY: state[KEY]} for state in states], advice)
+
+
 def gathered(shared: Mapping[str, Any], states: Sequence[Mapping[str, Any]], advice: str) -> dict[str, Any]:
     """One state out of what all ranks have alike and what each adds to it or has otherwise; see `of_rank`."""
     return {**shared, KEY: {size_key(len(states), advice): True, "world_size": len(states), RANKS: list(states)}}

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from communicators.replicas.saved_by import KEY
+
 _HELPERS = "torch.distributed.checkpoint.state_dict"
 _NEW = "new"
 
@@ -42,6 +44,11 @@ def check_loaded(state: dict[str, Any], held: Any) -> dict[str, Any]:
             "the whole file by torch.distributed.checkpoint.format_utils.dcp_to_torch_save"
         )
     return state
+
+
+def wrapped_part(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What the wrapped optimizer loads of a wrapper's state; raises as `check_loaded` does."""
+    return check_loaded({key: value for key, value in state.items() if key != KEY}, state[KEY].get("wrapped"))
 
 
 def refuse_torch_helpers(what: str) -> None:

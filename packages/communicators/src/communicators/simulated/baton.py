@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -17,9 +18,11 @@ class RankThread(Generic[T]):
     """A thread that runs only between `resume` and `give_back`.
 
     over: its body has ended, with a `result` or an `error`. dead: it ends at its next turn.
+    during: each of its turns is inside one.
     """
 
-    def __init__(self, body: Callable[[], T]) -> None:
+    def __init__(self, body: Callable[[], T], during: Callable[[], AbstractContextManager[None]]) -> None:
+        self._during = during
         self.result: Any = None
         self.error: BaseException | None = None
         self.dead = self.over = False
@@ -31,8 +34,9 @@ class RankThread(Generic[T]):
     def resume(self) -> None:
         """Called by the loop: lets the rank run until it gives the baton back or ends."""
         if not self.over:
-            self._turn.release()
-            self._back.acquire()
+            with self._during():
+                self._turn.release()
+                self._back.acquire()
 
     def give_back(self) -> None:
         """Called by the rank: lets the loop run until it resumes this rank."""

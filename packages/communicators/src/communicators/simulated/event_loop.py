@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import count
 from typing import Any, Protocol, TypeVar
@@ -48,6 +49,9 @@ class Conditions(Protocol):
 
     def fault(self, rank: int, message: int) -> Dies | Corrupts | None:
         """What befalls this message of this rank."""
+
+    def turn(self, rank: int) -> Callable[[], AbstractContextManager[None]]:
+        """Makes what each turn of this rank's thread is inside of."""
 
 
 class EventLoop:
@@ -160,7 +164,7 @@ class EventLoop:
 
     def run(self, bodies: list[Callable[[], T]]) -> list[T]:
         """Runs one body per rank to its end; returns their results."""
-        self._ranks = [RankThread(body) for body in bodies]
+        self._ranks = [RankThread(body, self.world.turn(rank)) for rank, body in enumerate(bodies)]
         for rank in range(len(bodies)):
             self.after(0.0, lambda rank=rank: self._resume(rank))  # type: ignore[misc]
         for rank, seconds in self.world.deaths:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from communicators.schedule import Schedule
 from communicators.signals import OnSignal, Signals
 from communicators.simulated.event_loop import EventLoop
 from communicators.simulated.faults import Corrupts, Dies
+from communicators.simulated.generators import OwnGenerator
 from communicators.simulated.signals import SimulatedSignals
 from communicators.simulated.signals_in_flight import Context
 from communicators.simulated.subgroup import SimulatedSubgroup
@@ -42,6 +44,10 @@ class SimulatedWorld:
         jitter: At most so many seconds are added to each message, drawn like the order.
         draw: Returns numbers in [0, 1) for order and jitter, in place of `seed`; hypothesis can drive it.
         faults: `Dies` and `Corrupts`.
+        own_generators: Each rank has torch's global generator on the CPU to itself, as a process has, seeded by `seed`
+            and its rank; so dropout on a rank does not depend on which ranks ran before, and a rank may call
+            `torch.manual_seed`. False: all ranks draw from the caller's, in the order in which they run; then give
+            what draws a `torch.Generator` of its own. Generators of other devices are shared in any case.
 
     Attributes:
         bytes_sent: After `run`: what each rank sent, in counted rounds.
@@ -59,6 +65,7 @@ class SimulatedWorld:
         jitter: float = 0.0,
         draw: Callable[[], float] | None = None,
         faults: Iterable[Dies | Corrupts] = (),
+        own_generators: bool = False,
     ) -> None:
         if size < 1:
             raise ValueError(f"a world needs at least 1 rank, got size={size}")
@@ -70,7 +77,7 @@ class SimulatedWorld:
         self.elapsed = 0.0
         self.bytes_sent = [0] * size
         self.messages_sent = [0] * size
-        self._draw = draw
+        self._draw, self.own_generators = draw, own_generators
         faults = list(faults)
         self.deaths = [(f.rank, f.at) for f in faults if isinstance(f, Dies) and f.at is not None]
         self._faults = {(f.rank, f.message): f for f in faults if isinstance(f, Corrupts) or f.at is None}
@@ -94,6 +101,10 @@ class SimulatedWorld:
     def fault(self, rank: int, message: int) -> Dies | Corrupts | None:
         """What befalls this message of this rank."""
         return self._faults.get((rank, message))
+
+    def turn(self, rank: int) -> Callable[[], AbstractContextManager[None]]:
+        """Makes what each turn of this rank's thread is inside of."""
+        return OwnGenerator(self.seed, rank).lent if self.own_generators else nullcontext
 
 
 class SimulatedCommunicator(Communicator):
