@@ -43,4 +43,4 @@ def asked(*words: str, ranks: int | None = None) -> Options:
 
 
 def train(options: Options, ranks: int) -> None:
-    SimulatedWorld(ranks).run(lambda comm: run(APP, options, comm))
+    SimulatedWorld(ranks, own_generators=True).run(lambda comm: run(APP, options, comm))
