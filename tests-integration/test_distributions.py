@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import importlib.metadata
 import shutil
@@ -10,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from imported_modules import imported
 
 from release.archives import HOME, broken_links, contents, faults
 from release.packages import ROOT, Package, build, name_of, packages, wheel_of
@@ -56,14 +56,6 @@ def test_every_import_is_declared(name):
         if module not in known
     ]
     assert not wrong, wrong
-
-
-def imported(file):
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name.split(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            yield node.module.split(".")[0]
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from imported_modules import imported
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = {"communicators", "sparse_compress", "sparse_collectives", "local_sgd", "partial_collectives"}
@@ -27,15 +28,6 @@ ALLOWED = {
     "slow_link": {"communicators"},
 }
 SOURCES = {path.name: path for pattern in ("packages/*/src/*", "apps/*/src/*") for path in ROOT.glob(pattern)}
-
-
-def imported(file):
-    """Top-level names of all modules that a file imports, wherever in it."""
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name.split(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            yield node.module.split(".")[0]
 
 
 def test_every_member_is_known():

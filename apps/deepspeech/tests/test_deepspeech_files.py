@@ -258,12 +258,7 @@ def test_truncated_flac(tmp_path):
 
 
 def test_damaged_flac_is_found_when_it_is_read(tmp_path):
-    """Its end is whole, so that only the middle tells."""
-    path = tiny_speech.librispeech(tmp_path) / "train-clean-100" / "19" / "198" / "19-198-0001.flac"
-    content = bytearray(path.read_bytes())
-    middle = len(content) // 3
-    content[middle : middle + 300] = bytes(300)
-    path.write_bytes(content)
+    tiny_speech.damaged_inside(tmp_path)
     with pytest.raises(RunError, match=r"19-198-0001\.flac"):
         [utterance.read() for utterance in read(librispeech.load, tmp_path).train]
 

@@ -199,12 +199,7 @@ def test_utterances_that_are_left_out_are_told_once(tmp_path, capsys):
 
 
 def damaged_inside(folder):
-    """A flac file whose end is whole."""
-    path = tiny_speech.librispeech(folder) / "train-clean-100" / "19" / "198" / "19-198-0001.flac"
-    content = bytearray(path.read_bytes())
-    middle = len(content) // 3
-    content[middle : middle + 300] = bytes(300)
-    path.write_bytes(content)
+    tiny_speech.damaged_inside(folder)
     return "librispeech", folder, r"19-198-0001\.flac .*: take it off its list \(.*19-198\.trans\.txt, line 2\)"
 
 

@@ -85,3 +85,12 @@ def manifest(folder: Path, *, train: int = 6, tests: int = 3) -> Path:
             rows.append(f"{number}.wav,{texts[number].lower()}\n")
         (folder / f"{part}.csv").write_text("path,transcript\n" + "".join(rows))
     return folder
+
+
+def damaged_inside(folder: Path) -> None:
+    """LibriSpeech with a flac file whose end is whole, so that only its middle tells."""
+    path = librispeech(folder) / "train-clean-100" / "19" / "198" / "19-198-0001.flac"
+    content = bytearray(path.read_bytes())
+    middle = len(content) // 3
+    content[middle : middle + 300] = bytes(300)
+    path.write_bytes(content)

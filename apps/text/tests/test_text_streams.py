@@ -1,13 +1,25 @@
 """Streams: windows go on one after another, and test tokens are foretold once each."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from thinwire_text.streams import Window, train_windows
 from thinwire_text.streams import test_windows as windows_to_test
-from thinwire_text.streams import train_windows
 from thinwire_trainer.errors import RunError
+
+
+def places(shards: Sequence[Sequence[Window]]) -> list[int]:
+    """Of all tokens that are read, in the text, one after another."""
+    return [
+        origin + part.start + step
+        for shard in shards
+        for part in shard
+        for origin in part.origins
+        for step in range(part.length)
+    ]
 
 
 @given(
@@ -34,13 +46,7 @@ def test_every_rank_has_as_many_windows_in_every_epoch_and_each_goes_on_where_th
         lengths = [part.length for part in shard]
         assert 1 <= min(lengths) <= max(lengths) <= min(window, min(lengths) + 1)
         assert {part.origins for part in shard} == {shard[0].origins}
-    read = [
-        origin + part.start + step
-        for shard in shards
-        for part in shard
-        for origin in part.origins
-        for step in range(part.length)
-    ]
+    read = places(shards)
     assert len(read) == len(set(read))
     assert 0 <= min(read) <= max(read) < tokens - 1  # each is followed by one to foretell
     assert len(read) >= 7 / 8 * (tokens - streams)  # as whole tokens of each stream: fewer than `streams` are over
@@ -53,13 +59,7 @@ def test_every_test_token_but_the_first_is_foretold_once_by_whatever_number_of_r
 ) -> None:
     shards = [windows_to_test(tokens, rank=rank, size=size, window=window) for rank in range(size)]
     assert min(map(len, shards)) >= 1
-    read = [
-        origin + part.start + step
-        for shard in shards
-        for part in shard
-        for origin in part.origins
-        for step in range(part.length)
-    ]
+    read = places(shards)
     assert sorted(read) == list(range(tokens - 1))
     alone = windows_to_test(tokens, rank=0, size=1, window=window)
     starts = {(origin, part.start) for part in alone for origin in part.origins}
