@@ -1119,13 +1119,26 @@ EXPORT int64_t sc_settle(const void *rows, const int64_t *lengths, int64_t ranks
     return found;
 }
 
-/* Whether n indices increase strictly. */
-EXPORT int sc_increasing(const void *index, int64_t n) {
+/* Whether n indices increase strictly, from low on and below high. */
+EXPORT int sc_increasing(const void *index, int64_t n, int64_t low, int64_t high) {
     const i32 *at = index;
     int32_t wrong = 0;
     for (int64_t i = 1; i < n; i++)
         wrong |= at[i] <= at[i - 1];
-    return !wrong;
+    return !wrong && (!n || (at[0] >= low && at[n - 1] < high));
+}
+
+/* Every `step`-th of n entries from `first` on. */
+EXPORT void sc_every(const void *index, const void *value, int64_t n, int64_t first, int64_t step, void *out_index,
+                     void *out_value) {
+    const i32 *at = index;
+    const u32 *x = value;
+    i32 *out_at = out_index;
+    u32 *out = out_value;
+    for (int64_t i = first; i < n; i += step) {
+        *out_at++ = at[i];
+        *out++ = x[i];
+    }
 }
 
 /* ---- Between sparse and dense ------------------------------------------------------------------------------------- */
