@@ -113,6 +113,8 @@ def _check_alike(a: SparseVector, b: SparseVector) -> None:
     for vector in (a, b):
         if not isinstance(vector, SparseVector):
             raise TypeError(f"{type(vector).__name__} given, expected a SparseVector: make one with topk(tensor, k)")
+    if a.numel == b.numel and a.dtype == b.dtype and a.device == b.device:
+        return
     for what in ("numel", "dtype", "device"):
         if getattr(a, what) != getattr(b, what):
             raise ValueError(f"cannot add vectors of unlike {what}: {getattr(a, what)} and {getattr(b, what)}")
