@@ -13,10 +13,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sparse_compress import ErrorFeedback, SparseVector, TopK, add, add_all, merge, topk
+from sparse_compress import ErrorFeedback, SparseVector, TopK, add, add_all, merge, share, topk
 from sparse_compress.native import compiling, library
 from sparse_compress.native.library import SWITCH, kernels, using
-from sparse_compress.order import check_indices
+from sparse_compress.order import check_entries, check_indices
 from sparse_compress.selection import LargestOfBlocks, Reaching
 from sparse_compress.sift import larger, rising, without
 
@@ -138,6 +138,25 @@ def test_indices_that_do_not_increase(level, wrong):
         check_indices(torch.arange(0, 999, 3, dtype=torch.int32), 0, 1000)
         with pytest.raises(ValueError, match="not strictly increasing"):
             check_indices(torch.tensor(wrong, dtype=torch.int32), 0, 1000)
+
+
+@given(first=st.integers(0, 99), last=st.integers(0, 99), low=st.integers(-1, 100), high=st.integers(0, 101))
+def test_indices_beyond_their_range(level, first, last, low, high):
+    sparse = SparseVector(torch.tensor(sorted({first, last}), dtype=torch.int32), torch.ones(1 + (first != last)), 100)
+    with using(level):
+        if low <= min(first, last) and max(first, last) < high:
+            check_entries(sparse, low, high)
+        else:
+            with pytest.raises(ValueError, match="indices run from"):
+                check_entries(sparse, low, high)
+        check_entries(SparseVector.empty(100), low, high)
+
+
+@given(seed=seeds, numel=lengths, of=st.integers(1, 9))
+def test_a_share(level, nasty, seed, numel, of):
+    cut = entries(np.random.default_rng(seed), nasty, numel, numel * 2 // 3)
+    for member in range(of):
+        assert_same(*both(level, lambda member=member: share(cut, member, of)))
 
 
 @pytest.mark.parametrize("apart", [False, True])

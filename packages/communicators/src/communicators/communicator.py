@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
+from types import GeneratorType
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -180,13 +181,11 @@ class Communicator(ABC):
 
 def _settings(schedule: Schedule[T], facts: str | None, timeout: float | None, comm: Communicator) -> dict[str, Any]:
     """What a call is made with: without facts those are the name of the schedule's function."""
-    if not isinstance(schedule, Generator):
+    if not isinstance(schedule, GeneratorType | Generator):  # the first is told at once, the second asks Python code
         raise TypeError(
             f"the schedule is {type(schedule).__name__}, expected a generator: what a function with "
             "`yield Round(...)` in it returns when it is called"
         )
-    if not isinstance(comm, Communicator):
-        raise TypeError(f"comm is {type(comm).__name__}, expected a Communicator: make it by as_communicator(comm)")
     if not isinstance(comm, Communicator):
         raise TypeError(f"comm is {type(comm).__name__}, expected a Communicator: make it by as_communicator(comm)")
     waits = comm.timeout if timeout is None else check_timeout(timeout)

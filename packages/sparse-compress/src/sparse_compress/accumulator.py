@@ -97,7 +97,7 @@ class Accumulator:
     def restore(self, dropped: SparseVector) -> None:
         """v ← v + dropped."""
         if take(self.residual):
-            add_at(self.residual, dropped.indices, dropped.values)
+            add_at(self.residual, dropped)
             return
         self.residual.view(-1).index_add_(0, dropped.indices, dropped.values)
 

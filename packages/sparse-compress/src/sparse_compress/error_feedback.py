@@ -11,7 +11,7 @@ from sparse_compress.arguments import check_compressor, fraction_below_1
 from sparse_compress.compressors import Compressor, FusedCompressor, StatefulCompressor
 from sparse_compress.dense_input import check_dense
 from sparse_compress.feedback_state import read_state, write_state
-from sparse_compress.nonfinite import all_finite
+from sparse_compress.nonfinite import all_finite, entries_finite
 from sparse_compress.vector import SparseVector
 from sparse_compress.vector_format import WIRE_DTYPES
 
@@ -88,11 +88,12 @@ class ErrorFeedback:
         check_dense(gradient, f"gradient of {name!r}")
         before = self._before(name, gradient)
         after = self._working_copy(name, before) if self.tentative else before
-        gradient = gradient.detach().resolve_neg()
+        if gradient.requires_grad or gradient.is_neg():
+            gradient = gradient.detach().resolve_neg()
         step = self._step if select is None else getattr(select, "step", None)
         if step is not None and not withhold:
             sent: SparseVector = step(before, gradient, self.momentum, after)
-            self._note_finite(name, sent.values)
+            self._note_finite(name, entries_finite(sent))
             return sent
         held = before.copies(withhold)
         before.advance(gradient, self.momentum, out=after)
@@ -105,7 +106,7 @@ class ErrorFeedback:
                 f"dtype={accumulated.dtype}, device={accumulated.device}"
             )
         by_magnitude = getattr(select or self.compressor, "finds_nonfinite", False)
-        self._note_finite(name, sent.values if by_magnitude else accumulated)
+        self._note_finite(name, entries_finite(sent) if by_magnitude else all_finite(accumulated))
         after.clear(sent)
         after.fill(withhold, held)
         return sent
@@ -293,8 +294,7 @@ class ErrorFeedback:
             return self.compressor(accumulated, name=name)
         return self.compressor(accumulated)
 
-    def _note_finite(self, name: str, values: Tensor) -> None:
-        finite = all_finite(values)
+    def _note_finite(self, name: str, finite: Tensor) -> None:
         again = self.tentative and name in self._finite  # more than once in one step
         self._finite[name] = self._finite[name] & finite if again else finite
 

@@ -26,7 +26,7 @@ def step_topk(before: Accumulator, gradient: Tensor, momentum: float, k: int, ou
         return _step_in_triton(before, gradient, momentum, k, out)
     if 0 < k < gradient.numel() and take_gradient(gradient):
         sent = SparseVector.allocate(k, gradient.numel(), torch.float32, gradient.device)
-        Step(before.flat(), gradient, momentum, out.flat(), into=sent).largest(0, sent.numel, k)
+        Step(before, gradient, momentum, out, into=sent).largest(0, sent.numel, k)
         return sent
     if gradient.is_cpu and gradient.is_contiguous() and 0 < k < gradient.numel() > SMALL:
         sent = _sweep(before, gradient, momentum, k, out)
@@ -47,7 +47,7 @@ def step_reaching(
     residual = out.residual.view(-1)
     if k > 0 and take_gradient(gradient):
         key = reachable(key, residual.dtype)
-        return Step(before.flat(), gradient, momentum, out.flat()).reaching(len(residual), key, k)
+        return Step(before, gradient, momentum, out).reaching(len(residual), key, k)
     if gradient.is_cpu and gradient.is_contiguous():
         with np.errstate(all="ignore"):  # of the sums
             written = before.advance_by_chunks(gradient, momentum, out)

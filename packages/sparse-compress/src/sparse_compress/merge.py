@@ -7,8 +7,8 @@ import torch
 from sparse_compress.arguments import integer
 from sparse_compress.compact import compact
 from sparse_compress.magnitude import Keys, bits_of, largest, magnitude_keys, magnitude_mask
-from sparse_compress.native.adding import merged
-from sparse_compress.native.dense import take
+from sparse_compress.native.adding import every, merged
+from sparse_compress.native.dense import takes
 from sparse_compress.pad import pad
 from sparse_compress.union import Array, paired, paired_cpu, picked_cpu, union, without
 from sparse_compress.vector import SparseVector
@@ -39,7 +39,7 @@ def merge(a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, Spars
     k = min(k, a.numel)
     if len(a) + len(b) <= k:
         return pad(union(a, b), k), SparseVector.empty(a.numel, a.dtype, device=a.device)
-    return _merge_cpu(a, b, k) if a.values.is_cpu else _merge_on_device(a, b, k)
+    return _merge_cpu(a, b, k) if a.is_cpu else _merge_on_device(a, b, k)
 
 
 def add(a: SparseVector, b: SparseVector) -> SparseVector:
@@ -101,6 +101,8 @@ def share(cut: SparseVector, member: int, of: int) -> SparseVector:
         raise ValueError(f"member {member} of {of} given, expected 0 ≤ member < of")
     if of == 1 or not len(cut):
         return cut
+    if takes(cut):
+        return every(cut, member, of)
     part = SparseVector.allocate(len(range(member, len(cut), of)), cut.numel, cut.dtype, cut.device)
     part.indices.copy_(cut.indices[member::of])
     part.values.copy_(cut.values[member::of])
@@ -111,6 +113,8 @@ def _check_alike(a: SparseVector, b: SparseVector) -> None:
     for vector in (a, b):
         if not isinstance(vector, SparseVector):
             raise TypeError(f"{type(vector).__name__} given, expected a SparseVector: make one with topk(tensor, k)")
+    if a.numel == b.numel and a.dtype == b.dtype and a.device == b.device:
+        return
     for what in ("numel", "dtype", "device"):
         if getattr(a, what) != getattr(b, what):
             raise ValueError(f"cannot add vectors of unlike {what}: {getattr(a, what)} and {getattr(b, what)}")
@@ -118,7 +122,7 @@ def _check_alike(a: SparseVector, b: SparseVector) -> None:
 
 def _merge_cpu(a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
     """For k < len(a) + len(b)."""
-    if k and len(a) and len(b) and take(a.values):
+    if k and len(a) and len(b) and takes(a):
         kept_there, cut_there = merged(a, b, k)
         if cut_there is None:
             return pad(kept_there, k), SparseVector.empty(a.numel, a.dtype, device=a.device)

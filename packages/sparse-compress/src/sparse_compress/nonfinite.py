@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparse_compress.native.dense import finite, take
+from sparse_compress.native.dense import finite, take, takes
+from sparse_compress.vector import SparseVector
 
 
 def all_finite(x: Tensor) -> Tensor:
@@ -15,13 +16,20 @@ def all_finite(x: Tensor) -> Tensor:
     if not x.numel():
         return torch.ones((), dtype=torch.bool, device=x.device)
     if take(x):
-        return _constant(finite(x))
+        return _constant(finite(x.data_ptr(), x.numel()))
     if x.is_cpu and x.dtype != torch.bfloat16:  # NumPy, which starts no threads, and knows no bfloat16
         values = x.numpy()
         with np.errstate(all="ignore"):  # a sum takes one pass, but may overflow
             return _constant(isfinite(values.sum()) or (isfinite(values.min()) and isfinite(values.max())))
     least, most = torch.aminmax(x)
     return (least > -inf) & (most < inf)
+
+
+def entries_finite(sparse: SparseVector) -> Tensor:
+    """`all_finite` of a vector's values."""
+    if takes(sparse):
+        return _constant(finite(sparse.addresses[1], len(sparse)))
+    return all_finite(sparse.values)
 
 
 @cache

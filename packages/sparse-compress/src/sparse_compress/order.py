@@ -1,8 +1,22 @@
 """What every sparse vector holds: indices that increase strictly, within their range."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
 from sparse_compress.native import dense
+from sparse_compress.vector_format import MAX_NUMEL
+
+if TYPE_CHECKING:
+    from sparse_compress.vector import SparseVector
+
+
+def check_entries(sparse: SparseVector, low: int, high: int) -> None:
+    """`check_indices` of a vector, without making a tensor of its indices where they are as they should be."""
+    if not (dense.reaches(sparse) and dense.increasing(sparse.addresses[0], len(sparse), low, high)):
+        check_indices(sparse.indices, low, high)
 
 
 def check_indices(indices: Tensor, low: int, high: int) -> None:
@@ -23,6 +37,6 @@ def check_indices(indices: Tensor, low: int, high: int) -> None:
 def is_increasing(indices: Tensor) -> bool:
     """Whether ``indices``, 1-D int32, increase strictly; of a GPU the answer is read back."""
     if dense.ready(indices):
-        return dense.increasing(indices)
+        return dense.increasing(indices.data_ptr(), indices.numel(), -MAX_NUMEL - 1, MAX_NUMEL + 1)
     given = indices.numpy() if indices.is_cpu else indices
     return bool((given[1:] > given[:-1]).all())

@@ -94,7 +94,7 @@ class LargestOfBlocks:
     def _compiled_step(self, before: Accumulator, gradient: Tensor, momentum: float, out: Accumulator) -> SparseVector:
         """Every block straight into the vector of all."""
         sent = SparseVector.allocate(sum(self.budgets), gradient.numel(), torch.float32, gradient.device)
-        step = Step(before.flat(), gradient, momentum, out.flat(), into=sent)
+        step = Step(before, gradient, momentum, out, into=sent)
         for (low, high), budget in zip(self.bounds, self.budgets, strict=True):
             if budget:
                 step.largest(low, high, budget)

@@ -18,7 +18,7 @@ def larger(sparse: SparseVector, key: int, ties: int = 0) -> SparseVector:
     """
     if key < 0:
         return sparse
-    if len(sparse) and dense.take(sparse.values):
+    if len(sparse) and dense.takes(sparse):
         return sifting.larger(sparse, key, ties)
     keys = magnitude_keys(sparse.values)
     chosen = keys > key
@@ -37,11 +37,11 @@ def where(sparse: SparseVector, chosen: Tensor) -> SparseVector:
 
 def without(sparse: SparseVector, other: SparseVector) -> SparseVector:
     """The entries whose index the other vector, of the same dtype, does not have. Their number is read back."""
-    if not sparse.values.is_cpu:
+    if not sparse.is_cpu:
         return where(sparse, ~torch.isin(sparse.indices, other.indices))
     if not len(sparse):
         return sparse
-    if dense.take(sparse.values):
+    if dense.takes(sparse):
         return adding.without(sparse, other)
     both = np.concatenate([sparse.indices.numpy(), other.indices.numpy()]).view(np.uint32) << 1
     both[len(sparse) :] |= 1

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparse_compress.compact import compact
 from sparse_compress.native.adding import added
-from sparse_compress.native.dense import take
+from sparse_compress.native.dense import takes
 from sparse_compress.vector import SparseVector
 
 Array = NDArray[Any]
@@ -23,7 +23,7 @@ def union(a: SparseVector, b: SparseVector) -> SparseVector:
     """
     if not len(a) or not len(b):
         return a if len(a) else b
-    return _union_cpu(a, b) if a.values.is_cpu else _union_on_device(a, b)
+    return _union_cpu(a, b) if a.is_cpu else _union_on_device(a, b)
 
 
 def paired_cpu(a: SparseVector, b: SparseVector) -> tuple[Array, Array, Array]:
@@ -58,7 +58,7 @@ def picked_cpu(indices: Array, values: Array, picked: Array, numel: int) -> Spar
 
 
 def _union_cpu(a: SparseVector, b: SparseVector) -> SparseVector:
-    if take(a.values):
+    if takes(a):
         return added(a, b)
     indices, values, void = paired_cpu(a, b)
     return picked_cpu(indices, values, without(void, len(indices)), a.numel)

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from sparse_compress.arguments import check_bytes, element_count
-from sparse_compress.order import check_indices
+from sparse_compress.native import dense
+from sparse_compress.order import check_entries, check_indices
 from sparse_compress.put import put
 from sparse_compress.vector_format import (
     HEADER_BYTES,
@@ -48,30 +49,27 @@ class SparseVector:
     _buffer: Tensor
     _indices: Tensor | None  # made when they are asked for: many vectors are only passed on, in whole
     _values: Tensor | None
-    _unwritten: Header | None  # what the buffer lacks until it is asked for: most vectors never travel
+    _unwritten: bool  # whether the buffer lacks its header until it is asked for: most vectors never travel
 
     def __init__(self, indices: Tensor, values: Tensor, numel: int) -> None:
         numel = element_count(numel)
         _check(indices, values, numel)
-        header = Header(numel, len(indices), WIRE_DTYPES[values.dtype])
-        self._allocate(header, values.device)
+        self._allocate(len(indices), numel, WIRE_DTYPES[values.dtype], values.device)
         self.indices.copy_(indices)
         self.values.copy_(values.detach())
 
-    def _allocate(self, header: Header, device: torch.device | str) -> None:
-        buffer = torch.empty(wire_nbytes(header.entries, header.dtype), dtype=torch.uint8, device=device)
-        self._bind(buffer, header)
-        self._unwritten = header
-
-    def _bind(self, buffer: Tensor, header: Header) -> None:
-        self.numel, self._entries, self.dtype = header
-        self._buffer, self._unwritten, self._indices, self._values = buffer, None, None, None
+    def _allocate(self, entries: int, numel: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        self._buffer = torch.empty(wire_nbytes(entries, dtype), dtype=torch.uint8, device=device)
+        self._entries, self.numel, self.dtype = entries, numel, dtype
+        self._unwritten, self._indices, self._values = True, None, None
 
     @classmethod
     def _view(cls, buffer: Tensor, header: Header) -> Self:
         """A vector over the bytes of ``buffer``, which is trusted to hold what the header says."""
         self = cls.__new__(cls)
-        self._bind(buffer, header)
+        self._buffer = buffer
+        self.numel, self._entries, self.dtype = header
+        self._unwritten, self._indices, self._values = False, None, None
         return self
 
     @classmethod
@@ -85,7 +83,7 @@ class SparseVector:
             device: Where it lives.
         """
         self = cls.__new__(cls)
-        self._allocate(Header(numel, entries, dtype), device)
+        self._allocate(entries, numel, dtype, device)
         return self
 
     @classmethod
@@ -134,6 +132,11 @@ class SparseVector:
         return self._buffer.device
 
     @property
+    def is_cpu(self) -> bool:
+        """Whether it lives on a CPU."""
+        return self._buffer.is_cpu
+
+    @property
     def body(self) -> Tensor:
         """The entries' part of the wire form, 1-D uint8: values, then indices."""
         return self._buffer[HEADER_BYTES:]
@@ -172,13 +175,16 @@ class SparseVector:
                 f"{self} cannot be put into {out.dtype}, {tuple(out.shape)} on {out.device}: expected a contiguous "
                 "tensor of its numel, dtype and device"
             )
+        if dense.take(out):
+            dense.put(self.addresses, self._entries, out, divisor)
+            return out
         return put(out, self.indices, self.values, divisor=divisor)
 
     def pack(self) -> Tensor:
         """The wire form, 1-D uint8: this vector's own memory, not a copy."""
-        if self._unwritten is not None:
-            write_header(self._buffer, self._unwritten)
-            self._unwritten = None
+        if self._unwritten:
+            write_header(self._buffer, Header(self.numel, self._entries, self.dtype))
+            self._unwritten = False
         return self._buffer
 
     @classmethod
@@ -215,7 +221,7 @@ class SparseVector:
             )
         vector = cls._view(buffer, header)
         if buffer.is_cpu:
-            check_indices(vector.indices, 0, header.numel)
+            check_entries(vector, 0, header.numel)
         return vector
 
 

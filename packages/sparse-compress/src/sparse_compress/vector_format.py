@@ -30,6 +30,7 @@ WIRE_DTYPES = {
 _WORDS = Struct("=4q")  # of a header: two for the slot, numel, sizes
 _CODES = {torch.float32: 1, torch.float64: 2}
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
+_ENTRY_NBYTES = {dtype: wide.itemsize + INDEX_BYTES for dtype, wide in WIRE_DTYPES.items()}
 
 
 class Header(NamedTuple):
@@ -42,7 +43,7 @@ class Header(NamedTuple):
 
 def entry_nbytes(dtype: torch.dtype) -> int:
     """Bytes of one entry on the wire: 8 for gradients of up to 32 bits, 12 for float64."""
-    return WIRE_DTYPES[dtype].itemsize + INDEX_BYTES
+    return _ENTRY_NBYTES[dtype]
 
 
 def wire_nbytes(entries: int, dtype: torch.dtype = torch.float32) -> int:
@@ -52,7 +53,7 @@ def wire_nbytes(entries: int, dtype: torch.dtype = torch.float32) -> int:
         entries: How many it has.
         dtype: The gradient's; float16 and bfloat16 travel as float32.
     """
-    return HEADER_BYTES + entries * entry_nbytes(dtype)
+    return HEADER_BYTES + entries * _ENTRY_NBYTES[dtype]
 
 
 def write_header(buffer: Tensor, header: Header) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,9 +61,10 @@ class Call:
         self._bounded = False
         self._schedule = schedule
         self._rounds: Schedule[Any] = schedule if prelude is None else prelude
-        self._sent: Counter[int] = Counter()
-        self._heard: Counter[int] = Counter()
+        self._sent: dict[int, int] = {}  # messages so far, by peer
+        self._heard: dict[int, int] = {}
         self._doubts: list[Tensor] = []
+        self._hashed = _hash_of(facts if self.counted else "agreement", number)
 
     def step(self, received: Received) -> Round | Elapse | NativeSum | None:
         """Hands over what the last round received; returns what comes next, None at the end (`value` is then set)."""
@@ -77,6 +77,7 @@ class Call:
             self._rounds, self.counted, self.turn = self._schedule, True, -1
             self._sent.clear()
             self._heard.clear()
+            self._hashed = _hash_of(self.facts, self.number)
             return self.step({})
         self.turn += 1
         if isinstance(action, Round):
@@ -96,13 +97,13 @@ class Call:
 
     def outgoing_tag(self, peer: int) -> int:
         """The tag of the next message to this peer."""
-        self._sent[peer] += 1
-        return self._hash(self._sent[peer])
+        self._sent[peer] = number = self._sent.get(peer, 0) + 1
+        return self._hash(number)
 
     def incoming_tag(self, peer: int) -> int:
         """The tag of the next message from this peer."""
-        self._heard[peer] += 1
-        return self._hash(self._heard[peer])
+        self._heard[peer] = number = self._heard.get(peer, 0) + 1
+        return self._hash(number)
 
     def stamp(self, payload: Tensor) -> None:
         """Writes call and sender into the slot of a payload, on any device; the host does not wait.
@@ -122,19 +123,20 @@ class Call:
 
     def accept(self, source: int, payload: Tensor, capacity: int) -> None:
         """Raises unless the payload has the size and carries this call's stamp of that sender."""
-        if payload.numel() > capacity:
+        nbytes = payload.numel()
+        if nbytes > capacity:
             raise CollectiveError(
-                f"message too long: rank {source} sent {payload.numel()} bytes, rank {self.rank} has room for "
+                f"message too long: rank {source} sent {nbytes} bytes, rank {self.rank} has room for "
                 f"{capacity} in round {self.turn} of {self.facts}"
             )
-        if payload.numel() < capacity and not self._bounded:
+        if nbytes < capacity and not self._bounded:
             raise CollectiveError(
-                f"message too short: rank {source} sent {payload.numel()} bytes, rank {self.rank} expects {capacity} "
+                f"message too short: rank {source} sent {nbytes} bytes, rank {self.rank} expects {capacity} "
                 f"in round {self.turn} of {self.facts}; where sizes depend on data, say Round(..., bounded=True)"
             )
         memory = _memory(payload)
-        found = _STAMP.unpack_from(memory, 0) if len(memory) >= SLOT_BYTES else None
-        expected = self._header(source, payload.numel(), memory if payload.is_cpu else None)
+        found = _STAMP.unpack_from(memory, 0) if nbytes >= SLOT_BYTES else None
+        expected = self._header(source, nbytes, memory if payload.is_cpu else None)
         if found is not None and found[0] != expected[0] and found[1:] == expected[1:]:
             raise CollectiveError(
                 f"corrupted message: what rank {self.rank} got from rank {source} in round {self.turn} of {self.facts} "
@@ -167,8 +169,7 @@ class Call:
         return self._hash(0) ^ check, self.number, sender, nbytes
 
     def _hash(self, sequence: int) -> int:
-        facts = self.facts if self.counted else "agreement"
-        return zlib.crc32(f"{facts}|{self.number}|{sequence}".encode()) & ((1 << TAG_BITS) - 1)
+        return zlib.crc32(b"%d" % sequence, self._hashed) & ((1 << TAG_BITS) - 1)
 
     def _check(self, action: Round) -> None:
         """Raises for what its author got wrong."""
@@ -196,6 +197,11 @@ class Call:
                     f"{self.facts}: the payload for rank {peer} has data in its first {SLOT_BYTES} bytes, which belong "
                     "to the communicator and would be overwritten: put a free slot before them with frame(tensor)"
                 )
+
+
+def _hash_of(facts: str, number: int) -> int:
+    """The beginning of the hash of every message of a call."""
+    return zlib.crc32(f"{facts}|{number}|".encode())
 
 
 def _is_free(payload: Tensor) -> bool:

@@ -107,6 +107,33 @@ class Alarm:
         self._ringing.acquire(timeout=seconds)
 
 
+class Ending:
+    """An Event that is cheaper: every call has one, and hardly any is waited for."""
+
+    def __init__(self) -> None:
+        self._before = threading.Lock()
+        self._before.acquire()
+        self._set = False
+
+    def is_set(self) -> bool:
+        """Whether it has come."""
+        return self._set
+
+    def set(self) -> None:
+        """It has come; by one thread at a time."""
+        if not self._set:
+            self._set = True
+            self._before.release()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Until it has come, or for so many seconds; whether it has."""
+        if self._set:
+            return True
+        if self._before.acquire(timeout=-1 if timeout is None else max(timeout, 0.0)):
+            self._before.release()  # for the next one who waits
+        return self._set
+
+
 class Engine:
     """What is driven in the background, and the communicators whose control messages are read."""
 
@@ -166,7 +193,7 @@ class Engine:
                 nap(min(waited / 8, LONGEST_NAP_SECONDS))
                 self._look_around([driven])
 
-    def wait(self, over: Callable[[], bool], finished: threading.Event, timeout: float | None) -> bool:
+    def wait(self, over: Callable[[], bool], finished: Ending | threading.Event, timeout: float | None) -> bool:
         """Waits for the end of what was added; False when it is not over in time."""
         if not self.inline:
             return finished.wait(timeout)

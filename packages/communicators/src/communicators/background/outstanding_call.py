@@ -12,7 +12,7 @@ import torch
 from communicators import errors
 from communicators.background.abort import Control
 from communicators.background.call import Call, NativeSum
-from communicators.background.engine import Engine
+from communicators.background.engine import Ending, Engine
 from communicators.background.requested_abort import RequestedAbort
 from communicators.background.streams import SideStream, devices_of, owned_here
 from communicators.background.transport import PeerLost, Pending, Transport, Unsent
@@ -76,12 +76,12 @@ class OutstandingCall:
         self.began, self.ended = time.perf_counter(), cast(float | None, None)
         self._label = labelled("exchange")
         self._label.__enter__()
-        self.finished = threading.Event()
+        self.finished = Ending()
         self.error: CollectiveError | None = None
         self.device, self.side = device, cast(SideStream | None, None)
         self._timeout = timeout
         self._stepped_through = False
-        self.peers: list[int] = []  # of the current round
+        self._peers: tuple[int, ...] = ()  # of the current round, some twice
         self._pending: Pending | None = None
         self._unsent: list[Pending] = []  # rounds before it of which not all is known to have come
         self._cause: BaseException | None = None
@@ -90,6 +90,11 @@ class OutstandingCall:
         self._reported = False
         self._callbacks: list[Callable[[], None]] = []
         self.progressed = self._turn_came = time.monotonic()
+
+    @property
+    def peers(self) -> list[int]:
+        """Of the current round."""
+        return sorted(set(self._peers))
 
     def poll(self) -> bool:
         """Goes on as far as it can without blocking; True at the end."""
@@ -198,9 +203,9 @@ class OutstandingCall:
         else:
             device = self.device if self.call.counted else torch.device("cpu")  # an agreement is read by the host
             self._pending = self.comm.transport.post(self.call, action, device)
-            self.peers = sorted({*action.sends, *action.recvs})
-            if self.call.counted:
-                self.comm.count(sum(payload.numel() for payload in action.sends.values()), len(action.sends))
+            self._peers = *action.sends, *action.recvs
+            if self.call.counted and action.sends:
+                self.comm.count(sum([payload.numel() for payload in action.sends.values()]), len(action.sends))
         self.progressed, self._reported = time.monotonic(), False
 
     def _request_abort(self, reason: str, cause: BaseException | None = None, *, patience: float | None = None) -> None:

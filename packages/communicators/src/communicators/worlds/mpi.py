@@ -156,9 +156,10 @@ class _PendingRound(Pending):
     def received(self) -> Received:
         received = {}
         for (peer, buffer), status in zip(self._buffers.items(), self._statuses, strict=False):
-            payload = buffer[: status.Get_count(MPI.BYTE)]
+            nbytes = status.Get_count(MPI.BYTE)
+            payload = buffer if nbytes == buffer.numel() else buffer[:nbytes]
             self._call.accept(peer, payload, buffer.numel())
-            received[peer] = payload.to(self._device)
+            received[peer] = payload if self._device.type == "cpu" else payload.to(self._device)
         return received
 
     def missing(self) -> list[int]:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.wire.invalid import given_by
-from sparse_collectives.wire.wire import Wire
+from sparse_collectives.wire.wire import PLAIN, Wire
 
 
 class HeldInCommon:
@@ -23,8 +23,9 @@ class HeldInCommon:
 
     def message(self, *, member: int = 0, of: int = 1) -> Tensor:
         """Its bytes, of `nbytes`; holders go on with what it is rounded to."""
-        self.vector, rest = self._wire.rounded(self.vector)
-        self._drop(rest, member, of)
+        if self._wire is not PLAIN:
+            self.vector, rest = self._wire.rounded(self.vector)
+            self._drop(rest, member, of)
         return self._wire.message(self.vector)
 
     def merge(self, message: Tensor, giver: int, *, member: int = 0, of: int = 1, after: bool = False) -> None:

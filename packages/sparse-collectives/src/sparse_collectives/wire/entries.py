@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 from sparse_compress import SparseVector, add_all
-from sparse_compress.order import check_indices, is_increasing
+from sparse_compress.order import check_entries, is_increasing
 from sparse_compress.sift import where
 from sparse_compress.vector_format import entry_nbytes
 from torch import Tensor
@@ -93,7 +93,7 @@ def from_body(body: Tensor, span: tuple[int, int], like: SparseVector) -> Sparse
     sparse = SparseVector.allocate(entries, like.numel, like.dtype, body.device)
     sparse.body.copy_(body)
     if body.is_cpu:
-        check_indices(sparse.indices, *span)
+        check_entries(sparse, *span)
     return sparse
 
 

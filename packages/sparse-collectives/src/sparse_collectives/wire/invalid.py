@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
 
 
 class InvalidMessageError(ValueError):
@@ -15,19 +14,21 @@ class InvalidMessageError(ValueError):
         self.rank, self.problem = rank, problem
 
 
-@contextmanager
-def given_by(rank: int) -> Iterator[None]:
-    """A ValueError inside is said to be of this rank's bytes.
+class given_by:  # noqa: N801 - reads as what it does
+    """A ValueError inside is said to be of this rank's bytes: an InvalidMessageError takes its place, which is one.
 
     Args:
         rank: As the schedule numbers its peers.
-
-    Raises:
-        InvalidMessageError: In place of the ValueError, which it is.
     """
-    try:
-        yield
-    except InvalidMessageError:
-        raise
-    except ValueError as error:
-        raise InvalidMessageError(rank, str(error)) from error
+
+    __slots__ = ("_rank",)
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if isinstance(error, ValueError) and not isinstance(error, InvalidMessageError):
+            raise InvalidMessageError(self._rank, str(error)) from error

@@ -83,7 +83,7 @@ class AsTheyAre:
     overhead = 0
 
     def rounded(self, sparse: SparseVector) -> tuple[SparseVector, SparseVector]:
-        return sparse, SparseVector.empty(sparse.numel, sparse.dtype, device=sparse.device)
+        return sparse, SparseVector.allocate(0, sparse.numel, sparse.dtype, sparse.device)
 
     def nbytes(self, entries: int, numel: int, dtype: torch.dtype) -> int:
         return wire_nbytes(entries, dtype)

@@ -10,7 +10,7 @@ from torch import Tensor
 from sparse_compress.arguments import check_bytes, element_count, integer
 from sparse_compress.codecs import elias_fano
 from sparse_compress.codecs.rounding import VALUES, aligned, leftover
-from sparse_compress.order import check_indices
+from sparse_compress.order import check_entries
 from sparse_compress.vector import SparseVector
 from sparse_compress.vector_format import HEADER_BYTES, SLOT_BYTES, Header, write_header
 
@@ -149,7 +149,7 @@ class WireCodec:
         else:
             elias_fano.unpack(data[: elias_fano.nbytes(numel, entries)], numel, entries, out=vector.indices)
         if block.is_cpu:
-            check_indices(vector.indices, 0, numel)
+            check_entries(vector, 0, numel)
         return vector
 
     def _sizes(self, entries: int, numel: int) -> "_Sizes":

@@ -43,6 +43,13 @@ def without(a: SparseVector, b: SparseVector) -> SparseVector:
     return _joined(_Pieces(pieces, indices, values, entries), a)
 
 
+def every(a: SparseVector, first: int, step: int) -> SparseVector:
+    """Every ``step``-th entry from position ``first`` on."""
+    taken = SparseVector.allocate(len(range(first, len(a), step)), a.numel, a.dtype, a.device)
+    kernels().sc_every(*a.addresses, len(a), first, step, *taken.addresses)
+    return taken
+
+
 class _Pieces(NamedTuple):
     """Entries in pieces, in scratch memory: where the pieces', indices' and values' addresses are, and how many.
 

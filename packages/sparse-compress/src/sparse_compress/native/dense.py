@@ -1,9 +1,16 @@
 """Between sparse and dense: what the kernels take, and where they put it."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from sparse_compress.native.library import kernels
+
+if TYPE_CHECKING:
+    from sparse_compress.vector import SparseVector
 
 
 def take(tensor: Tensor) -> bool:
@@ -16,21 +23,31 @@ def ready(tensor: Tensor) -> bool:
     return tensor.is_cpu and kernels() is not None and tensor.is_contiguous()
 
 
-def put(indices: Tensor, values: Tensor, out: Tensor, divisor: float) -> None:
-    """out ← 0, and values / divisor at the indices, which increase; all of them taken."""
-    kernels().sc_put(out.data_ptr(), out.numel(), indices.data_ptr(), values.data_ptr(), len(indices), divisor)
+def reaches(sparse: SparseVector) -> bool:
+    """Whether there are kernels, and they can read this vector's indices: it is on a CPU."""
+    return sparse.is_cpu and kernels() is not None
 
 
-def finite(values: Tensor) -> bool:
-    """Whether all values are; taken."""
-    return bool(kernels().sc_finite(values.data_ptr(), values.numel()))
+def takes(sparse: SparseVector) -> bool:
+    """Whether there are kernels, and they take this vector: float32 on a CPU."""
+    return sparse.dtype == torch.float32 and sparse.is_cpu and kernels() is not None
 
 
-def increasing(indices: Tensor) -> bool:
-    """Whether indices, int32 and ready, increase strictly."""
-    return bool(kernels().sc_increasing(indices.data_ptr(), indices.numel()))
+def put(addresses: tuple[int, int], entries: int, out: Tensor, divisor: float) -> None:
+    """out ← 0, and values / divisor at the indices, which increase and lie at these addresses; out is taken."""
+    kernels().sc_put(out.data_ptr(), out.numel(), *addresses, entries, divisor)
 
 
-def add_at(out: Tensor, indices: Tensor, values: Tensor) -> None:
-    """out ← out + values at the indices; all of them taken."""
-    kernels().sc_add_at(out.data_ptr(), indices.data_ptr(), values.data_ptr(), len(indices))
+def finite(address: int, count: int) -> bool:
+    """Whether so many float32 values there are all finite."""
+    return bool(kernels().sc_finite(address, count))
+
+
+def increasing(address: int, count: int, low: int, high: int) -> bool:
+    """Whether so many int32 there increase strictly, and lie in low … high − 1."""
+    return bool(kernels().sc_increasing(address, count, low, high))
+
+
+def add_at(out: Tensor, sparse: SparseVector) -> None:
+    """out ← out + values at the indices; both taken."""
+    kernels().sc_add_at(out.data_ptr(), *sparse.addresses, len(sparse))

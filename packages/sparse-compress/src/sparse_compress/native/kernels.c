@@ -41,9 +41,11 @@ enum {
     SLACK = 64,            /* entries that may be overwritten beyond the last one */
     BLOCK = 1024,          /* elements that are advanced, looked at and cleared while they are in L1 */
     AHEAD = 512,           /* elements that are fetched beforehand, 2 KB, */
+    NEXT = 32,             /* entries whose places are fetched beforehand */
     PART = 256,            /* so many at a time where the compiler makes the loop */
     MIN_SAMPLE = 1024,     /* elements: reading each costs a cache miss */
     MAX_SAMPLE = 32768,
+    RUN = 4,               /* neighbours that are read together */
     KEY_SAMPLE = 2048,     /* of keys that are in memory anyway */
     DIGITS = 2048,         /* a histogram that stays in L1 */
     STREAMS = 4,           /* of a merge, */
@@ -653,10 +655,16 @@ static void lay_out(Selecting *s, void *scratch) {
 /* n elements get back what was taken out of them. */
 static void put_back(Selecting *s, const i32 *index, const u32 *bits, const u32 *velocity, int64_t n) {
     u32 *vo = (u32 *)s->vo, *uo = (u32 *)s->uo;
-    for (int64_t i = 0; i < n; i++)
+    for (int64_t i = 0; i < n; i++) {
+        if (i + NEXT < n)
+            fetch(vo + index[i + NEXT]);
         vo[index[i]] = bits[i];
-    for (int64_t i = 0; uo && i < n; i++)
+    }
+    for (int64_t i = 0; uo && i < n; i++) {
+        if (i + NEXT < n)
+            fetch(uo + index[i + NEXT]);
         uo[index[i]] = velocity[i];
+    }
 }
 
 /* Leaves the k largest of what was found, ties to the lowest index; what is not among them goes back. Later elements
@@ -703,14 +711,15 @@ static float foreseen(const Selecting *s, int64_t i) {
     return s->v[i] + (s->u ? s->u[i] * s->m + g : g);
 }
 
-/* A key that little more than k elements most likely reach: of a strided sample, as in threshold.py. The stride is
- * odd: rows of even length do not put the sample into one column. */
+/* A key that little more than k elements most likely reach: of a sample, as in threshold.py, but in runs of RUN: each
+ * costs one cache miss. The stride between them is odd: rows of even length do not put the sample into few columns. */
 static uint32_t sampled(Selecting *s) {
-    int64_t size = least_of(most_of(s->n / 512, MIN_SAMPLE), MAX_SAMPLE), stride = s->n / size | 1, taken = 0;
+    int64_t size = least_of(most_of(s->n / 512, MIN_SAMPLE), MAX_SAMPLE), stride = s->n / size * RUN | 1, taken = 0;
     if (s->n <= 4 * size)
         return 0;
-    for (int64_t i = 0; i < s->n; i += stride)
-        s->bits[taken++] = to_bits(foreseen(s, i));
+    for (int64_t i = 0; i + RUN <= s->n; i += stride)
+        for (int64_t j = i; j < i + RUN; j++)
+            s->bits[taken++] = to_bits(foreseen(s, j));
     double expected = (double)taken * (double)s->k / (double)s->n;
     int64_t rank = (int64_t)(expected + spread(expected)) + 1;
     return rank < taken ? ranked_of_all(s->bits, taken, &rank, s->spare) : 0;
@@ -1119,13 +1128,26 @@ EXPORT int64_t sc_settle(const void *rows, const int64_t *lengths, int64_t ranks
     return found;
 }
 
-/* Whether n indices increase strictly. */
-EXPORT int sc_increasing(const void *index, int64_t n) {
+/* Whether n indices increase strictly, from low on and below high. */
+EXPORT int sc_increasing(const void *index, int64_t n, int64_t low, int64_t high) {
     const i32 *at = index;
     int32_t wrong = 0;
     for (int64_t i = 1; i < n; i++)
         wrong |= at[i] <= at[i - 1];
-    return !wrong;
+    return !wrong && (!n || (at[0] >= low && at[n - 1] < high));
+}
+
+/* Every `step`-th of n entries from `first` on. */
+EXPORT void sc_every(const void *index, const void *value, int64_t n, int64_t first, int64_t step, void *out_index,
+                     void *out_value) {
+    const i32 *at = index;
+    const u32 *x = value;
+    i32 *out_at = out_index;
+    u32 *out = out_value;
+    for (int64_t i = first; i < n; i += step) {
+        *out_at++ = at[i];
+        *out++ = x[i];
+    }
 }
 
 /* ---- Between sparse and dense ------------------------------------------------------------------------------------- */
@@ -1166,8 +1188,11 @@ EXPORT void sc_add_at(void *out, const void *index, const void *value, int64_t c
     f32 *sums = out;
     const i32 *at = index;
     const f32 *x = value;
-    for (int64_t i = 0; i < count; i++)
+    for (int64_t i = 0; i < count; i++) {
+        if (i + NEXT < count)
+            fetch(sums + at[i + NEXT]);
         sums[at[i]] = sums[at[i]] + x[i];
+    }
 }
 
 /* ---- Fewer bytes -------------------------------------------------------------------------------------------------- */

@@ -1,10 +1,12 @@
 """Selection by the kernels, alone or as a step of error feedback."""
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sparse_compress.accumulator import Accumulator
 from sparse_compress.native.copied import copied
 from sparse_compress.native.library import kernels
 from sparse_compress.native.scratch import SCRATCH
@@ -20,36 +22,36 @@ def take_gradient(gradient: Tensor) -> bool:
 
 def select(flat: Tensor, k: int) -> SparseVector:
     """The k largest of a 1-D tensor, 0 < k ≤ n."""
-    selected = SparseVector.allocate(k, len(flat), torch.float32, flat.device)
-    library = kernels()
-    scratch = SCRATCH.of(library.sc_scratch(len(flat), k))
-    library.sc_select(flat.data_ptr(), len(flat), k, -1, 0, *selected.addresses, scratch)
+    n = flat.numel()
+    selected = SparseVector.allocate(k, n, torch.float32, flat.device)
+    scratch = SCRATCH.of(_scratch_nbytes(n, k))
+    kernels().sc_select(flat.data_ptr(), n, k, -1, 0, *selected.addresses, scratch)
     SCRATCH.trim()
     return selected
 
 
 def select_reaching(flat: Tensor, key: int, k: int) -> SparseVector:
     """The elements of a 1-D tensor whose key is ``key`` or larger, the k largest if more."""
-    n, library = len(flat), kernels()
-    size = library.sc_scratch(n, k)
+    n = flat.numel()
+    size = _scratch_nbytes(n, k)
     scratch = SCRATCH.of(size + 8 * k)
-    count = library.sc_select(flat.data_ptr(), n, k, key, 0, scratch + size, scratch + size + 4 * k, scratch)
+    count = kernels().sc_select(flat.data_ptr(), n, k, key, 0, scratch + size, scratch + size + 4 * k, scratch)
     return copied(scratch + size, scratch + size + 4 * k, count, n)
 
 
 class Step:
     """One step of error feedback: accumulates, selects and clears, span by span.
 
-    before, after: residual, and velocity with momentum, flat float32; which may be the same. into: what `largest`
-    fills, span by span.
+    before, after: float32, and contiguous, as they all are; they may be the same. into: what `largest` fills, span by
+    span.
     """
 
     def __init__(
         self,
-        before: list[Tensor],
+        before: Accumulator,
         gradient: Tensor,
         momentum: float,
-        after: list[Tensor],
+        after: Accumulator,
         *,
         into: SparseVector | None = None,
     ) -> None:
@@ -61,7 +63,7 @@ class Step:
     def largest(self, low: int, high: int, k: int) -> None:
         """The k largest of elements low … high − 1, 0 < k ≤ high − low, to where the last span ended."""
         assert self._into is not None
-        scratch = SCRATCH.of(self._library.sc_scratch(high - low, k))
+        scratch = SCRATCH.of(_scratch_nbytes(high - low, k))
         indices, values = self._into.addresses
         self._run(low, high, k, -1, indices + 4 * self._filled, values + 4 * self._filled, scratch)
         self._filled += k
@@ -69,7 +71,7 @@ class Step:
 
     def reaching(self, numel: int, key: int, k: int) -> SparseVector:
         """What reaches ``key``, the k largest if more."""
-        size = self._library.sc_scratch(numel, k)
+        size = _scratch_nbytes(numel, k)
         scratch = SCRATCH.of(size + 8 * k)
         indices, values = scratch + size, scratch + size + 4 * k
         return copied(indices, values, self._run(0, numel, k, key, indices, values, scratch), numel)
@@ -95,6 +97,13 @@ class Step:
         return count
 
 
-def _addresses(parts: list[Tensor]) -> tuple[int, Any]:
+def _addresses(kept: Accumulator) -> tuple[int, Any]:
     """Of residual and velocity; None for no velocity."""
-    return parts[0].data_ptr(), parts[1].data_ptr() if len(parts) > 1 else None
+    return kept.residual.data_ptr(), None if kept.velocity is None else kept.velocity.data_ptr()
+
+
+@lru_cache(maxsize=1024)
+def _scratch_nbytes(n: int, k: int) -> int:
+    """Bytes that a selection takes; remembered, as a call into a library costs more than a look."""
+    nbytes: int = kernels().sc_scratch(n, k)
+    return nbytes
