@@ -34,9 +34,8 @@ def main(argv: Sequence[str] = ()) -> int:
     parser = parser_of("eager", __doc__, full="the numbers to report")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="default: all")
     parser.add_argument("--seeds", type=int, help="default 1, with --full 3")
-    options, facts = asked(parser, argv)
-    seeds = options.seeds or (3 if options.full else 1)
-    rows = [row for name in options.tasks for row in _compared(TASKS[name], seeds)]
+    options, facts = asked(parser, argv, seeds=(1, 3))
+    rows = [row for name in options.tasks for row in _compared(TASKS[name], options.seeds)]
     values = ("speedup", "whole_speedup", "ideal")
     record(options.output, "eager", rows, labels=("task", "how"), values=values, facts=facts, against=AGAINST)
     return 0
@@ -53,7 +52,7 @@ def _compared(task: Task, seeds: int) -> list[dict[str, Any]]:
     for how, quorum in ways(task.ranks).items():
         runs = [_trained(task, quorum, seed) for seed in range(seeds)]
         row: dict[str, Any] = dict(zip(COLUMNS, map(statistics.median, zip(*runs, strict=True)), strict=True))
-        row["seconds_samples"] = [run[0] for run in runs]
+        row |= {f"{name}_samples": [run[place] for run in runs] for place, name in enumerate(COLUMNS[:3])}
         first = rows[0] if rows else row
         row |= {"speedup": first["seconds"] / row["seconds"], "whole_speedup": first["whole"] / row["whole"]}
         rows.append({"task": task.name, "how": how, **row, "ideal": ideal})

@@ -43,16 +43,15 @@ def main(argv: Sequence[str] = ()) -> int:
     parser.add_argument("--mbit", type=float, default=100.0, help="link rate, default 100")
     parser.add_argument("--ms", type=float, default=1.0, help="one-way delay, default 1")
     parser.add_argument("--share", type=float, default=0.35, help="of a synchronous step that is communication")
-    parser.add_argument("--rounds", type=int, default=7, help="default 7")
-    options, facts = asked(parser, argv)
-    rounds = options.rounds * (3 if options.full else 1)
+    parser.add_argument("--rounds", type=int, help="default 7, with --full 21")
+    options, facts = asked(parser, argv, rounds=(7, 21))
     step, average = off_boundary()
     print(
         f"average() between boundaries: {1e6 * average:.1f} µs, {average / step:.2%} of a step of {1e3 * step:.1f} ms"
     )
     with open_link(ranks=options.ranks, mbit_per_second=options.mbit, milliseconds=options.ms) as link:
         print(f"P = {options.ranks}, {WIDTH * WIDTH * LAYERS:,} parameters, {link.describe()}", flush=True)
-        command = [sys.executable, "-m", "bench.local_sgd", "ranks", str(options.share), str(rounds)]
+        command = [sys.executable, "-m", "bench.local_sgd", "ranks", str(options.share), str(options.rounds)]
         done = link.mpiexec(command, timeout=1800)
     if done.returncode:
         print(done.stderr, file=sys.stderr)
@@ -95,8 +94,8 @@ def on_rank(share: float, rounds: int) -> None:
         row = {"algorithm": name, "sync_every": EVERY if name in ALGORITHMS else 1, **row}
         row["overhead"] = 1 - alone / row["step"]
         if comm.rank == 0:
-            samples = [one["step"] for one in found]
-            print(json.dumps({**{column: row.get(column) for column in COLUMNS}, "step_samples": samples}), flush=True)
+            samples = {f"{key}_samples": [one[key] for one in found] for key in ("step", "hidden") if key in found[0]}
+            print(json.dumps({**{column: row.get(column) for column in COLUMNS}, **samples}), flush=True)
 
 
 class Task:

@@ -58,14 +58,14 @@ AGAINST = "the same exchange alone, nothing else to do"
 def main(argv: Sequence[str] = ()) -> int:
     """Starts the ranks, prints the table; returns the exit status."""
     parser = parser_of("overlap", __doc__, full="more bucket sizes")
+    parser.add_argument("--buckets", type=float, nargs="+", metavar="MIB", help="default 1 4 16, with --full 1 to 32")
     parser.add_argument("--mbit", type=float, default=25.0, help="link rate, default 25")
     parser.add_argument("--ms", type=float, default=1.0, help="one-way delay, default 1")
     parser.add_argument("--repeats", type=int, default=9, help="default 9")
-    options, facts = asked(parser, argv)
+    options, facts = asked(parser, argv, buckets=([1, 4, 16], [1, 2, 4, 8, 16, 32]))
     print("P = 2, 9.4 million parameters, density 0.01, MPI")
     print(f"Python costs {python_microseconds_a_round():.0f} µs a round (schedule, tags, stamps, polling; no network)")
-    sizes = [1, 2, 4, 8, 16, 32] if options.full else [1, 4, 16]
-    command = [sys.executable, "-m", "bench.overlap", "ranks", str(options.repeats), *map(str, sizes)]
+    command = [sys.executable, "-m", "bench.overlap", "ranks", str(options.repeats), *map(str, options.buckets)]
     with open_link(ranks=2, mbit_per_second=options.mbit, milliseconds=options.ms) as link:
         done = link.mpiexec(command, timeout=1200)
     if done.returncode:

@@ -201,14 +201,17 @@ def main(argv: Sequence[str] = ()) -> int:
     parser = parser_of("peers", __doc__, full="P = 4 too, 20 epochs of 3 seeds instead of 6 of 1")
     add_link(parser)
     parser.add_argument("--ranks", type=int, nargs="+", metavar="P", help="default 2; with --full 2 and 4")
+    parser.add_argument("--epochs", type=int, help="of digits; default 6, with --full 20")
+    parser.add_argument("--seeds", type=int, help="of digits; default 1, with --full 3")
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help=f"turns of {EVERY} steps, default 5")
-    options, facts = asked(parser, argv)
-    epochs, seeds = (20, 3) if options.full else (6, 1)
+    options, facts = asked(parser, argv, ranks=([2], [2, 4]), epochs=(6, 20), seeds=(1, 3))
     rows = []
-    for size in options.ranks or ((2, 4) if options.full else (2,)):
+    for size in options.ranks:
         link = _link(size, options.rate, options.delay)
         steps = _launched(link, "steps", options.repeats)
-        learnt = _launched(ThrottledLink(ranks=size, mbit_per_second=1e6, milliseconds=0), "learns", epochs, seeds)
+        learnt = _launched(
+            ThrottledLink(ranks=size, mbit_per_second=1e6, milliseconds=0), "learns", options.epochs, options.seeds
+        )
         plain = statistics.median(steps[PLAIN])
         for way, (library, _, use) in WAYS.items():
             median = statistics.median(steps[way])
@@ -225,7 +228,7 @@ def main(argv: Sequence[str] = ()) -> int:
             rows.append(row)
     print(table(COLUMNS, [[_cell(row[name]) for name in COLUMNS] for row in rows]))
     labels, values = ("way", "P"), ("over_ddp",)
-    more: dict[str, Any] = {"facts": facts, "against": AGAINST, "test_images": TEST_IMAGES, "epochs": epochs}
+    more: dict[str, Any] = {"facts": facts, "against": AGAINST, "test_images": TEST_IMAGES, "epochs": options.epochs}
     record(options.output, "peers", rows, labels=labels, values=values, **more)
     return 0
 

@@ -50,7 +50,8 @@ def main(argv: Sequence[str] = ()) -> int:
     parser.add_argument("--mbit", type=float, default=100.0, help="link rate, default 100")
     parser.add_argument("--ms", type=float, default=1.0, help="one-way delay, default 1")
     parser.add_argument("--repeats", type=int, default=5, help="default 5")
-    options, facts = asked(parser, argv)
+    parser.add_argument("--layers", type=int, help=f"of {WIDTH} × {WIDTH}; default 2, with --full 8")
+    options, facts = asked(parser, argv, layers=(2, 8))
     rows: list[dict[str, Any]] = []
     for size in (2, 4):
         command = [
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] = ()) -> int:
             "bench.predictions",
             "ranks",
             str(options.repeats),
-            "8" if options.full else "2",
+            str(options.layers),
         ]
         with open_link(ranks=size, mbit_per_second=options.mbit, milliseconds=options.ms) as link:
             done = link.mpiexec(command, timeout=1200)

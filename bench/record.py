@@ -58,7 +58,7 @@ def record(
     folder.mkdir(parents=True, exist_ok=True)
     table = [with_quantiles(row) for row in rows]
     with (folder / f"{name}.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(table[0]))
+        writer = csv.DictWriter(file, list(dict.fromkeys(column for row in table for column in row)))
         writer.writeheader()
         writer.writerows(table)
     samples = [{key: value for key, value in row.items() if key.endswith(SAMPLES)} for row in rows]

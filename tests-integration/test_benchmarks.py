@@ -86,7 +86,7 @@ def test_the_circumstances_have_every_option_as_it_was_used(words, seeds):
 def test_scaling_simulates_what_the_expression_says(algorithm, size):
     """Where messages have fixed sizes; so that beyond the largest world the expression may be trusted."""
     link = gtopk_link()
-    row = scaling._row("any", 20_000, size, algorithm, 0.01, link, Handling(), 0.1)
+    row = scaling._row("any", 20_000, size, algorithm, 0.01, link, [Handling()], 0.1)
     assert row["how"] == "simulated"
     assert row["exchange_ms"] == pytest.approx(row["expression_ms"], rel=0.03, abs=1.1e3 * link.alpha * (size == 5))
 
@@ -164,6 +164,7 @@ def test_the_clusters_model_has_the_rounds_of_the_real_protocol(size, quorum, ma
     [
         ("convergence", "docs/guides/optimizers.md"),
         ("convergence-short", "packages/sparse-collectives/README.md"),
+        ("learning", "docs/apps/cifar.md"),
         ("learning-pydoc", "docs/apps/text.md"),
     ],
 )
