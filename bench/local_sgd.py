@@ -10,7 +10,6 @@ took, those in which nobody waited. Medians over rounds, in each of which all wa
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
@@ -27,6 +26,7 @@ from sparse_collectives.prediction.plain_table import table
 from torch import nn
 
 from bench.form import asked, parser_of
+from bench.real_ranks import found_by, tell
 from bench.record import record
 
 WIDTH, LAYERS, EVERY = 256, 4, 2
@@ -51,12 +51,7 @@ def main(argv: Sequence[str] = ()) -> int:
     )
     with open_link(ranks=options.ranks, mbit_per_second=options.mbit, milliseconds=options.ms) as link:
         print(f"P = {options.ranks}, {WIDTH * WIDTH * LAYERS:,} parameters, {link.describe()}", flush=True)
-        command = [sys.executable, "-m", "bench.local_sgd", "ranks", str(options.share), str(options.rounds)]
-        done = link.mpiexec(command, timeout=1800)
-    if done.returncode:
-        print(done.stderr, file=sys.stderr)
-        return done.returncode
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        rows = found_by(link, "bench.local_sgd", options.share, options.rounds, mpi=True)
     _print(rows)
     record(
         options.output,
@@ -88,6 +83,8 @@ def on_rank(share: float, rounds: int) -> None:
             measured = way()
             if turn:  # the first one warms up
                 taken[name].append(measured)
+        if comm.rank == 0:
+            print(f"round {turn} of {rounds}, the first warms up", flush=True)
     alone = statistics.median(one["step"] for one in taken["computing alone"])
     for name, found in taken.items():
         row: dict[str, Any] = {key: statistics.median(one[key] for one in found) for key in found[0]}
@@ -95,7 +92,7 @@ def on_rank(share: float, rounds: int) -> None:
         row["overhead"] = 1 - alone / row["step"]
         if comm.rank == 0:
             samples = {f"{key}_samples": [one[key] for one in found] for key in ("step", "hidden") if key in found[0]}
-            print(json.dumps({**{column: row.get(column) for column in COLUMNS}, **samples}), flush=True)
+            tell({**{column: row.get(column) for column in COLUMNS}, **samples})
 
 
 class Task:

@@ -12,7 +12,6 @@ for cores. Medians of interleaved repeats on rank 0, ms.
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
@@ -34,6 +33,7 @@ from sparse_compress import TopK, topk
 from torch import nn
 
 from bench.form import asked, parser_of
+from bench.real_ranks import found_by, tell
 from bench.record import record
 
 T = TypeVar("T")
@@ -65,13 +65,8 @@ def main(argv: Sequence[str] = ()) -> int:
     options, facts = asked(parser, argv, buckets=([1, 4, 16], [1, 2, 4, 8, 16, 32]))
     print("P = 2, 9.4 million parameters, density 0.01, MPI")
     print(f"Python costs {python_microseconds_a_round():.0f} µs a round (schedule, tags, stamps, polling; no network)")
-    command = [sys.executable, "-m", "bench.overlap", "ranks", str(options.repeats), *map(str, options.buckets)]
     with open_link(ranks=2, mbit_per_second=options.mbit, milliseconds=options.ms) as link:
-        done = link.mpiexec(command, timeout=1200)
-    if done.returncode:
-        print(done.stderr, file=sys.stderr)
-        return done.returncode
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        rows = found_by(link, "bench.overlap", options.repeats, *options.buckets, mpi=True)
     _print(rows)
     record(options.output, "overlap", rows, labels=COLUMNS[:3], values=("hidden",), facts=facts, against=AGAINST)
     return 0
@@ -86,7 +81,8 @@ def on_rank(repeats: int, bucket_mib: Sequence[float]) -> None:
         for batch, size in [*((SHORT, size) for size in bucket_mib), (LONG, BUCKET_BYTES / MIB)]:
             row = _measure(comm, algorithm, batch, int(size * MIB), repeats)
             if comm.rank == 0:
-                print(json.dumps({"algorithm": algorithm, "batch": batch, "bucket_MiB": size, **row}), flush=True)
+                print(f"{algorithm}, batch {batch}, {size:g} MiB: {row['hidden']:.1%} hidden", flush=True)
+                tell({"algorithm": algorithm, "batch": batch, "bucket_MiB": size, **row})
 
 
 def _measure(comm: _Noted, algorithm: str, batch_size: int, bucket_bytes: int, repeats: int) -> dict[str, Any]:

@@ -12,7 +12,6 @@ ones end, in another order on each rank, which aborts or hangs over gloo.
 
 from __future__ import annotations
 
-import json
 import runpy
 import statistics
 import sys
@@ -23,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from slow_link import Launcher, SlowLink, ThrottledLink, missing
+from slow_link import SlowLink, ThrottledLink, missing
 from sparse_collectives import SparseHookState, sparse_hook
 from sparse_collectives.prediction.plain_table import table
 from torch import nn
@@ -31,6 +30,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.form import asked, parser_of
+from bench.real_ranks import found_by, tell, unhindered
 from bench.record import record
 
 COLUMNS = ("link", "way", "rank", "step_ms", "MB", "loss", "accuracy")
@@ -50,9 +50,7 @@ def main(argv: Sequence[str] = ()) -> int:
     parser.add_argument("--ms", type=float, default=1.0, help="one-way delay, default 1")
     parser.add_argument("--repeats", type=int, default=5, help=f"turns of {TURN} steps, default 5")
     options, facts = asked(parser, argv, epochs=(6, 20))
-    rows = _launched(
-        ThrottledLink(ranks=2, mbit_per_second=1e6, milliseconds=0), "here", options.repeats, options.epochs
-    )
+    rows = _launched(unhindered(2), "here", options.repeats, options.epochs)
     if lacking := missing():
         print(f"no link is emulated, so only this machine is measured: {'; '.join(lacking)}")
     else:
@@ -63,14 +61,10 @@ def main(argv: Sequence[str] = ()) -> int:
     return 0
 
 
-def _launched(link: Launcher, name: str, repeats: int, epochs: int) -> list[dict[str, Any]]:
+def _launched(link: SlowLink | ThrottledLink, name: str, repeats: int, epochs: int) -> list[dict[str, Any]]:
     """epochs: of digits."""
-    command = [sys.executable, "-m", "bench.powersgd", "ranks", str(repeats), str(epochs)]
-    with link as ranks:  # type: ignore[attr-defined]
-        done = ranks.processes(command, timeout=1200)
-    if any(one.returncode for one in done):
-        raise SystemExit("\n".join(one.stderr for one in done))
-    return [{"link": name, **json.loads(line)} for line in done[0].stdout.splitlines() if line.startswith("{")]
+    with link as ranks:
+        return [{"link": name, **row} for row in found_by(ranks, "bench.powersgd", repeats, epochs, mpi=False)]
 
 
 def on_rank(repeats: int, epochs: int) -> None:
@@ -87,7 +81,8 @@ def on_rank(repeats: int, epochs: int) -> None:
             row["loss"], row["accuracy"] = (statistics.mean(values) for values in zip(*found, strict=True))
             row |= {"loss_samples": [one[0] for one in found], "accuracy_samples": [one[1] for one in found]}
         if dist.get_rank() == 0:
-            print(json.dumps(row), flush=True)
+            print(f"{way}, rank {rank}: {row['step_ms']:.0f} ms", flush=True)
+            tell(row)
     dist.barrier()
     dist.destroy_process_group()
 
