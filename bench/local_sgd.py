@@ -50,6 +50,7 @@ def main(argv: Sequence[str] = ()) -> int:
         f"average() between boundaries: {1e6 * average:.1f} µs, {average / step:.2%} of a step of {1e3 * step:.1f} ms"
     )
     with open_link(ranks=options.ranks, mbit_per_second=options.mbit, milliseconds=options.ms) as link:
+        facts["link"] = link.describe()
         print(f"P = {options.ranks}, {WIDTH * WIDTH * LAYERS:,} parameters, {link.describe()}", flush=True)
         rows = found_by(link, "bench.local_sgd", options.share, options.rounds, mpi=True)
     _print(rows)

@@ -66,6 +66,7 @@ def main(argv: Sequence[str] = ()) -> int:
     print("P = 2, 9.4 million parameters, density 0.01, MPI")
     print(f"Python costs {python_microseconds_a_round():.0f} µs a round (schedule, tags, stamps, polling; no network)")
     with open_link(ranks=2, mbit_per_second=options.mbit, milliseconds=options.ms) as link:
+        facts["link"] = link.describe()
         rows = found_by(link, "bench.overlap", options.repeats, *options.buckets, mpi=True)
     _print(rows)
     record(options.output, "overlap", rows, labels=COLUMNS[:3], values=("hidden",), facts=facts, against=AGAINST)

@@ -58,6 +58,7 @@ def main(argv: Sequence[str] = ()) -> int:
     rows: list[dict[str, Any]] = []
     for size in (2, 4):
         with open_link(ranks=size, mbit_per_second=options.mbit, milliseconds=options.ms) as link:
+            facts["link"] = link.describe()
             rows += found_by(link, "bench.predictions", "mpi", options.repeats, options.layers, mpi=True)
     many = _many() if options.full else {}
     every = [*rows, *many.get("rows", ())]
