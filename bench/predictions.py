@@ -39,6 +39,7 @@ FEWER_BYTES = "bf16-packed"
 WIDTH = 1024
 MANY_RANKS, MANY_MBIT, MANY_MS, MANY_LAYERS, MANY_REPEATS = 8, 10.0, 10.0, 1, 2
 """1 Gbit/s and 0.1 ms at a hundredth, and a million parameters."""
+MANY_ALGORITHMS = ("dense", "gtopk", "spardl")
 
 Case: TypeAlias = tuple[str, float, str]
 """Algorithm, density, wire."""
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] = ()) -> int:
     for size in (2, 4):
         with open_link(ranks=size, mbit_per_second=options.mbit, milliseconds=options.ms) as link:
             facts["link"] = link.describe()
-            rows += found_by(link, "bench.predictions", "mpi", options.repeats, options.layers, mpi=True)
+            rows += found_by(link, "bench.predictions", "mpi", options.repeats, options.layers, *ALGORITHMS, mpi=True)
     many = _many() if options.full else {}
     every = [*rows, *many.get("rows", ())]
     print(table(COLUMNS, [[_cell(row[name]) for name in COLUMNS] for row in every]))
@@ -73,12 +74,12 @@ def main(argv: Sequence[str] = ()) -> int:
 def _many() -> dict[str, Any]:
     """More ranks than cores: gloo's sleep while they wait, as MPI's do not, and a link so slow that nearly all do."""
     with open_link(ranks=MANY_RANKS, mbit_per_second=MANY_MBIT, milliseconds=MANY_MS) as link:
-        rows = found_by(link, "bench.predictions", "gloo", MANY_REPEATS, MANY_LAYERS, mpi=False)
+        rows = found_by(link, "bench.predictions", "gloo", MANY_REPEATS, MANY_LAYERS, *MANY_ALGORITHMS, mpi=False)
     link_told = f"{MANY_MBIT:g} Mbit/s and {MANY_MS:g} ms"
     return {"link": link_told, "rows": [with_quantiles(row) for row in rows], "samples": rows}
 
 
-def on_rank(by: str, repeats: int, layers: int) -> None:
+def on_rank(by: str, repeats: int, layers: int, names: Sequence[str]) -> None:
     """One rank's part, under mpiexec or in a gloo group; rank 0 tells each row."""
     if by == "mpi":
         import mpi4py.MPI  # noqa: F401 - what behind_link looks for
@@ -86,7 +87,7 @@ def on_rank(by: str, repeats: int, layers: int) -> None:
         torch.distributed.init_process_group("gloo")
     torch.set_num_threads(1)
     comm = behind_link()
-    cases = [case for name, entry in ALGORITHMS.items() for case in _cases(name, entry.compresses)]
+    cases = [case for name in names for case in _cases(name, ALGORITHMS[name].compresses)]
     steps = {ALONE: _alone(layers)} | {case: _training(layers, comm, *case) for case in cases}
     measured, taken = _interleaved(steps, comm, repeats)
     compute, numel = measured.pop(ALONE), layers * (WIDTH + 1) * WIDTH
@@ -194,6 +195,6 @@ def _cell(value: Any) -> str:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["ranks"]:
-        on_rank(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+        on_rank(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5:])
     else:
         raise SystemExit(main(sys.argv[1:]))
