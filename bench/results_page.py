@@ -92,7 +92,21 @@ def page(records: Mapping[str, Any]) -> str:
         parts.append(_peers(records[PEERS]))
     if SWEEPS in records:
         parts.append(_sweeps(records[SWEEPS]))
+    parts.append(_others({name: record for name, record in records.items() if name not in SHOWN}))
     return "\n".join(parts).rstrip() + "\n"
+
+
+def _others(records: Mapping[str, Any]) -> str:
+    """Records that other pages show, or only the folder does."""
+    rows = [
+        {
+            "record": f"[{name}](../bench/results/{name}.csv)",
+            "command": f"`{record['circumstances']['command'].partition(UNTOLD)[0].strip()}`",
+            "compared with": record["against"],
+        }
+        for name, record in records.items()
+    ]
+    return "\n## Other records\n\n" + _table(rows) + "\n" if rows else ""
 
 
 def _kept(records: Mapping[str, Any]) -> str:

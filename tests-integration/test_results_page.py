@@ -8,7 +8,14 @@ import pytest
 from bench import results_run
 from bench.conclusions import conclusions, differences
 from bench.form import RESULTS, ROOT
-from bench.headlines import HEADLINES, gtopk_accuracy, slow_link_predictions, spardl_over_sparse
+from bench.headlines import (
+    HEADLINES,
+    eager_on_ranks,
+    gtopk_accuracy,
+    many_ranks,
+    slow_link_predictions,
+    spardl_over_sparse,
+)
 from bench.kernel_headlines import kernel_calls, kernel_merge, kernel_steps
 from bench.published import published
 from bench.results_page import PAGE, PEERS, PICTURES, SHOWN, page
@@ -184,3 +191,43 @@ def test_a_benchmark_that_leaves_no_record_does_not_end_the_others(monkeypatch, 
     assert "late: 1 of unknown length" in said
     assert results_run.remake(["late"]) == []
     assert "[1/1] late: 1.5 minutes" in capsys.readouterr().out
+
+
+def test_real_eager_ranks_are_held_against_the_papers_speed_up():
+    def rows(speedup):
+        row = {
+            "P": 8,
+            "steps": 40,
+            "whole": 9.0,
+            "expected_speedup": 1.3,
+            "ideal": 1.4,
+            "accuracy": 0.9,
+            "link": "a link",
+        }
+        return [row | {"how": "synchronous", "whole_speedup": 1.0}, row | {"how": "majority", "whole_speedup": speedup}]
+
+    claimed = published()["claims"]["eager_lstm"]["speedup"]
+    assert eager_on_ranks(rows(claimed)).reached
+    assert not eager_on_ranks(rows(claimed - 0.01)).reached
+
+
+def test_many_ranks_fall_short_where_the_gain_is_less_than_predicted():
+    def record(measured):
+        row = {
+            "P": 8,
+            "wire": "fp32",
+            "density": 1.0,
+            "algorithm": "dense",
+            "measured_ms": 6000.0,
+            "predicted_ms": 6000.0,
+        }
+        gtopk = {"algorithm": "gtopk", "density": 0.01, "measured_ms": measured, "predicted_ms": 300.0}
+        return {"link": "10 Mbit/s and 10 ms", "rows": [row, row | gtopk]}
+
+    assert many_ranks(record(300.0)).reached
+    assert many_ranks(record(300.0)).title.startswith("8 real ranks behind 10 Mbit/s and 10 ms")
+    assert not many_ranks(record(400.0)).reached
+
+
+def test_every_record_is_linked_from_the_page(records):
+    assert all(f"../bench/results/{name}.csv" in page(records) for name in records)
