@@ -14,6 +14,7 @@ BENCHMARKS = {
     "compress": "bench.compress:main",
     "compress-gpu": "bench.compress_gpu:main",
     "convergence": "bench.convergence:main",
+    "demo": "bench.demo:main",
     "eager": "bench.eager:main",
     "input": "bench.input:main",
     "learning": "bench.learning:main",

@@ -31,13 +31,12 @@ def main(argv: Sequence[str] = ()) -> int:
     """Prints the table; returns the exit status."""
     parser = parser_of("cluster", __doc__, full="ten times as many hours")
     parser.add_argument("--ranks", type=int, default=256, help="default 256")
-    parser.add_argument("--hours", type=float, default=24.0, help="of the virtual clock, default 24")
+    parser.add_argument("--hours", type=float, help="of the virtual clock; default 24, with --full 240")
     parser.add_argument("--seeds", type=int, default=3, help="default 3")
-    options, facts = asked(parser, argv)
-    hours = options.hours * (10 if options.full else 1)
+    options, facts = asked(parser, argv, hours=(24.0, 240.0))
     rows: list[dict[str, Any]] = []
     for how, cluster in ways(options.ranks).items():
-        shares, brought = zip(*(cluster.shares(hours, seed) for seed in range(options.seeds)), strict=True)
+        shares, brought = zip(*(cluster.shares(options.hours, seed) for seed in range(options.seeds)), strict=True)
         row = {"how": how, "share": statistics.median(shares), "least": min(shares), "most": max(shares)}
         rows.append({**row, "share_samples": list(shares), "contributors": statistics.median(brought)})
         spread = f"{row['share']:.1%} [{row['least']:.1%}, {row['most']:.1%}]"

@@ -17,7 +17,10 @@ DENSITY = 0.01
 
 
 class Level(NamedTuple):
-    """One call in NumPy and at each level, None where that does not run; in the unit, which takes so long."""
+    """One call in NumPy and at each level, None where that does not run; in the unit, which takes so long.
+
+    ms_samples: of the call in every round, by level.
+    """
 
     what: str
     n: int
@@ -27,6 +30,7 @@ class Level(NamedTuple):
     c: float | None
     avx2: float | None
     avx512: float | None
+    ms_samples: dict[str, list[float]]
 
 
 def report(*, full: bool) -> Iterator[Level]:
@@ -39,10 +43,11 @@ def report(*, full: bool) -> Iterator[Level]:
             base_ms = min(pair[0] for pair in taken.values() if pair)
             scale = 1e-6 * entries if entries else base_ms
             times = {level: pair and pair[1] / scale for level, pair in taken.items()}
-            row = Level(what, n, unit, base_ms, times["plain"] or 0.0, times["c"], times["avx2"], times["avx512"])
-            cells = "".join(f"{'-' if value is None else f'{value:.2f}':>8}" for value in row[4:])
+            by_level = times["plain"] or 0.0, times["c"], times["avx2"], times["avx512"]
+            every = {level: pair[2] for level, pair in taken.items() if pair}
+            cells = "".join(f"{'-' if value is None else f'{value:.2f}':>8}" for value in by_level)
             print(f"{what:30}{n:12,}{unit:>24}{cells}", flush=True)
-            yield row
+            yield Level(what, n, unit, base_ms, *by_level, every)
 
 
 def _calls(x: Tensor) -> Iterator[tuple[str, str, Callable[[], object], int, Callable[[], object]]]:
@@ -76,8 +81,8 @@ def _calls(x: Tensor) -> Iterator[tuple[str, str, Callable[[], object], int, Cal
 
 def _least(
     rounds: int, base: Callable[[], object], call: Callable[[], object], level: str
-) -> tuple[float, float] | None:
-    """Milliseconds of both, in turns; None where the level does not run here."""
+) -> tuple[float, float, list[float]] | None:
+    """Least milliseconds of both, in turns, and all of the call; None where the level does not run here."""
     with using(level) as available:
         if not available or (level != "plain" and kernels() is None):
             return None
@@ -87,4 +92,4 @@ def _least(
                 begin = time.thread_time()
                 one()
                 times.append(1e3 * (time.thread_time() - begin))
-    return min(spent[0][1:]), min(spent[1][1:])
+    return min(spent[0][1:]), min(spent[1][1:]), spent[1][1:]

@@ -6,6 +6,8 @@ Simulated ranks train each task of `bench.eager_tasks`, which says how long step
 accuracy first reaches the target, looked at every few rounds. whole: until all ranks have made all steps. speed-ups:
 against synchronous; ideal: the bound for this imbalance, if every rank went on at its own mean pace. accuracy: at the
 end, where all have been as often through the data. Medians of the seeds.
+
+Then the digits on real ranks behind an emulated link, see `bench.eager_on_ranks`: `ranks` in the .json.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from communicators import Communicator, SimulatedWorld
 from partial_collectives import EagerSGD
 from partial_collectives.protocol.rules import Quorum
 
+from bench.eager_on_ranks import on_ranks
 from bench.eager_tasks import TASKS, Task
 from bench.form import asked, parser_of
 from bench.record import record
@@ -34,11 +37,12 @@ def main(argv: Sequence[str] = ()) -> int:
     parser = parser_of("eager", __doc__, full="the numbers to report")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="default: all")
     parser.add_argument("--seeds", type=int, help="default 1, with --full 3")
-    options, facts = asked(parser, argv)
-    seeds = options.seeds or (3 if options.full else 1)
-    rows = [row for name in options.tasks for row in _compared(TASKS[name], seeds)]
-    values = ("speedup", "whole_speedup", "ideal")
-    record(options.output, "eager", rows, labels=("task", "how"), values=values, facts=facts, against=AGAINST)
+    parser.add_argument("--steps", type=int, help="of real ranks; default 40, with --full 200; 0: none")
+    options, facts = asked(parser, argv, seeds=(1, 3), steps=(40, 200))
+    rows = [row for name in options.tasks for row in _compared(TASKS[name], options.seeds)]
+    shown: dict[str, Any] = {"labels": ("task", "how"), "values": ("speedup", "whole_speedup", "ideal")}
+    more: dict[str, Any] = {"ranks": on_ranks(options.steps)} if options.steps else {}
+    record(options.output, "eager", rows, **shown, facts=facts, against=AGAINST, **more)
     return 0
 
 
@@ -53,7 +57,7 @@ def _compared(task: Task, seeds: int) -> list[dict[str, Any]]:
     for how, quorum in ways(task.ranks).items():
         runs = [_trained(task, quorum, seed) for seed in range(seeds)]
         row: dict[str, Any] = dict(zip(COLUMNS, map(statistics.median, zip(*runs, strict=True)), strict=True))
-        row["seconds_samples"] = [run[0] for run in runs]
+        row |= {f"{name}_samples": [run[place] for run in runs] for place, name in enumerate(COLUMNS[:3])}
         first = rows[0] if rows else row
         row |= {"speedup": first["seconds"] / row["seconds"], "whole_speedup": first["whole"] / row["whole"]}
         rows.append({"task": task.name, "how": how, **row, "ideal": ideal})

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import subprocess
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from bench.record import machine
+from bench.record import BEGAN, machine
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -32,12 +33,32 @@ def parser_of(name: str, doc: str | None, *, full: str) -> argparse.ArgumentPars
     return made
 
 
-def asked(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
-    """The options, and the circumstances: the machine, the command, the commit and the seed, where one is asked for."""
+def asked(
+    parser: argparse.ArgumentParser, argv: Sequence[str], **defaults: tuple[Any, Any]
+) -> tuple[argparse.Namespace, dict[str, Any]]:
+    """The options, and the circumstances: the machine, the command, all options, the commit, the seeds, and the time.
+
+    defaults: by option, what it is where it was not given: in the quick form, and with --full.
+    """
     options = parser.parse_args(argv)
     options.output = options.output or (RESULTS if options.full else QUICK)
+    for name, (quick, full) in defaults.items():
+        if getattr(options, name) is None:
+            setattr(options, name, full if options.full else quick)
     facts: dict[str, Any] = {**machine(), "command": " ".join([parser.prog, *argv]), "commit": commit()}
-    return options, facts | {name: value for name, value in vars(options).items() if name in ("seed", "seeds")}
+    facts["options"] = {name: _plain(value) for name, value in vars(options).items() if name != "output"}
+    return options, facts | {"seeds": _seeds(options), BEGAN: datetime.now(UTC).isoformat(timespec="seconds")}
+
+
+def _seeds(options: argparse.Namespace) -> list[int] | str:
+    """Those that are used; where none is asked for, all that is drawn is drawn from a constant."""
+    if hasattr(options, "seed"):
+        return [options.seed]
+    return list(range(options.seeds)) if hasattr(options, "seeds") else "constant, in the code"
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, bool | int | float | str | list | tuple | None) else str(value)
 
 
 def commit() -> str:

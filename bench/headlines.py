@@ -86,19 +86,35 @@ def gtopk_over_topk(rows: Rows) -> Headline:
 
 
 def gtopk_accuracy(rows: Rows) -> Headline:
-    """ResNet-20 on digits."""
+    """The demo's training."""
     claim = _claim("gtopk_accuracy")
     dense, gtopk = (next(row for row in rows if row["algorithm"] == name) for name in ("dense", "gtopk"))
-    spread = max(row["most"] - row["least"] for row in (dense, gtopk))
+    most = published()["marks"]["demo"]["points"]
+    off = abs(gtopk["behind_at_default"] - gtopk["behind"])
+    outlier = "no outlier" if off <= 2 * gtopk["error"] else "an outlier"
+    details = [
+        {
+            "algorithm": row["algorithm"],
+            "seeds": str(row["seeds"]),
+            "mean, %": f"{row['mean']:.1f}",
+            "of the seeds, %": f"{row['least']:.1f} … {row['most']:.1f}",
+            "at the default seed, %": f"{row['at_default']:.1f}",
+            "bytes a step": f"{row['bytes_a_step']:,.0f}",
+        }
+        for row in (dense, gtopk)
+    ]
     return Headline(
-        "gTop-k's accuracy beside dense",
+        f"gTop-k's accuracy beside dense, the demo on {gtopk['seeds']} seeds",
         claim["text"],
         _source(claim),
-        f"{gtopk['mean'] - dense['mean']:+.1f} points ({gtopk['mean']:.1f} and {dense['mean']:.1f} %)",
+        f"{-gtopk['behind']:+.1f} points ({gtopk['mean']:.1f} and {dense['mean']:.1f} %)",
         MEASURED,
-        "learning",
-        gtopk["behind"] <= spread,
-        f"ResNet-20 on 8 × 8 digits; seeds of one way are up to {spread:.1f} points apart.",
+        "demo",
+        gtopk["behind"] <= most and outlier == "no outlier",
+        f"Slight is here: at most {most:g} points in the mean. ResNet-20 on 8 × 8 digits, four real ranks. At the "
+        f"demo's own seed gTop-k is {-gtopk['behind_at_default']:+.1f} points beside dense, {off:.1f} from the mean: "
+        f"{outlier}, where the test images leave such a difference a standard error of {gtopk['error']:.1f}.",
+        details,
     )
 
 
@@ -155,9 +171,8 @@ def overlap_overhead(rows: Rows) -> Headline:
         MEASURED,
         "local-sgd",
         overlapped <= claim["overlapped"],
-        f"2 ranks behind an emulated link instead of {claim['ranks']} machines. The exchange is hidden; what is left is"
-        " "
-        "its work on cores that the ranks share with it, where the paper's was on GPUs.",
+        f"2 ranks behind an emulated link instead of {claim['ranks']} machines. The exchange is hidden; what is "
+        "left is its work on cores that the ranks share with it, where the paper's was on GPUs.",
     )
 
 
@@ -174,6 +189,35 @@ def eager_speedup(rows: Rows) -> Headline:
         "eager",
         min(row["whole_speedup"] for row in best.values()) >= claim["speedup"],
         "The ranks' real code trains on a virtual clock; the imbalance is drawn beforehand, the same for both.",
+    )
+
+
+def eager_on_ranks(rows: Rows) -> Headline:
+    """Seconds of real ranks that sleep instead of computing."""
+    claim = _claim("eager_lstm")
+    ways = {row["how"]: row for row in rows}
+    majority = ways["majority"]
+    details = [
+        {
+            "way": row["how"],
+            "seconds": f"{row['whole']:.1f}",
+            "speed-up": f"{row['whole_speedup']:.2f}×",
+            "simulated": f"{row['expected_speedup']:.2f}×",
+            "accuracy": f"{row['accuracy']:.1%}",
+        }
+        for row in rows
+    ]
+    return Headline(
+        f"Eager-SGD (majority) on {majority['P']} real ranks, one of them late in every step",
+        f"{claim['speedup']:g}×",
+        _source(claim),
+        f"{majority['whole_speedup']:.2f}×",
+        MEASURED,
+        "eager",
+        majority["whole_speedup"] >= claim["speedup"],
+        f"gloo ranks behind {majority['link']}, {majority['steps']} steps that sleep instead of computing, so that the "
+        f"ranks fit on this machine; {majority['ideal']:.2f}× is the bound for these delays.",
+        details,
     )
 
 
@@ -211,6 +255,26 @@ def slow_link_predictions(rows: Rows) -> Headline:
         f"{len(near)} of {len(rows)} whole steps are within {TOLERANCE:.0%}; the others compute most between their "
         "rounds, on cores that all ranks share. The warm-up, in which all is sent, is not in them.",
         details,
+    )
+
+
+def many_ranks(many: Mapping[str, Any]) -> Headline:
+    """Ours: more ranks than cores."""
+    rows = many["rows"]
+    [size] = {row["P"] for row in rows}
+    _, (_, dense, gtopk) = _dense_and_gtopk(rows, size)
+    measured, predicted = (dense[way] / gtopk[way] for way in ("measured_ms", "predicted_ms"))
+    return Headline(
+        f"{size} real ranks behind {many['link']}: gTop-k's step over dense, as predicted",
+        "(ours)",
+        "",
+        f"{measured:.1f}× ({predicted:.1f}× predicted)",
+        MEASURED,
+        "predictions",
+        measured >= (1 - TOLERANCE) * predicted,
+        f"Both in fp32, {gtopk['density']:.0%}: {dense['measured_ms']:,.0f} and {gtopk['measured_ms']:,.0f} ms. gloo's "
+        f"ranks, which sleep while they wait; {size} of MPI's would keep the cores from each other. At so slow a link "
+        "computing, which all ranks do on the same cores, is little beside the network.",
     )
 
 
@@ -294,17 +358,19 @@ def selection(rows: Rows) -> Headline:
     )
 
 
-HEADLINES: Sequence[tuple[str, str, Callable[[Rows], Headline]]] = (
+HEADLINES: Sequence[tuple[str, str, Callable[[Any], Headline]]] = (
     ("scaling", "rows", gtopk_over_dense),
     ("scaling", "rows", gtopk_over_topk),
-    ("learning", "rows", gtopk_accuracy),
+    ("demo", "rows", gtopk_accuracy),
     ("scaling", "rows", spardl_over_sparse),
     ("collectives", "rows", oktopk_volume),
     ("local-sgd", "rows", overlap_overhead),
     ("eager", "rows", eager_speedup),
+    ("eager", "ranks", eager_on_ranks),
     ("partial", "rows", late_rank),
     ("overlap", "rows", overlap_hides),
     ("predictions", "rows", slow_link_predictions),
+    ("predictions", "many", many_ranks),
     ("slow-link", "rows", link_as_modelled),
     ("compress", "rows", selection),
     ("compress", "rows", kernel_topk),

@@ -49,14 +49,14 @@ def main(argv: Sequence[str] = ()) -> int:
     parser.add_argument("--models", nargs="+", choices=MODELS, help="default resnet20, resnet18; with --full all")
     parser.add_argument("--readers", type=int, nargs="+", default=[0, 1, 2, 4], help="default 0 1 2 4")
     parser.add_argument("--seconds", type=float, help="a measurement at least; default 1, with --full 5")
-    options, facts = asked(parser, argv)
-    seconds, rows = options.seconds or (5.0 if options.full else 1.0), list[dict[str, Any]]()
+    options, facts = asked(parser, argv, seconds=(1.0, 5.0), models=(["resnet20", "resnet18"], list(MODELS)))
+    rows = list[dict[str, Any]]()
     print("  ".join(f"{name:>10}" for name in COLUMNS), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         _write_cifar10(Path(folder))
         _write_imagenet(Path(folder))
-        for model in options.models or (list(MODELS) if options.full else ["resnet20", "resnet18"]):
-            rows += _measured(model, Path(folder), options.readers, seconds)
+        for model in options.models:
+            rows += _measured(model, Path(folder), options.readers, options.seconds)
     record(
         options.output,
         "input",
@@ -78,13 +78,14 @@ def _measured(model: str, folder: Path, readers: Sequence[int], seconds: float) 
     optimizer = torch.optim.SGD(task.model.parameters(), lr=1e-3, momentum=0.9)
     shard = _endless(task.train_size, batch)
     ready = task.read_train(shard[0], 0)
-    need, _ = _rate(lambda: ready, lambda given: _step(task, optimizer, given), device, batch, seconds)
+    need, _, needed = _rate(lambda: ready, lambda given: _step(task, optimizer, given), device, batch, seconds)
     rows = []
     for count in readers:
         alone = _reading(task, shard, count, lambda given: None, device, seconds)
         fed = _reading(task, shard, count, lambda given: _step(task, optimizer, given), device, seconds)
-        rows.append(dict(zip(COLUMNS, (model, dataset, batch, count, alone[0], need, *fed), strict=True)))
-        cells = [f"{value:,.1f}" if isinstance(value, float) else str(value) for value in list(rows[-1].values())[:-1]]
+        row = dict(zip(COLUMNS, (model, dataset, batch, count, alone[0], need, *fed[:2]), strict=True))
+        cells = [f"{value:,.1f}" if isinstance(value, float) else str(value) for value in list(row.values())[:-1]]
+        rows.append(row | {"need_ms_samples": needed, "input_ms_samples": alone[2], "fed_ms_samples": fed[2]})
         print("  ".join(f"{cell:>10}" for cell in [*cells, f"{fed[1]:.1%}"]), flush=True)
     return rows
 
@@ -102,8 +103,8 @@ def _reading(
     use: Callable[[Any], None],
     device: torch.device,
     seconds: float,
-) -> tuple[float, float]:
-    """Samples a second through `use`, and the share of the time that was spent waiting for them."""
+) -> tuple[float, float, list[float]]:
+    """Samples a second through `use`, the share of the time that was spent waiting, and each batch's milliseconds."""
     with closing(train_input(task, shard, seed=0, readers=readers)) as read:
         for _ in islice(read, 2 * readers + 2):  # until all threads are at work, and the first ones are used up
             pass
@@ -112,7 +113,7 @@ def _reading(
 
 def _rate(
     take: Callable[[], Any], use: Callable[[Any], None], device: torch.device, batch: int, seconds: float
-) -> tuple[float, float]:
+) -> tuple[float, float, list[float]]:
     clock, taking, using = clock_of(device), list[float](), list[float]()
     use(take())
     end = time.perf_counter() + seconds
@@ -124,7 +125,8 @@ def _rate(
         taking.append(taken - began)
         using.append(clock() - taken)
     whole = sum(taking) + sum(using)  # no medians: batches may come in bursts
-    return batch * len(taking) / whole, sum(taking) / whole
+    each = [round(1e3 * (waited + used), 3) for waited, used in zip(taking, using, strict=True)]
+    return batch * len(taking) / whole, sum(taking) / whole, each
 
 
 def _step(task: Classification, optimizer: torch.optim.Optimizer, given: Any) -> None:

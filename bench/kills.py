@@ -163,10 +163,11 @@ def main(argv: Sequence[str] = ()) -> int:
     """Prints a line for each algorithm; returns the exit status."""
     parser = parser_of("kills", __doc__, full="20 kills, 4 ranks")
     parser.add_argument("--kills", type=int, help="of each run; default 3, with --full 20")
+    parser.add_argument("--ranks", type=int, metavar="P", help="default 2, with --full 4")
     parser.add_argument("--algorithms", nargs="+", choices=list(ALGORITHMS), default=list(ALGORITHMS))
     parser.add_argument("--seed", type=int, default=0, help="of the times; default 0")
-    options, facts = asked(parser, argv)
-    kills, ranks = options.kills or (20 if options.full else 3), 4 if options.full else 2
+    options, facts = asked(parser, argv, kills=(3, 20), ranks=(2, 4))
+    kills, ranks = options.kills, options.ranks
     rows, chance = [], random.Random(options.seed)
     for algorithm in options.algorithms:
         with tempfile.TemporaryDirectory() as folder:

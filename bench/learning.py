@@ -96,8 +96,8 @@ def main(argv: Sequence[str] = ()) -> int:
     parser.add_argument("--epochs", type=int, help="default 20, of pydoc 4")
     parser.add_argument("--algorithms", nargs="+", metavar="NAME", choices=TABLE, default=list(TABLE))
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs side by side; they change no bit")
-    options, facts = asked(parser, argv)
-    seeds, rows = options.seeds or (3 if options.full else 1), list[dict[str, Any]]()
+    options, facts = asked(parser, argv, seeds=(1, 3))
+    seeds, rows = options.seeds, list[dict[str, Any]]()
     task = TASKS[options.task]
     print("  ".join(f"{name:>17}" for name in COLUMNS), flush=True)
     names = dict.fromkeys(["dense", *options.algorithms])
@@ -106,7 +106,9 @@ def main(argv: Sequence[str] = ()) -> int:
         runs = {name: [pool.submit(one, name, seed=seed) for seed in range(seeds)] for name in names}
         for name, found in runs.items():
             rows.append(_row(task, name, [run.result() for run in found], rows[0]["mean"] if rows else None))
-            cells = [f"{value:,.1f}" if isinstance(value, float) else str(value) for value in rows[-1].values()]
+            cells = [
+                f"{value:,.1f}" if isinstance(value, float) else str(value) for value in map(rows[-1].get, COLUMNS)
+            ]
             print("  ".join(f"{cell:>17}" for cell in cells), flush=True)
     record(options.output, task.name, rows, labels=COLUMNS[:1], values=("mean",), facts=facts, against=AGAINST)
     (options.output / f"{task.name}.md").write_text(_markdown(task, rows, seeds))
@@ -158,4 +160,4 @@ def _row(task: Learning, name: str, found: Sequence[dict[str, Any]], dense: floa
     nbytes = statistics.mean(one["bytes_sent"] / one["steps"] for one in found)
     behind = 0.0 if dense is None else task.behind(mean, dense)
     values = (name, mean, min(measured), max(measured), behind, nbytes, task.settings.get(name, ""))
-    return dict(zip(COLUMNS, values, strict=True))
+    return dict(zip(COLUMNS, values, strict=True)) | {"score_samples": measured}

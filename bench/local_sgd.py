@@ -10,7 +10,6 @@ took, those in which nobody waited. Medians over rounds, in each of which all wa
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
@@ -27,6 +26,7 @@ from sparse_collectives.prediction.plain_table import table
 from torch import nn
 
 from bench.form import asked, parser_of
+from bench.real_ranks import found_by, tell
 from bench.record import record
 
 WIDTH, LAYERS, EVERY = 256, 4, 2
@@ -43,21 +43,16 @@ def main(argv: Sequence[str] = ()) -> int:
     parser.add_argument("--mbit", type=float, default=100.0, help="link rate, default 100")
     parser.add_argument("--ms", type=float, default=1.0, help="one-way delay, default 1")
     parser.add_argument("--share", type=float, default=0.35, help="of a synchronous step that is communication")
-    parser.add_argument("--rounds", type=int, default=7, help="default 7")
-    options, facts = asked(parser, argv)
-    rounds = options.rounds * (3 if options.full else 1)
+    parser.add_argument("--rounds", type=int, help="default 7, with --full 21")
+    options, facts = asked(parser, argv, rounds=(7, 21))
     step, average = off_boundary()
     print(
         f"average() between boundaries: {1e6 * average:.1f} µs, {average / step:.2%} of a step of {1e3 * step:.1f} ms"
     )
     with open_link(ranks=options.ranks, mbit_per_second=options.mbit, milliseconds=options.ms) as link:
+        facts["link"] = link.describe()
         print(f"P = {options.ranks}, {WIDTH * WIDTH * LAYERS:,} parameters, {link.describe()}", flush=True)
-        command = [sys.executable, "-m", "bench.local_sgd", "ranks", str(options.share), str(rounds)]
-        done = link.mpiexec(command, timeout=1800)
-    if done.returncode:
-        print(done.stderr, file=sys.stderr)
-        return done.returncode
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        rows = found_by(link, "bench.local_sgd", options.share, options.rounds, mpi=True)
     _print(rows)
     record(
         options.output,
@@ -89,14 +84,16 @@ def on_rank(share: float, rounds: int) -> None:
             measured = way()
             if turn:  # the first one warms up
                 taken[name].append(measured)
+        if comm.rank == 0:
+            print(f"round {turn} of {rounds}, the first warms up", flush=True)
     alone = statistics.median(one["step"] for one in taken["computing alone"])
     for name, found in taken.items():
         row: dict[str, Any] = {key: statistics.median(one[key] for one in found) for key in found[0]}
         row = {"algorithm": name, "sync_every": EVERY if name in ALGORITHMS else 1, **row}
         row["overhead"] = 1 - alone / row["step"]
         if comm.rank == 0:
-            samples = [one["step"] for one in found]
-            print(json.dumps({**{column: row.get(column) for column in COLUMNS}, "step_samples": samples}), flush=True)
+            samples = {f"{key}_samples": [one[key] for one in found] for key in ("step", "hidden") if key in found[0]}
+            tell({**{column: row.get(column) for column in COLUMNS}, **samples})
 
 
 class Task:

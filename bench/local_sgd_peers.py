@@ -213,13 +213,12 @@ AGAINST = "torch's, Accelerate's and torchft's"
 def main(argv: Sequence[str] = ()) -> int:
     """Starts the ranks, prints the table; returns the exit status."""
     parser = parser_of("local-sgd-peers", __doc__, full="four times as many")
-    parser.add_argument("--boundaries", type=int, default=12, help="default 12")
-    options, facts = asked(parser, argv)
+    parser.add_argument("--boundaries", type=int, help="default 12, with --full 48")
+    options, facts = asked(parser, argv, boundaries=(12, 48))
     missing = sorted({needs for *_, needs in WAYS if importlib.util.find_spec(needs) is None})
     if missing:
         print(f"left out, because not installed: {', '.join(missing)} (hatch run peers:bench local-sgd-peers has them)")
-    boundaries = options.boundaries * (4 if options.full else 1)
-    command = [sys.executable, "-m", "bench.local_sgd_peers", "alone", str(boundaries)]
+    command = [sys.executable, "-m", "bench.local_sgd_peers", "alone", str(options.boundaries)]
     apart = os.geteuid() == 0 and shutil.which("unshare") is not None and shutil.which("ip") is not None
     print(
         f"P = {RANKS}, {LAYERS * (WIDTH + 1) * WIDTH:,} parameters, a boundary every {EVERY} steps, loopback",

@@ -12,7 +12,6 @@ for cores. Medians of interleaved repeats on rank 0, ms.
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
@@ -34,6 +33,7 @@ from sparse_compress import TopK, topk
 from torch import nn
 
 from bench.form import asked, parser_of
+from bench.real_ranks import found_by, tell
 from bench.record import record
 
 T = TypeVar("T")
@@ -58,20 +58,16 @@ AGAINST = "the same exchange alone, nothing else to do"
 def main(argv: Sequence[str] = ()) -> int:
     """Starts the ranks, prints the table; returns the exit status."""
     parser = parser_of("overlap", __doc__, full="more bucket sizes")
+    parser.add_argument("--buckets", type=float, nargs="+", metavar="MIB", help="default 1 4 16, with --full 1 to 32")
     parser.add_argument("--mbit", type=float, default=25.0, help="link rate, default 25")
     parser.add_argument("--ms", type=float, default=1.0, help="one-way delay, default 1")
     parser.add_argument("--repeats", type=int, default=9, help="default 9")
-    options, facts = asked(parser, argv)
+    options, facts = asked(parser, argv, buckets=([1, 4, 16], [1, 2, 4, 8, 16, 32]))
     print("P = 2, 9.4 million parameters, density 0.01, MPI")
     print(f"Python costs {python_microseconds_a_round():.0f} µs a round (schedule, tags, stamps, polling; no network)")
-    sizes = [1, 2, 4, 8, 16, 32] if options.full else [1, 4, 16]
-    command = [sys.executable, "-m", "bench.overlap", "ranks", str(options.repeats), *map(str, sizes)]
     with open_link(ranks=2, mbit_per_second=options.mbit, milliseconds=options.ms) as link:
-        done = link.mpiexec(command, timeout=1200)
-    if done.returncode:
-        print(done.stderr, file=sys.stderr)
-        return done.returncode
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        facts["link"] = link.describe()
+        rows = found_by(link, "bench.overlap", options.repeats, *options.buckets, mpi=True)
     _print(rows)
     record(options.output, "overlap", rows, labels=COLUMNS[:3], values=("hidden",), facts=facts, against=AGAINST)
     return 0
@@ -86,7 +82,8 @@ def on_rank(repeats: int, bucket_mib: Sequence[float]) -> None:
         for batch, size in [*((SHORT, size) for size in bucket_mib), (LONG, BUCKET_BYTES / MIB)]:
             row = _measure(comm, algorithm, batch, int(size * MIB), repeats)
             if comm.rank == 0:
-                print(json.dumps({"algorithm": algorithm, "batch": batch, "bucket_MiB": size, **row}), flush=True)
+                print(f"{algorithm}, batch {batch}, {size:g} MiB: {row['hidden']:.1%} hidden", flush=True)
+                tell({"algorithm": algorithm, "batch": batch, "bucket_MiB": size, **row})
 
 
 def _measure(comm: _Noted, algorithm: str, batch_size: int, bucket_bytes: int, repeats: int) -> dict[str, Any]:

@@ -46,18 +46,17 @@ AGAINST = "a plain allreduce by all"
 def main(argv: Sequence[str] = ()) -> int:
     """Starts the ranks, prints the table, plays the schedules; returns the exit status."""
     parser = parser_of("partial", __doc__, full="five times as many of both")
-    parser.add_argument("--steps", type=int, default=60, help="of the ranks that are not delayed, default 60")
-    parser.add_argument("--schedules", type=int, default=10_000, help="default 10,000")
-    options, facts = asked(parser, argv)
-    times = 5 if options.full else 1
-    rows = _launched(times * options.steps)
+    parser.add_argument("--steps", type=int, help="of the ranks that are not delayed; default 60, with --full 300")
+    parser.add_argument("--schedules", type=int, help="default 10,000, with --full 50,000")
+    options, facts = asked(parser, argv, steps=(60, 300), schedules=(10_000, 50_000))
+    rows = _launched(options.steps)
     print(f"{'':>16} {'call':>8} {'delayed':>8}  ms, overhead [quartiles]")
     for row in rows:
         spread = f"{row['overhead']:7.1%} [{row['overhead_low']:.1%}, {row['overhead_high']:.1%}]"
         print(f"{row['how']:>16} {row['call_ms']:8.2f} {row['delayed_ms']:8.2f}   {spread}")
     idle = rows[0]["idle_share"], rows[-1]["idle_share"]
     print(f"idle: {idle[1]:.1%} of a core with a partial allreduce open, {idle[0]:.1%} without")
-    print(play(times * options.schedules))
+    print(play(options.schedules))
     record(
         options.output, "partial", rows, labels=("how",), values=("call_ms", "delayed_ms"), facts=facts, against=AGAINST
     )
@@ -89,16 +88,19 @@ def on_rank(steps: int) -> None:
     rows, overheads = [], _overheads(comm, turns=max(4, steps // 6))
     for how in (SYNCHRONOUS, *QUORUMS):
         alike, delayed = (_measured(comm, how, steps, delay) for delay in (0.0, DELAY_SECONDS))
-        low, middle, high = overheads[how]
-        row = {"how": how, "call_ms": alike, "delayed_ms": delayed}
+        low, middle, high = statistics.quantiles(overheads[how], n=4)
+        row = {"how": how, "call_ms": statistics.median(alike), "delayed_ms": statistics.median(delayed)}
         row |= {"overhead": middle, "overhead_low": low, "overhead_high": high}
+        row |= {"call_ms_samples": alike, "delayed_ms_samples": delayed, "overhead_samples": overheads[how]}
+        if comm.rank == 0:
+            print(f"{how}: {row['call_ms']:.2f} ms, {row['delayed_ms']:.2f} ms delayed", file=sys.stderr, flush=True)
         rows.append({**row, "idle_share": _idle_share(comm, how)})
     if comm.rank == 0:
         print(json.dumps(rows))
 
 
-def _measured(comm: Communicator, how: str, steps: int, delay: float) -> float:
-    """Median milliseconds of the call, at rank 0."""
+def _measured(comm: Communicator, how: str, steps: int, delay: float) -> list[float]:
+    """Milliseconds of every call of this rank."""
     delayed = bool(delay) and comm.rank == comm.size - 1
     ours = torch.ones(NUMEL)
     barrier(comm)
@@ -107,44 +109,42 @@ def _measured(comm: Communicator, how: str, steps: int, delay: float) -> float:
     with PartialAllreduce(ours, comm, quorum=QUORUMS[how], max_staleness=steps) as partial:
         shared = steps // 4 if how == "4 of 4" and delay else steps
         alone = max(2, int(steps * COMPUTE_SECONDS / DELAY_SECONDS)) if delayed and shared == steps else shared
-        median = _timed(lambda: partial.allreduce(ours), alone, delay * delayed)
+        calls = _timed(lambda: partial.allreduce(ours), alone, delay * delayed)
         for _ in partial.finish():
             pass
-    return median
+    return calls
 
 
-def _overheads(comm: Communicator, turns: int) -> dict[str, tuple[float, float, float]]:
-    """For each way the quartiles over turns of its step against the plain allreduce's of the same turn, minus 1."""
+def _overheads(comm: Communicator, turns: int) -> dict[str, list[float]]:
+    """For each way, of every turn its step against the plain allreduce's of the same turn, minus 1."""
     ours, steps = torch.ones(NUMEL), dict[str, list[float]]()
     for _ in range(turns):
         for how in (SYNCHRONOUS, *QUORUMS):
             barrier(comm)
             steps.setdefault(how, []).append(1e3 * STEP_SECONDS + _turn(comm, how, ours))
-    ratios = {
-        how: [one / plain - 1 for one, plain in zip(steps[how], steps[SYNCHRONOUS], strict=True)] for how in steps
-    }
-    return {how: tuple(statistics.quantiles(ratio, n=4)) for how, ratio in ratios.items()}  # type: ignore[misc]
+    return {how: [one / plain - 1 for one, plain in zip(steps[how], steps[SYNCHRONOUS], strict=True)] for how in steps}
 
 
 def _turn(comm: Communicator, how: str, ours: torch.Tensor) -> float:
     """Median milliseconds of the call in a few steps."""
     if how == SYNCHRONOUS:
-        return _timed(lambda: allreduce(ours, comm, native=False), TURN_STEPS, STEP_SECONDS - COMPUTE_SECONDS)
+        plain = _timed(lambda: allreduce(ours, comm, native=False), TURN_STEPS, STEP_SECONDS - COMPUTE_SECONDS)
+        return statistics.median(plain)
     with PartialAllreduce(ours, comm, quorum=QUORUMS[how], max_staleness=1000) as partial:
-        median = _timed(lambda: partial.allreduce(ours), TURN_STEPS, STEP_SECONDS - COMPUTE_SECONDS)
+        calls = _timed(lambda: partial.allreduce(ours), TURN_STEPS, STEP_SECONDS - COMPUTE_SECONDS)
         for _ in partial.finish():
             pass
-    return median
+    return statistics.median(calls)
 
 
-def _timed(call: Callable[[], object], steps: int, delay: float) -> float:
+def _timed(call: Callable[[], object], steps: int, delay: float) -> list[float]:
     calls = []
     for _ in range(steps):
         time.sleep(COMPUTE_SECONDS + delay)
         computed = time.perf_counter()
         call()
         calls.append(1e3 * (time.perf_counter() - computed))
-    return statistics.median(calls)
+    return calls
 
 
 def _idle_share(comm: Communicator, how: str) -> float:

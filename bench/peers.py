@@ -12,7 +12,6 @@ plain DDP's steps. Periodic ones average every 4 steps; PowerSGD has rank 4, and
 
 from __future__ import annotations
 
-import json
 import runpy
 import statistics
 import sys
@@ -27,7 +26,7 @@ import torch
 import torch.distributed as dist
 from local_sgd import LocalSGD, OverlapLocalSGD
 from partial_collectives import EagerSGD
-from slow_link import Launcher, SlowLink, ThrottledLink, missing
+from slow_link import SlowLink, ThrottledLink
 from slow_link.__main__ import add_link
 from sparse_collectives import DistributedOptimizer, SparseHookState, sparse_hook
 from sparse_collectives.prediction.plain_table import table
@@ -39,6 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 from bench.form import asked, parser_of
+from bench.real_ranks import behind, found_by, named, tell, unhindered
 from bench.record import record
 
 AGAINST = "torch's DistributedDataParallel, its bf16 and PowerSGD hooks, and PostLocalSGDOptimizer"
@@ -201,20 +201,27 @@ def main(argv: Sequence[str] = ()) -> int:
     parser = parser_of("peers", __doc__, full="P = 4 too, 20 epochs of 3 seeds instead of 6 of 1")
     add_link(parser)
     parser.add_argument("--ranks", type=int, nargs="+", metavar="P", help="default 2; with --full 2 and 4")
+    parser.add_argument("--epochs", type=int, help="of digits; default 6, with --full 20")
+    parser.add_argument("--seeds", type=int, help="of digits; default 1, with --full 3")
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help=f"turns of {EVERY} steps, default 5")
-    options, facts = asked(parser, argv)
-    epochs, seeds = (20, 3) if options.full else (6, 1)
+    options, facts = asked(parser, argv, ranks=([2], [2, 4]), epochs=(6, 20), seeds=(1, 3))
     rows = []
-    for size in options.ranks or ((2, 4) if options.full else (2,)):
-        link = _link(size, options.rate, options.delay)
+    for size in options.ranks:
+        link = behind(size, options.rate, options.delay)
         steps = _launched(link, "steps", options.repeats)
-        learnt = _launched(ThrottledLink(ranks=size, mbit_per_second=1e6, milliseconds=0), "learns", epochs, seeds)
+        learnt = _launched(unhindered(size), "learns", options.epochs, options.seeds)
         plain = statistics.median(steps[PLAIN])
         for way, (library, _, use) in WAYS.items():
             median = statistics.median(steps[way])
             warm = WARM_UP if way in WARMED else 0.0
             whole = warm * plain + (1 - warm) * median
-            row: dict[str, Any] = {"way": way, "library": library, "use": use, "P": size, "link": _told(options, link)}
+            row: dict[str, Any] = {
+                "way": way,
+                "library": library,
+                "use": use,
+                "P": size,
+                "link": named(link, options.rate, options.delay),
+            }
             row |= {
                 "step_ms": 1e3 * median,
                 "over_ddp": plain / median,
@@ -225,31 +232,16 @@ def main(argv: Sequence[str] = ()) -> int:
             rows.append(row)
     print(table(COLUMNS, [[_cell(row[name]) for name in COLUMNS] for row in rows]))
     labels, values = ("way", "P"), ("over_ddp",)
-    more: dict[str, Any] = {"facts": facts, "against": AGAINST, "test_images": TEST_IMAGES, "epochs": epochs}
+    more: dict[str, Any] = {"facts": facts, "against": AGAINST, "test_images": TEST_IMAGES, "epochs": options.epochs}
     record(options.output, "peers", rows, labels=labels, values=values, **more)
     return 0
 
 
-def _link(size: int, mbit: float, milliseconds: float) -> Launcher:
-    if lacking := missing():
-        print(f"no link is emulated, steps are this machine's: {'; '.join(lacking)}")
-        return ThrottledLink(ranks=size, mbit_per_second=1e6, milliseconds=0)
-    return SlowLink(ranks=size, mbit_per_second=mbit, milliseconds=milliseconds)
-
-
-def _told(options: Any, link: Launcher) -> str:
-    emulated = isinstance(link, SlowLink)
-    return f"{options.rate:g} Mbit/s and {options.delay:g} ms" if emulated else "no link: this machine's loopback"
-
-
-def _launched(link: Launcher, part: str, *words: int) -> dict[str, list[float]]:
-    command = [sys.executable, "-W", "ignore", "-m", "bench.peers", part, *map(str, words)]
-    with link as ranks:  # type: ignore[attr-defined]
-        done = ranks.processes(command, timeout=1200)
-    if any(one.returncode for one in done):
-        raise SystemExit("\n".join(one.stderr for one in done))
-    found: dict[str, list[float]] = json.loads(done[0].stdout.splitlines()[-1])
-    return found
+def _launched(link: SlowLink | ThrottledLink, part: str, *words: int) -> dict[str, list[float]]:
+    with link as ranks:
+        [found] = found_by(ranks, "bench.peers", part, *words, mpi=False)
+    by_way: dict[str, list[float]] = found
+    return by_way
 
 
 def _steps(repeats: int) -> dict[str, list[float]]:
@@ -262,7 +254,9 @@ def _steps(repeats: int) -> dict[str, list[float]]:
             torch.manual_seed(0)
             model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
             trainings[name] = _made(way, model, EVERY * (repeats + 2), 1e-4, exits, EVERY)
-        for _ in range(repeats + 1):  # in the first turn buckets are cut, and compressing begins
+        for turn in range(repeats + 1):  # in the first one buckets are cut, and compressing begins
+            if dist.get_rank() == 0:
+                print(f"turn {turn} of {repeats}, of {len(trainings)} ways", flush=True)
             for name, training in trainings.items():
                 dist.barrier()
                 begin = time.perf_counter()
@@ -282,6 +276,8 @@ def _learns(epochs: int, seeds: int) -> dict[str, list[float]]:
             with ExitStack() as exits:
                 found.setdefault(name, []).append(_accuracy(way, epochs, seed, exits))
             dist.barrier()
+            if dist.get_rank() == 0:
+                print(f"{name}, seed {seed}: {found[name][-1]:.1%}", flush=True)
     return found
 
 
@@ -313,18 +309,18 @@ def _cell(value: Any) -> str:
 
 
 def on_rank(part: str, words: Sequence[int]) -> None:
-    """One rank's part; rank 0 prints what was found as a line of JSON."""
+    """One rank's part; rank 0 tells what was found."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     found = _steps(*words) if part == "steps" else _learns(*words)
     if dist.get_rank() == 0:
-        print(json.dumps(found), flush=True)
+        tell(found)
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] in (["steps"], ["learns"]):
-        on_rank(sys.argv[1], [int(word) for word in sys.argv[2:]])
+    if sys.argv[1:2] == ["ranks"]:
+        on_rank(sys.argv[2], [int(word) for word in sys.argv[3:]])
     else:
         raise SystemExit(main(sys.argv[1:]))

@@ -12,7 +12,6 @@ ones end, in another order on each rank, which aborts or hangs over gloo.
 
 from __future__ import annotations
 
-import json
 import runpy
 import statistics
 import sys
@@ -23,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from slow_link import Launcher, SlowLink, ThrottledLink, missing
+from slow_link import SlowLink, ThrottledLink, missing
 from sparse_collectives import SparseHookState, sparse_hook
 from sparse_collectives.prediction.plain_table import table
 from torch import nn
@@ -31,6 +30,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.form import asked, parser_of
+from bench.real_ranks import found_by, tell, unhindered
 from bench.record import record
 
 COLUMNS = ("link", "way", "rank", "step_ms", "MB", "loss", "accuracy")
@@ -45,30 +45,26 @@ AGAINST = "torch's powerSGD_hook, and plain DistributedDataParallel"
 def main(argv: Sequence[str] = ()) -> int:
     """Starts the ranks, prints the table; returns the exit status."""
     parser = parser_of("powersgd", __doc__, full="20 epochs of digits instead of 6")
+    parser.add_argument("--epochs", type=int, help="of digits; default 6, with --full 20")
     parser.add_argument("--mbit", type=float, default=100.0, help="link rate, default 100")
     parser.add_argument("--ms", type=float, default=1.0, help="one-way delay, default 1")
     parser.add_argument("--repeats", type=int, default=5, help=f"turns of {TURN} steps, default 5")
-    options, facts = asked(parser, argv)
-    rows = _launched(ThrottledLink(ranks=2, mbit_per_second=1e6, milliseconds=0), "here", options.repeats, options.full)
+    options, facts = asked(parser, argv, epochs=(6, 20))
+    rows = _launched(unhindered(2), "here", options.repeats, options.epochs)
     if lacking := missing():
         print(f"no link is emulated, so only this machine is measured: {'; '.join(lacking)}")
     else:
         link = SlowLink(ranks=2, mbit_per_second=options.mbit, milliseconds=options.ms)
-        rows += _launched(link, f"{options.mbit:g} Mbit/s", options.repeats, None)
+        rows += _launched(link, f"{options.mbit:g} Mbit/s", options.repeats, 0)
     print(table(COLUMNS, [[_cell(row[name]) for name in COLUMNS] for row in rows]))
     record(options.output, "powersgd", rows, labels=COLUMNS[:3], values=("step_ms",), facts=facts, against=AGAINST)
     return 0
 
 
-def _launched(link: Launcher, name: str, repeats: int, full: bool | None) -> list[dict[str, Any]]:
-    """full: how many epochs of digits; None: none."""
-    epochs = {None: 0, False: 6, True: 20}[full]
-    command = [sys.executable, "-m", "bench.powersgd", "ranks", str(repeats), str(epochs)]
-    with link as ranks:  # type: ignore[attr-defined]
-        done = ranks.processes(command, timeout=1200)
-    if any(one.returncode for one in done):
-        raise SystemExit("\n".join(one.stderr for one in done))
-    return [{"link": name, **json.loads(line)} for line in done[0].stdout.splitlines() if line.startswith("{")]
+def _launched(link: SlowLink | ThrottledLink, name: str, repeats: int, epochs: int) -> list[dict[str, Any]]:
+    """epochs: of digits."""
+    with link as ranks:
+        return [{"link": name, **row} for row in found_by(ranks, "bench.powersgd", repeats, epochs, mpi=False)]
 
 
 def on_rank(repeats: int, epochs: int) -> None:
@@ -83,8 +79,10 @@ def on_rank(repeats: int, epochs: int) -> None:
         if epochs:
             found = [_digits(way, rank, seed, epochs) for seed in SEEDS]
             row["loss"], row["accuracy"] = (statistics.mean(values) for values in zip(*found, strict=True))
+            row |= {"loss_samples": [one[0] for one in found], "accuracy_samples": [one[1] for one in found]}
         if dist.get_rank() == 0:
-            print(json.dumps(row), flush=True)
+            print(f"{way}, rank {rank}: {row['step_ms']:.0f} ms", flush=True)
+            tell(row)
     dist.barrier()
     dist.destroy_process_group()
 

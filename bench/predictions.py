@@ -5,12 +5,12 @@
 Predicted: from α, β, selecting, merging and computing as measured by the same functions that `advise` uses, on the same
 ranks. Measured: forward, backward and the step of a DistributedOptimizer without overlap, every algorithm and density
 taking turns; medians over repeats of the slowest rank. The first choice is good if its measured step is within 10 %
-of the best measured one; a prediction if it is within 20 %.
+of the best measured one; a prediction if it is within 20 %. With --full also 8 ranks (`many` in the .json), which are
+gloo's, behind a slower link: MPI's ranks take a core each while they wait, and compute for the others' messages.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
@@ -29,13 +29,17 @@ from sparse_compress import TopK
 from torch import nn
 
 from bench.form import asked, parser_of
-from bench.record import record
+from bench.real_ranks import found_by, tell
+from bench.record import record, with_quantiles
 
 COLUMNS = ("algorithm", "P", "density", "wire", "compute_ms", "predicted_ms", "measured_ms", "ratio")
 FIRST_CHOICE, STEP = 0.10, 0.20
 DENSITIES = (0.01, 0.001)
 FEWER_BYTES = "bf16-packed"
 WIDTH = 1024
+MANY_RANKS, MANY_MBIT, MANY_MS, MANY_LAYERS, MANY_REPEATS = 8, 10.0, 10.0, 1, 2
+"""1 Gbit/s and 0.1 ms at a hundredth, and a million parameters."""
+MANY_ALGORITHMS = ("dense", "gtopk", "spardl")
 
 Case: TypeAlias = tuple[str, float, str]
 """Algorithm, density, wire."""
@@ -46,41 +50,44 @@ AGAINST = "what advise predicts from α, β and the measured cost of selecting a
 
 def main(argv: Sequence[str] = ()) -> int:
     """Starts the ranks, prints the tables; the exit status is 1 where a first choice is not good."""
-    parser = parser_of("predictions", __doc__, full="8 layers instead of 2: 8.4 million parameters")
+    parser = parser_of("predictions", __doc__, full="8 layers instead of 2: 8.4 million parameters; and 8 ranks")
     parser.add_argument("--mbit", type=float, default=100.0, help="link rate, default 100")
     parser.add_argument("--ms", type=float, default=1.0, help="one-way delay, default 1")
     parser.add_argument("--repeats", type=int, default=5, help="default 5")
-    options, facts = asked(parser, argv)
+    parser.add_argument("--layers", type=int, help=f"of {WIDTH} × {WIDTH}; default 2, with --full 8")
+    options, facts = asked(parser, argv, layers=(2, 8))
     rows: list[dict[str, Any]] = []
     for size in (2, 4):
-        command = [
-            sys.executable,
-            "-m",
-            "bench.predictions",
-            "ranks",
-            str(options.repeats),
-            "8" if options.full else "2",
-        ]
         with open_link(ranks=size, mbit_per_second=options.mbit, milliseconds=options.ms) as link:
-            done = link.mpiexec(command, timeout=1200)
-        if done.returncode:
-            print(done.stderr, file=sys.stderr)
-            return done.returncode
-        rows += [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    print(table(COLUMNS, [[_cell(row[name]) for name in COLUMNS] for row in rows]))
-    values = ("predicted_ms", "measured_ms")
-    record(options.output, "predictions", rows, labels=COLUMNS[:4], values=values, facts=facts, against=AGAINST)
+            facts["link"] = link.describe()
+            rows += found_by(link, "bench.predictions", "mpi", options.repeats, options.layers, *ALGORITHMS, mpi=True)
+    many = _many() if options.full else {}
+    every = [*rows, *many.get("rows", ())]
+    print(table(COLUMNS, [[_cell(row[name]) for name in COLUMNS] for row in every]))
+    shown: dict[str, Any] = {"labels": COLUMNS[:4], "values": ("predicted_ms", "measured_ms")}
+    more: dict[str, Any] = {"many": many} if many else {}
+    record(options.output, "predictions", rows, **shown, facts=facts, against=AGAINST, **more)
     good = [_judged([row for row in rows if row["P"] == size]) for size in (2, 4)]
     return 0 if all(good) else 1
 
 
-def on_rank(repeats: int, layers: int) -> None:
-    """One rank's part, under mpiexec; rank 0 prints a line of JSON for each row."""
-    import mpi4py.MPI  # noqa: F401 - what behind_link looks for
+def _many() -> dict[str, Any]:
+    """More ranks than cores: gloo's sleep while they wait, as MPI's do not, and a link so slow that nearly all do."""
+    with open_link(ranks=MANY_RANKS, mbit_per_second=MANY_MBIT, milliseconds=MANY_MS) as link:
+        rows = found_by(link, "bench.predictions", "gloo", MANY_REPEATS, MANY_LAYERS, *MANY_ALGORITHMS, mpi=False)
+    link_told = f"{MANY_MBIT:g} Mbit/s and {MANY_MS:g} ms"
+    return {"link": link_told, "rows": [with_quantiles(row) for row in rows], "samples": rows}
 
+
+def on_rank(by: str, repeats: int, layers: int, names: Sequence[str]) -> None:
+    """One rank's part, under mpiexec or in a gloo group; rank 0 tells each row."""
+    if by == "mpi":
+        import mpi4py.MPI  # noqa: F401 - what behind_link looks for
+    else:
+        torch.distributed.init_process_group("gloo")
     torch.set_num_threads(1)
     comm = behind_link()
-    cases = [case for name, entry in ALGORITHMS.items() for case in _cases(name, entry.compresses)]
+    cases = [case for name in names for case in _cases(name, ALGORITHMS[name].compresses)]
     steps = {ALONE: _alone(layers)} | {case: _training(layers, comm, *case) for case in cases}
     measured, taken = _interleaved(steps, comm, repeats)
     compute, numel = measured.pop(ALONE), layers * (WIDTH + 1) * WIDTH
@@ -96,7 +103,7 @@ def on_rank(repeats: int, layers: int) -> None:
         row |= {"predicted_ms": 1e3 * step, "measured_ms": 1e3 * seconds, "ratio": step / seconds}
         row |= {"ms_samples": [1e3 * one for one in taken[case]]}
         if comm.rank == 0:
-            print(json.dumps(row), flush=True)
+            tell(row)
 
 
 def _cases(algorithm: str, compresses: bool) -> list[Case]:
@@ -150,7 +157,9 @@ def _interleaved(
     is in training.
     """
     taken: dict[Case, list[float]] = {case: [] for case in steps}
-    for _ in range(repeats):
+    for number in range(repeats):
+        if comm.rank == 0:
+            print(f"P = {comm.size}, turn {number + 1} of {repeats}, of {len(steps)} cases", flush=True)
         for case, step in steps.items():
             turn = []
             for _ in range(3):
@@ -186,6 +195,6 @@ def _cell(value: Any) -> str:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["ranks"]:
-        on_rank(int(sys.argv[2]), int(sys.argv[3]))
+        on_rank(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5:])
     else:
         raise SystemExit(main(sys.argv[1:]))

@@ -8,6 +8,7 @@ import os
 import platform
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ Row = Mapping[str, Any]
 
 SAMPLES = "_samples"
 """Ends the name of a row's list of single measurements."""
+BEGAN = "began"
+"""Of the circumstances: when the benchmark did, so that the record tells how many seconds it took."""
 
 
 def machine() -> dict[str, str]:
@@ -55,15 +58,19 @@ def record(
     folder.mkdir(parents=True, exist_ok=True)
     table = [with_quantiles(row) for row in rows]
     with (folder / f"{name}.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(table[0]))
+        writer = csv.DictWriter(file, list(dict.fromkeys(column for row in table for column in row)))
         writer.writeheader()
         writer.writerows(table)
     samples = [{key: value for key, value in row.items() if key.endswith(SAMPLES)} for row in rows]
-    content = {"circumstances": dict(facts), "against": against, "rows": table, **more}
+    content = {"circumstances": {**facts, "seconds": _since(facts[BEGAN])}, "against": against, "rows": table, **more}
     content |= {"samples": samples} if any(samples) else {}
     (folder / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
     (draw or partial(_bars, name=name, rows=table, labels=labels, values=values))(folder / f"{name}.png")
     print(f"compared with: {against}\nwritten: {folder / name}.csv, .json, .png", flush=True)
+
+
+def _since(began: str) -> int:
+    return round((datetime.now(UTC) - datetime.fromisoformat(began)).total_seconds())
 
 
 def quantiles(samples: Sequence[float]) -> tuple[float, float, float]:

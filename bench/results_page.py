@@ -1,9 +1,10 @@
 """docs/results.md from the records under bench/results: `hatch run results`, and with --run from new records.
 
-    python -m bench.results_page [--run] [--check]
+    python -m bench.results_page [--run] [--only NAME ...] [--check]
 
---run: makes the records first, every benchmark of the page in full, one after another: about an hour on two cores.
---check: writes nothing, and ends with 1 if the page is not what the records make.
+--run: makes the records first, every benchmark of the page in full, one after another, on a machine with nothing else
+to do; with --only those alone. Which of the page's verdicts become others is told, so that two runs can be compared.
+--check: writes no page, and ends with 1 if the page is not what the records make.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ import argparse
 import json
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from bench.conclusions import conclusions, differences
 from bench.form import RESULTS, ROOT
 from bench.headline import Headline
 from bench.headlines import HEADLINES
+from bench.results_run import remake
 from bench.sweeps import page as sweeps
 
 PAGE = ROOT / "docs" / "results.md"
@@ -46,37 +48,65 @@ def main(argv: Sequence[str] = ()) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench.results_page", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("--run", action="store_true", help="make the records first: about an hour")
+    parser.add_argument("--run", action="store_true", help="make the records first")
+    parser.add_argument("--only", nargs="+", choices=SHOWN, metavar="NAME", help=f"of these: {', '.join(SHOWN)}")
     parser.add_argument("--check", action="store_true", help="only tell whether the page is what the records make")
     options = parser.parse_args(argv)
-    if options.run:
-        for name in SHOWN:
-            subprocess.run([sys.executable, "-m", "bench", name, "--full"], cwd=ROOT, check=True)
+    if options.only and not options.run:
+        parser.error("--only says which records --run makes; give both")
+    failed = remake(options.only or SHOWN) if options.run else []
     records = {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
-    text = page(records)
+    before, text = PAGE.read_text(), page(records)
+    print(compared(before, text))
+    if failed:
+        print(f"no new record: {', '.join(failed)}")
     if options.check:
-        return 0 if PAGE.read_text() == text else 1
+        return 0 if before == text and not failed else 1
     PAGE.write_text(text)
     PICTURES.mkdir(parents=True, exist_ok=True)
     for name in SHOWN:
         if name in records:
             shutil.copyfile(RESULTS / f"{name}.png", PICTURES / f"{name}.png")
     print(f"written: {PAGE.relative_to(ROOT)}")
-    return 0
+    return 1 if failed else 0
+
+
+def compared(before: str, after: str) -> str:
+    """Which verdicts of a page are other ones than those of the page there was."""
+    found, count = differences(before, after), len(conclusions(after))
+    if found:
+        return "\n".join([f"{len(found)} verdicts are other ones than on the page there was:", *found])
+    return f"all {count} verdicts are those of the page there was{'' if before == after else '; figures are not'}"
 
 
 def page(records: Mapping[str, Any]) -> str:
     """The whole text. records: the content of each .json, by name."""
-    headlines = [make(records[name][part]) for name, part, make in HEADLINES if name in records]
+    headlines = [make(records[name][part]) for name, part, make in HEADLINES if part in records.get(name, {})]
+    lacking = [name for name, part, _ in HEADLINES if part not in records.get(name, {})]
+    lacking += [name for name in (PEERS, SWEEPS) if name not in records]
     parts = [INTRODUCTION, _kept({name: records[name] for name in SHOWN if name in records})]
     parts += [_table([_line(headline) for headline in headlines])]
-    parts += [_missing(name) for name in SHOWN if name not in records]
+    parts += [_missing(name) for name in dict.fromkeys(lacking)]
     parts += [_section(headline, records[headline.record]) for headline in headlines]
     if PEERS in records:
         parts.append(_peers(records[PEERS]))
     if SWEEPS in records:
         parts.append(_sweeps(records[SWEEPS]))
+    parts.append(_others({name: record for name, record in records.items() if name not in SHOWN}))
     return "\n".join(parts).rstrip() + "\n"
+
+
+def _others(records: Mapping[str, Any]) -> str:
+    """Records that other pages show, or only the folder does."""
+    rows = [
+        {
+            "record": f"[{name}](../bench/results/{name}.csv)",
+            "command": f"`{record['circumstances']['command'].partition(UNTOLD)[0].strip()}`",
+            "compared with": record["against"],
+        }
+        for name, record in records.items()
+    ]
+    return "\n## Other records\n\n" + _table(rows) + "\n" if rows else ""
 
 
 def _kept(records: Mapping[str, Any]) -> str:
@@ -177,7 +207,10 @@ def _circumstances(name: str, record: Mapping[str, Any]) -> str:
     facts = record["circumstances"]
     told = f"{facts['cores']} cores, load {facts['load']}, Python {facts['Python']}, torch {facts['torch']}"
     kept = "every row, and every single measurement" if SAMPLES in record else "every row; single measurements not kept"
-    files = f"bench/results/{name}.csv and .json ({kept})"
+    of = f"../bench/results/{name}"
+    files = f"[{name}.csv]({of}.csv), [{name}.json]({of}.json) ({kept})"
+    told += f"; {facts['link']}" if "link" in facts else ""
+    told += f"; took {facts['seconds']:,} s" if "seconds" in facts else ""
     command = facts["command"].partition(UNTOLD)
     given = f"`{command[0].strip()}`" + (", with options that were not recorded" if command[1] else "")
     return (
@@ -187,7 +220,7 @@ def _circumstances(name: str, record: Mapping[str, Any]) -> str:
 
 
 def _missing(name: str) -> str:
-    return f"\nNo record yet: `python -m bench {name} --full`.\n"
+    return f"\nNot all on record yet: `python -m bench {name} --full`.\n"
 
 
 def _table(rows: Sequence[Mapping[str, str]]) -> str:

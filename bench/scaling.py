@@ -43,6 +43,8 @@ MOST_RANKS = 1024
 MANY = (128, 256, 512, MOST_RANKS)
 MOST_ENTRIES = 1 << 25
 """Entries that all ranks of one world hold together; beyond it the expression is asked."""
+TURNS = 3
+"""Of measuring what selecting and merging cost; their medians count."""
 SHOWN_OF_STEPS = (
     "model",
     "P",
@@ -77,7 +79,7 @@ def main(argv: Sequence[str] = ()) -> int:
 
 def _of_gtopk(model: Model, link: Link, ranks: Sequence[int]) -> Iterator[dict[str, Any]]:
     density = published()["scaling"]["density"]
-    own, torchs = _handling(model.n, density)
+    own, torchs = _handlings(model.n, density), _torch_seconds(model.n, density)
     for size in ranks:
         rows = [_row(model.name, model.n, size, name, density, link, own, model.compute) for name in ("dense", *SPARSE)]
         for row in rows:
@@ -96,7 +98,7 @@ def _of_spardl(link: Link) -> Iterator[dict[str, Any]]:
     """Exchanges alone: no computing times were published."""
     claim = published()["spardl"]
     for name, n in claim["models"].items():
-        own, _ = _handling(n, claim["density"])
+        own = _handlings(n, claim["density"])
         rows = [_row(name, n, claim["ranks"], each, claim["density"], link, own, None) for each in ("dense", *SPARSE)]
         yield from _compared(rows)
 
@@ -104,25 +106,35 @@ def _of_spardl(link: Link) -> Iterator[dict[str, Any]]:
 def _many(models: Sequence[Model], link: Link) -> Iterator[dict[str, Any]]:
     density = published()["scaling"]["density"]
     for model in models:
-        own, _ = _handling(model.n, density)
+        own = _handlings(model.n, density)
         for size in MANY:
             of = partial(_row, model.name, model.n, size, link=link, own=own, compute=model.compute)
             yield from _compared([of(name, density) for name in ("dense", "topk-allgather", "gtopk")])
 
 
 def _row(
-    model: str, n: int, size: int, algorithm: str, density: float, link: Link, own: Handling, compute: float | None
+    model: str,
+    n: int,
+    size: int,
+    algorithm: str,
+    density: float,
+    link: Link,
+    own: Sequence[Handling],
+    compute: float | None,
 ) -> dict[str, Any]:
-    """One algorithm on so many ranks; seconds of the busiest one."""
+    """One algorithm on so many ranks; milliseconds of the busiest one. own: the same, measured several times."""
     k = n if algorithm == "dense" else TopK(density).entries(n)
-    expected = predict(algorithm, size=size, numel=n, k=k, link=link, handling=own)
+    turns = [predict(algorithm, size=size, numel=n, k=k, link=link, handling=one) for one in own]
+    expected, selecting, merging = turns[0], [turn.compression for turn in turns], [turn.merging for turn in turns]
     exchange = expected.latency + expected.transfer
     small = algorithm == "gtopk" or size <= RANKS[-1]
     simulated = algorithm != "dense" and small and size * k * (1 if algorithm == "gtopk" else size) <= 8 * MOST_ENTRIES
     row: dict[str, Any] = {"model": model, "n": n, "P": size, "density": expected.density, "algorithm": algorithm}
     row |= {"how": "simulated" if simulated else "expression", "expression_ms": 1e3 * exchange}
     row["exchange_ms"] = 1e3 * _simulated(algorithm, n, k, size, link) if simulated else 1e3 * exchange
-    row |= {"nbytes": expected.nbytes, "select_ms": 1e3 * expected.compression, "merge_ms": 1e3 * expected.merging}
+    row |= {"nbytes": expected.nbytes, "select_ms_samples": [1e3 * one for one in selecting]}
+    row["merge_ms_samples"] = [1e3 * one for one in merging]
+    row |= {"select_ms": 1e3 * statistics.median(selecting), "merge_ms": 1e3 * statistics.median(merging)}
     row["compute_ms"] = None if compute is None else 1e3 * compute
     row["step_ms"] = sum(row[part] or 0.0 for part in ("compute_ms", "select_ms", "exchange_ms", "merge_ms"))
     print(f"{model}, P = {size}, {algorithm}: {row['exchange_ms']:.2f} ms, {row['how']}", flush=True)
@@ -162,16 +174,21 @@ def _simulated(algorithm: str, n: int, k: int, size: int, link: Link) -> float:
     return world.elapsed
 
 
-def _handling(n: int, density: float) -> tuple[Handling, float]:
-    """What selecting and merging cost here, and the seconds of n elements with torch.topk."""
-    own = measure_handling(as_communicator(None), numel=n, density=density, device=torch.device("cpu"))
+def _handlings(n: int, density: float) -> list[Handling]:
+    """What selecting and merging cost here, in every turn."""
+    comm, device = as_communicator(None), torch.device("cpu")
+    return [measure_handling(comm, numel=n, density=density, device=device) for _ in range(TURNS)]
+
+
+def _torch_seconds(n: int, density: float) -> float:
+    """Of accumulating and selecting with torch.topk."""
     residual, gradient = (torch.randn(min(n, 1 << 22)) for _ in range(2))
     taken = []
     for _ in range(6):
         begin = time.perf_counter()
         _torch_step(residual, gradient, TopK(density).entries(len(gradient)))
         taken.append(time.perf_counter() - begin)
-    return own, statistics.median(taken[1:]) / len(gradient) * n
+    return statistics.median(taken[1:]) / len(gradient) * n
 
 
 def _torch_step(residual: torch.Tensor, gradient: torch.Tensor, k: int) -> None:

@@ -34,10 +34,9 @@ AGAINST = "the same ranks without a signal channel"
 def main(argv: Sequence[str] = ()) -> int:
     """Starts the ranks, prints the table; returns the exit status."""
     parser = parser_of("signals", __doc__, full="five times as many")
-    parser.add_argument("--repeats", type=int, default=200, help="default 200")
-    options, facts = asked(parser, argv)
-    repeats = options.repeats * (5 if options.full else 1)
-    rows = [json.loads(_launched(world, repeats)) for world in ("mpi", "gloo")]
+    parser.add_argument("--repeats", type=int, help="default 200, with --full 1,000")
+    options, facts = asked(parser, argv, repeats=(200, 1000))
+    rows = [json.loads(_launched(world, options.repeats)) for world in ("mpi", "gloo")]
     for row in rows:
         print(
             f"{row['world']:>5}: one way {row['busy_us']:.0f} µs in the median, 90 % within {row['busy_p90_us']:.0f}; "

@@ -184,6 +184,7 @@ def row_of(algorithm: str, pixels: int, steps: Sequence[tuple[float, ...]]) -> d
         "overhead_percent": round(100 * more / bare, 2),
         "trainer_ms_samples": [round(1e3 * step[0], 3) for step in steps],
         "bare_ms_samples": [round(1e3 * step[1], 3) for step in steps],
+        "same_ms_samples": [round(1e3 * step[2], 3) for step in steps],
     }
 
 
@@ -193,12 +194,11 @@ AGAINST = "the same steps as a bare loop"
 def main(argv: Sequence[str] = ()) -> int:
     """Prints a line for each algorithm; returns the exit status."""
     parser = parser_of("trainer", __doc__, full="five times as many")
-    parser.add_argument("--epochs", type=int, default=2, help="of 45 steps; default 2")
-    options, facts = asked(parser, argv)
+    parser.add_argument("--epochs", type=int, help="of 45 steps; default 2, with --full 10")
+    options, facts = asked(parser, argv, epochs=(2, 10))
     keep_freed_memory()
-    epochs = options.epochs * (5 if options.full else 1)
     rows = [
-        row_of(algorithm, pixels, measured(algorithm, own, epochs, pixels))
+        row_of(algorithm, pixels, measured(algorithm, own, options.epochs, pixels))
         for algorithm, own in ALGORITHMS.items()
         for pixels in PIXELS
     ]

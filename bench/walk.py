@@ -10,6 +10,7 @@ entered in a step; polling by the background is in it, so that it differs from r
 from __future__ import annotations
 
 import socket
+import statistics
 import sys
 import threading
 from collections import Counter
@@ -38,13 +39,14 @@ AGAINST = "an earlier walk: what a change adds to the way"
 
 def main(argv: Sequence[str] = ()) -> int:
     """Starts the ranks, prints the table; returns the exit status."""
-    parser = parser_of("walk", __doc__, full="the mean of 20 steps, not one")
+    parser = parser_of("walk", __doc__, full="20 steps, not one")
+    parser.add_argument("--steps", type=int, help="counted; default 1, with --full 20")
     parser.add_argument("--list", action="store_true", help="every function, with how often it was entered")
-    options, facts = asked(parser, argv)
+    options, facts = asked(parser, argv, steps=(1, 20))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    spawn(on_rank, (port, 20 if options.full else 1, options.list, options.output, facts), nprocs=2)  # type: ignore[no-untyped-call]
+    spawn(on_rank, (port, options.steps, options.list, options.output, facts), nprocs=2)  # type: ignore[no-untyped-call]
     return 0
 
 
@@ -64,14 +66,15 @@ def on_rank(rank: int, port: int, steps: int, every: bool, output: Path, facts: 
         loss = ddp(batch).square().mean()
         if step == WARM:
             sys.setprofile(walk)
-        walk.counts = step >= WARM
+        if step >= WARM:
+            walk.begin()
         loss.backward()
-        walk.counts = False
+        walk.end()
     sys.setprofile(None)
     if rank == 0:
-        print(walk.as_text(every, steps))
+        print(walk.as_text(every))
         labels, values = COLUMNS[:1], COLUMNS[3:]
-        record(output, "walk", walk.rows(steps), labels=labels, values=values, facts=facts, against=AGAINST)
+        record(output, "walk", walk.rows(), labels=labels, values=values, facts=facts, against=AGAINST)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -80,30 +83,42 @@ class Walk:
     """What `sys.setprofile` calls: counts our functions, on every thread that has it."""
 
     def __init__(self) -> None:
-        self.counts = False
-        self._entered: Counter[tuple[str, str, str]] = Counter()
+        self._counts = False
+        self._steps: list[Counter[tuple[str, str, str]]] = []
+
+    def begin(self) -> None:
+        """A step is counted from here on."""
+        self._steps.append(Counter())
+        self._counts = True
+
+    def end(self) -> None:
+        """Nothing is counted."""
+        self._counts = False
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
-        if self.counts and event == "call":
+        if self._counts and event == "call":
             parts = Path(frame.f_code.co_filename).parts
             package = next((part for part in parts if part in PACKAGES), None)
             comprehension = frame.f_code.co_name.startswith("<")
             if package is not None and "src" in parts and not comprehension:
                 file = "/".join(parts[parts.index(package, parts.index("src")) :])
-                self._entered[package, file, frame.f_code.co_qualname] += 1
+                self._steps[-1][package, file, frame.f_code.co_qualname] += 1
 
-    def as_text(self, every: bool, steps: int) -> str:
-        """By package, or by function; calls as a mean of so many steps."""
+    def as_text(self, every: bool) -> str:
+        """By package, or by function; calls as a mean of the steps."""
         if every:
-            calls = sorted(self._entered.items())
-            return table(("function", "calls"), [[f"{file} {name}", f"{n / steps:g}"] for (_, file, name), n in calls])
-        return table(COLUMNS, [[str(value) for value in row.values()] for row in self.rows(steps)])
+            calls = sorted(sum(self._steps, Counter[tuple[str, str, str]]()).items())
+            count = len(self._steps)
+            return table(("function", "calls"), [[f"{file} {name}", f"{n / count:g}"] for (_, file, name), n in calls])
+        return table(COLUMNS, [[str(row[name]) for name in COLUMNS] for row in self.rows()])
 
-    def rows(self, steps: int) -> list[dict[str, Any]]:
+    def rows(self) -> list[dict[str, Any]]:
         """By package."""
-        return [self._row(package, steps) for package in (*PACKAGES, "together")]
+        return [self._row(package) for package in (*PACKAGES, "together")]
 
-    def _row(self, package: str, steps: int) -> dict[str, Any]:
-        found = {key: n for key, n in self._entered.items() if package in (key[0], "together")}
-        files = {file for _, file, _ in found}
-        return dict(zip(COLUMNS, (package, len(files), len(found), sum(found.values()) / steps), strict=True))
+    def _row(self, package: str) -> dict[str, Any]:
+        steps = [{key: n for key, n in step.items() if package in (key[0], "together")} for step in self._steps]
+        functions = {key for step in steps for key in step}
+        calls = [sum(step.values()) for step in steps]
+        values = (package, len({file for _, file, _ in functions}), len(functions), statistics.mean(calls))
+        return {**dict(zip(COLUMNS, values, strict=True)), "calls_samples": calls}

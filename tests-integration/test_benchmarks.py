@@ -55,7 +55,8 @@ def test_a_record_tells_its_circumstances_and_keeps_every_measurement(measured):
         table = list(csv.DictReader((options.output / "try.csv").read_text().splitlines()))
         assert (options.output / "try.png").exists()
     assert found["circumstances"]["command"] == f"python -m bench try --output {folder}"
-    assert {"machine", "cores", "Python", "torch", "commit", "load"} <= set(found["circumstances"])
+    assert {"machine", "cores", "Python", "torch", "commit", "load", "seeds"} <= set(found["circumstances"])
+    assert found["circumstances"]["seconds"] >= 0
     assert [row["ms_samples"] for row in found["samples"]] == measured
     for row, samples in zip(table, measured, strict=True):
         low, middle, high = (float(row[f"ms_p{percent}"]) for percent in (20, 50, 80))
@@ -69,12 +70,23 @@ def test_a_quick_run_leaves_the_committed_records_alone():
     assert asked(parser, ["--full"])[0].output == RESULTS
 
 
+@pytest.mark.parametrize(("words", "seeds"), [([], 1), (["--full"], 5), (["--full", "--seeds", "3"], 3)])
+def test_the_circumstances_have_every_option_as_it_was_used(words, seeds):
+    parser = parser_of("try", "Tries.", full="more")
+    parser.add_argument("--seeds", type=int)
+    parser.add_argument("--rate", type=float, default=2.5)
+    options, facts = asked(parser, words, seeds=(1, 5))
+    assert options.seeds == seeds
+    assert facts["seeds"] == list(range(seeds))
+    assert facts["options"] == {"full": "--full" in words, "seeds": seeds, "rate": 2.5}
+
+
 @pytest.mark.parametrize("algorithm", ["topk-allgather", "gtopk", "spardl"])
 @pytest.mark.parametrize("size", [2, 5, 8])
 def test_scaling_simulates_what_the_expression_says(algorithm, size):
     """Where messages have fixed sizes; so that beyond the largest world the expression may be trusted."""
     link = gtopk_link()
-    row = scaling._row("any", 20_000, size, algorithm, 0.01, link, Handling(), 0.1)
+    row = scaling._row("any", 20_000, size, algorithm, 0.01, link, [Handling()], 0.1)
     assert row["how"] == "simulated"
     assert row["exchange_ms"] == pytest.approx(row["expression_ms"], rel=0.03, abs=1.1e3 * link.alpha * (size == 5))
 
@@ -152,6 +164,7 @@ def test_the_clusters_model_has_the_rounds_of_the_real_protocol(size, quorum, ma
     [
         ("convergence", "docs/guides/optimizers.md"),
         ("convergence-short", "packages/sparse-collectives/README.md"),
+        ("learning", "docs/apps/cifar.md"),
         ("learning-pydoc", "docs/apps/text.md"),
     ],
 )

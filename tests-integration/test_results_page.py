@@ -5,8 +5,17 @@ import re
 
 import pytest
 
+from bench import results_run
+from bench.conclusions import conclusions, differences
 from bench.form import RESULTS, ROOT
-from bench.headlines import HEADLINES, slow_link_predictions, spardl_over_sparse
+from bench.headlines import (
+    HEADLINES,
+    eager_on_ranks,
+    gtopk_accuracy,
+    many_ranks,
+    slow_link_predictions,
+    spardl_over_sparse,
+)
 from bench.kernel_headlines import kernel_calls, kernel_merge, kernel_steps
 from bench.published import published
 from bench.results_page import PAGE, PEERS, PICTURES, SHOWN, page
@@ -27,8 +36,9 @@ def test_the_pages_pictures_are_the_records(name):
 
 
 def test_every_headline_has_its_record_its_source_and_its_command(records):
-    made = [make(records[name][part]) for name, part, make in HEADLINES]
-    assert [headline.record for headline in made] == [name for name, _, _ in HEADLINES]
+    known = [(name, part, make) for name, part, make in HEADLINES if part in records.get(name, {})]
+    made = [make(records[name][part]) for name, part, make in known]
+    assert [headline.record for headline in made] == [name for name, _, _ in known]
     for headline in made:
         assert headline.how in ("simulated", "measured")
         assert headline.reached or headline.shortfall, f"{headline.title} falls short, and does not say why"
@@ -133,3 +143,91 @@ def test_the_page_says_where_torchs_own_way_is_the_better_one(records):
     )
     assert "not ours" not in ahead
     assert "as low rank, ours." in ahead
+
+
+def test_verdicts_that_became_others_are_told_and_figures_are_not(records):
+    before = page(records)
+    assert len(conclusions(before)) == before.count("| reached |\n") + before.count("| falls short |\n") - before.count(
+        "| ≤ "
+    )
+    assert differences(before, before) == []
+    faster = [row | {"sweeps": row["sweeps"] * 0.99} for row in records["compress"]["rows"]]
+    assert differences(before, page({**records, "compress": {**records["compress"], "rows": faster}})) == []
+    slower = [row | {"speedup": 0.5} for row in records["compress"]["rows"]]
+    [told] = differences(before, page({**records, "compress": {**records["compress"], "rows": slower}}))
+    assert "Exact top-k over torch.topk" in told
+    assert "reached" in told.partition(", now ")[0]
+    assert "falls short" in told.partition(", now ")[2]
+
+
+def test_a_default_seed_far_from_the_mean_falls_short(records):
+    rows = records["demo"]["rows"]
+    assert gtopk_accuracy(rows).reached
+    worse = [row | {"behind": row["behind"] + 0.6} for row in rows]
+    assert not gtopk_accuracy(worse).reached
+    outlier = [row | {"behind_at_default": 2.1 * row["error"] + row["behind"]} for row in rows]
+    assert not gtopk_accuracy(outlier).reached
+    assert ": an outlier" in gtopk_accuracy(outlier).shortfall
+
+
+def test_a_benchmark_that_leaves_no_record_does_not_end_the_others(monkeypatch, tmp_path, capsys):
+    started = []
+
+    def run(command, **_):
+        name = command[command.index("bench") + 1]
+        started.append(name)
+        if name != "broken":
+            written = {"circumstances": {"began": len(started), "seconds": 90}}
+            (tmp_path / f"{name}.json").write_text(json.dumps(written))
+        return results_run.subprocess.CompletedProcess(command, 1)
+
+    monkeypatch.setattr(results_run, "RESULTS", tmp_path)
+    monkeypatch.setattr(results_run.subprocess, "run", run)
+    (tmp_path / "untouched.json").write_text('{"circumstances": {}}')
+    assert results_run.remake(["broken", "late"]) == ["broken"]
+    assert started == ["broken", "late"]
+    said = capsys.readouterr().out
+    assert "makes them: untouched" in said
+    assert "late: 1 of unknown length" in said
+    assert results_run.remake(["late"]) == []
+    assert "[1/1] late: 1.5 minutes" in capsys.readouterr().out
+
+
+def test_real_eager_ranks_are_held_against_the_papers_speed_up():
+    def rows(speedup):
+        row = {
+            "P": 8,
+            "steps": 40,
+            "whole": 9.0,
+            "expected_speedup": 1.3,
+            "ideal": 1.4,
+            "accuracy": 0.9,
+            "link": "a link",
+        }
+        return [row | {"how": "synchronous", "whole_speedup": 1.0}, row | {"how": "majority", "whole_speedup": speedup}]
+
+    claimed = published()["claims"]["eager_lstm"]["speedup"]
+    assert eager_on_ranks(rows(claimed)).reached
+    assert not eager_on_ranks(rows(claimed - 0.01)).reached
+
+
+def test_many_ranks_fall_short_where_the_gain_is_less_than_predicted():
+    def record(measured):
+        row = {
+            "P": 8,
+            "wire": "fp32",
+            "density": 1.0,
+            "algorithm": "dense",
+            "measured_ms": 6000.0,
+            "predicted_ms": 6000.0,
+        }
+        gtopk = {"algorithm": "gtopk", "density": 0.01, "measured_ms": measured, "predicted_ms": 300.0}
+        return {"link": "10 Mbit/s and 10 ms", "rows": [row, row | gtopk]}
+
+    assert many_ranks(record(300.0)).reached
+    assert many_ranks(record(300.0)).title.startswith("8 real ranks behind 10 Mbit/s and 10 ms")
+    assert not many_ranks(record(400.0)).reached
+
+
+def test_every_record_is_linked_from_the_page(records):
+    assert all(f"../bench/results/{name}.csv" in page(records) for name in records)

@@ -71,13 +71,15 @@ def _asked(argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
     parser.add_argument("--seeds", type=int, help="default 1; full 5")
     parser.add_argument("--steps", type=int, help="default: each task's own")
     parser.add_argument("--accuracy", type=Path, metavar="FILE", help="where what advise says of accuracy goes")
-    options, facts = asked(parser, argv)
-    options.tasks = options.tasks or (list(TASKS) if options.full else QUICK["tasks"])
-    options.ways = options.ways or (list(WAYS) if options.full else QUICK["ways"])
-    options.densities = options.densities or ([0.1, 0.01, 0.001] if options.full else [0.01])
-    options.ranks = options.ranks or ([4, 8] if options.full else [2])
-    options.seeds = options.seeds or (5 if options.full else 1)
-    return options, facts
+    return asked(
+        parser,
+        argv,
+        tasks=(QUICK["tasks"], list(TASKS)),
+        ways=(QUICK["ways"], list(WAYS)),
+        densities=([0.01], [0.1, 0.01, 0.001]),
+        ranks=([2], [4, 8]),
+        seeds=(1, 5),
+    )
 
 
 def _runs(options: argparse.Namespace) -> Iterator[Run]:
@@ -142,6 +144,7 @@ def _rows(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             | {"seeds": len(scores), "mean": statistics.mean(scores.values())}
             | {"least": min(scores.values()), "most": max(scores.values()), "behind": _behind(row, scores, dense)}
             | {name: statistics.mean(one[name] for one in by_seed.values()) for name in _measured(by_seed)}
+            | {"score_samples": [scores[seed] for seed in sorted(scores)]}
         )
     return rows
 

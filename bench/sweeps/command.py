@@ -40,9 +40,8 @@ def main(argv: Sequence[str] = ()) -> int:
     parser.add_argument("--ranks", type=int, default=4, metavar="P", help="default 4")
     parser.add_argument("--seeds", type=int, help="default 1; full 3")
     parser.add_argument("--steps", type=int, help=f"default 44; full {STEPS}")
-    options, facts = asked(parser, argv)
-    options.steps = options.steps or (STEPS if options.full else 44)
-    one = partial(_scores, ranks=options.ranks, seeds=options.seeds or (3 if options.full else 1), steps=options.steps)
+    options, facts = asked(parser, argv, seeds=(1, 3), steps=(44, STEPS))
+    one = partial(_scores, ranks=options.ranks, seeds=options.seeds, steps=options.steps)
     found, known = list[dict[str, Any]](), dict[tuple[Way, float], list[float]]()  # of `delta`; scores
     swept = list(settings())
     for setting in (DENSE, *swept):

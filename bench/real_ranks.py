@@ -1,0 +1,63 @@
+"""Real ranks of a benchmark behind a link: what they print is shown while they run, what they find is kept.
+
+A command that runs on every rank calls `tell` on one of them; who started the ranks gets what was told.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from slow_link import Launcher, SlowLink, ThrottledLink, missing
+
+FOUND = "BENCH_FOUND"
+"""Names the file that `tell` writes to."""
+
+
+def behind(size: int, mbit: float, milliseconds: float) -> SlowLink | ThrottledLink:
+    """An emulated link, not entered yet; where none can be made, this machine's loopback, and a line that says why."""
+    if lacking := missing():
+        print(f"no link is emulated, steps are this machine's: {'; '.join(lacking)}")
+        return unhindered(size)
+    return SlowLink(ranks=size, mbit_per_second=mbit, milliseconds=milliseconds)
+
+
+def unhindered(size: int) -> ThrottledLink:
+    """This machine's loopback."""
+    return ThrottledLink(ranks=size, mbit_per_second=1e6, milliseconds=0)
+
+
+def named(link: Launcher, mbit: float, milliseconds: float) -> str:
+    """What it is, for a row."""
+    return (
+        f"{mbit:g} Mbit/s and {milliseconds:g} ms" if isinstance(link, SlowLink) else "no link: this machine's loopback"
+    )
+
+
+def found_by(link: Launcher, module: str, *words: object, mpi: bool, timeout: float = 1200) -> list[Any]:
+    """What ranks on an entered link told, in order: `python -m module ranks WORDS …` by mpiexec, or as gloo processes.
+
+    Raises:
+        SystemExit: A rank failed; it has said why.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "found"
+        python = [sys.executable, "-W", "ignore", "-m", module, "ranks", *map(str, words)]
+        command, limits = ["env", f"{FOUND}={path}", *python], {"timeout": timeout, "capture": False}
+        done: Sequence[subprocess.CompletedProcess[str]]
+        done = [link.mpiexec(command, **limits)] if mpi else link.processes(command, **limits)  # type: ignore[arg-type]
+        if any(one.returncode for one in done):
+            raise SystemExit(f"{module}: ranks ended with {', '.join(str(one.returncode) for one in done)}")
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def tell(found: Any) -> None:
+    """By one rank: one of the things that `found_by` returns, of what JSON has."""
+    with Path(os.environ[FOUND]).open("a") as file:
+        file.write(json.dumps(found) + "\n")
