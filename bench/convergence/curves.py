@@ -1,7 +1,7 @@
 """Scores on the way: against steps, bytes of the busiest rank, and seconds that a network takes for them.
 
-Bytes are those that were counted until then, since a warm-up sends most of them first. Trainings of which they were not
-recorded have none.
+Bytes are those that were counted until then, since a warm-up sends most of them first. Trainings of the first records,
+of which they were not written down, have none.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bench.convergence.training import LINKS
 
 PANELS = {
     "step": "steps",
-    "bytes": "bytes of the busiest rank",
+    "bytes": "MB of the busiest rank",
     **{f"network_seconds_{name}": f"predicted seconds of exchange, {name}" for name in LINKS},
 }
 DRAWN = {
@@ -56,11 +56,12 @@ def points(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _sent(seeds: Sequence[Sequence[float]]) -> dict[str, float | None]:
-    """bytes until this place of the curve, and network seconds; None where a seed's were not recorded."""
+    """bytes until this place of the curve, and network seconds: of the seeds of which they were recorded, or None."""
     names = {name: f"network_seconds_{name}" for name in LINKS}
-    if any(len(point) < 4 for point in seeds):
+    counted = [point for point in seeds if len(point) == 4]
+    if not counted:
         return dict.fromkeys(("bytes", *names.values()))
-    nbytes, messages = (statistics.mean(point[column] for point in seeds) for column in (2, 3))
+    nbytes, messages = (statistics.mean(point[column] for point in counted) for column in (2, 3))
     seconds = {names[name]: messages * link.alpha + nbytes * link.beta for name, link in LINKS.items()}
     return {"bytes": nbytes, **seconds}
 
@@ -108,8 +109,12 @@ def _of(row: dict[str, Any]) -> tuple[str, str]:
     return row["task"], row["optimizer"]
 
 
+def _unit(across: str) -> float:
+    return 1e-6 if across == "bytes" else 1.0
+
+
 def _line(axes: Any, line: Sequence[dict[str, Any]], across: str, way: str) -> Any:
-    xs = [row[across] for row in line]
+    xs = [_unit(across) * row[across] for row in line]
     colour = f"C{list(DRAWN).index(way)}"
     (drawn,) = axes.plot(xs, [row["mean"] for row in line], DRAWN[way], color=colour, markersize=4)
     low, high = ([row[name] for row in line] for name in ("least", "most"))
@@ -121,8 +126,9 @@ def _name(axes: Any, key: tuple[str, str], across: str, here: Sequence[dict[str,
     """Ends of the vertical axis are those at which lines can be told apart: not where all begin."""
     task, optimizer = key
     axes.set_xlabel(PANELS[across])
-    axes.set_xscale("linear" if across == "step" else "log")
     axes.grid(alpha=0.3)
+    if across != "step":
+        _in_decades(axes, [_unit(across) * row[across] for row in here if row[across]])
     scores = [row["mean"] for row in here]
     if TASKS[task].text:
         axes.set_ylim(0.95 * min(scores), min(2.0 * min(scores), 1.05 * max(scores)))
@@ -133,3 +139,17 @@ def _name(axes: Any, key: tuple[str, str], across: str, here: Sequence[dict[str,
         said = f"{seeds[0]}" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
         axes.set_title(f"{task}, {optimizer}; seeds: {said}", fontsize="medium", loc="left")
         axes.set_ylabel("perplexity" if TASKS[task].text else "accuracy in %")
+
+
+def _in_decades(axes: Any, xs: Sequence[float]) -> None:
+    """Plain numbers at powers of ten, and between them where there are few."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    if not xs:
+        axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center")
+        axes.set_xticks([])
+        return
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0,) if max(xs) > 30 * min(xs) else (1.0, 2.0, 5.0)))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}" if x >= 1 else f"{x:g}")
