@@ -39,13 +39,15 @@ def test_sparseloco_sends_at_the_ends_of_blocks_alone_and_the_agreed_model_is_sc
     assert found["bytes_a_step"] < 0.001 * dense
 
 
-def test_a_training_whose_bytes_on_the_way_are_not_in_the_record_is_made_anew(tmp_path):
+def test_a_training_whose_bytes_on_the_way_are_not_in_the_record_is_made_anew_and_its_bytes_count(tmp_path):
     run = Run("cnn-digits", "sgd", "dense", 1.0, 0.0, 2, 0, 12)
-    old = {**asdict(run), "score": 1.0, "curve": [[12, 1.0]], "bytes_a_step": 1}
+    old = {"score": 1.0, "curve": [[12, 1.0]], "bytes_a_step": 1}
     journal = tmp_path / "convergence-runs.jsonl"
-    journal.write_text(json.dumps(old) + "\n")
+    journal.write_text("".join(json.dumps(asdict(replace(run, seed=seed)) | old) + "\n" for seed in (0, 1)))
     for _ in range(2):  # the second time it is whole
         asked = ["--tasks", "cnn-digits", "--optimizers", "sgd", "--ways", "dense", "--steps", "12"]
         assert convergence([*asked, "--output", str(tmp_path)]) == 0
     lines = [json.loads(line) for line in journal.read_text().splitlines()]
-    assert [line["score"] == 1.0 for line in lines] == [True, False]
+    assert [(line["seed"], line["score"] == 1.0) for line in lines] == [(0, True), (1, True), (0, False)]
+    [row] = json.loads((tmp_path / "convergence.json").read_text())["rows"]
+    assert (row["seeds"], row["bytes_a_step"]) == (2, lines[-1]["bytes_a_step"])

@@ -147,7 +147,7 @@ def _rows(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             row
             | {"seeds": len(scores), "mean": statistics.mean(scores.values())}
             | {"least": min(scores.values()), "most": max(scores.values()), "behind": _behind(row, scores, dense)}
-            | {name: statistics.mean(one[name] for one in by_seed.values()) for name in _measured(by_seed)}
+            | _sent(list(by_seed.values()))
         )
     return rows
 
@@ -208,8 +208,14 @@ def _short(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _measured(by_seed: dict[int, dict[str, Any]]) -> list[str]:
-    return [name for name in next(iter(by_seed.values())) if name == "bytes_a_step" or name.startswith("network")]
+def _sent(seeds: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Bytes and network seconds of a step, means; of the first records only where there are no later ones.
+
+    Since then a warm-up sends whole gradients in half of the bytes, and the first copy of the model is not counted.
+    """
+    counted = [one for one in seeds if _is_whole(one)] or seeds
+    names = [name for name in counted[0] if name == "bytes_a_step" or name.startswith("network")]
+    return {name: statistics.mean(one[name] for one in counted) for name in names}
 
 
 def _behind(row: dict[str, Any], scores: dict[int, float], dense: dict[int, float]) -> float | None:
