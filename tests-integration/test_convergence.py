@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from bench.convergence import main as convergence
-from bench.convergence.training import trained
+from bench.convergence.training import LINKS, trained
 from bench.convergence.ways import Run
 
 
@@ -41,7 +41,7 @@ def test_sparseloco_sends_at_the_ends_of_blocks_alone_and_the_agreed_model_is_sc
 
 def test_a_training_whose_bytes_on_the_way_are_not_in_the_record_is_made_anew_and_its_bytes_count(tmp_path):
     run = Run("cnn-digits", "sgd", "dense", 1.0, 0.0, 2, 0, 12)
-    old = {"score": 1.0, "curve": [[12, 1.0]], "bytes_a_step": 1}
+    old = {"score": 1.0, "curve": [[12, 1.0]], "bytes_a_step": 1} | {f"network_seconds_{name}": 1.0 for name in LINKS}
     journal = tmp_path / "convergence-runs.jsonl"
     journal.write_text("".join(json.dumps(asdict(replace(run, seed=seed)) | old) + "\n" for seed in (0, 1)))
     for _ in range(2):  # the second time it is whole
