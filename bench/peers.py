@@ -107,7 +107,7 @@ def _updates(model: nn.Module, inner: torch.optim.SGD, falling: LambdaLR, exits:
     return Training(model, optimizer.zero_grad, partial(_both, optimizer.step, falling.step), _nothing, optimizer.ahead)
 
 
-def _in_bf16(ddp: DistributedDataParallel, warm: int) -> None:
+def in_bf16(ddp: DistributedDataParallel, warm: int = 0) -> None:
     """By another name: torch refuses its hook over gloo, where it works."""
 
     def hook(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
@@ -173,7 +173,7 @@ def _nothing(*_: Any) -> None:
 PLAIN = "plain DDP"
 WAYS: dict[str, tuple[str, Way, str]] = {
     PLAIN: ("torch", _by_hook(_nothing), "the network keeps up"),
-    "bf16_compress_hook": ("torch", _by_hook(_in_bf16), "half the bytes are few enough: nothing else changes"),
+    "bf16_compress_hook": ("torch", _by_hook(in_bf16), "half the bytes are few enough: nothing else changes"),
     "PowerSGD hook": (
         "torch",
         _by_hook(_low_rank),

@@ -6,7 +6,8 @@
 mean, least, most: of the seeds, test accuracy in percent, or perplexity of a character for text. behind: points below
 dense with the same optimizer, clipping, ranks and seeds; for text by how many percent the perplexity is above. network
 seconds: of a step, predicted from bytes and messages. With --output each training is written down when it has ended,
-and not repeated when the command is given again.
+and not repeated when the command is given again, unless the record lacks its bytes on the way. Ways that begin with
+"torch" are torch's own, on real ranks: see `torch_hooks`; "sparseloco" is a recipe of local AdamW: see there.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] = ()) -> int:
     known = _known(options.output)
     runs = list(_runs(options))
     for number, run in enumerate(runs, 1):
-        if _key(run) not in known:
+        if not _is_whole(known.get(_key(run))):
             known[_key(run)] = found = {**asdict(run), **trained(run)}
             _keep(options.output, found)
             print(f"{number}/{len(runs)}  {_key(run)}  {found['score']:.2f}", flush=True)
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] = ()) -> int:
         _write_accuracy(options.accuracy, every)
     (options.output / "convergence.md").write_text(_markdown(every))
     (options.output / "convergence-short.md").write_text(_short(every))
-    curves.write(options.output, list(known.values()), ways=(DENSE, FIRST, RECOMMENDED))
+    curves.write(options.output, list(known.values()))
     record(options.output, "convergence", every, labels=LABELS[:5], values=("mean",), facts=facts, against=AGAINST)
     return 0
 
@@ -117,6 +118,11 @@ def _known(folder: Path | None) -> dict[str, dict[str, Any]]:
     return found
 
 
+def _is_whole(found: dict[str, Any] | None) -> bool:
+    """Whether bytes and messages on the way are there, which the first records lack."""
+    return found is not None and all(len(point) == 4 for point in found["curve"])
+
+
 def _keep(folder: Path | None, found: dict[str, Any]) -> None:
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -143,7 +149,7 @@ def _rows(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             row
             | {"seeds": len(scores), "mean": statistics.mean(scores.values())}
             | {"least": min(scores.values()), "most": max(scores.values()), "behind": _behind(row, scores, dense)}
-            | {name: statistics.mean(one[name] for one in by_seed.values()) for name in _measured(by_seed)}
+            | _sent(list(by_seed.values()))
             | {"score_samples": [scores[seed] for seed in sorted(scores)]}
         )
     return rows
@@ -205,8 +211,14 @@ def _short(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _measured(by_seed: dict[int, dict[str, Any]]) -> list[str]:
-    return [name for name in next(iter(by_seed.values())) if name == "bytes_a_step" or name.startswith("network")]
+def _sent(seeds: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Bytes and network seconds of a step, means; of the first records only where there are no later ones.
+
+    Since then a warm-up sends whole gradients in half of the bytes, and the first copy of the model is not counted.
+    """
+    counted = [one for one in seeds if _is_whole(one)] or seeds
+    names = [name for name in counted[0] if name == "bytes_a_step" or name.startswith("network")]
+    return {name: statistics.mean(one[name] for one in counted) for name in names}
 
 
 def _behind(row: dict[str, Any], scores: dict[int, float], dense: dict[int, float]) -> float | None:

@@ -1,8 +1,7 @@
-"""One training of a task in one process, its ranks simulated; what came of it."""
+"""One training of a task, and what came of it: ranks are simulated in this process, those of torch's hooks are real."""
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -12,13 +11,12 @@ import torch
 from communicators import Communicator, Link, SimulatedWorld
 from torch import nn
 
-from bench.convergence.tasks import TASKS, Task
+from bench.convergence import sparseloco, torch_hooks
+from bench.convergence.rank import Point, Training, curve_of
+from bench.convergence.tasks import TASKS
 from bench.convergence.ways import WAYS, Run, Way, optimizer_of
 
 LINKS = {"1 Gbit/s": Link(50e-6, 8e-9), "100 Mbit/s": Link(200e-6, 8e-8)}
-POINTS = 6  # of a curve
-Point = tuple[int, float, int, int]
-"""Steps that were taken, the score after them, bytes and messages that a rank has sent in them."""
 
 
 def trained(run: Run, *, ways: Mapping[str, Way] = WAYS) -> dict[str, Any]:
@@ -27,17 +25,24 @@ def trained(run: Run, *, ways: Mapping[str, Way] = WAYS) -> dict[str, Any]:
     And predicted network seconds a step, by link.
     ways: what `run.way` is a name of.
     """
-    task = TASKS[run.task]
-    world = SimulatedWorld(run.ranks, link=LINKS["1 Gbit/s"])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # what is written at first is warned about
-        curves = world.run(lambda comm: _on_rank(run, ways[run.way], task, comm))
-    nbytes, messages = max(world.bytes_sent) / run.steps, max(world.messages_sent) / run.steps
+    way = ways[run.way]
+    if way.by == "torch":
+        curves = torch_hooks.curves(run)
+    else:
+        world = SimulatedWorld(run.ranks, link=LINKS["1 Gbit/s"])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # what is written at first is warned about
+            curves = world.run(lambda comm: _on_rank(run, way, comm))
+    points = [_point(ranks) for ranks in zip(*curves, strict=True)]
+    _, score, nbytes, messages = points[-1]
     return {
-        "score": curves[0][-1][1],
-        "curve": [_point(ranks) for ranks in zip(*curves, strict=True)],
-        "bytes_a_step": round(nbytes),
-        **{f"network_seconds_{name}": messages * link.alpha + nbytes * link.beta for name, link in LINKS.items()},
+        "score": score,
+        "curve": points,
+        "bytes_a_step": round(nbytes / run.steps),
+        **{
+            f"network_seconds_{name}": (messages * link.alpha + nbytes * link.beta) / run.steps
+            for name, link in LINKS.items()
+        },
     }
 
 
@@ -47,29 +52,24 @@ def _point(ranks: tuple[Point, ...]) -> Point:
     return step, score, max(point[2] for point in ranks), max(point[3] for point in ranks)
 
 
-def _on_rank(run: Run, way: Way, task: Task, comm: Communicator) -> list[Point]:
+def _on_rank(run: Run, way: Way, comm: Communicator) -> list[Point]:
     torch.manual_seed(run.seed)
-    model = task.model()
-    optimizer = optimizer_of(run, way, model, task.rates[run.optimizer], comm)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, run.steps))
-    after = run.clip if way.clips_after else 0.0
+    task = TASKS[run.task]
+    model, rate = task.model(), task.rates[run.optimizer]
+    made = sparseloco.training(run, model, rate, comm) if way.by == "sparseloco" else _ours(run, way, model, rate, comm)
+    clip_after = run.clip if way.clips_after else 0.0
+    return curve_of(run, made, rank=comm.rank, size=comm.size, clip_after=clip_after)
+
+
+def _ours(run: Run, way: Way, model: nn.Module, rate: float, comm: Communicator) -> Training:
+    optimizer = optimizer_of(run, way, model, rate, comm)
     ahead = way.ahead and way.settings(run).get("sends") == "updates"
-    every, curve = max(1, run.steps // POINTS), []
-    for step in range(run.steps):
-        optimizer.zero_grad()
-        with optimizer.ahead() if ahead else nullcontext():
-            task.loss(model, seed=run.seed, rank=comm.rank, size=comm.size, step=step).backward()  # type: ignore[no-untyped-call]
-        if after:
-            optimizer.synchronize()
-            nn.utils.clip_grad_norm_(model.parameters(), after)
-        optimizer.step()
-        schedule.step()
-        if (step + 1) % every == 0 or step + 1 == run.steps:
-            score = task.score(model) if comm.rank == 0 else math.nan
-            curve.append((step + 1, score, comm.bytes_sent, comm.messages_sent))
-    return curve
-
-
-def _rate(step: int, steps: int) -> float:
-    """Linear over the first twentieth, then a cosine."""
-    return min(1.0, (step + 1) / max(1, steps // 20)) * 0.5 * (1 + math.cos(math.pi * step / steps))
+    return Training(
+        model,
+        calls=model,
+        optimizer=optimizer,
+        step=optimizer.step,
+        sent=lambda: (comm.bytes_sent, comm.messages_sent),
+        before_clipping=optimizer.synchronize,
+        around=optimizer.ahead if ahead else nullcontext,
+    )

@@ -38,7 +38,8 @@ class Way:
     selects: by a density. ahead: of updates, whether gradients are made with what waits.
 
     clips_after: as plain training does, between the exchange and the step. optimizers: that it is for. advised:
-    algorithm and wire, where it is what `advise` says to the optimizers of `advised_to`.
+    algorithm and wire, where it is what `advise` says to the optimizers of `advised_to`. by: what trains, ours,
+    "torch" (`torch_hooks`, by the way's name) or "sparseloco".
     """
 
     settings: Callable[[Run], Mapping[str, Any]]
@@ -49,10 +50,15 @@ class Way:
     optimizers: tuple[str, ...] = ("sgd", "adamw")
     advised: tuple[str, str] | None = None
     advised_to: tuple[str, ...] = ("adamw",)
+    by: str = "ours"
 
 
 def _whole(**settings: Any) -> Way:
     return Way(lambda run: settings, own_momentum=True, selects=False, clips_after=True)
+
+
+def _peer(by: str, **more: Any) -> Way:
+    return Way(lambda run: {}, own_momentum=True, clips_after=True, by=by, **more)
 
 
 def _clip(run: Run) -> dict[str, Any]:
@@ -120,6 +126,10 @@ WAYS: dict[str, Way] = {
     "oktopk": _by("oktopk"),
     "spardl": _by("spardl"),
     "dgc": Way(_dgc, optimizers=("sgd",)),
+    "torch DDP": _peer("torch", selects=False),
+    "torch bf16 hook": _peer("torch", selects=False),
+    "torch PowerSGD hook": _peer("torch", selects=False),
+    "sparseloco": _peer("sparseloco", optimizers=("adamw",)),
 }
 
 

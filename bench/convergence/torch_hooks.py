@@ -1,0 +1,137 @@
+"""torch's own DistributedDataParallel and its communication hooks, on real gloo ranks: they take no simulated ones.
+
+Seeds, batches, rates and clipping are those of the simulated ranks, so the scores are comparable: plain DDP ("torch
+DDP") ends with the bits of "dense" on two ranks, since both halve the same sum. On more ranks the order of the sum
+differs, and scores agree within rounding.
+PowerSGD has the rank that `algorithm="powersgd"` has by default, and its first tenth of the steps dense, as torch's
+documentation advises. All have one bucket: with several, torch's PowerSGD hook starts sums in another order on each
+rank. Bytes are not counted but reckoned: elements that are reduced, times 2(P − 1)/P in 2(P − 1) messages as a ring
+sends them. BatchNorm's running statistics are rank 0's here, which DDP copies to all; with simulated ranks they are
+each rank's own. Rank 0 is the one that is scored, and training does not read them, so that makes no difference.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict
+
+import torch
+import torch.distributed as dist
+from slow_link import ThrottledLink
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from bench.convergence.rank import Point, Training, curve_of
+from bench.convergence.tasks import TASKS
+from bench.convergence.ways import MOMENTUM, WARM_UP, Run
+from bench.peers import in_bf16
+
+LOW_RANK = 2
+SECONDS = 1800  # that a training may take
+
+Reduced = Callable[[], tuple[float, int]]
+"""Bytes of all that was reduced so far, before a ring multiplies them, and in how many reductions."""
+
+
+def curves(run: Run) -> list[list[Point]]:
+    """Of every rank, each a process on this machine."""
+    command = [sys.executable, "-W", "ignore", "-m", "bench.convergence.torch_hooks", json.dumps(asdict(run))]
+    with ThrottledLink(ranks=run.ranks, mbit_per_second=1e6, milliseconds=0) as ranks:
+        done = ranks.processes(command, timeout=SECONDS)
+    if any(one.returncode for one in done):
+        raise RuntimeError("\n".join(one.stderr for one in done))
+    found: list[list[Point]] = [json.loads(one.stdout.splitlines()[-1]) for one in done]
+    return found
+
+
+def on_rank(run: Run) -> list[Point]:
+    """One rank's part, in a process group."""
+    torch.manual_seed(run.seed)
+    task = TASKS[run.task]
+    made = _training(run, task.model(), task.rates[run.optimizer])
+    return curve_of(run, made, rank=dist.get_rank(), size=dist.get_world_size(), clip_after=run.clip)
+
+
+def _training(run: Run, model: nn.Module, rate: float) -> Training:
+    inner: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    if run.optimizer == "sgd":
+        inner = torch.optim.SGD(model.parameters(), lr=rate, momentum=MOMENTUM)
+    ddp, taken, size = DistributedDataParallel(model, bucket_cap_mb=64), Steps(), dist.get_world_size()
+    reduced = HOOKS[run.way](ddp, run, taken)
+
+    def step() -> None:
+        inner.step()
+        taken.count += 1
+
+    def sent() -> tuple[int, int]:
+        nbytes, reductions = reduced()
+        return round(2 * (size - 1) / size * nbytes), 2 * (size - 1) * reductions
+
+    return Training(model, calls=ddp, optimizer=inner, step=step, sent=sent)
+
+
+class Steps:
+    """That were taken."""
+
+    count = 0
+
+
+def _plain(ddp: DistributedDataParallel, run: Run, taken: Steps) -> Reduced:
+    numel = _numel(ddp)
+    return lambda: (4 * numel * taken.count, taken.count)
+
+
+def _in_bf16(ddp: DistributedDataParallel, run: Run, taken: Steps) -> Reduced:
+    in_bf16(ddp)
+    numel = _numel(ddp)
+    return lambda: (2 * numel * taken.count, taken.count)
+
+
+def _low_rank(ddp: DistributedDataParallel, run: Run, taken: Steps) -> Reduced:
+    dense = max(2, run.steps // WARM_UP)
+    state = PowerSGDState(
+        None,
+        matrix_approximation_rank=LOW_RANK,
+        start_powerSGD_iter=dense,
+        min_compression_rate=1,
+        random_seed=run.seed,
+    )
+    ddp.register_comm_hook(state, powerSGD_hook)
+    numel = _numel(ddp)
+
+    def reduced() -> tuple[float, int]:
+        whole = min(taken.count, dense)
+        compressed = 4 * state.total_numel_after_compression
+        return 4 * numel * whole + compressed, whole + 3 * (taken.count - whole)
+
+    return reduced
+
+
+def _numel(ddp: DistributedDataParallel) -> int:
+    return sum(p.numel() for p in ddp.parameters())
+
+
+HOOKS: dict[str, Callable[[DistributedDataParallel, Run, Steps], Reduced]] = {
+    "torch DDP": _plain,
+    "torch bf16 hook": _in_bf16,
+    "torch PowerSGD hook": _low_rank,
+}
+
+
+def main(argv: list[str]) -> None:
+    """argv: what the training is, as JSON."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        print(json.dumps(on_rank(Run(**json.loads(argv[0])))), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
