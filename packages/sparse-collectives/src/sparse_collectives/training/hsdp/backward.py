@@ -14,8 +14,8 @@ from sparse_collectives.training.hsdp.shards import Shard
 
 BROKEN = (
     "an exception has broken off the last backward, and FSDP, which did not see its end, would leave out gradients "
-    "from now on: after such an exception call reset_iter_state() of its root module, or, where torch lacks that, go on "
-    "from a checkpoint in a new model"
+    "from now on: after such an exception call reset_iter_state() of its root module, or, where torch lacks that, go "
+    "on from a checkpoint in a new model"
 )
 
 
