@@ -9,7 +9,7 @@ import re
 from importlib import import_module
 from pathlib import Path
 
-MODULES = ("lightning_items", "accelerate_items", "transformers_items")
+MODULES = ("lightning_items", "accelerate_items", "transformers_items", "torchft_items")
 PAGE = Path(__file__).parent.parent / "docs" / "guides" / "frameworks.md"
 BEGIN, END = "<!-- items -->\n", "<!-- end of items -->"
 

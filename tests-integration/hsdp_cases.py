@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from communicators import CollectiveError
-from sparse_collectives import DistributedOptimizer, sparse_hsdp
+from sparse_collectives import DistributedOptimizer, reshard_residuals, sparse_hsdp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -155,7 +155,7 @@ def a_nan_on_one_rank_is_an_error_on_all():
 
 
 def no_nan_stays_after_the_error():
-    """More of them than one selection takes out; what had waited before the step waits still."""
+    """Nothing of the gradient that spoiled the step waits: the residual is as before it, or begins anew."""
     for settings in ({"momentum": 0.5}, {"algorithm": "oktopk"}, {"algorithm": "powersgd"}, {"dense_below": 7}):
         run = Run(**settings)
         run.step(0)
@@ -166,10 +166,167 @@ def no_nan_stays_after_the_error():
             run.backward(1, slice(None) if spoiled else None)
         assert all(bool(tensor.isfinite().all()) for tensor in run.bits()), settings
         kept = run.state.state_dict()["distributed"]["residuals"]["second.weight"]
-        assert torch.equal(kept, before) or dist.get_rank() < 2
+        assert dist.get_rank() < 2 or not bool(kept.any()) or torch.equal(kept, before)
         run.step(2)
         run.step(3)
         assert all(bool(tensor.isfinite().all()) for tensor in run.bits()), settings
+
+
+class Breaks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, given):
+        return given.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ValueError("broken on the way back")
+
+
+def break_off(run, step):
+    """Backward ends in an exception when the second layer's gradients are under way."""
+    run.optimizer.zero_grad()
+    gradients = gradients_of(step, dist.get_rank())
+    gradients[0][1] = Breaks.apply(gradients[0][1].requires_grad_())
+    with pytest.raises(ValueError, match="broken on the way back") as held:
+        run.model(gradients).backward()
+    return held
+
+
+def a_backward_that_breaks_off_is_over():
+    """Its state can be saved, nothing of it stays, and all goes on once FSDP does; till then that is an error."""
+    run = Run(nonfinite="skip", momentum=0.5)
+    run.step(0)
+    before = run.bits()
+    held = break_off(run, 1)
+    assert all(map(torch.equal, run.bits(), before))  # a state_dict, too
+    assert all(p.grad is None for p in run.model.parameters())
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"call reset_iter_state\(\) of its root module"):
+            run.backward(2)
+    del held  # till now the exception, with all that it refers to, was there
+    if not hasattr(run.model, "reset_iter_state"):  # before torch 2.13 FSDP has no way back
+        return
+    run.model.reset_iter_state()
+    run.applied, run.given = {}, {}
+    again = Run(nonfinite="skip", momentum=0.5)
+    again.step(0)
+    break_off(again, 1)
+    again.model.reset_iter_state()
+    for step in range(3, 6):
+        again.step(step)  # a backward is the first that hears of it
+        run.step(step)
+    assert all(map(torch.equal, run.bits(), again.bits()))
+
+
+def the_settings_are_said_and_fixed():
+    run = Run(momentum=0.5, clip_norm=2.0, verify=3)
+    said, place = repr(run.state), dist.get_rank()
+    assert said.startswith("HsdpState(algorithm='gtopk', compressor=TopK(")
+    assert "momentum=0.5, clip_norm=2.0, nonfinite='raise', verify=3" in said
+    assert said.endswith(f", node {place // 2} of 2, rank {place % 2} of 2 in it)")
+    for name in ("momentum", "skipped"):
+        with pytest.raises(AttributeError, match=f"{name} of a HsdpState is fixed"):
+            setattr(run.state, name, 0.9)
+    for settings, kind in (({"clip_norm": 0.0}, ValueError), ({"verify": 1.5}, TypeError)):
+        with pytest.raises(kind, match=next(iter(settings))):
+            Run(**settings)
+
+
+def stats_count_bytes_and_steps():
+    run, dense = Run(nonfinite="skip"), Run(algorithm="dense")
+    for step in range(3):
+        run.step(step)
+        dense.step(step)
+    run.optimizer.zero_grad()
+    run.backward(3, 33 if dist.get_rank() == 2 else None)
+    stats, whole = run.state.stats(), dense.state.stats()
+    assert (stats["steps"], stats["skipped"], whole["skipped"]) == (4, 1, 0)
+    assert stats["density"] == 0.2
+    assert whole["density"] == 1
+    assert 0 < stats["bytes_sent"] <= run.state.comm.bytes_sent
+    elements = sum(part.numel() for part in run.state.state_dict()["distributed"]["residuals"].values())
+    assert whole["bytes_dense"] == 3 * 4 * elements  # two nodes: as many bytes as a part has
+    kept = run.state.state_dict()["distributed"]["residuals"].values()
+    assert stats["residual_norm"] == pytest.approx(float(torch.cat([t.view(-1) for t in kept]).norm()))
+    assert stats["seconds_exchanging"] >= stats["seconds_waited"] >= 0
+
+
+def clip_norm_holds_each_nodes_gradient():
+    """Nodes have the same gradients here, far longer than the limit, so that the mean is just as long."""
+    run, whole = Run(algorithm="dense", clip_norm=0.5), Run(algorithm="dense", clip_norm=1e9)
+    plain = Run(algorithm="dense")
+    for each in (run, whole, plain):
+        each.model(gradients_of(0, dist.get_rank() % 2)).backward()
+    squares = sum(float(p.grad.full_tensor().square().sum()) for p in run.model.parameters())
+    assert squares**0.5 == pytest.approx(0.5 * 2**0.5)
+    for one, other in zip(whole.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(one.grad.to_local(), other.grad.to_local())
+
+
+def verify_finds_nodes_that_came_apart():
+    """One element of one part on one rank: an error on every rank of every node."""
+    run = Run(verify=2)
+    for step in range(3):
+        run.step(step)
+    if dist.get_rank() == 3:
+        with torch.no_grad():
+            run.model.second.weight.to_local().view(-1)[0] += 1
+    run.optimizer.zero_grad()
+    with pytest.raises(CollectiveError, match=r"second\.weight"):
+        run.backward(3)
+
+
+def gathered_of(run):
+    """The first rank's file, as every rank reads it."""
+    states = [run.state.gathered_state_dict()]
+    assert bool(states[0]) == (dist.get_rank() == 0)
+    dist.broadcast_object_list(states)
+    return saved(states[0])
+
+
+def one_file_of_all_ranks_resumes_with_the_same_bits():
+    whole, second = Run(momentum=0.5), Run(momentum=0.5)
+    for step in range(5):
+        if step == 2:
+            gathered = gathered_of(whole)
+            second.state.load_state_dict(gathered)
+            second.model.load_state_dict(whole.model.state_dict())
+        whole.step(step)
+        if step >= 2:
+            second.step(step)
+            assert all(map(torch.equal, whole.bits(), second.bits())), step
+    place = gathered["distributed"]["ranks"][dist.get_rank() % 2]
+    with pytest.raises(TypeError, match="a gathered state of sparse_hsdp"):
+        reshard_residuals(gathered, 2)
+    half = reshard_residuals(place, 1)[0]["distributed"]  # for one node
+    mine = own_of(whole, gathered)["distributed"]
+    for name, kept in half["residuals"].items():
+        other = mine["residuals"][name].clone()
+        dist.all_reduce(other, group=whole.mesh["between"].get_group())
+        assert torch.equal(kept, other / 2)
+    if dist.get_rank() == 3:
+        whole.state._exchange.settle = None  # nothing can be had of this rank
+    with pytest.raises(CollectiveError if dist.get_rank() < 3 else TypeError):
+        whole.state.gathered_state_dict()
+
+
+def own_of(run, gathered):
+    """This rank's part of a file."""
+    return gathered["distributed"]["ranks"][dist.get_rank() % 2]["distributed"]["ranks"][dist.get_rank() // 2]
+
+
+def clipping_behind_the_exchange_is_said_once():
+    run = Run()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(3):
+            run.optimizer.zero_grad()
+            run.backward(step)
+            torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.01)
+            run.optimizer.step()
+    found = [str(one.message) for one in caught if "scaled down" in str(one.message)]
+    assert len(found) == 1, found
+    assert "sparse_hsdp(..., clip_norm=...)" in found[0]
 
 
 def a_nan_on_one_rank_is_skipped_on_all():
@@ -311,6 +468,13 @@ def a_bad_match_of_optimizer_is_said_once():
 
 LAWS = [
     no_nan_stays_after_the_error,
+    a_backward_that_breaks_off_is_over,
+    the_settings_are_said_and_fixed,
+    stats_count_bytes_and_steps,
+    clip_norm_holds_each_nodes_gradient,
+    verify_finds_nodes_that_came_apart,
+    one_file_of_all_ranks_resumes_with_the_same_bits,
+    clipping_behind_the_exchange_is_said_once,
     a_wrong_mesh_is_refused_before_anything_is_written,
     nodes_whose_ranks_are_in_another_order_are_refused,
     a_second_call_on_one_model_is_refused,

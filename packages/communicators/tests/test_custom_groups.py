@@ -66,6 +66,22 @@ def test_a_store_for_what_needs_none_is_refused():
         as_communicator(Own(0, 2), store="tcp://there")
 
 
+class Wrapping(dist.ProcessGroup):
+    """As torchft's: made as one rank of one, it learns of others later, and has a size of its own but no rank."""
+
+    def __init__(self):
+        super().__init__(0, 1)
+
+    def size(self):
+        return 2
+
+
+def test_a_group_that_does_not_know_its_rank_is_refused():
+    for store in (None, dist.HashStore()):
+        with pytest.raises(TypeError, match=r"a Wrapping says how many .* as_communicator\(group\.parent\)"):
+            as_communicator(Wrapping(), store=store)
+
+
 FAKE = """
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore

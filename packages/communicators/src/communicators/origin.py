@@ -96,6 +96,12 @@ def _from_process_group(
 
     if store is not None and not isinstance(store, Store):
         raise TypeError(f"store is {type(store).__name__}, expected a torch.distributed.Store, or None")
+    kind = type(group)
+    if kind.size is not dist.ProcessGroup.size and kind.rank is dist.ProcessGroup.rank:
+        raise TypeError(
+            f"a {kind.__name__} says how many its ranks are, but not which this one is, as torchft's: all would be "
+            f"rank {group.rank()}. Give the group that it wraps, as_communicator(group.parent), after each configure()"
+        )
     if group.size() == 1:
         return Alone()
     from communicators.worlds.process_group import from_process_group

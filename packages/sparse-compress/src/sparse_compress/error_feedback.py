@@ -134,17 +134,17 @@ class ErrorFeedback:
             flags.update(zip(names, torch.stack([self._finite[name] for name in names]).tolist(), strict=True))
         return [name for name in self._finite if not flags[name]]
 
-    def drop_nonfinite(self, name: str) -> None:
-        """Zeros for what is not finite in residual and velocity: where a step is lost, later ones must not be.
+    def drop(self, name: str, spans: Sequence[slice]) -> None:
+        """Residual and velocity begin anew, at zero: of a gradient that was not finite nothing may be sent later.
 
         Args:
             name: A known one.
+            spans: Of the flat tensor.
 
         Raises:
             KeyError: The name is unknown.
         """
-        for kept in self._find(name).parts():
-            kept.masked_fill_(~kept.isfinite(), 0.0)
+        self._find(name).fill(spans, 0.0)
 
     def adopt(self, name: str, residual: Tensor, velocity: Tensor | None = None) -> None:
         """Let a name that is not known yet start with this residual (and velocity), as copies.

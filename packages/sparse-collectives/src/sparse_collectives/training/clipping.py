@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparse_collectives.training.gradients import part_of
+
 
 def check_clip_norm(clip_norm: Any) -> float | None:
     """TypeError for what is no number, ValueError unless it is positive and finite; None: no clipping."""
@@ -78,8 +80,8 @@ class ClippingAfter:
 
 
 def norm_of(parameters: Sequence[Tensor]) -> Tensor:
-    """Of all their gradients together."""
-    return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    """Of all their gradients together; of sharded ones this rank's parts."""
+    return torch.nn.utils.get_total_norm([part_of(p.grad) for p in parameters if p.grad is not None])
 
 
 AFTER = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,12 @@ def gradients_of(
                 "for an embedding use sparse=False"
             )
     return gradients
+
+
+def part_of(tensor: Any) -> Tensor:
+    """What this rank has of a DTensor; any other as it is."""
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.detach()
 
 
 def made(parameters: Sequence[Tensor]) -> list[Tensor]:

@@ -126,6 +126,9 @@ class DistributedOptimizer(Wrapping):
     Settings are fixed at construction; a compressor's own density may change, alike on every rank, where no schedule
     sets it.
 
+    The module is a plain one: where DDP wraps it too, DDP exchanges whole gradients first, in vain, and nothing is said
+    of it; under DDP take `SparseHookState`, or `ddp.no_sync()` around all backwards.
+
     A parameter without a gradient counts as zeros, and gets its part of the mean like the others: all ranks update
     the same parameters, even those that only some of them used.
 

@@ -164,6 +164,12 @@ def check_count(name: str, value: Any, unit: str, *, least: int = 1) -> int | No
     return value
 
 
+def said(owner: str, given: Mapping[str, Any], ranks: str) -> str:
+    """The repr of a state: its settings, but for those that are off."""
+    settings = [f"{name}={value!r}" for name, value in given.items() if value not in (None, 0)]
+    return f"{owner}({', '.join([*settings, ranks])})"
+
+
 def fixed(owner: str, name: str) -> AttributeError:
     """For a setting that is set after construction, where it would have no effect."""
     return AttributeError(f"{name} of a {owner} is fixed when that is made: set now it would do nothing")

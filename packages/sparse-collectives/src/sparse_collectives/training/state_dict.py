@@ -45,7 +45,7 @@ def check_saved_by(state: Mapping[str, Any], rank: int, size: int) -> Mapping[st
         state,
         rank,
         size,
-        of="a DistributedOptimizer or a SparseHookState",
+        of="a DistributedOptimizer, a SparseHookState or an HsdpState",
         needs=("algorithm", "algorithm_state"),
         advice=CARRY,
         one_file="; where rank 0 alone writes, save what gathered_state_dict() gives on every rank",
@@ -179,6 +179,11 @@ def reshard_residuals(
     states = of_all(states) if isinstance(states, Mapping) and is_gathered(states) else states
     if isinstance(states, Mapping):
         raise TypeError("one rank's state given, expected those of all ranks in rank order, or a gathered one")
+    if any(is_gathered(state) for state in states):
+        raise TypeError(
+            "a gathered state of sparse_hsdp given: its residuals belong to places inside a node, so take one place's, "
+            "reshard_residuals(state['distributed']['ranks'][place], nodes)[node]"
+        )
     owns = [_whole(state[KEY]) for state in states]
     places = [(own["rank"], own["world_size"]) for own in owns]
     if size < 1 or not owns or places != [(rank, len(states)) for rank in range(len(states))]:

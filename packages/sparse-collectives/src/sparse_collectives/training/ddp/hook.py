@@ -28,10 +28,10 @@ from sparse_collectives.training.ddp.buckets import Buckets, spans_of, unused_sp
 from sparse_collectives.training.ddp.copied import refuse_pickled
 from sparse_collectives.training.ddp.registration_watch import RegistrationWatch
 from sparse_collectives.training.ddp.resumed import Resumed, check_layout
-from sparse_collectives.training.ddp.seen_optimizer import SeenOptimizer
 from sparse_collectives.training.exchange import Exchange
 from sparse_collectives.training.scheme import Chosen, choose_scheme
 from sparse_collectives.training.schemes.table import WholeScheme
+from sparse_collectives.training.seen_optimizer import SeenOptimizer
 from sparse_collectives.training.settings import (
     check_compressor,
     check_count,
@@ -39,6 +39,7 @@ from sparse_collectives.training.settings import (
     check_momentum,
     check_settings,
     fixed,
+    said,
 )
 from sparse_collectives.training.state_dict import (
     check_fit,
@@ -51,6 +52,7 @@ from sparse_collectives.training.state_dict import (
     saved_by,
 )
 from sparse_collectives.training.steps import Schedule, Steps
+from sparse_collectives.training.unfit import UNDER_DDP
 
 OWNER = "a DDP hook"
 
@@ -159,8 +161,13 @@ class SparseHookState:
         self._cut: list[Bucket] = []  # as the last backward was exchanged, in order
         self._resumed: Resumed | None = None  # the first backwards after a checkpoint
         self._scale = 1.0  # of this step: a GPU is asked for it once
+        buckets = self._buckets
         self._seen = SeenOptimizer(
-            self._buckets, momentum=self._momentum, density=self._steps.last_density, scaled=grad_scaler is not None
+            lambda: list(buckets.parameters.values()),
+            momentum=self._momentum,
+            density=self._steps.last_density,
+            behind=UNDER_DDP,
+            owner="SparseHookState" if grad_scaler is None else None,
         )
         self._registration = RegistrationWatch(self._parameters.values(), state=self)
         self._found: tuple[Any, Communicator, Chosen, Exchange] | None = None
@@ -195,9 +202,9 @@ class SparseHookState:
         given: dict[str, Any] = {"algorithm": algorithm, "options": options, "compressor": self._compressor}
         given |= {"wire": wire, "momentum": self._momentum, "clip_norm": self._clip_norm}
         given |= {"dense_below": self._dense_below, "grad_scaler": self._grad_scaler and type(self._grad_scaler)}
-        settings = [f"{name}={value!r}" for name, value in given.items() if value not in (None, 0)]
+        given |= {"verify": self._settings["verify"]}
         ranks = "no group yet" if self._found is None else f"rank {self.comm.rank} of {self.comm.size}"
-        return f"SparseHookState({', '.join([*settings, ranks])})"
+        return said("SparseHookState", given, ranks)
 
     @property
     def comm(self) -> Communicator:
@@ -345,7 +352,7 @@ class SparseHookState:
             found = mean.wait()
             given = put_back(known, found if found is flat else flat.copy_(found), held)
             if chosen.entry is not None and chosen.entry.compresses:
-                self._seen.note(known, given)
+                self._seen.note(known.members, given)
             return given
 
         return future.then(whole)

@@ -32,6 +32,17 @@ class Shard:
             unused(True)  # of a parameter that was not used zeros, so that ranks agree on sizes
         self._module.set_all_reduce_hook(hook)
 
+    @property
+    def waits_for_end(self) -> bool:
+        """Whether FSDP waits for the end of a backward: outside of one only where it has missed that."""
+        context = getattr(self._module._get_fsdp_state(), "_state_ctx", None)
+        return bool(getattr(context, "post_backward_final_callback_queued", False))
+
+    @property
+    def numel(self) -> int:
+        """Elements of this rank's part of what learns, padded."""
+        return sum(p.padded_sharded_param_size.numel() for p in self.trained)
+
     def bucket(self, flat: Tensor) -> Bucket:
         """The parameters' padded parts in the flat gradient; RuntimeError where some have none in this backward."""
         members = tuple(self._positions[id(p.sharded_param)] for p in self.trained)

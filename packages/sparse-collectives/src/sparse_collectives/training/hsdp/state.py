@@ -3,33 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import torch
-from communicators import CollectiveError, Communicator, Work
+from communicators import CollectiveError, Communicator, Stats, Work
 from communicators.replicas.first_broadcast import broadcast_parameters
+from communicators.replicas.gathered import of_rank
 from communicators.replicas.parameters import check_pairs
 from communicators.replicas.saved_by import KEY
 from sparse_compress import Compressor
 from torch import Tensor, nn
-from torch.autograd import Variable
 
 from sparse_collectives.algorithm import Algorithm
 from sparse_collectives.algorithms.table import AUTO
+from sparse_collectives.training.clipping import check_clip_norm
 from sparse_collectives.training.ddp.buckets import spans_of, unused_spans
-from sparse_collectives.training.hsdp.clean import CleanExchange
+from sparse_collectives.training.exchange import Exchange
+from sparse_collectives.training.gradients import part_of
+from sparse_collectives.training.hsdp.backward import Backward, refuse_after_break
 from sparse_collectives.training.hsdp.mesh import joined
 from sparse_collectives.training.hsdp.outcome import Outcome, agreed
-from sparse_collectives.training.hsdp.seen_optimizer import SeenOptimizer
 from sparse_collectives.training.hsdp.shards import Shard, shards_of
 from sparse_collectives.training.scheme import choose_scheme
 from sparse_collectives.training.schemes.table import WholeScheme
-from sparse_collectives.training.settings import check_compressor, check_dense_below, check_momentum, check_settings
-from sparse_collectives.training.state_dict import check_fit, check_saved_by, complete, saved_by
+from sparse_collectives.training.seen_optimizer import SeenOptimizer
+from sparse_collectives.training.settings import (
+    check_compressor,
+    check_count,
+    check_dense_below,
+    check_momentum,
+    check_settings,
+    fixed,
+    said,
+)
+from sparse_collectives.training.state_dict import (
+    check_fit,
+    check_saved_by,
+    complete,
+    gathered_state,
+    own_state,
+    saved_by,
+)
 from sparse_collectives.training.steps import Schedule, Steps
+from sparse_collectives.training.unfit import UNDER_FSDP
 
 OWNER = "sparse_hsdp"
+OTHER_NODES = "inside a node it must be the same number, because parts are of other sizes else: begin with a new state"
 
 
 def sparse_hsdp(
@@ -42,8 +63,10 @@ def sparse_hsdp(
     options: Mapping[str, Any] | None = None,
     wire: str = "fp32",
     momentum: float = 0.0,
+    clip_norm: float | None = None,
     dense_below: int = 0,
     nonfinite: str = "raise",
+    verify: int | None = None,
 ) -> HsdpState:
     """Exchanges the gradients of a model that FSDP2 shards inside each node between the nodes.
 
@@ -66,49 +89,78 @@ def sparse_hsdp(
         options: The algorithm's own settings.
         wire: How values travel; see `WIRES`.
         momentum: DGC's correction before the selection; then give the optimizer none.
+        clip_norm: Holds the norm of a node's own gradient to clip_norm · √nodes before the selection, so that of the
+            mean to about clip_norm (DGC's local clipping, see `clip_limit`): each rank's part of each `fully_shard`
+            by itself to √share of that, where it has so large a share of the elements. What it takes away is not kept.
+            `clip_grad_norm_` after backward loses what few entries have saved up.
         dense_below: Tensors whose parts have fewer elements are summed whole. 0: none.
         nonfinite: "raise": a NaN or inf in any rank's gradient is a CollectiveError out of backward(), on every rank,
             that names rank and parameter. "skip": every rank then has no gradients (p.grad is None), so that
             optimizer.step() does nothing, counts it in `skipped`, and keeps residuals as they were before the step, for
             twice their memory.
+        verify: Every so many steps the nodes compare a hash of the parameters, and where they differ it is a
+            CollectiveError out of backward(), on every rank, that says who and where; None or 0: never.
+
+    Returns:
+        What is kept between steps: keep it for its checkpoints and `stats`.
 
     Raises:
         TypeError, ValueError: A setting, a model that is not sharded so or was given before, or ranks that make no grid
             of nodes and places inside them; on every rank, before anything is written.
+        RuntimeError: This torch lacks what it takes.
     """
     return HsdpState(
         model,
         between,
-        compressor=check_compressor(compressor, density),
-        momentum=check_momentum(momentum),
         density=density,
+        compressor=compressor,
         algorithm=algorithm,
         options=options,
         wire=wire,
-        dense_below=check_dense_below(dense_below, algorithm),
+        momentum=momentum,
+        clip_norm=clip_norm,
+        dense_below=dense_below,
         nonfinite=nonfinite,
+        verify=verify,
     )
 
 
 class HsdpState:
-    """What `sparse_hsdp` keeps between steps: residuals and momenta of this rank's part of each parameter.
+    """What is kept between the steps of a sharded model: residuals and momenta of this rank's part of each parameter.
 
-    `sparse_hsdp` makes it.
+    `sparse_hsdp` makes it, and says what happens. Settings are fixed then; a compressor's own density may change, alike
+    on every rank, where no schedule sets it. What the optimizer does with the means is seen at its first steps, and
+    warned about as with `SparseHookState`.
+
+    An exception in backward, such as ctrl-C or a hook's, leaves nothing of that step in `p.grad`, and with
+    nonfinite="skip" nothing in the residuals either; with "raise" what was selected in it is lost. FSDP itself goes on
+    after `reset_iter_state()` of its root module only, where torch has that: a forward without it is an error.
 
     Args:
-        model: As there, as are the others.
-        between: As there.
-        compressor: What it has chosen.
-        density: As there.
-        algorithm: As there.
-        options: As there.
-        wire: As there.
-        momentum: As there.
-        dense_below: As there.
-        nonfinite: As there.
+        model: All of whose parameters are in some `fully_shard`, on the mesh inside a node. For every rank to call.
+        between: The ranks that hold the same part as this one: a `DeviceMesh` of one dimension, a process group, or
+            what else `as_communicator` takes.
+        density: The share of each part's elements that a rank sends, or by step; see `SparseHookState`.
+        compressor: In density's place for another selection.
+        algorithm: A name in `ALGORITHMS`, an `Algorithm` or a `WholeScheme`; not "auto".
+        options: The algorithm's own settings.
+        wire: How values travel; see `WIRES`.
+        momentum: DGC's correction before the selection; then give the optimizer none.
+        clip_norm: Holds the norm of a node's own gradient to clip_norm · √nodes before the selection, so that of the
+            mean to about clip_norm (DGC's local clipping, see `clip_limit`): each rank's part of each `fully_shard`
+            by itself to √share of that, where it has so large a share of the elements. What it takes away is not kept.
+            `clip_grad_norm_` after backward loses what few entries have saved up.
+        dense_below: Tensors whose parts have fewer elements are summed whole. 0: none.
+        nonfinite: "raise": a NaN or inf in any rank's gradient is a CollectiveError out of backward(), on every rank,
+            that names rank and parameter. "skip": every rank then has no gradients (p.grad is None), so that
+            optimizer.step() does nothing, counts it in `skipped`, and keeps residuals as they were before the step, for
+            twice their memory.
+        verify: Every so many steps the nodes compare a hash of the parameters, and where they differ it is a
+            CollectiveError out of backward(), on every rank, that says who and where; None or 0: never.
 
-    Attributes:
-        skipped: Steps that were, with nonfinite="skip".
+    Raises:
+        TypeError, ValueError: As `sparse_hsdp`.
+        RuntimeError: Likewise.
     """
 
     def __init__(
@@ -116,25 +168,31 @@ class HsdpState:
         model: nn.Module,
         between: Any,
         *,
-        compressor: Compressor,
-        density: float | Schedule | None,
-        algorithm: str | Algorithm | WholeScheme,
-        options: Mapping[str, Any] | None,
-        wire: str,
-        momentum: float,
-        dense_below: int,
-        nonfinite: str,
+        density: float | Schedule | None = None,
+        compressor: Compressor | None = None,
+        algorithm: str | Algorithm | WholeScheme = "gtopk",
+        options: Mapping[str, Any] | None = None,
+        wire: str = "fp32",
+        momentum: float = 0.0,
+        clip_norm: float | None = None,
+        dense_below: int = 0,
+        nonfinite: str = "raise",
+        verify: int | None = None,
     ) -> None:
         if nonfinite not in ("raise", "skip"):
             raise ValueError(f"nonfinite is {nonfinite!r}, expected 'raise' or 'skip'")
         if isinstance(algorithm, str) and algorithm == AUTO:
             raise ValueError(f"algorithm={AUTO!r} measures replicas of a whole model: name one, such as 'gtopk'")
+        compressor, momentum = check_compressor(compressor, density), check_momentum(momentum)
+        clip_norm, verify = check_clip_norm(clip_norm), check_count("verify", verify, "steps", least=0)
         check_settings(algorithm, options, wire, compressor, momentum, "the optimizer")
+        dense_below = check_dense_below(dense_below, algorithm)
+        self._backward = Backward(self._end)
         self._shards, self._named = shards_of(model)
         check_pairs(list(self._named.items()))
         self._comm, self._inside = joined(self._shards, between)
-        self._steps, self._nonfinite, self.skipped = Steps(compressor, density, None), nonfinite, 0
-        chosen = choose_scheme(
+        self._steps, self._clip_norm, self._skipped = Steps(compressor, density, verify), clip_norm, 0
+        chosen = self._chosen = choose_scheme(
             self._comm,
             algorithm=algorithm,
             options=options,
@@ -145,25 +203,68 @@ class HsdpState:
             parameters=[],
             tentative=nonfinite == "skip",
         )
-        self._chosen, self._names = chosen, list(self._named)
-        self._exchange = CleanExchange(chosen.scheme, self._comm, self._names, owner=OWNER, nonfinite=nonfinite)
+        self._given: dict[str, Any] = {"algorithm": chosen.algorithm, "options": options, "compressor": compressor}
+        self._given |= {"wire": wire, "momentum": momentum, "clip_norm": clip_norm, "dense_below": dense_below}
+        self._given |= {"nonfinite": nonfinite, "verify": verify}
+        clips = "" if clip_norm is None else f" with {clip_norm=}"
+        self._exchange = Exchange(
+            chosen.scheme, self._comm, list(self._named), owner=OWNER + clips, nonfinite=nonfinite, clip_norm=clip_norm
+        )
         self._pending: list[tuple[Work[Tensor], Tensor]] = []
         self._error: CollectiveError | None = None
-        self._in_backward = False
-        settings = f"{chosen.algorithm}, {wire=}, {momentum=}, {nonfinite=}, {', '.join(chosen.settings)}"
-        parts = {name: _part(p) for name, p in self._named.items()}
-        broadcast_parameters(parts, self._comm, what=OWNER, settings=settings)
+        settings = f"{chosen.algorithm}, {wire=}, {momentum=}, {nonfinite=}, {verify=}, {', '.join(chosen.settings)}"
+        broadcast_parameters(self._parts(), self._comm, what=OWNER, settings=settings)
         self._seen: SeenOptimizer | None = None  # kept here, because nobody else does
         if chosen.entry is not None and chosen.entry.compresses:
-            density_then = self._steps.last_density
-            self._seen = SeenOptimizer(self._named.values(), momentum=momentum, density=density_then)
+            known = list(self._named.values())
+            self._seen = SeenOptimizer(
+                lambda: known,
+                momentum=momentum,
+                density=self._steps.last_density,
+                behind=UNDER_FSDP,
+                owner=OWNER,
+            )
         for shard in self._shards:
             shard.when_reduced(partial(self._reduced, shard))
+        refuse_after_break(model, self._shards)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_"):
+            raise fixed(type(self).__name__, name)
+        super().__setattr__(name, value)
+
+    def __repr__(self) -> str:
+        """Settings, and where this rank is."""
+        nodes, node = self._comm, self._inside
+        return said(
+            "HsdpState", self._given, f"node {nodes.rank} of {nodes.size}, rank {node.rank} of {node.size} in it"
+        )
 
     @property
     def comm(self) -> Communicator:
         """The ranks that hold the same part."""
         return self._comm
+
+    @property
+    def skipped(self) -> int:
+        """Steps that were, with nonfinite="skip"."""
+        return self._skipped
+
+    def stats(self) -> Stats:
+        """What training has cost and saved since this state was made, on this rank; nothing is exchanged for it.
+
+        Returns:
+            Plain numbers for any logger; `str` says them in a line. See `communicators.Stats`, and:
+
+            - bytes_sent: Between nodes, by exchanges; what FSDP sends inside a node is not counted.
+            - skipped: Steps that nonfinite="skip" left out.
+            - seconds_selecting: That choosing, rounding or factoring what is sent has taken.
+            - seconds_waited: From when backward has nothing more to give until the last mean has come.
+            - density: The share of elements that a rank sends now; 1 where nothing is selected.
+            - residual_norm: The 2-norm of what waits to be sent, of this rank's parts. Takes one pass over it.
+        """
+        counted = {"steps": self._steps.taken, "skipped": self._skipped}
+        return Stats({**counted, **self._exchange.stats(), "density": self._steps.density_of(self._chosen.entry)})
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals and momenta by parameter, and the algorithm's state. Another one on every rank.
@@ -173,8 +274,7 @@ class HsdpState:
         Raises:
             RuntimeError: It is called in backward.
         """
-        if self._in_backward:
-            raise RuntimeError("state_dict() in backward: call it after step()")
+        self._refuse_in_backward("state_dict()")
         self._exchange.settle()
         kept = self._exchange.state_dict()
         padded = [(name, torch.empty(shape, device=device)) for name, (shape, device) in self._shapes().items()]
@@ -183,24 +283,43 @@ class HsdpState:
                 **saved_by(self._comm),
                 "algorithm": self._chosen.algorithm,
                 "steps": self._steps.taken,
-                "skipped": self.skipped,
+                "skipped": self._skipped,
                 "inside": [self._inside.rank, self._inside.size],
                 **kept,
                 **complete(kept, self._chosen.scheme.memories, padded),
             }
         }
 
+    def gathered_state_dict(self) -> dict[str, Any]:
+        """The states of all ranks in one, for a checkpoint that one rank alone writes; for every rank to call.
+
+        On the first rank of the first node, which holds it in the CPU's memory; {} elsewhere. Every rank loads it by
+        `load_state_dict`, which takes its own part. Loadable by torch.load(weights_only=True).
+        Where `state_dict` raises on one rank, the others raise a CollectiveError.
+
+        Returns:
+            By place inside a node the states of that place on all nodes.
+        """
+        whole = gathered_state(
+            lambda: gathered_state(self.state_dict, self._comm, alike=False), self._inside, alike=False
+        )
+        return whole if self._comm.rank == 0 else {}
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes on where this rank's `state_dict` was taken, with the same bits.
+        """Goes on where this rank's `state_dict`, or `gathered_state_dict`, was taken, with the same bits.
 
         Args:
-            state_dict: What `state_dict` gave on this rank.
+            state_dict: What `state_dict` gave on this rank, or `gathered_state_dict` on the first, or, for another
+                number of nodes, what `reshard_residuals` made of those of this place on all nodes.
 
         Raises:
             ValueError: Before anything is changed: it is of another rank, of another number of ranks, or of other
                 parameters.
+            RuntimeError: It is called in backward.
         """
-        own = check_saved_by(state_dict, self._comm.rank, self._comm.size)
+        self._refuse_in_backward("load_state_dict()")
+        of_place = of_rank(state_dict, self._inside.rank, self._inside.size, advice=OTHER_NODES)
+        own = check_saved_by(own_state(of_place, self._comm), self._comm.rank, self._comm.size)
         here = [self._inside.rank, self._inside.size]
         if own.get("inside") != here:
             raise ValueError(f"the state is of (rank, ranks) {own.get('inside')} inside a node, but this is {here}")
@@ -208,15 +327,17 @@ class HsdpState:
             check_fit(own, {name: shape for name, (shape, _) in self._shapes().items()})
         states = own["algorithm_state"] if own["algorithm"] == self._chosen.algorithm else []
         self._exchange.load_state_dict({**own, "algorithm_state": states})
-        self._steps.taken, self.skipped = own["steps"], own["skipped"]
+        self._steps.taken, self._skipped = own["steps"], own["skipped"]
 
     def _reduced(self, shard: Shard, flat: Tensor) -> None:
         """FSDP's hook: one flat gradient, to be the mean between the nodes once backward has ended."""
-        if not self._in_backward:
+        if not self._backward.goes_on:
             self._begin()
         bucket = shard.bucket(flat)
         unused = unused_spans(spans_of(bucket), flat) if self._exchange.scheme.memories else ()
         waits = shard.may_wait(flat)
+        if self._clip_norm is not None:
+            self._exchange.clip([flat], of=self._inside.size * sum(one.numel for one in self._shards))
         try:
             self._pending.append((self._exchange.start(bucket, flat, unused=unused), flat))
             if not waits:
@@ -226,17 +347,22 @@ class HsdpState:
 
     def _begin(self) -> None:
         """The first gradient of a backward; of a new step unless there are some already."""
-        self._in_backward, self._error = True, None
-        Variable._execution_engine.queue_callback(self._end)
-        if not any(p.grad is not None and bool(_part(p.grad).any()) for p in self._named.values()):
-            self._exchange.settle()
-            self._steps.begin()
-            self._steps.taken += 1
+        self._leave_broken()
+        self._error = None
+        self._backward.begin()
+        if any(p.grad is not None and bool(part_of(p.grad).any()) for p in self._named.values()):
+            return
+        self._exchange.settle()
+        self._steps.begin()
+        try:
+            self._steps.count(self._parts(), self._comm)
+        except CollectiveError as error:
+            self._error = error  # told to all ranks of the node, when they can be asked
 
     def _end(self) -> None:
         """Backward has ended, on every rank: what is under way is waited for, and all ranks learn how it went."""
         self._exchange.tally.begin_waiting()
-        pending, self._pending, self._in_backward = self._pending, [], False
+        pending, self._pending = self._pending, []
         for work, flat in pending:
             try:
                 self._finish(work, flat)
@@ -244,19 +370,50 @@ class HsdpState:
                 self._error = self._error or error
         outcome = agreed(Outcome(self._error, self._exchange.finite()), self._inside)
         if outcome.error is None and outcome.finite:
+            self._note()
             return
+        self._take_back()
+        if outcome.error is not None:
+            raise outcome.error
+        self._skipped += 1
+
+    def _take_back(self) -> None:
         self._exchange.undo()
         for p in self._named.values():
             p.grad = None
-        if outcome.error is not None:
-            raise outcome.error
-        self.skipped += 1
+
+    def _leave_broken(self) -> None:
+        """Waits for what a backward had begun that an exception broke off, and takes that back."""
+        if not self._backward.broke_off:
+            return
+        self._backward.over()
+        pending, self._pending = self._pending, []
+        for work, _ in pending:
+            with suppress(CollectiveError):  # of ranks that did not get so far: the next exchange says so again
+                work.wait()
+        self._take_back()
+
+    def _refuse_in_backward(self, what: str) -> None:
+        self._leave_broken()
+        if self._backward.goes_on:
+            raise RuntimeError(f"{what} in backward: call it after step()")
+
+    def _note(self) -> None:
+        """What the optimizer is given, for who looks at its first steps."""
+        if self._seen is not None:
+            for name, p in self._named.items():
+                if p.grad is not None:
+                    self._seen.note(name, part_of(p.grad))
 
     @staticmethod
     def _finish(work: Work[Tensor], flat: Tensor) -> None:
         mean = work.wait()
         if mean is not flat:
             flat.copy_(mean)
+
+    def _parts(self) -> dict[str, Tensor]:
+        """What this rank has of each parameter."""
+        return {name: part_of(p) for name, p in self._named.items()}
 
     def _shapes(self) -> dict[str, tuple[torch.Size, torch.device]]:
         """Of the padded parts that learn, by name."""
@@ -266,9 +423,3 @@ class HsdpState:
             for shard in self._shards
             for p in shard.trained
         }
-
-
-def _part(tensor: Any) -> Tensor:
-    """This rank's, of a DTensor."""
-    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local.detach()

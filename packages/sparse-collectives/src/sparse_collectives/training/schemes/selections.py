@@ -20,6 +20,7 @@ from sparse_collectives.settled import Way
 from sparse_collectives.state import State
 from sparse_collectives.training.exchange import Transfer
 from sparse_collectives.training.memories import MEMORIES
+from sparse_collectives.training.schemes.residuals import laid_out
 from sparse_collectives.training.suspects import marked
 from sparse_collectives.wire.wire import wire_named
 
@@ -48,6 +49,7 @@ class Selections:
         self.memories: Sequence[str] = MEMORIES if momentum else MEMORIES[:1]
         self._feedback = self._new_feedback()
         self._known: set[str] = set()  # buckets that have residuals
+        self._spans: dict[str, list[slice]] = {}  # of the parameters, by bucket
         self._states: dict[str, State] = {}
         self._before: dict[str, State] = {}  # tentative: of the buckets that this step has brought
         self._facts: dict[tuple[int, torch.dtype, int, bool], str] = {}
@@ -57,6 +59,7 @@ class Selections:
         wire_named(self._wire, dtype=torch.promote_types(bucket.dtype, torch.float32))
         if self._entry.initial_state is not None:
             self._states.setdefault(key, self._entry.initial_state())
+        self._spans[key] = [slice(low, high) for low, high in laid_out(bucket)]
         if kept:
             self._feedback.adopt(key, kept["residuals"], kept.get("velocities"))
             self._known.add(key)
@@ -65,6 +68,7 @@ class Selections:
         """See `Scheme.forget`."""
         self._states.pop(key, None)
         self._known.discard(key)
+        self._spans.pop(key, None)
         try:
             return self._feedback.forget(key)
         except KeyError:  # nothing has been sent of it yet
@@ -80,7 +84,7 @@ class Selections:
         prescribed = None if select is None else select(gradient, rank, size, k, state)
         sent = self._feedback.compress(key, gradient, select=prescribed, withhold=unused)
         self._known.add(key)
-        given, culprit = marked(sent, self._feedback, key)
+        given, culprit = marked(sent, self._feedback, key, self._spans[key])
         whole = k >= sent.numel and isinstance(self._compressor, TopK)
         if whole:
             schedule = _summed_whole(given, rank, size)
@@ -128,7 +132,7 @@ class Selections:
         if isinstance(self._compressor, StatefulCompressor):
             self._compressor.load_state_dict(dict(state["compressor"]))
         self._feedback = self._new_feedback()
-        self._states, self._before, self._known = states, {}, set()
+        self._states, self._before, self._known, self._spans = states, {}, set(), {}
 
     def _facts_of(self, sent: SparseVector, k: int, *, whole: bool) -> str:
         what = sent.numel, sent.dtype, k, whole  # a compressor's density may change

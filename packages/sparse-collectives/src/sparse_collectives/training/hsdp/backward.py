@@ -1,0 +1,95 @@
+"""Whether a backward goes on, and what follows when it has ended."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+
+from sparse_collectives.training.hsdp.shards import Shard
+
+BROKEN = (
+    "an exception has broken off the last backward, and FSDP, which did not see its end, would leave out gradients "
+    "from now on: after such an exception call reset_iter_state() of its root module, or, where torch lacks that, go "
+    "on from a checkpoint in a new model"
+)
+
+
+class Backward:
+    """The one that goes on, if any does.
+
+    That one does is an object which autograd alone keeps, beside whatever else it keeps of a backward. It lets go of it
+    also where an exception breaks backward off, such as a hook's or ctrl-C; nobody is called then.
+
+    ended: called when backward has ended.
+    """
+
+    def __init__(self, ended: Callable[[], None]) -> None:
+        _queue()  # said now, if there is none
+        self._ended = ended
+        self._now: weakref.ref[_End] | None = None
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether this is inside a backward that has begun."""
+        return self._now is not None and self._now() is not None
+
+    @property
+    def broke_off(self) -> bool:
+        """Whether an exception ended the last one; until `over`."""
+        return self._now is not None and self._now() is None
+
+    def begin(self) -> None:
+        """Inside a backward: it goes on until it ends."""
+        end = _End(self)
+        self._now = weakref.ref(end)
+        _queue()(end)
+
+    def over(self) -> None:
+        """None goes on."""
+        self._now = None
+
+    def _has_ended(self) -> None:
+        self.over()
+        self._ended()
+
+
+def refuse_after_break(model: nn.Module, shards: Sequence[Shard]) -> None:
+    """From now on a forward raises RuntimeError where FSDP has missed the end of a backward, and would go wrong."""
+
+    def look(*given: Any) -> None:
+        del given
+        if torch._C._current_graph_task_id() == -1 and any(shard.waits_for_end for shard in shards):
+            raise RuntimeError(BROKEN)
+
+    model.register_forward_pre_hook(look, prepend=True)
+
+
+class _End:
+    """What autograd calls."""
+
+    def __init__(self, backward: Backward) -> None:
+        self._backward = backward
+
+    def __call__(self) -> None:
+        self._backward._has_ended()
+
+
+def _queue() -> Callable[[Callable[[], None]], None]:
+    """What takes a call for the end of the backward that goes on; RuntimeError where this torch has none.
+
+    It is private. FSDP2 and DDP know the end by the same; public hooks are on tensors of the graph, in which the
+    sharded parameters are not.
+    """
+    engine: Any = getattr(Variable, "_execution_engine", None)
+    queue: Callable[[Callable[[], None]], None] | None = getattr(engine, "queue_callback", None)
+    if queue is None:
+        raise RuntimeError(
+            f"torch {torch.__version__} lacks Variable._execution_engine.queue_callback, by which sparse_hsdp learns "
+            "that backward has ended: take a version that has it, 2.7 to 2.13 do"
+        )
+    return queue
