@@ -213,7 +213,8 @@ class DistributedOptimizer(Wrapping):
         more += [f"{sends=}, {clip_norm=}"] if clip_norm or sends != "gradients" else []
         settings = self._settings = ", ".join([settings, *more, *chosen.settings])
         if chosen.entry is not None and chosen.entry.compresses:
-            warn_of(optimizer, momentum=momentum, density=self._steps.last_density, sends=sends, stacklevel=3)
+            known = {"momentum": momentum, "density": self._steps.last_density, "sends": sends, "ranks": comm.size}
+            warn_of(optimizer, **known, stacklevel=3)
         broadcast_parameters(named, comm, what="DistributedOptimizer", settings=settings)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -469,7 +470,7 @@ class DistributedOptimizer(Wrapping):
         self._exchange.clip([p.grad for p in self._trained if p.grad is not None])
         undo = remembered(self.optimizer) if self._nonfinite == "skip" else None
         with where:
-            updates = taken(self.optimizer, self._trained)
+            updates = taken(self.optimizer, self._trained, self._comm.size)
         means = self._means.after(partial(self._means.start, dict(enumerate(updates)), clips=False))
         if undo is not None and not self._means.stands:
             undo()
