@@ -27,6 +27,7 @@ from sparse_collectives.training.clipping import ClippingAfter, check_clip_norm,
 from sparse_collectives.training.exchange import Exchange
 from sparse_collectives.training.gradients import gradients_of, made, unscale
 from sparse_collectives.training.means import Means
+from sparse_collectives.training.own_noise import ahead_by
 from sparse_collectives.training.rewind import remembered
 from sparse_collectives.training.scheme import choose_scheme
 from sparse_collectives.training.schemes.table import WholeScheme
@@ -88,8 +89,9 @@ class DistributedOptimizer(Wrapping):
 
                 Δ ← what optimizer.step() adds to p;  acc ← residual + Δ;  s ← compressor(acc);  …;  p ← p + total / P
 
-            The wrapped optimizer's moments are each rank's own, its step comes before the exchange, and p.grad stays
-            what it was: clip it as in training on one device, or by clip_norm; there is no `synchronize`. Forward and
+            The wrapped optimizer's moments are each rank's own, and noisier than those of the mean gradient: what Adam,
+            AdamW and NAdam would do is made longer by that (see `lengthen`), before the selection. Others that divide
+            by the size of gradients are warned about. The step comes before the exchange, and p.grad stays what it was: clip it as in training on one device, or by clip_norm; there is no `synchronize`. Forward and
             backward go into `with optimizer.ahead():`, see there.
         density: The share of elements that a rank sends, default 0.01, or by step: a function of how many were taken,
             such as `sparse_compress.WarmUp`; alike on every rank. Where it is 1 all is summed whole, on no wire.
@@ -203,7 +205,8 @@ class DistributedOptimizer(Wrapping):
             clip_norm=clip_norm,
             what=sends.removesuffix("s"),
         )
-        self._ahead = Ahead(trained, partial(self._exchange.kept, "residuals"))
+        share = ahead_by(optimizer, comm.size)
+        self._ahead = Ahead(trained, partial(self._exchange.kept, "residuals"), share=share)
         buckets = buckets_of(self._trained, bucket_bytes)
         self._means = Means(self._exchange, buckets)
         self._overlap = BackwardOrder(self._trained, buckets, self._start) if overlap else None
@@ -351,13 +354,14 @@ class DistributedOptimizer(Wrapping):
             self._accumulate(outer)
 
     def ahead(self) -> AbstractContextManager[None]:
-        """For sends="updates": inside, parameters are this rank's own, those of all ranks + what waits of its updates.
+        """For sends="updates": inside, parameters are this rank's own: those of all ranks, and what waits of its updates.
 
             with optimizer.ahead():
                 loss(model(inputs)).backward()
             optimizer.step()
 
-        So gradients know what waits, 1 / density steps long; see `Ahead`. Forward and all of backward go inside,
+        What waits counts 1/P with Adam and its like, and whole with SGD; see `Ahead`. So gradients know what waits,
+        1 / density steps long. Forward and all of backward go inside,
         evaluation does not: outside, parameters are alike on all ranks, bit for bit. `step(closure)` does it itself.
 
         Raises:

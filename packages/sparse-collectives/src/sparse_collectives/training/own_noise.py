@@ -34,6 +34,11 @@ def knows(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, CORRECTED + LINEAR)
 
 
+def ahead_by(optimizer: Optimizer, ranks: int) -> float:
+    """a of `Ahead`: 1 of what is linear in the gradient, else 1/P."""
+    return 1.0 if isinstance(optimizer, LINEAR) else 1 / ranks
+
+
 @torch.no_grad()
 def lengthen(optimizer: Optimizer, updates: Mapping[Tensor, Tensor], ranks: int) -> None:
     """Multiplies by 1/√(f + (1 − f)/P), in place, what an Adam has just added to each parameter.
