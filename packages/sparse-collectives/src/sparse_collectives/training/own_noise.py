@@ -1,8 +1,8 @@
 """What the noise of a rank's own gradient does to Adam's steps, taken out again.
 
-A rank's own gradient is μ + σ·noise, the mean over P ranks μ + σ/√P·noise. Adam divides by the root of the second moment,
-μ² + σ² of the one and μ² + σ²/P of the other. So where ranks step by their own moments, the mean of their steps is
-shorter than the step by the mean gradient, by
+A rank's own gradient is μ + σ·noise, the mean over P ranks μ + σ/√P·noise. Adam divides by the root of the second
+moment, μ² + σ² of the one and μ² + σ²/P of the other. So where ranks step by their own moments, the mean of their steps
+is shorter than the step by the mean gradient, by
 
     √(f + (1 − f)/P),  f = μ² / (μ² + σ²),
 
