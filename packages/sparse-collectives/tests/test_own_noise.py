@@ -89,19 +89,20 @@ def test_what_is_applied_and_what_waits_are_the_lengthened_updates(size, density
 
 
 def test_decoupled_weight_decay_is_as_long_as_ever():
-    """With gradients that are zero after the first nothing but the decay is left of a step, once moments are gone."""
+    """Of noise alone, by which elements go up as often as down, the mean over elements is what the decay makes."""
 
     def body(comm):
-        p = nn.Parameter(torch.ones(9, dtype=torch.float64))
-        inner = torch.optim.AdamW([p], lr=0.01, weight_decay=0.1)
+        p = nn.Parameter(torch.ones(NUMEL, dtype=torch.float64))
+        inner = torch.optim.AdamW([p], lr=0.01, weight_decay=1.0)
         wrapper = DistributedOptimizer(inner, [("p", p)], comm=comm, sends="updates", density=1.0)
-        for _ in range(4):
-            p.grad = torch.zeros_like(p)
+        generator = torch.Generator().manual_seed(comm.rank)
+        for _ in range(20):
+            p.grad = torch.randn(NUMEL, dtype=torch.float64, generator=generator)
             wrapper.step()
         return p.detach()
 
-    expected = torch.full((9,), (1 - 0.01 * 0.1) ** 4, dtype=torch.float64)
-    assert all(torch.allclose(p, expected, rtol=1e-12) for p in SimulatedWorld(4).run(body))
+    results = SimulatedWorld(4).run(body)
+    assert float(results[0].mean()) == pytest.approx(0.99**20, rel=0.005)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adamax, torch.optim.RAdam])

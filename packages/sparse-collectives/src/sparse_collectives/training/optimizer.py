@@ -89,11 +89,10 @@ class DistributedOptimizer(Wrapping):
 
                 Δ ← what optimizer.step() adds to p;  acc ← residual + Δ;  s ← compressor(acc);  …;  p ← p + total / P
 
-            The wrapped optimizer's moments are each rank's own, and noisier than those of the mean gradient: Adam, AdamW
-            and NAdam step the longer for it (see `lengthen`), others that divide by the size of gradients are warned
-            about. The step comes before the exchange, and p.grad stays what it was: clip it as in training on one
-            device, or by clip_norm; there is no `synchronize`. Forward and backward go into `with optimizer.ahead():`,
-            see there.
+            The wrapped optimizer's moments are each rank's own, noisier than of the mean gradient: Adam, AdamW and
+            NAdam step the longer for it (see `lengthen`), others that divide by the size of gradients are warned about.
+            The step comes before the exchange, and p.grad stays what it was: clip it as in training on one device, or
+            by clip_norm; there is no `synchronize`. Forward and backward go into `with optimizer.ahead():`, see there.
         density: The share of elements that a rank sends, default 0.01, or by step: a function of how many were taken,
             such as `sparse_compress.WarmUp`; alike on every rank. Where it is 1 all is summed whole, on no wire.
         compressor: What is sent of a gradient, default TopK(density). "oktopk", "spardl" and "dense" have no use for
