@@ -1,4 +1,4 @@
-"""`ahead()`: gradients where a rank would be, had all of its own updates been applied."""
+"""`ahead()`: gradients where a rank would be, had its own updates been applied."""
 
 import copy
 
