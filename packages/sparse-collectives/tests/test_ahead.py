@@ -1,4 +1,4 @@
-"""`ahead()`: gradients where a rank would be, had all of its own updates been applied."""
+"""`ahead()`: gradients where a rank would be, had its own updates been applied."""
 
 import copy
 
@@ -177,3 +177,22 @@ def test_what_is_written_inside_is_an_error_and_parameters_are_put_back():
         optimizer.step()
 
     SimulatedWorld(2).run(body)
+
+
+@pytest.mark.parametrize(("optimizer", "share"), [("sgd", 1.0), ("momentum", 1.0), ("adamw", 1 / 4)])
+def test_how_far_ahead_a_rank_goes(optimizer, share):
+    """By all of its residual with SGD; with Adam, of which most is noise, by its part of the mean."""
+
+    def body(comm):
+        model, wrapper = made(comm, optimizer, density=0.1, dtype=torch.float64)
+        for step in range(4):
+            with wrapper.ahead():
+                loss_of(model, comm.rank, step).backward()
+            wrapper.step()
+        before, waits = flat(model.parameters()), waiting(wrapper)
+        with wrapper.ahead():
+            moved = flat(model.parameters()) - before
+        assert float(waits.norm()) > 0
+        torch.testing.assert_close(moved, share * waits, rtol=1e-9, atol=1e-12)
+
+    SimulatedWorld(4).run(body)

@@ -1,15 +1,23 @@
-"""Gradients where this rank would be, had all of its own updates been applied: parameters + residual.
+"""Gradients where this rank would be, had its own updates been applied: parameters + a · residual.
 
 At density ρ an entry of an update waits about 1/ρ steps. Meanwhile gradients at the shared parameters, which know
-nothing of what waits, ask for the same again. At p + r each rank's own updates count at once, and the mean over ranks
-of p + r is p + the mean of what waits: the parameters of a training in which nothing waits. (Errors that are applied
+nothing of what waits, ask for the same again. What will be added is the mean over ranks of the residuals, and a rank
+knows one of them. Two guesses, which are one on a single rank:
+
+    a = 1      what waits elsewhere is like its own. The mean over ranks of p + r is p + the mean of what waits: the
+               parameters of a training in which nothing waits.
+    a = 1/P    what waits elsewhere is unknown: p + r/P is p once all of its own has been sent.
+
+The first is right of signal, the second of noise, which differs from rank to rank. An optimizer that divides by the
+size of its gradients makes its updates alike in size, so that most of a residual is noise: it takes the second. For
+SGD, in whose residuals the large entries are signal, the first was measured to be better. (Errors that are applied
 locally: CSER, Xie et al., NeurIPS 2020; a step ahead of the error: Xu et al., AAAI 2021.)
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -25,12 +33,14 @@ LATE = (
 class Ahead:
     """Moves parameters by what waits of this rank's updates, and back; knows whether gradients were made there.
 
-    residuals: by name, now. Memory: a copy of the parameters while they are ahead.
+    residuals: by name, now. share: a. Memory: a copy of the parameters while they are ahead.
     """
 
-    def __init__(self, named: Mapping[str, Tensor], residuals: Callable[[], Mapping[str, Tensor]]) -> None:
+    def __init__(
+        self, named: Mapping[str, Tensor], residuals: Callable[[], Mapping[str, Tensor]], *, share: float
+    ) -> None:
         self._names, self._parameters = list(named), list(named.values())
-        self._residuals = residuals
+        self._residuals, self._share = residuals, share
         self.now = False
         self._used = self._warned = False
 
@@ -70,7 +80,7 @@ class Ahead:
     @contextmanager
     def _moved(self) -> Iterator[None]:
         shared = [p.detach().clone() for p in self._parameters]
-        _add(self._parameters, self._residuals(), self._names)
+        self._add(self._residuals())
         self.now = True
         try:
             yield
@@ -79,9 +89,8 @@ class Ahead:
             with torch.no_grad():
                 torch._foreach_copy_(self._parameters, shared)
 
-
-def _add(parameters: Sequence[Tensor], residuals: Mapping[str, Tensor], names: Sequence[str]) -> None:
-    with torch.no_grad():
-        for name, p in zip(names, parameters, strict=True):
-            if name in residuals:
-                p += residuals[name].to(p.dtype)
+    def _add(self, residuals: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, p in zip(self._names, self._parameters, strict=True):
+                if name in residuals:
+                    p.add_(residuals[name].to(p.dtype), alpha=self._share)

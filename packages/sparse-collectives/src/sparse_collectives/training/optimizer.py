@@ -27,6 +27,7 @@ from sparse_collectives.training.clipping import ClippingAfter, check_clip_norm,
 from sparse_collectives.training.exchange import Exchange
 from sparse_collectives.training.gradients import gradients_of, made, unscale
 from sparse_collectives.training.means import Means
+from sparse_collectives.training.own_noise import ahead_by
 from sparse_collectives.training.rewind import remembered
 from sparse_collectives.training.scheme import choose_scheme
 from sparse_collectives.training.schemes.table import WholeScheme
@@ -88,9 +89,10 @@ class DistributedOptimizer(Wrapping):
 
                 Δ ← what optimizer.step() adds to p;  acc ← residual + Δ;  s ← compressor(acc);  …;  p ← p + total / P
 
-            The wrapped optimizer's moments are each rank's own, its step comes before the exchange, and p.grad stays
-            what it was: clip it as in training on one device, or by clip_norm; there is no `synchronize`. Forward and
-            backward go into `with optimizer.ahead():`, see there.
+            The wrapped optimizer's moments are each rank's own, noisier than of the mean gradient: Adam, AdamW and
+            NAdam step the longer for it (see `lengthen`), others that divide by the size of gradients are warned about.
+            The step comes before the exchange, and p.grad stays what it was: clip it as in training on one device, or
+            by clip_norm; there is no `synchronize`. Forward and backward go into `with optimizer.ahead():`, see there.
         density: The share of elements that a rank sends, default 0.01, or by step: a function of how many were taken,
             such as `sparse_compress.WarmUp`; alike on every rank. Where it is 1 all is summed whole, on no wire.
         compressor: What is sent of a gradient, default TopK(density). "oktopk", "spardl" and "dense" have no use for
@@ -206,7 +208,8 @@ class DistributedOptimizer(Wrapping):
             clip_norm=clip_norm,
             what=sends.removesuffix("s"),
         )
-        self._ahead = Ahead(trained, partial(self._exchange.kept, "residuals"))
+        share = ahead_by(optimizer, comm.size)
+        self._ahead = Ahead(trained, partial(self._exchange.kept, "residuals"), share=share)
         buckets = buckets_of(self._trained, bucket_bytes)
         self._means = Means(self._exchange, buckets)
         self._overlap = BackwardOrder(self._trained, buckets, self._start) if overlap else None
@@ -216,7 +219,8 @@ class DistributedOptimizer(Wrapping):
         more += [f"{sends=}, {clip_norm=}"] if clip_norm or sends != "gradients" else []
         settings = self._settings = ", ".join([settings, *more, *chosen.settings])
         if chosen.entry is not None and chosen.entry.compresses:
-            warn_of(optimizer, momentum=momentum, density=self._steps.last_density, sends=sends, stacklevel=3)
+            known = {"momentum": momentum, "density": self._steps.last_density, "sends": sends, "ranks": comm.size}
+            warn_of(optimizer, **known, stacklevel=3)
         broadcast_parameters(named, comm, what="DistributedOptimizer", settings=settings)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -359,7 +363,8 @@ class DistributedOptimizer(Wrapping):
                 loss(model(inputs)).backward()
             optimizer.step()
 
-        So gradients know what waits, 1 / density steps long; see `Ahead`. Forward and all of backward go inside,
+        What waits counts 1/P with Adam and its like, and whole with SGD; see `Ahead`. So gradients know what waits,
+        1 / density steps long. Forward and all of backward go inside,
         evaluation does not: outside, parameters are alike on all ranks, bit for bit. `step(closure)` does it itself.
 
         Raises:
@@ -472,7 +477,7 @@ class DistributedOptimizer(Wrapping):
         self._exchange.clip([p.grad for p in self._trained if p.grad is not None])
         undo = remembered(self.optimizer) if self._nonfinite == "skip" else None
         with where:
-            updates = taken(self.optimizer, self._trained)
+            updates = taken(self.optimizer, self._trained, self._comm.size)
         means = self._means.after(partial(self._means.start, dict(enumerate(updates)), clips=False))
         if undo is not None and not self._means.stands:
             undo()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 
 from torch.optim import Optimizer
+
+from sparse_collectives.training.own_noise import knows
 
 TWICE = (
     "momentum is on twice: before the selection (momentum=) and in the {optimizer}, after it, where it repeats the few "
@@ -27,6 +30,11 @@ UNDER_DDP = (
     '"dense-int8" was not measured with Adam'
 )
 
+SHORTER = (
+    "{name} divides by the size of its gradients, and a rank's own are noisier than their mean: on {ranks} ranks steps "
+    "are up to {times:.1f} times too short. That is mended for Adam, AdamW and NAdam alone: take one of these, or a "
+    "higher learning rate"
+)
 UNDER_FSDP = 'sparse_hsdp exchanges gradients only: take SGD with momentum= here, or algorithm="dense"'
 
 
@@ -36,19 +44,21 @@ def warn_of(
     momentum: float,
     density: float,
     sends: str = "gradients",
+    ranks: int = 1,
     behind: str | None = None,
     stacklevel: int,
 ) -> None:
     """A UserWarning for what is known to learn badly where gradients are selected from; see the README.
 
     behind: what to do instead, of an optimizer that is not wrapped. density: what is sent in the end. Adam alone is
-    remarked on below `ENOUGH`.
+    remarked on below `ENOUGH`. ranks: that send updates.
     """
-    if sends == "updates":
-        return
     said = None
     instead = behind or INSTEAD
-    if any("betas" in group for group in optimizer.param_groups):
+    if sends == "updates":
+        if ranks > 1 and not knows(optimizer):
+            said = SHORTER.format(name=type(optimizer).__name__, ranks=ranks, times=math.sqrt(ranks))
+    elif any("betas" in group for group in optimizer.param_groups):
         if momentum or density < ENOUGH:
             text = ADAPTIVE_TWICE if momentum else ADAPTIVE
             said = text.format(name=type(optimizer).__name__, instead=instead)
