@@ -253,8 +253,13 @@ class Exchange:
         by_bucket = self.scheme.kept().get(memory, {})
         return {**self._pool[memory], **split(by_bucket, self._buckets, self._names)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replaces all by copies of what `state_dict` gave. Raises ValueError, before anything is changed."""
+    def load_state_dict(self, state: Mapping[str, Any], algorithm: str) -> None:
+        """Replaces all by copies of what an adapter's state has. Raises ValueError, before anything is changed.
+
+        algorithm: The one in use: what another has learnt about its ranks is left out.
+        """
+        if state["algorithm"] != algorithm:
+            state = {**state, "algorithm_state": []}
         refuse_nonfinite(state)
         pool = {memory: {name: tensor.clone() for name, tensor in state[memory].items()} for memory in MEMORIES}
         self.scheme.reset(state)

@@ -13,7 +13,7 @@ from communicators.replicas.default_group import refuse_alone
 from communicators.replicas.first_broadcast import broadcast_parameters
 from communicators.replicas.parameters import name_parameters, refuse_changes
 from communicators.replicas.saved_by import KEY
-from communicators.replicas.wrapped_state import check_loaded, refuse_torch_helpers, wrapped_state
+from communicators.replicas.wrapped_state import refuse_torch_helpers, wrapped_part, wrapped_state
 from communicators.replicas.wrapping import Wrapping
 from sparse_compress import Compressor
 from torch import Tensor
@@ -449,12 +449,11 @@ class DistributedOptimizer(Wrapping):
         state_dict = own_state(state_dict, self._comm)
         own = check_saved_by(state_dict, self._comm.rank, self._comm.size)
         check_sent(own, self._sends)
-        wrapped = check_loaded({key: value for key, value in state_dict.items() if key != KEY}, own.get("wrapped"))
+        wrapped = wrapped_part(state_dict)
         check_groups(wrapped, self.optimizer)
         if self._chosen.scheme.memories:
             check_fit(own, {name: p.shape for name, p in zip(self._names, self._trained, strict=True)})
-        states = own["algorithm_state"] if own["algorithm"] == self._chosen.algorithm else []
-        self._exchange.load_state_dict({**own, "algorithm_state": states})
+        self._exchange.load_state_dict(own, self._chosen.algorithm)
         self.optimizer.load_state_dict(wrapped)
         self.skipped, self._steps.taken = own["skipped"], own.get("steps", 0)
         self._synchronized = False

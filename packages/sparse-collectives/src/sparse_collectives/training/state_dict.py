@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from communicators import Communicator
+from communicators.replicas import gathered
 from communicators.replicas import saved_by as shared
-from communicators.replicas.gathered import gather_states, gathered, is_gathered, of_all, of_rank
+from communicators.replicas.gathered import is_gathered, of_all, of_rank
 from communicators.replicas.saved_by import KEY
 from torch import Tensor
 from torch.optim import Optimizer
@@ -58,16 +59,7 @@ def gathered_state(take: Callable[[], Mapping[str, Any]], comm: Communicator, *,
 
     alike: what the wrapped optimizer keeps is the same on all ranks, and held once.
     """
-
-    def own() -> Mapping[str, Any]:
-        state = take()
-        return {KEY: state[KEY]} if alike and comm.rank else state
-
-    states = gather_states(own, comm)
-    if states is None:
-        return {}
-    rest = {key: value for key, value in states[0].items() if key != KEY} if alike else {}
-    return gathered(rest, [{KEY: state[KEY]} for state in states] if alike else states, RESHARD)
+    return gathered.gathered_state(take, comm, advice=RESHARD, alike=alike)
 
 
 def own_state(state: Mapping[str, Any], comm: Communicator) -> Mapping[str, Any]:

@@ -292,8 +292,7 @@ class SparseHookState:
         else:
             refuse_residuals(own["residuals"])
             own = {**own, "residuals": {}, "velocities": {}}
-        states = own["algorithm_state"] if own["algorithm"] == chosen.algorithm else []
-        exchange.load_state_dict({**own, "algorithm_state": states})
+        exchange.load_state_dict(own, chosen.algorithm)
         self._steps.taken = own.get("steps", self._steps.taken)
         self._cut, self._resumed = [], Resumed(layout) if layout else None
 

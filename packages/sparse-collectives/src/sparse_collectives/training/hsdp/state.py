@@ -325,8 +325,7 @@ class HsdpState:
             raise ValueError(f"the state is of (rank, ranks) {own.get('inside')} inside a node, but this is {here}")
         if self._chosen.scheme.memories:
             check_fit(own, {name: shape for name, (shape, _) in self._shapes().items()})
-        states = own["algorithm_state"] if own["algorithm"] == self._chosen.algorithm else []
-        self._exchange.load_state_dict({**own, "algorithm_state": states})
+        self._exchange.load_state_dict(own, self._chosen.algorithm)
         self._steps.taken, self._skipped = own["steps"], own["skipped"]
 
     def _reduced(self, shard: Shard, flat: Tensor) -> None:
