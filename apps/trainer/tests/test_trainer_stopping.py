@@ -92,7 +92,7 @@ def stopped_at(told: int, app: App, options: Options, ranks: int, monkeypatch: p
 
     with monkeypatch.context() as patch:
         patch.setattr(loop, "train_step", train_step)
-        SimulatedWorld(ranks).run(body)
+        SimulatedWorld(ranks, own_generators=True).run(body)
     assert len(steps) in (0, ranks)
     assert len({*steps}) <= 1
     assert all(number == signal.SIGTERM for number, _ in steps)
