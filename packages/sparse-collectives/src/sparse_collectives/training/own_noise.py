@@ -6,12 +6,17 @@ is shorter than the step by the mean gradient, by
 
     √(f + (1 − f)/P),  f = μ² / (μ² + σ²),
 
-up to √P. f is found in the moments themselves. The first is a mean over steps, in which noise cancels as it does over
-ranks: with bias correction E[m²] = μ² + b·σ² and E[v] = μ² + σ², b = (1 − β₁)/(1 + β₁) · (1 + β₁ᵗ)/(1 − β₁ᵗ), so that
+up to √P. f is found in the moments themselves. The first is a mean over steps, in which noise cancels as it does over ranks: with
+bias correction E[m²] = μ² + b·σ² and E[v] = μ² + σ², b = (1 − β₁)/(1 + β₁) · (1 + β₁ᵗ)/(1 − β₁ᵗ), so that
 f = (Σm²/Σv − b)/(1 − b), of each tensor.
 
+That is the least that f can be. What turns round from step to step on all ranks alike, as gradients do across a steep
+valley, cancels over steps and not over ranks, and is taken for noise: in a transformer's training on text 0.5 came out
+where ranks' gradients, compared, gave 0.5 to 0.8. 1 is the most. Steps are lengthened by the geometric mean of what the
+two ask for, (f + (1 − f)/P)^(−¼).
+
 It holds where ranks draw their samples independently: whose gradients are alike on all ranks would be given steps that
-are up to √P too long.
+are up to P^(1/4) too long.
 """
 
 from __future__ import annotations
@@ -41,7 +46,7 @@ def ahead_by(optimizer: Optimizer, ranks: int) -> float:
 
 @torch.no_grad()
 def lengthen(optimizer: Optimizer, updates: Mapping[Tensor, Tensor], ranks: int) -> None:
-    """Multiplies by 1/√(f + (1 − f)/P), in place, what an Adam has just added to each parameter.
+    """Multiplies by (f + (1 − f)/P)^(−¼), in place, what an Adam has just added to each parameter.
 
     Decoupled weight decay is as long on one rank as on many, and stays. Other optimizers, and one rank, are left as
     they are. updates: by parameter; the parameters are where they were before that step.
@@ -55,7 +60,7 @@ def lengthen(optimizer: Optimizer, updates: Mapping[Tensor, Tensor], ranks: int)
             if p.grad is None or p not in updates:
                 continue
             signal = signal_share(optimizer.state[p], *group["betas"])
-            factor = (signal + (1 - signal) / ranks).rsqrt()
+            factor = (signal + (1 - signal) / ranks) ** -0.25
             update = updates[p]
             adapted = update + decay * p if decay else update
             update += (factor - 1).to(update.dtype) * adapted

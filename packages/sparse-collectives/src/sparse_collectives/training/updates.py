@@ -23,7 +23,7 @@ from sparse_collectives.training.own_noise import lengthen
 def taken(optimizer: Optimizer, parameters: Sequence[Tensor], ranks: int) -> list[Tensor]:
     """Takes the optimizer's step with this rank's gradients, and undoes it: what it added to each parameter.
 
-    Of an Adam as long as by the mean gradient of so many ranks (see `lengthen`).
+    Of an Adam lengthened for the noise of one of so many ranks (see `lengthen`).
 
     The optimizer's own state has taken the step. Where a gradient is not finite it has not: updates are zeros then, and
     NaN at the elements in question, whatever the optimizer would make of them.
