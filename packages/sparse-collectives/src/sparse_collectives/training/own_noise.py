@@ -6,8 +6,8 @@ is shorter than the step by the mean gradient, by
 
     √(f + (1 − f)/P),  f = μ² / (μ² + σ²),
 
-up to √P. f is found in the moments themselves. The first is a mean over steps, in which noise cancels as it does over ranks: with
-bias correction E[m²] = μ² + b·σ² and E[v] = μ² + σ², b = (1 − β₁)/(1 + β₁) · (1 + β₁ᵗ)/(1 − β₁ᵗ), so that
+up to √P. f is found in the moments themselves. The first is a mean over steps, in which noise cancels as it does over
+ranks: with bias correction E[m²] = μ² + b·σ² and E[v] = μ² + σ², b = (1 − β₁)/(1 + β₁) · (1 + β₁ᵗ)/(1 − β₁ᵗ), so that
 f = (Σm²/Σv − b)/(1 − b), of each tensor.
 
 That is the least that f can be. What turns round from step to step on all ranks alike, as gradients do across a steep

@@ -32,8 +32,8 @@ UNDER_DDP = (
 
 SHORTER = (
     "{name} divides by the size of its gradients, and a rank's own are noisier than their mean: on {ranks} ranks steps "
-    "are up to {times:.1f} times too short. That is made good, in part, for Adam, AdamW and NAdam alone: take one of these, or a "
-    "higher learning rate"
+    "are up to {times:.1f} times too short. That is made good, in part, for Adam, AdamW and NAdam alone: take one of "
+    "these, or a higher learning rate"
 )
 UNDER_FSDP = 'sparse_hsdp exchanges gradients only: take SGD with momentum= here, or algorithm="dense"'
 
