@@ -173,6 +173,16 @@ def an_optimizer_alone_on_purpose(rendezvous):
     dist.destroy_process_group()
 
 
+def a_module_freed_after_its_group(rendezvous):
+    """Straight after a backward, in which torch's DDP has summed by itself: gloo may be freeing that sum still."""
+    for _ in range(10):
+        rendezvous.open_group()
+        ddp = DistributedDataParallel(model_of())
+        backward(ddp, 0, rendezvous)
+        dist.destroy_process_group()
+        del ddp
+
+
 LAWS = [
     a_state_made_before,
     a_state_looked_at_before,
@@ -182,4 +192,5 @@ LAWS = [
     a_state_of_an_earlier_group,
     an_optimizer_made_before,
     an_optimizer_alone_on_purpose,
+    a_module_freed_after_its_group,
 ]

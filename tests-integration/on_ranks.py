@@ -8,6 +8,7 @@ usage, on every rank: python on_ranks.py REPORT.json WORLD:MODULE ...   (worlds:
 
 from __future__ import annotations
 
+import gc
 import importlib
 import inspect
 import itertools
@@ -58,19 +59,33 @@ def asleep_until_all_come(comm, nap):
 
 
 class Rendezvous:
-    """Of processes that have no group yet; the packages take each for one that is alone."""
+    """Of processes that have no group yet; the packages take each for one that is alone.
+
+    It keeps the groups that cases destroy until those are over, and so longer than their DDP modules live. One that is
+    freed last would end the group while it holds the GIL: gloo's thread is joined, and that may be waiting for the GIL
+    to free an allreduce of the last backward, which holds Python's context. Both would wait for ever, and the peers.
+    """
 
     def __init__(self):
         names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         rank, size, host, port = (os.environ.pop(name) for name in names)
         self.rank, self.size, self.opened = int(rank), int(size), 0
         self.store = dist.TCPStore(host, int(port), self.size, self.rank == 0)
+        self._groups: list[Any] = []
 
     def open_group(self, backend="gloo"):
         """The default group of all ranks, another one each time."""
         self.opened += 1
         store = dist.PrefixStore(str(self.opened), self.store)
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size)
+        self._groups.append(dist.group.WORLD)
+
+    def end_groups(self):
+        """Of all that were opened; modules in garbage go first."""
+        if dist.is_initialized():  # what a failed case left open
+            dist.destroy_process_group()
+        gc.collect()
+        self._groups.clear()  # Python lets go of the GIL for that
 
     def gather(self, outcome):
         outcomes = [None] * self.size
@@ -85,20 +100,17 @@ class NoGroup:
 
     def __init__(self, rendezvous):
         self.rendezvous, self.rank, self.size = rendezvous, rendezvous.rank, rendezvous.size
+        self.end = rendezvous.end_groups
 
     def fresh(self):
         return self.rendezvous
 
     def gather(self, outcome):
-        self.end()  # what a failed case left open
+        self.end()
         self.rendezvous.open_group()
         outcomes = self.rendezvous.gather(outcome)
         self.end()
         return outcomes
-
-    def end(self):
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 class ProcessGroup:
@@ -108,16 +120,14 @@ class ProcessGroup:
 
     def __init__(self, rendezvous, device=HOST, *, backend="gloo", transport=None):
         rendezvous.open_group(backend)
-        self.rank, self.size, self.gather = rendezvous.rank, rendezvous.size, rendezvous.gather
+        self.rank, self.size = rendezvous.rank, rendezvous.size
+        self.gather, self.end = rendezvous.gather, rendezvous.end_groups
         self.device, self.transport = device, transport
         if device.type == "cuda":
             torch.cuda.set_device(device)
 
     def fresh(self):
         return as_communicator(dist.new_group(), transport=self.transport)
-
-    def end(self):
-        dist.destroy_process_group()
 
 
 class Untagged(ProcessGroup):
