@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
 from sparse_compress.native import dense
 from sparse_compress.vector_format import MAX_NUMEL
 
-if TYPE_CHECKING:
-    from sparse_compress.vector import SparseVector
 
-
-def check_entries(sparse: SparseVector, low: int, high: int) -> None:
+def check_entries(sparse: dense.Entries, low: int, high: int) -> None:
     """`check_indices` of a vector, without making a tensor of its indices where they are as they should be."""
     if not (dense.reaches(sparse) and dense.increasing(sparse.addresses[0], len(sparse), low, high)):
         check_indices(sparse.indices, low, high)
