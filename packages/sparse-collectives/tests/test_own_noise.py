@@ -107,6 +107,56 @@ def test_decoupled_weight_decay_is_as_long_as_ever():
     assert float(results[0].mean()) == pytest.approx(0.99**20, rel=0.005)
 
 
+@pytest.mark.parametrize("size", [1, 4])
+def test_decay_that_16_bits_round_off_does_not_come_back_as_growth(size):
+    """AdamW's decay is less than half a step of bfloat16 here, so that on one rank nothing happens."""
+
+    def body(comm):
+        p = nn.Parameter(torch.ones(NUMEL, dtype=torch.bfloat16))
+        inner = torch.optim.AdamW([p], lr=1e-3, weight_decay=0.1)
+        wrapper = DistributedOptimizer(inner, [("p", p)], comm=comm, sends="updates", density=1.0)
+        generator = torch.Generator().manual_seed(comm.rank)
+        for _ in range(30):
+            p.grad = torch.randn(NUMEL, generator=generator).to(torch.bfloat16)
+            wrapper.step()
+        return float(p.detach().double().mean()) + float(
+            wrapper.state_dict()["distributed"]["residuals"]["p"].double().mean()
+        )
+
+    assert max(SimulatedWorld(size).run(body)) <= 1
+
+
+def test_without_a_mean_over_steps_steps_are_left_as_they_are():
+    """β₁ = 0: the moments tell nothing of f."""
+
+    def body(comm):
+        p = nn.Parameter(torch.zeros(NUMEL))
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            inner = torch.optim.Adam([p], lr=0.01, betas=(0.0, 0.99))
+            wrapper = DistributedOptimizer(inner, [("p", p)], comm=comm, sends="updates", density=1.0)
+        alone = nn.Parameter(torch.zeros(NUMEL))
+        plain = torch.optim.Adam([alone], lr=0.01, betas=(0.0, 0.99))
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(12):
+            p.grad = torch.randn(NUMEL, generator=generator) + 1
+            alone.grad = p.grad.clone()
+            wrapper.step()
+            plain.step()
+        torch.testing.assert_close(p.detach(), alone.detach(), rtol=1e-4, atol=1e-5)
+        return [str(each.message) for each in said]
+
+    assert all(any("betas[0] > 0" in each for each in said) for said in SimulatedWorld(4).run(body))
+
+
+def test_lbfgs_is_refused():
+    p = nn.Parameter(torch.zeros(3))
+    with pytest.raises(TypeError, match="LBFGS"):
+        DistributedOptimizer(
+            torch.optim.LBFGS([p]), [("p", p)], comm=SimulatedWorld(1).run(lambda c: c)[0], sends="updates"
+        )
+
+
 @pytest.mark.parametrize("kind", [torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adamax, torch.optim.RAdam])
 def test_others_that_divide_by_the_size_of_gradients_are_warned_about(kind):
     def body(comm):

@@ -104,7 +104,7 @@ class RunFolder:
             if kept is not None:
                 raise RunError(
                     f"{self.task} is missing, which tells whether these data are those that the run began with: copy "
-                    f"it back, or begin another run"
+                    f"it back, or begin another run (those of older versions have none)"
                 )
             return
         recorded, now = unsealed(self.task), json.loads(json.dumps(kept))

@@ -89,7 +89,7 @@ class SynchronousSGD(Synchroniser):
         """See `Synchroniser.clip_limit`."""
 
     def gradients(self) -> AbstractContextManager[None]:
-        """See `Synchroniser.gradients`; of updates with all that waits of this rank's."""
+        """See `Synchroniser.gradients`; of updates with what waits of this rank's."""
         return self.optimizer.ahead() if self._updates else nullcontext()
 
     def exchange(self) -> None:

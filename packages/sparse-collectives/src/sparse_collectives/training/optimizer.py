@@ -167,7 +167,7 @@ class DistributedOptimizer(Wrapping):
         verify = check_count("verify", verify, "steps", least=0)
         check_optimizer(optimizer, nonfinite)
         dense_below = check_dense_below(dense_below, algorithm)
-        check_sends(sends, algorithm, momentum=momentum, overlap=overlap)
+        check_sends(sends, algorithm, optimizer, momentum=momentum, overlap=overlap)
         named = name_parameters(optimizer, named_parameters)
         refuse_sharded(named)
         given, comm = comm, as_communicator(comm)

@@ -8,7 +8,7 @@ from numbers import Real
 from typing import Any
 
 from sparse_compress import Compressor, TopK
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from sparse_collectives.algorithm import Algorithm
 from sparse_collectives.algorithms.table import ALGORITHMS, AUTO, check_takes_wire, known
@@ -128,13 +128,15 @@ def check_dense_below(dense_below: Any, algorithm: Any) -> int:
     return count
 
 
-def check_sends(sends: Any, algorithm: Any, *, momentum: float, overlap: bool) -> None:
+def check_sends(sends: Any, algorithm: Any, optimizer: Optimizer, *, momentum: float, overlap: bool) -> None:
     """What is exchanged; TypeError or ValueError, also for settings that updates have no use for."""
     check_text("sends", sends, "updates")
     if sends not in ("gradients", "updates"):
         raise ValueError(f"sends is {sends!r}, expected 'gradients' or 'updates'")
     if sends == "gradients":
         return
+    if isinstance(optimizer, LBFGS):
+        raise TypeError('LBFGS asks for gradients several times in a step, which sends="updates" takes one for')
     if momentum:
         raise ValueError(f'with sends="updates" momentum={momentum} belongs into the wrapped optimizer')
     if overlap:

@@ -54,12 +54,14 @@ def check_saved_by(state: Mapping[str, Any], rank: int, size: int) -> Mapping[st
     return _whole(state[KEY])
 
 
-def gathered_state(take: Callable[[], Mapping[str, Any]], comm: Communicator, *, alike: bool) -> dict[str, Any]:
+def gathered_state(
+    take: Callable[[], Mapping[str, Any]], comm: Communicator, *, alike: bool, advice: str = RESHARD
+) -> dict[str, Any]:
     """The states of all ranks in one on rank 0, {} elsewhere; collective.
 
-    alike: what the wrapped optimizer keeps is the same on all ranks, and held once.
+    alike: what the wrapped optimizer keeps is the same on all ranks, and held once. advice: on other numbers of ranks.
     """
-    return gathered.gathered_state(take, comm, advice=RESHARD, alike=alike)
+    return gathered.gathered_state(take, comm, advice=advice, alike=alike)
 
 
 def own_state(state: Mapping[str, Any], comm: Communicator) -> Mapping[str, Any]:

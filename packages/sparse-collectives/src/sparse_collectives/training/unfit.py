@@ -31,9 +31,9 @@ UNDER_DDP = (
 )
 
 SHORTER = (
-    "{name} divides by the size of its gradients, and a rank's own are noisier than their mean: on {ranks} ranks steps "
-    "are up to {times:.1f} times too short. That is made good, in part, for Adam, AdamW and NAdam alone: take one of "
-    "these, or a higher learning rate"
+    "where {name} divides by the size of its gradients, as all but SGD do, its steps on {ranks} ranks are up to "
+    "{times:.1f} times too short, since a rank's own gradients are noisier than their mean. That is made good, in "
+    "part, for Adam, AdamW and NAdam with betas[0] > 0 alone: take one of these, or a higher learning rate"
 )
 UNDER_FSDP = 'sparse_hsdp exchanges gradients only: take SGD with momentum= here, or algorithm="dense"'
 

@@ -96,8 +96,8 @@ def sparse_hsdp(
         dense_below: Tensors whose parts have fewer elements are summed whole. 0: none.
         nonfinite: "raise": a NaN or inf in any rank's gradient is a CollectiveError out of backward(), on every rank,
             that names rank and parameter. "skip": every rank then has no gradients (p.grad is None), so that
-            optimizer.step() does nothing, counts it in `skipped`, and keeps residuals as they were before the step, for
-            twice their memory.
+            optimizer.step() does nothing (unless a later backward of the same step brings gradients), counts it in
+            `skipped`, and keeps residuals as they were before the step, for twice their memory.
         verify: Every so many steps the nodes compare a hash of the parameters, and where they differ it is a
             CollectiveError out of backward(), on every rank, that says who and where; None or 0: never.
 
@@ -132,8 +132,9 @@ class HsdpState:
     on every rank, where no schedule sets it. What the optimizer does with the means is seen at its first steps, and
     warned about as with `SparseHookState`.
 
-    An exception in backward, such as ctrl-C or a hook's, leaves nothing of that step in `p.grad`, and with
-    nonfinite="skip" nothing in the residuals either; with "raise" what was selected in it is lost. FSDP itself goes on
+    After an exception in backward, such as ctrl-C or a hook's, call zero_grad(), no step(): `p.grad` may hold part of
+    it. The next backward, or state_dict(), takes back what was under way; with nonfinite="skip" nothing of it stays in
+    the residuals, with "raise" what was selected in it is lost. FSDP itself goes on
     after `reset_iter_state()` of its root module only, where torch has that: a forward without it is an error.
 
     Args:
@@ -153,8 +154,8 @@ class HsdpState:
         dense_below: Tensors whose parts have fewer elements are summed whole. 0: none.
         nonfinite: "raise": a NaN or inf in any rank's gradient is a CollectiveError out of backward(), on every rank,
             that names rank and parameter. "skip": every rank then has no gradients (p.grad is None), so that
-            optimizer.step() does nothing, counts it in `skipped`, and keeps residuals as they were before the step, for
-            twice their memory.
+            optimizer.step() does nothing (unless a later backward of the same step brings gradients), counts it in
+            `skipped`, and keeps residuals as they were before the step, for twice their memory.
         verify: Every so many steps the nodes compare a hash of the parameters, and where they differ it is a
             CollectiveError out of backward(), on every rank, that says who and where; None or 0: never.
 
@@ -301,7 +302,10 @@ class HsdpState:
             By place inside a node the states of that place on all nodes.
         """
         whole = gathered_state(
-            lambda: gathered_state(self.state_dict, self._comm, alike=False), self._inside, alike=False
+            lambda: gathered_state(self.state_dict, self._comm, alike=False),
+            self._inside,
+            alike=False,
+            advice=OTHER_NODES,
         )
         return whole if self._comm.rank == 0 else {}
 
