@@ -1,4 +1,4 @@
-"""What the noise of a rank's own gradient does to Adam's steps, taken out again.
+"""What the noise of a rank's own gradient does to Adam's steps, made good in part.
 
 A rank's own gradient is μ + σ·noise, the mean over P ranks μ + σ/√P·noise. Adam divides by the root of the second
 moment, μ² + σ² of the one and μ² + σ²/P of the other. So where ranks step by their own moments, the mean of their steps
