@@ -9,6 +9,7 @@ from pkgutil import resolve_name
 from slow_link import user_namespaces
 
 BENCHMARKS = {
+    "advise": "bench.advise:main",
     "cluster": "bench.cluster:main",
     "collectives": "bench.collectives:main",
     "compress": "bench.compress:main",

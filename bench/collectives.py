@@ -4,8 +4,9 @@
 
 select: error feedback and selection. prepare: checks, facts, and a copy that is the call's own. merge: what the
 schedule computes between its rounds. exchange: the rest of the call, which all ranks enter at once, after a barrier
-that is not counted. restore: what was dropped into the residual. put: the mean into a dense tensor. x_mpi, x_gloo: the
-whole call in units of the dense allreduce of the same n. x_link: exchange and merge in units of α·rounds + β·bytes as
+that is not counted. restore: what was dropped into the residual. put: the mean into the gradient's own memory, as in
+training; before each call, dense or sparse, that memory is written anew, as a backward does. x_mpi, x_gloo: the whole
+call in units of the dense allreduce of the same n. x_link: exchange and merge in units of α·rounds + β·bytes as
 measured in the same launch. sent and rounds: next to the algorithm's expression. Medians of interleaved repeats on
 rank 0; x_mpi_least: the shortest call in units of MPI's shortest.
 """
@@ -82,22 +83,22 @@ def _measure(
     from mpi4py import MPI
 
     gradient = torch.randn(numel, generator=torch.Generator().manual_seed(comm.rank))
-    total = gradient.clone()
+    own = gradient.clone()  # what a call takes, and where its result goes
     calls: dict[str, Callable[[], Times]] = {
-        "mpi4py Allreduce": whole(lambda: world.Allreduce(MPI.IN_PLACE, total.numpy())),
-        "gloo all_reduce": whole(lambda: dist.all_reduce(total)),
+        "mpi4py Allreduce": whole(lambda: world.Allreduce(MPI.IN_PLACE, own.numpy())),
+        "gloo all_reduce": whole(lambda: dist.all_reduce(own)),
     }
     calls[BF16] = counted(comm, lambda: allreduce(gradient.bfloat16(), comm, native=False).float())
     for name, entry in ALGORITHMS.items():
         if entry.compresses:
-            calls[name] = partial(sparse, Training(comm, name, entry, TopK(density), world.Barrier), gradient)
+            calls[name] = partial(sparse, Training(comm, name, entry, TopK(density), world.Barrier), own)
         else:
             calls[name] = counted(comm, partial(allreduce, gradient, comm, native=False))
     taken: dict[str, list[Times]] = {name: [] for name in calls}
     for _ in range(repeats + 1):
         for name, call in calls.items():
             world.Barrier()
-            total.fill_(1.0)
+            own.copy_(gradient)
             taken[name].append(call())
     counted_in = {name: times[1:] for name, times in taken.items()}
     medians = {name: medians_of(times) for name, times in counted_in.items()}

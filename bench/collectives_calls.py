@@ -27,14 +27,12 @@ class Training:
         self.comm, self.name, self.entry, self.compressor = comm, name, entry, compressor
         self.wait, self.feedback = wait, ErrorFeedback(compressor)
         self.state = None if entry.initial_state is None else entry.initial_state()
-        self.mean: torch.Tensor | None = None
 
 
 def sparse(training: Training, gradient: torch.Tensor) -> Times:
-    """A whole call, and its parts."""
+    """A whole call, and its parts. The mean takes the gradient's place."""
     comm, state, select = training.comm, training.state, training.entry.select
     k, inside = training.compressor.entries(gradient.numel()), [0.0, 0.0]
-    training.mean = torch.zeros_like(gradient) if training.mean is None else training.mean
     prescribed = None if select is None else select(gradient, comm.rank, comm.size, k, state)
     begin, sent = time.perf_counter(), comm.bytes_sent
     sparse = training.feedback.compress("x", gradient, select=prescribed)
@@ -47,7 +45,7 @@ def sparse(training: Training, gradient: torch.Tensor) -> Times:
     exchanged = time.perf_counter()
     training.feedback.restore("x", reduction.dropped)
     restored = time.perf_counter()
-    reduction.total.put(training.mean, divisor=comm.size)
+    reduction.total.put(gradient, divisor=comm.size)
     end, (merging, rounds) = time.perf_counter(), inside
     return {
         "select": selected - begin,

@@ -5,7 +5,7 @@
 All sides of a row take turns within one run, on one thread; times are medians of CPU milliseconds, page
 faults included. ``sweeps`` is our time in units of one read of the input (its sum); worst inputs are also held
 against radix select alone. Then the compiled kernels at every level next to NumPy (``compress_levels``).
-DIR gets compress.csv, .png and .json; of that ``bench.compress_report`` makes the table of the package's pages.
+DIR gets compress.csv, .png and .json; `hatch run results` makes the package's page of them.
 """
 
 import os

@@ -5,7 +5,7 @@
 Times are medians of CUDA events around a captured graph for ours (no launch is waited for), and around eager calls
 for torch, whose ``torch.topk`` cannot be captured everywhere. ``floor`` is the bytes that no step can avoid (read
 gradient and residual, write the residual; or read x) at the bandwidth of a copy measured in the same run.
-DIR gets compress-gpu.csv, .png and .json; of that ``bench.compress_report`` makes the table of the package's page.
+DIR gets compress-gpu.csv, .png and .json; `hatch run results` makes the package's page of them.
 """
 
 import statistics

@@ -14,6 +14,8 @@ from bench.record import BEGAN, machine
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results"
 QUICK = RESULTS / "quick"
+MADE = ("bench/results", "docs", "*.md")
+"""What benchmarks and `hatch run results` write: it says nothing of the code that was measured."""
 
 
 def parser_of(name: str, doc: str | None, *, full: str) -> argparse.ArgumentParser:
@@ -62,15 +64,14 @@ def _plain(value: Any) -> Any:
 
 
 def commit() -> str:
-    """The tree's, with a + where files differ from it; "unknown" outside of git."""
+    """The tree's, with a + where its code differs from it; "unknown" outside of git."""
+    code = ["--", ".", *(f":(exclude){path}" for path in MADE)]
     try:
-        done = subprocess.run(
-            ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        head = _git("rev-parse", "--short=12", "HEAD")
+        return head + ("+" if _git("status", "--porcelain", "--untracked-files=no", *code) else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return done.stdout.strip()
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()

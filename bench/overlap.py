@@ -3,11 +3,12 @@
     python -m bench overlap [--mbit RATE] [--ms DELAY] [--repeats N] [--full] [--output DIR]
 
 compute: forward and backward alone. exchange: the same buckets' sparse vectors, ready, exchanged alone. step:
-synchronize() and the optimizer's step after backward, without what it waits. overlapped:
-forward, backward and step with overlap=True. waits: from when backward is over and every bucket started, to the end
-of the last one's exchange (by `Work.began` and `Work.ended`). hidden: 1 − waits / exchange. contention: what
-overlapped takes beyond what stays visible of its parts, because selecting, merging and polling compete with backward
-for cores. Medians of interleaved repeats on rank 0, ms.
+synchronize() and the optimizer's step after backward, without what it waits. overlapped: forward, backward and step
+with overlap=True. waits: from when backward is over and every bucket started, to the end of the last one's exchange (by
+`Work.began` and `Work.ended`), on the rank where it is least: the other one waits for that rank's backward too. hidden:
+1 − waits / exchange. contention: what overlapped takes beyond what stays visible of its parts, because selecting,
+merging and polling compete with backward for cores. Medians of interleaved repeats, of rank 0 but for waits, ms. batch:
+so that backward takes 1.2, or 2.4, times the exchange: what is shorter cannot hide it.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from itertools import product
 from typing import Any, TypeVar
 
 import torch
-from communicators import Communicator, Schedule, Work, as_communicator, barrier, buckets_of, run
+from communicators import Communicator, Schedule, Work, allgather, as_communicator, barrier, buckets_of, run
 from communicators.background.call import Call
 from communicators.background.transport import Pending, Transport
 from communicators.background.transport_communicator import TransportCommunicator
@@ -38,7 +40,8 @@ from bench.record import record
 
 T = TypeVar("T")
 MIB = 1 << 20
-SHORT, LONG = 512, 1024  # batches with which computing takes a little longer than the exchange, and twice as long
+SHORT, LONG = 1.2, 2.4  # times that backward is as long as the exchange
+PROBE = 512  # samples
 COLUMNS = (
     "algorithm",
     "batch",
@@ -62,7 +65,7 @@ def main(argv: Sequence[str] = ()) -> int:
     parser.add_argument("--mbit", type=float, default=25.0, help="link rate, default 25")
     parser.add_argument("--ms", type=float, default=1.0, help="one-way delay, default 1")
     parser.add_argument("--repeats", type=int, default=9, help="default 9")
-    options, facts = asked(parser, argv, buckets=([1, 4, 16], [1, 2, 4, 8, 16, 32]))
+    options, facts = asked(parser, argv, buckets=([1, 4, 16], [1, 4, 8, 16, 32]))
     print("P = 2, 9.4 million parameters, density 0.01, MPI")
     print(f"Python costs {python_microseconds_a_round():.0f} µs a round (schedule, tags, stamps, polling; no network)")
     with open_link(ranks=2, mbit_per_second=options.mbit, milliseconds=options.ms) as link:
@@ -78,18 +81,36 @@ def on_rank(repeats: int, bucket_mib: Sequence[float]) -> None:
     from mpi4py import MPI
 
     comm = _Noted(as_communicator(MPI.COMM_WORLD))
+    short, long = _batches(comm)
     for algorithm in ("gtopk", "topk-allgather"):
-        for batch, size in [*((SHORT, size) for size in bucket_mib), (LONG, BUCKET_BYTES / MIB)]:
+        for batch, size in product((short, long), bucket_mib):
             row = _measure(comm, algorithm, batch, int(size * MIB), repeats)
             if comm.rank == 0:
                 print(f"{algorithm}, batch {batch}, {size:g} MiB: {row['hidden']:.1%} hidden", flush=True)
                 tell({"algorithm": algorithm, "batch": batch, "bucket_MiB": size, **row})
 
 
+def _batches(comm: _Noted) -> tuple[int, int]:
+    """With which backward is `SHORT` and `LONG` times as long as the exchange, on the rank where it is shortest."""
+    work, taken = _Training(comm, "gtopk", PROBE, BUCKET_BYTES), []
+    for _ in range(6):
+        barrier(comm)
+        began = comm.clock()
+        work.exchange()
+        exchanged = comm.clock()
+        work.compute()
+        taken.append((work.backward_ended - work.backward_began) / (exchanged - began))
+    ratios = allgather(torch.tensor([statistics.median(taken[1:])]), comm)
+    ratio = float(torch.cat(ratios).min())
+    short, long = (max(1, round(PROBE * times / ratio)) for times in (SHORT, LONG))
+    return short, long
+
+
 def _measure(comm: _Noted, algorithm: str, batch_size: int, bucket_bytes: int, repeats: int) -> dict[str, Any]:
     work = _Training(comm, algorithm, batch_size, bucket_bytes)
     turns = {"compute": work.compute, "exchange": work.exchange, "step": work.step, "overlapped": work.overlapped}
     times: dict[str, list[float]] = {name: [] for name in (*turns, "waits")}
+    worked: list[float] = []  # of the overlapped step, on this rank
     for _ in range(repeats + 1):
         idle = {}
         for name, turn in turns.items():
@@ -99,16 +120,17 @@ def _measure(comm: _Noted, algorithm: str, batch_size: int, bucket_bytes: int, r
             turn()
             times[name].append(1e3 * (comm.clock() - begin))
             idle[name] = 1e3 * _idle_seconds(comm.works, since=work.backward_ended if name == "overlapped" else begin)
-        times["waits"].append(idle["overlapped"])
+        times["waits"].append(float(torch.cat(allgather(torch.tensor([idle["overlapped"]]), comm)).min()))
         times["step"][-1] -= idle["step"]  # what is left is work: selection, merges' results, the update
+        worked.append(times["overlapped"][-1] - idle["overlapped"])
     medians = {name: statistics.median(taken[1:]) for name, taken in times.items()}
-    contention = medians["overlapped"] - medians["compute"] - medians["step"] - medians["waits"]
+    contention = statistics.median(worked[1:]) - medians["compute"] - medians["step"]
     samples = {f"{name}_samples": taken[1:] for name, taken in times.items()}
     return {**medians, "contention": contention, "hidden": 1 - medians["waits"] / medians["exchange"], **samples}
 
 
 class _Training:
-    """One model with two optimizers, and what a rank does with them. backward_ended: in the last overlapped step."""
+    """One model with two optimizers, and what a rank does with them. backward_began, backward_ended: the last one."""
 
     def __init__(self, comm: _Noted, algorithm: str, batch_size: int, bucket_bytes: int) -> None:
         torch.manual_seed(comm.rank)
@@ -118,7 +140,7 @@ class _Training:
         self._plain, self._overlapping = self._optimizer(overlap=False), self._optimizer(overlap=True)
         buckets = buckets_of(list(self._model.parameters()), bucket_bytes)
         self._ready = [topk(torch.randn(bucket.numel), TopK(0.01).entries(bucket.numel)) for bucket in buckets]
-        self.backward_ended = 0.0
+        self.backward_began = self.backward_ended = 0.0
 
     def _optimizer(self, *, overlap: bool) -> DistributedOptimizer:
         return DistributedOptimizer(
@@ -133,7 +155,10 @@ class _Training:
 
     def _backward(self) -> None:
         self._model.zero_grad(set_to_none=True)
-        self._model(self._batch).square().mean().backward()
+        loss = self._model(self._batch).square().mean()
+        self.backward_began = self._comm.clock()
+        loss.backward()
+        self.backward_ended = self._comm.clock()
 
     def compute(self) -> None:
         with self._overlapping.no_sync():
@@ -149,7 +174,6 @@ class _Training:
 
     def overlapped(self) -> None:
         self._backward()
-        self.backward_ended = self._comm.clock()
         self._overlapping.step()
 
 

@@ -39,6 +39,7 @@ WAYS = [("plain", 0), *((way, rank) for rank in RANKS for way in ("torch", "ours
 EXAMPLE = Path(__file__).parent.parent / "examples" / "ddp_digits.py"
 BATCH, RATE, MOMENTUM = 16, 0.1, 0.9
 
+DENSE_STEPS = 2  # the fewest that torch's hook takes
 AGAINST = "torch's powerSGD_hook, and plain DistributedDataParallel"
 
 
@@ -120,7 +121,7 @@ def _hooked(model: nn.Module, way: str, rank: int) -> tuple[DistributedDataParal
     """The module, and how many bytes this rank has sent so far."""
     ddp = DistributedDataParallel(model, bucket_cap_mb=64)
     if way == "ours":
-        ours = SparseHookState(algorithm="powersgd", options={"rank": rank})
+        ours = SparseHookState(algorithm="powersgd", options={"rank": rank, "dense_steps": DENSE_STEPS})
         ddp.register_comm_hook(ours, sparse_hook)
         return ddp, lambda: float(ours.comm.bytes_sent)
     reduced = 2 * (dist.get_world_size() - 1) / dist.get_world_size() * 4
@@ -128,7 +129,12 @@ def _hooked(model: nn.Module, way: str, rank: int) -> tuple[DistributedDataParal
     if way == "plain":
         whole = sum(p.numel() for p in model.parameters())
         return ddp, lambda: next(steps) // 2 * whole * reduced  # asked before and after every step
-    theirs = PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2, min_compression_rate=1)
+    theirs = PowerSGDState(
+        None,
+        matrix_approximation_rank=rank,
+        start_powerSGD_iter=DENSE_STEPS,
+        min_compression_rate=1,
+    )
     ddp.register_comm_hook(theirs, powerSGD_hook)
     return ddp, lambda: float(theirs.total_numel_after_compression) * reduced
 

@@ -1,10 +1,10 @@
-"""docs/results.md from the records under bench/results: `hatch run results`, and with --run from new records.
+"""docs/results.md, and marked blocks of other pages, of bench/results: `hatch run results`; --run: of new records.
 
     python -m bench.results_page [--run] [--only NAME ...] [--check]
 
 --run: makes the records first, every benchmark of the page in full, one after another, on a machine with nothing else
 to do; with --only those alone. Which of the page's verdicts become others is told, so that two runs can be compared.
---check: writes no page, and ends with 1 if the page is not what the records make.
+--check: writes no page, and ends with 1 if a page is not what the records make. Blocks: see `bench.pages`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from bench.conclusions import conclusions, differences
 from bench.form import RESULTS, ROOT
-from bench.headline import Headline
-from bench.headlines import HEADLINES
-from bench.results_run import remake
+from bench.headlines.every import HEADLINES
+from bench.headlines.headline import Headline
+from bench.pages.blocks import BLOCKS
+from bench.pages.marked import NotOnRecordError, Records, filled, pages, table
+from bench.results_run import BUSY, remake
 from bench.sweeps import page as sweeps
 
 PAGE = ROOT / "docs" / "results.md"
@@ -38,8 +41,13 @@ INTRODUCTION = """# Results
 
 The headline results of the papers that are implemented here: what was published, what came out here, and where it falls
 short, why. **published** figures are the papers'; **simulated** ones are the real schedules with real payloads on a
-virtual clock that charges α + β·bytes a message; **measured** ones are seconds or bytes of real processes.
-`hatch run results --run` makes all records anew, `hatch run results` this page from them.
+virtual clock that charges α + β·bytes a message; **measured** ones are seconds or bytes of real processes. **(ours)**:
+no paper claims it; what we ask of it stands beside. What *density*, *k* or *P* means: [Words](how-it-works.md#words).
+
+Each result leads to its section, which names the command that makes it anew, the commit and machine that it was made
+with, and the record: a `.csv` of rows, and a `.json` with the circumstances and, under `samples`, every single
+measurement where they were kept. Commands run in the project's environment: `hatch shell`, or `hatch run` before each.
+`hatch run results --run` makes all records anew, `hatch run results` this page.
 """
 
 
@@ -50,7 +58,7 @@ def main(argv: Sequence[str] = ()) -> int:
     )
     parser.add_argument("--run", action="store_true", help="make the records first")
     parser.add_argument("--only", nargs="+", choices=SHOWN, metavar="NAME", help=f"of these: {', '.join(SHOWN)}")
-    parser.add_argument("--check", action="store_true", help="only tell whether the page is what the records make")
+    parser.add_argument("--check", action="store_true", help="only tell whether pages are what the records make")
     options = parser.parse_args(argv)
     if options.only and not options.run:
         parser.error("--only says which records --run makes; give both")
@@ -60,15 +68,42 @@ def main(argv: Sequence[str] = ()) -> int:
     print(compared(before, text))
     if failed:
         print(f"no new record: {', '.join(failed)}")
+    others, lacking = changed(records)
+    others |= {PAGE: text} if before != text else {}
+    for path, missing in lacking.items():
+        print(f"{path.relative_to(ROOT)} is kept as it is: {missing}")
     if options.check:
-        return 0 if before == text and not failed else 1
-    PAGE.write_text(text)
+        for path in others:
+            print(f"not what the records make: {path.relative_to(ROOT)}; run `hatch run results`")
+        return 1 if others or lacking or failed else 0
+    for path, made in others.items():
+        path.write_text(made)
     PICTURES.mkdir(parents=True, exist_ok=True)
     for name in SHOWN:
         if name in records:
             shutil.copyfile(RESULTS / f"{name}.png", PICTURES / f"{name}.png")
-    print(f"written: {PAGE.relative_to(ROOT)}")
-    return 1 if failed else 0
+    print(f"written: {', '.join(str(path.relative_to(ROOT)) for path in others) or 'nothing, all is as the records'}")
+    return 1 if lacking or failed else 0
+
+
+def changed(records: Records) -> tuple[dict[Path, str], dict[Path, str]]:
+    """Pages with a block that is not what the records make, as they are to be; and pages that lack a record: which.
+
+    Raises:
+        ValueError: if a page has a wrong mark.
+    """
+    made: dict[Path, str] = {}
+    lacking: dict[Path, str] = {}
+    for path in pages():
+        text = path.read_text()
+        try:
+            new = filled(text, records, BLOCKS, page=str(path.relative_to(ROOT)))
+        except NotOnRecordError as missing:
+            lacking[path] = str(missing)
+        else:
+            if new != text:
+                made[path] = new
+    return made, lacking
 
 
 def compared(before: str, after: str) -> str:
@@ -82,12 +117,13 @@ def compared(before: str, after: str) -> str:
 def page(records: Mapping[str, Any]) -> str:
     """The whole text. records: the content of each .json, by name."""
     headlines = [make(records[name][part]) for name, part, make in HEADLINES if part in records.get(name, {})]
-    lacking = [name for name, part, _ in HEADLINES if part not in records.get(name, {})]
-    lacking += [name for name in (PEERS, SWEEPS) if name not in records]
+    lacking = [(name, make.__doc__ or "") for name, part, make in HEADLINES if part not in records.get(name, {})]
+    lacking += [(name, name.capitalize()) for name in (PEERS, SWEEPS) if name not in records]
     parts = [INTRODUCTION, _kept({name: records[name] for name in SHOWN if name in records})]
-    parts += [_table([_line(headline) for headline in headlines])]
-    parts += [_missing(name) for name in dict.fromkeys(lacking)]
-    parts += [_section(headline, records[headline.record]) for headline in headlines]
+    parts += [table([_line(headline) for headline in headlines])]
+    parts += [_missing(name, what) for name, what in lacking]
+    first = {headline.record: headline for headline in reversed(headlines)}
+    parts += [_section(headline, records[headline.record], first[headline.record]) for headline in headlines]
     if PEERS in records:
         parts.append(_peers(records[PEERS]))
     if SWEEPS in records:
@@ -106,7 +142,7 @@ def _others(records: Mapping[str, Any]) -> str:
         }
         for name, record in records.items()
     ]
-    return "\n## Other records\n\n" + _table(rows) + "\n" if rows else ""
+    return "\n## Other records\n\n" + table(rows) + "\n" if rows else ""
 
 
 def _kept(records: Mapping[str, Any]) -> str:
@@ -125,19 +161,28 @@ def _line(headline: Headline) -> dict[str, str]:
         "published": headline.published,
         "here": f"**{headline.ours}**",
         "how": headline.how,
-        "": "reached" if headline.reached else "falls short",
+        "verdict": "reached" if headline.reached else "falls short",
     }
 
 
-def _section(headline: Headline, record: Mapping[str, Any]) -> str:
+def _section(headline: Headline, record: Mapping[str, Any], first: Headline) -> str:
+    """first: of the record's headlines; its section has the picture."""
     lines = [f'\n<a id="{_anchor(headline.title)}"></a>\n\n## {headline.title}\n']
     if headline.source:
         lines.append(f"Published: {headline.published} ({headline.source}).\n")
     lines.append(f"Here, {headline.how}: **{headline.ours}**. {headline.shortfall}\n")
     if headline.details:
-        lines.append(_table(headline.details))
+        lines.append(table(headline.details))
     lines.append(_circumstances(headline.record, record))
+    if headline is first:
+        lines.append(_picture(headline.record))
+    else:
+        lines.append(f"Picture: under [{first.title}](#{_anchor(first.title)}).\n")
     return "\n".join(lines)
+
+
+def _picture(name: str) -> str:
+    return f"![{name}](images/results/{name}.png)\n"
 
 
 def _peers(record: Mapping[str, Any]) -> str:
@@ -161,7 +206,7 @@ def _peers(record: Mapping[str, Any]) -> str:
         f"{rows[0]['link']}: measured. The fastest step was {best['way']}'s, {best['over_ddp']:.1f} times plain DDP's. "
         f"Accuracy: on the test digits after as many epochs; an image is {100 / record['test_images']:.2f} points.\n"
     )
-    return "\n".join([head, _chosen(record), _table(chosen), _circumstances(PEERS, record)])
+    return "\n".join([head, _chosen(record), table(chosen), _circumstances(PEERS, record), _picture(PEERS)])
 
 
 def _chosen(record: Mapping[str, Any]) -> str:
@@ -198,14 +243,17 @@ def _beats(other: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
 
 
 def _sweeps(record: Mapping[str, Any]) -> str:
-    parts = [sweeps.introduction(record), _table(sweeps.accuracies(record)), sweeps.readings(record)]
-    parts += [sweeps.assumption(record), _table(sweeps.deltas(record)), _circumstances(SWEEPS, record)]
+    parts = [sweeps.introduction(record), table(sweeps.accuracies(record)), sweeps.readings(record)]
+    parts += [sweeps.assumption(record), table(sweeps.deltas(record)), _circumstances(SWEEPS, record), _picture(SWEEPS)]
     return "\n".join(parts)
 
 
 def _circumstances(name: str, record: Mapping[str, Any]) -> str:
     facts = record["circumstances"]
-    told = f"{facts['cores']} cores, load {facts['load']}, Python {facts['Python']}, torch {facts['torch']}"
+    busy = float(facts["load"]) > BUSY * int(facts["cores"])
+    told = f"{facts['cores']} cores, load average {facts['load']} before it"
+    told += " (the machine was busy: seconds are other ones than on an idle one), " if busy else ", "
+    told += f"Python {facts['Python']}, torch {facts['torch']}"
     kept = "every row, and every single measurement" if SAMPLES in record else "every row; single measurements not kept"
     of = f"../bench/results/{name}"
     files = f"[{name}.csv]({of}.csv), [{name}.json]({of}.json) ({kept})"
@@ -215,17 +263,12 @@ def _circumstances(name: str, record: Mapping[str, Any]) -> str:
     given = f"`{command[0].strip()}`" + (", with options that were not recorded" if command[1] else "")
     return (
         f"\n- Command: {given}, at {facts['commit']}; {told}.\n- Compared with: {record['against']}.\n"
-        f"- Records: {files}.\n\n![{name}](images/results/{name}.png)\n"
+        f"- Records: {files}.\n"
     )
 
 
-def _missing(name: str) -> str:
-    return f"\nNot all on record yet: `python -m bench {name} --full`.\n"
-
-
-def _table(rows: Sequence[Mapping[str, str]]) -> str:
-    lines = ["| " + " | ".join(rows[0]) + " |", "|" + "---|" * len(rows[0])]
-    return "\n".join([*lines, *("| " + " | ".join(row.values()) + " |" for row in rows)])
+def _missing(name: str, what: str) -> str:
+    return f"\nNot on record yet, `python -m bench {name} --full` makes it: {what.partition('.')[0]}.\n"
 
 
 def _anchor(title: str) -> str:

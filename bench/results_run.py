@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -11,12 +12,16 @@ from pathlib import Path
 
 from bench.form import RESULTS, ROOT
 
+BUSY = 1.0
+"""Load average a core, before anything is measured; a benchmark that has just ended leaves some, too."""
+
 
 def remake(names: Sequence[str]) -> list[str]:
     """Runs them in full, tells what it does and how long that took for the records there are; those that failed.
 
     A benchmark's exit status says whether it found what was expected: what counts here is whether it left a record.
     """
+    _tell_if_busy()
     known = {name: _seconds(name) for name in names}
     print(f"{len(names)} benchmarks, {_told(list(known.values()))}:")
     for name, seconds in known.items():
@@ -31,14 +36,26 @@ def remake(names: Sequence[str]) -> list[str]:
     return failed
 
 
+def _tell_if_busy() -> None:
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load > BUSY * cores:
+        print(
+            f"the machine is busy (load average {load:.1f} on {cores} cores): seconds will be other ones than on an "
+            "idle one. MPI's ranks, which wait in a loop, suffer most, and what is compared with them looks fast. Such "
+            "records are not to be committed."
+        )
+
+
 def _remade(name: str) -> bool:
     """Whether there is a new record."""
     path, began = RESULTS / f"{name}.json", time.time()
     before = path.read_bytes() if path.exists() else None
     status = subprocess.run([sys.executable, "-m", "bench", name, "--full"], cwd=ROOT).returncode
     new = path.exists() and path.read_bytes() != before  # it tells when it began
+    unlike = "not all that it found is as expected" if new else "something failed"
+    found = "as expected" if status == 0 else f"ended with status {status}: {unlike}"
     record = "its record is new" if new else "it left no record, and the one there was is kept"
-    print(f"{name}: status {status}, {record}; {time.time() - began:.0f} s", flush=True)
+    print(f"{name}: {found}; {record}; {time.time() - began:.0f} s", flush=True)
     return new
 
 

@@ -35,8 +35,9 @@ def train(algorithm: str, seed: int = 0, epochs: int = EPOCHS) -> float:
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
     ddp = DistributedDataParallel(model)
     before, after = (0.0, MOMENTUM) if algorithm in ("none", "dense") else (MOMENTUM, 0.0)  # the selection
+    density = None if algorithm == "dense" else 0.01
     if algorithm != "none":
-        state = SparseHookState(density=0.01, algorithm=algorithm, momentum=before)  # line 1
+        state = SparseHookState(density=density, algorithm=algorithm, momentum=before)  # line 1
         ddp.register_comm_hook(state, sparse_hook)  # line 2
     optimizer = torch.optim.SGD(ddp.parameters(), lr=RATE, momentum=after)
     sampler = DistributedSampler(train_set, seed=seed, drop_last=True)

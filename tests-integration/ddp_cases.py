@@ -63,6 +63,8 @@ class Run:
         settings=None,
         **ddp,
     ):
+        if algorithm == "powersgd":
+            settings = {"options": {"dense_steps": 0}, **(settings or {})}
         self.module = Linear() if module is None else module
         self.shapes = self.module.shapes
         ddp = {"bucket_cap_mb": 1e-4, **ddp}  # several buckets
@@ -183,7 +185,11 @@ def accumulation_in_no_sync():
 
 def near(algorithm, **options):
     """A run of an algorithm whose sums round where the others' are exact."""
-    run = Run(algorithm=algorithm, settings={"options": {"rank": 1}} if algorithm == "powersgd" else None, **options)
+    run = Run(
+        algorithm=algorithm,
+        settings={"options": {"rank": 1, "dense_steps": 0}} if algorithm == "powersgd" else None,
+        **options,
+    )
     run.integers = algorithm not in WHOLE
     return run
 

@@ -69,7 +69,7 @@ OPTIONS = [
     {"inner": adam_amsgrad, "algorithm": "spardl", "nonfinite": "skip"},
     {"inner": sgd_nesterov, "algorithm": "dense"},
     {"inner": torch.optim.Adagrad, "compressor": RandomK(0.2)},
-    {"inner": torch.optim.Adam, "algorithm": "powersgd", "options": {"rank": 1}, "verify": 2},
+    {"inner": torch.optim.Adam, "algorithm": "powersgd", "options": {"rank": 1, "dense_steps": 1}, "verify": 2},
     {"inner": sgd_nesterov, "algorithm": "dense-int8", "nonfinite": "skip"},
 ]
 

@@ -78,6 +78,7 @@ class Rendezvous:
         self.opened += 1
         store = dist.PrefixStore(str(self.opened), self.store)
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size)
+        dist.all_reduce(torch.zeros(1))  # a rank that ends the group at once would cut off one that connects still
         self._groups.append(dist.group.WORLD)
 
     def end_groups(self):
@@ -172,6 +173,7 @@ def outcome_of(case, *given: Any):
         outcome["reason"] = str(error).replace(" on cpu", "")  # the facts of an untagged call name the device
     except BaseException:
         outcome["error"] = traceback.format_exc()
+        print(outcome["error"], file=sys.stderr, flush=True)  # the report may never come, if others wait for this rank
     return {**outcome, "seconds": time.monotonic() - begin}
 
 

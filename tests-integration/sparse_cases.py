@@ -114,7 +114,7 @@ def train(comm, name):
         model.named_parameters(),
         comm=comm,
         algorithm=name,
-        options={"rank": 1} if name == "powersgd" else None,
+        options={"rank": 1, "dense_steps": 1} if name == "powersgd" else None,
         compressor=TopK(0.1),
         bucket_bytes=100,
     )

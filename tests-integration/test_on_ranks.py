@@ -30,7 +30,7 @@ THREE = (
     *(f"gloo:{module}" for module in ("ddp_cases", "ddp_learning", "ddp_states", "uneven_cases")),
     "untagged:untagged_cases",
 )
-FOUR = ("gloo:hsdp_cases",)  # two nodes of two
+FOUR = ("gloo:hsdp_cases", "gloo:twice_cases")  # two nodes of two
 PRETEND = ("pretend-gloo:device_cases", "pretend-untagged:device_cases")
 GPUS = torch.cuda.device_count()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import re
 from pathlib import Path
 
@@ -27,30 +26,10 @@ def test_examples_run(page, forked, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_the_first_figure_is_the_record():
-    with (ROOT / "bench" / "results" / "predictions.csv").open() as file:
-        four = [row for row in csv.DictReader(file) if row["P"] == "4"]
-    steps = {(row["algorithm"], row["density"], row["wire"]): row for row in four}
-    dense = float(steps["dense", "1.0", "fp32"]["measured_ms"])
-    sparse = float(steps["gtopk", "0.01", "fp32"]["measured_ms"])
-    page = " ".join((ROOT / "README.md").read_text().split())
-    assert f"took {dense:,.0f} ms for a training step with dense allreduce, and {sparse:,.0f} ms with gTop-k" in page
-    assert f"{dense / sparse:.0f} times as fast" in page
-    expected = float(steps["gtopk", "0.01", "fp32"]["predicted_ms"])
-    assert f"`advise` had predicted {expected:.0f} of the {sparse:.0f} ms" in page
-    ways = {name: [row for row in four if row["algorithm"] == name] for name in ("dense", "gtopk")}
-    best = {name: min(rows, key=lambda row: float(row["measured_ms"])) for name, rows in ways.items()}
-    factor = float(best["dense"]["measured_ms"]) / float(best["gtopk"]["measured_ms"])
-    told = f"dense in {best['dense']['wire']} and gTop-k at {float(best['gtopk']['density']):.1%}"
-    assert f"the fastest of both ({told.replace('%', ' %')}) are {factor:.1f} times apart" in page
-
-
 @pytest.mark.parametrize("readme", READMES[1:], ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_readme_is_for_who_just_found_it(readme):
     """What is long stands in a page of docs/."""
-    text = readme.read_text()
-    settings = text.partition("**Which settings for my optimizer?**")[2].partition("\n## ")[0]
-    assert len((text.replace(settings, "")).splitlines()) <= 120
+    assert len(readme.read_text().splitlines()) <= 120
 
 
 SHOWN = sorted([*READMES, ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")])

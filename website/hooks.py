@@ -1,4 +1,4 @@
-"""What mkdocs does besides, when it builds the site: links into the tree, and public names that say nothing.
+"""What mkdocs does besides, when it builds the site: records, links into the tree, public names that say nothing.
 
 Warnings of these hooks fail a strict build.
 """
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import griffe
+from mkdocs.structure.files import File
 
 log = logging.getLogger("mkdocs.hooks.website")
 ROOT = Path(__file__).parent.parent
@@ -20,9 +21,18 @@ CODE = re.compile(r"^( *```.*?^ *```)", re.MULTILINE | re.DOTALL)
 PACKAGES = ("communicators", "sparse_compress", "sparse_collectives", "local_sgd", "partial_collectives", "slow_link")
 
 
+RECORDS = "bench/results"
+
+
+def on_files(files: Any, config: Any) -> None:
+    """Benchmarks' records are part of the site, so that who has only that can follow a figure to what was measured."""
+    for path in sorted((ROOT / RECORDS).glob("*.*")):
+        if path.suffix in (".csv", ".json"):
+            files.append(File.generated(config, f"{RECORDS}/{path.name}", abs_src_path=str(path)))
+
+
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Links that leave docs/, as they are good for in a checkout, become links to the published tree."""
-    del files
+    """Links that leave docs/, as they are good for in a checkout, become links to records, or to the published tree."""
     here = posixpath.dirname(posixpath.join("docs", page.file.src_uri))
 
     def linked(match: re.Match[str]) -> str:
@@ -31,6 +41,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         target = posixpath.normpath(posixpath.join(here, path))
         if not path or re.match(r"[a-z]+:", path) or target.startswith("docs/"):
             return match[0]
+        if files.get_file_from_path(target):
+            return f"{text}({posixpath.relpath(target, posixpath.dirname(page.file.src_uri))})"
         if target.startswith("..") or not (ROOT / target).exists():
             log.warning("%s links to %s, which is not in the tree", page.file.src_uri, link)
         kind = "tree" if (ROOT / target).is_dir() else "blob"

@@ -160,11 +160,13 @@ def _write_accuracy(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     kept = []
     for row in rows:
         way = WAYS[row["way"]]
-        if way.advised and row["optimizer"] in way.advised_to and not row["clip"] and row["behind"] is not None:
+        if way.advised and not row["clip"] and row["behind"] is not None:
             algorithm, wire = way.advised
+            run = Run(seed=0, **{name: row[name] for name in LABELS})
+            kind = {"algorithm": algorithm, "wire": wire, "sends": way.settings(run).get("sends", "gradients")}
             for optimizer in ("adam", "adamw") if row["optimizer"] == "adamw" else ("sgd",):
                 names = ("task", "density", "ranks", "steps", "seeds", "behind")
-                kept.append({"optimizer": optimizer, "algorithm": algorithm, "wire": wire} | {n: row[n] for n in names})
+                kept.append({"optimizer": optimizer} | kind | {name: row[name] for name in names})
     said = "written by python -m bench convergence --output DIR --accuracy FILE"
     path.write_text(json.dumps({"note": said, "rows": kept}, indent=1) + "\n")
 

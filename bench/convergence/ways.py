@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 MOMENTUM = 0.9
+BETA1, BETA1_WAITING = 0.9, 0.5  # AdamW's own default, and where updates wait
 WARM_UP = 10  # a tenth of the steps
 TINY = 256  # elements: biases and norms of these models, not their matrices
 
@@ -38,8 +39,8 @@ class Way:
     selects: by a density. ahead: of updates, whether gradients are made with what waits.
 
     clips_after: as plain training does, between the exchange and the step. optimizers: that it is for. advised:
-    algorithm and wire, where it is what `advise` says to the optimizers of `advised_to`. by: what trains, ours,
-    "torch" (`torch_hooks`, by the way's name) or "sparseloco".
+    algorithm and wire, where it is what `advise` says. by: what trains, ours,
+    "torch" (`torch_hooks`, by the way's name) or "sparseloco". beta1: of AdamW, where it is not what fits the settings.
     """
 
     settings: Callable[[Run], Mapping[str, Any]]
@@ -49,12 +50,17 @@ class Way:
     clips_after: bool = False
     optimizers: tuple[str, ...] = ("sgd", "adamw")
     advised: tuple[str, str] | None = None
-    advised_to: tuple[str, ...] = ("adamw",)
     by: str = "ours"
+    beta1: float | None = None
 
 
 def _whole(**settings: Any) -> Way:
     return Way(lambda run: settings, own_momentum=True, selects=False, clips_after=True)
+
+
+def _low_rank(run: Run) -> dict[str, Any]:
+    """The first tenth of the steps dense, as with torch's hook."""
+    return {"algorithm": "powersgd", "options": {"dense_steps": max(2, run.steps // WARM_UP)}}
 
 
 def _peer(by: str, **more: Any) -> Way:
@@ -109,16 +115,16 @@ def _by(algorithm: str, wire: str = "fp32") -> Way:
 
 WAYS: dict[str, Way] = {
     "dense": _whole(algorithm="dense"),
+    "dense, beta1 0.5": replace(_whole(algorithm="dense"), beta1=BETA1_WAITING, optimizers=("adamw",)),
     "dense bf16": _whole(algorithm="dense", wire="bf16"),
-    "powersgd": _whole(algorithm="powersgd"),
+    "powersgd": Way(_low_rank, own_momentum=True, selects=False, clips_after=True),
     "dense-int8": _whole(algorithm="dense-int8"),
     "gtopk, as first written": Way(_as_first_written, clips_after=True),
     "gtopk": _by("gtopk"),
     "gtopk, no warm-up": Way(_without_warm_up),
     "gtopk, not ahead": Way(fitting, ahead=False),
-    "gtopk, momentum before": Way(
-        _momentum_before, optimizers=("sgd",), advised=("gtopk", "fp32"), advised_to=("sgd",)
-    ),
+    "gtopk, beta1 0.9": Way(fitting, beta1=BETA1, optimizers=("adamw",)),
+    "gtopk, momentum before": Way(_momentum_before, optimizers=("sgd",), advised=("gtopk", "fp32")),
     "gtopk, momentum twice": Way(_momentum_twice, own_momentum=True, clips_after=True, optimizers=("sgd",)),
     "gtopk int8-packed": _by("gtopk", wire="int8-packed"),
     "topk-allgather": _by("topk-allgather"),
@@ -138,7 +144,8 @@ def optimizer_of(run: Run, way: Way, model: nn.Module, rate: float, comm: Commun
     settings = way.settings(run)
     inner: Optimizer
     if run.optimizer == "adamw":
-        inner = torch.optim.AdamW(model.parameters(), lr=rate)
+        beta1 = way.beta1 or (BETA1_WAITING if settings.get("sends") == "updates" else BETA1)
+        inner = torch.optim.AdamW(model.parameters(), lr=rate, betas=(beta1, 0.999))
     else:
         own = way.own_momentum or settings.get("sends") == "updates"
         inner = torch.optim.SGD(model.parameters(), lr=rate, momentum=MOMENTUM if own else 0.0)

@@ -33,6 +33,8 @@ def options(app: App, tmp_path: Path) -> Callable[..., Options]:
         flags = {"output": tmp_path / "run", "batch_size": 4, "max_epochs": 2, "lr": 0.05} | flags
         if "density" in owned_by(app, flags.get("algorithm", "dense")):
             flags = {"density": 0.2} | flags
+        if "dense_steps" in owned_by(app, flags.get("algorithm", "dense")):
+            flags = {"dense_steps": 1} | flags
         argv = []
         for name, value in flags.items():
             argv += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])

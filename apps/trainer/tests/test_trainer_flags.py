@@ -68,6 +68,8 @@ def test_two_spellings_of_the_algorithm(app: App, flags: str, algorithm: str) ->
         ("--algorithm dense-int8 --wire bf16", "dense-int8 has no wire"),
         ("--algorithm gtopk --rank 2", "--rank 2 is for powersgd; gtopk has no rank"),
         ("--algorithm powersgd --rank 0", "expected a whole number from 1 on"),
+        ("--algorithm powersgd --dense-steps -1", "expected a whole number from 0 on"),
+        ("--algorithm gtopk --dense-steps 2", "--dense-steps 2 is for powersgd; gtopk has no dense steps"),
         ("--compression --compressor topk-allgather", "choose from 'none', 'topk', 'topkA'"),
         ("--density 1.5", "given '1.5'"),
         ("--density much", "given 'much'"),

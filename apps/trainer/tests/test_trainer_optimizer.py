@@ -14,6 +14,7 @@ from thinwire_trainer.command_line.flags import parse
 from thinwire_trainer.command_line.options import Options
 from thinwire_trainer.errors import AgreedError, RunError
 from thinwire_trainer.records.metrics import read_metrics
+from thinwire_trainer.synchronisers.inner import adamw
 from thinwire_trainer.synchronisers.table import TABLE, Flag, Synchronisation
 
 
@@ -43,7 +44,7 @@ def parse_again(then: Options, app: App, *words: str) -> Options:
 def test_adamw_on_one_rank_is_adamw(
     app: App, options: Callable[..., Options], tmp_path: Path, algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every algorithm makes one, of the run's rate and decay, and takes its steps."""
+    """Every algorithm makes one, of the run's rate, momentum and decay, and takes its steps."""
     made, steps = [], []
     inner = torch.optim.AdamW
 
@@ -58,8 +59,8 @@ def test_adamw_on_one_rank_is_adamw(
 
     monkeypatch.setattr("thinwire_trainer.synchronisers.inner.AdamW", Noted)
     flags = {"algorithm": algorithm, "optimizer": "adamw", "weight_decay": 0.1, "lr": 0.01, "max_epochs": 1}
-    train(app, options(output=tmp_path / "run", **flags), 1)
-    assert made == [{"lr": 0.01, "weight_decay": 0.1}]
+    train(app, options(output=tmp_path / "run", momentum=0.7, **flags), 1)
+    assert made == [{"lr": 0.01, "betas": (0.7, 0.999), "weight_decay": 0.1}]
     assert steps
 
 
@@ -67,7 +68,7 @@ def test_what_waits_of_adamw_counts_where_gradients_are_made(
     app: App, options: Callable[..., Options], tmp_path: Path
 ) -> None:
     """One rank at a density of 5 % has the training losses of AdamW itself, within rounding."""
-    flags = {"optimizer": "adamw", "weight_decay": 0.1, "lr": 0.01, "max_epochs": 2}
+    flags = {"optimizer": "adamw", "momentum": 0.8, "weight_decay": 0.1, "lr": 0.01, "max_epochs": 2}
     losses = []
     for algorithm, own in (("dense", {}), ("gtopk", {"density": 0.05})):
         given = options(algorithm=algorithm, output=tmp_path / algorithm, **flags, **own)
@@ -79,8 +80,7 @@ def test_what_waits_of_adamw_counts_where_gradients_are_made(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("--nesterov", "--nesterov is a form of SGD's momentum, and AdamW has moments of its own"),
-        ("--momentum 0.9", "--momentum 0.9 is SGD's, and AdamW has moments of its own"),
+        ("--nesterov", "--nesterov is a form of SGD's momentum, and AdamW has none"),
         ("--algorithm gtopk --overlap", "--overlap sends gradients during backward, and with --optimizer adamw gtopk"),
         ("--algorithm auto --overlap", "--overlap sends gradients during backward, and with --optimizer adamw auto"),
         ("--algorithm own", "--optimizer adamw is not for own, which takes sgd"),
@@ -101,22 +101,36 @@ def test_each_optimizer_has_its_own_defaults_also_beside_an_apps(app: App) -> No
     app = replace(app, defaults={**app.defaults, "lr": 4.0})
     sgd, adamw, given = (
         parse(words.split(), app, world_size=None)
-        for words in ("", "--optimizer adamw", "--optimizer adamw --lr 0.1 --momentum 0")
+        for words in ("", "--optimizer adamw", "--optimizer adamw --lr 0.1 --momentum 0.7")
     )
     assert (sgd.optimizer, sgd.lr, sgd.momentum) == ("sgd", 4.0, 0.9)
-    assert (adamw.optimizer, adamw.lr, adamw.momentum) == ("adamw", 0.001, 0.0)
-    assert given.lr == 0.1
+    assert (adamw.optimizer, adamw.lr, adamw.momentum) == ("adamw", 0.001, 0.9)
+    assert (given.lr, given.momentum) == (0.1, 0.7)
+
+
+@pytest.mark.parametrize("algorithm", TABLE)
+def test_momentum_is_adamws_first_beta_and_less_where_updates_wait(app: App, algorithm: str) -> None:
+    entry = TABLE[algorithm]
+    if "adamw" not in entry.optimizers:
+        with pytest.raises(RunError, match="adamw is not for"):
+            parse(["--optimizer", "adamw", "--algorithm", algorithm], app, world_size=None)
+        return
+    given = parse(["--optimizer", "adamw", "--algorithm", algorithm], app, world_size=None)
+    assert given.momentum == (0.9 if entry.nesterov else 0.5)
+    for momentum in (given.momentum, 0.7):
+        inner = adamw(replace(given, momentum=momentum), torch.nn.Linear(2, 2))
+        assert inner.param_groups[0]["betas"] == (momentum, 0.999)
 
 
 def test_a_recorded_run_of_adamw_is_done_again_and_one_of_sgd_lends_it_no_rate(app: App, tmp_path: Path) -> None:
     file = tmp_path / "config.json"
-    file.write_text(json.dumps({"optimizer": "adamw", "lr": 0.02, "momentum": 0.0, "nesterov": False}))
+    file.write_text(json.dumps({"optimizer": "adamw", "lr": 0.02, "momentum": 0.8, "nesterov": False}))
     again = parse(["--config", str(file)], app, world_size=None)
-    assert (again.optimizer, again.lr, again.momentum) == ("adamw", 0.02, 0.0)
+    assert (again.optimizer, again.lr, again.momentum) == ("adamw", 0.02, 0.8)
     for recorded in ({"optimizer": "sgd"}, {}):  # the latter is a run from before there was a choice
         file.write_text(json.dumps({"lr": 3.0, "momentum": 0.9, "nesterov": True, "batch_size": 7, **recorded}))
         other = parse(["--config", str(file), "--optimizer", "adamw"], app, world_size=None)
-        assert (other.lr, other.momentum, other.nesterov, other.batch_size) == (0.001, 0.0, False, 7)
+        assert (other.lr, other.momentum, other.nesterov, other.batch_size) == (0.001, 0.9, False, 7)
 
 
 @pytest.mark.parametrize("algorithm", [name for name, entry in TABLE.items() if not entry.nesterov])
@@ -140,7 +154,14 @@ def test_selected_updates_learn_as_whole_ones_where_all_is_sent(
     """Of one rank, at density 1: AdamW within rounding."""
     models = []
     for algorithm, own in (("dense", {}), ("gtopk", {"density": 1.0})):
-        flags = {"algorithm": algorithm, "optimizer": "adamw", "weight_decay": 0.1, "lr": 0.01, "nonfinite": nonfinite}
+        flags = {
+            "algorithm": algorithm,
+            "optimizer": "adamw",
+            "momentum": 0.8,
+            "weight_decay": 0.1,
+            "lr": 0.01,
+            "nonfinite": nonfinite,
+        }
         given = options(output=tmp_path / algorithm, **flags, **own)
         train(app, given, 1)
         models.append(result(given)[1])

@@ -1,6 +1,9 @@
 """`ahead()`: gradients where a rank would be, had its own updates been applied."""
 
 import copy
+import gc
+import warnings
+import weakref
 
 import pytest
 import torch
@@ -8,6 +11,7 @@ from communicators import SimulatedWorld
 from hypothesis import given
 from hypothesis import strategies as st
 from sparse_collectives import DistributedOptimizer
+from sparse_collectives.training import ahead
 from sparse_compress import WarmUp
 from torch import nn
 
@@ -196,3 +200,139 @@ def test_how_far_ahead_a_rank_goes(optimizer, share):
         torch.testing.assert_close(moved, share * waits, rtol=1e-9, atol=1e-12)
 
     SimulatedWorld(4).run(body)
+
+
+def said_in(step):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step()
+    return [str(one.message) for one in caught]
+
+
+def test_a_backward_outside_beside_one_inside_is_warned_about_once():
+    model, optimizer = made(None, "sgd", density=0.1)
+    said = []
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, 0, step).backward()
+        with optimizer.ahead():
+            loss_of(model, 0, step + 10).backward()
+        said += said_in(optimizer.step)
+    assert len(said) == 1
+    assert "of this step some gradients were made inside ahead(), others outside" in said[0]
+
+
+THROWN_AWAY = {
+    "none": lambda model, optimizer: model.zero_grad(),
+    "zeros": lambda model, optimizer: model.zero_grad(set_to_none=False),
+    "by optimizer": lambda model, optimizer: optimizer.zero_grad(),
+}
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("how", THROWN_AWAY)
+def test_gradients_that_were_thrown_away_were_not_made_outside(how, inside):
+    """Such as those that a generator's loss leaves in the discriminator of a GAN."""
+    model, optimizer = made(None, "sgd", density=0.1)
+    loss_of(model, 0, 0).backward()
+    with optimizer.ahead():
+        pass  # hooks are there from now on
+    loss_of(model, 0, 0).backward()
+    if not inside:
+        THROWN_AWAY[how](model, optimizer)
+    with optimizer.ahead():
+        if inside:
+            THROWN_AWAY[how](model, optimizer)
+        for step in range(2):
+            loss_of(model, 0, step).backward()
+    assert not said_in(optimizer.step)
+
+
+@pytest.mark.parametrize("how", THROWN_AWAY)
+def test_gradients_thrown_away_of_what_the_step_does_not_use_were_not_made_outside(how):
+    """Such as those of a probe, or of a head that another task trains."""
+    model, optimizer = made(None, "sgd", density=0.1)
+    with optimizer.ahead():
+        loss_of(model, 0, 0).backward()
+    optimizer.step()
+    THROWN_AWAY[how](model, optimizer)
+    loss_of(model, 0, 1).backward()
+    THROWN_AWAY[how](model, optimizer)
+    with optimizer.ahead():
+        model[0](torch.ones(1, 6)).sum().backward()  # model[2] has no backward
+    assert not said_in(optimizer.step)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_gradients_that_never_reach_grad_were_not_made_outside(before):
+    """`torch.autograd.grad`, such as of a norm that is logged."""
+    model, optimizer = made(None, "sgd", density=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        if before:
+            torch.autograd.grad(loss_of(model, 0, step), list(model.parameters()))
+        with optimizer.ahead():
+            loss_of(model, 0, step).backward()
+        if not before:
+            torch.autograd.grad(loss_of(model, 0, step), list(model.parameters()))
+        assert not said_in(optimizer.step)
+
+
+def test_at_density_1_nothing_waits_so_it_is_all_the_same_where_gradients_were_made():
+    model, optimizer = made(None, "sgd", density=1.0)
+    loss_of(model, 0, 0).backward()
+    with optimizer.ahead():
+        loss_of(model, 0, 1).backward()
+    assert not said_in(optimizer.step)
+
+
+def test_watching_where_gradients_are_made_keeps_nothing_alive_and_leaves_the_model_copyable():
+    model, optimizer = made(None, "sgd", density=0.1)
+    with optimizer.ahead():
+        loss_of(model, 0, 0).backward()
+    watching = weakref.ref(optimizer._ahead)
+    twin = copy.deepcopy(model)
+    del optimizer
+    gc.collect()
+    assert watching() is None
+    loss_of(model, 0, 0).backward()
+    loss_of(twin, 0, 0).backward()
+
+
+def hooks_of(model):
+    return sum(len(p._backward_hooks or ()) + len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
+
+
+def test_hooks_go_with_the_wrapper():
+    model, optimizer = made(None, "sgd", density=0.1)
+    with optimizer.ahead():
+        loss_of(model, 0, 0).backward()
+    assert hooks_of(model)
+    del optimizer
+    gc.collect()
+    assert not hooks_of(model)
+
+
+def test_hooks_go_after_the_warning_and_do_not_come_back():
+    model, optimizer = made(None, "sgd", density=0.1)
+    with optimizer.ahead():
+        loss_of(model, 0, 0).backward()
+    loss_of(model, 0, 1).backward()
+    assert len(said_in(optimizer.step)) == 1
+    assert not hooks_of(model)
+    with optimizer.ahead():
+        loss_of(model, 0, 2).backward()
+    assert not hooks_of(model)
+
+
+@pytest.mark.parametrize("density", [0.1, 1.0])
+def test_hooks_go_after_steps_in_which_all_was_as_it_should_be(density):
+    model, optimizer = made(None, "sgd", density=density)
+    for step in range(ahead.LOOKS):
+        optimizer.zero_grad()
+        with optimizer.ahead():
+            loss_of(model, 0, step).backward()
+        assert hooks_of(model)
+        optimizer.step()
+    with optimizer.ahead():
+        assert not hooks_of(model)

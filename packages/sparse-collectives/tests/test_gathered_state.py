@@ -19,7 +19,7 @@ KINDS = [
     {"momentum": 0.9, "algorithm": "oktopk"},
     {"inner": torch.optim.Adam},
     {"inner": torch.optim.Adam, "sends": "updates"},
-    {"algorithm": "powersgd"},
+    {"algorithm": "powersgd", "options": {"dense_steps": 1}},
     {"algorithm": "dense"},
 ]
 

@@ -31,7 +31,7 @@ def exchange_of(comm, nonfinite, *, algorithm, momentum, dense_below, compressor
     chosen = choose_scheme(
         comm,
         algorithm=algorithm,
-        options=None,
+        options={"dense_steps": 0} if algorithm == "powersgd" else None,
         wire=wire,
         compressor=compressor(),
         momentum=momentum,

@@ -218,6 +218,15 @@ def test_frozen_and_empty_parameters_are_left_out():
     assert SimulatedWorld(2).run(body) == [32 + 4 * 4] * 2  # a frame, and all four: no indices
 
 
+@pytest.mark.parametrize("sends", ["gradients", "updates"])
+@pytest.mark.parametrize("inner", [torch.optim.Adam, torch.optim.SGD])
+def test_nothing_to_train_is_an_error_at_once(inner, sends):
+    model = Weights(4, 0)
+    model.a.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"of the 2 parameters .* 1 frozen, 1 empty: .*requires_grad_\(True\)"):
+        DistributedOptimizer(inner(model.parameters(), lr=1.0), model.named_parameters(), sends=sends)
+
+
 @every_algorithm
 def test_mixed_dtypes_each_have_a_bucket_and_keep_their_dtype(name):
     def body(comm):

@@ -36,7 +36,7 @@ def backward(model, rank, step=0):
         {"algorithm": "gtopk"},
         {"algorithm": "oktopk"},
         {"algorithm": "dense"},
-        {"algorithm": "powersgd"},
+        {"algorithm": "powersgd", "options": {"dense_steps": 1}},
         {"algorithm": "dense-int8"},
         {"dense_below": 17},
         {"overlap": True, "bucket_bytes": 256},
@@ -141,6 +141,23 @@ def test_a_density_schedule_and_whole_gradients_say_what_they_send():
         optimizer.step()
     assert optimizer.stats()["density"] == 0.125
     assert made(Alone(), algorithm="dense")[1].stats()["density"] == 1
+
+
+def test_while_an_algorithm_still_sums_whole_it_is_said():
+    options = {"algorithm": "powersgd", "options": {"dense_steps": 2}}
+    model, optimizer = made(Alone(), nonfinite="skip", **options)
+    said = []
+    for step in range(4):
+        stats = optimizer.stats()
+        said.append((stats["dense_steps_left"], "summed whole" in str(stats)))
+        backward(model, 0, step)
+        if step == 0:
+            model[0].weight.grad[0, 0] = torch.nan
+        optimizer.step()
+        optimizer.zero_grad()
+    assert said == [(2, True), (2, True), (1, True), (0, False)]
+    assert "the next 2 steps are summed whole" in str(made(Alone(), **options)[1].stats())
+    assert "dense_steps_left" not in made(Alone(), algorithm="dense")[1].stats()
 
 
 def test_a_logger_gets_plain_numbers_and_a_reader_a_line():

@@ -19,7 +19,15 @@ NAMES = ["powersgd", "dense-int8"]
 either = pytest.mark.parametrize("name", NAMES)
 
 
+def low_rank_at_once(options):
+    """PowerSGD from the first step on, unless a test is about its dense steps."""
+    if options.get("algorithm") != "powersgd":
+        return options
+    return {**options, "options": {"dense_steps": 0, **options.get("options", {})}}
+
+
 def make(comm, *, shapes=SHAPES, dtype=torch.float32, lr=1.0, **options):
+    options = low_rank_at_once(options)
     model = nn.ParameterDict({name: nn.Parameter(torch.zeros(shape, dtype=dtype)) for name, shape in shapes.items()})
     inner = torch.optim.SGD(model.parameters(), lr=lr)
     return model, DistributedOptimizer(inner, model.named_parameters(), comm=comm, **options)
@@ -67,6 +75,10 @@ def train(comm, *, steps, seed=0, draw=integers, saved=None, bad=(), backwards=1
     return flat(whole).double(), -comm.size * flat(model.values()).double(), rests, state
 
 
+def own_options(name, dense_steps):
+    return {"options": {"dense_steps": dense_steps}} if name == "powersgd" else {}
+
+
 @either
 @settings(max_examples=12)
 @given(
@@ -76,9 +88,11 @@ def train(comm, *, steps, seed=0, draw=integers, saved=None, bad=(), backwards=1
     bucket_bytes=st.sampled_from([None, 100, 4000]),
     backwards=st.integers(1, 2),
     overlap=st.booleans(),
+    dense_steps=st.integers(0, 3),
 )
-def test_nothing_is_lost_and_all_agree(name, size, seed, steps, **options):
+def test_nothing_is_lost_and_all_agree(name, size, seed, steps, dense_steps, **options):
     """Σ gradients = P · Σ means + Σ residuals: within rounding; parameters have the same bits on every rank."""
+    options |= own_options(name, dense_steps)
     results = SimulatedWorld(size).run(
         lambda comm: train(comm, algorithm=name, steps=range(steps), seed=seed, draw=normal, **options)
     )
@@ -137,9 +151,16 @@ def test_int8_sends_what_its_expression_says(size, numel):
 
 @either
 @settings(max_examples=4)
-@given(size=st.sampled_from(SIZES), seed=st.integers(0, 99), bucket_bytes=st.sampled_from([None, 4000]))
-def test_a_resumed_run_has_the_same_bits(name, size, seed, bucket_bytes):
+@given(
+    size=st.sampled_from(SIZES),
+    seed=st.integers(0, 99),
+    bucket_bytes=st.sampled_from([None, 4000]),
+    dense_steps=st.integers(0, 5),
+)
+def test_a_resumed_run_has_the_same_bits(name, size, seed, bucket_bytes, dense_steps):
+    """Also where it was stopped before, or amid, the steps that PowerSGD sums whole."""
     options = {"algorithm": name, "seed": seed, "draw": normal, "bucket_bytes": bucket_bytes}
+    options |= own_options(name, dense_steps)
     straight = SimulatedWorld(size).run(lambda comm: train(comm, steps=range(5), **options))
     half = SimulatedWorld(size).run(lambda comm: train(comm, steps=range(2), **options))
     resumed = SimulatedWorld(size).run(lambda comm: train(comm, steps=range(2, 5), saved=half[comm.rank][3], **options))
@@ -150,9 +171,12 @@ def test_a_resumed_run_has_the_same_bits(name, size, seed, bucket_bytes):
 
 
 @either
+@pytest.mark.parametrize("dense_steps", [0, 2, 3])
 @pytest.mark.parametrize("bucket_bytes", [None, 4000])
-def test_a_skipped_step_leaves_no_trace(name, bucket_bytes):
+def test_a_skipped_step_leaves_no_trace(name, bucket_bytes, dense_steps):
+    """Nor does it count as one that PowerSGD sums whole."""
     options = {"algorithm": name, "nonfinite": "skip", "draw": normal, "bucket_bytes": bucket_bytes}
+    options |= own_options(name, dense_steps)
     clean = SimulatedWorld(3).run(lambda comm: train(comm, steps=[0, 1, 3], **options))
     dirty = SimulatedWorld(3).run(lambda comm: train(comm, steps=[0, 1, 2, 3], bad={2}, **options))
     for one, other in zip(clean, dirty, strict=True):
@@ -176,6 +200,7 @@ def test_the_rank_and_parameter_of_a_nan_are_named_on_every_rank(name):
     ("mine", "others", "says"),
     [
         ({"algorithm": "powersgd", "options": {"rank": 1}}, {"algorithm": "powersgd"}, "rank=1"),
+        ({"algorithm": "powersgd", "options": {"dense_steps": 1}}, {"algorithm": "powersgd"}, "dense_steps=1"),
         ({"algorithm": "powersgd"}, {"algorithm": "dense-int8"}, "dense-int8"),
         ({"algorithm": "dense"}, {"algorithm": "dense-int8"}, "dense-int8"),
     ],
@@ -357,9 +382,18 @@ def test_a_state_of_another_rank_is_refused():
     [
         ({"algorithm": "powersgd", "momentum": 0.9}, ValueError, "powersgd selects nothing, so momentum=0.9 belongs"),
         ({"algorithm": "powersgd", "wire": "bf16"}, ValueError, "wire='bf16' would have no effect"),
-        ({"algorithm": "powersgd", "options": {"teams": 2}}, ValueError, "no option teams; it takes: rank"),
+        (
+            {"algorithm": "powersgd", "options": {"teams": 2}},
+            ValueError,
+            "no option teams; it takes: rank, dense_steps",
+        ),
         ({"algorithm": "powersgd", "options": {"rank": 0}}, ValueError, "rank is 0, expected 1 or more"),
         ({"algorithm": "powersgd", "options": {"rank": 1.5}}, TypeError, "rank is 1.5"),
+        (
+            {"algorithm": "powersgd", "options": {"dense_steps": -1}},
+            ValueError,
+            "dense_steps is -1, expected 0 or more",
+        ),
         ({"algorithm": "dense-int8", "options": {"rank": 1}}, ValueError, "no option rank; it takes: none"),
     ],
 )
@@ -378,3 +412,66 @@ def test_columns_are_orthonormal(length, columns, seed):
     basis = orthonormal([dependent])[0]
     torch.testing.assert_close(basis @ (basis.T @ matrix), matrix, rtol=0, atol=1e-4)
     torch.testing.assert_close(outer_sum(matrix, matrix), matrix @ matrix.T, rtol=0, atol=1e-4)
+
+
+@settings(max_examples=12)
+@given(size=st.sampled_from(SIZES), seed=st.integers(0, 99), dense_steps=st.integers(0, 4))
+def test_the_first_steps_of_powersgd_are_dense_ones(size, seed, dense_steps):
+    """They leave no residuals, and what follows begins as it would have begun at first."""
+
+    def run(steps, **options):
+        options = {"steps": range(steps), "seed": seed, "draw": normal, **options}
+        return SimulatedWorld(size).run(lambda comm: train(comm, **options))
+
+    own = {"algorithm": "powersgd", "options": {"dense_steps": dense_steps}}
+    for one, dense in zip(run(dense_steps, **own), run(dense_steps, algorithm="dense"), strict=True):
+        assert not one[2].any()
+        torch.testing.assert_close(one[1], dense[1], rtol=0, atol=1e-5 * size)
+    assert run(dense_steps + 1, **own)[0][2].any()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_dense_steps_send_what_their_expression_says(size):
+    worlds = SimulatedWorld(size), SimulatedWorld(size), SimulatedWorld(size)
+    for steps, world in enumerate(worlds):
+        own = {"algorithm": "powersgd", "options": {"dense_steps": 1}, "steps": range(steps)}
+        world.run(lambda comm, own=own: train(comm, **own))
+    shapes = [torch.Size(shape) for shape in SHAPES.values()]
+    for columns, before, after in ((None, *worlds[:2]), (2, *worlds[1:])):
+        sent = [powersgd_sent(rank, size, shapes, columns) for rank in range(size)]
+        assert [b - a for a, b in zip(before.bytes_sent, after.bytes_sent, strict=True)] == [t.nbytes for t in sent]
+
+
+def test_dense_steps_are_counted_on_through_another_number_of_ranks():
+    own = {"algorithm": "powersgd", "options": {"dense_steps": 3}, "draw": normal}
+    before = SimulatedWorld(2).run(lambda comm: train(comm, steps=range(2), **own))
+    states = reshard_residuals([result[3][1] for result in before], 3)
+
+    def body(comm):
+        saved = before[0][3][0], states[comm.rank]
+        return [bool(train(comm, steps=range(2, end), saved=saved, **own)[2].any()) for end in (3, 4)]
+
+    assert SimulatedWorld(3).run(body) == [[False, True]] * 3
+
+
+def test_a_state_from_before_dense_steps_were_counted_has_them_behind_it():
+    own = {"algorithm": "powersgd", "options": {"dense_steps": 3}, "draw": normal}
+
+    def body(comm):
+        *_, saved = train(comm, steps=range(4), **own)
+        parameters, state = copy.deepcopy(saved)
+        del state["distributed"]["stood"]
+        return [train(comm, steps=[4], saved=old, **own)[1:3] for old in (saved, (parameters, state))]
+
+    for counted, uncounted in SimulatedWorld(2).run(body):
+        assert all(torch.equal(one, other) for one, other in zip(counted, uncounted, strict=True))
+        assert counted[1].any()
+
+
+def test_residuals_of_another_algorithm_are_applied_in_the_first_dense_step():
+    saved = SimulatedWorld(2).run(lambda comm: train(comm, algorithm="dense-int8", steps=range(2), draw=normal))
+    own = {"algorithm": "powersgd", "options": {"dense_steps": 1}, "draw": normal}
+    after = SimulatedWorld(2).run(lambda comm: train(comm, steps=[2], saved=saved[comm.rank][3], **own))
+    whole = sum(result[0] for result in saved) + sum(result[0] for result in after)
+    torch.testing.assert_close(after[0][1], whole, rtol=0, atol=1e-4)
+    assert not any(result[2].any() for result in after)

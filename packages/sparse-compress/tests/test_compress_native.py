@@ -188,10 +188,22 @@ def test_putting_back(level, nasty, seed, numel, divisor):
     assert_same(*both(level, sparse.to_dense))
 
 
-def test_putting_back_what_no_cache_keeps(level):
-    """It is written by other stores."""
-    sparse = topk(torch.randn((1 << 19) + 5, generator=torch.Generator().manual_seed(0)), 5000)
-    assert_same(*both(level, lambda: sparse.put(torch.ones(sparse.numel + 1)[1:], divisor=3)))
+@given(
+    seed=seeds,
+    beyond=st.integers(0, 40),
+    offset=st.integers(0, 17),
+    entries_=st.integers(0, 60) | st.sampled_from([5000, 16_000]),
+    together=st.booleans(),
+    divisor=st.sampled_from([1.0, 3.0]),
+)
+def test_putting_back_in_windows(level, nasty, seed, beyond, offset, entries_, together, divisor):
+    """The last window may not be whole, some have no entry, others nothing else."""
+    numel, rng = (1 << 14) + beyond, np.random.default_rng(seed)
+    indices = np.arange(entries_) if together else np.sort(rng.choice(numel, entries_, replace=False, shuffle=False))
+    at = torch.from_numpy((indices if seed % 2 else numel - 1 - indices[::-1]).astype(np.int32))
+    values = torch.from_numpy(nasty(rng, entries_) if entries_ else np.empty(0, np.float32))
+    sparse = SparseVector(at, values, numel)
+    assert_same(*both(level, lambda: sparse.put(torch.ones(numel + offset)[offset:], divisor=divisor)))
 
 
 def test_what_is_put_elsewhere_is_refused():

@@ -18,11 +18,12 @@ class Stats(dict[str, float]):
         seconds_exchanging: In which something was under way.
         seconds_waited: Of those, the ones in which nothing else was left to do.
         seconds_hidden: Of those, the ones in which this rank computed.
+        dense_steps_left: How many steps are still to be summed whole, of an algorithm that begins so.
     """
 
     def __str__(self) -> str:
         """One line; of what is not known, nothing."""
-        return ", ".join(filter(None, [_steps(self), _bytes(self), _seconds(self), _rest(self)]))
+        return ", ".join(filter(None, [_steps(self), _bytes(self), _whole(self), _seconds(self), _rest(self)]))
 
 
 def _steps(stats: Mapping[str, float]) -> str:
@@ -34,6 +35,11 @@ def _bytes(stats: Mapping[str, float]) -> str:
     sent, dense = stats.get("bytes_sent", 0), stats.get("bytes_dense", 0)
     saved = f" for {_scaled(dense)} dense ({dense / sent:,.1f}x fewer)" if sent and dense else ""
     return f"{_scaled(sent)} sent{saved}"
+
+
+def _whole(stats: Mapping[str, float]) -> str:
+    left = stats.get("dense_steps_left", 0)
+    return f"the next {left:.0f} step{'s are' if left != 1 else ' is'} summed whole" if left else ""
 
 
 def _seconds(stats: Mapping[str, float]) -> str:

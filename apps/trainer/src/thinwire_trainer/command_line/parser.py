@@ -20,6 +20,8 @@ DEFAULT = "dense"
 COMPRESSED = "gtopk"  # by --compression without --compressor
 SCHEDULE, MILESTONED = "cosine", "step"
 ADAMW_RATE = 0.001
+ADAMW_MOMENTUM, ADAMW_MOMENTUM_WAITING = 0.9, 0.5
+"""β₁, and that where updates wait to be sent, which does a part of momentum's work."""
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("gloo", "nccl")
 
@@ -198,7 +200,8 @@ def _add_optimisation(parser: ArgumentParser, defaults: Mapping[str, object]) ->
         "--momentum",
         type=quantities.momentum,
         default=0.9,
-        help="of SGD; default: %(default)g; sparse: before selection, as in DGC",
+        help="of SGD, sparse: before selection, as in DGC; of adamw β1 (default: %(default)g; adamw, sparse: "
+        f"{ADAMW_MOMENTUM_WAITING:g})",
     )
     add("--nesterov", action=BooleanOptionalAction, default=False, help="Nesterov's momentum; not of sparse gradients")
     add("--weight-decay", type=quantities.non_negative, default=0.0, metavar="W", help="default: %(default)g")

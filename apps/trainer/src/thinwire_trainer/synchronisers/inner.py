@@ -22,5 +22,6 @@ def inner_optimizer(options: Options, model: nn.Module) -> Optimizer:
 
 
 def adamw(options: Options, model: nn.Module) -> AdamW:
-    """With torch's β of 0.9 and 0.999."""
-    return AdamW(model.parameters(), lr=options.lr, weight_decay=options.weight_decay)
+    """Its momentum is β₁; β₂ is torch's 0.999."""
+    betas = options.momentum, 0.999
+    return AdamW(model.parameters(), lr=options.lr, betas=betas, weight_decay=options.weight_decay)

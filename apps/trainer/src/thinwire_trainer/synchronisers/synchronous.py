@@ -204,7 +204,7 @@ def dense(options: Options, model: nn.Module, comm: Communicator, rates: Rates) 
 
 def whole(options: Options, model: nn.Module, comm: Communicator, rates: Rates) -> SynchronousSGD:
     """Something of every element, the rest fed back: powersgd, dense-int8."""
-    return _made(options, model, comm, rates, inner_optimizer(options, model), takes=("rank",))
+    return _made(options, model, comm, rates, inner_optimizer(options, model), takes=("rank", "dense_steps"))
 
 
 def sparse(options: Options, model: nn.Module, comm: Communicator, rates: Rates) -> SynchronousSGD:
@@ -226,7 +226,7 @@ def sparse(options: Options, model: nn.Module, comm: Communicator, rates: Rates)
         compressor=SELECTIONS[options.own.get("select", "topk")](options),
         density=density_by_step(options.own),
         wire=options.own["wire"],
-        momentum=options.momentum,
+        momentum=0.0 if updates else options.momentum,
     )
 
 

@@ -154,6 +154,13 @@ THRESHOLD = Flag(
 )
 TEAMS = Flag(name="teams", default=1, read=quantities.count, metavar="D", says="teams of ranks; divide their number")
 RANK = Flag(name="rank", default=2, read=quantities.count, metavar="R", says="columns of each matrix's two factors")
+DENSE_STEPS = Flag(
+    name="dense_steps",
+    default=100,
+    read=quantities.count_or_zero,
+    metavar="STEPS",
+    says="first steps, summed whole; of a short training a tenth",
+)
 
 INJECT_DELAY = Flag(
     name="inject_delay",
@@ -287,7 +294,7 @@ OWN: dict[str, dict[str, Any]] = {
     "topk-dsa": {"compressors": ("topkDSA",), **CHOSEN},
     "gtopk": CHOSEN,
     "spardl": {"flags": (TEAMS, *SPARSE.flags), "check": _check_teams},
-    "powersgd": {"flags": (RANK, *WHOLE.flags)},
+    "powersgd": {"flags": (RANK, DENSE_STEPS, *WHOLE.flags)},
 }
 """What an algorithm of sparse-collectives has besides the others of its kind."""
 

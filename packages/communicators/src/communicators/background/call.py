@@ -112,7 +112,8 @@ class Call:
         """
         if payload.is_cpu:
             memory = _memory(payload)
-            _STAMP.pack_into(memory, 0, *self._header(self.rank, payload.numel(), memory))
+            stamp = _STAMP.pack(*self._header(self.rank, payload.numel(), memory))
+            memory[:SLOT_BYTES] = stamp  # not by pack_into, which zeroes first what an earlier send may be reading
         else:
             payload[:SLOT_BYTES].copy_(self._slot(self.rank, payload), non_blocking=True)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from communicators.collectives import allgather
 from communicators.communicator import Communicator, run
 from communicators.errors import CollectiveError
-from communicators.replicas.saved_by import KEY, size_key
+from communicators.replicas.saved_by import KEY, check_is_state, size_key
 from communicators.schedule import Round, Schedule, body, frame, framed_nbytes
 
 CHUNK_BYTES = 1 << 24
@@ -80,8 +80,10 @@ def of_rank(state: Mapping[str, Any], rank: int, size: int, *, advice: str) -> M
     """This rank's own out of a gathered state; any other state as it is.
 
     Raises:
-        ValueError: The state is of another number of ranks.
+        TypeError: It is no state at all.
+        ValueError: The state is of another number of ranks, or empty.
     """
+    check_is_state(state)
     if not is_gathered(state):
         return state
     if (saved := len(state[KEY][RANKS])) != size:
@@ -97,7 +99,8 @@ def of_all(state: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def is_gathered(state: Any) -> bool:
     """Whether it holds the states of several ranks."""
-    return isinstance(state, Mapping) and isinstance(state.get(KEY), Mapping) and RANKS in state[KEY]
+    own = state.get(KEY) if isinstance(state, Mapping) else None
+    return isinstance(own, Mapping) and isinstance(own.get(RANKS), Sequence)
 
 
 def _agree(reason: str, nbytes: int, failed: Exception | None, comm: Communicator) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,20 @@ def saved_by(comm: Communicator, advice: str) -> dict[str, Any]:
     advice: what to do with a state of another number of ranks.
     """
     return {size_key(comm.size, advice): True, "rank": comm.rank, "world_size": comm.size}
+
+
+def check_is_state(state: Any) -> None:
+    """Raises TypeError or ValueError for what no wrapper's state is, before anybody looks into it."""
+    given = "expected what state_dict() or gathered_state_dict() gave"
+    if not isinstance(state, Mapping):
+        raise TypeError(f"a state is {reprlib.repr(state)}, {given}: a dict with {KEY!r}")
+    if not state:
+        raise ValueError(
+            f"an empty state given, {given}; gathered_state_dict() gives the whole one to rank 0 alone, {{}} to the "
+            "others: save it there, and load that file on every rank"
+        )
+    if KEY in state and not isinstance(state[KEY], Mapping):
+        raise ValueError(f"part {KEY!r} of the state is {reprlib.repr(state[KEY])}, {given}, where it is a dict")
 
 
 def check_saved_by(

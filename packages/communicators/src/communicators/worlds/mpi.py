@@ -26,8 +26,8 @@ from communicators.worlds.mpi_signals import MPISignalLine
 from communicators.worlds.staging import host_empty, to_host
 
 FIRST_CALL_POLL_SECONDS = 1e-3
-CLOSE_SECONDS = 1.0
-"""So long the control messages of a communicator that is closed may take to be sent."""
+CLOSE_SECONDS = 10.0
+"""So long the control messages of communicators that are closed may take to be sent."""
 
 
 def from_mpi(comm: MPI.Comm, patience: float | None = None) -> TransportCommunicator:
@@ -52,6 +52,8 @@ def from_mpi(comm: MPI.Comm, patience: float | None = None) -> TransportCommunic
 
 class MPITransport(Transport):
     """Two duplicates of an MPI communicator: one for payloads, one for control messages."""
+
+    _in_vain = False  # whether the last one to be closed waited for nothing: a peer reads from all of them or none
 
     def __init__(self, comm: MPI.Comm, patience: float = TIMEOUT_SECONDS) -> None:
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
@@ -78,7 +80,7 @@ class MPITransport(Transport):
 
     def send_control(self, peer: int, message: bytes) -> None:
         """See `Transport.send_control`."""
-        self._written = [(request, kept) for request, kept in self._written if not request.Test()]
+        self._unsent()
         self._written.append((self._control.Isend([message, MPI.BYTE], peer), message))
 
     def read_control(self) -> list[bytes]:
@@ -113,14 +115,20 @@ class MPITransport(Transport):
         return not MPI.Is_finalized()
 
     def close(self) -> None:
-        """See `Transport.close`. MPI has a few thousand communicators at most."""
-        end = time.monotonic() + CLOSE_SECONDS
-        while not MPI.Is_finalized() and not self._abandoned and time.monotonic() < end:
-            if all(request.Test() for request, _ in self._written):
-                self._data.Free()
-                self._control.Free()
-                return
+        """See `Transport.close`. At its end MPI sends nothing more; and it has a few thousand communicators at most."""
+        end = time.monotonic() + (0.0 if MPITransport._in_vain else CLOSE_SECONDS)
+        while self._unsent() and time.monotonic() < end:
             time.sleep(1e-3)
+        MPITransport._in_vain = self._unsent()
+        if not MPITransport._in_vain and not self._abandoned and not MPI.Is_finalized():
+            self._data.Free()
+            self._control.Free()
+
+    def _unsent(self) -> bool:
+        """Whether control messages are under way still."""
+        if not MPI.Is_finalized():
+            self._written = [(request, kept) for request, kept in self._written if not request.Test()]
+        return bool(self._written) and not MPI.Is_finalized()
 
     def abandon(self, *what: object) -> None:
         """Keeps buffers alive that MPI may still touch."""

@@ -153,6 +153,8 @@ class ProcessGroupTransport(Transport):
         self._rendezvous = rendezvous
         barrier(rendezvous.own, self.rank, self.size, patience)
         self._data = GlooGroup(rendezvous.shared, self.rank, self.size)
+        connected = rendezvous.elsewhere("connected")  # to a rank that closes at once, others could be connecting yet
+        barrier(connected.own, self.rank, self.size, patience)
         self._waiters = Waiters()
         self._control = self._mailbox(CONTROL_TAG, CONTROL_BYTES)
         self._abandoned: list[Wait] = []

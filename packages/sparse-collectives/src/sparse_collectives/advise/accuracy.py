@@ -17,24 +17,34 @@ MOST_BEHIND = 1.0
 class Known(NamedTuple):
     """least, most: points of accuracy behind dense over the tasks, of text percent of perplexity, means of seeds.
 
-    tasks: their names. seeds: of the task with the fewest.
+    tasks: their names. seeds: of the task with the fewest. ranks: that trained, of each task.
     """
 
     least: float
     most: float
     tasks: tuple[str, ...]
     seeds: int
+    ranks: tuple[int, ...]
 
 
-def known(optimizer: str, algorithm: str, density: float, wire: str) -> Known | None:
-    """Of an exchange as it is recommended for that optimizer; None where nobody measured it."""
-    asked = {"optimizer": optimizer, "algorithm": algorithm, "density": density, "wire": wire}
+def known(
+    optimizer: str, algorithm: str, density: float, wire: str, ranks: int, *, sends: str = "updates"
+) -> Known | None:
+    """Of an exchange as it is recommended for that optimizer and what it sends; None where nobody measured it.
+
+    Of each task by itself: the number of its ranks that is nearest to `ranks` by ratio, of two as near the larger: most
+    lose more on more ranks. Of its trainings there the longest: what waits, waits as many steps in a short one.
+    """
+    asked = {"optimizer": optimizer, "algorithm": algorithm, "density": density, "wire": wire, "sends": sends}
     rows = [row for row in _record() if all(row[name] == value for name, value in asked.items())]
     if not rows:
         return None
-    behind = [row["behind"] for row in rows]
     tasks = tuple(dict.fromkeys(row["task"] for row in rows))
-    return Known(min(behind), max(behind), tasks, min(row["seeds"] for row in rows))
+    taken = [_nearest([row for row in rows if row["task"] == task], ranks) for task in tasks]
+    behind = [row["behind"] for row in taken]
+    return Known(
+        min(behind), max(behind), tasks, min(row["seeds"] for row in taken), tuple(row["ranks"] for row in taken)
+    )
 
 
 def within_a_point(found: Known) -> bool:
@@ -50,15 +60,40 @@ def in_a_column(found: Known | None) -> str:
     return least if least == most else f"{least}…{most}"
 
 
-def in_words(found: Known | None, optimizer: str) -> str:
-    """A line of the advice."""
+def on_ranks(found: Known) -> str:
+    """How many trained, over the tasks: "on 2 and 8 ranks"."""
+    return f"on {' and '.join(map(str, sorted(set(found.ranks))))} ranks"
+
+
+def in_words(found: Known | None, optimizer: str, ranks: int) -> str:
+    """A line of the advice. ranks: of the user."""
     if found is None:
         return f"How this exchange learns with {optimizer} was not measured: compare the first epochs with dense ones."
     seeds = f"{found.seeds} seed{'s' if found.seeds > 1 else ''}"
+    others = set(found.ranks) != {ranks}
     return (
-        f"Time is not accuracy: with {optimizer}, small models of {', '.join(found.tasks)} were {in_a_column(found)} "
-        f"points behind dense (short trainings, {seeds}): compare the first epochs with dense ones."
+        f"Time is not accuracy: with {optimizer}, small models {_models(found)}"
+        f"{f', the nearest to your {ranks},' if others else ''} were {in_a_column(found)} points behind dense "
+        f"(short trainings, {seeds}): compare the first epochs with dense ones."
     )
+
+
+def _models(found: Known) -> str:
+    """Which trained on how many: "of cnn, text on 2 ranks and of vit on 8 ranks"."""
+    trained = {
+        size: [task for task, own in zip(found.tasks, found.ranks, strict=True) if own == size]
+        for size in sorted(set(found.ranks))
+    }
+    return " and ".join(f"of {', '.join(tasks)} on {size} ranks" for size, tasks in trained.items())
+
+
+def _nearest(rows: list[dict[str, Any]], ranks: int) -> dict[str, Any]:
+    """Of one task's rows."""
+    return min(rows, key=lambda row: (_ratio(row["ranks"], ranks), -row["ranks"], -row["steps"]))
+
+
+def _ratio(one: int, other: int) -> float:
+    return max(one / other, other / one)
 
 
 @cache

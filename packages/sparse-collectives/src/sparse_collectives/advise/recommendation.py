@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from sparse_collectives.advise.accuracy import MOST_BEHIND, in_words, known, within_a_point
+from sparse_collectives.advise.accuracy import MOST_BEHIND, in_words, on_ranks, within_a_point
 from sparse_collectives.advise.factory import TINY
 from sparse_collectives.advise.situation import Situation, Step, Steps
 from sparse_collectives.prediction.cost import Prediction
 
+BETAS = "..., betas=(0.5, 0.999)"
 WORTHWHILE = 1.1
 """Less speed-up than this is not worth a change of how a model learns, and within what predictions miss."""
 AS_FAST = 1.05
@@ -95,7 +96,7 @@ def _eligible(situation: Situation, steps: Steps) -> Steps:
 def _learns(situation: Situation, p: Prediction) -> int:
     if p.density == 1:
         return WELL
-    found = known(situation.optimizer, p.algorithm, p.density, p.wire)
+    found = situation.known(p)
     return UNKNOWN if found is None else WELL if within_a_point(found) else BADLY
 
 
@@ -107,11 +108,11 @@ def _passed_over(situation: Situation, passed: Steps) -> list[str]:
         if p is None:
             continue
         name = f"{p.name}{_at(p)} ({_seconds(mean)})"
-        found = known(situation.optimizer, p.algorithm, p.density, p.wire)
+        found = situation.known(p)
         why = (
             "how it learns was not measured"
             if found is None
-            else f"it ended up to {found.most:.1f} points behind dense"
+            else f"it ended up to {found.most:.1f} points behind dense {on_ranks(found)}"
         )
         said.append(f"Faster, but passed over: {name}; with {situation.optimizer} {why}.")
     return said
@@ -168,11 +169,13 @@ def _how(situation: Situation, taken: Prediction) -> list[str]:
     wire = f', wire="{taken.wire}"' if taken.wire != "fp32" else ""
     density = f"WarmUp({taken.density:.2g}, steps=STEPS, stages=(1.0,))"
     setting = f'density={density}, algorithm="{taken.algorithm}"{options}{wire}'
-    learns = in_words(known(situation.optimizer, taken.algorithm, taken.density, taken.wire), situation.optimizer)
+    ranks = situation.ranks
+    found = situation.known(taken)
+    learns = in_words(found, situation.optimizer, ranks)
     chosen = ["The density is yours; it was not weighed against others."] if situation.chosen else []
     if situation.sends_updates:
-        name = {"adam": "Adam", "adamw": "AdamW"}[situation.optimizer]
-        inner = f"torch.optim.{name}(...), model.named_parameters()"
+        made = {"sgd": "SGD(..., momentum=0.9)", "adam": f"Adam({BETAS})", "adamw": f"AdamW({BETAS})"}
+        inner = f"torch.optim.{made[situation.optimizer]}, model.named_parameters()"
         how = (
             f'Without DDP: optimizer = DistributedOptimizer({inner}, {setting}, sends="updates", dense_below={TINY}), '
         )

@@ -7,7 +7,7 @@ from typing import Any
 
 from communicators import Link
 
-from sparse_collectives.advise.accuracy import in_a_column, known
+from sparse_collectives.advise.accuracy import in_a_column
 from sparse_collectives.advise.busy import BUSY
 from sparse_collectives.advise.recommendation import dense_step, recommend
 from sparse_collectives.advise.situation import Situation, Steps
@@ -34,7 +34,8 @@ HEADER = (
 LEGEND = (
     "later: a step after the warm-up; mean: a step over the whole training, whose first tenth sends all; speed-up: "
     "of the mean\n"
-    "behind: points of accuracy (of text: percent of perplexity) below dense in small trainings; ?: not measured"
+    "behind: points of accuracy (of text: percent of perplexity) below dense in small trainings, of each task on\n"
+    "the number of ranks nearest to yours that was measured; ?: not measured"
 )
 
 
@@ -51,7 +52,7 @@ def as_text(situation: Situation) -> str:
             str(p.rounds),
             *map(milliseconds, (p.compression, p.latency + p.transfer, p.merging, later, mean)),
             f"{dense / mean:.2f}×",
-            "" if p.density == 1 else in_a_column(known(situation.optimizer, p.algorithm, p.density, p.wire)),
+            "" if p.density == 1 else in_a_column(situation.known(p)),
         )
         for p, later, mean in _shown_of(steps)
     ]
@@ -103,7 +104,7 @@ def as_json(situation: Situation) -> str:
 
 
 def _accuracy(situation: Situation, p: Prediction) -> dict[str, Any] | None:
-    found = known(situation.optimizer, p.algorithm, p.density, p.wire)
+    found = situation.known(p)
     return None if found is None or p.density == 1 else found._asdict()
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from communicators import Communicator, Link, as_communicator, measure_link
 from communicators.worlds.alone import Alone
 
+from sparse_collectives.advise.accuracy import Known, known, within_a_point
 from sparse_collectives.advise.all_or_none import NoAdvice, all_or_none
 from sparse_collectives.advise.busy import share_taken
 from sparse_collectives.advise.factory import model_seconds
@@ -73,8 +74,20 @@ class Situation:
 
     @property
     def sends_updates(self) -> bool:
-        """What is selected from are an adaptive optimizer's updates, which are there when backward has ended."""
-        return self.optimizer != "sgd"
+        """What is selected from are an optimizer's updates, which are there when backward has ended.
+
+        SGD's gradients may be selected from during backward, by a DDP hook, unless that is known to learn badly on so
+        many ranks.
+        """
+        if self.optimizer != "sgd":
+            return True
+        hook = known("sgd", "gtopk", 0.01, "fp32", self.ranks, sends="gradients")
+        return hook is not None and not within_a_point(hook)
+
+    def known(self, p: Prediction) -> Known | None:
+        """How an exchange learns here."""
+        sends = "updates" if self.sends_updates else "gradients"
+        return known(self.optimizer, p.algorithm, p.density, p.wire, self.ranks, sends=sends)
 
     def predictions(self) -> Steps:
         """All exchanges, the fastest over a whole training first; of each only the fastest variant.

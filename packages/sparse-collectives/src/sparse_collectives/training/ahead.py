@@ -17,16 +17,26 @@ locally: CSER, Xie et al., NeurIPS 2020; a step ahead of the error: Xu et al., A
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
+LOOKS = 100
+"""At so many first steps that use ahead(): a regulariser may have a backward at every 16th only."""
 LATE = (
     "the gradients of this step were made without what waits in the residuals: at a density of {density:g} an entry "
     "of an update waits about {wait:,.0f} steps, and until then each gradient asks for it again, so training goes on "
     "more slowly or not as far. Put forward and backward into `with optimizer.ahead():`"
+)
+BOTH = (
+    "of this step some gradients were made inside ahead(), others outside, without what waits in the residuals: put "
+    "every forward and backward of a step into `with optimizer.ahead():`"
 )
 
 
@@ -43,12 +53,16 @@ class Ahead:
         self._residuals, self._share = residuals, share
         self.now = False
         self._used = self._warned = False
+        self._looks = LOOKS
+        self._unwatch: weakref.finalize[..., Any] | None = None  # removes the hooks
+        self._outside: set[int] = set()  # parameters with gradients made elsewhere in this step
 
     def moved(self) -> AbstractContextManager[None]:
         """Inside, parameters are ahead; afterwards they have the bits that they had before. For gradients."""
         if self.now:
             raise RuntimeError("ahead() inside ahead(): parameters are there already, leave out one of the two")
         self._used = True
+        self._watch()
         return self._for_gradients()
 
     def as_for_gradients(self, density: float) -> AbstractContextManager[None]:
@@ -57,12 +71,41 @@ class Ahead:
         Warns once where they were made without what waits. density: of the steps to come.
         """
         used, self._used = self._used, False
-        if used:
-            return self._moved()
-        if density < 1 and not self._warned:
-            self._warned = True
-            warnings.warn(LATE.format(density=density, wait=1 / density), stacklevel=5)
-        return nullcontext()
+        outside = any(self._holds(member) for member in self._outside)
+        self._outside.clear()
+        self._looks -= used
+        warns = density < 1 and not self._warned and (outside or not used)
+        self._warned |= warns
+        if self._unwatch is not None and (self._warned or self._looks <= 0):
+            self._unwatch()
+        if warns:
+            warnings.warn(BOTH if used else LATE.format(density=density, wait=1 / density), stacklevel=5)
+        return self._moved() if used else nullcontext()
+
+    def adds(self, member: int) -> None:
+        """A backward goes to this parameter; a gradient that was thrown away counts no longer."""
+        if member in self._outside and not self._holds(member):
+            self._outside.discard(member)
+
+    def added(self, member: int) -> None:
+        """A backward has added to this parameter's gradient; that of `torch.autograd.grad` does not."""
+        if not self.now:
+            self._outside.add(member)
+
+    def _holds(self, member: int) -> bool:
+        gradient = self._parameters[member].grad
+        return gradient is not None and bool(gradient.any())
+
+    def _watch(self) -> None:
+        """By hooks before and after autograd adds to a gradient, until all is known, or this is gone."""
+        if self._unwatch is not None or self._warned:
+            return
+        watching, handles = weakref.ref(self), []
+        for member, p in enumerate(self._parameters):
+            before, after = (partial(_tell, watching, look, member) for look in (Ahead.adds, Ahead.added))
+            handles.append(p.register_hook(before))  # type: ignore[no-untyped-call]
+            handles.append(p.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
+        self._unwatch = weakref.finalize(self, _remove, handles)
 
     @contextmanager
     def _for_gradients(self) -> Iterator[None]:
@@ -94,3 +137,15 @@ class Ahead:
             for name, p in zip(self._names, self._parameters, strict=True):
                 if name in residuals:
                     p.add_(residuals[name].to(p.dtype), alpha=self._share)
+
+
+def _tell(ahead: weakref.ref[Ahead], look: Callable[[Ahead, int], None], member: int, _: Tensor) -> None:
+    """What a parameter's hooks do: they keep nothing alive."""
+    watching = ahead()
+    if watching is not None:
+        look(watching, member)
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()

@@ -128,6 +128,15 @@ class LooksInside(Protocol):
         """As they are now, of a step that may still be undone as well: references."""
 
 
+@runtime_checkable
+class BeginsWhole(Protocol):
+    """A scheme whose first steps are summed whole, so that they save nothing."""
+
+    @property
+    def dense_steps_left(self) -> int:
+        """How many of them are still to come."""
+
+
 class Exchange:
     """Means of buckets, and the steps that they make up.
 
@@ -137,6 +146,7 @@ class Exchange:
     native: whole sums are left to the transport, where it has one, when their `Work` is waited for.
     clip_norm: of the mean, which `clip` reaches for by the ranks' own gradients; None: `clip` does nothing.
     what: is exchanged, in messages.
+    cut: a fact, as text: how parameters were cut into buckets, where ranks could do it otherwise.
     selection_seconds: until now, on this rank, by the communicator's clock.
     tally: what exchanges have cost so far. Who starts them says when it begins to wait for them.
     """
@@ -157,6 +167,7 @@ class Exchange:
         self._clip_norm = clip_norm
         self._names, self._owner, self._nonfinite, self._native = names, owner, nonfinite, native
         self._loaded = ""  # a fact: residuals that only some ranks have loaded are lost on the others
+        self.cut = ""
         self._buckets: dict[str, Bucket] = {}  # by the name of their first member
         self._pool: dict[str, dict[str, Tensor]] = {memory: {} for memory in MEMORIES}  # of no bucket yet, by parameter
         self._agreed: list[Tensor] = []  # of this step, by bucket, 0-D bool: a GPU is asked once, at its end
@@ -271,8 +282,10 @@ class Exchange:
 
     def stats(self) -> dict[str, float]:
         """What all has cost so far; see `communicators.stats.Stats`."""
+        whole = {"dense_steps_left": self.scheme.dense_steps_left} if isinstance(self.scheme, BeginsWhole) else {}
         return {
             **self.tally.numbers(),
+            **whole,
             "seconds_selecting": self.selection_seconds,
             "residual_norm": self._residual_norm(),
         }
@@ -287,14 +300,14 @@ class Exchange:
         return 2 * whole.numel() * whole.element_size() * (self.comm.size - 1) // self.comm.size
 
     def _launch(self, transfer: Transfer, bucket: Bucket, tallied: Exchanged) -> Work[Checked]:
-        facts = f"{transfer.facts} in {self._owner}{self._loaded}"
+        facts = self._facts(transfer)
         schedule = tallied.counted(self._looked_at(transfer.schedule, transfer, bucket))
         return start(schedule, self.comm, facts=facts, device=bucket.device)
 
     def _sum(self, transfer: Transfer, bucket: Bucket, tallied: Exchanged) -> Checked:
         """The plain sum, by the transport where it has one."""
         assert transfer.summed is not None
-        total = self.comm.native_allreduce(transfer.summed, facts=f"{transfer.facts} in {self._owner}{self._loaded}")
+        total = self.comm.native_allreduce(transfer.summed, facts=self._facts(transfer))
         if total is None:
             return self._launch(transfer, bucket, tallied).wait()
         tallied.sent += self._whole_nbytes(total)
@@ -306,9 +319,11 @@ class Exchange:
     def _looked_at(self, schedule: Schedule[Any], transfer: Transfer, bucket: Bucket) -> Schedule[Checked]:
         if self._nonfinite != "raise":
             return _unchecked(schedule)
-        where = f"{transfer.facts} in {self._owner}{self._loaded}"
-        place = self.comm.rank, self.comm.size
+        where, place = self._facts(transfer), (self.comm.rank, self.comm.size)
         return checked(schedule, transfer, bucket, self._names, *place, where=where, what=self._what)
+
+    def _facts(self, transfer: Transfer) -> str:
+        return f"{transfer.facts} in {self._owner}{self._loaded}{self.cut}"
 
     def _end(self, transfer: Transfer, flat: Tensor, outcome: Checked) -> Tensor:
         result, error = outcome

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from communicators import Communicator, Stats, as_communicator, buckets_of
+from communicators import Bucket, Communicator, Stats, as_communicator, buckets_of
 from communicators.replicas.default_group import refuse_alone
 from communicators.replicas.first_broadcast import broadcast_parameters
+from communicators.replicas.inside_ddp import InsideDDP
 from communicators.replicas.parameters import name_parameters, refuse_changes
 from communicators.replicas.saved_by import KEY
 from communicators.replicas.wrapped_state import refuse_torch_helpers, wrapped_part, wrapped_state
@@ -27,7 +28,8 @@ from sparse_collectives.training.clipping import ClippingAfter, check_clip_norm,
 from sparse_collectives.training.exchange import Exchange
 from sparse_collectives.training.gradients import gradients_of, made, unscale
 from sparse_collectives.training.means import Means
-from sparse_collectives.training.own_noise import ahead_by
+from sparse_collectives.training.own_noise import OwnNoise, ahead_by
+from sparse_collectives.training.rates import ByRates, Groups
 from sparse_collectives.training.rewind import remembered
 from sparse_collectives.training.scheme import choose_scheme
 from sparse_collectives.training.schemes.table import WholeScheme
@@ -41,6 +43,7 @@ from sparse_collectives.training.settings import (
     check_settings,
     fixed,
     refuse_sharded,
+    to_train,
 )
 from sparse_collectives.training.state_dict import (
     check_fit,
@@ -58,6 +61,7 @@ from sparse_collectives.training.uneven import Shadow, group_for_join
 from sparse_collectives.training.unfit import warn_of
 from sparse_collectives.training.updates import taken
 
+UNDER_DDP = "; or wrap no optimizer, but ddp.register_comm_hook(SparseHookState(...), sparse_hook)"
 SETTINGS = frozenset(
     {"algorithm", "bucket_bytes", "choice", "clip_norm", "comm", "compressor", "dense_below", "density", "momentum"}
     | {"nonfinite", "options", "overlap", "sends", "verify", "wire"}
@@ -83,16 +87,20 @@ class DistributedOptimizer(Wrapping):
             learning-rate schedulers take either.
         named_parameters: Of the whole model. Frozen ones (requires_grad False, now) are left out of the exchange.
             Freezing, unfreezing or adding some later is an error of the next step: it takes a new DistributedOptimizer.
+            ValueError where none is left.
         comm: See `communicators.as_communicator`; its `timeout` is how long a step waits for a late rank.
         sends: "gradients", as above. "updates": what the wrapped optimizer would do with this rank's own gradients, for
             Adam and other adaptive ones, which learn badly from the few gradients that were sent (see `updates`):
 
                 Δ ← what optimizer.step() adds to p;  acc ← residual + Δ;  s ← compressor(acc);  …;  p ← p + total / P
 
-            The wrapped optimizer's moments are each rank's own, noisier than of the mean gradient: Adam, AdamW and
-            NAdam step the longer for it (see `lengthen`), others that divide by the size of gradients are warned about.
+            The wrapped optimizer's moments are each rank's own, noisier than of the mean gradient: Adam, AdamW, NAdam
+            and RMSprop step the longer for it (see `OwnNoise`), others that divide by the size of gradients are warned
+            about. Waiting in residuals does momentum's work, and momentum adds to the wait: betas=(0.5, 0.999).
             The step comes before the exchange, and p.grad stays what it was: clip it as in training on one device, or
-            by clip_norm; there is no `synchronize`. Forward and backward go into `with optimizer.ahead():`, see there.
+            by clip_norm; there is no `synchronize`. Groups of unlike rates are selected from apart, see `rates`:
+            they may change from step to step, alike on all ranks.
+            Forward and backward go into `with optimizer.ahead():`, see there.
         density: The share of elements that a rank sends, default 0.01, or by step: a function of how many were taken,
             such as `sparse_compress.WarmUp`; alike on every rank. Where it is 1 all is summed whole, on no wire.
         compressor: What is sent of a gradient, default TopK(density). "oktopk", "spardl" and "dense" have no use for
@@ -112,8 +120,8 @@ class DistributedOptimizer(Wrapping):
             is not kept.
         dense_below: Tensors of fewer elements, such as biases and norms, are summed whole in the same call, beside the
             selection from the others; their momentum is plain. 0: none.
-        bucket_bytes: Selection and exchange in buckets of so many bytes; default: over the whole model at once, with
-            `overlap` BUCKET_BYTES.
+        bucket_bytes: Selection and exchange in buckets of so many bytes; default: over the whole model at once (with
+            sends="updates" over all groups of like rates), with `overlap` BUCKET_BYTES.
         overlap: Each bucket's selection and exchange start during backward, as soon as its gradients are ready, those
             of the last layers first. All but the last backward of a step then belong into `no_sync()`.
         nonfinite: "raise": a NaN or inf in any rank's gradient, or update, is a CollectiveError, on every rank, that
@@ -128,8 +136,8 @@ class DistributedOptimizer(Wrapping):
     Settings are fixed at construction; a compressor's own density may change, alike on every rank, where no schedule
     sets it.
 
-    The module is a plain one: where DDP wraps it too, DDP exchanges whole gradients first, in vain, and nothing is said
-    of it; under DDP take `SparseHookState`, or `ddp.no_sync()` around all backwards.
+    The module is a plain one: where DDP wraps it too, DDP exchanges whole gradients first, in vain, which is warned
+    about; under DDP take `SparseHookState`, or `ddp.no_sync()` around all backwards.
 
     A parameter without a gradient counts as zeros, and gets its part of the mean like the others: all ranks update
     the same parameters, even those that only some of them used.
@@ -171,7 +179,7 @@ class DistributedOptimizer(Wrapping):
         named = name_parameters(optimizer, named_parameters)
         refuse_sharded(named)
         given, comm = comm, as_communicator(comm)
-        trained = {name: p for name, p in named.items() if p.requires_grad and p.numel()}
+        trained = to_train(named)
         chosen = choose_scheme(
             comm,
             algorithm=algorithm,
@@ -198,6 +206,7 @@ class DistributedOptimizer(Wrapping):
         self._all, self._named = named, {id(p): name for name, p in named.items()}
         self._synchronized = self._accumulates = False
         self._shadow: Shadow | None = None
+        self._inside_ddp = InsideDDP(self._trained, given, owner="DistributedOptimizer", instead=UNDER_DDP)
         self._exchange = Exchange(
             chosen.scheme,
             comm,
@@ -208,10 +217,11 @@ class DistributedOptimizer(Wrapping):
             clip_norm=clip_norm,
             what=sends.removesuffix("s"),
         )
-        share = ahead_by(optimizer, comm.size)
+        share, self._own_noise = ahead_by(optimizer, comm.size), OwnNoise(optimizer, comm, sends=sends)
         self._ahead = Ahead(trained, partial(self._exchange.kept, "residuals"), share=share)
-        buckets = buckets_of(self._trained, bucket_bytes)
-        self._means = Means(self._exchange, buckets)
+        self._rates = ByRates(optimizer, self._trained, bucket_bytes) if sends == "updates" else None
+        buckets = buckets_of(self._trained, bucket_bytes) if self._rates is None else self._rates.buckets()
+        self._cut(buckets)
         self._overlap = BackwardOrder(self._trained, buckets, self._start) if overlap else None
         take_over(optimizer, self._overlap)
         settings = f"{chosen.algorithm}, wire={chosen.wire!r}, {momentum=}, {bucket_bytes=}, {overlap=}, {nonfinite=}"
@@ -221,6 +231,7 @@ class DistributedOptimizer(Wrapping):
         if chosen.entry is not None and chosen.entry.compresses:
             known = {"momentum": momentum, "density": self._steps.last_density, "sends": sends, "ranks": comm.size}
             warn_of(optimizer, **known, stacklevel=3)
+        settings += self._exchange.cut
         broadcast_parameters(named, comm, what="DistributedOptimizer", settings=settings)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -316,7 +327,7 @@ class DistributedOptimizer(Wrapping):
         Returns:
             Plain numbers for any logger; `str` says them in a line. See `communicators.Stats`, and:
 
-            - bytes_sent: Of exchanges; hashes of `verify` and the first parameters are in `comm.bytes_sent` alone.
+            - bytes_sent: Of exchanges; `verify`, `OwnNoise` and the first parameters are in `comm.bytes_sent` alone.
             - seconds_selecting: That choosing, rounding or factoring what is sent has taken.
             - density: The share of elements that a rank sends now; 1 where nothing is selected.
             - residual_norm: The 2-norm of what waits to be sent, of all parameters. Takes one pass over it.
@@ -406,6 +417,7 @@ class DistributedOptimizer(Wrapping):
         """
         refuse_torch_helpers("DistributedOptimizer")
         self._refuse_mid_step("state_dict()")
+        self._cut_by_rates()  # as the next step would
         kept = self._exchange.state_dict()
         own = {
             **saved_by(self._comm),
@@ -413,6 +425,7 @@ class DistributedOptimizer(Wrapping):
             "algorithm": self._chosen.algorithm,
             "skipped": self.skipped,
             "steps": self._steps.taken,
+            **self._own_noise.state_dict(),
             **kept,
             **complete(kept, self._chosen.scheme.memories, zip(self._names, self._trained, strict=True)),
         }
@@ -438,6 +451,7 @@ class DistributedOptimizer(Wrapping):
                 `reshard_residuals` made of it.
 
         Raises:
+            TypeError: It is no state, such as None or a list.
             ValueError: Before anything is changed: it is of another rank or world size (see `reshard_residuals`), or
                 parameters do not fit.
             RuntimeError: Gradients are under way.
@@ -453,9 +467,11 @@ class DistributedOptimizer(Wrapping):
         check_groups(wrapped, self.optimizer)
         if self._chosen.scheme.memories:
             check_fit(own, {name: p.shape for name, p in zip(self._names, self._trained, strict=True)})
+        self._cut_by_rates(wrapped["param_groups"])
         self._exchange.load_state_dict(own, self._chosen.algorithm)
         self.optimizer.load_state_dict(wrapped)
         self.skipped, self._steps.taken = own["skipped"], own.get("steps", 0)
+        self._own_noise.load_state_dict(own)
         self._synchronized = False
 
     def _step_by_gradients(self) -> None:
@@ -471,26 +487,41 @@ class DistributedOptimizer(Wrapping):
 
     def _step_by_updates(self) -> None:
         self._begin_step()
+        self._cut_by_rates()
         where = self._ahead.as_for_gradients(self._steps.last_density)
         self._steps.begin()  # before anything changes, in case the schedule gives what is no density
         self._exchange.clip([p.grad for p in self._trained if p.grad is not None])
         undo = remembered(self.optimizer) if self._nonfinite == "skip" else None
+        noise = self._own_noise.state_dict()
+        self._own_noise.look(self._trained, self._steps.taken)
         with where:
-            updates = taken(self.optimizer, self._trained, self._comm.size)
+            updates = taken(self.optimizer, self._trained)
+            self._own_noise.lengthen(dict(zip(self._trained, updates, strict=True)))
         means = self._means.after(partial(self._means.start, dict(enumerate(updates)), clips=False))
         if undo is not None and not self._means.stands:
             undo()
+            self._own_noise.load_state_dict(noise)
             self.skipped += 1
             return
         self._means.put(means, updates)
         with torch.no_grad():
             torch._foreach_add_(self._trained, updates)
 
+    def _cut(self, buckets: Sequence[Bucket]) -> None:
+        self._exchange.cut = "" if self._rates is None else self._rates.facts
+        self._means = Means(self._exchange, buckets)
+
+    def _cut_by_rates(self, groups: Groups | None = None) -> None:
+        """Between steps: residuals move into the new buckets, and what an algorithm knew of old ones is forgotten."""
+        if self._rates is not None and self._rates.changed(groups):
+            self._cut(self._rates.buckets())
+
     def _begin_step(self) -> None:
         if self._shadow is not None:
             self._shadow.tell()
         if self._by_default and self._comm.size == 1:
             refuse_alone("a DistributedOptimizer")
+        self._inside_ddp.look()
         refuse_changes(self.optimizer, self._named, self._trained, what="DistributedOptimizer")
 
     def _accumulate(self, only: bool) -> None:

@@ -8,6 +8,7 @@ from numbers import Real
 from typing import Any
 
 from sparse_compress import Compressor, TopK
+from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from sparse_collectives.algorithm import Algorithm
@@ -118,6 +119,18 @@ def refuse_sharded(named: Mapping[str, Any]) -> None:
             f"parameters {names} are DTensors, of which each rank holds another part, so there is no mean to take over "
             "ranks: exchange between nodes by sparse_hsdp(model, mesh['between']), and step a plain optimizer"
         )
+
+
+def to_train(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Parameters that are exchanged: neither frozen nor empty. ValueError where there are none."""
+    trained = {name: p for name, p in named.items() if p.requires_grad and p.numel()}
+    if not trained:
+        frozen = sum(not p.requires_grad for p in named.values())
+        raise ValueError(
+            f"of the {len(named)} parameters given none can be trained, {frozen} frozen, {len(named) - frozen} empty: "
+            "call requires_grad_(True) on those to be trained before a DistributedOptimizer is made of them"
+        )
+    return trained
 
 
 def check_dense_below(dense_below: Any, algorithm: Any) -> int:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from sparse_collectives.training.memories import MEMORIES
+from sparse_collectives.training.own_noise import without_looks
 from sparse_collectives.training.updates import mean_of_states
 
 RESHARD = "a state of another number of ranks goes through reshard_residuals"
@@ -69,9 +70,9 @@ def own_state(state: Mapping[str, Any], comm: Communicator) -> Mapping[str, Any]
     return of_rank(state, comm.rank, comm.size, advice=GATHERED_ADVICE)
 
 
-def is_of_several(state: Mapping[str, Any]) -> bool:
+def is_of_several(state: Any) -> bool:
     """Whether more than one rank saved it."""
-    own = state.get(KEY)
+    own = state.get(KEY) if isinstance(state, Mapping) else None
     return isinstance(own, Mapping) and own.get("world_size", 1) != 1
 
 
@@ -199,7 +200,7 @@ def _reshard(owns: Sequence[Mapping[str, Any]], rank: int, size: int, *, drop: b
     rest = {key: value for key, value in owns[0].items() if key != shared.size_key(len(owns), RESHARD)}
     return {
         shared.size_key(size, RESHARD): True,
-        **rest,
+        **without_looks(rest),
         **memories,
         "rank": rank,
         "world_size": size,

@@ -26,14 +26,14 @@ ENOUGH = 0.1
 INSTEAD = 'Give sends="updates" and make gradients inside `with optimizer.ahead():`'
 UNDER_DDP = (
     'A DDP hook sees gradients only: use DistributedOptimizer(..., sends="updates") without DDP, or '
-    'bf16_compress_hook of torch here. algorithm="powersgd" was up to two points of accuracy behind dense with AdamW, '
-    '"dense-int8" was not measured with Adam'
+    'algorithm="dense-int8" here, which was as accurate as dense with AdamW, as bf16_compress_hook of torch was; '
+    '"powersgd" was up to two points behind'
 )
 
 SHORTER = (
     "where {name} divides by the size of its gradients, as all but SGD do, its steps on {ranks} ranks are up to "
-    "{times:.1f} times too short, since a rank's own gradients are noisier than their mean. That is made good, in "
-    "part, for Adam, AdamW and NAdam with betas[0] > 0 alone: take one of these, or a higher learning rate"
+    "{times:.1f} times too short, since a rank's own gradients are noisier than their mean. That is made good for "
+    "Adam, AdamW, NAdam and RMSprop alone: take one of these, or a higher learning rate"
 )
 UNDER_FSDP = 'sparse_hsdp exchanges gradients only: take SGD with momentum= here, or algorithm="dense"'
 

@@ -17,13 +17,9 @@ from sparse_compress.nonfinite import all_finite
 from torch import Tensor
 from torch.optim import Optimizer
 
-from sparse_collectives.training.own_noise import lengthen
 
-
-def taken(optimizer: Optimizer, parameters: Sequence[Tensor], ranks: int) -> list[Tensor]:
+def taken(optimizer: Optimizer, parameters: Sequence[Tensor]) -> list[Tensor]:
     """Takes the optimizer's step with this rank's gradients, and undoes it: what it added to each parameter.
-
-    Of an Adam lengthened for the noise of one of so many ranks (see `lengthen`).
 
     The optimizer's own state has taken the step. Where a gradient is not finite it has not: updates are zeros then, and
     NaN at the elements in question, whatever the optimizer would make of them.
@@ -35,7 +31,6 @@ def taken(optimizer: Optimizer, parameters: Sequence[Tensor], ranks: int) -> lis
         optimizer.step()
         updates = [p - old for p, old in zip(parameters, before, strict=True)]
         torch._foreach_copy_(list(parameters), before)
-    lengthen(optimizer, dict(zip(parameters, updates, strict=True)), ranks)
     return updates
 
 

@@ -51,8 +51,8 @@ enum {
     STREAMS = 4,           /* of a merge, */
     TURN = 16,             /* so many entries of each before it fetches, */
     LATER = 256,           /* elements beforehand */
-    WINDOW = 4096,         /* elements of a dense tensor that are put back at a time */
-    STREAMED = 1 << 19     /* elements, 2 MB: what a core does not have in its own cache is written past the caches */
+    WINDOW = 1024,         /* elements of a dense tensor that are put back at a time, */
+    LINE = 16              /* of the cache, in elements */
 };
 
 typedef struct {
@@ -77,7 +77,6 @@ typedef int64_t split_f(const i32 *index, const u32 *bits, int64_t n, uint32_t k
                         u32 *kept_bits, int64_t kept_room, i32 *cut_index, u32 *cut_bits, int64_t cut_room);
 typedef void advance_f(const f32 *v, const f32 *u, const void *g, int kind, float m, f32 *vo, f32 *uo, int64_t n);
 typedef int64_t step_f(Selecting *s, int64_t start, int64_t n);
-typedef void fill_f(f32 *out, const f32 *from, int64_t n);
 
 INLINE void fetch(const void *x) { __builtin_prefetch(x); } /* past the end too, where it does nothing */
 INLINE int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -302,8 +301,6 @@ static int64_t split_plain(const i32 *index, const u32 *bits, int64_t n, uint32_
     return split_rest(index, bits, i, n, kth, ties, kept_index, kept_bits, kept, cut_index, cut_bits, cut);
 }
 
-static void fill_plain(f32 *out, const f32 *from, int64_t n) { memcpy(out, from, (size_t)n * 4); }
-
 INLINE void take_out(Selecting *s, int64_t found) {
     u32 *vo = (u32 *)s->vo, *uo = (u32 *)s->uo;
     for (int64_t i = s->found; i < s->found + found; i++) {
@@ -377,16 +374,6 @@ __attribute__((target("avx2,popcnt"))) static int64_t collect_avx2(const u32 *x,
 
 __attribute__((target("avx2,popcnt"))) static int64_t step_avx2(Selecting *s, int64_t start, int64_t n) {
     return step_body(s, start, n, advance_avx2, collect_avx2);
-}
-
-__attribute__((target("avx2"))) static void fill_avx2(f32 *out, const f32 *from, int64_t n) {
-    int64_t i = 0;
-    for (; i < n && ((uintptr_t)(out + i) & 31); i++)
-        out[i] = from[i];
-    if (((uintptr_t)(out + i) & 31) == 0)
-        for (; i + 8 <= n; i += 8)
-            _mm256_stream_ps((float *)(out + i), _mm256_loadu_ps((const float *)(from + i)));
-    memcpy(out + i, from + i, (size_t)(n - i) * 4);
 }
 
 WIDE static void advance_avx512(const f32 *v, const f32 *u, const void *g, int kind, float m, f32 *vo, f32 *uo,
@@ -501,7 +488,6 @@ static struct {
     step_f *step;
     between_f *between;
     split_f *split;
-    fill_f *stream;
     void (*to_bf16)(const void *values, int64_t n, void *out);
     void (*of_bf16)(const void *half, int64_t n, void *out);
     int (*to_int8)(const void *values, int64_t n, void *out);
@@ -538,7 +524,7 @@ static int supported(void) {
 /* The best level that this processor has, `most` at most; to be called once before the others. Returns the level. */
 EXPORT int sc_use(int most) {
     use.level = PLAIN;
-    use.step = step_plain, use.between = between_plain, use.split = split_plain, use.stream = fill_plain;
+    use.step = step_plain, use.between = between_plain, use.split = split_plain;
     USE_CODING(plain)
 #ifdef X86
     for (int set = 0; set < 256; set++)
@@ -548,7 +534,7 @@ EXPORT int sc_use(int most) {
     int best = supported();
     if (least_of(most, best) >= AVX2) {
         use.level = AVX2;
-        use.step = step_avx2, use.stream = fill_avx2;
+        use.step = step_avx2;
         USE_CODING(avx2)
     }
     if (least_of(most, best) >= AVX512) {
@@ -1152,26 +1138,24 @@ EXPORT void sc_every(const void *index, const void *value, int64_t n, int64_t fi
 
 /* ---- Between sparse and dense ------------------------------------------------------------------------------------- */
 
-/* out <- 0, and value / divisor at the indices, which increase; n elements. */
+/* out <- 0, and value / divisor at the indices, which increase; n elements. A window at a time, while it is in L1; the
+ * next one is fetched for writing, since out is mostly a gradient that was used shortly before. */
 EXPORT void sc_put(void *out, int64_t n, const void *index, const void *value, int64_t count, float divisor) {
-    float window[WINDOW];
+    f32 *dense = out;
     const i32 *at = index;
     const f32 *x = value;
-    int64_t i = 0;
-    for (int64_t start = 0; start < n; start += WINDOW) {
-        int64_t length = least_of(WINDOW, n - start);
-        f32 *part = n < STREAMED ? (f32 *)out + start : (f32 *)window;
-        memset(part, 0, (size_t)length * 4);
+    for (int64_t start = 0, i = 0; start < n; start += WINDOW) {
+        int64_t length = least_of(WINDOW, n - start), end = start + length;
+        for (int64_t ahead = WINDOW; ahead < 2 * WINDOW; ahead += LINE)
+            __builtin_prefetch(dense + start + ahead, 1);
+        memset(dense + start, 0, (size_t)length * 4);
         if (divisor == 1) /* as it is, whatever NaN */
-            for (; i < count && at[i] < start + length; i++)
-                ((u32 *)part)[at[i] - start] = ((const u32 *)x)[i];
+            for (; i < count && at[i] < end; i++)
+                ((u32 *)dense)[at[i]] = ((const u32 *)x)[i];
         else
-            for (; i < count && at[i] < start + length; i++)
-                part[at[i] - start] = x[i] / divisor;
-        if (n >= STREAMED)
-            use.stream((f32 *)out + start, part, length);
+            for (; i < count && at[i] < end; i++)
+                dense[at[i]] = x[i] / divisor;
     }
-    __sync_synchronize(); /* what was streamed is there for other threads */
 }
 
 /* Whether none of n values is NaN or inf. */

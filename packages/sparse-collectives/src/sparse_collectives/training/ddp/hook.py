@@ -274,6 +274,7 @@ class SparseHookState:
                 `reshard_residuals` made of it.
 
         Raises:
+            TypeError: It is no state, such as None or a list.
             RuntimeError: It is of several ranks, and there is no process group yet.
             ValueError: Before anything is changed: it is of another rank or world size (`reshard_residuals` first), has
                 names where this state has none or the other way round, or residuals that the module has no parameters

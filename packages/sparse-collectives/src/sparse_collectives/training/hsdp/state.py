@@ -317,6 +317,7 @@ class HsdpState:
                 number of nodes, what `reshard_residuals` made of those of this place on all nodes.
 
         Raises:
+            TypeError: It is no state, such as None or a list.
             ValueError: Before anything is changed: it is of another rank, of another number of ranks, or of other
                 parameters.
             RuntimeError: It is called in backward.

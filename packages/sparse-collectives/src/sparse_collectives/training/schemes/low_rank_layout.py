@@ -37,9 +37,9 @@ class Layout:
         return torch.cat([flat[:0], *(flat[low:high] for low, high, _ in self.spans)])
 
 
-def layout_of(bucket: Bucket, columns: int) -> Layout:
-    """columns: r of P and Q."""
-    low_rank = [is_matrix(shape, columns) for shape in bucket.shapes]
+def layout_of(bucket: Bucket, columns: int | None) -> Layout:
+    """columns: r of P and Q; None: all goes whole."""
+    low_rank = [columns is not None and is_matrix(shape, columns) for shape in bucket.shapes]
     spans, at = [], 0
     for (low, high), found in zip(laid_out(bucket), low_rank, strict=True):
         if not found:
@@ -51,11 +51,11 @@ def layout_of(bucket: Bucket, columns: int) -> Layout:
     return Layout(bucket, low_rank, matrices, spans, facts)
 
 
-def powersgd_elements(shapes: Shapes, columns: int) -> tuple[int, int]:
-    """Elements of the two sums of a bucket: Σ n·r and what goes whole, Σ m·r."""
+def powersgd_elements(shapes: Shapes, columns: int | None) -> tuple[int, int]:
+    """Elements of the two sums of a bucket: Σ n·r and what goes whole, Σ m·r; all of them in the first without r."""
     first = second = 0
     for shape in shapes:
-        if is_matrix(shape, columns):
+        if columns is not None and is_matrix(shape, columns):
             n, m = rows_and_columns(shape)
             first, second = first + n * columns, second + m * columns
         else:

@@ -30,6 +30,9 @@ from sparse_collectives.training.schemes.low_rank_layout import (
 )
 from sparse_collectives.training.schemes.residuals import Residuals, in_units
 
+DENSE_STEPS = 100
+"""Few of a training of thousands; of a shorter one a tenth of the steps is enough (see docs/algorithms/powersgd.md)."""
+
 
 class LowRank(NamedTuple):
     """whole: the sum of all members that go whole; by matrix p: P̂, q: Σ Q, own_q: this rank's Q."""
@@ -55,15 +58,18 @@ class PowerSGD:
     within the gradients' range; a direction that has died out (its gradients were zero) begins anew.
 
     Residuals need no agreement about Q: with other Q's on a rank, nothing is lost either.
-    rank: r, columns of P and Q.
+    rank: r, columns of P and Q. dense_steps: the first so many steps that stand are summed whole, as torch's hook does
+    until its start_powerSGD_iter: gradients change fastest then, and directions of the step before tell least of them.
     """
 
     memories: Sequence[str] = MEMORIES[:1]
 
-    def __init__(self, comm: Communicator, *, rank: int) -> None:
-        self._comm, self._columns = comm, rank
+    def __init__(self, comm: Communicator, *, rank: int, dense_steps: int) -> None:
+        self._comm, self._columns, self._dense_steps = comm, rank, dense_steps
         self._residuals = Residuals()
         self._layouts: dict[str, Layout] = {}
+        self._without: dict[str, Layout] = {}  # of the same buckets, where no member counts as a matrix
+        self._stood, self._begun = 0, False  # steps; whether one is under way
         self._starts: dict[int, Tensor] = {}  # by the matrix's position, alike on all ranks
         self._q: dict[int, Tensor] = {}  # likewise
         self._open: dict[int, Tensor] = {}
@@ -72,6 +78,7 @@ class PowerSGD:
         """Matrices that are new begin with directions of their own, drawn alike on every rank."""
         self._residuals.register(key, kept)
         layout = self._layouts[key] = layout_of(bucket, self._columns)
+        self._without[key] = layout_of(bucket, None)
         dtype = torch.promote_types(bucket.dtype, torch.float32)
         shapes = dict(zip(bucket.members, bucket.shapes, strict=True))
         for member in layout.matrices:
@@ -81,12 +88,13 @@ class PowerSGD:
 
     def forget(self, key: str) -> dict[str, Tensor]:
         """See `Scheme.forget`. Directions belong to matrices, so they outlive their bucket."""
-        del self._layouts[key]
+        del self._layouts[key], self._without[key]
         return self._residuals.forget(key)
 
     def transfer(self, key: str, flat: Tensor, scale: float, unused: Sequence[slice]) -> Transfer:
         """Directions from the step before meet what has accumulated."""
-        layout = self._layouts[key]
+        layout = (self._without if self._stood < self._dense_steps else self._layouts)[key]
+        self._begun = True
         total = self._residuals.accumulated(key, in_units(flat, scale), unused)
         directions = [self._alive(member) for member in layout.matrices]
         return _Factored(self, key, layout, total, directions, scale, unused)
@@ -101,11 +109,13 @@ class PowerSGD:
         self._residuals.commit()
         self._q.update(self._open)
         self._open.clear()
+        self._stood, self._begun = self._stood + self._begun, False
 
     def rollback(self) -> None:
         """See `Scheme.rollback`."""
         self._residuals.rollback()
         self._open.clear()
+        self._begun = False
 
     def kept(self) -> dict[str, dict[str, Tensor]]:
         """See `Scheme.kept`."""
@@ -114,10 +124,11 @@ class PowerSGD:
     def state_dict(self) -> dict[str, Any]:
         """Directions by the matrix's position, as numbers, which torch.distributed.checkpoint loads as a whole.
 
+        And how many steps have stood.
         Not with what an algorithm learns about its ranks: they are alike on all of them, and serve any number.
         """
         directions = [(member, str(q.dtype)[6:], q.tolist()) for member, q in sorted(self._q.items())]
-        return {"algorithm_state": [], "directions": directions}
+        return {"algorithm_state": [], "directions": directions, "stood": self._stood}
 
     def reset(self, state: Mapping[str, Any]) -> None:
         """See `Scheme.reset`. ValueError for directions of another rank."""
@@ -128,7 +139,14 @@ class PowerSGD:
                 f"the state was saved with rank={wrong[0]}, but this is powersgd with rank={self._columns}"
             )
         self._residuals.reset(state)
-        self._layouts, self._starts, self._q, self._open = {}, {}, loaded, {}
+        self._layouts, self._without, self._starts, self._q, self._open = {}, {}, {}, loaded, {}
+        older = self._dense_steps if saved else 0  # a state from before there were any
+        self._stood, self._begun = state.get("stood", older), False
+
+    @property
+    def dense_steps_left(self) -> int:
+        """See `BeginsWhole`."""
+        return max(0, self._dense_steps - self._stood)
 
     @property
     def comm(self) -> Communicator:
@@ -219,16 +237,23 @@ def low_rank_sum(
     return LowRank(whole, p, [flat.view(own.shape) for flat, own in zip(q, own_q, strict=True)], own_q)
 
 
-def powersgd_sent(rank: int, size: int, shapes: Shapes, columns: int, *, dtype: torch.dtype = torch.float32) -> Traffic:
-    """What a rank sends for a bucket of these shapes, exactly: two dense sums, or one without matrices."""
+def powersgd_sent(
+    rank: int, size: int, shapes: Shapes, columns: int | None, *, dtype: torch.dtype = torch.float32
+) -> Traffic:
+    """What a rank sends for a bucket of these shapes, exactly: two dense sums, or one without matrices.
+
+    columns: r; None: in a step that is summed whole.
+    """
     sums = [numel for i, numel in enumerate(powersgd_elements(shapes, columns)) if i == 0 or numel]
     return together(*(dense_sent(rank, size, 0, numel, dtype) for numel in sums))
 
 
-def check_rank(rank: int) -> None:
-    """Raises ValueError below 1."""
+def check_powersgd(rank: int, dense_steps: int) -> None:
+    """Raises ValueError for a rank below 1, and for fewer than no steps."""
     if rank < 1:
         raise ValueError(f"rank is {rank}, expected 1 or more columns of P and Q; published: 1 to 4")
+    if dense_steps < 0:
+        raise ValueError(f"dense_steps is {dense_steps}, expected 0 or more first steps that are summed whole")
 
 
 def _joined(tensors: Sequence[Tensor], *more: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from communicators import Communicator
 from sparse_collectives.algorithms.table import ALGORITHMS, AUTO, settings_of
 from sparse_collectives.training.exchange import Scheme
 from sparse_collectives.training.schemes.dense_int8 import Int8Sum
-from sparse_collectives.training.schemes.powersgd import PowerSGD, check_rank
+from sparse_collectives.training.schemes.powersgd import DENSE_STEPS, PowerSGD, check_powersgd
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class WholeScheme:
 
 
 WHOLE: dict[str, WholeScheme] = {
-    "powersgd": WholeScheme(PowerSGD, options={"rank": 2}, check=check_rank),
+    "powersgd": WholeScheme(PowerSGD, options={"rank": 2, "dense_steps": DENSE_STEPS}, check=check_powersgd),
     "dense-int8": WholeScheme(Int8Sum),
 }
 

@@ -1,0 +1,88 @@
+"""What selecting and merging cost here: from it `advise` predicts, and docs/advise.md shows what it then says.
+
+    python -m bench advise [--repeats N] [--full] [--output DIR]
+
+Measured by the functions that `advise` measures with, on one rank, for the training that the page shows: selecting in
+ns an element of the gradient, merging in ns an entry, by algorithm and wire. `advised` makes a record's advice.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from communicators import as_communicator
+from sparse_collectives.advise.flags import DENSITIES, LINKS
+from sparse_collectives.advise.situation import Situation
+from sparse_collectives.prediction.calibration import measure_handling
+from sparse_collectives.prediction.cost import BACKWARD_SHARE, Handling
+from sparse_collectives.prediction.plain_table import table
+from sparse_collectives.wire.wire import WIRES
+
+from bench.form import asked, parser_of
+from bench.record import record
+
+PARAMETERS, RANKS, STEP_SECONDS = 25_000_000, 32, 0.25
+"""The training whose advice is shown."""
+COLUMNS = ("density", "what", "ns")
+AGAINST = "nothing; `advise` adds the link's α and β"
+SELECTING, MERGING = "selecting", "merging"
+
+
+def main(argv: Sequence[str] = ()) -> int:
+    """Measures, prints the table; returns the exit status."""
+    parser = parser_of("advise", __doc__, full="10 repeats instead of 1")
+    parser.add_argument("--repeats", type=int, help="measurements of each, default 1, with --full 10")
+    options, facts = asked(parser, argv, repeats=(1, 10))
+    samples: dict[tuple[float, str], list[float]] = {}
+    for number in range(options.repeats):
+        print(f"turn {number + 1} of {options.repeats}", flush=True)
+        for density in DENSITIES:
+            for what, seconds in _named(_measured(density)).items():
+                samples.setdefault((density, what), []).append(1e9 * seconds)
+    rows = [
+        {"density": density, "what": what, "ns": statistics.median(ns), "ns_samples": ns}
+        for (density, what), ns in samples.items()
+    ]
+    print(table(COLUMNS, [[f"{row['density']:g}", str(row["what"]), f"{row['ns']:.2f}"] for row in rows]))
+    record(options.output, "advise", rows, labels=COLUMNS[:2], values=COLUMNS[2:], facts=facts, against=AGAINST)
+    return 0
+
+
+def advised(rows: Sequence[Mapping[str, Any]], link: str) -> Situation:
+    """The training that is shown, joined by one of `LINKS`, on the machine that a record's rows are from."""
+    costs: dict[float, dict[str, float]] = {}
+    for row in rows:
+        costs.setdefault(float(row["density"]), {})[str(row["what"])] = 1e-9 * float(row["ns"])
+    return Situation(
+        numel=PARAMETERS,
+        ranks=RANKS,
+        device="cpu",
+        compute=STEP_SECONDS,
+        hidden=BACKWARD_SHARE * STEP_SECONDS,
+        link=LINKS[link],
+        link_name=link,
+        pairs=None,
+        handling={density: _handling(named) for density, named in costs.items()},
+    )
+
+
+def _measured(density: float) -> Handling:
+    given: dict[str, Any] = {"numel": PARAMETERS, "size": RANKS, "wires": WIRES}
+    return measure_handling(as_communicator(None), density=density, device=torch.device("cpu"), **given)
+
+
+def _named(own: Handling) -> dict[str, float]:
+    prescribed = {f"{SELECTING} by {name}": seconds for name, seconds in own.prescribed.items()}
+    return {SELECTING: own.compress, **prescribed, **{f"{MERGING} {name}": own.merge[name] for name in own.merge}}
+
+
+def _handling(named: Mapping[str, float]) -> Handling:
+    """`_named`, back."""
+
+    def after(word: str) -> dict[str, float]:
+        return {what.removeprefix(word): seconds for what, seconds in named.items() if what.startswith(word)}
+
+    return Handling(named[SELECTING], after(f"{SELECTING} by "), after(f"{MERGING} "))

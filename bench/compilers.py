@@ -1,0 +1,206 @@
+"""sparse-compress' kernels by every C compiler that is found, all warnings errors: the bits of the plain references?
+
+    python -m bench.compilers
+
+gcc, clang, gcc with musl, and gcc for 64-bit ARM, which QEMU runs. Each compiles the kernels and a small driver
+(kernel_cases.c), without Python, and gets the same inputs, at every level that the processor has. Exit status 0 where
+all that were found give the bits that NumPy gives. Those that are missing are named, with the Debian packages that
+bring them. Not among the checks, for these compilers' sake.
+"""
+
+from __future__ import annotations
+
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from sparse_compress import SparseVector, merge, topk
+from sparse_compress.accumulator import Accumulator
+from sparse_compress.codecs import elias_fano
+from sparse_compress.codecs.rounding import VALUES, leftover
+from sparse_compress.fused import step_topk
+from sparse_compress.native.compiling import FLAGS, SOURCE
+from sparse_compress.native.library import LEVELS, using
+from sparse_compress.sift import without
+from torch import Tensor
+
+DRIVER = Path(__file__).with_name("kernel_cases.c")
+STRICT = ["-Wall", "-Wextra", "-Werror"]
+SIZES = (1, 31, 1000, 70_001)
+SELECT, STEP, MERGE, WITHOUT, PUT, PACK, UNPACK, PACKED_VALUES = range(8)
+
+
+class Compiler(NamedTuple):
+    """What compiles, what runs it where this processor cannot, and the Debian packages of both."""
+
+    command: str
+    packages: str
+    runner: str = ""
+    flags: tuple[str, ...] = ()
+
+
+COMPILERS = (
+    Compiler("gcc", "gcc"),
+    Compiler("clang", "clang"),
+    Compiler("musl-gcc", "musl-tools", flags=("-static",)),
+    Compiler(
+        "aarch64-linux-gnu-gcc", "gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user", "qemu-aarch64", ("-static",)
+    ),
+)
+
+
+class Case(NamedTuple):
+    """kernel, numbers: as kernel_cases.c has them. returned: what the kernel must return, None: anything."""
+
+    kernel: int
+    numbers: tuple[int, int, int]
+    given: list[Tensor]
+    expected: list[Tensor]
+    returned: int | None = None
+
+
+def main() -> int:
+    """Compiles, runs and compares; prints a line for each compiler."""
+    with using("plain"):
+        cases = list(every_case())
+    failed = 0
+    for compiler in COMPILERS:
+        missing = [name for name in (compiler.command, compiler.runner) if name and shutil.which(name) is None]
+        if missing:
+            print(
+                f"{compiler.command}: not tried, {' and '.join(missing)} not found: apt-get install {compiler.packages}"
+            )
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            words = _tried(compiler, Path(folder, "cases"), cases)
+        failed += not words.endswith("the same bits")
+        print(f"{compiler.command}: {words}", flush=True)
+    return 1 if failed else 0
+
+
+def every_case() -> Iterator[Case]:
+    """With the answers of the plain references, in which no kernel runs meanwhile."""
+    for n, kind in product(SIZES, ("normal", "ties", "denormals", "any bits", "zeros")):
+        rng = np.random.default_rng(n)
+        x, y, z = (torch.from_numpy(_numbers(rng, kind, n)) for _ in range(3))
+        for other in (y, z):  # of two NaNs NumPy keeps the one or the other, depending on the place
+            other[~other.isfinite()] = 0
+        k = -(-n // 50)
+        yield from _selections(x, y, z, k)
+        a, b = topk(x, -(-n // 2)), topk(y, -(-n // 3))
+        yield from _vectors(a, b, -(-n // 3))
+        yield _put(a)
+        low, high = elias_fano._bits(n, len(a))
+        packed = elias_fano.pack(a.indices, n)
+        yield Case(PACK, (len(a), low, high), [a.indices], [packed])
+        yield Case(UNPACK, (len(a), low, high), [packed], [a.indices], len(a))
+        yield _values(x)
+
+
+def _selections(x: Tensor, y: Tensor, z: Tensor, k: int) -> Iterator[Case]:
+    n, selected = len(x), topk(x, k)
+    yield Case(SELECT, (n, k, 0), [x], [selected.indices, selected.values], k)
+    kept = Accumulator(y.clone(), z.clone())
+    sent = step_topk(kept, x, 0.9, k, kept)
+    yield Case(STEP, (n, k, 0), [y, z, x], [sent.indices, sent.values, *kept.parts()], k)
+
+
+def _vectors(a: SparseVector, b: SparseVector, k: int) -> Iterator[Case]:
+    given = [a.indices, a.values, b.indices, b.values]
+    kept, cut = merge(a, b, k)
+    parts = [kept.indices, kept.values, cut.indices, cut.values]
+    if len(cut):
+        yield Case(MERGE, (len(a), k, len(b)), given, parts, len(kept) + len(cut))
+    rest = without(a, b)
+    yield Case(WITHOUT, (len(a), 0, len(b)), given, [rest.indices, rest.values], len(rest))
+
+
+def _put(a: SparseVector) -> Case:
+    out = a.put(torch.empty(a.numel), divisor=3)
+    return Case(PUT, (a.numel, len(a), 0), [a.indices, a.values], [out])
+
+
+def _values(x: Tensor) -> Case:
+    halves, steps = VALUES["bf16"].pack(x), VALUES["int8"].pack(x)
+    wide, power = VALUES["bf16"].unpack(halves, len(x)), int(steps[:4].view(torch.int32))
+    expected = [halves, wide, leftover(x, wide), steps[8:], VALUES["int8"].unpack(steps, len(x))]
+    return Case(PACKED_VALUES, (len(x), 0, 0), [x], expected, power)
+
+
+def _numbers(rng: np.random.Generator, kind: str, n: int) -> NDArray[np.float32]:
+    match kind:
+        case "normal":
+            return rng.standard_normal(n, np.float32)
+        case "ties":
+            return rng.integers(-3, 4, n).astype(np.float32)
+        case "denormals":
+            return rng.integers(0, 1 << 20, n).astype(np.int32).view(np.float32)
+        case "any bits":
+            return rng.integers(-(1 << 31), 1 << 31, n).astype(np.int32).view(np.float32)
+    return np.where(rng.random(n) < 0.5, 0.0, -0.0).astype(np.float32)
+
+
+def _tried(compiler: Compiler, program: Path, cases: list[Case]) -> str:
+    """What came of it, in a few words."""
+    flags = [flag for flag in FLAGS if flag not in ("-shared", "-fPIC")]
+    command = [
+        compiler.command,
+        *flags,
+        *STRICT,
+        *compiler.flags,
+        f'-DKERNELS="{SOURCE}"',
+        "-o",
+        str(program),
+        str(DRIVER),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return f"does not compile:\n{done.stderr}"
+    ran: list[str] = []
+    wrong: list[str] = []
+    for name, level in LEVELS.items():
+        used, found = _compared([*filter(None, [compiler.runner]), str(program)], level, cases)
+        if used == level:  # else this processor has no such level, and that was a lower one once more
+            ran, wrong = [*ran, name], wrong + found
+    told = f"{len(cases)} cases at each of {', '.join(ran)}: "
+    return told + ("the same bits" if not wrong else f"{len(wrong)} differ, the first is {wrong[0]}")
+
+
+def _compared(command: list[str], level: int, cases: list[Case]) -> tuple[int, list[str]]:
+    """The level that ran, and the cases that differ."""
+    written, at, used, wrong = memoryview(_answered(command, level, cases)), 0, 0, []
+    for number, case in enumerate(cases):
+        used, returned = struct.unpack_from("=2q", written, at)
+        expected, at = _bytes(case.expected), at + 16
+        if written[at : at + len(expected)] != expected or case.returned not in (None, returned):
+            wrong.append(f"case {number} at level {used}: kernel {case.kernel}, n, k, m = {case.numbers}")
+        at += len(expected)
+    return used, wrong
+
+
+def _answered(command: list[str], level: int, cases: list[Case]) -> bytes:
+    """What the driver writes. Raises CalledProcessError where it ends otherwise."""
+    said = b"".join(_said(case, level) for case in cases)
+    return subprocess.run(command, input=said, capture_output=True, check=True).stdout
+
+
+def _said(case: Case, level: int) -> bytes:
+    given, nbytes = _bytes(case.given), len(_bytes(case.expected))
+    return struct.pack("=7q", case.kernel, level, *case.numbers, len(given), nbytes) + given
+
+
+def _bytes(tensors: list[Tensor]) -> bytes:
+    return b"".join(tensor.contiguous().numpy().tobytes() for tensor in tensors)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Figures in pages and READMEs: blocks between marks, made of the records by `hatch run results`."""

@@ -1,0 +1,62 @@
+"""The end of MPI's communicators, with requests that stand for MPI's."""
+
+import pytest
+
+pytest.importorskip("mpi4py", reason="mpi4py is not installed")
+
+from communicators.worlds import mpi
+
+
+class Request:
+    """Done after so many looks."""
+
+    def __init__(self, looks):
+        self.looks = looks
+
+    def Test(self):  # noqa: N802 (MPI names it)
+        self.looks -= 1
+        return self.looks < 0
+
+
+class Freed:
+    def __init__(self):
+        self.freed = 0
+
+    def Free(self):  # noqa: N802 (MPI names it)
+        self.freed += 1
+
+
+def transport(*, looks, abandoned):
+    made = mpi.MPITransport.__new__(mpi.MPITransport)
+    made._data, made._control = Freed(), Freed()
+    made._written = [(Request(n), b"departed") for n in looks]
+    made._abandoned = list(abandoned)
+    return made
+
+
+@pytest.mark.parametrize("abandoned", [[], ["a round"]])
+def test_what_was_written_is_sent_before_the_end(abandoned):
+    """Also after a failed call. MPI's end would not send it, and a peer that waits for it would do so for ever."""
+    ending = transport(looks=[3, 0, 20], abandoned=abandoned)
+    requests = [request for request, _ in ending._written]
+    ending.close()
+    assert all(request.looks < 0 for request in requests)
+    assert (ending._data.freed, ending._control.freed) == ((0, 0) if abandoned else (1, 1))
+
+
+def test_a_peer_that_never_reads_is_waited_for_once(monkeypatch):
+    """However many communicators there are; one that is read from after all is closed as ever."""
+    monkeypatch.setattr(mpi, "CLOSE_SECONDS", 0.05)
+    first = transport(looks=[10**9], abandoned=[])
+    first.close()
+    assert not first._data.freed
+    assert not first._control.freed
+    second = transport(looks=[10], abandoned=[])
+    second.close()
+    assert second._written  # not waited for
+    third = transport(looks=[0], abandoned=[])
+    third.close()
+    assert third._data.freed
+    fourth = transport(looks=[3], abandoned=[])
+    fourth.close()
+    assert fourth._data.freed

@@ -1,0 +1,67 @@
+"""Updates go by learning rates, so groups of unlike ones are selected from apart.
+
+In one selection by magnitude a group with a hundredth of another's rate would wait until it has saved up a hundred
+times as many updates: at 1 % it stood still for a thousand steps and more, as the body of a model does that is
+fine-tuned below a new head. Each by itself sends the same share, and moves as fast as the others.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from communicators import Bucket, buckets_of
+from torch import Tensor
+from torch.optim import Optimizer
+
+ALIKE = 2.0
+"""Rates within this factor share a selection: a decay over layers would else make an exchange of each layer."""
+
+Groups = Sequence[Mapping[str, Any]]
+
+
+class ByRates:
+    """Cuts parameters into buckets of alike rates, and anew when the rates, as they are then, fall apart otherwise."""
+
+    def __init__(self, optimizer: Optimizer, parameters: Sequence[Tensor], nbytes: int | None) -> None:
+        self._optimizer, self._parameters, self._nbytes = optimizer, parameters, nbytes
+        self._classes = self._classes_of(optimizer.param_groups)
+
+    def changed(self, groups: Groups | None = None) -> bool:
+        """Looks at the rates, of the optimizer's groups or of those that it is about to get: whether to cut anew."""
+        before, self._classes = self._classes, self._classes_of(groups or self._optimizer.param_groups)
+        return self._classes != before
+
+    def buckets(self) -> list[Bucket]:
+        """As `buckets_of`, class by class; highest rates first."""
+        return [bucket for members in self._classes for bucket in self._buckets_of(members)]
+
+    @property
+    def facts(self) -> str:
+        """What all ranks must share of the cut, as text: nothing where all rates are alike."""
+        if len(self._classes) <= 1:
+            return ""
+        return f", cut by learning rates into {len(self._classes)} ({zlib.crc32(repr(self._classes).encode()):08x})"
+
+    def _classes_of(self, groups: Groups) -> list[list[int]]:
+        """Members whose rates are alike."""
+        pairs = zip(groups, self._optimizer.param_groups, strict=False)  # a state's other groups are refused elsewhere
+        rates = {id(p): _rate(group) for group, own in pairs for p in own["params"]}
+        members = [(-rates.get(id(p), 1.0), member) for member, p in enumerate(self._parameters)]
+        classes: list[tuple[float, list[int]]] = []
+        for negative, member in sorted(members):
+            if not classes or -negative * ALIKE < classes[-1][0]:
+                classes.append((-negative, []))
+            classes[-1][1].append(member)
+        return [sorted(members) for _, members in classes]
+
+    def _buckets_of(self, members: Sequence[int]) -> list[Bucket]:
+        made = buckets_of([self._parameters[member] for member in members], self._nbytes)
+        return [replace(bucket, members=tuple(members[position] for position in bucket.members)) for bucket in made]
+
+
+def _rate(group: Mapping[str, Any]) -> float:
+    """As it is, or, where a scheduler has set it to 0, what that began with. Without any rate 1."""
+    return float(group.get("lr", 1.0)) or float(group.get("initial_lr", 0.0))

@@ -1,0 +1,43 @@
+"""docs/advise.md shows what the command prints, with the costs that are on record."""
+
+import json
+import re
+
+import pytest
+from sparse_collectives.advise.__main__ import main
+from sparse_collectives.training.unfit import UNDER_DDP
+
+from bench.advise import advised
+from bench.form import RESULTS, ROOT
+from bench.pages.advice import LEFT_OUT
+
+SHOWN = re.findall(
+    r"^\$ python -m sparse_collectives\.advise (.*)\n((?:(?!```|\$ ).*\n)+)",
+    (ROOT / "docs" / "advise.md").read_text(),
+    re.MULTILINE,
+)
+
+
+@pytest.mark.parametrize(("flags", "shown"), SHOWN, ids=[flags for flags, _ in SHOWN])
+def test_the_page_shows_what_the_command_prints(flags, shown, monkeypatch, capsys):
+    handling = advised(json.loads((RESULTS / "advise.json").read_text())["rows"], "wan").handling
+    place = "sparse_collectives.advise.situation"
+    monkeypatch.setattr(f"{place}.measure_handling", lambda comm, density, **_: handling[density])
+    monkeypatch.setattr(f"{place}.share_taken", lambda comm: 0.0)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(flags.split()) == 0
+    printed, words = capsys.readouterr().out.split(), shown.split()
+    assert words == printed if words[0] != LEFT_OUT else words[1:] == printed[1 - len(words) :]
+
+
+def test_several_networks_are_shown():
+    assert len(SHOWN) == 3
+
+
+def test_what_the_hook_s_warning_says_of_adam_is_on_record():
+    rows = json.loads((RESULTS / "convergence.json").read_text())["rows"]
+    assert "not measured" not in UNDER_DDP
+    for way, most in (("dense-int8", 0.5), ("torch bf16 hook", 0.5), ("powersgd", 2.0)):
+        behind = [row["behind"] for row in rows if (row["way"], row["optimizer"]) == (way, "adamw")]
+        assert behind
+        assert max(behind) <= most, way
