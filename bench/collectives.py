@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from sparse_compress import TopK
 from bench.collectives_calls import Times, Training, counted, medians_of, sparse, whole
 from bench.collectives_report import BF16, LABELS, as_row, as_text
 from bench.form import asked, parser_of
+from bench.real_ranks import process_group
 from bench.record import record
 
 QUICK = ((2, 10**6, 0.01), (2, 10**6, 0.001), (2, 25 * 10**6, 0.01), (4, 10**6, 0.01))
@@ -65,16 +67,14 @@ def on_rank(repeats: int, cases: Sequence[tuple[int, float]]) -> None:
     """One rank's part, under mpiexec; rank 0 prints a line of JSON for each row."""
     from mpi4py import MPI
 
-    torch.set_num_threads(1)
     world = MPI.COMM_WORLD
-    comm = as_communicator(world)
-    _join_gloo(world)
-    link = measure_traffic(comm)
-    for numel, density in cases:
-        for row in _measure(comm, world, numel, density, repeats, link):
-            if comm.rank == 0:
-                print(json.dumps({"P": comm.size, "n": numel, "density": density, **row}), flush=True)
-    dist.destroy_process_group()
+    with _gloo_of(world):
+        comm = as_communicator(world)
+        link = measure_traffic(comm)
+        for numel, density in cases:
+            for row in _measure(comm, world, numel, density, repeats, link):
+                if comm.rank == 0:
+                    print(json.dumps({"P": comm.size, "n": numel, "density": density, **row}), flush=True)
 
 
 def _measure(
@@ -106,15 +106,15 @@ def _measure(
     return [as_row(name, medians, whole_ms, comm, numel, TopK(density).entries(numel), link) for name in calls]
 
 
-def _join_gloo(world: Any) -> None:
-    """A gloo group of the MPI ranks."""
+def _gloo_of(world: Any) -> AbstractContextManager[None]:
+    """A group of the MPI ranks."""
     port = None
     if world.rank == 0:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
     port = world.bcast(port)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=world.rank, world_size=world.size)
+    return process_group(f"tcp://127.0.0.1:{port}", rank=world.rank, world_size=world.size)
 
 
 if __name__ == "__main__":

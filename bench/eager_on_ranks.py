@@ -21,7 +21,7 @@ from partial_collectives.protocol.rules import Quorum
 from sparse_collectives.prediction.calibration import slowest
 
 from bench.eager_tasks import Digits
-from bench.real_ranks import behind, found_by, named, tell
+from bench.real_ranks import behind, found_by, named, process_group, tell
 from bench.record import with_quantiles
 
 RANKS, MBIT, MS = 8, 100.0, 1.0
@@ -47,8 +47,6 @@ def on_ranks(steps: int) -> list[dict[str, Any]]:
 
 
 def _on_rank(steps: int) -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo")
     comm = as_communicator(None)
     taken, accuracies = _trained(comm, steps, time.sleep)
     if comm.rank == 0:
@@ -56,8 +54,6 @@ def _on_rank(steps: int) -> None:
         for how, turns in taken.items():
             row = {"how": how, "P": comm.size, "steps": steps, "whole": whole[how], "turn_samples": turns}
             tell({**row, "whole_speedup": whole["synchronous"] / whole[how], "accuracy": accuracies[how]})
-    barrier(comm)
-    torch.distributed.destroy_process_group()
 
 
 def _simulated(steps: int) -> dict[str, float]:
@@ -106,4 +102,5 @@ def _ideal(steps: int) -> float:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["ranks"]:
-        _on_rank(int(sys.argv[2]))
+        with process_group():
+            _on_rank(int(sys.argv[2]))

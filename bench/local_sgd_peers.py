@@ -31,6 +31,7 @@ from sparse_collectives.prediction.plain_table import table
 from torch import Tensor, nn
 
 from bench.form import asked, parser_of
+from bench.real_ranks import process_group
 from bench.record import record
 
 RANKS, EVERY, WIDTH, LAYERS = 2, 4, 256, 8
@@ -258,7 +259,6 @@ def alone(boundaries: int) -> int:
 
 def on_rank(boundaries: int) -> None:
     """One rank's part."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     reference: dict[str, list[Tensor]] = {}
     for algorithm, library, way, needs in WAYS:
         if importlib.util.find_spec(needs) is None:
@@ -273,8 +273,6 @@ def on_rank(boundaries: int) -> None:
         found["difference"] = max(float((a - b).abs().max()) for a, b in zip(path, ours_path, strict=True)) / largest
         if dist.get_rank() == 0:
             print(json.dumps({"algorithm": algorithm, "library": library, **found}), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def _measured(task: Task, step: Step, first: int, boundaries: int) -> tuple[list[Tensor], dict[str, Any]]:
@@ -324,6 +322,7 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["alone"]:
         raise SystemExit(alone(int(sys.argv[2])))
     if sys.argv[1:2] == ["ranks"]:
-        on_rank(int(sys.argv[2]))
+        with process_group(timeout=timedelta(seconds=60)):
+            on_rank(int(sys.argv[2]))
     else:
         raise SystemExit(main(sys.argv[1:]))

@@ -38,7 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 from bench.form import asked, parser_of
-from bench.real_ranks import behind, found_by, named, tell, unhindered
+from bench.real_ranks import behind, found_by, named, process_group, tell, unhindered
 from bench.record import record
 
 AGAINST = "torch's DistributedDataParallel, its bf16 and PowerSGD hooks, and PostLocalSGDOptimizer"
@@ -310,17 +310,14 @@ def _cell(value: Any) -> str:
 
 def on_rank(part: str, words: Sequence[int]) -> None:
     """One rank's part; rank 0 tells what was found."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     found = _steps(*words) if part == "steps" else _learns(*words)
     if dist.get_rank() == 0:
         tell(found)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["ranks"]:
-        on_rank(sys.argv[2], [int(word) for word in sys.argv[3:]])
+        with process_group():
+            on_rank(sys.argv[2], [int(word) for word in sys.argv[3:]])
     else:
         raise SystemExit(main(sys.argv[1:]))

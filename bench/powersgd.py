@@ -30,7 +30,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.form import asked, parser_of
-from bench.real_ranks import found_by, tell, unhindered
+from bench.real_ranks import found_by, process_group, tell, unhindered
 from bench.record import record
 
 COLUMNS = ("link", "way", "rank", "step_ms", "MB", "loss", "accuracy")
@@ -70,8 +70,6 @@ def _launched(link: SlowLink | ThrottledLink, name: str, repeats: int, epochs: i
 
 def on_rank(repeats: int, epochs: int) -> None:
     """One rank's part; rank 0 prints a line of JSON for each row."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     speeds = _speeds(repeats)
     for (way, rank), (taken, nbytes) in speeds.items():
         seconds = statistics.median(taken)
@@ -84,8 +82,6 @@ def on_rank(repeats: int, epochs: int) -> None:
         if dist.get_rank() == 0:
             print(f"{way}, rank {rank}: {row['step_ms']:.0f} ms", flush=True)
             tell(row)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def _speeds(repeats: int) -> dict[tuple[str, int], tuple[list[float], float]]:
@@ -169,6 +165,7 @@ def _cell(value: Any) -> str:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["ranks"]:
-        on_rank(int(sys.argv[2]), int(sys.argv[3]))
+        with process_group():
+            on_rank(int(sys.argv[2]), int(sys.argv[3]))
     else:
         raise SystemExit(main(sys.argv[1:]))

@@ -1,19 +1,25 @@
 """Real ranks of a benchmark behind a link: what they print is shown while they run, what they find is kept.
 
-A command that runs on every rank calls `tell` on one of them; who started the ranks gets what was told.
+A command that runs on every rank calls `tell` on one of them; who started the ranks gets what was told. What it does
+over gloo, it does inside `process_group`.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from slow_link import Launcher, SlowLink, ThrottledLink, missing
 
 FOUND = "BENCH_FOUND"
@@ -55,6 +61,25 @@ def found_by(link: Launcher, module: str, *words: object, mpi: bool, timeout: fl
         if any(one.returncode for one in done):
             raise SystemExit(f"{module}: ranks ended with {', '.join(str(one.returncode) for one in done)}")
         return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@contextmanager
+def process_group(init_method: str | None = None, **how: Any) -> Iterator[None]:
+    """This rank's part in a gloo group, with one thread for its computing; no thread of gloo's is left afterwards.
+
+    One that frees a tensor of the last sum while Python ends would end the process by SIGABRT. Leaving a group joins
+    its threads only if nobody else holds it: a DDP module must be gone by then, and `torch.distributed.nn`, which
+    torch imports at need, keeps as default arguments the group that there is at that time.
+
+    how: as of `torch.distributed.init_process_group`.
+    """
+    import_module("torch.distributed.nn")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method, **how)
+    yield
+    dist.barrier()
+    gc.collect()
+    dist.destroy_process_group()
 
 
 def tell(found: Any) -> None:

@@ -20,7 +20,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from sparse_collectives import SparseHookState, sparse_hook
 from sparse_collectives.prediction.plain_table import table
 from torch import nn
@@ -28,6 +27,7 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.form import asked, parser_of
+from bench.real_ranks import process_group
 from bench.record import record
 
 PACKAGES = ("communicators", "sparse_compress", "sparse_collectives")
@@ -52,10 +52,17 @@ def main(argv: Sequence[str] = ()) -> int:
 
 def on_rank(rank: int, port: int, steps: int, every: bool, output: Path, facts: dict[str, Any]) -> None:
     """One rank's part; rank 0 prints. steps: counted ones."""
-    torch.set_num_threads(1)
+    with process_group(f"tcp://127.0.0.1:{port}", rank=rank, world_size=2):
+        walk = _walked(steps)
+        if rank == 0:
+            print(walk.as_text(every))
+            labels, values = COLUMNS[:1], COLUMNS[3:]
+            record(output, "walk", walk.rows(), labels=labels, values=values, facts=facts, against=AGAINST)
+
+
+def _walked(steps: int) -> Walk:
     walk = Walk()
     threading.setprofile(walk)  # before the background has its thread
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     model = nn.Sequential(nn.Linear(100, 90), nn.ReLU(), nn.Linear(90, 10))  # 10⁴ elements
     ddp = DistributedDataParallel(model)
     state = SparseHookState(density=0.01, algorithm="gtopk", named_parameters=model.named_parameters())
@@ -71,12 +78,7 @@ def on_rank(rank: int, port: int, steps: int, every: bool, output: Path, facts: 
         loss.backward()
         walk.end()
     sys.setprofile(None)
-    if rank == 0:
-        print(walk.as_text(every))
-        labels, values = COLUMNS[:1], COLUMNS[3:]
-        record(output, "walk", walk.rows(), labels=labels, values=values, facts=facts, against=AGAINST)
-    dist.barrier()
-    dist.destroy_process_group()
+    return walk
 
 
 class Walk:

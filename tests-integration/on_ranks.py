@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # as late as torch imports it, it would keep the group there is, whose threads then race
 from communicators import CollectiveError, as_communicator
 
 HOST = torch.device("cpu")

@@ -29,6 +29,7 @@ from bench.convergence.rank import Point, Training, curve_of
 from bench.convergence.tasks import TASKS
 from bench.convergence.ways import MOMENTUM, WARM_UP, Run
 from bench.peers import in_bf16
+from bench.real_ranks import process_group
 
 LOW_RANK = 2
 SECONDS = 1800  # that a training may take
@@ -124,13 +125,9 @@ HOOKS: dict[str, Callable[[DistributedDataParallel, Run, Steps], Reduced]] = {
 
 def main(argv: list[str]) -> None:
     """argv: what the training is, as JSON."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    with warnings.catch_warnings():
+    with process_group(), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         print(json.dumps(on_rank(Run(**json.loads(argv[0])))), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -45,6 +45,9 @@ class Transport(ABC):
     @abstractmethod
     def barrier(self) -> None: ...
 
+    def end(self) -> None:  # noqa: B027, MPI ends by itself
+        """Once nothing more is measured, on any rank."""
+
 
 class MPITransport(Transport):
     """mpi4py's."""
@@ -88,6 +91,9 @@ class GlooTransport(Transport):
 
     def barrier(self) -> None:
         dist.barrier()
+
+    def end(self) -> None:
+        dist.destroy_process_group()  # or a thread of gloo's frees the last sum while Python ends, which is SIGABRT
 
 
 def measurements(transport: Transport, comm: Communicator, repeats: int) -> Iterator[Measured]:
@@ -157,6 +163,8 @@ def main(kind: str, repeats: int, *, software: bool) -> None:
     for who, what, nbytes, seconds in found:
         if comm.rank == 0:
             print(json.dumps((f"{who}, {kind}" if who == OURS else who, what, nbytes, seconds)), flush=True)
+    transport.barrier()
+    transport.end()
 
 
 if __name__ == "__main__":
