@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from communicators import Communicator
 from sparse_collectives import DistributedOptimizer
+from sparse_collectives.advise import warm_up
 from sparse_compress import DGCTopK, WarmUp
 from torch import nn
 from torch.optim import Optimizer
 
 MOMENTUM = 0.9
 BETA1, BETA1_WAITING = 0.9, 0.5  # AdamW's own default, and where updates wait
-WARM_UP = 10  # a tenth of the steps
+WARM_UP = 10  # a tenth of the steps, dense
 TINY = 256  # elements: biases and norms of these models, not their matrices
 
 
@@ -73,9 +74,14 @@ def _clip(run: Run) -> dict[str, Any]:
 
 def fitting(run: Run, algorithm: str = "gtopk", **more: Any) -> dict[str, Any]:
     """The settings that the README recommends."""
-    density = WarmUp(run.density, steps=run.steps // WARM_UP, stages=(1.0,))
+    density = warm_up.advised(run.density, run.steps)
     updates = {"sends": "updates", "dense_below": TINY}
     return {"algorithm": algorithm, "density": density, **updates, **_clip(run), **more}
+
+
+def _dense_tenth(run: Run) -> dict[str, Any]:
+    """What the README recommends from 1 % on."""
+    return fitting(run) | {"density": WarmUp(run.density, steps=run.steps // WARM_UP, stages=(1.0,))}
 
 
 def _without_warm_up(run: Run) -> dict[str, Any]:
@@ -84,7 +90,7 @@ def _without_warm_up(run: Run) -> dict[str, Any]:
 
 def _momentum_before(run: Run) -> dict[str, Any]:
     """Gradients are sent, after the correction: what a DDP hook can do."""
-    density = WarmUp(run.density, steps=run.steps // WARM_UP, stages=(1.0,))
+    density = warm_up.advised(run.density, run.steps)
     return {"algorithm": "gtopk", "density": density, "momentum": MOMENTUM, **_clip(run)}
 
 
@@ -121,6 +127,7 @@ WAYS: dict[str, Way] = {
     "dense-int8": _whole(algorithm="dense-int8"),
     "gtopk, as first written": Way(_as_first_written, clips_after=True),
     "gtopk": _by("gtopk"),
+    "gtopk, dense tenth": Way(_dense_tenth),
     "gtopk, no warm-up": Way(_without_warm_up),
     "gtopk, not ahead": Way(fitting, ahead=False),
     "gtopk, beta1 0.9": Way(fitting, beta1=BETA1, optimizers=("adamw",)),

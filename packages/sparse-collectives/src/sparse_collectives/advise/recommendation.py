@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from sparse_collectives.advise import warm_up
 from sparse_collectives.advise.accuracy import MOST_BEHIND, in_words, on_ranks, within_a_point
 from sparse_collectives.advise.factory import TINY
 from sparse_collectives.advise.situation import Situation, Step, Steps
@@ -167,7 +168,7 @@ def _how(situation: Situation, taken: Prediction) -> list[str]:
         return ["In DDP: ddp.register_comm_hook(None, bf16_compress_hook), from torch's ddp_comm_hooks.default_hooks."]
     options = f", options={dict(taken.options)}" if taken.variant != taken.algorithm else ""
     wire = f', wire="{taken.wire}"' if taken.wire != "fp32" else ""
-    density = f"WarmUp({taken.density:.2g}, steps=STEPS, stages=(1.0,))"
+    density, steps = warm_up.in_words(taken.density)
     setting = f'density={density}, algorithm="{taken.algorithm}"{options}{wire}'
     ranks = situation.ranks
     found = situation.known(taken)
@@ -185,7 +186,7 @@ def _how(situation: Situation, taken: Prediction) -> list[str]:
             f"In DDP: ddp.register_comm_hook(SparseHookState({setting}, momentum=0.9), sparse_hook), and no momentum "
             "in the optimizer."
         )
-    return [how, "STEPS: the first tenth of yours, in which all is sent.", *chosen, learns]
+    return [how, steps, *chosen, learns]
 
 
 def _is_dense(prediction: Prediction) -> bool:

@@ -32,8 +32,8 @@ HEADER = (
 
 
 LEGEND = (
-    "later: a step after the warm-up; mean: a step over the whole training, whose first tenth sends all; speed-up: "
-    "of the mean\n"
+    "later: a step after the warm-up; mean: a step over the whole training, with the warm-up that is advised; "
+    "speed-up: of the mean\n"
     "behind: points of accuracy (of text: percent of perplexity) below dense in small trainings, of each task on\n"
     "the number of ranks nearest to yours that was measured; ?: not measured"
 )

@@ -13,12 +13,14 @@ import torch
 import torch.distributed as dist
 from communicators import Communicator, Link, as_communicator, measure_link
 from communicators.worlds.alone import Alone
+from sparse_compress import TopK
 
 from sparse_collectives.advise.accuracy import Known, known, within_a_point
 from sparse_collectives.advise.all_or_none import NoAdvice, all_or_none
 from sparse_collectives.advise.busy import share_taken
 from sparse_collectives.advise.factory import model_seconds
 from sparse_collectives.advise.flags import LINKS
+from sparse_collectives.advise.warm_up import shares
 from sparse_collectives.prediction.calibration import measure_handling, measure_traffic
 from sparse_collectives.prediction.cost import (
     BACKWARD_SHARE,
@@ -30,9 +32,6 @@ from sparse_collectives.prediction.cost import (
     with_whole,
 )
 from sparse_collectives.wire.wire import WIRES
-
-WARM_UP_SHARE = 0.1
-"""Of a training's steps: the first ones, in which the advised lines send all."""
 
 
 class Step(NamedTuple):
@@ -109,12 +108,24 @@ class Situation:
         seconds = step_seconds(prediction, **times)
         if prediction.density == 1:
             return Step(prediction, seconds, seconds)
-        first = step_seconds(self._sending_all(), **times)
-        return Step(prediction, seconds, WARM_UP_SHARE * first + (1 - WARM_UP_SHARE) * seconds)
+        asked = min(self.handling, key=lambda density: abs(density - prediction.density))
+        mean = sum(
+            share * (seconds if density == asked else step_seconds(self._sending(prediction, density, asked), **times))
+            for density, share in shares(asked).items()
+        )
+        return Step(prediction, seconds, mean)
 
-    def _sending_all(self) -> Prediction:
-        """The exchange of a warm-up, in which all is sent: a dense sum, whatever the algorithm and wire."""
-        return predict("dense", size=self.ranks, numel=self.numel, k=self.numel, link=self.link)
+    def _sending(self, like: Prediction, density: float, asked: float) -> Prediction:
+        """An exchange amid the warm-up. All is sent as a dense sum, whatever the algorithm and wire.
+
+        asked: the density at which handling was measured; an element and an entry cost as much at others.
+        """
+        given: dict[str, Any] = {"size": self.ranks, "numel": self.numel, "link": self.link}
+        if density == 1:
+            return predict("dense", k=self.numel, **given)
+        settings: dict[str, Any] = {"options": like.options, "wire": like.wire, "handling": self.handling[asked]}
+        found = predict(like.algorithm, k=TopK(density).entries(self.numel), **settings, **given)
+        return with_whole(found, self.tiny, size=self.ranks, link=self.link) if self.sends_updates else found
 
     def _hides(self, prediction: Prediction) -> float:
         return 0.0 if self.sends_updates and prediction.density < 1 else self.hidden
