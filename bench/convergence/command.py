@@ -172,22 +172,31 @@ def _write_accuracy(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """All of it as a table: of each way but dense, how far it is behind."""
-    lines = [
-        "| task, steps | optimizer | clip | exchange, density | score (dense) | behind | seeds |",
-        "|---" * 7 + "|",
-    ]
-    whole = {tuple(row[name] for name in UNDER): row["mean"] for row in rows if row["way"] == DENSE}
-    for row in sorted(rows, key=lambda row: [str(row[name]) for name in (*UNDER, "way")]):
-        if row["way"] == DENSE or row["behind"] is None:
-            continue
-        dense, clip = whole[tuple(row[name] for name in UNDER)], row["clip"] or "no"
-        ranks = f", {row['ranks']} ranks" if row["ranks"] != 2 else ""
-        cells = [f"{row['task']}, {row['steps']:,}{ranks}", row["optimizer"], clip]
-        cells += [f"{row['way']}, {row['density']:g}"]
-        cells += [f"{row['mean']:.1f} ({dense:.1f})", f"{row['behind']:.1f}", row["seeds"]]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
+    """All of it as a table: of each way but dense how far it is behind, by density, and of how many seeds."""
+    whole = {_under(row): row["mean"] for row in rows if row["way"] == DENSE}
+    found: dict[tuple[Any, ...], dict[float, dict[str, Any]]] = {}
+    for row in rows:
+        if row["way"] != DENSE and row["behind"] is not None:
+            found.setdefault((*_under(row), row["way"]), {})[row["density"]] = row
+    densities = sorted({density for by_density in found.values() for density in by_density}, reverse=True)
+    head = ["task, steps", "ranks", "optimizer", "clip", "dense", "exchange", *(f"{100 * d:g} %" for d in densities)]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for key in sorted(found):
+        task, optimizer, clip, ranks, steps, way = key
+        score = f"{whole[key[:-1]]:{_places(task)}}"
+        cells = [f"{task}, {steps:,}", str(ranks), optimizer, str(clip or "no"), score, way]
+        at = (found[key].get(density) for density in densities)
+        cells += ["" if row is None else f"{row['behind']:.1f} ({row['seeds']})" for row in at]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def _under(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in UNDER)
+
+
+def _places(task: str) -> str:
+    return ".2f" if TASKS[task].text else ".1f"
 
 
 def _short(rows: Sequence[dict[str, Any]]) -> str:
@@ -199,15 +208,16 @@ def _short(rows: Sequence[dict[str, Any]]) -> str:
     found: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
     for row in rows:
         if row["ranks"] == 2 and row["steps"] == TASKS[row["task"]].steps and row["density"] in (1.0, 0.01):
-            found.setdefault(tuple(row[name] for name in UNDER), {})[row["way"]] = row
+            found.setdefault(_under(row), {})[row["way"]] = row
     for key in sorted(found, key=str):
         ways = found[key]
         if RECOMMENDED not in ways or DENSE not in ways:
             continue
         taken, first = ways[RECOMMENDED], ways.get(FIRST)
         cells = [f"{taken['task']}, {taken['steps']:,}", taken["optimizer"], taken["clip"] or "no"]
-        shown = ".2f" if TASKS[taken["task"]].text else ".1f"
-        cells += ["" if row is None else f"{row['mean']:{shown}}" for row in (ways[DENSE], first, taken)]
+        cells += [
+            "" if row is None else f"{row['mean']:{_places(taken['task'])}}" for row in (ways[DENSE], first, taken)
+        ]
         cells += [f"{taken['behind']:.1f}", taken["seeds"]]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines) + "\n"

@@ -18,6 +18,7 @@ BLOCKS: Blocks = {
     "demo-seeds": learnt.demo_seeds,
     "eager": partial.eager,
     "eager-speech": partial.eager_speech,
+    "few-entries": learnt.few_entries,
     "first-figure": steps.first_figure,
     "gpu": compression.gpu_speed,
     "learning": learnt.written("learning"),

@@ -20,6 +20,8 @@ UNDER_DDP = {
     ("gtopk, as first written", 0.01): 'a sparse exchange of gradients at 1 % ("as first written")',
 }
 """(way, density) of convergence."""
+WARM_UPS = {"gtopk, dense tenth": "a dense tenth", "gtopk": "DGC's, over a fifth"}
+FEW = 0.001
 
 
 def written(name: str) -> Callable[[Records], str]:
@@ -130,6 +132,23 @@ def adam_beta1(records: Records) -> str:
             {"task, steps (seeds)": f"{task}, {steps:,}", "ranks": str(ranks)}
             | {said: behind.get(said, "–") for said in ways.values()}
             for (task, steps, ranks), behind in sorted(found.items())
+        ]
+    )
+
+
+def few_entries(records: Records) -> str:
+    """gTop-k at 0.1 % with each of two warm-ups."""
+    found: dict[tuple[Any, ...], dict[str, str]] = {}
+    for row in records["convergence"]["rows"]:
+        if row["way"] in WARM_UPS and row["density"] == FEW and row["behind"] is not None:
+            task = f"{row['task']}, {row['steps']:,}"
+            cells = found.setdefault((task, row["optimizer"], row["ranks"]), {})
+            cells[WARM_UPS[row["way"]]] = f"{row['behind']:.1f} ({row['bytes_a_step'] / 1e3:.0f}; {row['seeds']})"
+    return table(
+        [
+            {"task, steps": task, "optimizer": optimizer, **cells}
+            for (task, optimizer, _), cells in sorted(found.items())
+            if len(cells) == len(WARM_UPS)
         ]
     )
 

@@ -21,9 +21,10 @@ def advised(density: float, steps: int) -> WarmUp:
 
 def in_words(density: float) -> tuple[str, str]:
     """As it is written in a program, with STEPS, and what those are."""
+    given = f"{density:.2g}, steps=STEPS"
     if density < FEW:
-        return f"WarmUp({density:.2g}, steps=STEPS)", "STEPS: the first fifth of yours, in which ever less is sent."
-    return f"WarmUp({density:.2g}, steps=STEPS, stages=(1.0,))", "STEPS: the first tenth of yours, in which all is sent."
+        return f"WarmUp({given})", "STEPS: the first fifth of yours, in which ever less is sent."
+    return f"WarmUp({given}, stages=(1.0,))", "STEPS: the first tenth of yours, in which all is sent."
 
 
 def shares(density: float) -> dict[float, float]:
