@@ -9,7 +9,7 @@ import torch
 from communicators import CollectiveError, Dies, SimulatedWorld, run, testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_collectives import ALGORITHMS, sparse_allreduce
+from sparse_collectives import ALGORITHMS, DistributedOptimizer, sparse_allreduce
 from sparse_collectives.algorithms.even_out import even_counts, gather_evenly, is_uneven
 from sparse_collectives.algorithms.kth_largest import KthLargest, bracket, kth_largest, kth_largest_sent, sample_count
 from sparse_collectives.algorithms.oktopk import oktopk_select, oktopk_state
@@ -336,6 +336,27 @@ def test_the_state_changes_only_on_success():
     assert states == before
     oktopk(others, 5, states, **always)
     assert states[0]["boundaries"] != before[0]["boundaries"]
+
+
+@pytest.mark.parametrize(("every", "share"), [(1, 1.0), (8, 0.4), (32, 0.4)])
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_shrinks_is_still_sent(every, share, size):
+    """As by a schedule of the rate: a threshold of before lets hardly anything through, and is not kept."""
+    k, numel, calls = 20, 2000, 300
+    generator = torch.Generator().manual_seed(0)
+    gradients = torch.randn(size, calls, numel, generator=generator) * 0.97 ** torch.arange(calls)[:, None]
+
+    def body(comm):
+        p, sent = torch.nn.Parameter(torch.zeros(numel)), []
+        how = {"algorithm": "oktopk", "options": {"thresholds_every": every}, "density": k / numel}
+        optimizer = DistributedOptimizer(torch.optim.SGD([p], 1.0), [("p", p)], comm=comm, **how)
+        for gradient in gradients[comm.rank]:
+            before, p.grad = p.detach().clone(), gradient.clone()
+            optimizer.step()
+            sent.append(int((p != before).sum()))
+        return sum(sent[-100:])
+
+    assert min(SimulatedWorld(size).run(body)) >= share * 100 * k
 
 
 @pytest.mark.parametrize("half", [1, 2, 3])

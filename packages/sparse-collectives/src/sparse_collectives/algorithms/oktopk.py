@@ -32,7 +32,7 @@ def oktopk(
     size: int,
     k: int,
     *,
-    thresholds_every: int = 32,
+    thresholds_every: int = 1,
     boundaries_every: int = 64,
     state: State | None = None,
     wire: Wire = PLAIN,
@@ -42,13 +42,16 @@ def oktopk(
 
         boundaries   every τ calls: P regions; each boundary is the integer mean of the ranks' proposals
         split        own entries of region j to rank j, P − 1 messages; rank j adds them (`add_all`)
-        threshold    every τ' calls: the k-th largest sum, exactly; rank j keeps its sums that reach the last one
+        threshold    every τ' calls, and after one that let through fewer than k/2: the k-th largest sum, exactly;
+                     rank j keeps its sums that reach the last one
         gather       where more than k reach it, the k largest; evened out; ⌈log P⌉ rounds
 
     A rank's own entries whose index is not in the total are dropped: their owner has summed them, and kept none.
     A call whose total is not finite leaves the state as it was: what is due stays due.
     Differs from the paper: the threshold is found by regular samples, not by gathering all sums, and the result is cut
-    to k exactly, so 6k elements are a bound on entries from the first call on; ties and zeros are no special case.
+    to k exactly, so 6k elements are a bound on entries from the first call on; ties and zeros are no special case. A
+    threshold that lets too few through is not kept: where gradients shrink, as by a schedule of the rate, hardly
+    anything would be sent between two estimates, and each of them is of what k entries less have left.
 
     sparse: min(k, n) entries; explicit zeros are not sent. thresholds_every, boundaries_every: τ', τ, in calls.
     state: see `oktopk_state`. wire: what it rounds off, of own entries and of kept sums, is dropped.
@@ -60,12 +63,17 @@ def oktopk(
     if known["step"] % boundaries_every == 0:
         known["boundaries"] = yield from _agree_on_boundaries(own, rank, size)
     region = yield from _split_and_reduce(own, known["boundaries"], rank, size, k, wire, cost)
-    most = min(k, sparse.numel)
-    if renewed := known["step"] % thresholds_every == 0:
-        known["local"] = int(magnitude_keys(sparse.values).min())
-    kept, counts, kth = yield from _global_largest(region, 0 if renewed else known["threshold"], most, rank, size)
-    if renewed:
+    most, due = min(k, sparse.numel), known["step"] % thresholds_every == 0
+    if due or not known["local"]:
+        known["local"] = int(magnitude_keys(sparse.values).min()) if len(sparse) else 0
+    elif 2 * int(sparse.values.count_nonzero()) < most:
+        known["local"] = 0
+    least = 0 if due else known["threshold"]
+    kept, counts, kth = yield from _global_largest(region, least, most, rank, size)
+    if not least:
         known["threshold"] = kth
+    elif 2 * sum(counts) < most:
+        known["threshold"] = 0
     gathered = yield from gather_evenly(kept, counts, rank, size, wire)
     total = gathered.total
     if bool(all_finite(total.values)):  # alike on all ranks; a threshold that is no number would hide all that follows
@@ -131,7 +139,7 @@ def oktopk_state() -> State:
     """The state before the first call.
 
     step: calls so far with a finite total. local, threshold: least key (magnitude as an integer) to be selected
-    here, and in the total.
+    here, and in the total; 0 where it is to be estimated.
 
     boundaries: edges of the regions. of: k, P, n and dtype that all this is for; for others it starts anew. `local`
     is this rank's own, the rest is alike on all ranks.
@@ -176,14 +184,14 @@ def oktopk_select(
     k: int,
     state: State | None,
     *,
-    thresholds_every: int = 32,
+    thresholds_every: int = 1,
     boundaries_every: int = 64,
 ) -> Selection:
-    """The entries that reach the local threshold, at most k; the k largest themselves where it is due to be renewed."""
+    """The entries that reach the local threshold, at most k; the k largest themselves where it is to be estimated."""
     del rank, boundaries_every
     numel = like.numel()
     known = state is not None and state["of"] == _of(numel, WIRE_DTYPES[like.dtype], size, k)
-    if state is None or not known or state["step"] % thresholds_every == 0 or k >= numel:
+    if state is None or not known or state["step"] % thresholds_every == 0 or k >= numel or not state["local"]:
         return Largest(k)
     return Reaching(state["local"], k)
 
@@ -198,7 +206,7 @@ def check_oktopk(size: int, *, thresholds_every: int, boundaries_every: int) -> 
 
 
 def oktopk_reference(
-    inputs: Sequence[Array], k: int, *, thresholds_every: int = 32, boundaries_every: int = 64
+    inputs: Sequence[Array], k: int, *, thresholds_every: int = 1, boundaries_every: int = 64
 ) -> Array:
     """At the first call the threshold is new: the k largest of the sum of all selections."""
     del thresholds_every, boundaries_every

@@ -69,7 +69,7 @@ def oktopk_sent(
     numel: int,
     dtype: torch.dtype,
     *,
-    thresholds_every: int = 32,
+    thresholds_every: int = 1,
     boundaries_every: int = 64,
     wire: Wire = PLAIN,
 ) -> Traffic:
@@ -99,7 +99,7 @@ def oktopk_typical(
     numel: int,
     dtype: torch.dtype,
     *,
-    thresholds_every: int = 32,
+    thresholds_every: int = 1,
     boundaries_every: int = 64,
     wire: Wire = PLAIN,
 ) -> Traffic:
@@ -117,7 +117,7 @@ def oktopk_typical(
 
 
 def oktopk_merged(
-    rank: int, size: int, k: int, numel: int, *, thresholds_every: int = 32, boundaries_every: int = 64
+    rank: int, size: int, k: int, numel: int, *, thresholds_every: int = 1, boundaries_every: int = 64
 ) -> int:
     """Entries that a rank sums where regions are balanced: its region's share of all ranks'."""
     del rank, thresholds_every, boundaries_every

@@ -52,7 +52,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         initial_state=oktopk_state,
         check_state=check_oktopk_state,
         exact=False,
-        options={"thresholds_every": 32, "boundaries_every": 64},
+        options={"thresholds_every": 1, "boundaries_every": 64},
         check=check_oktopk,
         reference=oktopk_reference,
     ),
