@@ -188,3 +188,5 @@ def test_a_repr_says_the_settings():
     text = repr(made(Alone(), algorithm="spardl", density=0.02, clip_norm=1.0)[1])
     for word in ("DistributedOptimizer(spardl", "TopK(density=0.02)", "clip_norm=1.0", "rank 0 of 1", "SGD", "lr: 0.1"):
         assert word in text, word
+    for whole in ("dense", "dense-int8", "powersgd"):
+        assert "TopK" not in repr(made(Alone(), algorithm=whole)[1])

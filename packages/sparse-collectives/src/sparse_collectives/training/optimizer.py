@@ -194,9 +194,7 @@ class DistributedOptimizer(Wrapping):
         )
         super().__init__(optimizer)
         self._sends, self._steps = sends, Steps(compressor, density, verify)
-        self._clipping_after = (
-            ClippingAfter(type(self).__name__) if chosen.entry is not None and chosen.entry.compresses else None
-        )
+        self._clipping_after = ClippingAfter(type(self).__name__) if chosen.selects else None
         self._group, self._by_default = given, given is None
         self._comm, self._chosen, self._nonfinite = comm, chosen, nonfinite
         self._compressor, self.skipped = compressor, 0
@@ -228,7 +226,7 @@ class DistributedOptimizer(Wrapping):
         more = [f"{verify=}"] if verify else []
         more += [f"{sends=}, {clip_norm=}"] if clip_norm or sends != "gradients" else []
         settings = self._settings = ", ".join([settings, *more, *chosen.settings])
-        if chosen.entry is not None and chosen.entry.compresses:
+        if chosen.selects:
             known = {"momentum": momentum, "density": self._steps.last_density, "sends": sends, "ranks": comm.size}
             warn_of(optimizer, **known, stacklevel=3)
         settings += self._exchange.cut
@@ -242,7 +240,8 @@ class DistributedOptimizer(Wrapping):
     def __repr__(self) -> str:
         """Settings, of the wrapped optimizer too."""
         ranks = f"rank {self._comm.rank} of {self._comm.size}"
-        return f"{type(self).__name__}({self._settings}, compressor={self._compressor}, {ranks}, {self.optimizer!r})"
+        compressor = f"compressor={self._compressor}, " if self._chosen.selects else ""
+        return f"{type(self).__name__}({self._settings}, {compressor}{ranks}, {self.optimizer!r})"
 
     @property
     def comm(self) -> Communicator:

@@ -33,6 +33,11 @@ class Chosen(NamedTuple):
     scheme: Scheme
     settings: list[str]
 
+    @property
+    def selects(self) -> bool:
+        """Whether a compressor chooses what is sent."""
+        return self.entry is not None and self.entry.compresses
+
 
 def choose_scheme(
     comm: Communicator,

@@ -199,7 +199,8 @@ class SparseHookState:
     def __repr__(self) -> str:
         """Settings; asks nobody, so "auto" stays that until it has chosen."""
         algorithm, options, wire = self._given if self._found is None else (self.algorithm, self._given[1], self.wire)
-        given: dict[str, Any] = {"algorithm": algorithm, "options": options, "compressor": self._compressor}
+        compressor = self._compressor if self._found is None or self._found[2].selects else None
+        given: dict[str, Any] = {"algorithm": algorithm, "options": options, "compressor": compressor}
         given |= {"wire": wire, "momentum": self._momentum, "clip_norm": self._clip_norm}
         given |= {"dense_below": self._dense_below, "grad_scaler": self._grad_scaler and type(self._grad_scaler)}
         given |= {"verify": self._settings["verify"]}
@@ -351,7 +352,7 @@ class SparseHookState:
             """In the bucket's own buffer: DDP takes no tensor that begins amid its storage."""
             found = mean.wait()
             given = put_back(known, found if found is flat else flat.copy_(found), held)
-            if chosen.entry is not None and chosen.entry.compresses:
+            if chosen.selects:
                 self._seen.note(known.members, given)
             return given
 

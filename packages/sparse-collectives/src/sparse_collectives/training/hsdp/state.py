@@ -204,7 +204,8 @@ class HsdpState:
             parameters=[],
             tentative=nonfinite == "skip",
         )
-        self._given: dict[str, Any] = {"algorithm": chosen.algorithm, "options": options, "compressor": compressor}
+        self._given: dict[str, Any] = {"algorithm": chosen.algorithm, "options": options}
+        self._given |= {"compressor": compressor if chosen.selects else None}
         self._given |= {"wire": wire, "momentum": momentum, "clip_norm": clip_norm, "dense_below": dense_below}
         self._given |= {"nonfinite": nonfinite, "verify": verify}
         clips = "" if clip_norm is None else f" with {clip_norm=}"
@@ -216,7 +217,7 @@ class HsdpState:
         settings = f"{chosen.algorithm}, {wire=}, {momentum=}, {nonfinite=}, {verify=}, {', '.join(chosen.settings)}"
         broadcast_parameters(self._parts(), self._comm, what=OWNER, settings=settings)
         self._seen: SeenOptimizer | None = None  # kept here, because nobody else does
-        if chosen.entry is not None and chosen.entry.compresses:
+        if chosen.selects:
             known = list(self._named.values())
             self._seen = SeenOptimizer(
                 lambda: known,
