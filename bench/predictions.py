@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -29,7 +30,7 @@ from sparse_compress import TopK
 from torch import nn
 
 from bench.form import asked, parser_of
-from bench.real_ranks import found_by, tell
+from bench.real_ranks import found_by, process_group, tell
 from bench.record import record, with_quantiles
 
 COLUMNS = ("algorithm", "P", "density", "wire", "compute_ms", "predicted_ms", "measured_ms", "ratio")
@@ -80,11 +81,9 @@ def _many() -> dict[str, Any]:
 
 
 def on_rank(by: str, repeats: int, layers: int, names: Sequence[str]) -> None:
-    """One rank's part, under mpiexec or in a gloo group; rank 0 tells each row."""
+    """One rank's part, under mpiexec or in a process group; rank 0 tells each row."""
     if by == "mpi":
         import mpi4py.MPI  # noqa: F401 - what behind_link looks for
-    else:
-        torch.distributed.init_process_group("gloo")
     torch.set_num_threads(1)
     comm = behind_link()
     cases = [case for name in names for case in _cases(name, ALGORITHMS[name].compresses)]
@@ -195,6 +194,7 @@ def _cell(value: Any) -> str:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["ranks"]:
-        on_rank(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5:])
+        with nullcontext() if sys.argv[2] == "mpi" else process_group():
+            on_rank(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5:])
     else:
         raise SystemExit(main(sys.argv[1:]))

@@ -14,12 +14,12 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before there is a group: see process_group
 from slow_link import Launcher, SlowLink, ThrottledLink, missing
 
 FOUND = "BENCH_FOUND"
@@ -65,15 +65,15 @@ def found_by(link: Launcher, module: str, *words: object, mpi: bool, timeout: fl
 
 @contextmanager
 def process_group(init_method: str | None = None, **how: Any) -> Iterator[None]:
-    """This rank's part in a gloo group, with one thread for its computing; no thread of gloo's is left afterwards.
+    """This rank's part in a gloo group, with one thread for its computing; no thread of gloo's is left at its end.
 
     One that frees a tensor of the last sum while Python ends would end the process by SIGABRT. Leaving a group joins
     its threads only if nobody else holds it: a DDP module must be gone by then, and `torch.distributed.nn`, which
-    torch imports at need, keeps as default arguments the group that there is at that time.
+    torch imports at need, keeps as default arguments the group that there is at that time. A rank that raises leaves
+    at once, without the others.
 
     how: as of `torch.distributed.init_process_group`.
     """
-    import_module("torch.distributed.nn")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method, **how)
     yield

@@ -18,11 +18,13 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from communicators import Communicator, as_communicator, barrier
 
 from bench.form import asked, parser_of
+from bench.real_ranks import process_group
 from bench.record import record
 
 PAUSE_SECONDS = 0.05
@@ -75,9 +77,6 @@ def on_rank(world: str, repeats: int) -> None:
 
         comm = as_communicator(MPI.COMM_WORLD)
     else:
-        import torch.distributed as dist
-
-        dist.init_process_group("gloo")
         comm = as_communicator(None)
     without = _idle_share(comm)
     answered = threading.Event()
@@ -113,6 +112,7 @@ def _idle_share(comm: Communicator) -> float:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["ranks"]:
-        on_rank(sys.argv[2], int(sys.argv[3]))
+        with nullcontext() if sys.argv[2] == "mpi" else process_group():
+            on_rank(sys.argv[2], int(sys.argv[3]))
     else:
         raise SystemExit(main(sys.argv[1:]))

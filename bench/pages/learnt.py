@@ -140,7 +140,7 @@ def few_entries(records: Records) -> str:
     """gTop-k at 0.1 % with each of two warm-ups."""
     found: dict[tuple[Any, ...], dict[str, str]] = {}
     for row in records["convergence"]["rows"]:
-        if row["way"] in WARM_UPS and row["density"] == FEW and row["behind"] is not None:
+        if row["way"] in WARM_UPS and row["density"] == FEW and not row["clip"] and row["behind"] is not None:
             task = f"{row['task']}, {row['steps']:,}"
             cells = found.setdefault((task, row["optimizer"], row["ranks"]), {})
             cells[WARM_UPS[row["way"]]] = f"{row['behind']:.1f} ({row['bytes_a_step'] / 1e3:.0f}; {row['seeds']})"

@@ -113,5 +113,5 @@ def test_oktopk_goes_on_after_a_renewal_that_saw_nan(spoilt_call):
     for call in range(40):
         x = torch.randn(200, generator=torch.Generator().manual_seed(call))
         inputs = [torch.full((200,), torch.nan) if call == spoilt_call else x, 2 * x]
-        results = one_call(inputs, 8, states, "oktopk", {}, prescribed=True)
+        results = one_call(inputs, 8, states, "oktopk", {"thresholds_every": 32}, prescribed=True)
         assert len(results[0].total) > 0

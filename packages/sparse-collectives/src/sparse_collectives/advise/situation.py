@@ -89,46 +89,53 @@ class Situation:
         return known(self.optimizer, p.algorithm, p.density, p.wire, self.ranks, sends=sends)
 
     def predictions(self) -> Steps:
-        """All exchanges, the fastest over a whole training first; of each only the fastest variant.
+        """All exchanges, the fastest over a whole training first; of each only the variant with the fastest steps.
 
-        Their wires are those on which merging was measured, and fp32.
+        Their wires are those on which merging was measured, and fp32. Their densities are those of `handling`, not
+        k/n, which whole entries make a little other.
         """
         found = predict_all(size=self.ranks, numel=self.numel, link=self.link, handling=self.handling)
         if self.sends_updates:
             found = [with_whole(p, self.tiny, size=self.ranks, link=self.link) for p in found]
-        fastest: dict[tuple[str, float, str], Step] = {}
-        for step in sorted(map(self._step, found), key=lambda step: step.mean):
-            p = step.prediction
-            fastest.setdefault((p.algorithm, p.density, p.wire), step)
-        return list(fastest.values())
+        fastest: dict[tuple[str, float, str], Prediction] = {}
+        for p in sorted(map(self._as_asked, found), key=lambda p: self._seconds(p, self._hides(p))):
+            fastest.setdefault((p.algorithm, p.density, p.wire), p)
+        return sorted(map(self._step, fastest.values()), key=lambda step: step.mean)
+
+    def _as_asked(self, prediction: Prediction) -> Prediction:
+        if prediction.density == 1:
+            return prediction
+        return replace(prediction, density=min(self.handling, key=lambda density: abs(density - prediction.density)))
 
     def _step(self, prediction: Prediction) -> Step:
         """With the warm-up that is advised beside it; whole gradients have none."""
-        times: dict[str, Any] = {"compute": self.compute, "backward": self._hides(prediction)}
-        seconds = step_seconds(prediction, **times)
-        if prediction.density == 1:
+        own, hides = prediction.density, self._hides(prediction)
+        seconds = self._seconds(prediction, hides)
+        if own == 1:
             return Step(prediction, seconds, seconds)
-        asked = min(self.handling, key=lambda density: abs(density - prediction.density))
         mean = sum(
-            share * (seconds if density == asked else step_seconds(self._sending(prediction, density, asked), **times))
-            for density, share in shares(asked).items()
+            share * (seconds if density == own else self._seconds(self._sending(prediction, density), hides))
+            for density, share in shares(own).items()
         )
         return Step(prediction, seconds, mean)
 
-    def _sending(self, like: Prediction, density: float, asked: float) -> Prediction:
+    def _seconds(self, prediction: Prediction, hides: float) -> float:
+        return step_seconds(prediction, compute=self.compute, backward=hides)
+
+    def _hides(self, prediction: Prediction) -> float:
+        return 0.0 if self.sends_updates and prediction.density < 1 else self.hidden
+
+    def _sending(self, like: Prediction, density: float) -> Prediction:
         """An exchange amid the warm-up. All is sent as a dense sum, whatever the algorithm and wire.
 
-        asked: the density at which handling was measured; an element and an entry cost as much at others.
+        An element and an entry cost what they were measured to at the density that the warm-up ends at.
         """
         given: dict[str, Any] = {"size": self.ranks, "numel": self.numel, "link": self.link}
         if density == 1:
             return predict("dense", k=self.numel, **given)
-        settings: dict[str, Any] = {"options": like.options, "wire": like.wire, "handling": self.handling[asked]}
+        settings: dict[str, Any] = {"options": like.options, "wire": like.wire, "handling": self.handling[like.density]}
         found = predict(like.algorithm, k=TopK(density).entries(self.numel), **settings, **given)
         return with_whole(found, self.tiny, size=self.ranks, link=self.link) if self.sends_updates else found
-
-    def _hides(self, prediction: Prediction) -> float:
-        return 0.0 if self.sends_updates and prediction.density < 1 else self.hidden
 
     def elsewhere(self, *, link: Link | None = None, ranks: int | None = None) -> Situation:
         """The same training on another network."""

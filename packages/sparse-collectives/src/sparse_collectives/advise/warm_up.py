@@ -7,7 +7,7 @@ from collections import Counter
 from sparse_compress import WarmUp
 
 FEW = 0.01
-"""Below it DGC's own warm-up learns better than dense steps do, and sends less."""
+"""Below it DGC's own warm-up is advised: at 0.1 % models learn better by it than by dense steps, and it sends less."""
 STEPS = 1000
 
 

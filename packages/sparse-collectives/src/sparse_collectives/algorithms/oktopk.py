@@ -1,4 +1,4 @@
-"""Ok-Topk: regions of about equally many entries, and thresholds that are estimated now and then."""
+"""Ok-Topk: regions of about equally many entries, and thresholds that several calls may share."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def oktopk(
     Differs from the paper: the threshold is found by regular samples, not by gathering all sums, and the result is cut
     to k exactly, so 6k elements are a bound on entries from the first call on; ties and zeros are no special case. A
     threshold that lets too few through is not kept: where gradients shrink, as by a schedule of the rate, hardly
-    anything would be sent between two estimates, and each of them is of what k entries less have left.
+    anything would be sent between two estimates.
 
     sparse: min(k, n) entries; explicit zeros are not sent. thresholds_every, boundaries_every: τ', τ, in calls.
     state: see `oktopk_state`. wire: what it rounds off, of own entries and of kept sums, is dropped.

@@ -73,7 +73,7 @@ def oktopk_sent(
     boundaries_every: int = 64,
     wire: Wire = PLAIN,
 ) -> Traffic:
-    """The most that a first call sends; later ones, that renew less, send less.
+    """The most that a first call sends; later ones, that agree on no regions, send less.
 
     Entries: k in the split, k in evening out, (P − 1)·⌈k/P⌉ in the gather, so 6k elements where P divides k. Besides:
     one sum of the boundaries; with S = ⌊√2k⌋ + 1 keys of 4 bytes (float64: 8), (P − 1)·S as samples, and at most P·S
@@ -105,8 +105,9 @@ def oktopk_typical(
 ) -> Traffic:
     """A call between two agreements on regions, where these are balanced.
 
-    More than k sums reach a threshold of before: so it is while gradients do not get smaller, because residuals grow.
-    Nearly all that are sent reach it then, and samples a gap of g = ⌈k/S⌉ apart leave SPAN·(g − 1) keys a rank.
+    There are more than k sums, as long as ranks do not select the same. All count where the threshold is new, nearly
+    all with one of before, while gradients do not get smaller. Samples a gap of g = ⌈k/S⌉ apart leave SPAN·(g − 1)
+    keys a rank.
     """
     del thresholds_every, boundaries_every
     k = min(k, numel)

@@ -35,7 +35,7 @@ class Chosen(NamedTuple):
 
     @property
     def selects(self) -> bool:
-        """Whether a compressor chooses what is sent."""
+        """Whether entries are selected, as many as the compressor says."""
         return self.entry is not None and self.entry.compresses
 
 
