@@ -17,13 +17,14 @@ import json
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from sparse_collectives.prediction.plain_table import table
 
-from bench.convergence import curves
+from bench.convergence import curves, densities
 from bench.convergence.tasks import TASKS
 from bench.convergence.training import trained
 from bench.convergence.ways import WAYS, Run
@@ -57,7 +58,8 @@ def main(argv: Sequence[str] = ()) -> int:
     (options.output / "convergence.md").write_text(_markdown(every))
     (options.output / "convergence-short.md").write_text(_short(every))
     curves.write(options.output, list(known.values()))
-    record(options.output, "convergence", every, labels=LABELS[:5], values=("mean",), facts=facts, against=AGAINST)
+    picture: dict[str, Any] = {"labels": LABELS[:5], "values": ("mean",), "draw": partial(densities.draw, rows=every)}
+    record(options.output, "convergence", every, **picture, facts=facts, against=AGAINST)
     return 0
 
 
