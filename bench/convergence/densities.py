@@ -11,6 +11,7 @@ from bench.convergence.tasks import TASKS
 DRAWN = {"gtopk": "o-", "topk-allgather": "s--", "topk-dsa": "^:", "oktopk": "x-.", "spardl": "v-"}
 """Algorithms, and how their lines look."""
 FEWEST = 2  # densities of a line
+PLACES, MARKS = (0.1, 0.01, 0.001), (-5, -2, -1, 0, 1, 2, 5, 10, 20, 30)
 
 
 def draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
@@ -42,7 +43,9 @@ def draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
             axes.errorbar(densities, behind, bars, label=way, **style)
         axes.axhline(0, color="black", linewidth=0.8)
         axes.set_xscale("log")
+        axes.set_xticks(PLACES, [f"{100 * density:g} %" for density in PLACES])
         axes.set_yscale("symlog", linthresh=2)
+        axes.set_yticks(MARKS, [f"{mark:g}" for mark in MARKS])
         axes.set_title(f"{', '.join(panel)}; {ranks} ranks", fontsize="small")
         axes.set_xlabel("density", fontsize="small")
         axes.set_ylabel("% above dense" if TASKS[panel[0]].text else "points behind dense", fontsize="small")
@@ -62,8 +65,8 @@ def _lines(rows: Sequence[dict[str, Any]]) -> dict[Any, dict[str, dict[float, tu
         text = TASKS[row["task"]].text
         if row["way"] not in DRAWN or row["clip"] or row["steps"] != TASKS[row["task"]].steps or row["behind"] is None:
             continue
-        dense = whole[_place(row)]
-        ends = sorted(100 * (row[end] / dense - 1) if text else dense - row[end] for end in ("least", "most"))
+        unit = 100 / whole[_place(row)] if text else -1.0
+        ends = sorted(row["behind"] + unit * (row[end] - row["mean"]) for end in ("least", "most"))
         place = ((row["task"], row["optimizer"]), row["ranks"])
         found.setdefault(place, {}).setdefault(row["way"], {})[row["density"]] = (row["behind"], *ends)
     several = {
