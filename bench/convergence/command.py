@@ -180,14 +180,14 @@ def _markdown(rows: Sequence[dict[str, Any]]) -> str:
     for row in rows:
         if row["way"] != DENSE and row["behind"] is not None:
             found.setdefault((*_under(row), row["way"]), {})[row["density"]] = row
-    densities = sorted({density for by_density in found.values() for density in by_density}, reverse=True)
-    head = ["task, steps", "ranks", "optimizer", "clip", "dense", "exchange", *(f"{100 * d:g} %" for d in densities)]
+    columns = sorted({density for by_density in found.values() for density in by_density}, reverse=True)
+    head = ["task, steps", "ranks", "optimizer", "clip", "dense", "exchange", *(f"{100 * d:g} %" for d in columns)]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for key in sorted(found):
         task, optimizer, clip, ranks, steps, way = key
         score = f"{whole[key[:-1]]:{_places(task)}}"
         cells = [f"{task}, {steps:,}", str(ranks), optimizer, str(clip or "no"), score, way]
-        at = (found[key].get(density) for density in densities)
+        at = (found[key].get(density) for density in columns)
         cells += ["" if row is None else f"{row['behind']:.1f} ({row['seeds']})" for row in at]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
