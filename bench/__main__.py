@@ -10,6 +10,7 @@ from slow_link import user_namespaces
 
 BENCHMARKS = {
     "advise": "bench.advise:main",
+    "bits": "bench.bits:main",
     "cluster": "bench.cluster:main",
     "collectives": "bench.collectives:main",
     "compress": "bench.compress:main",
