@@ -66,10 +66,10 @@ def run(
 def linked(folder: Path, *names: str) -> Path:
     """A folder that holds these distributions of this environment, and those that they need, as links."""
     folder.mkdir()
-    for each in sorted({needed for name in names for needed in _needed_by(name, set())}):
-        found = distribution(each)
-        for top in {file.parts[0] for file in found.files or () if file.parts[0] not in ("..", "__pycache__")}:
-            (folder / top).symlink_to(Path(str(found.locate_file(top))))
+    found = [distribution(each) for name in names for each in _needed_by(name, set())]
+    files = {file.parts[0]: one.locate_file(file.parts[0]) for one in found for file in one.files or ()}
+    for top in files.keys() - {"..", "__pycache__"}:  # several have a part in one, as NVIDIA's in `cuda`
+        (folder / top).symlink_to(Path(str(files[top])))
     return folder
 
 

@@ -167,6 +167,7 @@ def by_dcp_on_other_ranks():
     """Fewer or more: an error that names the cause; then resharded, from one file of all that was saved."""
     everybody = dist.get_world_size()
     fewer, alone = dist.new_group(list(range(everybody - 1))), dist.get_rank() == everybody - 1
+    zero = dist.new_group([0])
     run = all_steps(Run(), range(3))
     whole, some = folder(), folder()
     dcp.save({key(): run.state}, checkpoint_id=whole)
@@ -186,7 +187,7 @@ def by_dcp_on_other_ranks():
     if dist.get_rank() == 0:
         dcp_to_torch_save(where, f"{where}/whole.pt")
         states = torch.load(f"{where}/whole.pt", weights_only=True)
-        _, other = made(inner=torch.optim.Adam, comm=dist.new_group([0], use_local_synchronization=True))
+        _, other = made(inner=torch.optim.Adam, comm=zero)
         states = [states[f"optimizer {rank}"] for rank in range(everybody)]
         other.load_state_dict(reshard_residuals(states, 1)[0])
         found = other.state_dict()["distributed"]["residuals"]

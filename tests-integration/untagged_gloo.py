@@ -16,7 +16,7 @@ TAG = 0
 
 def untagged_communicator(group, device_type="cpu"):
     """Of the ranks of a process group; what depends on data goes by the group itself."""
-    tagged = ProcessGroupTransport(Rendezvous.of(group, store_of(group), "here"))
+    tagged = ProcessGroupTransport(Rendezvous.of(group, store_of(group)))
     line = UntaggedGloo(dist.PrefixStore("line", store_of(group)), group.rank(), group.size(), device_type)
     return TransportCommunicator(UntaggedTransport(tagged, line))
 

@@ -9,8 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.distributed as dist
-from communicators import SimulatedWorld, allreduce, as_communicator
+from communicators import CollectiveError, SimulatedWorld, allreduce, as_communicator
 from communicators.worlds.alone import Alone
+from ranks_on_threads import on_all
 
 
 class Own(dist.ProcessGroup):
@@ -57,6 +58,33 @@ def test_a_group_that_was_set_up_anew_is_met_anew():
     assert [total for _, total in on_threads(groups[:2], dist.PrefixStore("again", store))] == [[3.0] * 3] * 2
 
 
+def test_ranks_that_met_others_before_meet_those_that_are_new():
+    """In the same Store, where some ranks have been more often than others."""
+    store = dist.HashStore()
+    for size in (2, 4, 3):
+        groups = [Own(rank, size) for rank in range(size)]
+        assert [total for _, total in on_threads(groups, store)] == [[size * (size + 1) / 2.0] * 3] * size
+
+
+def test_a_communicator_that_has_failed_is_not_handed_out():
+    """The ranks meet anew where all are there; a rank that is gone is said at once, with what to do."""
+    groups, store = [Own(rank, 2) for rank in range(2)], dist.HashStore()
+    failed = [comm for comm, _ in on_threads(groups, store)]
+    reasons = [str(error) for error in on_all(failed, lambda comm: allreduce(torch.ones(3 + comm.rank), comm))]
+    assert reasons[0].startswith("ranks disagree on call 1")
+    assert len(set(reasons)) == 1
+    made = [comm for comm, _ in on_threads(groups, store)]
+    assert not set(made) & set(failed)
+    assert [total for _, total in on_threads(groups, store)] == [[3.0] * 3] * 2
+    made[1].transport.close()  # as the connection of a process that has died
+    with pytest.raises(CollectiveError, match="rank 1 is gone: its connection was lost"):
+        allreduce(torch.ones(3), made[0])
+    with pytest.raises(CollectiveError, match=r"rank 1 is gone.* as_communicator\(group, store=\.\.\.\)"):
+        as_communicator(groups[0])
+    groups[1] = Own(1, 2)
+    assert [total for _, total in on_threads(groups, store)] == [[3.0] * 3] * 2
+
+
 def test_a_store_for_what_needs_none_is_refused():
     comm = SimulatedWorld(1).run(lambda comm: comm)[0]
     for given in (comm, Alone()):
@@ -83,18 +111,27 @@ def test_a_group_that_does_not_know_its_rank_is_refused():
 
 
 FAKE = """
+import sys
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from communicators import as_communicator
-from communicators.worlds.alone import Alone
-dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-try:
-    as_communicator()
-except TypeError as error:
-    print(error)
+kept = FakeStore()
+store = {"as it is": kept, "behind prefixes": dist.PrefixStore("a", dist.PrefixStore("b", kept))}[sys.argv[1]]
+if sys.argv[2] == "let go":
+    del kept
+dist.init_process_group("fake", store=store, rank=0, world_size=2)
+del store
+for given in (None, FakeStore()):
+    try:
+        as_communicator(store=given)
+    except TypeError as error:
+        print(error)
 """
 
 
-def test_a_fake_group_is_refused():
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", FAKE], capture_output=True, text=True, timeout=120)
-    assert "as that of a fake process group" in done.stdout, done.stderr
+@pytest.mark.parametrize("store", ["as it is", "behind prefixes"])
+@pytest.mark.parametrize("python", ["keeps it", "let go"])
+def test_a_fake_group_is_refused(store, python):
+    command = [sys.executable, "-W", "ignore", "-c", FAKE, store, python]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout.count("as that of a fake process group") == 2, done.stderr

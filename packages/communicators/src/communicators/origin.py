@@ -27,7 +27,8 @@ def as_communicator(
 ) -> Communicator:
     """A communicator for an mpi4py Comm, a torch ProcessGroup, a Communicator (returned as it is), or None.
 
-    All ranks of a group call this together at its first use, because it is duplicated once.
+    All ranks of a group call this together at its first use, because it is duplicated once. So they do after a torch
+    process group was set up anew in place, or its communicator has failed: then it is another one.
 
     Args:
         comm: None is the default process group if it is initialised, else COMM_WORLD if mpi4py.MPI is imported, else
@@ -39,13 +40,12 @@ def as_communicator(
             GPU.
         store: Where the ranks of a torch process group meet, a `torch.distributed.Store` that all of them share; for
             groups without one of their own, such as those written in Python. What we send does not go by the group:
-            its ranks only must be able to connect to each other. Given anew, as after the group was set up anew, it
-            makes a new communicator.
+            its ranks only must be able to connect to each other. Another one than before makes a new communicator.
 
     Raises:
         TypeError: `comm` is something else, or a process group without a Store, or a fake one.
         RuntimeError: None, under a launcher of several ranks, with neither a process group nor mpi4py.
-        CollectiveError: Names the ranks that did not come to the first use.
+        CollectiveError: Names the ranks that did not come to the first use, or have died since, and what to do.
     """
     made = found(comm, patience=timeout, transport=transport, store=store)
     if timeout is not None:

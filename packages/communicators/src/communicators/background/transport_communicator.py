@@ -33,6 +33,7 @@ from communicators.signals import OnSignal, Signals
 
 T = TypeVar("T")
 
+CLOSED = "it closed the communicator"
 FAIL_SECONDS = 10.0
 """A call in flight on a communicator that has failed ends much sooner."""
 
@@ -101,7 +102,7 @@ class TransportCommunicator(Communicator):
         self._engine.drain(lambda driven: isinstance(driven, DetachedSends) and driven.control is self.control)
         self._engine.forget(self)
         self.closed = True
-        missing = depart([self], "it closed the communicator", None if self.control.abort_reason else self.timeout)
+        missing = depart([self], CLOSED, None if self.control.abort_reason else self.timeout)
         missing = sorted(set(missing) - self.control.lost)  # those have died
         if missing and self.control.abort_reason is None:
             raise TimeoutError(f"rank {self.rank} closed its communicator, but ranks {missing} did not: all ranks must")
@@ -170,6 +171,12 @@ class TransportCommunicator(Communicator):
         with self.lock:
             self.released = self.closed = True
             self.transport.close()
+
+    @property
+    def gone(self) -> set[int]:
+        """The peers whose processes have ended, or cannot be reached; others may meet this rank again."""
+        left = self.control.departed
+        return {peer for peer in self.control.lost | left.keys() if left.get(peer) != CLOSED}
 
     def missing(self) -> list[int]:
         """The peers that have not departed."""

@@ -11,8 +11,9 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -29,10 +30,10 @@ from communicators.errors import CollectiveError
 from communicators.schedule import Received, Round
 from communicators.worlds.gloo_group import GlooGroup
 from communicators.worlds.mailbox import GlooSignalLine, Mailbox
-from communicators.worlds.nccl.point_to_point import nccl_of
+from communicators.worlds.nccl.point_to_point import NCCL, uses_nccl
 from communicators.worlds.nccl.untagged import UntaggedTransport
 from communicators.worlds.staging import host_empty, to_host
-from communicators.worlds.stores import barrier, prefix_for, reconnected, store_of
+from communicators.worlds.stores import REMEDY, meet, reconnected, store_of
 from communicators.worlds.waiters import Wait, Waiters
 
 T = TypeVar("T")
@@ -47,7 +48,10 @@ CONTROL_TAG = 1 << TAG_BITS
 SIGNAL_TAG = CONTROL_TAG + 1
 TORCH_TIMEOUTS = (default_pg_timeout, default_pg_nccl_timeout)
 
-_made: weakref.WeakKeyDictionary[Any, tuple[TransportCommunicator, Store | None]] = weakref.WeakKeyDictionary()
+Generation = tuple[int, int, str]
+_made: weakref.WeakKeyDictionary[Any, tuple[TransportCommunicator, Store | None, Generation]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def from_process_group(
@@ -58,37 +62,50 @@ def from_process_group(
 ) -> TransportCommunicator:
     """Our communicator for a process group; made once for each. Collective over its ranks at the first use.
 
-    store: where its ranks meet, default the group's own. Another one than before, or other ranks, as of a group that
-    was set up anew after a rank was lost: a new communicator.
+    store: where its ranks meet, default the group's own. Another one than before, or a group that was set up anew, as
+    after a rank was lost, or a communicator that has failed: a new communicator.
 
     Its `timeout` is what the group was made with, TIMEOUT_SECONDS where that is torch's default.
     patience: seconds that the first use waits for the other ranks, default that `timeout`. transport: "nccl" for data
-    on a GPU by NCCL; ValueError where the group does not use it, or is in use with another one already.
+    on a GPU by NCCL; ValueError where the group does not use it, or is in use with another one already. CollectiveError
+    where ranks of a failed communicator are gone, and the group is the same.
     """
-    made, met_by = _made.get(group, (None, None))
-    if made is not None and (made.rank, made.size) != (group.rank(), group.size()):
+    generation = _generation(group)
+    made, met_by, met_as = _made.get(group, (None, None, None))
+    if made is not None and (met_as != generation or made.closed or (store is not None and store is not met_by)):
         made = None
-    if store is not None and store is not met_by:
+    if made is not None and (reason := made.control.abort_reason) is not None:
+        if made.gone and store is None:
+            raise CollectiveError(f"{reason}; {REMEDY}")
         made = None
-    if made is not None and not made.closed and transport not in (None, made.transport.name):
+    if made is not None and transport not in (None, made.transport.name):
         raise ValueError(f"transport={transport!r}, but this process group is in use with {made.transport.name!r}")
-    if made is None or made.closed:
+    if made is None:
         timeout = timeout_of(group)
         waits = timeout if patience is None else patience
         made = TransportCommunicator(_in_time(lambda: _connected(group, waits, transport, store), group.rank(), waits))
         made.timeout = timeout
-        _made[group] = made, store
+        _made[group] = made, store, generation
     return made
 
 
+def _generation(group: dist.ProcessGroup) -> Generation:
+    """Changes where a group is set up anew in place: by its owner, or by torch's `_reconfigure`, which handles tell."""
+    handle = ""
+    with suppress(RuntimeError):  # a group of several backends, or of none
+        if getattr(group, "supports_reconfigure", False):  # since torch 2.14
+            handle = cast(Any, group).get_reconfigure_handle()
+    return group.rank(), group.size(), handle
+
+
 def _connected(group: dist.ProcessGroup, patience: float, transport: str | None, store: Store | None) -> Transport:
-    keys = store_of(group) if store is None else store
-    prefix = prefix_for(keys, group.rank())
-    line = nccl_of(group, prefix) if transport == "nccl" else None
-    if transport == "nccl" and line is None:
+    if transport == "nccl" and not uses_nccl(group):
         raise ValueError('transport="nccl", but the process group does not use NCCL for CUDA tensors: leave it out')
-    tagged = ProcessGroupTransport(Rendezvous.of(group, keys, prefix), patience)
-    return tagged if line is None else UntaggedTransport(tagged, line)
+    tagged = ProcessGroupTransport(Rendezvous.of(group, store_of(group) if store is None else store), patience)
+    if transport != "nccl":
+        return tagged
+    there = reconnected(tagged.rendezvous.elsewhere("nccl").shared)
+    return UntaggedTransport(tagged, NCCL(there, tagged.rank, tagged.size))
 
 
 def _in_time(make: Callable[[], T], rank: int, seconds: float) -> T:
@@ -107,7 +124,7 @@ def _in_time(make: Callable[[], T], rank: int, seconds: float) -> T:
     except TimeoutError:
         raise CollectiveError(
             f"timed out after {seconds:g} s: rank {rank} made its first call with this process group, but the group's "
-            "Store, by which its ranks meet, does not answer"
+            f"Store, by which its ranks meet, does not answer; {REMEDY}"
         ) from None
 
 
@@ -131,10 +148,14 @@ class Rendezvous(NamedTuple):
     shared: Store
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup, keys: Store, prefix: str) -> Rendezvous:
-        """Of a group's ranks, under a prefix of these keys."""
-        own, shared = PrefixStore(prefix, reconnected(keys)), PrefixStore(prefix, keys)
+    def of(cls, group: dist.ProcessGroup, keys: Store) -> Rendezvous:
+        """Of a group's ranks, among these keys."""
+        own, shared = PrefixStore("communicators", reconnected(keys)), PrefixStore("communicators", keys)
         return cls(group.rank(), group.size(), own, shared)
+
+    def met(self, patience: float) -> Rendezvous:
+        """Of the same ranks, once all of them are here, under a prefix that is new."""
+        return self.elsewhere(meet(self.own, self.rank, self.size, patience))
 
     def elsewhere(self, prefix: str) -> Rendezvous:
         """Of the same ranks, under a further prefix."""
@@ -150,11 +171,9 @@ class ProcessGroupTransport(Transport):
     def __init__(self, rendezvous: Rendezvous, patience: float = TIMEOUT_SECONDS) -> None:
         self.rank, self.size = rendezvous.rank, rendezvous.size
         self.device = torch.device("cpu")
-        self._rendezvous = rendezvous
-        barrier(rendezvous.own, self.rank, self.size, patience)
-        self._data = GlooGroup(rendezvous.shared, self.rank, self.size)
-        connected = rendezvous.elsewhere("connected")  # to a rank that closes at once, others could be connecting yet
-        barrier(connected.own, self.rank, self.size, patience)
+        self.rendezvous = rendezvous.met(patience)
+        self._data = GlooGroup(self.rendezvous.shared, self.rank, self.size)
+        self.rendezvous.met(patience)  # to a rank that closes at once, others could be connecting yet
         self._waiters = Waiters()
         self._control = self._mailbox(CONTROL_TAG, CONTROL_BYTES)
         self._abandoned: list[Wait] = []
@@ -177,7 +196,7 @@ class ProcessGroupTransport(Transport):
     def duplicate(self, patience: float) -> ProcessGroupTransport:
         """See `Transport.duplicate`."""
         self.duplicates += 1
-        there = self._rendezvous.elsewhere(f"duplicate/{self.duplicates}")
+        there = self.rendezvous.elsewhere(f"duplicate/{self.duplicates}")
         return _in_time(lambda: ProcessGroupTransport(there, patience), self.rank, patience)
 
     def can_sum(self, tensor: Tensor) -> bool:

@@ -19,7 +19,6 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from communicators.worlds.nccl.untagged import Launched
-from communicators.worlds.stores import reconnected, store_of
 from communicators.worlds.waiters import WAIT
 
 CONNECT_POLL_SECONDS = 1e-3
@@ -103,16 +102,9 @@ class NCCL:
             self._connected.set_exception(error)
 
 
-def nccl_of(group: dist.ProcessGroup, prefix: str) -> NCCL | None:
-    """A line with the ranks of a group whose backend for CUDA tensors is NCCL; None for others.
-
-    prefix: of this communicator's keys in the group's Store.
-    """
+def uses_nccl(group: dist.ProcessGroup) -> bool:
+    """Whether a group's backend for CUDA tensors is NCCL."""
     try:
-        backend = group._get_backend(torch.device("cuda"))
+        return bool(group._get_backend(torch.device("cuda")).name() == "nccl")
     except RuntimeError:  # none for CUDA tensors
-        return None
-    if backend.name() != "nccl":
-        return None
-    store = PrefixStore(f"{prefix}/nccl", reconnected(store_of(group)))
-    return NCCL(store, group.rank(), group.size())
+        return False
