@@ -461,3 +461,19 @@ def test_warm_up_with_a_boundary_at_every_step(quadratic):
         return at
 
     assert SimulatedWorld(2).run(body) == [[0, 1, 2, 6, 10]] * 2
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_parameters_that_a_load_has_replaced_are_an_error_of_the_next_step(algorithm, known):
+    """load_state_dict(assign=True): whether or not the optimizer was given the model."""
+
+    def body(comm):
+        model = nn.Linear(3, 2)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = algorithm(inner, comm=comm, sync_every=2, model=model if known else None)
+        model.load_state_dict({name: p.detach() + 1 for name, p in model.named_parameters()}, assign=True)
+        model(torch.ones(1, 3)).sum().backward()
+        with pytest.raises(ValueError, match=rf"than this {algorithm.__name__} was made of: .* and 1 more of 2"):
+            optimizer.step()
+
+    SimulatedWorld(2).run(body)

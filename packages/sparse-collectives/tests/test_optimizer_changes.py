@@ -122,3 +122,31 @@ def test_a_copy_is_refused(duplicate):
     with pytest.raises(TypeError, match=r"cannot be copied or pickled: save its state_dict\(\)"):
         duplicate(optimizer)
     copy.deepcopy(optimizer.state_dict())
+
+
+@either_way
+def test_parameters_that_a_load_has_replaced_are_an_error_of_the_next_step(overlap):
+    """load_state_dict(assign=True): the optimizer's would never get a gradient again."""
+
+    def body(comm):
+        model, optimizer = made(comm, overlap=overlap)
+        train_step(model, optimizer)
+        own = dict(model.named_parameters())
+        model.load_state_dict({name: p.detach() + 1 for name, p in own.items()}, assign=True)
+        with pytest.raises(ValueError, match=r"'0.weight' and 3 more of 4 were replaced.*assign=False"):
+            train_step(model, optimizer)
+        for name, p in own.items():  # swapped out for a while, as for an evaluation
+            setattr(model.get_submodule(name[0]), name[2:], p)
+        train_step(model, optimizer)
+        return flat(model)
+
+    one, other = SimulatedWorld(2).run(body)
+    assert torch.equal(one, other)
+
+
+def test_a_weight_that_is_tied_to_another_later_is_none_of_these():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = wrapped(torch.optim.SGD(model.parameters(), lr=0.1), model, None)
+    model[1].weight = model[0].weight
+    model(torch.randn(5, 4)).square().mean().backward()
+    optimizer.step()

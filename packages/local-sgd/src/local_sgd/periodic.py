@@ -11,6 +11,7 @@ from communicators import Stats, as_communicator
 from communicators.replicas.buffers import Buffers
 from communicators.replicas.gathered import gathered_state
 from communicators.replicas.inside_ddp import InsideDDP
+from communicators.replicas.replaced import Replaced
 from communicators.replicas.wrapped_state import refuse_torch_helpers
 from torch import nn
 from torch.optim import Optimizer
@@ -92,6 +93,7 @@ class PeriodicAveraging(Boundaries):
         self._names = {id(p): name for name, p in named.items()}
         self._trained = {name: p for name, p in named.items() if p.requires_grad and p.numel()}
         self._inside_ddp = InsideDDP(self._trained.values(), given, owner=what, instead=INSIDE_A_NODE)
+        self._replaced = Replaced(self._trained, what)
         self._said = self._shared_settings(buffers, inner_state)
         agreed = {**self._said, "bucket_bytes": bucket_bytes}
         beginning.agree(named, model, self._comm, what, agreed, broadcast=broadcast)
@@ -157,6 +159,7 @@ class PeriodicAveraging(Boundaries):
         """The wrapped optimizer's step, on this rank alone."""
         refuse_torch_helpers(self._what)
         self._refuse_shown("step()")
+        self._replaced.refuse()
         self._refuse_other_parameters()
         self._inside_ddp.look()
         self._drained, self._unseen = False, self._unseen + 1

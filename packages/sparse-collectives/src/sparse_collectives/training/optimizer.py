@@ -13,6 +13,7 @@ from communicators.replicas.default_group import refuse_alone
 from communicators.replicas.first_broadcast import broadcast_parameters
 from communicators.replicas.inside_ddp import InsideDDP
 from communicators.replicas.parameters import name_parameters, refuse_changes
+from communicators.replicas.replaced import Replaced
 from communicators.replicas.saved_by import KEY
 from communicators.replicas.wrapped_state import refuse_torch_helpers, wrapped_part, wrapped_state
 from communicators.replicas.wrapping import Wrapping
@@ -202,6 +203,7 @@ class DistributedOptimizer(Wrapping):
             trained, bucket_bytes = dict(reversed(trained.items())), bucket_bytes or BUCKET_BYTES
         self._names, self._trained = list(trained), list(trained.values())
         self._all, self._named = named, {id(p): name for name, p in named.items()}
+        self._replaced = Replaced(trained, "DistributedOptimizer")
         self._synchronized = self._accumulates = False
         self._shadow: Shadow | None = None
         self._inside_ddp = InsideDDP(self._trained, given, owner="DistributedOptimizer", instead=UNDER_DDP)
@@ -521,6 +523,7 @@ class DistributedOptimizer(Wrapping):
         if self._by_default and self._comm.size == 1:
             refuse_alone("a DistributedOptimizer")
         self._inside_ddp.look()
+        self._replaced.refuse()
         refuse_changes(self.optimizer, self._named, self._trained, what="DistributedOptimizer")
 
     def _accumulate(self, only: bool) -> None:
