@@ -15,6 +15,7 @@ from communicators.replicas.buffers import Buffers
 from communicators.replicas.default_group import refuse_alone
 from communicators.replicas.first_broadcast import broadcast_parameters
 from communicators.replicas.gathered import gathered_state, of_rank
+from communicators.replicas.group_settings import settings_of
 from communicators.replicas.inside_ddp import InsideDDP
 from communicators.replicas.parameters import name_parameters, refuse_changes
 from communicators.replicas.replaced import Replaced
@@ -27,7 +28,7 @@ from torch.optim import Optimizer
 from partial_collectives.partial_allreduce import PartialAllreduce
 from partial_collectives.protocol.rules import MAX_STALENESS, Quorum
 from partial_collectives.result import PartialResult
-from partial_collectives.settings import as_facts, check_scheduler, refuse_changed, settings_of
+from partial_collectives.settings import as_facts, check_scheduler, refuse_changed
 from partial_collectives.stragglers.lateness import Lateness
 
 ADVICE = "go on with as many ranks, or save after finish() and load the wrapped optimizer's part alone"

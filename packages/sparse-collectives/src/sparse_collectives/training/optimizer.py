@@ -132,7 +132,8 @@ class DistributedOptimizer(Wrapping):
             non-finite mean on every rank. With sends="updates" the wrapped optimizer's state too is as it was, for a
             copy of it during step(), and p.grad stays.
         verify: Every so many steps the ranks compare a hash of the parameters, and where they differ it is a
-            CollectiveError on every rank that says who and where; None or 0: never.
+            CollectiveError on every rank that says who and where; None: before the first step alone. Settings of
+            parameter groups, such as rates, are compared then, and every 100 steps. 0: nothing is ever compared.
 
     Settings are fixed at construction; a compressor's own density may change, alike on every rank, where no schedule
     sets it.
@@ -225,7 +226,7 @@ class DistributedOptimizer(Wrapping):
         self._overlap = BackwardOrder(self._trained, buckets, self._start) if overlap else None
         take_over(optimizer, self._overlap)
         settings = f"{chosen.algorithm}, wire={chosen.wire!r}, {momentum=}, {bucket_bytes=}, {overlap=}, {nonfinite=}"
-        more = [f"{verify=}"] if verify else []
+        more = [] if verify is None else [f"{verify=}"]
         more += [f"{sends=}, {clip_norm=}"] if clip_norm or sends != "gradients" else []
         settings = self._settings = ", ".join([settings, *more, *chosen.settings])
         if chosen.selects:
@@ -471,7 +472,8 @@ class DistributedOptimizer(Wrapping):
         self._cut_by_rates(wrapped["param_groups"])
         self._exchange.load_state_dict(own, self._chosen.algorithm)
         self.optimizer.load_state_dict(wrapped)
-        self.skipped, self._steps.taken = own["skipped"], own.get("steps", 0)
+        self.skipped = own["skipped"]
+        self._steps.resume(own.get("steps", 0))
         self._own_noise.load_state_dict(own)
         self._synchronized = False
 
@@ -490,7 +492,7 @@ class DistributedOptimizer(Wrapping):
         self._begin_step()
         self._cut_by_rates()
         where = self._ahead.as_for_gradients(self._steps.last_density)
-        self._steps.begin()  # before anything changes, in case the schedule gives what is no density
+        self._begin_exchange()  # before anything changes, in case the schedule gives what is no density
         self._exchange.clip([p.grad for p in self._trained if p.grad is not None])
         undo = remembered(self.optimizer) if self._nonfinite == "skip" else None
         noise = self._own_noise.state_dict()
@@ -526,6 +528,11 @@ class DistributedOptimizer(Wrapping):
         self._replaced.refuse()
         refuse_changes(self.optimizer, self._named, self._trained, what="DistributedOptimizer")
 
+    def _begin_exchange(self) -> None:
+        self._steps.begin()
+        if self._shadow is None:  # in `Join` a rank that has no more steps does not schedule its rate either
+            self._steps.compare(self._all, self.optimizer, self._comm)
+
     def _accumulate(self, only: bool) -> None:
         self._accumulates = only
         if self._overlap is not None:
@@ -535,7 +542,7 @@ class DistributedOptimizer(Wrapping):
         """One bucket, in backward."""
         if position == 0:  # nothing has been sent yet
             refuse_changes(self.optimizer, self._named, self._trained, what="DistributedOptimizer")
-            self._steps.begin()
+            self._begin_exchange()
         members = self._means.members(position)
         self._means.start_one(position, gradients_of(self._trained, members, self._names))
 
@@ -545,7 +552,7 @@ class DistributedOptimizer(Wrapping):
             self._overlap.start_rest()
             self._overlap.reset()
             return
-        self._steps.begin()
+        self._begin_exchange()
         every = range(len(self._trained))
         self._means.start(gradients_of(self._trained, every, self._names), clips=True)
 
