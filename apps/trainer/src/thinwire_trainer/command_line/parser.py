@@ -262,7 +262,8 @@ def _add_run(parser: ArgumentParser) -> None:
         nargs="?",
         const="latest",
         choices=["latest", "previous"],
-        help="go on with the run that --output holds, from its latest checkpoint or the one before",
+        help="go on with the run that --output holds, from its latest checkpoint or the one before, with the same bits "
+        "(those of eager-* go by who is late)",
     )
     add(
         "--residuals",

@@ -18,6 +18,10 @@ from thinwire_trainer.resuming.resizing import require_end_of_epoch, resized
 from thinwire_trainer.training.replica import Replica
 
 StepsOf = Callable[[int], int]
+LONGER = (
+    "; --max-epochs is the length that the rate falls over: only a run that had --lr-schedule constant, or "
+    "--milestones, from its start goes on beyond its end"
+)
 
 ADVICE = {
     "latest": "take the checkpoint before it with --resume previous",
@@ -174,4 +178,5 @@ def _check_settings(then: Settings, now: Settings) -> None:
         if then.get(name) != now.get(name)
     ]
     if changed:
-        raise RunError(f"the run to resume has other settings ({'; '.join(changed)}): give the same flags again")
+        again = "give the same flags again" + LONGER * (then.get("max_epochs") != now.get("max_epochs"))
+        raise RunError(f"the run to resume has other settings ({'; '.join(changed)}): {again}")
