@@ -357,7 +357,7 @@ class SparseHookState:
             if bucket.is_last():
                 self._cut = self._resumed.release(self._buckets.names, self._start)
         if bucket.is_last():
-            self._look_for_left_over(exchange)
+            self._refuse_left_over(exchange)
             exchange.tally.begin_waiting()
 
         def whole(_: torch.futures.Future[Any]) -> Tensor:
@@ -470,12 +470,12 @@ class SparseHookState:
     def _numel(self) -> int:
         return sum(p.numel() for p in self._parameters.values() if p.requires_grad)
 
-    def _look_for_left_over(self, exchange: Exchange) -> None:
-        """After a backward's last bucket; what waits of frozen parameters may."""
+    def _refuse_left_over(self, exchange: Exchange) -> None:
+        """After a backward's last bucket; residuals of frozen parameters may wait."""
         if left := exchange.left_over:
             known = self._buckets.parameters
             if lost := [name for name in left if name not in known or known[name].requires_grad]:
-                self._failures.add(ValueError(NOT_BROUGHT.format(names=lost)))
+                raise ValueError(NOT_BROUGHT.format(names=lost))
 
     def _settle(self) -> None:
         """Ends the last step: with a GradScaler it stands only if every bucket was finite, alike on every rank."""
