@@ -7,7 +7,7 @@ ddp.register_comm_hook(state, sparse_hook)
 # No `from __future__ import annotations`: DDP looks at the hook's annotations as objects.
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -86,7 +86,8 @@ class SparseHookState:
             mean to about clip_norm (DGC's local clipping, see `clip_limit`): each bucket by itself to √share of that,
             where it has so large a share of the elements of `named_parameters`, which are needed for it. What it takes
             away is not kept. `clip_grad_norm_` after backward would clip what few entries have saved up: it loses that,
-            and learns badly.
+            and learns badly. Beside `momentum` take twice the learning rate: it is cleared where entries are sent, and
+            clipped gradients do not grow to make up for that.
         dense_below: Tensors of fewer elements, such as biases and norms, are summed whole in the same call, beside the
             selection from the others, of which `density` is; their momentum is plain. 0: none.
         grad_scaler: The GradScaler of mixed-precision training. Residuals are then kept unscaled, and a step that it
@@ -106,7 +107,8 @@ class SparseHookState:
     throws the result away where it is unused on all ranks.
 
     Gradients may accumulate over several backwards, in `no_sync()` or not: only what is new is exchanged. With
-    `no_sync()` that is one exchange a step, without it one a backward.
+    `no_sync()` that is one exchange a step, without it one a backward, which sends as many entries each: with
+    `no_sync()` take so many times the density.
 
     What a backward brings is sent sooner or later, also where the training loop throws the gradient away, such as the
     generator's loss in the discriminator of a GAN. Freeze what must not learn with requires_grad_(False) meanwhile.
@@ -348,6 +350,7 @@ class SparseHookState:
             self._accumulated.whole()
         later = self._failures.raised_at_the_end()
         over: torch.futures.Future[Any]
+        take: Callable[[], Tensor]
         if self._resumed is None:
             self._cut.append(known)
             work = self._start(known, flat, spans)
