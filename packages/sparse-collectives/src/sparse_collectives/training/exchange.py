@@ -370,7 +370,7 @@ class _Mean(Work[Tensor]):
         return self._work.is_completed()
 
     def get_future(self) -> torch.futures.Future[Tensor]:
-        return self._work.get_future().then(lambda future: self._ended(future.wait()))
+        return self._work.get_future().then(lambda _: self.wait())
 
     def _ended(self, outcome: Checked) -> Tensor:
         if self._mean is None:

@@ -122,18 +122,24 @@ def complete(
     return found
 
 
-def check_fit(own: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> None:
-    """Raises ValueError that names the parameters for memories of others than those of `shapes`; none is fine."""
+def check_fit(
+    own: Mapping[str, Any], shapes: Mapping[str, torch.Size], *, frozen: Mapping[str, torch.Size] | None = None
+) -> None:
+    """Raises ValueError that names the parameters for memories of others than those of `shapes`; none is fine.
+
+    frozen: of parameters that may have some, which wait until they are trained again.
+    """
+    possible = {**(frozen or {}), **shapes}
     for memory in MEMORIES:
         if not (tensors := own[memory]):
             continue
         _check_numbering(tensors, shapes)
-        if wrong := sorted(set(shapes) ^ set(tensors)):
+        if wrong := sorted((set(shapes) - set(tensors)) | (set(tensors) - set(possible))):
             raise ValueError(f"{memory}: only the checkpoint, or only the model, has {wrong}")
         wrong = [
             f"{name}: {tuple(tensors[name].shape)}, not {tuple(shape)}"
-            for name, shape in shapes.items()
-            if tensors[name].shape != shape
+            for name, shape in possible.items()
+            if name in tensors and tensors[name].shape != shape
         ]
         if wrong:
             raise ValueError(f"{memory} of other shapes than the parameters: {wrong}")

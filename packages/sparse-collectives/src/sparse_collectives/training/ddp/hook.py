@@ -7,7 +7,7 @@ ddp.register_comm_hook(state, sparse_hook)
 # No `from __future__ import annotations`: DDP looks at the hook's annotations as objects.
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -26,6 +26,7 @@ from sparse_collectives.training.clipping import check_clip_norm
 from sparse_collectives.training.ddp.accumulated import Accumulated, put_back
 from sparse_collectives.training.ddp.buckets import Buckets, spans_of, unused_spans
 from sparse_collectives.training.ddp.copied import refuse_pickled
+from sparse_collectives.training.ddp.failures import Failures
 from sparse_collectives.training.ddp.registration_watch import RegistrationWatch
 from sparse_collectives.training.ddp.resumed import Resumed, check_layout
 from sparse_collectives.training.exchange import Exchange
@@ -55,6 +56,12 @@ from sparse_collectives.training.steps import Schedule, Steps
 from sparse_collectives.training.unfit import UNDER_DDP
 
 OWNER = "a DDP hook"
+NOT_BROUGHT = (
+    "residuals wait for parameters that DDP does not bring: {names}. After requires_grad_(True) make a new "
+    "DistributedDataParallel, and register this state with it; in a state that was loaded they are another model's, "
+    "or it was saved without named_parameters: give them to the state that is saved and to the one that it is loaded "
+    "into"
+)
 
 
 class SparseHookState:
@@ -79,14 +86,14 @@ class SparseHookState:
             mean to about clip_norm (DGC's local clipping, see `clip_limit`): each bucket by itself to √share of that,
             where it has so large a share of the elements of `named_parameters`, which are needed for it. What it takes
             away is not kept. `clip_grad_norm_` after backward would clip what few entries have saved up: it loses that,
-            and learns badly.
+            and learns badly. Beside `momentum` take twice the learning rate: it is cleared where entries are sent, and
+            clipped gradients do not grow to make up for that.
         dense_below: Tensors of fewer elements, such as biases and norms, are summed whole in the same call, beside the
             selection from the others, of which `density` is; their momentum is plain. 0: none.
         grad_scaler: The GradScaler of mixed-precision training. Residuals are then kept unscaled, and a step that it
             skips leaves them as they were, bit for bit, for twice their memory; one optimizer for all parameters,
             because the scaler skips by optimizer. Without a scaler, a gradient that is not finite is an error on every
-            rank that names rank and parameter. As DDP raises what a hook raises, it comes out of backward() as a
-            RuntimeError that holds the CollectiveError's text.
+            rank that names rank and parameter: a CollectiveError out of backward(), as all that fails in an exchange.
         named_parameters: Of the module, all of them, so that errors and checkpoints name parameters; without them they
             are numbered in the order in which DDP first brings them, and a new state is no template for
             torch.distributed.checkpoint.
@@ -94,12 +101,14 @@ class SparseHookState:
             named_parameters all of them), and where they differ it is an error on every rank that says who and where;
             None or 0: never.
 
-    DDP may cut its buckets anew (it does after the first step): residuals follow their parameters. A parameter whose
+    DDP may cut its buckets anew (it does after the first step): residuals follow their parameters, also into a new DDP
+    module that this state is registered with, as after freezing or unfreezing some by requires_grad_. A parameter whose
     gradient is all zeros on this rank (unused) is left out of the selection, and its residual waits, because DDP
     throws the result away where it is unused on all ranks.
 
     Gradients may accumulate over several backwards, in `no_sync()` or not: only what is new is exchanged. With
-    `no_sync()` that is one exchange a step, without it one a backward.
+    `no_sync()` that is one exchange a step, without it one a backward, which sends as many entries each: with
+    `no_sync()` take so many times the density.
 
     What a backward brings is sent sooner or later, also where the training loop throws the gradient away, such as the
     generator's loss in the discriminator of a GAN. Freeze what must not learn with requires_grad_(False) meanwhile.
@@ -158,6 +167,7 @@ class SparseHookState:
         self._parameters = dict(named)
         self._buckets = Buckets(named)
         self._accumulated = Accumulated()
+        self._failures = Failures()
         self._cut: list[Bucket] = []  # as the last backward was exchanged, in order
         self._resumed: Resumed | None = None  # the first backwards after a checkpoint
         self._scale = 1.0  # of this step: a GPU is asked for it once
@@ -280,7 +290,7 @@ class SparseHookState:
             ValueError: Before anything is changed: it is of another rank or world size (`reshard_residuals` first), has
                 names where this state has none or the other way round, or residuals that the module has no parameters
                 for, or that a dense sum has no use for. Where neither is known yet, without `named_parameters` and
-                before the first step, residuals that are left over are an error in the second step.
+                before the first step, residuals that are left over are an error of the first backward.
         """
         _, comm, chosen, exchange = self._world()
         if self._only_looked() and comm.size == 1 and is_of_several(state_dict):
@@ -290,7 +300,7 @@ class SparseHookState:
         if chosen.scheme.memories:
             trained = {name: p.shape for name, p in self._parameters.items() if p.requires_grad}
             if shapes := trained or exchange.shapes:
-                check_fit(own, shapes)
+                check_fit(own, shapes, frozen={n: p.shape for n, p in self._parameters.items() if not p.requires_grad})
         else:
             refuse_residuals(own["residuals"])
             own = {**own, "residuals": {}, "velocities": {}}
@@ -338,25 +348,36 @@ class SparseHookState:
         held = self._accumulated.take_out(known, flat)
         if bucket.is_last():
             self._accumulated.whole()
+        later = self._failures.raised_at_the_end()
+        over: torch.futures.Future[Any]
+        take: Callable[[], Tensor]
         if self._resumed is None:
             self._cut.append(known)
-            future = self._start(known, flat, spans).get_future()
+            work = self._start(known, flat, spans)
+            over, take = work.get_future(), work.wait
         else:
-            future = self._resumed.hold(known, flat)
+            over, take = self._resumed.hold(known, flat)
             if bucket.is_last():
                 self._cut = self._resumed.release(self._buckets.names, self._start)
         if bucket.is_last():
+            self._refuse_left_over(exchange)
             exchange.tally.begin_waiting()
 
-        def whole(mean: torch.futures.Future[Tensor]) -> Tensor:
+        def whole(_: torch.futures.Future[Any]) -> Tensor:
             """In the bucket's own buffer: DDP takes no tensor that begins amid its storage."""
-            found = mean.wait()
+            try:
+                found = take()
+            except Exception as error:
+                if not later:
+                    raise
+                self._failures.add(error)
+                return flat
             given = put_back(known, found if found is flat else flat.copy_(found), held)
             if chosen.selects:
                 self._seen.note(known.members, given)
             return given
 
-        return future.then(whole)
+        return over.then(whole)
 
     def _start(self, bucket: Bucket, flat: Tensor, spans: Sequence[slice] | None = None) -> Work[Tensor]:
         exchange = self._world()[3]
@@ -452,12 +473,16 @@ class SparseHookState:
     def _numel(self) -> int:
         return sum(p.numel() for p in self._parameters.values() if p.requires_grad)
 
+    def _refuse_left_over(self, exchange: Exchange) -> None:
+        """After a backward's last bucket; residuals of frozen parameters may wait."""
+        if left := exchange.left_over:
+            known = self._buckets.parameters
+            if lost := [name for name in left if name not in known or known[name].requires_grad]:
+                raise ValueError(NOT_BROUGHT.format(names=lost))
+
     def _settle(self) -> None:
         """Ends the last step: with a GradScaler it stands only if every bucket was finite, alike on every rank."""
-        exchange = self._world()[3]
-        if (left := exchange.left_over) and exchange.shapes:
-            raise ValueError(f"residuals were loaded for parameters that DDP does not bring: {left}")
-        if not exchange.settle():
+        if not self._world()[3].settle():
             self._skipped += 1
 
 

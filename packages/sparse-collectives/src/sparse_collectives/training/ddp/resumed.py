@@ -37,12 +37,14 @@ class Resumed:
         self._backwards += 1
         return self._backwards <= BACKWARDS
 
-    def hold(self, bucket: Bucket, flat: Tensor) -> torch.futures.Future[Tensor]:
-        """Until `release`, which puts the mean into `flat`."""
+    def hold(
+        self, bucket: Bucket, flat: Tensor
+    ) -> tuple[torch.futures.Future[CollectiveError | None], Callable[[], Tensor]]:
+        """Until `release`, which puts the mean into `flat`: a future of that, and what then gives `flat` or raises."""
         gate: torch.futures.Future[CollectiveError | None] = torch.futures.Future(devices=devices_of(bucket.device))
         self._brought.append((bucket, flat))
         self._gates.append(gate)
-        return gate.then(lambda over: _raised(over.wait(), flat))
+        return gate, lambda: _raised(gate.wait(), flat)
 
     def release(self, names: Sequence[str], start: Callable[[Bucket, Tensor], Work[Tensor]]) -> list[Bucket]:
         """The last bucket has come: starts the exchange of all, and waits for it. How they were cut.

@@ -29,7 +29,7 @@ class Backward:
     """
 
     def __init__(self, ended: Callable[[], None]) -> None:
-        _queue()  # said now, if there is none
+        at_the_end()  # said now, if there is none
         self._ended = ended
         self._now: weakref.ref[_End] | None = None
 
@@ -47,7 +47,7 @@ class Backward:
         """Inside a backward: it goes on until it ends."""
         end = _End(self)
         self._now = weakref.ref(end)
-        _queue()(end)
+        at_the_end()(end)
 
     def over(self) -> None:
         """None goes on."""
@@ -79,7 +79,7 @@ class _End:
         self._backward._has_ended()
 
 
-def _queue() -> Callable[[Callable[[], None]], None]:
+def at_the_end() -> Callable[[Callable[[], None]], None]:
     """What takes a call for the end of the backward that goes on; RuntimeError where this torch has none.
 
     It is private. FSDP2 and DDP know the end by the same; public hooks are on tensors of the graph, in which the
@@ -89,7 +89,7 @@ def _queue() -> Callable[[Callable[[], None]], None]:
     queue: Callable[[Callable[[], None]], None] | None = getattr(engine, "queue_callback", None)
     if queue is None:
         raise RuntimeError(
-            f"torch {torch.__version__} lacks Variable._execution_engine.queue_callback, by which sparse_hsdp learns "
-            "that backward has ended: take a version that has it, 2.7 to 2.13 do"
+            f"torch {torch.__version__} lacks Variable._execution_engine.queue_callback, by which sparse_hook and "
+            "sparse_hsdp learn that backward has ended: take a version that has it, 2.6 to 2.13 do"
         )
     return queue

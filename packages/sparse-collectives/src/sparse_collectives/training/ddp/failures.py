@@ -1,0 +1,38 @@
+"""Errors of exchanges, raised out of backward() with their type.
+
+DDP makes a RuntimeError of whatever a hook's future raises, with the text of every callback on its way. What autograd
+calls at the end of a backward keeps its type. So a future whose exchange failed gives the gradient, DDP ends its own
+part of the backward, and then the error is raised.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sparse_collectives.training.hsdp.backward import at_the_end
+
+
+class Failures:
+    """Raises the first error of a backward's buckets when DDP has ended it."""
+
+    def __init__(self) -> None:
+        self._error: Exception | None = None
+        self._backward = -1
+
+    def raised_at_the_end(self) -> bool:
+        """Whether `add` will do in this bucket's exchange: not outside a backward, as in DDP's `join()`."""
+        backward = torch._C._current_graph_task_id()
+        if backward not in (-1, self._backward):
+            queue = at_the_end()
+            queue(lambda: queue(self._raise))  # twice, because DDP queues its own end after the last bucket
+        self._backward = backward
+        return backward != -1
+
+    def add(self, error: Exception) -> None:
+        """Keeps an error to be raised; the first one is."""
+        self._error = self._error or error
+
+    def _raise(self) -> None:
+        error, self._error, self._backward = self._error, None, -1
+        if error is not None:
+            raise error
