@@ -150,16 +150,16 @@ def _noise(step: int, rank: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1000 * step + rank))
 
 
-def _backward(model: Callable[[Tensor], Tensor], optimizer: torch.optim.Optimizer, comm: Communicator, step: int) -> None:
+def _backward(
+    model: Callable[[Tensor], Tensor], optimizer: torch.optim.Optimizer, comm: Communicator, step: int
+) -> None:
     optimizer.zero_grad()
     model(_noise(step, comm.rank, 4, 9)).square().mean().backward()
 
 
 def _optimizer(comm: Communicator, *, inner: str = "sgd", density: float | None = 0.05, **ways: Any) -> Any:
     model = _model()
-    optimizer = DistributedOptimizer(
-        _inner(inner, model), model.named_parameters(), comm=comm, density=density, **ways
-    )
+    optimizer = DistributedOptimizer(_inner(inner, model), model.named_parameters(), comm=comm, density=density, **ways)
     for step in range(STEPS):
         _backward(model, optimizer, comm, step)
         optimizer.step()
@@ -191,7 +191,7 @@ def _eager(comm: Communicator, *, quorum: Any) -> Any:
 
 def _parts(model: nn.Module, state: Any) -> tuple[Any, Any, Any]:
     held = state
-    while isinstance(held, dict) and not BY_PARAMETER[0] in held and len(held) == 1:
+    while isinstance(held, dict) and BY_PARAMETER[0] not in held and len(held) == 1:
         held = next(iter(held.values()))
     kept = {name: held.get(name, {}) for name in BY_PARAMETER} if isinstance(held, dict) else {}
     return dict(model.named_parameters()), kept, state
@@ -238,7 +238,9 @@ def _real(only: str) -> dict[str, list[Any]]:
     for transport, sizes in REAL_SIZES.items():
         for size in sizes:
             with tempfile.TemporaryDirectory() as folder:
-                subprocess.run(_launch(transport, size, folder), check=True, timeout=600, env=os.environ | {"BITS": only})
+                subprocess.run(
+                    _launch(transport, size, folder), check=True, timeout=600, env=os.environ | {"BITS": only}
+                )
                 ranks = [torch.load(Path(folder) / str(rank), weights_only=False) for rank in range(size)]
             for name in ranks[0]:
                 parts = [rank[name] for rank in ranks]
@@ -293,7 +295,7 @@ def _adapters_of_torch() -> dict[str, Case]:
     made: dict[str, Case] = {}
     for algorithm in (*SPARSE, "dense", "powersgd", "dense-int8"):
         density = 0.05 if algorithm in SPARSE else None
-        for wire, momentum in ((("fp32", 0.9), ("bf16-packed", 0.0)) if density else (("fp32", 0.0),)):
+        for wire, momentum in (("fp32", 0.9), ("bf16-packed", 0.0)) if density else (("fp32", 0.0),):
             ways = {"algorithm": algorithm, "density": density, "wire": wire, "momentum": momentum}
             made[f"hook {algorithm} {wire}"] = partial(_hook, **ways)
         if torch.distributed.get_world_size() == 4:

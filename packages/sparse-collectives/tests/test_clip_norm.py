@@ -9,7 +9,7 @@ from communicators import CollectiveError, SimulatedWorld
 from hypothesis import given
 from hypothesis import strategies as st
 from sparse_collectives import ALGORITHMS, DistributedOptimizer
-from sparse_compress import TopK
+from sparse_compress import TopK, WarmUp
 from torch import nn
 
 
@@ -90,15 +90,16 @@ def test_what_is_not_finite_is_still_named():
     SimulatedWorld(2).run(body)
 
 
-def test_clipping_after_a_sparse_exchange_is_warned_about_once():
+@pytest.mark.parametrize("late", [0, 70])
+def test_clipping_after_a_sparse_exchange_is_warned_about_once(late):
     def body(comm):
-        parameters, optimizer = made(comm, compressor=TopK(0.2))
+        parameters, optimizer = made(comm, density=WarmUp(0.2, steps=late, stages=(1.0,)))
         said = []
-        for _ in range(3):
+        for step in range(late + 20):
             optimizer.zero_grad()
             sum((10 * p).sum() for p in parameters).backward()
             optimizer.synchronize()
-            nn.utils.clip_grad_norm_(parameters, 1.0)
+            nn.utils.clip_grad_norm_(parameters, 1.0 if step >= late else 1e9)
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 optimizer.step()

@@ -25,7 +25,7 @@ from sparse_collectives.algorithm import Algorithm
 from sparse_collectives.prediction.auto import Choice
 from sparse_collectives.training.ahead import Ahead
 from sparse_collectives.training.backward_order import BUCKET_BYTES, BackwardOrder, take_over
-from sparse_collectives.training.clipping import ClippingAfter, check_clip_norm, norm_of
+from sparse_collectives.training.clipping import check_clip_norm
 from sparse_collectives.training.exchange import Exchange
 from sparse_collectives.training.gradients import gradients_of, made, unscale
 from sparse_collectives.training.means import Means
@@ -34,6 +34,7 @@ from sparse_collectives.training.rates import ByRates, Groups
 from sparse_collectives.training.rewind import remembered
 from sparse_collectives.training.scheme import choose_scheme
 from sparse_collectives.training.schemes.table import WholeScheme
+from sparse_collectives.training.seen_optimizer import SeenOptimizer
 from sparse_collectives.training.settings import (
     check_compressor,
     check_count,
@@ -59,7 +60,7 @@ from sparse_collectives.training.state_dict import (
 )
 from sparse_collectives.training.steps import Schedule, Steps
 from sparse_collectives.training.uneven import Shadow, group_for_join
-from sparse_collectives.training.unfit import warn_of
+from sparse_collectives.training.unfit import unfit
 from sparse_collectives.training.updates import taken
 
 UNDER_DDP = "; or wrap no optimizer, but ddp.register_comm_hook(SparseHookState(...), sparse_hook)"
@@ -196,7 +197,12 @@ class DistributedOptimizer(Wrapping):
         )
         super().__init__(optimizer)
         self._sends, self._steps = sends, Steps(compressor, density, verify)
-        self._clipping_after = ClippingAfter(type(self).__name__) if chosen.selects else None
+        self._seen: SeenOptimizer | None = None
+        if chosen.selects:
+            known = {"momentum": momentum, "density": self._steps.last_density, "sends": sends, "ranks": comm.size}
+            judge = partial(unfit, **known)
+            self._seen = SeenOptimizer(self._steps, judge, owner=type(self).__name__)
+            self._seen.say(judge(optimizer), stacklevel=3)
         self._group, self._by_default = given, given is None
         self._comm, self._chosen, self._nonfinite = comm, chosen, nonfinite
         self._compressor, self.skipped = compressor, 0
@@ -229,9 +235,6 @@ class DistributedOptimizer(Wrapping):
         more = [] if verify is None else [f"{verify=}"]
         more += [f"{sends=}, {clip_norm=}"] if clip_norm or sends != "gradients" else []
         settings = self._settings = ", ".join([settings, *more, *chosen.settings])
-        if chosen.selects:
-            known = {"momentum": momentum, "density": self._steps.last_density, "sends": sends, "ranks": comm.size}
-            warn_of(optimizer, **known, stacklevel=3)
         settings += self._exchange.cut
         broadcast_parameters(named, comm, what="DistributedOptimizer", settings=settings)
 
@@ -318,10 +321,11 @@ class DistributedOptimizer(Wrapping):
             raise RuntimeError("synchronize() was called twice for one step(): the mean would be exchanged again")
         self._begin_step()
         means = self._means.after(self._start_all)
-        self._means.put(means, made(self._trained))
+        gradients = made(self._trained)
+        self._means.put(means, gradients)
         self._synchronized = True
-        if self._clipping_after is not None and self._means.stands:
-            self._clipping_after.note(norm_of(self._trained))
+        if self._seen is not None:
+            self._seen.note(self._trained, gradients)
 
     def stats(self) -> Stats:
         """What training has cost and saved since this optimizer was made, on this rank; nothing is exchanged for it.
@@ -479,10 +483,7 @@ class DistributedOptimizer(Wrapping):
 
     def _step_by_gradients(self) -> None:
         if not self._synchronized:
-            self._clipping_after = None  # nothing can come between the exchange and the step
             self.synchronize()
-        elif self._clipping_after is not None and self._means.stands and not self._clipping_after.look(self._trained):
-            self._clipping_after = None
         if self._means.stands:
             self.optimizer.step()
         else:

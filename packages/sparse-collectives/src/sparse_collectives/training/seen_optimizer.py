@@ -1,61 +1,77 @@
-"""The optimizer behind an exchange, which nobody tells of: seen at its first steps, so that a bad match is said."""
+"""The optimizer behind a sparse exchange, looked at now and then as long as training runs: a bad match is said once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import warnings
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from sparse_collectives.training.clipping import ClippingAfter
+from sparse_collectives.training.gradients import part_of
 from sparse_collectives.training.step_watch import watch
-from sparse_collectives.training.unfit import warn_of
+from sparse_collectives.training.steps import Steps
+
+EVERY = 7
+"""Steps from one look to the next, which takes two passes over the gradients, and waits for a GPU."""
+
+CLIPPED = (
+    "the gradients were scaled down between the exchange and step(). After a sparse exchange p.grad holds what the few "
+    "entries that were sent had saved up, and what clipping takes of that is in no residual: it is lost, and training "
+    "slows down. Clip before the exchange instead: {owner}(..., clip_norm=...), and leave the call out"
+)
 
 
 class SeenOptimizer:
-    """Looks at the first steps of the optimizer that holds parameters which are exchanged; then no longer.
+    """Compares the gradients that an optimizer has stepped with to those that the exchange gave, and judges it.
 
-    Nothing is looked at before a selection has been exchanged (`note`). parameters: that are known now. behind: what to
-    do instead of a bad match. owner: what takes clip_norm=; None: gradients are scaled, so that their norms tell
-    nothing of clipping.
+    Args:
+        steps: Of the training; every `EVERY`-th is looked at.
+        judge: What there is to say against an optimizer, None if nothing.
+        owner: What takes clip_norm=. None: gradients are scaled for a GradScaler, so norms tell nothing of clipping.
     """
 
-    def __init__(
-        self,
-        parameters: Callable[[], Sequence[Tensor]],
-        *,
-        momentum: float,
-        density: float,
-        behind: str,
-        owner: str | None,
-    ) -> None:
-        self._parameters, self._momentum, self._density, self._behind = parameters, momentum, density, behind
-        self._clipping = None if owner is None else ClippingAfter(owner)
-        self._squares: dict[Hashable, Tensor] = {}  # of the means as the exchange gave them, by what they are of
-        self._introduced, self._looks = False, True
+    def __init__(self, steps: Steps, judge: Callable[[Optimizer], str | None], *, owner: str | None) -> None:
+        self._steps, self._judge, self._owner = steps, judge, owner
+        self._given: dict[Tensor, Tensor | None] = {}  # parameter -> norm of its gradient; None: not to be compared
+        self._said: set[str] = set()
         watch(self)
 
-    def note(self, what: Hashable, given: Tensor) -> None:
-        """A part of the gradients, as the exchange gives it."""
-        if self._looks:
-            norm = torch.zeros(()) if self._clipping is None else torch.linalg.vector_norm(given, dtype=torch.float64)
-            self._squares[what] = norm.square().detach()
+    def note(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """Gradients as the exchange gives them; again for a backward that adds to them."""
+        if self._steps.taken % EVERY != 1:
+            self._given.clear()  # of a step that was never taken
+            return
+        compares = self._owner is not None and self._steps.selects_from(sum(p.numel() for p in parameters))
+        self._given.update(zip(parameters, _norms(gradients) if compares else [None] * len(gradients), strict=True))
 
-    def look(self, optimizer: Optimizer) -> bool:
-        """At an optimizer that has stepped, and left gradients as it took them; whether there is more to be seen."""
-        known = self._parameters()
-        ids = {id(p) for p in known}
-        if not self._squares or not any(id(p) in ids for group in optimizer.param_groups for p in group["params"]):
-            return True
-        if not self._introduced:
-            self._introduced = True
-            warn_of(optimizer, momentum=self._momentum, density=self._density, behind=self._behind, stacklevel=6)
-        if self._clipping is None:
-            self._looks = False
-            return False
-        first = next(iter(self._squares.values()))
-        self._clipping.note(torch.stack([square.to(first.device) for square in self._squares.values()]).sum().sqrt())
-        self._squares = {}
-        self._looks = self._clipping.look(known)
-        return self._looks
+    def look(self, optimizer: Optimizer) -> None:
+        """At an optimizer that has stepped, and left gradients as it took them."""
+        if not self._given:
+            return
+        held = [p for group in optimizer.param_groups for p in group["params"] if p in self._given]
+        if not held:
+            return
+        self.say(self._judge(optimizer), stacklevel=5)
+        noted = [(p.grad, norm) for p in held if (norm := self._given.pop(p)) is not None and p.grad is not None]
+        if noted and _shrunk([norm for _, norm in noted], _norms([part_of(gradient) for gradient, _ in noted])):
+            self.say(CLIPPED.format(owner=self._owner), stacklevel=5)
+
+    def say(self, text: str | None, *, stacklevel: int) -> None:
+        """A UserWarning, unless it was said before."""
+        if text is not None and text not in self._said:
+            self._said.add(text)
+            warnings.warn(text, stacklevel=stacklevel)
+
+
+def _norms(gradients: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in gradients]
+
+
+def _shrunk(before: Sequence[Tensor], after: Sequence[Tensor]) -> bool:
+    """Whether the norm of all together did; without those that were zeroed, as of a layer that must not learn."""
+    given, taken = (
+        torch.stack([norm.to(after[0].device, torch.float64) for norm in norms]) for norms in (before, after)
+    )
+    return bool(taken.norm() < 0.999 * (given * (taken > 0)).norm())

@@ -17,15 +17,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 class Watcher(Protocol):
     """Is not kept alive by being one."""
 
-    def look(self, optimizer: Optimizer) -> bool:
-        """At an optimizer that has stepped; whether there is more to be seen."""
+    def look(self, optimizer: Optimizer) -> None:
+        """At an optimizer that has stepped."""
 
 
 _WATCHERS: WeakSet[Watcher] = WeakSet()
 
 
 def watch(watcher: Watcher) -> None:
-    """From now on it looks, until it has seen enough or is gone."""
+    """From now on it looks, until `unwatch` or it is gone."""
     _hooked()
     _WATCHERS.add(watcher)
 
@@ -43,5 +43,4 @@ def _hooked() -> Any:
 def _stepped(optimizer: Optimizer, *given: Any) -> None:
     del given
     for watcher in list(_WATCHERS):
-        if not watcher.look(optimizer):
-            unwatch(watcher)
+        watcher.look(optimizer)

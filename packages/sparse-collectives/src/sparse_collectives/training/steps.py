@@ -45,6 +45,10 @@ class Steps:
         selects = entry is not None and entry.compresses
         return float(getattr(self._compressor, "density", 1.0)) if selects else 1.0
 
+    def selects_from(self, numel: int) -> bool:
+        """Whether less than all of so many elements is sent now."""
+        return bool(self._compressor.entries(numel) < numel)
+
     @property
     def matter(self) -> bool:
         """Whether a run that is resumed needs the count to go on with the same bits."""

@@ -1,9 +1,8 @@
-"""Combinations that were measured to learn badly, said once where the optimizer can be seen."""
+"""Combinations of an exchange and an optimizer that were measured to learn badly."""
 
 from __future__ import annotations
 
 import math
-import warnings
 
 from torch.optim import Optimizer
 
@@ -13,6 +12,7 @@ TWICE = (
     "momentum is on twice: before the selection (momentum=) and in the {optimizer}, after it, where it repeats the few "
     "entries that were sent; training may not learn at all: leave the {optimizer}'s at 0"
 )
+CYCLED = ". OneCycleLR and CyclicLR set it, unless they are given cycle_momentum=False"
 ADAPTIVE_TWICE = (
     "momentum= and {name}, which has one of its own: it learns worse than with either alone. {instead}, and leave "
     "momentum= out"
@@ -38,7 +38,7 @@ SHORTER = (
 UNDER_FSDP = 'sparse_hsdp exchanges gradients only: take SGD with momentum= here, or algorithm="dense"'
 
 
-def warn_of(
+def unfit(
     optimizer: Optimizer,
     *,
     momentum: float,
@@ -46,23 +46,21 @@ def warn_of(
     sends: str = "gradients",
     ranks: int = 1,
     behind: str | None = None,
-    stacklevel: int,
-) -> None:
-    """A UserWarning for what is known to learn badly where gradients are selected from; see the README.
+) -> str | None:
+    """What is known to learn badly where gradients are selected from, and what to do; None for any other optimizer.
 
     behind: what to do instead, of an optimizer that is not wrapped. density: what is sent in the end. Adam alone is
     remarked on below `ENOUGH`. ranks: that send updates.
     """
-    said = None
-    instead = behind or INSTEAD
+    name, groups = type(optimizer).__name__, optimizer.param_groups
     if sends == "updates":
-        if ranks > 1 and not knows(optimizer):
-            said = SHORTER.format(name=type(optimizer).__name__, ranks=ranks, times=math.sqrt(ranks))
-    elif any("betas" in group for group in optimizer.param_groups):
-        if momentum or density < ENOUGH:
-            text = ADAPTIVE_TWICE if momentum else ADAPTIVE
-            said = text.format(name=type(optimizer).__name__, instead=instead)
-    elif momentum and any(group.get("momentum", 0) for group in optimizer.param_groups):
-        said = TWICE.format(optimizer="optimizer" if behind else "wrapped optimizer")
-    if said is not None:
-        warnings.warn(said, stacklevel=stacklevel + 1)
+        return (
+            None if ranks == 1 or knows(optimizer) else SHORTER.format(name=name, ranks=ranks, times=math.sqrt(ranks))
+        )
+    if any("betas" in group for group in groups):
+        text = ADAPTIVE_TWICE if momentum else ADAPTIVE
+        return text.format(name=name, instead=behind or INSTEAD) if momentum or density < ENOUGH else None
+    if not momentum or not any(group.get("momentum", 0) for group in groups):
+        return None
+    cycled = CYCLED if any("base_momentum" in group for group in groups) else ""
+    return TWICE.format(optimizer="optimizer" if behind else "wrapped optimizer") + cycled

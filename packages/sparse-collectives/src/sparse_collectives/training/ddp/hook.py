@@ -8,6 +8,7 @@ ddp.register_comm_hook(state, sparse_hook)
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -53,7 +54,7 @@ from sparse_collectives.training.state_dict import (
     saved_by,
 )
 from sparse_collectives.training.steps import Schedule, Steps
-from sparse_collectives.training.unfit import UNDER_DDP
+from sparse_collectives.training.unfit import UNDER_DDP, unfit
 
 OWNER = "a DDP hook"
 NOT_BROUGHT = (
@@ -114,8 +115,8 @@ class SparseHookState:
     generator's loss in the discriminator of a GAN. Freeze what must not learn with requires_grad_(False) meanwhile.
 
     Settings are fixed when the state is made; a compressor's own density may change, alike on every rank, where no
-    schedule sets it. What the optimizer does with the means is seen at its first steps: momentum in both places, Adam,
-    and clipping after the exchange are warned about, because they were measured to learn badly.
+    schedule sets it. What the optimizer does with the means is looked at every seven steps: momentum in both places,
+    Adam, and clipping after the exchange are warned about, because they were measured to learn badly.
 
     `copy.deepcopy`, `torch.save` and `AveragedModel` take a DDP module with this state; see `copied`.
     """
@@ -171,14 +172,8 @@ class SparseHookState:
         self._cut: list[Bucket] = []  # as the last backward was exchanged, in order
         self._resumed: Resumed | None = None  # the first backwards after a checkpoint
         self._scale = 1.0  # of this step: a GPU is asked for it once
-        buckets = self._buckets
-        self._seen = SeenOptimizer(
-            lambda: list(buckets.parameters.values()),
-            momentum=self._momentum,
-            density=self._steps.last_density,
-            behind=UNDER_DDP,
-            owner="SparseHookState" if grad_scaler is None else None,
-        )
+        judge = partial(unfit, momentum=self._momentum, density=self._steps.last_density, behind=UNDER_DDP)
+        self._seen = SeenOptimizer(self._steps, judge, owner="SparseHookState" if grad_scaler is None else None)
         self._registration = RegistrationWatch(self._parameters.values(), state=self)
         self._found: tuple[Any, Communicator, Chosen, Exchange] | None = None
         self._waiting: dict[str, Any] | None = None  # a copy's state, until its ranks are looked up
@@ -374,7 +369,7 @@ class SparseHookState:
                 return flat
             given = put_back(known, found if found is flat else flat.copy_(found), held)
             if chosen.selects:
-                self._seen.note(known.members, given)
+                self._seen.note(parameters, known.views(given))
             return given
 
         return over.then(whole)

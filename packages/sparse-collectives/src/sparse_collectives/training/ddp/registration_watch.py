@@ -34,19 +34,18 @@ class RegistrationWatch:
         """Looks no longer."""
         unwatch(self)
 
-    def look(self, optimizer: Optimizer) -> bool:
+    def look(self, optimizer: Optimizer) -> None:
         """At an optimizer that has stepped: its closure may have been what ran backward."""
         group = default_group()
         if group is None or group.size() == 1:
-            return True
+            return
         self._steps += 1
         held = any(id(p) in self._ids for its in optimizer.param_groups for p in its["params"])
         if not held and (self._ids or self._steps < PATIENCE):
-            return True
+            return
         self.end()
         if self._state is None or not is_registered(self._state()):
-            warnings.warn(SAID.format(size=group.size()), stacklevel=5)
-        return False
+            warnings.warn(SAID.format(size=group.size()), stacklevel=4)
 
 
 def is_registered(state: object) -> bool:

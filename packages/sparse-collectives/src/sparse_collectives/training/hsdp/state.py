@@ -47,7 +47,7 @@ from sparse_collectives.training.state_dict import (
     saved_by,
 )
 from sparse_collectives.training.steps import Schedule, Steps
-from sparse_collectives.training.unfit import UNDER_FSDP
+from sparse_collectives.training.unfit import UNDER_FSDP, unfit
 
 OWNER = "sparse_hsdp"
 OTHER_NODES = "inside a node it must be the same number, because parts are of other sizes else: begin with a new state"
@@ -129,7 +129,7 @@ class HsdpState:
     """What is kept between the steps of a sharded model: residuals and momenta of this rank's part of each parameter.
 
     `sparse_hsdp` makes it, and says what happens. Settings are fixed then; a compressor's own density may change, alike
-    on every rank, where no schedule sets it. What the optimizer does with the means is seen at its first steps, and
+    on every rank, where no schedule sets it. What the optimizer does with the means is looked at, and
     warned about as with `SparseHookState`.
 
     After an exception in backward, such as ctrl-C or a hook's, call zero_grad(), no step(): `p.grad` may hold part of
@@ -218,14 +218,8 @@ class HsdpState:
         broadcast_parameters(self._parts(), self._comm, what=OWNER, settings=settings)
         self._seen: SeenOptimizer | None = None  # kept here, because nobody else does
         if chosen.selects:
-            known = list(self._named.values())
-            self._seen = SeenOptimizer(
-                lambda: known,
-                momentum=momentum,
-                density=self._steps.last_density,
-                behind=UNDER_FSDP,
-                owner=OWNER,
-            )
+            judge = partial(unfit, momentum=momentum, density=self._steps.last_density, behind=UNDER_FSDP)
+            self._seen = SeenOptimizer(self._steps, judge, owner=OWNER)
         for shard in self._shards:
             shard.when_reduced(partial(self._reduced, shard))
         refuse_after_break(model, self._shards)
@@ -404,11 +398,10 @@ class HsdpState:
             raise RuntimeError(f"{what} in backward: call it after step()")
 
     def _note(self) -> None:
-        """What the optimizer is given, for who looks at its first steps."""
+        """Shows what the optimizer is given to who looks at its steps."""
         if self._seen is not None:
-            for name, p in self._named.items():
-                if p.grad is not None:
-                    self._seen.note(name, part_of(p.grad))
+            held = [p for p in self._named.values() if p.grad is not None]
+            self._seen.note(held, [part_of(p.grad) for p in held])
 
     @staticmethod
     def _finish(work: Work[Tensor], flat: Tensor) -> None:
