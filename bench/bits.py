@@ -1,4 +1,4 @@
-"""Bits of every algorithm in every adapter, beside those of an earlier commit: what a change of the code must not change.
+"""Bits of every algorithm in every adapter, beside those of an earlier commit: a redesign must not change them.
 
     python -m bench bits [--write] [--real]
 
