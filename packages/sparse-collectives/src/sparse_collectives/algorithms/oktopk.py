@@ -10,10 +10,10 @@ import torch
 from communicators.dense_schedules import halving_doubling_allreduce, largest_power_of_two
 from communicators.schedule import SLOT_BYTES, Elapse, Round, Schedule, frame
 from sparse_compress import SparseVector, add_all
+from sparse_compress.entries import larger, without
 from sparse_compress.magnitude import magnitude_keys
 from sparse_compress.nonfinite import all_finite
 from sparse_compress.selection import Largest, Reaching, Selection
-from sparse_compress.sift import larger, without
 from sparse_compress.vector_format import WIRE_DTYPES
 
 from sparse_collectives.algorithms.even_out import gather_evenly

@@ -11,7 +11,7 @@ import torch
 from communicators import Bucket, Communicator, Schedule
 from communicators.dense_schedules import allreduce
 from sparse_compress import Compressor, ErrorFeedback, SparseVector, StatefulCompressor, TopK
-from sparse_compress.put import put
+from sparse_compress.vector import put
 from torch import Tensor
 
 from sparse_collectives.allreduce import scheduled
