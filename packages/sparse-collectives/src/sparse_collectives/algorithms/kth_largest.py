@@ -18,7 +18,7 @@ from sparse_compress.native.library import ready
 from sparse_compress.vector_format import WIRE_DTYPES
 from torch import Tensor
 
-from sparse_collectives.prediction.traffic import Traffic, bruck_sent, together
+from sparse_collectives.traffic import Traffic, bruck_sent, together
 from sparse_collectives.wire.invalid import InvalidMessageError
 
 Keys = NDArray[np.signedinteger[Any]]
