@@ -90,7 +90,7 @@ def _measure(
     }
     calls[BF16] = counted(comm, lambda: allreduce(gradient.bfloat16(), comm, native=False).float())
     for name, entry in ALGORITHMS.items():
-        if entry.compresses:
+        if entry.selects:
             calls[name] = partial(sparse, Training(comm, name, entry, TopK(density), world.Barrier), own)
         else:
             calls[name] = counted(comm, partial(allreduce, gradient, comm, native=False))

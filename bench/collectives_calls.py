@@ -26,14 +26,14 @@ class Training:
     ) -> None:
         self.comm, self.name, self.entry, self.compressor = comm, name, entry, compressor
         self.wait, self.feedback = wait, ErrorFeedback(compressor)
-        self.state = None if entry.initial_state is None else entry.initial_state()
+        self.state = entry.initial_state()
 
 
 def sparse(training: Training, gradient: torch.Tensor) -> Times:
     """A whole call, and its parts. The mean takes the gradient's place."""
-    comm, state, select = training.comm, training.state, training.entry.select
+    comm, state, entry = training.comm, training.state, training.entry
     k, inside = training.compressor.entries(gradient.numel()), [0.0, 0.0]
-    prescribed = None if select is None else select(gradient, comm.rank, comm.size, k, state)
+    prescribed = entry.select(gradient, comm.rank, comm.size, k, state) if entry.prescribes else None
     begin, sent = time.perf_counter(), comm.bytes_sent
     sparse = training.feedback.compress("x", gradient, select=prescribed)
     selected = time.perf_counter()

@@ -45,7 +45,7 @@ def as_row(
     found |= dict.fromkeys(("x_link", *COUNTS))
     algorithm, dtype = ("dense", torch.bfloat16) if name == BF16 else (name, torch.float32)
     if algorithm in ALGORITHMS:
-        expression = ALGORITHMS[algorithm].typical or ALGORITHMS[algorithm].sent
+        expression = ALGORITHMS[algorithm].typical
         expected = expression(comm.rank, comm.size, k, numel, dtype)
         model = link.seconds(expected.nbytes, expected.rounds)
         found["x_link"] = (mine["exchange"] + mine.get("merge", 0.0)) / model

@@ -27,10 +27,10 @@ from sparse_compress import SparseVector, merge, topk
 from sparse_compress.accumulator import Accumulator
 from sparse_compress.codecs import elias_fano
 from sparse_compress.codecs.rounding import VALUES, leftover
-from sparse_compress.fused import step_topk
+from sparse_compress.entries import without
 from sparse_compress.native.compiling import FLAGS, SOURCE
 from sparse_compress.native.library import LEVELS, using
-from sparse_compress.sift import without
+from sparse_compress.selection import step_topk
 from torch import Tensor
 
 DRIVER = Path(__file__).with_name("kernel_cases.c")

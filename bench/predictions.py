@@ -86,7 +86,7 @@ def on_rank(by: str, repeats: int, layers: int, names: Sequence[str]) -> None:
         import mpi4py.MPI  # noqa: F401 - what behind_link looks for
     torch.set_num_threads(1)
     comm = behind_link()
-    cases = [case for name in names for case in _cases(name, ALGORITHMS[name].compresses)]
+    cases = [case for name in names for case in _cases(name, ALGORITHMS[name].selects)]
     steps = {ALONE: _alone(layers)} | {case: _training(layers, comm, *case) for case in cases}
     measured, taken = _interleaved(steps, comm, repeats)
     compute, numel = measured.pop(ALONE), layers * (WIDTH + 1) * WIDTH

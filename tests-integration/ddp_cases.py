@@ -138,7 +138,7 @@ def plain():
 
 def fewer_bytes():
     """What is rounded off waits in the residuals; in a dense sum it is lost, but integers up to 256 have no rest."""
-    sparse = [name for name, entry in ALGORITHMS.items() if entry.compresses]
+    sparse = [name for name, entry in ALGORITHMS.items() if entry.selects]
     ways = [*zip(sparse, cycle(["bf16-packed", "int8"]), strict=False), ("dense", "bf16"), ("dense", "fp16")]
     for algorithm, wire in ways:
         run = Run(algorithm=algorithm, wire=wire)
@@ -318,7 +318,7 @@ def written_by_rank_0(state):
 
 def resume_is_exact():
     """Save, start anew, load: the same bits as never having stopped (buckets stay as they are with this flag)."""
-    every = [(name, 0.5 * entry.compresses) for name, entry in ALGORITHMS.items()]
+    every = [(name, 0.5 * entry.selects) for name, entry in ALGORITHMS.items()]
     every += [(name, 0.0) for name in WHOLE]
     for algorithm, momentum in [("gtopk", 0.0), *every]:
         options = {"algorithm": algorithm, "momentum": momentum, "find_unused_parameters": True}
@@ -630,7 +630,7 @@ def nan_in_a_dense_sum():
 
 def nan_without_scaler():
     """Whatever the algorithm, wire and compressor; the ranks can still be used afterwards."""
-    choices = [(name, None) for name, entry in ALGORITHMS.items() if entry.compresses] + [("gtopk", RandomK(0.05))]
+    choices = [(name, None) for name, entry in ALGORITHMS.items() if entry.selects] + [("gtopk", RandomK(0.05))]
     for (algorithm, compressor), wire in product(choices, ["fp32", "bf16-packed", "int8"]):
         settings = {"density": 0.1} if compressor is None else {"density": None, "compressor": compressor}
         run = Run(algorithm=algorithm, wire=wire, settings=settings)

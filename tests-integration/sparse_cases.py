@@ -8,7 +8,7 @@ import pytest
 import torch
 from communicators import SimulatedWorld, allgather, testing
 from sparse_collectives import ALGORITHMS, DistributedOptimizer, sparse_allreduce, sparse_allreduce_async
-from sparse_collectives.algorithms.table import algorithm_named
+from sparse_collectives.algorithms.table import resolve
 from sparse_collectives.training.schemes.table import WHOLE
 from sparse_compress import SparseVector, TopK, topk
 from torch import nn
@@ -21,7 +21,7 @@ SHAPES = [  # elements, entries given, k, dtype
 ]
 
 
-SPARSE = [name for name, entry in ALGORITHMS.items() if entry.compresses]
+SPARSE = [name for name, entry in ALGORITHMS.items() if entry.selects]
 
 
 def vectors(size, numel, entries, dtype=torch.float32):
@@ -32,7 +32,7 @@ def vectors(size, numel, entries, dtype=torch.float32):
 
 def laws(comm):
     for name, options in [(name, o) for name, entry in ALGORITHMS.items() for o in entry.variants(comm.size)]:
-        entry = algorithm_named(name, options, size=comm.size)
+        entry = resolve(name, options, size=comm.size)
         for numel, entries, k, dtype in SHAPES:
 
             def traffic(rank, size, entry=entry, k=k, numel=numel, dtype=dtype):

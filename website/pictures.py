@@ -52,10 +52,10 @@ def sparse(name: str, options: dict[str, Any] | None = None) -> str:
     entry = ALGORITHMS[name]
 
     def body(comm: Communicator, recording: Recording) -> None:
-        if not entry.compresses:
+        if not entry.selects:
             sparse_allreduce(gradient(comm.rank), comm, algorithm=name)
             return
-        state = entry.initial_state() if entry.initial_state else None
+        state = entry.initial_state()
         for _ in range(2 if state else 1):  # the first call settles what is kept
             recording.from_here(comm)
             chosen = topk(gradient(comm.rank), K)
@@ -63,7 +63,7 @@ def sparse(name: str, options: dict[str, Any] | None = None) -> str:
 
     recording = record(body, link=LINK)
     title = f"{name}{', two teams' if options else ''}: {RANKS} ranks, n = {NUMEL:,}"
-    title += f", k = {K:,}" if entry.compresses else ""
+    title += f", k = {K:,}" if entry.selects else ""
     return drawn(recording, title, f"{NETWORK}: {sums(recording)}")
 
 

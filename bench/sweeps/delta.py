@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from communicators.schedule import Schedule
-from sparse_collectives import Algorithm, Reduction
-from sparse_collectives.algorithms.gtopk import gtopk, gtopk_sent
+from sparse_collectives import GTopK, Reduction
 from sparse_compress import SparseVector, topk
 from torch import Tensor
 
@@ -32,7 +32,7 @@ class Observed:
         self._accumulated: dict[int, dict[int, Tensor]] = defaultdict(dict)  # by step, by rank
         self._totals: dict[int, Tensor] = {}
         self._k = 0
-        self.algorithm = Algorithm(self._schedule, gtopk_sent, select=self._select, name="gtopk, observed")
+        self.algorithm = ObservedGTopK(observed=self)
 
     def points(self) -> list[dict[str, Any]]:
         """One an observed step: step, and δ by what is kept."""
@@ -42,8 +42,8 @@ class Observed:
             found.append({"step": step, **deltas(parts, self._k, self._totals[step])})
         return found
 
-    def _select(self, like: Tensor, rank: int, size: int, k: int, state: object) -> Callable[[Tensor], SparseVector]:
-        del like, size, state
+    def select(self, rank: int, k: int) -> Callable[[Tensor], SparseVector]:
+        """The k largest, remembered now and then."""
 
         def largest(accumulated: Tensor) -> SparseVector:
             self._steps[rank] += 1
@@ -53,11 +53,32 @@ class Observed:
 
         return largest
 
-    def _schedule(self, sparse: SparseVector, rank: int, size: int, k: int) -> Schedule[Reduction]:
-        step = self._steps[rank]
-        reduction = yield from gtopk(sparse, rank, size, k)
-        if rank == 0 and (step - 1) % EVERY == 0:
+    def returned(self, reduction: Reduction, step: int, k: int) -> None:
+        """The total of a step, of which some are remembered."""
+        if (step - 1) % EVERY == 0:
             self._totals[step], self._k = reduction.total.to_dense(), k
+
+    def step_of(self, rank: int) -> int:
+        """Steps that a rank has begun."""
+        return self._steps[rank]
+
+
+@dataclass(frozen=True)
+class ObservedGTopK(GTopK):
+    """gTop-k, which says what it is given and returns."""
+
+    name = "gtopk, observed"
+    takes_wire = False
+    observed: Any = None
+
+    def select(self, like: Tensor, rank: int, size: int, k: int, state: Any) -> Any:
+        return self.observed.select(rank, k)
+
+    def schedule(self, sparse: SparseVector, rank: int, size: int, k: int, state: Any = None) -> Schedule[Reduction]:
+        step = self.observed.step_of(rank)
+        reduction = yield from super().schedule(sparse, rank, size, k)
+        if rank == 0:
+            self.observed.returned(reduction, step, k)
         return reduction
 
 

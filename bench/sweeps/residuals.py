@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,10 +41,16 @@ RULES: Mapping[str, Rule] = {"global": all_of_it, "partial": missing_from_the_re
 
 def with_residuals(algorithm: str, rule: str) -> Algorithm:
     """One of the package's algorithms, with that rule in place of its own."""
-    entry, collect = ALGORITHMS[algorithm], RULES[rule]
+    kind: Any = type(ALGORITHMS[algorithm])
+    collect = RULES[rule]
 
-    def schedule(sparse: SparseVector, rank: int, size: int, k: int, **settings: Any) -> Schedule[Reduction]:
-        reduction = yield from entry.schedule(sparse, rank, size, k, **settings)
-        return Reduction(reduction.total, collect(sparse, reduction))
+    class WithResiduals(kind):  # type: ignore[misc]
+        name = f"{algorithm}, {rule} residuals"
 
-    return replace(entry, schedule=schedule, reference=None, name=f"{algorithm}, {rule} residuals")
+        def schedule(
+            self, sparse: SparseVector, rank: int, size: int, k: int, state: Any = None
+        ) -> Schedule[Reduction]:
+            reduction = yield from super().schedule(sparse, rank, size, k, state)
+            return Reduction(reduction.total, collect(sparse, reduction))
+
+    return WithResiduals()

@@ -66,7 +66,7 @@ def test_the_link_decides_and_the_run_is_one_of_what_was_chosen(
     """The same bits as with the algorithm by name: so momentum has its place, too."""
     train_over(link, app, asked, ranks)
     name = config(asked)["algorithm"]
-    assert ALGORITHMS[name].compresses == compresses
+    assert ALGORITHMS[name].selects == compresses
     assert {row["algorithm"] for row in read_metrics(asked.output / "metrics.jsonl")} == {name}
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("auto: ")]
     assert line == config(asked)["choice"]

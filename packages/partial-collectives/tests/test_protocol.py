@@ -7,9 +7,9 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interleaving import Case, Play, case_of, random_case
 from partial_collectives import injected_delays
 from partial_collectives.protocol.events import Header, Join
-from partial_collectives.protocol.interleaving import Case, Play, case_of, random_case
 from partial_collectives.protocol.machine import Machine
 from partial_collectives.protocol.rules import Rules, check_rules
 
@@ -110,7 +110,7 @@ def test_bad_rules(settings, error, said):
 
 def test_a_case_is_played_again_from_its_line():
     case = random_case(random.Random(1), 4)
-    assert case_of(case.line.split("interleaving '")[1].rstrip("'")) == case
+    assert case_of(case.line.split("interleaving.py '")[1].rstrip("'")) == case
 
 
 def test_the_draw_is_independent_of_injected_delays():

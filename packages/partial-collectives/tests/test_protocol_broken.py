@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import random
 
+import interleaving
 import pytest
-from partial_collectives.protocol import interleaving, machine
-from partial_collectives.protocol.interleaving import BrokenRuleError, Play, case_of, random_case
+from interleaving import BrokenRuleError, Play, case_of, random_case
+from partial_collectives.protocol import machine
 
 MOST = 2000
 BROKEN = {
@@ -125,7 +126,7 @@ def test_without_a_rule(rule, monkeypatch):
     said = first_failure(kind)
     assert said is not None
     with pytest.raises(BrokenRuleError):  # and the printed line plays it again
-        Play(case_of(said.split("interleaving '")[1].rstrip("'")), kind).run()
+        Play(case_of(said.split("interleaving.py '")[1].rstrip("'")), kind).run()
 
 
 def test_with_all_rules():

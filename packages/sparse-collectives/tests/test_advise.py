@@ -49,7 +49,7 @@ def test_wan_use_a_sparse_one(capsys, monkeypatch):
     monkeypatch.setattr("sparse_collectives.advise.situation.measure_handling", lambda comm, **situation: free)
     found = advice(capsys, "--link", "wan", "--ranks", "8", "--optimizer", "adamw")
     recommended = found["recommendation"]
-    assert ALGORITHMS[recommended["algorithm"]].compresses
+    assert ALGORITHMS[recommended["algorithm"]].selects
     assert recommended["speedup"] > 2
     assert recommended["speedup_after_warm_up"] > 5
     assert recommended["text"].startswith(f"Use {recommended['algorithm']}")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from communicators import Link, SimulatedWorld, as_communicator
 from sparse_collectives import ALGORITHMS, DistributedOptimizer, SparseHookState, choose, sparse_allreduce
-from sparse_collectives.algorithms.table import algorithm_named
+from sparse_collectives.algorithms.table import resolve
 from sparse_collectives.prediction.cost import Handling
 from sparse_compress import TopK, topk
 
@@ -69,7 +69,7 @@ def test_dense_when_dense_is_faster_said_plainly():
 
 def test_sparse_over_a_slow_link_with_a_table():
     choice = SimulatedWorld(4, link=SLOW).run(lambda comm: choose(comm, numel=10**5, k=100))[0]
-    assert ALGORITHMS[choice.algorithm].compresses
+    assert ALGORITHMS[choice.algorithm].selects
     header, *rows, reason = str(choice).splitlines()
     assert header.split() == ["algorithm", "sent", "rounds", "compression", "network", "merging", "ms"]
     assert [row.split()[0] for row in rows] == [p.algorithm for p in choice.predictions]
@@ -93,7 +93,7 @@ def test_sparse_allreduce_measures_once_and_remembers_in_its_state():
 
     results = SimulatedWorld(4, link=SLOW).run(body)
     [remembered] = results[0][1].values()
-    entry = algorithm_named(remembered["algorithm"], remembered["options"], size=4)
+    entry = resolve(remembered["algorithm"], remembered["options"], size=4)
     expected = entry.sent(0, 4, 5, 500, torch.float32).nbytes
     given = sum(topk(gradient, 5).to_dense() for gradient in gradients)
     dropped = sum(reduction.dropped.to_dense() for reduction, _, _ in results)
@@ -179,8 +179,8 @@ def test_momentum_before_the_selection_needs_one(caplog):
 
     with caplog.at_level(logging.WARNING, logger="sparse_collectives"):
         choice = SimulatedWorld(3, link=fastest_is_dense).run(body)[0]
-    assert ALGORITHMS[choice.algorithm].compresses
-    if not ALGORITHMS[choice.predictions[0].algorithm].compresses:
+    assert ALGORITHMS[choice.algorithm].selects
+    if not ALGORITHMS[choice.predictions[0].algorithm].selects:
         assert "momentum" in choice.reason
         assert "leave compression off" in caplog.text
 

@@ -6,12 +6,12 @@ import torch
 from communicators import SLOT_BYTES, CollectiveError, Elapse, SimulatedWorld, run
 from hypothesis import settings
 from sparse_collectives import ALGORITHMS, WIRES
-from sparse_collectives.algorithms.table import algorithm_named
+from sparse_collectives.algorithms.table import resolve
 from sparse_collectives.allreduce import prepare
 from sparse_compress import SparseVector, topk
 
 CASES = settings.default.max_examples
-WAYS = [(name, wire) for name, entry in ALGORITHMS.items() for wire in WIRES if entry.compresses or wire == "fp32"]
+WAYS = [(name, wire) for name, entry in ALGORITHMS.items() for wire in WIRES if entry.selects or wire == "fp32"]
 EXTREMES = (0, 1, -1, 2**31 - 1, -(2**31), 2**30)
 
 
@@ -88,7 +88,7 @@ def test_a_damaged_message_is_a_result_or_an_error(name, wire):
         k = int(rng.integers(1, min(n, 12) + 1))
         variants = ALGORITHMS[name].variants(size)
         options = variants[rng.integers(len(variants))]
-        messages = algorithm_named(name, options, size=size).sent(0, size, k, n, torch.float32).messages
+        messages = resolve(name, options, size=size).sent(0, size, k, n, torch.float32).messages
         states = [None] * size
         sparse = [topk(torch.randn(n, generator=torch.Generator().manual_seed(case + rank)), k) for rank in range(size)]
         damage = Damage(rng, int(rng.integers(max(messages, 1))))
@@ -97,10 +97,10 @@ def test_a_damaged_message_is_a_result_or_an_error(name, wire):
         done += damage.done
         refused += any(isinstance(outcome, str) for outcome in outcomes)
     assert done > CASES // 4
-    assert refused or not ALGORITHMS[name].compresses  # the bytes of whole gradients are all values
+    assert refused or not ALGORITHMS[name].selects  # the bytes of whole gradients are all values
 
 
-@pytest.mark.parametrize("name", [name for name, entry in ALGORITHMS.items() if entry.compresses])
+@pytest.mark.parametrize("name", [name for name, entry in ALGORITHMS.items() if entry.selects])
 def test_the_error_names_the_rank_that_it_came_from(name):
     """Indices that decrease, in the last message that rank 0 gets: from rank 1."""
 

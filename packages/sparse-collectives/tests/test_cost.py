@@ -4,31 +4,28 @@ import pytest
 import torch
 from communicators import Link, SimulatedWorld, run
 from sparse_collectives import ALGORITHMS, sparse_allreduce
-from sparse_collectives.algorithms.oktopk import oktopk_select, oktopk_state
-from sparse_collectives.algorithms.oktopk_traffic import oktopk_typical
-from sparse_collectives.algorithms.table import Algorithm, algorithm_named
-from sparse_collectives.algorithms.topk_dsa import topk_dsa_typical
+from sparse_collectives.algorithms import replicated, spardl_blocks
+from sparse_collectives.algorithms.table import resolve
+from sparse_collectives.algorithms.topk_dsa import TopKDSA
 from sparse_collectives.prediction.cost import Handling, Prediction, predict, predict_all, step_seconds
 from sparse_collectives.prediction.loads import ranks_of_interest
-from sparse_collectives.wire.wire import wire_named
 from sparse_compress import topk, wire_nbytes
 
-MERGE = 4e-9  # little, so that ranks stay in step: where they do not, messages meet at ports, which no model knows
-MERGING = Handling(merge=dict.fromkeys(ALGORITHMS, MERGE))
+MERGING = Handling(merge=dict.fromkeys(ALGORITHMS, 4e-9))
+OKTOPK = ALGORITHMS["oktopk"]
 
 
 def simulated_seconds(name, size, numel, k, link, **options):
     """Virtual seconds of one call in the midst of training: a second one, whose gradients and residuals are larger."""
-    entry, world = algorithm_named(name, options, size=size), SimulatedWorld(size, link=link)
-    extra = [{} if entry.initial_state is None else {"state": entry.initial_state()} for _ in range(size)]
+    world, states = SimulatedWorld(size, link=link), [ALGORITHMS[name].initial_state() for _ in range(size)]
 
     def body(comm, call):
         generator = torch.Generator().manual_seed(comm.rank + size * call)
         sparse = topk(call * torch.randn(numel, generator=generator), k)
-        schedule = entry.schedule(sparse, comm.rank, size, k, cost=lambda count: MERGE * count, **extra[comm.rank])
+        schedule = resolve(name, options, size=size).schedule(sparse, comm.rank, size, k, states[comm.rank])
         run(schedule, comm, facts="timed")
 
-    for call in (1, 2) if entry.initial_state else (2,):
+    for call in (1, 2) if states[0] is not None else (2,):
         world.run(lambda comm, call=call: body(comm, call))
     return world.elapsed
 
@@ -39,12 +36,12 @@ LATENCY, BANDWIDTH = Link(1e-3, 1e-10), Link(1e-6, 1e-7)
 CASES = [*((size, link) for size in (2, 3, 6, 14) for link in (LATENCY, BANDWIDTH)), (33, LATENCY), (32, BANDWIDTH)]
 
 
-@pytest.mark.parametrize("name", [name for name, entry in ALGORITHMS.items() if entry.exact or entry.typical])
+@pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize(("size", "link"), CASES)
 def test_model_and_simulated_world_agree(name, size, link):
     numel, k = 42_000, 840
     simulated = simulated_seconds(name, size, numel, k, link)
-    predicted = predict(name, size=size, numel=numel, k=k, link=link, handling=MERGING)
+    predicted = predict(name, size=size, numel=numel, k=k, link=link)
     rounds = {ALGORITHMS[name].sent(rank, size, k, numel, torch.float32).rounds for rank in range(size)}
     if len(rounds) > 1:  # ranks out of step: whether a message finds its port free depends on the order of events
         message = link.seconds(wire_nbytes(k))
@@ -68,7 +65,7 @@ def test_model_and_simulated_world_agree(name, size, link):
 def test_model_and_simulated_world_agree_in_teams(size, options, link):
     numel, k = 8_400, 24 * size
     simulated = simulated_seconds("spardl", size, numel, k, link, **options)
-    predicted = predict("spardl", size=size, numel=numel, k=k, link=link, handling=MERGING, options=options)
+    predicted = predict("spardl", size=size, numel=numel, k=k, link=link, options=options)
     assert predicted.exchange == pytest.approx(simulated, rel=0.1)
 
 
@@ -76,59 +73,48 @@ def test_model_and_simulated_world_agree_in_teams(size, options, link):
 def test_typical_traffic_of_oktopk_is_the_mean_of_calls_in_training(size):
     """While gradients stay as large as they are. Of 32 calls one agrees on boundaries; in none are only k sums."""
     numel, k, calls = 20_000, 200, 32
-    states, residuals = [oktopk_state() for _ in range(size)], [torch.zeros(numel) for _ in range(size)]
+    states, residuals = [OKTOPK.initial_state() for _ in range(size)], [torch.zeros(numel) for _ in range(size)]
     counts = torch.zeros(2)
     for call in range(calls):
         generator = torch.Generator().manual_seed(call)
         accs = [residual + torch.randn(numel, generator=generator) for residual in residuals]
-        sent = [oktopk_select(acc, rank, size, k, states[rank])(acc) for rank, acc in enumerate(accs)]
+        sent = [OKTOPK.select(acc, rank, size, k, states[rank])(acc) for rank, acc in enumerate(accs)]
         world, given = SimulatedWorld(size), {"k": k, "algorithm": "oktopk"}
         results = world.run(
             lambda c, sent=sent, given=given: sparse_allreduce(sent[c.rank], c, state=states[c.rank], **given)
         )
         residuals = [acc - s.to_dense() + r.dropped.to_dense() for acc, s, r in zip(accs, sent, results, strict=True)]
         counts += torch.tensor([max(world.bytes_sent), max(world.messages_sent)]) / calls
-    typical = [oktopk_typical(rank, size, k, numel, torch.float32) for rank in range(size)]
+    typical = [OKTOPK.typical(rank, size, k, numel, torch.float32) for rank in range(size)]
     said = [max(sent[part] for sent in typical) for part in (0, 1)]
     assert counts.tolist() == pytest.approx(said, rel=0.1)
 
 
+@pytest.mark.parametrize("size", [2, 3, 5, 8, 12])
 @pytest.mark.parametrize(
-    "name", [name for name, entry in ALGORITHMS.items() if entry.merged is not None and entry.exact]
+    ("name", "options"), [("gtopk", {}), ("spardl", {}), *(("spardl", {"teams": teams}) for teams in (2, 4))]
 )
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 14])
-def test_merged_entries_are_those_that_the_schedule_names(name, size):
-    entry, counted = ALGORITHMS[name], [0] * size
+def test_merged_entries_are_those_that_are_merged(name, options, size, monkeypatch):
+    """Of all ranks together: both vectors of each merge, and of SparDL's blocks twice those that come."""
+    if size % options.get("teams", 1):
+        return
+    counted, merge, merge_to_budgets = [], replicated.merge, spardl_blocks.merge_to_budgets
 
-    def body(comm):
-        def cost(count):
-            counted[comm.rank] += count
-            return 0.0
+    def counting(a, b, k):
+        counted.append(len(a) + len(b))
+        return merge(a, b, k)
 
-        run(entry.schedule(topk(torch.ones(50), 4), comm.rank, size, 4, cost=cost), comm, facts="counted")
+    def counting_blocks(mine, theirs, *budgets):
+        counted.append(2 * len(theirs))
+        return merge_to_budgets(mine, theirs, *budgets)
 
-    SimulatedWorld(size).run(body)
-    if size > 1:
-        assert counted == [entry.merged(rank, size, 4, 50) for rank in range(size)]
-
-
-@pytest.mark.parametrize("options", [{"teams": 2}, {"teams": 4}, {"teams": 3}, {"teams": 2, "sag": "b-sag"}])
-def test_spardl_in_teams_counts_the_merges_between_them_too(options):
-    """Of a call in which B-SAG's h has adapted."""
-    state = {"step": 0, "entries": 1, "of": [24, 12, options["teams"]]}
-
-    def body(comm):
-        def cost(count):
-            counted[comm.rank] += count
-            return 0.0
-
-        entry = algorithm_named("spardl", options, size=12)
-        schedule = entry.schedule(topk(torch.ones(96), 24), comm.rank, 12, 24, cost=cost, state=dict(state))
-        run(schedule, comm, facts="counted")
-        return entry.merged(comm.rank, 12, 24, 96)
-
-    counted = [0] * 12
-    assert SimulatedWorld(12).run(body) == counted
+    monkeypatch.setattr(replicated, "merge", counting)
+    monkeypatch.setattr(spardl_blocks, "merge_to_budgets", counting_blocks)
+    entry = resolve(name, options, size=size)
+    SimulatedWorld(size).run(
+        lambda comm: run(entry.schedule(topk(torch.ones(96), 24), comm.rank, size, 24), comm, facts="counted")
+    )
+    assert sum(counted) == sum(entry.merged(rank, size, 24, 96) for rank in range(size))
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -137,17 +123,16 @@ def test_the_ranks_of_interest_stand_for_all(name, size, k):
     """As many rounds and messages as the busiest of all, and each message as long but for an entry of 12 bytes."""
     numel = 100_003
     for options in ALGORITHMS[name].variants(size):
-        for wire in ("fp32", "int8-packed") if ALGORITHMS[name].compresses else ("fp32",):
-            entry = algorithm_named(name, options, size=size, wire=wire_named(wire))
-            sent = [(entry.typical or entry.sent)(rank, size, k, numel, torch.float32) for rank in range(size)]
+        for wire in ("fp32", "int8-packed") if ALGORITHMS[name].selects else ("fp32",):
+            entry = resolve(name, options, size=size, wire=wire)
+            sent = [entry.typical(rank, size, k, numel, torch.float32) for rank in range(size)]
             few = [sent[rank] for rank in ranks_of_interest(size)]
             most = max(sent)
             assert {traffic.rounds for traffic in few} == {traffic.rounds for traffic in sent}
             assert max(traffic.messages for traffic in few) == max(traffic.messages for traffic in sent)
             assert max(few).nbytes >= most.nbytes - 12 * most.messages
-            if entry.merged is not None:
-                merged = [entry.merged(rank, size, k, numel) for rank in range(size)]
-                assert max(merged[rank] for rank in ranks_of_interest(size)) >= max(merged) - 2 * most.messages
+            merged = [entry.merged(rank, size, k, numel) for rank in range(size)]
+            assert max(merged[rank] for rank in ranks_of_interest(size)) >= max(merged) - 2 * most.messages
 
 
 def test_every_rank_is_looked_at_up_to_64():
@@ -158,12 +143,12 @@ def test_a_thousand_ranks_cost_no_more_than_a_few(monkeypatch):
     """An expression of one rank costs O(P), so one for each rank and variant would take minutes."""
     asked = []
 
-    def counted(rank, size, k, numel, dtype, **settings):
-        asked.append(rank)
-        return topk_dsa_typical(rank, size, k, numel, dtype, **settings)
+    class Counted(TopKDSA):
+        def typical(self, rank, size, k, numel, dtype):
+            asked.append(rank)
+            return super().typical(rank, size, k, numel, dtype)
 
-    entry = ALGORITHMS["topk-dsa"]
-    monkeypatch.setitem(ALGORITHMS, "counted", Algorithm(entry.schedule, entry.sent, typical=counted))
+    monkeypatch.setitem(ALGORITHMS, "counted", Counted())
     predicted = predict("counted", size=1000, numel=10**6, k=10**4, link=BANDWIDTH, handling=MERGING)
     assert predicted.nbytes == predict("topk-dsa", size=1000, numel=10**6, k=10**4, link=BANDWIDTH).nbytes
     assert 0 < len(asked) <= 6
@@ -185,7 +170,7 @@ def test_dense_in_bfloat16_sends_half_the_bytes():
 
 def test_fastest_first_over_every_density():
     found = predict_all(size=8, numel=10**6, link=Link(), handling={0.01: Handling(), 0.001: Handling()})
-    sparse = sum(len(entry.variants(8)) for entry in ALGORITHMS.values() if entry.compresses)
+    sparse = sum(len(entry.variants(8)) for entry in ALGORITHMS.values() if entry.selects)
     assert len(found) == 2 * sparse + 2
     assert [p.seconds for p in found] == sorted(p.seconds for p in found)
     assert found[0].density == 0.001

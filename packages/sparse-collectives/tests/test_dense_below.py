@@ -12,7 +12,7 @@ from sparse_collectives import ALGORITHMS, DistributedOptimizer, SparseHookState
 from torch import nn
 
 SHAPES = {"a": (3, 4), "b": (5,), "c": (1,), "d": (2, 3)}  # below 6: b and c
-SPARSE = [name for name, entry in ALGORITHMS.items() if entry.compresses]
+SPARSE = [name for name, entry in ALGORITHMS.items() if entry.selects]
 EXACT = {"lr": 1.0}
 
 

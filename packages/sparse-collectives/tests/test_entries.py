@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sparse_collectives.algorithms.budgets import block_budgets, cut_to_budgets, merge_to_budgets
 from sparse_compress import SparseVector, add, topk
-from sparse_compress.sift import where, without
+from sparse_compress.entries import where, without
 
 SIZES = [1, 2, 63, 4097, 70_001]
 

@@ -11,7 +11,7 @@ from sparse_collectives.allreduce import prepare
 from sparse_compress import SparseVector, topk
 
 K, NUMEL = 4, 24
-WAYS = [(name, wire) for name, entry in ALGORITHMS.items() for wire in WIRES if entry.compresses or wire == "fp32"]
+WAYS = [(name, wire) for name, entry in ALGORITHMS.items() for wire in WIRES if entry.selects or wire == "fp32"]
 FORMS = {
     "sparse": lambda x: topk(x, K),
     "tensor": lambda x: x.clone().view(4, 6),
@@ -48,10 +48,10 @@ def parts(result):
 def arguments(name, form):
     """k unless an array is summed as it is, and a state where the algorithm keeps one."""
     entry = None if name == "auto" else ALGORITHMS[name]
-    initial = dict if entry is None else entry.initial_state
-    whole = entry is not None and not entry.compresses and form != "sparse"
+    state = {} if entry is None else entry.initial_state()
+    whole = entry is not None and not entry.selects and form != "sparse"
     k = {} if whole else {"k": K}
-    return {"algorithm": name, **k, **({} if initial is None else {"state": initial()})}
+    return {"algorithm": name, **k, **({} if state is None else {"state": state})}
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -8,7 +8,7 @@ from communicators import SimulatedWorld, testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_collectives import ALGORITHMS, WIRES, sparse_allreduce
-from sparse_collectives.algorithms.table import algorithm_named
+from sparse_collectives.algorithms.table import resolve
 from sparse_compress import topk
 
 PATTERNS = [0x7F800000, 0x7F800001, 0x7FC00000, 0x7FFFFFFF]  # inf, and NaN with several payloads
@@ -24,7 +24,7 @@ def drawn_options(draw, name, size):
         if isinstance(default, int)
     }
     try:
-        algorithm_named(name, drawn, size=size)
+        resolve(name, drawn, size=size)
     except ValueError:
         return draw(st.sampled_from(entry.variants(size)))
     return drawn
@@ -45,19 +45,18 @@ def drawn_input(draw, n, *, spoilt):
 def one_call(inputs, k, states, name, options, wire="fp32", *, prescribed):
     """The results of one call; prescribed: select as the algorithm says, where it does."""
     size = len(inputs)
-    entry = algorithm_named(name, options, size=size)
+    entry = resolve(name, options, size=size)
 
     def body(comm):
         x, state = inputs[comm.rank], states[comm.rank]
-        sent = topk(x, k) if entry.select is None or not prescribed else entry.select(x, comm.rank, size, k, state)(x)
+        sent = entry.select(x, comm.rank, size, k, state)(x) if entry.prescribes and prescribed else topk(x, k)
         return sparse_allreduce(sent, comm, k=k, algorithm=name, options=options, wire=wire, state=state)
 
     return SimulatedWorld(size).run(body)
 
 
 def initial_states(name, size):
-    initial = ALGORITHMS[name].initial_state
-    return [None if initial is None else initial() for _ in range(size)]
+    return [ALGORITHMS[name].initial_state() for _ in range(size)]
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -68,7 +67,7 @@ def test_what_is_not_finite_on_any_rank_is_in_the_total_of_all(name, data):
     size, n = data.draw(testing.world_sizes(8)), data.draw(st.integers(1, 30))
     k, wire = (
         data.draw(st.integers(1, 3)),
-        data.draw(st.sampled_from(list(WIRES))) if ALGORITHMS[name].compresses else "fp32",
+        data.draw(st.sampled_from(list(WIRES))) if ALGORITHMS[name].selects else "fp32",
     )
     options, states = drawn_options(data.draw, name, size), initial_states(name, size)
     for _ in range(4):
@@ -79,7 +78,7 @@ def test_what_is_not_finite_on_any_rank_is_in_the_total_of_all(name, data):
         assert finite == [not any(spoilt)] * size
 
 
-@pytest.mark.parametrize("name", [name for name, entry in ALGORITHMS.items() if entry.initial_state])
+@pytest.mark.parametrize("name", [name for name, entry in ALGORITHMS.items() if entry.initial_state() is not None])
 @settings(max_examples=settings.default.max_examples // 2)
 @given(data=st.data())
 def test_a_state_does_not_learn_from_what_is_not_finite(name, data):

@@ -9,8 +9,8 @@ from communicators import CollectiveError, SimulatedWorld
 from communicators.schedule import Schedule
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_collectives import ALGORITHMS, Algorithm, DistributedOptimizer, Reduction
-from sparse_collectives.algorithms.gtopk import gtopk, gtopk_sent
+from sparse_collectives import ALGORITHMS, DistributedOptimizer, Reduction
+from sparse_collectives.algorithms.gtopk import GTopK
 from sparse_collectives.wire.wire import WIRES
 from sparse_compress import DGCTopK, GaussianK, RandomK, SparseVector, Threshold, ThresholdReuse, TopK
 from torch import nn
@@ -29,7 +29,7 @@ COMPRESSORS = {
 
 def combinations():
     for name, entry in ALGORITHMS.items():
-        prescribes = not entry.compresses or entry.select is not None
+        prescribes = not entry.selects or entry.prescribes
         for compressor in ["TopK"] if prescribes else COMPRESSORS:
             yield pytest.param(name, COMPRESSORS[compressor], id=f"{name}-{compressor}")
 
@@ -37,7 +37,7 @@ def combinations():
 def run(comm, bad, *, steps, nonfinite, name, compressor, wire, bucket_bytes, momentum):
     """Steps with drawn gradients; in the second one `bad` puts values into those of some ranks."""
     model = nn.ParameterDict({key: nn.Parameter(torch.zeros(shape)) for key, shape in SHAPES.items()})
-    momentum = momentum if ALGORITHMS[name].compresses else 0.0
+    momentum = momentum if ALGORITHMS[name].selects else 0.0
     optimizer = DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=1.0),
         model.named_parameters(),
@@ -85,7 +85,7 @@ values = st.sampled_from([float("nan"), float("inf"), -float("inf")])
 )
 def test_an_error_or_a_skipped_step_on_every_rank(name, wire, compressor, size, bad, bucket_bytes, momentum):
     bad = {(rank % size, key): found for (rank, key), found in bad.items()}
-    if not ALGORITHMS[name].compresses and wire not in HALF:
+    if not ALGORITHMS[name].selects and wire not in HALF:
         wire = "fp32"
     options = {"name": name, "compressor": compressor, "wire": wire, "bucket_bytes": bucket_bytes, "momentum": momentum}
 
@@ -100,17 +100,21 @@ def test_an_error_or_a_skipped_step_on_every_rank(name, wire, compressor, size, 
     assert skipped == [(None, 1, True, True)] * size
 
 
-def hiding(sparse: SparseVector, rank: int, size: int, k: int, *, cost=None) -> Schedule[Reduction]:
+class Hiding(GTopK):
     """Drops what is not finite where nobody else sees it."""
-    bad = ~sparse.values.isfinite()
-    kept = SparseVector(sparse.indices, torch.where(bad, 0.0, sparse.values), sparse.numel)
-    reduction = yield from gtopk(kept, rank, size, k, cost=cost)
-    return Reduction(reduction.total, SparseVector(sparse.indices[bad], sparse.values[bad], sparse.numel))
+
+    name = "hiding"
+
+    def schedule(self, sparse: SparseVector, rank: int, size: int, k: int, state=None) -> Schedule[Reduction]:
+        bad = ~sparse.values.isfinite()
+        kept = SparseVector(sparse.indices, torch.where(bad, 0.0, sparse.values), sparse.numel)
+        reduction = yield from super().schedule(kept, rank, size, k)
+        return Reduction(reduction.total, SparseVector(sparse.indices[bad], sparse.values[bad], sparse.numel))
 
 
 @pytest.mark.parametrize("nonfinite", ["raise", "skip"])
 def test_an_algorithm_that_hides_it_is_told(nonfinite, monkeypatch):
-    monkeypatch.setitem(ALGORITHMS, "hiding", Algorithm(hiding, gtopk_sent))
+    monkeypatch.setitem(ALGORITHMS, "hiding", Hiding())
     bad = {(0, "c"): {3: float("nan")}}
     options = {
         "name": "hiding",

@@ -21,7 +21,7 @@ from sparse_collectives.training.scheme import choose_scheme
 from sparse_compress import RandomK, TopK
 
 SHAPES = {"a": (5, 8), "b": (7,), "c": (9, 6), "d": (1,)}
-SPARSE = [name for name, entry in ALGORITHMS.items() if entry.compresses]
+SPARSE = [name for name, entry in ALGORITHMS.items() if entry.selects]
 WHOLE = ("powersgd", "dense-int8", "dense")
 FAR_OUT = 3e38  # finite, and found beside an inf as often as not
 VALUES = st.sampled_from([float("nan"), float("inf"), -float("inf"), FAR_OUT])
@@ -132,7 +132,7 @@ def test_nothing_of_a_gradient_that_is_not_finite_is_kept(
     algorithm, size, bad, nonfinite, ends, together, momentum, dense_below, compressor, wire
 ):
     selects = algorithm not in WHOLE
-    free = selects and ALGORITHMS[algorithm].select is None
+    free = selects and not ALGORITHMS[algorithm].prescribes
     settings = {
         "algorithm": algorithm,
         "momentum": momentum if selects else 0.0,

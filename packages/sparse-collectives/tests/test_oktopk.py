@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sparse_collectives import ALGORITHMS, DistributedOptimizer, sparse_allreduce
 from sparse_collectives.algorithms.even_out import even_counts, gather_evenly, is_uneven
 from sparse_collectives.algorithms.kth_largest import KthLargest, bracket, kth_largest, kth_largest_sent, sample_count
-from sparse_collectives.algorithms.oktopk import oktopk_select, oktopk_state
+from sparse_collectives.algorithms.oktopk import OkTopk
 from sparse_collectives.algorithms.oktopk_traffic import SPAN, oktopk_traffic
 from sparse_compress import SparseVector, topk
 
@@ -21,7 +21,7 @@ OFTEN = {"thresholds_every": 2, "boundaries_every": 3}
 
 def oktopk(vectors, k, states=None, **options):
     """Results in rank order, and the world; states, one a rank, are changed."""
-    states = states or [oktopk_state() for _ in vectors]
+    states = states or [OkTopk().initial_state() for _ in vectors]
     world = SimulatedWorld(len(vectors))
 
     def body(comm):
@@ -71,7 +71,7 @@ def expected_traffic(vectors, k, total, edges, threshold, boundaries):
 
 
 def check_first_call(vectors, k):
-    states = [oktopk_state() for _ in vectors]
+    states = [OkTopk().initial_state() for _ in vectors]
     results, world = oktopk(vectors, k, states)
     exact = expected_traffic(vectors, k, results[0].total, states[0]["boundaries"], 0, boundaries=True)
     assert list(zip(world.bytes_sent, world.messages_sent, strict=True)) == [sent[:2] for sent in exact]
@@ -97,7 +97,7 @@ def test_bytes_of_a_first_call_where_one_region_has_it_all(size, k):
 def test_volume_is_at_most_6k_elements_from_the_first_call_on(vectors, size):
     """The published code sends up to 3.5 times its own bound in its first sparse steps. Here what is no entry comes to
     some √(2k) keys a rank as samples, at most as many between two of them in every round, and headers and sizes."""
-    k, states = 4096, [oktopk_state() for _ in range(size)]
+    k, states = 4096, [OkTopk().initial_state() for _ in range(size)]
     for call in range(2):
         _, world = oktopk(vectors(size, 1 << 16, k), k, states)
         keys = 4 * sample_count(k) * (size - 1 + size * (size - 1).bit_length())
@@ -107,11 +107,11 @@ def test_volume_is_at_most_6k_elements_from_the_first_call_on(vectors, size):
 
 def test_counts_over_several_calls():
     size, n, k, options = 6, 300, 12, OFTEN
-    states, residuals = [oktopk_state() for _ in range(size)], [torch.zeros(n) for _ in range(size)]
+    states, residuals = [OkTopk().initial_state() for _ in range(size)], [torch.zeros(n) for _ in range(size)]
     for step in range(7):
         generator = torch.Generator().manual_seed(step)
         accs = [residual + torch.randint(-99, 100, (n,), generator=generator) for residual in residuals]
-        sent = [oktopk_select(acc, r, size, k, states[r], **options)(acc) for r, acc in enumerate(accs)]
+        sent = [OkTopk(**options).select(acc, r, size, k, states[r])(acc) for r, acc in enumerate(accs)]
         assert all(len(s) <= k for s in sent)
         threshold = 0 if step % 2 == 0 else states[0]["threshold"]
         results, world = oktopk(sent, k, states, **options)
@@ -136,7 +136,7 @@ def test_laws_over_several_calls(data):
     k = data.draw(st.integers(1, n))
 
     def collective(comm, vectors):
-        state = oktopk_state()
+        state = OkTopk().initial_state()
         return [sparse_allreduce(v, comm, k=k, algorithm="oktopk", options=OFTEN, state=state) for v in vectors]
 
     testing.check_laws(
@@ -152,9 +152,9 @@ def test_laws_over_several_calls(data):
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_gradients_that_are_zero(size, options):
     """The published code raises IndexError on these."""
-    states = [oktopk_state() for _ in range(size)]
+    states = [OkTopk().initial_state() for _ in range(size)]
     for x in (torch.zeros(20), torch.zeros(20), torch.arange(20.0), torch.zeros(20)):
-        sent = [oktopk_select(x, rank, size, 3, states[rank], **options)(x) for rank in range(size)]
+        sent = [OkTopk(**options).select(x, rank, size, 3, states[rank])(x) for rank in range(size)]
         results, _ = oktopk(sent, 3, states, **options)
         expected = size * x * (x > 16)
         assert all(torch.equal(result.total.to_dense(), expected) for result in results)
@@ -164,7 +164,7 @@ def test_gradients_that_are_zero(size, options):
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_gradients_that_tie(size, options):
     """The published code raises IndexError on these too. Ties go to the lowest index, over regions and ranks."""
-    states = [oktopk_state() for _ in range(size)]
+    states = [OkTopk().initial_state() for _ in range(size)]
     for _ in range(3):
         results, _ = oktopk([topk(torch.ones(20), 7)] * size, 7, states, **options)
         assert results[0].total.indices.tolist() == list(range(7))
@@ -195,24 +195,24 @@ def test_every_contributor_takes_back_what_was_not_selected():
 
 def test_thresholds_are_reused_and_renewed():
     n, k = 32, 4
-    states = [oktopk_state()]
+    states = [OkTopk().initial_state()]
     sizes = []
     for scale in (1.0, 0.5, 0.5, 0.5):  # thresholds of the first call hold in the second
         acc = scale * torch.arange(1.0, n + 1)
-        sent = oktopk_select(acc, 0, 1, k, states[0], **OFTEN)(acc)
+        sent = OkTopk(**OFTEN).select(acc, 0, 1, k, states[0])(acc)
         results, _ = oktopk([sent], k, states, **OFTEN)
         sizes.append((len(sent), len(results[0].total)))
     assert sizes == [(4, 4), (0, 0), (4, 4), (4, 4)]
 
 
 def test_a_selection_at_density_1_is_everything_whatever_the_threshold():
-    state = {**oktopk_state(), "step": 1, "local": 2**30, "of": [8, 1, 8, "torch.float32"]}
+    state = {**OkTopk().initial_state(), "step": 1, "local": 2**30, "of": [8, 1, 8, "torch.float32"]}
     x = torch.arange(8.0)
-    assert len(oktopk_select(x, 0, 1, 8, state, **OFTEN)(x)) == 8
+    assert len(OkTopk(**OFTEN).select(x, 0, 1, 8, state)(x)) == 8
 
 
 def test_thresholds_and_boundaries_start_anew_for_another_k():
-    states, fresh = [oktopk_state() for _ in range(3)], [oktopk_state() for _ in range(3)]
+    states, fresh = [OkTopk().initial_state() for _ in range(3)], [OkTopk().initial_state() for _ in range(3)]
     oktopk(normal(3, 60, 12), 12, states, **OFTEN)
     others = normal(3, 60, 4, seed=1)
     oktopk(others, 4, states, **OFTEN)
@@ -221,13 +221,13 @@ def test_thresholds_and_boundaries_start_anew_for_another_k():
 
 
 def test_boundaries_are_the_integer_mean_of_proposals_and_balance_the_regions():
-    states = [oktopk_state() for _ in range(4)]
+    states = [OkTopk().initial_state() for _ in range(4)]
     x = torch.zeros(1000)
     x[900:980] = 1
     oktopk([topk(x, 80)] * 4, 80, states)
     assert states[0]["boundaries"] == [0, 920, 940, 960, 1000]
     other = [topk(torch.roll(x, -rank), 80) for rank in range(4)]
-    states = [oktopk_state() for _ in range(4)]
+    states = [OkTopk().initial_state() for _ in range(4)]
     oktopk(other, 80, states)
     assert states[0]["boundaries"] == [0, 918, 938, 958, 1000]
 
@@ -235,9 +235,9 @@ def test_boundaries_are_the_integer_mean_of_proposals_and_balance_the_regions():
 def test_nan_passes_any_threshold():
     acc = torch.zeros(10)
     acc[3] = torch.nan
-    states = [oktopk_state() for _ in range(3)]
+    states = [OkTopk().initial_state() for _ in range(3)]
     oktopk([topk(torch.full((10,), 9.0), 2)] * 3, 2, states)
-    sent = [oktopk_select(acc, r, 3, 2, states[r])(acc if r == 1 else torch.zeros(10)) for r in range(3)]
+    sent = [OkTopk().select(acc, r, 3, 2, states[r])(acc if r == 1 else torch.zeros(10)) for r in range(3)]
     results, _ = oktopk(sent, 2, states)
     assert all(result.total.to_dense().isnan().nonzero().tolist() == [[3]] for result in results)
 
@@ -325,7 +325,7 @@ def test_no_share_of_the_ranks_that_holds_everything_makes_a_gather_too_long(sha
 
 def test_the_state_changes_only_on_success():
     """Rank 1 dies when boundaries are agreed on, and everything is due to be renewed."""
-    states, always = [oktopk_state() for _ in range(3)], {"thresholds_every": 1, "boundaries_every": 1}
+    states, always = [OkTopk().initial_state() for _ in range(3)], {"thresholds_every": 1, "boundaries_every": 1}
     oktopk(normal(3, 50, 5), 5, states, **always)
     before, others = copy.deepcopy(states), normal(3, 50, 5, seed=1)
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from communicators import SimulatedWorld
 from communicators.worlds.alone import Alone
-from sparse_collectives import ALGORITHMS, Algorithm, DistributedOptimizer
-from sparse_collectives.algorithms.gtopk import gtopk, gtopk_sent
+from sparse_collectives import ALGORITHMS, DistributedOptimizer
+from sparse_collectives.algorithms.gtopk import GTopK
 from sparse_compress import TopK, topk
 from torch import nn
 
@@ -299,16 +299,21 @@ def test_momentum_on_both_sides_is_warned_about():
 
 
 def test_an_algorithm_that_prescribes_its_selection_replaces_the_compressor_and_keeps_a_state(monkeypatch):
-    def select(like, rank, size, k, state):
-        assert (like.shape, rank, size, k) == ((4,), 0, 1, 2)
-        return lambda acc: topk(torch.cat([torch.zeros(2), acc[2:]]), k)
+    class UpperHalf(GTopK):
+        name = "upper half"
 
-    def scheduled(sparse, rank, size, k, *, state, cost=None):
-        state["steps"] = state.get("steps", 0) + 1
-        return (yield from gtopk(sparse, rank, size, k, cost=cost))
+        def select(self, like, rank, size, k, state):
+            assert (like.shape, rank, size, k) == ((4,), 0, 1, 2)
+            return lambda acc: topk(torch.cat([torch.zeros(2), acc[2:]]), k)
 
-    entry = Algorithm(scheduled, gtopk_sent, select=select, initial_state=dict)
-    monkeypatch.setitem(ALGORITHMS, "upper half", entry)
+        def schedule(self, sparse, rank, size, k, state=None):
+            state["steps"] = state.get("steps", 0) + 1
+            return (yield from super().schedule(sparse, rank, size, k))
+
+        def initial_state(self):
+            return {}
+
+    monkeypatch.setitem(ALGORITHMS, "upper half", UpperHalf())
     model = Weights(4)
     optimizer = sgd(model, algorithm="upper half", compressor=TopK(0.5))
     model.backward(a=[9.0, 9.0, 1.0, 2.0])
@@ -391,6 +396,6 @@ def test_what_depends_on_the_shape_alone_is_prepared_once():
         optimizer.step()
     sys.setprofile(None)
     assert "Selections.transfer" in entered
-    looked_up = {"wire_named", "algorithm_named", "known", "settled", "Algorithm.settings", "check_are_options"}
+    looked_up = {"wire_named", "resolve", "known", "settings_of", "Algorithm.settings", "Algorithm.options"}
     assert not entered & looked_up
     assert "ErrorFeedback.suspects" not in entered  # which reads the flags of all buckets

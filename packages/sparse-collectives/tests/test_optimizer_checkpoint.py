@@ -50,9 +50,9 @@ def flat(model):
 @pytest.mark.parametrize("options", [{}, {"nonfinite": "skip"}, {"bucket_bytes": 16}, {"compressor": RandomK}])
 def test_resumed_runs_end_in_the_same_bits(name, momentum, options):
     entry = ALGORITHMS[name]
-    if "compressor" in options and (entry.select is not None or not entry.compresses):
+    if "compressor" in options and (entry.prescribes or not entry.selects):
         options = {}  # it has no use for another selection
-    options = {**options, "momentum": momentum if entry.compresses else 0.0}
+    options = {**options, "momentum": momentum if entry.selects else 0.0}
 
     def whole(comm):
         model, optimizer = make(comm, name=name, **options)

@@ -67,7 +67,7 @@ def check(size, seed=0, **options):
     wire=st.sampled_from(list(WIRES)),
 )
 def test_nothing_is_lost(name, density, wire, **options):
-    wire = wire if ALGORITHMS[name].compresses else "fp32"
+    wire = wire if ALGORITHMS[name].selects else "fp32"
     check(algorithm=name, compressor=TopK(density), wire=wire, **options)
 
 
@@ -75,7 +75,7 @@ def test_nothing_is_lost(name, density, wire, **options):
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize("options", [{}, {"overlap": True, "bucket_bytes": 24}, {"wire": "bf16"}], ids=str)
 def test_nothing_is_lost_on_a_device(name, device, options):
-    if not ALGORITHMS[name].compresses:
+    if not ALGORITHMS[name].selects:
         options = {option: value for option, value in options.items() if option != "wire"}
     skipped = set() if "overlap" in options else {1}  # there the exchange has begun before a gradient is made inf
     check(2, algorithm=name, compressor=TopK(0.2), steps=3, skipped=skipped, device=device, **options)

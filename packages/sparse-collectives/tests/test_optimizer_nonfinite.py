@@ -69,7 +69,7 @@ def test_a_sum_that_overflows_is_told_apart():
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
 def test_a_skipped_step_leaves_no_trace(name, bucket_bytes, momentum):
     """A run with a bad step in the middle ends in the same bits as one without that step."""
-    momentum = momentum if ALGORITHMS[name].compresses else 0.0
+    momentum = momentum if ALGORITHMS[name].selects else 0.0
 
     def train(comm, steps):
         model, optimizer = make(comm, name, bucket_bytes=bucket_bytes, nonfinite="skip", momentum=momentum)

@@ -1,13 +1,12 @@
 """An Algorithm, and a compressor, of one's own: used wherever ours are, and called by its own name."""
 
-from dataclasses import replace
+from dataclasses import dataclass
 
 import pytest
 import torch
 from communicators import CollectiveError, SimulatedWorld
 from communicators.worlds.alone import Alone
 from sparse_collectives import (
-    ALGORITHMS,
     Algorithm,
     DistributedOptimizer,
     Reduction,
@@ -15,39 +14,88 @@ from sparse_collectives import (
     sparse_allreduce,
     sparse_allreduce_async,
 )
-from sparse_collectives.algorithms.gtopk import gtopk, gtopk_sent
-from sparse_collectives.algorithms.table import algorithm_named
-from sparse_collectives.algorithms.topk_allgather import topk_allgather, topk_allgather_sent
+from sparse_collectives.algorithms.gtopk import GTopK
+from sparse_collectives.algorithms.table import resolve
+from sparse_collectives.algorithms.topk_allgather import TopKAllgather
 from sparse_collectives.testing import SHAPES, SIZES, _examples, check_sparse_call, check_sparse_laws
 from sparse_collectives.wire.wire import WIRES
 from sparse_compress import SparseVector, topk
 from torch import nn
 
 
-def counting(sparse, rank, size, k, *, state, twice=False):
+@dataclass(frozen=True)
+class Counting(Algorithm):
     """gTop-k, which counts its calls."""
-    reduction = yield from gtopk(sparse, rank, size, k)
-    state["calls"] += 1 + twice
-    return reduction
+
+    name = "counting"
+    twice: bool = False
+
+    def schedule(self, sparse, rank, size, k, state=None):
+        reduction = yield from GTopK().schedule(sparse, rank, size, k)
+        state["calls"] += 1 + self.twice
+        return reduction
+
+    def sent(self, rank, size, k, numel, dtype):
+        return GTopK().sent(rank, size, k, numel, dtype)
+
+    def initial_state(self):
+        return {"calls": 0}
 
 
-def losing(sparse, rank, size, k):
+class Losing(GTopK):
     """Forgets what gTop-k drops."""
-    reduction = yield from gtopk(sparse, rank, size, k)
-    return Reduction(reduction.total, SparseVector.empty(sparse.numel, sparse.dtype))
+
+    name = "losing"
+
+    def schedule(self, sparse, rank, size, k, state=None):
+        reduction = yield from super().schedule(sparse, rank, size, k)
+        return Reduction(reduction.total, SparseVector.empty(sparse.numel, sparse.dtype))
 
 
-def silent(sparse, rank, size, k):
+class Silent(TopKAllgather):
     """Makes 0 of what is not finite."""
-    reduction = yield from topk_allgather(sparse, rank, size, k)
-    return Reduction(topk(reduction.total.to_dense().nan_to_num(0, 0, 0), k * size), reduction.dropped)
+
+    name = "silent"
+
+    def schedule(self, sparse, rank, size, k, state=None):
+        reduction = yield from super().schedule(sparse, rank, size, k)
+        return Reduction(topk(reduction.total.to_dense().nan_to_num(0, 0, 0), k * size), reduction.dropped)
 
 
-def sent(rank, size, k, numel, dtype, *, twice=False):
-    return gtopk_sent(rank, size, k, numel, dtype)
+class TooFew(GTopK):
+    """Says that it sends what another does."""
+
+    name = "too few"
+
+    def sent(self, rank, size, k, numel, dtype):
+        return TopKAllgather().sent(rank, size, k, numel, dtype)
 
 
-COUNTING = Algorithm(counting, sent, initial_state=lambda: {"calls": 0}, options={"twice": False})
+class More(GTopK):
+    """Sends more than it says is the most."""
+
+    name = "more"
+    exact = False
+
+    def sent(self, rank, size, k, numel, dtype):
+        return super().sent(0, 2, 1, 1, torch.float32)
+
+
+class Other(GTopK):
+    """Has a reference that sums."""
+
+    name = "other"
+
+    def reference(self, inputs, k):
+        return sum(inputs)
+
+
+def called(name, kind=Counting, **more):
+    """A class of that name."""
+    return type("Called", (kind,), {"name": name, **more})()
+
+
+COUNTING = Counting()
 
 
 @pytest.mark.parametrize("call", [sparse_allreduce, lambda *a, **named: sparse_allreduce_async(*a, **named).wait()])
@@ -72,7 +120,7 @@ def test_an_array():
 def test_facts_and_errors_name_it():
     def body(comm):
         with pytest.raises(CollectiveError) as error:
-            sparse_allreduce(topk(torch.ones(9), 3), comm, k=3 + comm.rank, algorithm=replace(COUNTING, name="mine"))
+            sparse_allreduce(topk(torch.ones(9), 3), comm, k=3 + comm.rank, algorithm=called("mine"))
         return str(error.value)
 
     [told] = set(SimulatedWorld(2).run(body))
@@ -126,21 +174,26 @@ def test_a_compressor_of_ones_own():
     assert isinstance(SparseHookState(Alone(), compressor=EveryOther()).compressor, EveryOther)
 
 
-LAMBDA = Algorithm(lambda sparse, rank, size, k: gtopk(sparse, rank, size, k), sent)
+class Unsent(Algorithm):
+    """Does not say what it sends."""
+
+    name = "unsent"
+    schedule = Counting.schedule
 
 
 @pytest.mark.parametrize(
     ("algorithm", "wire", "error", "says"),
     [
-        (replace(COUNTING, name="gtopk"), "fp32", ValueError, "'gtopk', which is another's"),
-        (replace(COUNTING, name="auto"), "fp32", ValueError, "'auto', which is another's"),
-        (replace(ALGORITHMS["gtopk"], exact=False), "fp32", ValueError, "'gtopk', which is another's"),
-        (LAMBDA, "fp32", ValueError, "no name"),
-        (replace(COUNTING, name=3), "fp32", TypeError, "name is 3, expected text"),
-        (replace(COUNTING, compresses=False), "fp32", ValueError, "compresses=False"),
-        (replace(COUNTING, sent=None), "fp32", TypeError, "sent is None, expected a function"),
-        (COUNTING, "bf16", ValueError, "counting sends vectors as they are"),
-        (gtopk, "fp32", TypeError, "or an Algorithm of your own"),
+        (called("gtopk"), "fp32", ValueError, "'gtopk', which is another's"),
+        (called("auto"), "fp32", ValueError, "'auto', which is another's"),
+        (called("gtopk", GTopK, exact=False), "fp32", ValueError, "'gtopk', which is another's"),
+        (called(""), "fp32", ValueError, "no name"),
+        (called(3), "fp32", TypeError, "is 3, expected text"),
+        (called("whole", selects=False), "fp32", ValueError, "selects=False"),
+        (Unsent(), "fp32", TypeError, "Unsent has no sent"),
+        (COUNTING, "bf16", ValueError, "counting sends values as they are"),
+        (Counting, "fp32", TypeError, "the class Counting, expected one of it"),
+        (Counting.schedule, "fp32", TypeError, "or an Algorithm of your own"),
     ],
 )
 def test_what_cannot_be_used(algorithm, wire, error, says):
@@ -154,13 +207,10 @@ def test_what_cannot_be_used(algorithm, wire, error, says):
         DistributedOptimizer(optimizer, inner.named_parameters(), comm=Alone(), algorithm=algorithm, wire=wire)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "says"),
-    [(lambda *given: None, "expected a generator"), (lambda *given: iter([]), "expected a generator")],
-)
-def test_a_schedule_that_is_none(schedule, says):
-    with pytest.raises(TypeError, match=says):
-        sparse_allreduce(topk(torch.ones(9), 3), Alone(), k=3, algorithm=Algorithm(schedule, sent, name="none"))
+@pytest.mark.parametrize("schedule", [lambda *given: None, lambda *given: iter([])])
+def test_a_schedule_that_is_none(schedule):
+    with pytest.raises(TypeError, match="expected a generator"):
+        sparse_allreduce(topk(torch.ones(9), 3), Alone(), k=3, algorithm=called("none", GTopK, schedule=schedule))
 
 
 def test_the_laws_hold_of_one_with_a_state():
@@ -169,7 +219,7 @@ def test_the_laws_hold_of_one_with_a_state():
 
 @pytest.mark.parametrize("most", [1, 20, 40])
 def test_fewer_examples_leave_out_no_size_wire_or_shape(most):
-    entries = {size: algorithm_named("gtopk", size=size) for size in SIZES}
+    entries = {size: resolve("gtopk", size=size) for size in SIZES}
     every, some = _examples(entries, None), _examples(entries, most)
     assert set(some) < set(every)
     assert len(some) == len(set(some)) <= max(most, len(SIZES) + len(WIRES) + len(SHAPES))
@@ -180,11 +230,11 @@ def test_fewer_examples_leave_out_no_size_wire_or_shape(most):
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        (Algorithm(losing, gtopk_sent), "conservation"),
-        (Algorithm(silent, topk_allgather_sent), "not finite"),
-        (Algorithm(gtopk, topk_allgather_sent, name="too few"), "rounds|bytes"),
-        (Algorithm(gtopk, lambda *_: gtopk_sent(0, 2, 1, 1, torch.float32), exact=False, name="more"), "rounds|bytes"),
-        (replace(ALGORITHMS["gtopk"], name="other", reference=lambda inputs, k: sum(inputs)), "reference"),
+        (Losing(), "conservation"),
+        (Silent(), "not finite"),
+        (TooFew(), "rounds|bytes"),
+        (More(), "rounds|bytes"),
+        (Other(), "reference"),
     ],
 )
 def test_the_laws_find_what_is_wrong(wrong, says):
@@ -194,4 +244,4 @@ def test_the_laws_find_what_is_wrong(wrong, says):
 
 def test_the_laws_of_a_call_are_told_of_wrong_bytes():
     with pytest.raises(AssertionError, match="bytes"):
-        check_sparse_call(Algorithm(gtopk, topk_allgather_sent, name="few"), [topk(torch.ones(9), 3)] * 3, k=3)
+        check_sparse_call(TooFew(), [topk(torch.ones(9), 3)] * 3, k=3)

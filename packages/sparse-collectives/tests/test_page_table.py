@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from sparse_collectives.algorithms.table import algorithm_named
+from sparse_collectives.algorithms.table import resolve
 
 PAGE = Path(__file__).parents[3] / "docs" / "algorithms" / "index.md"
 HEADER = next(line for line in PAGE.read_text().splitlines() if line.startswith("| P | "))
@@ -19,9 +19,8 @@ COLUMNS = [column(title) for title in HEADER.strip("| ").split(" | ")[1:]]
 
 
 def cell(size, name, options):
-    entry = algorithm_named(name, options, size=size)
-    expression = entry.typical or entry.sent
-    sent = [expression(rank, size, 250_000, 25_000_000, torch.float32) for rank in range(size)]
+    entry = resolve(name, options, size=size)
+    sent = [entry.typical(rank, size, 250_000, 25_000_000, torch.float32) for rank in range(size)]
     return f"{max(s.nbytes for s in sent) / 1e6:.2f} / {max(s.messages for s in sent)}"
 
 

@@ -16,7 +16,7 @@ OPTIMIZERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9, weight_decay=0.1),
 }
-SPARSE = [name for name, entry in ALGORITHMS.items() if entry.compresses]
+SPARSE = [name for name, entry in ALGORITHMS.items() if entry.selects]
 
 
 def made(comm, *, optimizer="adamw", zeros=False, **options):

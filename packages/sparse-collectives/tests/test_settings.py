@@ -1,12 +1,12 @@
 """Settings that are wrong, or would have no effect, are told at once, by the optimizer and the hook's state alike."""
 
-from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
 import torch
 from sparse_collectives import ALGORITHMS, DistributedOptimizer, SparseHookState
-from sparse_collectives.settled import way_of
+from sparse_collectives.algorithms.gtopk import GTopK
+from sparse_collectives.algorithms.table import resolve
 from sparse_collectives.training.schemes.table import WHOLE
 from sparse_compress import DGCTopK, RandomK, TopK, WarmUp
 from torch import nn
@@ -118,11 +118,11 @@ def test_torch_may_set_what_it_needs():
     optimizer.skipped = 0
 
 
-def test_a_way_that_was_made_before_is_of_the_entry_as_it_is_now():
-    assert way_of("gtopk", None, "fp32", size=2) is way_of("gtopk", None, "fp32", size=2)
-    entry = replace(ALGORITHMS["gtopk"], options={"more": 1}, schedule=dict)
-    with patch.dict(ALGORITHMS, {"gtopk": entry}):  # puts the table's order back too, which messages go by
-        assert way_of("gtopk", None, "fp32", size=2).settings == ["more=1"]
+def test_what_was_resolved_before_is_of_the_entry_as_it_is_now():
+    assert resolve("gtopk", size=2, wire="bf16") is resolve("gtopk", size=2, wire="bf16")
+    other = type("Other", (GTopK,), {})()
+    with patch.dict(ALGORITHMS, {"gtopk": other}):  # puts the table's order back too, which messages go by
+        assert resolve("gtopk", size=2) is other
         del ALGORITHMS["gtopk"]
         with pytest.raises(ValueError, match="unknown algorithm 'gtopk'"):
-            way_of("gtopk", None, "fp32", size=2)
+            resolve("gtopk", size=2)

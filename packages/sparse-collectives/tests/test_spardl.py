@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_collectives import DistributedOptimizer, sparse_allreduce
 from sparse_collectives.algorithms.budgets import block_budgets
-from sparse_collectives.algorithms.spardl import spardl_select, spardl_state
-from sparse_collectives.algorithms.spardl_traffic import spardl_sent, spardl_typical
+from sparse_collectives.algorithms.spardl import SparDL
 from sparse_compress import SparseVector, topk
 from torch import nn
 
@@ -47,11 +46,11 @@ def integers(size, n, k, seed=0):
 def test_laws_in_teams(size, teams, sag, data):
     dense = data.draw(testing.inputs(sizes=st.just(size), numels=st.integers(1, 60)))
     k, step = data.draw(st.integers(1, len(dense[0]) + 3)), data.draw(st.integers(0, 20))
-    state = {**spardl_state(), "step": step, "entries": data.draw(st.integers(1, 9)), "of": [k, size, teams]}
+    state = {**SparDL().initial_state(), "step": step, "entries": data.draw(st.integers(1, 9)), "of": [k, size, teams]}
     options = {"teams": teams, "sag": sag}
 
     def traffic(rank, size):
-        sent = spardl_sent(rank, size, k, len(dense[0]), torch.float32, state=state, **options)
+        sent = SparDL(**options).sent(rank, size, k, len(dense[0]), torch.float32, state=state)
         return testing.Traffic(sent.nbytes, sent.messages)
 
     testing.check_laws(
@@ -123,11 +122,11 @@ def test_budgets(numel, blocks, k):
 def test_fewer_entries_than_ranks_still_send_every_index_in_turn():
     """The published code fails where k/P < 1; with fixed budgets three quarters of the indices would never be sent."""
     size, n, k = 8, 32, 2
-    states, given = [spardl_state() for _ in range(size)], torch.ones(n)
+    states, given = [SparDL().initial_state() for _ in range(size)], torch.ones(n)
     residuals, applied = [torch.zeros(n) for _ in range(size)], torch.zeros(n)
     for step in range(4 * size):
         accs = [residual + given * (step == 0) for residual in residuals]
-        sent = [spardl_select(acc, rank, size, k, states[rank])(acc) for rank, acc in enumerate(accs)]
+        sent = [SparDL().select(acc, rank, size, k, states[rank])(acc) for rank, acc in enumerate(accs)]
         assert all(len(s) == k for s in sent)
         results, _ = spardl(sent, k, states)
         residuals = [acc - s.to_dense() + r.dropped.to_dense() for acc, s, r in zip(accs, sent, results, strict=True)]
@@ -146,7 +145,7 @@ def test_what_is_cut_to_the_budgets_first_is_dropped():
 
 def test_a_selection_by_blocks_needs_no_cut():
     acc = torch.tensor([9.0, 8, 7, 0, 1, 0, 0, 2])
-    chosen = spardl_select(acc, 0, 2, 4, None)(acc)
+    chosen = SparDL().select(acc, 0, 2, 4, None)(acc)
     assert chosen.to_dense().tolist() == [9, 8, 0, 0, 1, 0, 0, 2]
     results, _ = spardl([chosen, chosen], 4)
     assert torch.equal(results[0].total.to_dense(), 2 * chosen.to_dense())
@@ -158,8 +157,8 @@ def test_a_selection_by_blocks_needs_no_cut():
 def test_a_value_that_is_not_finite_shows_even_where_its_block_has_no_budget(value, step):
     acc = torch.ones(8)
     acc[5] = value
-    states = [{**spardl_state(), "step": step} for _ in range(4)]
-    vectors = [spardl_select(acc, rank, 4, 1, states[rank])(acc if rank == 2 else torch.ones(8)) for rank in range(4)]
+    states = [{**SparDL().initial_state(), "step": step} for _ in range(4)]
+    vectors = [SparDL().select(acc, rank, 4, 1, states[rank])(acc if rank == 2 else torch.ones(8)) for rank in range(4)]
     assert 5 in vectors[2].indices[~torch.isfinite(vectors[2].values)]
     results, _ = spardl(vectors, 1, states)
     assert all(not torch.isfinite(result.total.values).all() for result in results)
@@ -171,7 +170,7 @@ def test_entries_between_teams_adapt_to_how_much_they_overlap():
         [topk(torch.arange(36.0), 12)] * 3,
         [topk(torch.eye(3)[r].repeat_interleave(12), 12) for r in range(3)],
     )
-    states = [spardl_state() for _ in range(3)]
+    states = [SparDL().initial_state() for _ in range(3)]
     seen = []
     for vectors in (apart, apart, alike, alike, apart):
         results, world = spardl(vectors, 12, states, teams=3)
@@ -179,7 +178,7 @@ def test_entries_between_teams_adapt_to_how_much_they_overlap():
         assert len({state["entries"] for state in states}) == 1
         seen.append((world.bytes_sent[0], states[0]["entries"]))
     entry = 2 * 8
-    assert spardl_typical(0, 3, 12, 36, torch.float32, teams=3).nbytes == seen[1][0]
+    assert SparDL(teams=3).typical(0, 3, 12, 36, torch.float32).nbytes == seen[1][0]
     assert seen == [
         (12 * entry + 32, 4),
         (4 * entry + 32, 4),
@@ -190,7 +189,7 @@ def test_entries_between_teams_adapt_to_how_much_they_overlap():
 
 
 def test_entries_between_teams_start_anew_for_another_k():
-    states = [spardl_state() for _ in range(3)]
+    states = [SparDL().initial_state() for _ in range(3)]
     spardl(integers(3, 60, 12), 12, states, teams=3)
     assert states[0]["entries"] < 12
     _, world = spardl(integers(3, 60, 11), 11, states, teams=3)
@@ -198,7 +197,7 @@ def test_entries_between_teams_start_anew_for_another_k():
 
 
 def test_the_state_changes_only_on_success():
-    states = [spardl_state() for _ in range(3)]
+    states = [SparDL().initial_state() for _ in range(3)]
 
     def body(comm):
         with pytest.raises(CollectiveError):

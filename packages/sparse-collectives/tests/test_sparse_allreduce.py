@@ -3,8 +3,8 @@
 import pytest
 import torch
 from communicators import SimulatedWorld, as_communicator
-from sparse_collectives import ALGORITHMS, Algorithm, Reduction, sparse_allreduce, sparse_allreduce_async
-from sparse_collectives.algorithms.gtopk import gtopk, gtopk_sent
+from sparse_collectives import ALGORITHMS, Reduction, sparse_allreduce, sparse_allreduce_async
+from sparse_collectives.algorithms.gtopk import GTopK
 from sparse_compress import SparseVector, topk
 
 alone = as_communicator(None)
@@ -96,12 +96,18 @@ def test_a_future_gives_the_reduction():
 
 
 def test_an_algorithm_with_state_gets_it_and_changes_it_in_place(monkeypatch):
-    def counting(sparse, rank, size, k, *, state, cost=None):
-        reduction = yield from gtopk(sparse, rank, size, k, cost=cost)
-        state["calls"] = state.get("calls", 0) + 1
-        return reduction
+    class Counting(GTopK):
+        name = "counting"
 
-    monkeypatch.setitem(ALGORITHMS, "counting", Algorithm(counting, gtopk_sent, initial_state=dict))
+        def schedule(self, sparse, rank, size, k, state=None):
+            reduction = yield from super().schedule(sparse, rank, size, k)
+            state["calls"] = state.get("calls", 0) + 1
+            return reduction
+
+        def initial_state(self):
+            return {}
+
+    monkeypatch.setitem(ALGORITHMS, "counting", Counting())
 
     def body(comm):
         state = {}

@@ -88,19 +88,5 @@ def test_rounds(name, size):
     assert counted == said if entry.exact else all(map(operator.le, counted, said))
 
 
-# in units of 8 entries: all 16, twice; oktopk: 4, twice; spardl: two blocks with a budget of 1, then one
-MERGES = {"dense": 0, "topk-allgather": 4, "topk-dsa": 4, "gtopk": 2, "oktopk": 1.0, "spardl": 0.5 + 0.25}
-
-
-@pytest.mark.parametrize("name", MERGES)
-def test_the_cost_of_merging_is_charged_where_it_is_given(name):
-    def elapsed(cost):
-        world = SimulatedWorld(4)
-        world.run(lambda c: run(ALGORITHMS[name].schedule(topk(torch.ones(50), 4), c.rank, 4, 4, cost=cost), c))
-        return world.elapsed
-
-    assert elapsed(lambda entries: entries / 8) == pytest.approx(elapsed(None) + MERGES[name])
-
-
 def test_both_packages_leave_the_same_slot():
     assert communicators.SLOT_BYTES == sparse_compress.SLOT_BYTES

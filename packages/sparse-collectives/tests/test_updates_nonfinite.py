@@ -9,7 +9,7 @@ from sparse_collectives import ALGORITHMS, DistributedOptimizer
 from sparse_compress import RandomK
 from torch import nn
 
-SPARSE = [name for name, entry in ALGORITHMS.items() if entry.compresses]
+SPARSE = [name for name, entry in ALGORITHMS.items() if entry.selects]
 SHAPES = {"a": (3, 4), "b": (5,), "c": (1,), "d": (2, 3)}
 OPTIMIZERS = {
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),

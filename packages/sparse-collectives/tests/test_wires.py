@@ -7,14 +7,14 @@ from communicators.worlds.alone import Alone
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_collectives import ALGORITHMS, DistributedOptimizer, SparseHookState, sparse_allreduce
-from sparse_collectives.algorithms.table import algorithm_named
+from sparse_collectives.algorithms.table import resolve
 from sparse_collectives.prediction.cost import Handling, predict
 from sparse_collectives.testing import check_sparse_call
 from sparse_collectives.wire.wire import WIRES
 from sparse_compress import TopK, topk
 from torch import nn
 
-SPARSE = [name for name, entry in ALGORITHMS.items() if entry.compresses]
+SPARSE = [name for name, entry in ALGORITHMS.items() if entry.selects]
 every_algorithm = pytest.mark.parametrize("name", SPARSE)
 coded = st.sampled_from([wire for wire in WIRES if wire != "fp32"])
 every_wire = pytest.mark.parametrize("wire", [wire for wire in WIRES if wire != "fp32"])
@@ -79,8 +79,7 @@ def test_bytes_at_one_percent(name, wire, entry_bits):
     size, n, k = 8, 10**6, 10**4
 
     def sent(way):
-        entry = algorithm_named(name, size=size, wire=WIRES[way])
-        return (entry.typical or entry.sent)(0, size, k, n, torch.float32).nbytes
+        return resolve(name, size=size, wire=way).typical(0, size, k, n, torch.float32).nbytes
 
     assert sent(wire) / sent("fp32") == pytest.approx(entry_bits / 64, abs=0.06)
 

@@ -8,10 +8,8 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from sparse_compress import ErrorFeedback, TopK, accumulator, chunks, topk_cpu
-from sparse_compress.chunks import CHUNK, WORD, positions_of
+from sparse_compress import ErrorFeedback, TopK
 from sparse_compress.selection import Largest, LargestOfBlocks, Reaching
-from sparse_compress.topk_cpu import SMALL
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 
@@ -73,18 +71,14 @@ def assert_steps_agree(gradients, density, select=None, **mode):
 @settings(max_examples=settings.default.max_examples // 5)
 @given(
     seed=st.integers(0, 2**32 - 1),
-    n=st.integers(1, 300) | st.integers(SMALL + 1, 200_000),
+    n=st.integers(1, 300) | st.integers(8_000, 200_000),
     momentum=st.sampled_from([0.0, 0.7]),
     tentative=st.booleans(),
-    chunk=st.sampled_from([CHUNK, 10_000]),
 )
-def test_fused_is_plain(nasty, dtype, seed, n, momentum, tentative, chunk):
+def test_fused_is_plain(nasty, dtype, seed, n, momentum, tentative):
     rng = np.random.default_rng(seed)
     gradients = [torch.from_numpy(nasty(rng, n)).to(dtype) for _ in range(2)]
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (chunks, accumulator):
-            patch.setattr(module, "CHUNK", chunk)
-        assert_steps_agree(gradients, 0.01, momentum=momentum, tentative=tentative)
+    assert_steps_agree(gradients, 0.01, momentum=momentum, tentative=tentative)
 
 
 def selections(n, k, key):
@@ -99,7 +93,7 @@ def selections(n, k, key):
 @example(seed=524709, n=41744, dtype=torch.float16, momentum=0.0, tentative=False)
 @given(
     seed=st.integers(0, 2**32 - 1),
-    n=st.integers(1, 300) | st.integers(SMALL + 1, 100_000),
+    n=st.integers(1, 300) | st.integers(8_000, 100_000),
     dtype=st.sampled_from(GRADIENT_DTYPES),
     momentum=st.sampled_from([0.0, 0.7]),
     tentative=st.booleans(),
@@ -141,32 +135,11 @@ def test_gradients_that_are_views():
 
 
 def test_the_sum_is_complete_when_the_sample_misleads():
-    """The first sweep gives its selection up half-way, but not its writing."""
-    x = torch.ones(5 * CHUNK)
+    """A kernel gives its first selection up half-way, but not its writing."""
+    x = torch.ones(1_300_000)
     feedback = ErrorFeedback(TopK(0.001))
     sent = feedback.compress("w", x)
     assert torch.equal(sent.to_dense() + feedback.residual("w"), x)
-
-
-@pytest.mark.usefixtures("plain")
-def test_the_sample_is_of_the_sum(monkeypatch):
-    """So one sweep is enough, which neither residual nor gradient alone would tell."""
-
-    def refuse(*arguments):
-        raise AssertionError("a second sweep was needed")
-
-    monkeypatch.setattr(topk_cpu, "kth_largest", refuse)
-    monkeypatch.setattr(topk_cpu, "count_above", refuse)
-    for momentum in (0.0, 0.9):
-        feedback = ErrorFeedback(TopK(0.01), momentum=momentum)
-        for step in range(3):
-            feedback.compress("w", torch.randn(300_000, generator=torch.Generator().manual_seed(step)) * 10**step)
-
-
-@given(seed=st.integers(0, 99), words=st.integers(0, 600), density=st.sampled_from([0.0, 0.002, 0.2, 1.0]))
-def test_positions_of_flags(seed, words, density):
-    flags = np.random.default_rng(seed).random(words * WORD) < density
-    assert np.array_equal(positions_of(flags), np.flatnonzero(flags))
 
 
 def peak_rss_growth(dtype, view):

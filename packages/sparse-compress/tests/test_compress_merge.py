@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_compress import SparseVector, add, add_all, merge, pad, share, topk
 from sparse_compress.magnitude import largest_on_device
-from sparse_compress.merge import _merge_on_device
-from sparse_compress.union import _union_cpu, _union_on_device
+from sparse_compress.merge import _merge_on_device, _union_cpu, _union_on_device
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 

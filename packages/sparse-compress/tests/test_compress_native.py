@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import tracemalloc
 import warnings
 from functools import partial
 
@@ -14,11 +15,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from sparse_compress import ErrorFeedback, SparseVector, TopK, add, add_all, merge, share, topk
+from sparse_compress.entries import larger, rising, without
 from sparse_compress.native import compiling, library
 from sparse_compress.native.library import SWITCH, kernels, using
-from sparse_compress.order import check_entries, check_indices
 from sparse_compress.selection import LargestOfBlocks, Reaching
-from sparse_compress.sift import larger, rising, without
+from sparse_compress.vector import check_entries, check_indices
 
 seeds = st.integers(0, 2**32 - 1)
 lengths = st.integers(1, 300) | st.integers(1, 100_000)
@@ -50,6 +51,18 @@ def test_selection(level, nasty, seed, n, data):
     assert_same(*both(level, lambda: topk(x, k)))
     key = int(bits(x)[seed % n]) & 0x7FFFFFFF
     assert_same(*both(level, lambda: Reaching(key, k)(x)))
+
+
+def test_no_temporary_of_the_inputs_size(level, nasty):
+    """At most a byte an element at n = 6·10⁶, where keys would take four."""
+    n = 6_000_000
+    x = torch.from_numpy(nasty(np.random.default_rng(0), n))
+    with using(level):
+        tracemalloc.start()
+        topk(x, n // 1000)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert peak < n
 
 
 def steps(gradients, *, select=None, **mode):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ring_reduce_scatter.schedule import budgets_of, edges_of
+from ring_reduce_scatter.sizes import budgets_of, edges_of
 
 Array = NDArray[np.floating]
 

@@ -1,81 +1,204 @@
-"""An algorithm as the rest of the package sees it."""
+"""A sparse allreduce: its schedule, its options, and what the rest of the package asks of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from inspect import Parameter, signature
-from typing import Any, TypeAlias
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, Self, TypeAlias
 
 import numpy as np
+import torch
 from communicators.schedule import Schedule
 from numpy.typing import NDArray
-from sparse_compress import SparseVector
+from sparse_compress.arguments import integer
+from sparse_compress.selection import Selection
+from sparse_compress.vector import SparseVector
+from sparse_compress.vector_format import entry_nbytes
 from torch import Tensor
 
-from sparse_collectives.prediction.traffic import Traffic
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.state import State
+from sparse_collectives.traffic import Traffic
+from sparse_collectives.wire.wire import PLAIN, Wire
 
-Array: TypeAlias = NDArray[np.floating]
+Array: TypeAlias = NDArray[np.floating[Any]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Algorithm:
-    """What the rest of the package asks of an algorithm, one of ours or one's own (see CONTRIBUTING).
+    """A sparse allreduce: a subclass is one algorithm, its fields are the options with their defaults.
+
+        class AllToAll(Algorithm):
+            name = "all-to-all"
+
+            def schedule(self, sparse, rank, size, k): ...
+
+            def sent(self, rank, size, k, numel, dtype): ...
+
+    A subclass with options is a frozen dataclass. `schedule` and `sent` are all that it must have.
 
     Attributes:
-        schedule: (sparse, rank, size, k) -> Schedule[Reduction], with sparse of exactly min(k, n) entries; one that has
-            `initial_state` takes `state=` too, and one that takes `cost=`, seconds to merge so many entries, yields
-            them as `Elapse`, so that a simulated world charges them where they arise: ranks that wait for a merge wait
-            then.
-        sent: (rank, size, k, numel, dtype) -> Traffic of a call without a state: the exact expression, or, where
-            `exact` is False because it depends on what the ranks hold, the most that it can be.
-        select: Where the algorithm prescribes what is sent, (like, rank, size, k, state) -> the selection of the next
-            call, a function from what has accumulated, 1-D, to a SparseVector; like: a tensor of the gradient's numel
-            and dtype. Neither changes the state.
-        initial_state: The state before the first call, where there is one.
-        check_state: Raises a ValueError for a dict that is no state of it.
-        compresses: Whether a gradient is selected from before it is sent, and so leaves a residual; always so in one's
-            own. Schedule, sent and typical then take `wire=`, how vectors travel, where that is not as they are.
-            Without it, a call or a training with another wire than "fp32" is refused.
-        merged: (rank, size, k, numel) -> entries that the rank merges, as `schedule` tells its `cost`; typically, where
-            that depends on the data.
-        options: Its own settings, with their defaults, whose types they have; schedule, sent and select take them as
-            keywords.
-        check: (size, **options); raises a ValueError for settings that do not fit.
-        variants: (size) -> the settings among which predictions look for the best; default: none but the defaults.
-        typical: Where that is something else than `sent`, what a call in the midst of training sends if every rank
-            selects at random; predictions are based on it.
+        name: Its name in facts, errors and checkpoints.
+        takes_wire: Whether `schedule` and `sent` heed `wire`; others are for "fp32" only.
         exact: Whether `sent` is what a call sends, not only its bound.
-        name: What facts, errors and checkpoints call it; default: the key in `ALGORITHMS`, else the schedule's own
-            name.
-        reference: (inputs, k, **options) -> total, in NumPy: what a first call returns of every rank's input, dense and
-            in rank order, step by step and without any message, bit for bit; for tests.
+        selects: Whether entries of a gradient are selected before it is sent; always so in one's own.
+        wire: How vectors travel; set by who resolves a user's settings.
     """
 
-    schedule: Callable[..., Schedule[Reduction]]
-    sent: Callable[..., Traffic]
-    select: Callable[..., Callable[[Tensor], SparseVector]] | None = None
-    initial_state: Callable[[], State] | None = None
-    check_state: Callable[[State], None] | None = None
-    compresses: bool = True
-    merged: Callable[..., int] | None = None
-    typical: Callable[..., Traffic] | None = None
-    exact: bool = True
-    options: Mapping[str, Any] = field(default_factory=dict)
-    check: Callable[..., None] | None = None
-    variants: Callable[[int], Sequence[Mapping[str, Any]]] = lambda size: [{}]
-    name: str = ""
-    reference: Callable[..., Array] | None = None
+    name: ClassVar[str] = ""
+    takes_wire: ClassVar[bool] = False
+    exact: ClassVar[bool] = True
+    selects: ClassVar[bool] = True
+    wire: Wire = field(default=PLAIN, kw_only=True)
+
+    def check(self, size: int) -> None:
+        """Raises ValueError for options that do not fit so many ranks.
+
+        Args:
+            size: P.
+        """
+
+    def schedule(
+        self, sparse: SparseVector, rank: int, size: int, k: int, state: State | None = None
+    ) -> Schedule[Reduction]:
+        """The rounds of one call on one rank, a generator.
+
+        Args:
+            sparse: Exactly min(k, n) entries, in memory of this call.
+            rank: This rank.
+            size: P.
+            k: The most entries that a rank contributes.
+            state: Given where there is an `initial_state`; changed in place, as the last thing that a call does.
+        """
+        raise NotImplementedError
+
+    def sent(self, rank: int, size: int, k: int, numel: int, dtype: torch.dtype) -> Traffic:
+        """Traffic of a rank in a call without a state: the exact expression, or where not `exact` its bound.
+
+        Args:
+            rank: This rank.
+            size: P.
+            k: The most entries that a rank contributes.
+            numel: n.
+            dtype: Of the gradient.
+        """
+        raise NotImplementedError
+
+    def select(self, like: Tensor, rank: int, size: int, k: int, state: State | None) -> Selection:
+        """The selection that the algorithm prescribes for its next call; changes no state.
+
+        Args:
+            like: A tensor of the gradient's numel and dtype.
+            rank: This rank.
+            size: P.
+            k: The most entries that are selected.
+            state: As it is before the call.
+        """
+        raise NotImplementedError
+
+    def initial_state(self) -> State | None:
+        """The state before the first call; None for an algorithm that keeps none."""
+        return None
+
+    def check_state(self, state: State) -> None:
+        """Raises ValueError for a dict that is no state of it.
+
+        Args:
+            state: As loaded.
+        """
+
+    def typical(self, rank: int, size: int, k: int, numel: int, dtype: torch.dtype) -> Traffic:
+        """Traffic amid training, if every rank selects at random: the basis of predictions.
+
+        Args:
+            rank: This rank.
+            size: P.
+            k: The most entries that a rank contributes.
+            numel: n.
+            dtype: Of the gradient.
+        """
+        return self.sent(rank, size, k, numel, dtype)
+
+    def merged(self, rank: int, size: int, k: int, numel: int) -> int:
+        """Entries that a rank merges; unless an algorithm says: as many as it sends, and its own.
+
+        Args:
+            rank: This rank.
+            size: P, 2 or more.
+            k: The most entries that a rank contributes.
+            numel: n.
+        """
+        return k + self.sent(rank, size, k, numel, torch.float32).nbytes // entry_nbytes(torch.float32)
+
+    def variants(self, size: int) -> Sequence[Mapping[str, Any]]:
+        """Options among which predictions look for the best.
+
+        Args:
+            size: P.
+        """
+        del size
+        return [{}]
+
+    def reference(self, inputs: Sequence[Array], k: int) -> Array:
+        """The total of a first call, in NumPy and without any message, bit for bit; for tests.
+
+        Args:
+            inputs: Of every rank, dense, in rank order.
+            k: The most entries that a rank contributes.
+        """
+        raise NotImplementedError
+
+    @property
+    def prescribes(self) -> bool:
+        """Whether it has a `select` of its own."""
+        return type(self).select is not Algorithm.select
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Its own settings."""
+        return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "wire"}
 
     @property
     def settings(self) -> list[str]:
         """The options as text, which all ranks must share."""
         return [f"{key}={value}" for key, value in self.options.items()]
 
-    @property
-    def takes_wire(self) -> bool:
-        """Whether its schedule can send vectors in another way than as they are."""
-        parameters = signature(self.schedule).parameters
-        return "wire" in parameters or any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
+    def facts(self, *what: str) -> str:
+        """All that ranks must share, as text.
+
+        Args:
+            what: Of the call.
+        """
+        in_fewer_bytes = [f"wire={self.wire.name}"] if self.wire is not PLAIN else []
+        return f"{self.name}({', '.join([*what, *self.settings, *in_fewer_bytes])})"
+
+    def given(self, options: Mapping[str, Any] | None) -> Self:
+        """The same algorithm with these options, in the types of their defaults.
+
+        Args:
+            options: By name.
+
+        Raises:
+            TypeError: No dict, or a value of another type than the default.
+            ValueError: An unknown name.
+        """
+        return replace(self, **settings_of(self.name, self.options, options)) if options is not None else self
+
+
+def settings_of(name: str, defaults: Mapping[str, Any], given: object) -> dict[str, Any]:
+    """Options: those given, in the types of their defaults, else the defaults. ValueError or TypeError."""
+    if not isinstance(given, Mapping):
+        raise TypeError(f"options is {given!r}, expected a dict of the algorithm's own settings")
+    if unknown := [str(key) for key in given if key not in defaults]:
+        known = ", ".join(defaults) or "none"
+        raise ValueError(f"{name} has no option {', '.join(sorted(unknown))}; it takes: {known}")
+    return {key: _like(default, given[key], key) if key in given else default for key, default in defaults.items()}
+
+
+def _like(default: Any, value: Any, key: str) -> Any:
+    """The value of an option in the type of its default."""
+    if isinstance(default, int) and not isinstance(default, bool):
+        return integer(value, key, least=None, expected=f"as {default}, the default")
+    if isinstance(default, (str, bool)) and not isinstance(value, type(default)):
+        raise TypeError(f"{key} is {value!r}, expected a {type(default).__name__}, as {default!r}, the default")
+    return value

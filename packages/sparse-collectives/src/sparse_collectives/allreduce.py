@@ -13,11 +13,15 @@ from sparse_compress import SparseVector, add, merge, topk
 from sparse_compress.arguments import integer
 
 from sparse_collectives.algorithm import Algorithm
-from sparse_collectives.algorithms.table import AUTO, known
+from sparse_collectives.algorithms.table import AUTO, known, resolve
 from sparse_collectives.arrays import Array, DenseReduction, densified, flat_of, form_of, is_array, summed
+from sparse_collectives.prediction.auto import refuse_options, remembered
 from sparse_collectives.reduction import Reduction
-from sparse_collectives.settled import settled
-from sparse_collectives.state import State
+from sparse_collectives.state import State, check_is_state
+from sparse_collectives.wire.wire import wire_named
+
+CHOSEN = {"algorithm", "options", "wire", "state", "table"}
+"""What "auto" remembers of a choice."""
 
 
 @overload
@@ -178,10 +182,10 @@ def prepare(
     """The schedule for a vector of any number of entries, and the facts that ranks must share."""
     _refuse_empty(sparse.numel)
     k = _most_entries(k)
-    way, kept = settled(sparse, comm, k, algorithm, options, state, wire)
+    entry, kept = _resolved(sparse, comm, k, algorithm, options, state, wire)
     # Every call stamps its own number into the payload it sends: calls must not share one, nor the caller's.
-    schedule = scheduled(sparse.clone(), comm, k, way.entry, kept)
-    return schedule, way.facts(f"numel={sparse.numel}", f"{sparse.dtype}", f"k={k}")
+    schedule = scheduled(sparse.clone(), comm, k, entry, kept)
+    return schedule, entry.facts(f"numel={sparse.numel}", f"{sparse.dtype}", f"k={k}")
 
 
 def _prepared(
@@ -216,18 +220,57 @@ def _prepared_array(
     """Selected from, unless it is summed as it is."""
     flat, form = flat_of(array), form_of(array)
     _refuse_empty(len(flat))
-    whole = not (isinstance(algorithm, str) and algorithm == AUTO) and not known(algorithm).compresses
+    whole = not (isinstance(algorithm, str) and algorithm == AUTO) and not known(algorithm).selects
     if whole and k is not None:
         raise ValueError(f"dense sums all of an array, but k={k!r} was given: leave k out")
     k = len(flat) if whole else _most_entries(k)
     like = SparseVector.empty(len(flat), flat.dtype, device=flat.device)
-    way, kept = settled(like, comm, k, algorithm, options, state, wire)
+    entry, kept = _resolved(like, comm, k, algorithm, options, state, wire)
     what = (f"shape={form.shape}", f"{flat.dtype}")
-    if not way.entry.compresses:
-        return summed(flat, comm.rank, comm.size, form), way.facts(*what), flat.device
+    if not entry.selects:
+        return summed(flat, comm.rank, comm.size, form), entry.facts(*what), flat.device
     sent = topk(flat, k)
-    schedule = densified(scheduled(sent, comm, k, way.entry, kept), flat, sent, form)
-    return schedule, way.facts(*what, f"k={k}"), flat.device
+    schedule = densified(scheduled(sent, comm, k, entry, kept), flat, sent, form)
+    return schedule, entry.facts(*what, f"k={k}"), flat.device
+
+
+def _resolved(
+    like: SparseVector,
+    comm: Communicator,
+    k: int,
+    algorithm: str | Algorithm,
+    options: Mapping[str, Any] | None,
+    state: State | None,
+    wire: str,
+) -> tuple[Algorithm, dict[str, State]]:
+    """The algorithm of one call with its options and wire, and its state as a keyword, where it has one.
+
+    like: a vector of the numel, dtype and device in question. Raises TypeError and ValueError for what is wrong.
+    """
+    if isinstance(algorithm, str) and algorithm == AUTO:
+        wire_named(wire, dtype=like.dtype)
+        refuse_options(options)
+        _check_remembered(state)
+        algorithm, options, state, wire = remembered(state, like, comm, k, wire)
+    entry = resolve(algorithm, options, size=comm.size, wire=wire, dtype=like.dtype)
+    initial = entry.initial_state()
+    if state is None:
+        return entry, {} if initial is None else {"state": initial}
+    if initial is None:
+        raise ValueError(f"{entry.name} keeps no state between calls: leave state out")
+    check_is_state(state, entry.name)
+    entry.check_state(state)
+    return entry, {"state": state}
+
+
+def _check_remembered(state: State | None) -> None:
+    if state is None:
+        return
+    check_is_state(state, AUTO)
+    for choice in state.values():
+        if not isinstance(choice, dict) or set(choice) != CHOSEN or not isinstance(choice["algorithm"], str):
+            keys = sorted(map(str, state))
+            raise ValueError(f'this is the state of another algorithm than "auto", with the keys {keys}: give {{}}')
 
 
 def scheduled(

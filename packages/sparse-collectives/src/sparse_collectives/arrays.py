@@ -11,7 +11,7 @@ from communicators.dense_schedules import allreduce
 from communicators.schedule import Schedule
 from numpy.typing import NDArray
 from sparse_compress import SparseVector
-from sparse_compress.dense_input import flatten
+from sparse_compress.arguments import flatten
 from sparse_compress.vector_format import WIRE_DTYPES
 from torch import Tensor
 

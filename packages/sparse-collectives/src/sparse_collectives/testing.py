@@ -20,11 +20,11 @@ from sparse_compress import SparseVector, topk
 from torch import Tensor
 
 from sparse_collectives.algorithm import Algorithm
-from sparse_collectives.algorithms.table import algorithm_named
+from sparse_collectives.algorithms.table import resolve
 from sparse_collectives.allreduce import sparse_allreduce
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.state import State
-from sparse_collectives.wire.wire import PLAIN, WIRES, wire_named
+from sparse_collectives.wire.wire import WIRES
 
 SIZES = (1, 2, 3, 5, 8)
 """Numbers of ranks: powers of two, and not."""
@@ -58,7 +58,7 @@ def check_sparse_laws(
     Raises:
         AssertionError: A law does not hold; says which, where.
     """
-    entries = {size: algorithm_named(algorithm, options, size=size) for size in sizes}
+    entries = {size: resolve(algorithm, options, size=size) for size in sizes}
     for size, entry in entries.items():
         _check_rounds(entry, size)
         _check_reference(algorithm, entry, size, options)
@@ -96,7 +96,7 @@ def check_sparse_call(
         AssertionError: A law does not hold.
     """
     size, numel, dtype = len(vectors), vectors[0].numel, vectors[0].dtype
-    entry = algorithm_named(algorithm, options, size=size, wire=wire_named(wire, dtype=dtype) if size > 1 else PLAIN)
+    entry = resolve(algorithm, options, size=size, wire=wire, dtype=dtype)
 
     def sent(rank: int, size: int) -> testing.Traffic:
         said = entry.sent(rank, size, k, numel, dtype)
@@ -129,7 +129,7 @@ def _examples(entries: Mapping[int, Algorithm], most: int | None) -> list[tuple[
     every = [
         (size, wire, numel, k)
         for size, entry in entries.items()
-        for wire in (WIRES if entry.compresses and entry.takes_wire else ("fp32",))
+        for wire in (WIRES if entry.takes_wire else ("fp32",))
         for numel, k in (SHAPES if wire == "fp32" else CODED_SHAPES)
     ]
     random.Random(0).shuffle(every)
@@ -155,20 +155,21 @@ def _check_calls(algorithm: str | Algorithm, entry: Algorithm, size: int, numel:
         if k >= numel and plain:
             whole = torch.equal(results[0].total.to_dense(), torch.stack(dense).sum(0))
             assert whole, f"density 1: with k={k} of {numel} elements the total is not the whole sum"
-    states = [{} if entry.initial_state is None else entry.initial_state() for _ in range(size)]
-    for _ in range(CALLS if entry.initial_state is not None or entry.select is not None else 0):
+    states = [entry.initial_state() for _ in range(size)]
+    keeps = states[0] is not None
+    for _ in range(CALLS if keeps or entry.prescribes else 0):
         dense = _integers(size, numel, generator)
         vectors = [_selected(entry, x, rank, size, k, states[rank]) for rank, x in enumerate(dense)]
-        kept = None if entry.initial_state is None else states
+        kept = [state for state in states if state is not None] or None
         check_sparse_call(algorithm, vectors, **settings, states=kept)
         _advance(algorithm, vectors, kept, settings)
 
 
-def _selected(entry: Algorithm, x: Tensor, rank: int, size: int, k: int, state: State) -> SparseVector:
-    if entry.select is None:
+def _selected(entry: Algorithm, x: Tensor, rank: int, size: int, k: int, state: State | None) -> SparseVector:
+    if not entry.prescribes:
         return topk(x, k)
     before = repr(state)
-    vector = entry.select(x, rank, size, k, None if entry.initial_state is None else state)(x)
+    vector = entry.select(x, rank, size, k, state)(x)
     assert repr(state) == before, f"select changed the state from {before} to {state}: only a call may"
     at = vector.indices.long()
     assert torch.equal(vector.values, x[at]), f"select gave other values than those at its indices {at.tolist()}"
@@ -228,7 +229,8 @@ def _check_rounds(entry: Algorithm, size: int) -> None:
 
     def call(comm: Communicator) -> int:
         rounds: list[int] = []
-        kept = {} if entry.initial_state is None else {"state": entry.initial_state()}
+        state = entry.initial_state()
+        kept = {} if state is None else {"state": state}
         schedule = entry.schedule(topk(torch.ones(numel), k), comm.rank, size, k, **kept)
         run(counted(schedule, rounds), comm, facts="counted")
         return sum(rounds)
@@ -242,7 +244,7 @@ def _check_rounds(entry: Algorithm, size: int) -> None:
 def _check_reference(
     algorithm: str | Algorithm, entry: Algorithm, size: int, options: Mapping[str, Any] | None
 ) -> None:
-    if entry.reference is None:
+    if type(entry).reference is Algorithm.reference:
         return
     numel, k, generator = 33, 5, torch.Generator().manual_seed(size)
     dense = _integers(size, numel, generator)

@@ -16,9 +16,9 @@ from sparse_compress.compressors import (
     clip_locally,
     concatenate,
 )
+from sparse_compress.entries import pad
 from sparse_compress.error_feedback import ErrorFeedback
 from sparse_compress.merge import add, add_all, merge, share
-from sparse_compress.pad import pad
 from sparse_compress.topk import topk
 from sparse_compress.vector import SparseVector
 from sparse_compress.vector_format import HEADER_BYTES, MAX_NUMEL, SLOT_BYTES, wire_nbytes

@@ -1,20 +1,18 @@
-"""What error feedback keeps of one tensor, and one step of its recursion."""
+"""Residual and velocity of one tensor, one step of their recursion, and their saved form."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from sparse_compress.chunks import CHUNK
-from sparse_compress.native.dense import add_at, take
+from sparse_compress.native.dense import add_at
+from sparse_compress.native.library import take
 from sparse_compress.vector import SparseVector
 from sparse_compress.vector_format import WIRE_DTYPES
 
-ONE_THREAD = 30_000  # elements: torch wakes other threads for 32,768 and more
+KEYS = {"residuals", "velocities"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,32 +57,11 @@ class Accumulator:
 
     def advance(self, gradient: Tensor, momentum: float, out: "Accumulator") -> None:
         """u ← momentum·u + g; v ← v + u, or without momentum v ← v + g, written to ``out``, which may be self."""
-        with np.errstate(all="ignore"):
-            for _ in self.advance_by_chunks(gradient, momentum, out):
-                pass
-
-    def advance_by_chunks(self, gradient: Tensor, momentum: float, out: "Accumulator") -> Iterator[None]:
-        """``advance``, stopping after each chunk of a contiguous CPU gradient: no n-sized copy in another dtype.
-
-        NumPy adds these in this thread alone, whatever torch's number of threads: waking several for every chunk
-        costs more than they save. Overflow, which is for the caller to find, is a warning unless NumPy is told not to.
-        """
-        if not gradient.is_cpu or not gradient.is_contiguous():
-            _recur(torch, gradient, momentum, self.parts(), out.parts())
-            yield
-            return
-        before, after = self._arrays(), out._arrays()
-        for number, part in enumerate(torch.split(gradient.view(-1), CHUNK)):
-            step, span = _converted(part, self.residual.dtype), slice(number * CHUNK, (number + 1) * CHUNK)
-            _recur(np, step, momentum, [one[span] for one in before], [one[span] for one in after])
-            yield
-
-    def foresee(self, gradient: Tensor, momentum: float, stride: int) -> NDArray[np.floating[Any]]:
-        """What ``advance`` will make of every ``stride``-th element of the residual, for a contiguous CPU gradient."""
-        before = [part[::stride] for part in self._arrays()]
-        after = [np.empty_like(part) for part in before]
-        _recur(np, _converted(gradient.view(-1)[::stride], self.residual.dtype), momentum, before, after)
-        return after[0]
+        step = gradient
+        if self.velocity is not None:
+            assert out.velocity is not None
+            step = torch.mul(self.velocity, momentum, out=out.velocity).add_(step)
+        torch.add(self.residual, step, out=out.residual)
 
     def clear(self, sent: SparseVector) -> None:
         """Set residual and velocity to zero where entries were sent (DGC's factor masking)."""
@@ -101,30 +78,62 @@ class Accumulator:
             return
         self.residual.view(-1).index_add_(0, dropped.indices, dropped.values)
 
-    def _arrays(self) -> list[NDArray[np.floating[Any]]]:
-        return [part.numpy() for part in self.flat()]
-
     def flat(self) -> list[Tensor]:
         """The parts as 1-D tensors, over the same memory."""
         return [part.view(-1) for part in self.parts()]
 
 
-def _converted(part: Tensor, dtype: torch.dtype) -> NDArray[np.floating[Any]]:
-    """A 1-D CPU tensor as an array of ``dtype``, by this thread alone."""
-    if part.dtype == dtype:
-        return part.numpy()
-    converted = torch.empty(len(part), dtype=dtype)
-    for piece, source in zip(torch.split(converted, ONE_THREAD), torch.split(part, ONE_THREAD), strict=True):
-        piece.copy_(source)
-    return converted.numpy()
+def write_state(accumulators: Mapping[str, Accumulator]) -> dict[str, Any]:
+    """``{"residuals": {name: tensor}, "velocities": {name: tensor}}``; without momentum there are no velocities."""
+    return {
+        "residuals": {name: known.residual for name, known in accumulators.items()},
+        "velocities": {name: known.velocity for name, known in accumulators.items() if known.velocity is not None},
+    }
 
 
-def _recur(library: Any, gradient: Any, momentum: float, before: list[Any], after: list[Any]) -> None:
-    """The recursion in torch or NumPy, on residual and velocity, or on the residual alone."""
-    if len(before) == 1:
-        library.add(before[0], gradient, out=after[0])
-        return
-    (residual, velocity), (new_residual, new_velocity) = before, after
-    library.multiply(velocity, momentum, out=new_velocity)
-    library.add(new_velocity, gradient, out=new_velocity)
-    library.add(residual, new_velocity, out=new_residual)
+def read_state(state: Mapping[str, Any], *, momentum: bool, known: Mapping[str, Accumulator]) -> dict[str, Accumulator]:
+    """Checked copies of what ``write_state`` wrote, on the devices of those already ``known``.
+
+    Raises ValueError that says what does not fit.
+    """
+    if not isinstance(state, Mapping) or set(state) != KEYS:
+        raise ValueError(f"expected a dict with the keys {sorted(KEYS)}, got {_summary(state)}")
+    residuals, velocities = state["residuals"], state["velocities"]
+    for part, tensors in state.items():
+        if not isinstance(tensors, Mapping):
+            raise ValueError(f"{part}: expected a dict of tensors by name, got {_summary(tensors)}")
+    expected = list(residuals) if momentum else []
+    if set(velocities) != set(expected):
+        raise ValueError(
+            f"velocities of {list(velocities)} given, expected those of {list(expected)}: "
+            "the state was saved with another momentum setting, or is incomplete"
+        )
+    for name, residual in residuals.items():
+        _check_tensor(f"residual of {name!r}", residual, known[name].residual if name in known else None)
+        if momentum:
+            _check_tensor(f"velocity of {name!r}", velocities[name], residual)
+    return {name: _accumulator(residual, velocities.get(name), known.get(name)) for name, residual in residuals.items()}
+
+
+def _accumulator(residual: Tensor, velocity: Tensor | None, known: Accumulator | None) -> Accumulator:
+    device = residual.device if known is None else known.residual.device
+    return Accumulator(_own(residual, device), None if velocity is None else _own(velocity, device))
+
+
+def _own(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
+
+
+def _check_tensor(what: str, tensor: object, like: Tensor | None) -> None:
+    if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+        raise ValueError(f"{what}: expected a dense tensor, got {_summary(tensor)}")
+    if tensor.dtype not in WIRE_DTYPES.values():
+        raise ValueError(f"{what}: dtype is {tensor.dtype}, expected torch.float32 or torch.float64")
+    if like is not None and (tensor.shape, tensor.dtype) != (like.shape, like.dtype):
+        raise ValueError(
+            f"{what}: {tuple(tensor.shape)} of {tensor.dtype}, expected {tuple(like.shape)} of {like.dtype}"
+        )
+
+
+def _summary(given: object) -> str:
+    return f"a dict with the keys {sorted(map(str, given))}" if isinstance(given, Mapping) else type(given).__name__

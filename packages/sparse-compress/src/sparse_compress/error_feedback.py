@@ -6,11 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparse_compress.accumulator import Accumulator
-from sparse_compress.arguments import check_compressor, fraction_below_1
+from sparse_compress.accumulator import Accumulator, read_state, write_state
+from sparse_compress.arguments import check_compressor, check_dense, fraction_below_1
 from sparse_compress.compressors import Compressor, FusedCompressor, StatefulCompressor
-from sparse_compress.dense_input import check_dense
-from sparse_compress.feedback_state import read_state, write_state
 from sparse_compress.nonfinite import all_finite, entries_finite
 from sparse_compress.vector import SparseVector
 from sparse_compress.vector_format import WIRE_DTYPES

@@ -11,8 +11,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sparse_compress.floyd_rivest import kth_key
-
 TYPE_OF_BITS = {
     torch.float16: torch.int16,
     torch.bfloat16: torch.int16,
@@ -40,7 +38,7 @@ def largest(keys: Keys, k: int) -> Mask:
     """Which of the keys are the k largest (0 ≤ k ≤ len), ties to the lowest position: exactly k are True."""
     if k == 0:
         return np.zeros(len(keys), bool)
-    threshold = kth_key(keys, k)
+    threshold = np.partition(keys, len(keys) - k)[len(keys) - k]
     selected: Mask = keys > threshold
     ties = k - np.count_nonzero(selected)
     selected[np.flatnonzero(keys == threshold)[:ties]] = True

@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparse_compress.native.dense import finite, take, takes
+from sparse_compress.native.dense import finite
+from sparse_compress.native.library import take, takes
 from sparse_compress.vector import SparseVector
 
 

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from sparse_compress.accumulator import Accumulator
-from sparse_compress.fused import step_reaching, step_topk
+from sparse_compress.gpu import kernels_take
 from sparse_compress.native.selecting import Step, take_gradient
 from sparse_compress.nonfinite import all_finite
-from sparse_compress.reaching import reaching
-from sparse_compress.topk import topk
+from sparse_compress.topk import reachable, reaching, topk
 from sparse_compress.vector import SparseVector
 
 
@@ -58,7 +57,14 @@ class Reaching:
 
     def step(self, before: Accumulator, gradient: Tensor, momentum: float, out: Accumulator) -> SparseVector:
         """See ``Selection.step``."""
-        return step_reaching(before, gradient, momentum, self.key, self.k, out)
+        residual = out.residual.view(-1)
+        if self.k > 0 and take_gradient(gradient):
+            key = reachable(self.key, residual.dtype)
+            return Step(before, gradient, momentum, out).reaching(len(residual), key, self.k)
+        before.advance(gradient, momentum, out)
+        sent = self(residual)
+        out.clear(sent)
+        return sent
 
 
 @dataclass(frozen=True)
@@ -108,6 +114,30 @@ class LargestOfBlocks:
         )
         torch.cat(values, out=joined.values)
         return joined
+
+
+def step_topk(before: Accumulator, gradient: Tensor, momentum: float, k: int, out: Accumulator) -> SparseVector:
+    """Advance ``before`` by ``gradient`` into ``out`` (which may be ``before``), take the k largest out of it.
+
+    The same bits as advance, topk and clear one after another, which it is where no kernel takes the gradient.
+    """
+    if k and kernels_take(gradient):
+        return _step_in_triton(before, gradient, momentum, k, out)
+    if 0 < k < gradient.numel() and take_gradient(gradient):
+        sent = SparseVector.allocate(k, gradient.numel(), torch.float32, gradient.device)
+        Step(before, gradient, momentum, out, into=sent).largest(0, sent.numel, k)
+        return sent
+    before.advance(gradient, momentum, out)
+    sent = topk(out.residual, k)
+    out.clear(sent)
+    return sent
+
+
+def _step_in_triton(before: Accumulator, gradient: Tensor, momentum: float, k: int, out: Accumulator) -> SparseVector:
+    from sparse_compress.gpu import select  # not before a GPU tensor comes: Triton is optional
+
+    with torch.cuda.device(gradient.device):
+        return select.step_topk(before, gradient, momentum, k, out)
 
 
 def _largest(block: Tensor, k: int) -> SparseVector:

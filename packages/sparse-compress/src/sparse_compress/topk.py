@@ -1,17 +1,16 @@
-"""Exact top-k by magnitude."""
+"""Exact selection from a dense tensor: the k largest magnitudes, or all from a key on."""
+
+from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sparse_compress.arguments import integer
-from sparse_compress.chunks import Positions
-from sparse_compress.dense_input import flatten
-from sparse_compress.gpu.available import kernels_take
-from sparse_compress.magnitude import Bits, bits_of, largest_on_device
-from sparse_compress.native.dense import take
-from sparse_compress.native.selecting import select
-from sparse_compress.topk_cpu import largest_entries
+from sparse_compress.arguments import flatten, integer
+from sparse_compress.gpu import kernels_take
+from sparse_compress.magnitude import largest, largest_on_device, magnitude_keys
+from sparse_compress.native.library import take
+from sparse_compress.native.selecting import select, select_reaching
 from sparse_compress.vector import SparseVector
 from sparse_compress.vector_format import WIRE_DTYPES
 
@@ -25,9 +24,9 @@ def topk(x: Tensor, k: int) -> SparseVector:
     The order is that of the bits without the sign: finite < inf < NaN, so non-finite elements come first. Ties go to
     the lowest index.
 
-    On a CPU one sweep over x as a rule and no temporary of its size; compiled for float32, where there is a compiled
-    file (``native``). On a GPU radix select in Triton (``gpu``), and without Triton, or for float64, a stable sort with
-    temporaries of x's size. Neither waits for the device.
+    On a CPU one sweep over x as a rule and no temporary of its size, compiled, for float32; without a compiled file
+    (``native``), or for other dtypes, NumPy's partition with temporaries of x's size. On a GPU radix select in Triton
+    (``gpu``), and without Triton, or for float64, a stable sort with temporaries. No GPU is waited for.
 
     Args:
         x: Of any shape, dense; float16, bfloat16, float32 or float64.
@@ -44,20 +43,38 @@ def topk(x: Tensor, k: int) -> SparseVector:
     flat = flatten(x)
     k = min(k, len(flat))
     if k == len(flat):
-        if flat.is_cpu:
-            return from_bits(np.arange(k), bits_of(flat), flat)
-        positions = torch.arange(k, device=flat.device)
-    elif k == 0:
-        positions = torch.empty(0, dtype=torch.int64, device=flat.device)
-    elif kernels_take(flat):
+        return gather(flat, torch.arange(k, device=flat.device))
+    if k and kernels_take(flat):
         return _topk_in_triton(flat, k)
-    elif take(flat):
+    if k and take(flat):
         return select(flat, k)
-    elif flat.is_cpu:
-        return from_bits(*largest_entries(bits_of(flat), k), flat)
-    else:
-        positions = largest_on_device(flat, k)
-    return gather(flat, positions)
+    return gather(flat, _positions_on_cpu(flat, k) if flat.is_cpu else largest_on_device(flat, k))
+
+
+def reaching(flat: Tensor, key: int, k: int) -> SparseVector:
+    """The elements of a 1-D tensor with that key (magnitude as an integer) or a larger one; the k largest, if more.
+
+    NaN and inf reach any key. On a GPU their number is read back.
+    """
+    key = reachable(key, flat.dtype)
+    if k and take(flat):
+        return select_reaching(flat, key, k)
+    positions = (magnitude_keys(flat) >= key).nonzero().view(-1)
+    return gather(flat, positions) if len(positions) <= k else topk(flat, k)
+
+
+def reachable(key: int, dtype: torch.dtype) -> int:
+    """The key, but no larger than that of inf."""
+    return min(key, _key_of_inf(dtype))
+
+
+@cache
+def _key_of_inf(dtype: torch.dtype) -> int:
+    return int(magnitude_keys(torch.tensor(torch.inf, dtype=dtype)))
+
+
+def _positions_on_cpu(flat: Tensor, k: int) -> Tensor:
+    return torch.from_numpy(np.flatnonzero(largest(magnitude_keys(flat).numpy(), k)))
 
 
 def _topk_in_triton(flat: Tensor, k: int) -> SparseVector:
@@ -72,15 +89,4 @@ def gather(flat: Tensor, positions: Tensor) -> SparseVector:
     selected = SparseVector.allocate(len(positions), len(flat), WIRE_DTYPES[flat.dtype], flat.device)
     selected.indices.copy_(positions)
     selected.values.copy_(flat.index_select(0, positions))
-    return selected
-
-
-def from_bits(positions: Positions, bits: Bits, like: Tensor) -> SparseVector:
-    """Entries of a 1-D CPU tensor of the length and dtype of ``like``, their values given by their bits."""
-    selected = SparseVector.allocate(len(positions), len(like), WIRE_DTYPES[like.dtype], like.device)
-    selected.indices.numpy()[:] = positions
-    if like.dtype == selected.dtype:
-        bits_of(selected.values)[:] = bits
-    else:
-        selected.values.copy_(torch.from_numpy(bits).view(like.dtype))
     return selected

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from sparse_compress.arguments import check_bytes, element_count
 from sparse_compress.native import dense
-from sparse_compress.order import check_entries, check_indices
-from sparse_compress.put import put
+from sparse_compress.native.library import reaches, ready, take
 from sparse_compress.vector_format import (
     HEADER_BYTES,
+    MAX_NUMEL,
     WIRE_DTYPES,
     Header,
     entry_nbytes,
@@ -181,7 +181,7 @@ class SparseVector:
                 f"{self} cannot be put into {out.dtype}, {tuple(out.shape)} on {out.device}: expected a contiguous "
                 "tensor of its numel, dtype and device"
             )
-        if dense.take(out):
+        if take(out):
             dense.put(self.addresses, self._entries, out, divisor)
             return out
         return put(out, self.indices, self.values, divisor=divisor)
@@ -246,3 +246,44 @@ def _check(indices: Tensor, values: Tensor, numel: int) -> None:
     if indices.device != values.device:
         raise ValueError(f"indices on {indices.device} but values on {values.device}: move one of them")
     check_indices(indices, 0, numel)
+
+
+def check_entries(sparse: SparseVector, low: int, high: int) -> None:
+    """`check_indices` of a vector, without making a tensor of its indices where they are as they should be."""
+    if not (reaches(sparse) and dense.increasing(sparse.addresses[0], len(sparse), low, high)):
+        check_indices(sparse.indices, low, high)
+
+
+def check_indices(indices: Tensor, low: int, high: int) -> None:
+    """Raises ValueError unless ``indices``, 1-D int32, increase strictly from ``low`` on, and stay below ``high``.
+
+    On a CPU one pass; of a GPU two answers are read back.
+    """
+    if not len(indices):
+        return
+    given = indices.numpy() if indices.is_cpu else indices
+    if not is_increasing(indices):
+        raise ValueError("indices are not strictly increasing: sort them, and add up the values of equal ones")
+    first, last = int(given[0]), int(given[-1])
+    if first < low or last >= high:
+        raise ValueError(f"indices run from {first} to {last}, expected {low} … {high - 1}")
+
+
+def is_increasing(indices: Tensor) -> bool:
+    """Whether ``indices``, 1-D int32, increase strictly; of a GPU the answer is read back."""
+    if ready(indices):
+        return dense.increasing(indices.data_ptr(), indices.numel(), -MAX_NUMEL - 1, MAX_NUMEL + 1)
+    given = indices.numpy() if indices.is_cpu else indices
+    return bool((given[1:] > given[:-1]).all())
+
+
+def put(out: Tensor, indices: Tensor, values: Tensor, *, divisor: float = 1.0) -> Tensor:
+    """out ← 0, and values / divisor at the indices; returns ``out``.
+
+    ``out``: contiguous, of the values' dtype and device. ``indices``: int32, increasing, within ``out``. All trusted.
+    """
+    if take(out):
+        dense.put((indices.data_ptr(), values.data_ptr()), indices.numel(), out, divisor)
+        return out
+    out.view(-1).zero_().index_copy_(0, indices.long(), values if divisor == 1 else values / divisor)
+    return out

@@ -9,13 +9,11 @@ import numpy as np
 import torch
 from communicators.dense_schedules import block_bounds
 from sparse_compress import SparseVector, add
-from sparse_compress.compact import compact
+from sparse_compress.entries import compact, where
 from sparse_compress.magnitude import Keys, Mask, bits_of, largest, magnitude_keys, magnitude_mask
-from sparse_compress.merge import keys_of
-from sparse_compress.native.adding import merged_to_budgets
-from sparse_compress.native.dense import take
-from sparse_compress.sift import where
-from sparse_compress.union import Array, paired, paired_cpu, picked_cpu
+from sparse_compress.merge import Array, keys_of, paired, paired_cpu, picked_cpu
+from sparse_compress.native.library import take
+from sparse_compress.native.sparse import merged_to_budgets
 
 from sparse_collectives.wire.entries import Bounds, assemble
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -10,54 +11,60 @@ from communicators.dense_schedules import RING_NBYTES, allreduce, block_bounds, 
 from communicators.schedule import SLOT_BYTES, Schedule, powers_of_two
 from sparse_compress import SparseVector, topk
 
-from sparse_collectives.algorithms.reference import Array, cut
-from sparse_collectives.prediction.traffic import Traffic
+from sparse_collectives.algorithm import Algorithm, Array
+from sparse_collectives.algorithms.reference import cut
 from sparse_collectives.reduction import Reduction
+from sparse_collectives.state import State
+from sparse_collectives.traffic import Traffic
 
 
-def dense(
-    sparse: SparseVector, rank: int, size: int, k: int, *, cost: Callable[[int], float] | None = None
-) -> Schedule[Reduction]:
-    """The exact sum, as a vector with all n entries; nothing is dropped.
+@dataclass(frozen=True)
+class Dense(Algorithm):
+    """The exact sum, as a vector with all n entries; nothing is dropped, and k does not matter.
 
     Halving and doubling where P is a power of two, the ring elsewhere (Thakur et al., IJHPCA 2005): 2n(P − 1)/P
     elements either way. Below RING_NBYTES, where rounds count more than bytes, halving and doubling at any P: ranks
     beyond the largest power of two fold into a partner first and get the sum last.
-
-    k and cost do not matter here: the sum is never cut, and adding dense vectors costs next to nothing.
     """
-    del k, cost
-    total = yield from allreduce(sparse.to_dense(), rank, size)
-    nothing = SparseVector.empty(sparse.numel, sparse.dtype, device=sparse.device)
-    return Reduction(topk(total, total.numel()), nothing)
 
+    name = "dense"
+    selects = False
 
-def dense_sent(rank: int, size: int, k: int, numel: int, dtype: torch.dtype) -> Traffic:
-    """2n(P − 1)/P elements where P divides n, else as the blocks fall, and one slot a message.
+    def schedule(
+        self, sparse: SparseVector, rank: int, size: int, k: int, state: State | None = None
+    ) -> Schedule[Reduction]:
+        total = yield from allreduce(sparse.to_dense(), rank, size)
+        nothing = SparseVector.empty(sparse.numel, sparse.dtype, device=sparse.device)
+        return Reduction(topk(total, total.numel()), nothing)
 
-    Ring: all blocks but the next one, then all but the one after it, in 2(P − 1) messages. Halving and doubling, with Q
-    the largest power of two in P: what is given away of ever shorter spans, then the spans that are kept, in 2 log Q
-    messages; all of it once more from a rank with a folded partner, whose own message is its only one.
-    """
-    del k
-    group = largest_power_of_two(size)
-    if size > group and numel * dtype.itemsize >= RING_NBYTES:
-        lengths = [high - low for low, high in block_bounds(numel, size)]
-        elements = 2 * numel - lengths[(rank + 1) % size] - lengths[(rank + 2) % size]
-        messages = rounds = 2 * (size - 1)
-    elif rank >= group:
-        elements, messages, rounds = numel, 1, 2
-    else:
-        spans, has_partner = _kept_spans(rank, group, numel), rank + group < size
-        elements = numel - spans[-1] + sum(spans[1:]) + has_partner * numel
-        messages = 2 * (len(spans) - 1) + has_partner
-        rounds = messages + has_partner
-    return Traffic(elements * dtype.itemsize + messages * SLOT_BYTES, messages, rounds)
+    def sent(self, rank: int, size: int, k: int, numel: int, dtype: torch.dtype) -> Traffic:
+        """2n(P − 1)/P elements where P divides n, else as the blocks fall, and one slot a message.
 
+        Ring: all blocks but the next one, then all but the one after it, in 2(P − 1) messages. Halving and doubling,
+        with Q the largest power of two in P: what is given away of ever shorter spans, then the spans that are kept, in
+        2 log Q messages; all of it once more from a rank with a folded partner, whose own message is its only one.
+        """
+        group = largest_power_of_two(size)
+        if size > group and numel * dtype.itemsize >= RING_NBYTES:
+            lengths = [high - low for low, high in block_bounds(numel, size)]
+            elements = 2 * numel - lengths[(rank + 1) % size] - lengths[(rank + 2) % size]
+            messages = rounds = 2 * (size - 1)
+        elif rank >= group:
+            elements, messages, rounds = numel, 1, 2
+        else:
+            spans, has_partner = _kept_spans(rank, group, numel), rank + group < size
+            elements = numel - spans[-1] + sum(spans[1:]) + has_partner * numel
+            messages = 2 * (len(spans) - 1) + has_partner
+            rounds = messages + has_partner
+        return Traffic(elements * dtype.itemsize + messages * SLOT_BYTES, messages, rounds)
 
-def dense_reference(inputs: Sequence[Array], k: int) -> Array:
-    """The sum, in whatever order: for numbers whose sums are exact."""
-    return np.asarray(np.sum([cut(x, k) for x in inputs], axis=0))
+    def merged(self, rank: int, size: int, k: int, numel: int) -> int:
+        """None: adding dense vectors costs next to nothing."""
+        return 0
+
+    def reference(self, inputs: Sequence[Array], k: int) -> Array:
+        """The sum, in whatever order: for numbers whose sums are exact."""
+        return np.asarray(np.sum([cut(x, k) for x in inputs], axis=0))
 
 
 def _kept_spans(rank: int, size: int, numel: int) -> list[int]:

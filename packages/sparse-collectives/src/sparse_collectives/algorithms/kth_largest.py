@@ -12,12 +12,13 @@ import torch
 from communicators.dense_schedules import allgather_blocks
 from communicators.schedule import Schedule
 from numpy.typing import NDArray
-from sparse_compress.native import dense, spread
-from sparse_compress.sift import rising
+from sparse_compress.entries import rising
+from sparse_compress.native import spread
+from sparse_compress.native.library import ready
 from sparse_compress.vector_format import WIRE_DTYPES
 from torch import Tensor
 
-from sparse_collectives.prediction.traffic import Traffic, bruck_sent, together
+from sparse_collectives.traffic import Traffic, bruck_sent, together
 from sparse_collectives.wire.invalid import InvalidMessageError
 
 Keys = NDArray[np.signedinteger[Any]]
@@ -75,14 +76,14 @@ def kth_largest(keys: Tensor, least: int, k: int, rank: int, size: int, *, most:
 
 def _enclosed(sampled: Tensor, counts: Sequence[int], k: int) -> Bracket:
     """`bracket`, of what all ranks have said: their counts and samples."""
-    if sampled.dtype == torch.int32 and dense.ready(sampled):
+    if sampled.dtype == torch.int32 and ready(sampled):
         return Bracket(*spread.bracket(sampled, len(counts), k))
     return bracket(counts, list(sampled.numpy().reshape(len(counts), -1)[:, 1:]), k)
 
 
 def _said(in_order: Tensor, low: int, high: int, span: tuple[int, int]) -> Tensor:
     """How many own keys are larger than high, equal it, and equal low; then those of the span."""
-    if in_order.dtype == torch.int32 and dense.ready(in_order):
+    if in_order.dtype == torch.int32 and ready(in_order):
         return spread.said(in_order, low, high, span)
     m, (first, last) = len(in_order), span
     ends = in_order.new_tensor([low, high])
@@ -92,7 +93,7 @@ def _said(in_order: Tensor, low: int, high: int, span: tuple[int, int]) -> Tenso
 
 def _settled(gathered: Tensor, lengths: Sequence[int], low: int, high: int, k: int) -> KthLargest:
     """`settle`, of what all ranks have said of the keys between low and high."""
-    if gathered.dtype == torch.int32 and dense.ready(gathered):
+    if gathered.dtype == torch.int32 and ready(gathered):
         return KthLargest(*spread.settle(gathered, lengths, low, high, k))
     return settle(np.split(gathered.numpy(), list(accumulate(lengths[:-1]))), low, high, k)
 

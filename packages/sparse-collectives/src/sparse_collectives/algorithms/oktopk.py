@@ -2,42 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from communicators.dense_schedules import halving_doubling_allreduce, largest_power_of_two
-from communicators.schedule import SLOT_BYTES, Elapse, Round, Schedule, frame
+from communicators.schedule import SLOT_BYTES, Round, Schedule, frame
 from sparse_compress import SparseVector, add_all
+from sparse_compress.entries import larger, without
 from sparse_compress.magnitude import magnitude_keys
 from sparse_compress.nonfinite import all_finite
 from sparse_compress.selection import Largest, Reaching, Selection
-from sparse_compress.sift import larger, without
 from sparse_compress.vector_format import WIRE_DTYPES
+from torch import Tensor
 
-from sparse_collectives.algorithms.even_out import gather_evenly
-from sparse_collectives.algorithms.kth_largest import kth_largest
-from sparse_collectives.algorithms.reference import Array, cut, sum_of_selections
+from sparse_collectives.algorithm import Algorithm, Array
+from sparse_collectives.algorithms.even_out import even_counts, gather_evenly
+from sparse_collectives.algorithms.kth_largest import kth_largest, sample_count
+from sparse_collectives.algorithms.oktopk_traffic import SPAN, oktopk_traffic
+from sparse_collectives.algorithms.reference import cut, sum_of_selections
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.state import State, check_values, is_count
+from sparse_collectives.traffic import Traffic, together
 from sparse_collectives.wire.entries import split, union_of
 from sparse_collectives.wire.invalid import InvalidMessageError, given_by
-from sparse_collectives.wire.wire import PLAIN, Wire
+from sparse_collectives.wire.wire import Wire
 
 
-def oktopk(
-    sparse: SparseVector,
-    rank: int,
-    size: int,
-    k: int,
-    *,
-    thresholds_every: int = 1,
-    boundaries_every: int = 64,
-    state: State | None = None,
-    wire: Wire = PLAIN,
-    cost: Callable[[int], float] | None = None,
-) -> Schedule[Reduction]:
+@dataclass(frozen=True)
+class OkTopk(Algorithm):
     """The entries of the sum from about its k-th largest on, at most k (Li & Hoefler, PPoPP 2022, algorithm 1).
 
         boundaries   every τ calls: P regions; each boundary is the integer mean of the ranks' proposals
@@ -51,34 +46,124 @@ def oktopk(
     Differs from the paper: the threshold is found by regular samples, not by gathering all sums, and the result is cut
     to k exactly, so 6k elements are a bound on entries from the first call on; ties and zeros are no special case. A
     threshold that lets too few through is not kept: where gradients shrink, as by a schedule of the rate, hardly
-    anything would be sent between two estimates.
+    anything would be sent between two estimates. Explicit zeros are not sent.
 
-    sparse: min(k, n) entries; explicit zeros are not sent. thresholds_every, boundaries_every: τ', τ, in calls.
-    state: see `oktopk_state`. wire: what it rounds off, of own entries and of kept sums, is dropped.
-    cost: seconds to merge so many entries, which a simulated world charges.
+    thresholds_every, boundaries_every: τ', τ, in calls.
+    wire: what it rounds off, of own entries and of kept sums, is dropped.
     """
-    state = oktopk_state() if state is None else state
-    known = dict(state) if state["of"] == _of(sparse.numel, sparse.dtype, size, k) else oktopk_state()
-    own, dropped = wire.rounded(larger(sparse, 0))
-    if known["step"] % boundaries_every == 0:
-        known["boundaries"] = yield from _agree_on_boundaries(own, rank, size)
-    region = yield from _split_and_reduce(own, known["boundaries"], rank, size, k, wire, cost)
-    most, due = min(k, sparse.numel), known["step"] % thresholds_every == 0
-    if due or not known["local"]:
-        known["local"] = int(magnitude_keys(sparse.values).min()) if len(sparse) else 0
-    elif 2 * int(sparse.values.count_nonzero()) < most:
-        known["local"] = 0
-    least = 0 if due else known["threshold"]
-    kept, counts, kth = yield from _global_largest(region, least, most, rank, size)
-    if not least:
-        known["threshold"] = kth
-    elif 2 * sum(counts) < most:
-        known["threshold"] = 0
-    gathered = yield from gather_evenly(kept, counts, rank, size, wire)
-    total = gathered.total
-    if bool(all_finite(total.values)):  # alike on all ranks; a threshold that is no number would hide all that follows
-        state.update(known, step=known["step"] + 1, of=_of(sparse.numel, sparse.dtype, size, k))
-    return Reduction(total, add_all([without(own, total), dropped, gathered.dropped]))
+
+    name = "oktopk"
+    takes_wire = True
+    exact = False
+    thresholds_every: int = 1
+    boundaries_every: int = 64
+
+    def check(self, size: int) -> None:
+        """Raises ValueError for less than every call."""
+        if self.thresholds_every < 1 or self.boundaries_every < 1:
+            raise ValueError(
+                f"thresholds_every is {self.thresholds_every} and boundaries_every {self.boundaries_every}, expected "
+                "1 call or more"
+            )
+
+    def schedule(
+        self, sparse: SparseVector, rank: int, size: int, k: int, state: State | None = None
+    ) -> Schedule[Reduction]:
+        state, wire = self.initial_state() if state is None else state, self.wire
+        of = _of(sparse.numel, sparse.dtype, size, k)
+        known = dict(state) if state["of"] == of else self.initial_state()
+        own, dropped = wire.rounded(larger(sparse, 0))
+        if known["step"] % self.boundaries_every == 0:
+            known["boundaries"] = yield from _agree_on_boundaries(own, rank, size)
+        region = yield from _split_and_reduce(own, known["boundaries"], rank, size, k, wire)
+        most, due = min(k, sparse.numel), known["step"] % self.thresholds_every == 0
+        if due or not known["local"]:
+            known["local"] = int(magnitude_keys(sparse.values).min()) if len(sparse) else 0
+        elif 2 * int(sparse.values.count_nonzero()) < most:
+            known["local"] = 0
+        least = 0 if due else known["threshold"]
+        kept, counts, kth = yield from _global_largest(region, least, most, rank, size)
+        if not least:
+            known["threshold"] = kth
+        elif 2 * sum(counts) < most:
+            known["threshold"] = 0
+        gathered = yield from gather_evenly(kept, counts, rank, size, wire)
+        total = gathered.total
+        if bool(all_finite(total.values)):  # alike on all ranks; a threshold that is NaN would hide all that follows
+            state.update(known, step=known["step"] + 1, of=of)
+        return Reduction(total, add_all([without(own, total), dropped, gathered.dropped]))
+
+    def select(self, like: Tensor, rank: int, size: int, k: int, state: State | None) -> Selection:
+        """The entries that reach the local threshold, at most k; the k largest where it is to be estimated."""
+        numel = like.numel()
+        known = state is not None and state["of"] == _of(numel, WIRE_DTYPES[like.dtype], size, k)
+        if state is None or not known or not state["step"] % self.thresholds_every or k >= numel or not state["local"]:
+            return Largest(k)
+        return Reaching(state["local"], k)
+
+    def initial_state(self) -> State:
+        """The state before the first call.
+
+        step: calls so far with a finite total. local, threshold: least key (magnitude as an integer) to be selected
+        here, and in the total; 0 where it is to be estimated.
+
+        boundaries: edges of the regions. of: k, P, n and dtype that all this is for; for others it starts anew. `local`
+        is this rank's own, the rest is alike on all ranks.
+        """
+        return {"step": 0, "local": 0, "threshold": 0, "boundaries": [], "of": None}
+
+    def check_state(self, state: State) -> None:
+        of = state.get("of")
+        check_values(
+            state,
+            {
+                "step": is_count,
+                "local": is_count,
+                "threshold": is_count,
+                "of": lambda of: of is None or _is_of(of),
+                "boundaries": lambda edges: isinstance(edges, list) and (of is None or _are_edges(edges, of[2], of[1])),
+            },
+        )
+
+    def sent(self, rank: int, size: int, k: int, numel: int, dtype: torch.dtype) -> Traffic:
+        """The most that a first call sends; later ones, that agree on no regions, send less.
+
+        Entries: k in the split, k in evening out, (P − 1)·⌈k/P⌉ in the gather, so 6k elements where P divides k.
+        Besides: one sum of the boundaries; with S = ⌊√2k⌋ + 1 keys of 4 bytes (float64: 8), (P − 1)·S as samples, and
+        at most P·S between two of them, which Bruck hands on ⌈log P⌉ times if they are one rank's; 4 numbers a rank,
+        and the slots.
+        """
+        if size == 1:
+            return Traffic(0, 0, 0)
+        wire, k, edges = self.wire, min(k, numel), [b * numel // size for b in range(size + 1)]
+        even, none = [-(-k // size)] * size, [0] * size
+        least: dict[str, Any] = {"given": none, "spans": none, "kept": even, "edges": edges}
+        first = oktopk_traffic(rank, k, dtype, boundaries=True, wire=wire, **least)
+        between = (size - 1).bit_length() * size * sample_count(k) * WIRE_DTYPES[dtype].itemsize
+        moved = wire.block_nbytes(k, numel, dtype) + wire.block_nbytes(k, (size - 1) * numel, dtype)
+        nbytes = moved + between + (size - 1) * SLOT_BYTES + (3 * size + 1) * wire.overhead
+        return together(first, Traffic(nbytes, size - 1, 1))
+
+    def typical(self, rank: int, size: int, k: int, numel: int, dtype: torch.dtype) -> Traffic:
+        """A call between two agreements on regions, where these are balanced.
+
+        There are more than k sums, as long as ranks do not select the same. All count where the threshold is new,
+        nearly all with one of before, while gradients do not get smaller. Samples a gap of g = ⌈k/S⌉ apart leave
+        SPAN·(g − 1) keys a rank.
+        """
+        k = min(k, numel)
+        even, edges = even_counts(k, size), [b * numel // size for b in range(size + 1)]
+        spans = [round(SPAN * (-(-k // sample_count(k)) - 1))] * size
+        spread: dict[str, Any] = {"given": even, "spans": spans, "kept": even, "edges": edges}
+        return oktopk_traffic(rank, k, dtype, boundaries=False, wire=self.wire, **spread)
+
+    def merged(self, rank: int, size: int, k: int, numel: int) -> int:
+        """Its region's share of all ranks' entries, where regions are balanced."""
+        return min(k, numel) * (size - 1).bit_length()
+
+    def reference(self, inputs: Sequence[Array], k: int) -> Array:
+        """At the first call the threshold is new: the k largest of the sum of all selections."""
+        return cut(sum_of_selections(inputs, k), k)
 
 
 def _agree_on_boundaries(own: SparseVector, rank: int, size: int) -> Schedule[list[int]]:
@@ -102,7 +187,6 @@ def _split_and_reduce(
     size: int,
     k: int,
     wire: Wire,
-    cost: Callable[[int], float] | None,
 ) -> Schedule[SparseVector]:
     """The sum of this rank's region over all ranks."""
     regions = list(pairwise(boundaries))
@@ -115,8 +199,6 @@ def _split_and_reduce(
         received = yield Round({to: payload}, {source: capacity}, bounded=True)
         with given_by(source):
             given[source] = wire.entries(received[source][SLOT_BYTES:], regions[rank], own)
-    if cost is not None:
-        yield Elapse(cost(sum(map(len, given.values())) * (size - 1).bit_length()))
     return union_of([given[source] for source in range(size)])
 
 
@@ -135,33 +217,6 @@ def _global_largest(
     return kept, [n + ties for n, ties in zip(above, allowed, strict=True)], max(kth, 0)
 
 
-def oktopk_state() -> State:
-    """The state before the first call.
-
-    step: calls so far with a finite total. local, threshold: least key (magnitude as an integer) to be selected
-    here, and in the total; 0 where it is to be estimated.
-
-    boundaries: edges of the regions. of: k, P, n and dtype that all this is for; for others it starts anew. `local`
-    is this rank's own, the rest is alike on all ranks.
-    """
-    return {"step": 0, "local": 0, "threshold": 0, "boundaries": [], "of": None}
-
-
-def check_oktopk_state(state: State) -> None:
-    """Raises ValueError for what `oktopk_state` cannot have become."""
-    of = state.get("of")
-    check_values(
-        state,
-        {
-            "step": is_count,
-            "local": is_count,
-            "threshold": is_count,
-            "of": lambda of: of is None or _is_of(of),
-            "boundaries": lambda edges: isinstance(edges, list) and (of is None or _are_edges(edges, of[2], of[1])),
-        },
-    )
-
-
 def _is_of(of: Any) -> bool:
     return isinstance(of, list) and len(of) == 4 and all(map(is_count, of[:3])) and isinstance(of[3], str)
 
@@ -175,39 +230,3 @@ def _are_edges(boundaries: Sequence[Any], numel: int, size: int) -> bool:
 
 def _of(numel: int, dtype: torch.dtype, size: int, k: int) -> list[Any]:
     return [min(k, numel), size, numel, str(dtype)]
-
-
-def oktopk_select(
-    like: torch.Tensor,
-    rank: int,
-    size: int,
-    k: int,
-    state: State | None,
-    *,
-    thresholds_every: int = 1,
-    boundaries_every: int = 64,
-) -> Selection:
-    """The entries that reach the local threshold, at most k; the k largest themselves where it is to be estimated."""
-    del rank, boundaries_every
-    numel = like.numel()
-    known = state is not None and state["of"] == _of(numel, WIRE_DTYPES[like.dtype], size, k)
-    if state is None or not known or state["step"] % thresholds_every == 0 or k >= numel or not state["local"]:
-        return Largest(k)
-    return Reaching(state["local"], k)
-
-
-def check_oktopk(size: int, *, thresholds_every: int, boundaries_every: int) -> None:
-    """Raises ValueError for less than every call."""
-    del size
-    if thresholds_every < 1 or boundaries_every < 1:
-        raise ValueError(
-            f"thresholds_every is {thresholds_every} and boundaries_every {boundaries_every}, expected 1 call or more"
-        )
-
-
-def oktopk_reference(
-    inputs: Sequence[Array], k: int, *, thresholds_every: int = 1, boundaries_every: int = 64
-) -> Array:
-    """At the first call the threshold is new: the k largest of the sum of all selections."""
-    del thresholds_every, boundaries_every
-    return cut(sum_of_selections(inputs, k), k)

@@ -7,12 +7,13 @@ from itertools import pairwise
 
 import numpy as np
 
-from sparse_collectives.algorithms.gtopk import gtopk_reference
-from sparse_collectives.algorithms.reference import Array, cut, tree
+from sparse_collectives.algorithm import Array
+from sparse_collectives.algorithms.gtopk import GTopK
+from sparse_collectives.algorithms.reference import cut, tree
 from sparse_collectives.algorithms.spardl_teams import is_recursive
 
 
-def spardl_reference(inputs: Sequence[Array], k: int, *, teams: int = 1, sag: str = "auto") -> Array:
+def spardl_reference(inputs: Sequence[Array], k: int, *, teams: int, sag: str) -> Array:
     """What a first call returns. R-SAG: merged pairwise; B-SAG: all at once, and cut."""
     selected, total = [cut(x, k) for x in inputs], np.zeros_like(inputs[0])
     ranks, n = len(inputs) // teams, len(total)
@@ -22,7 +23,7 @@ def spardl_reference(inputs: Sequence[Array], k: int, *, teams: int = 1, sag: st
         sums = [
             _hops([parts[team * ranks + (owner - j) % ranks] for j in range(ranks)], budget) for team in range(teams)
         ]
-        total[low:high] = gtopk_reference(sums, budget) if is_recursive(teams, sag) else cut(tree(sums), budget)
+        total[low:high] = GTopK().reference(sums, budget) if is_recursive(teams, sag) else cut(tree(sums), budget)
     return total
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from communicators.dense_schedules import allgather_blocks
-from communicators.schedule import Elapse, Schedule
+from communicators.schedule import Schedule
 from sparse_compress import SparseVector, add_all, merge, share
 
-from sparse_collectives.algorithms.gtopk import gtopk, gtopk_sent
+from sparse_collectives.algorithms.gtopk import GTopK
 from sparse_collectives.algorithms.spardl_blocks import Blocks
-from sparse_collectives.prediction.traffic import Traffic, bruck_sent
+from sparse_collectives.traffic import Traffic, bruck_sent
 from sparse_collectives.wire.entries import assemble
 from sparse_collectives.wire.invalid import given_by
 from sparse_collectives.wire.wire import PLAIN, Wire
@@ -36,7 +34,6 @@ def combine_teams(
     teams: int,
     sag: str,
     before: int | None = None,
-    cost: Callable[[int], float] | None = None,
 ) -> Schedule[int | None]:
     """Makes block b, which every team has summed by itself, the same in all teams; peers are teams.
 
@@ -46,11 +43,11 @@ def combine_teams(
     (low, high), budget, entries = blocks.bounds[b], blocks.budgets[b], None
     block = assemble(blocks.kept.indices - low, blocks.kept.values, high - low)
     if is_recursive(teams, sag):
-        reduction = yield from gtopk(block, team, teams, budget, wire=blocks.wire, cost=cost)
+        reduction = yield from GTopK(wire=blocks.wire).schedule(block, team, teams, budget)
         total, dropped = reduction.total, reduction.dropped
     else:
         h = sent_entries(before, budget, teams)
-        total, dropped, entries = yield from b_sag(block, team, teams, budget, h, blocks.wire, cost)
+        total, dropped, entries = yield from b_sag(block, team, teams, budget, h, blocks.wire)
     blocks.kept, dropped = (assemble(v.indices + low, v.values, blocks.kept.numel) for v in (total, dropped))
     blocks.cuts.append(dropped)
     return entries
@@ -63,7 +60,6 @@ def b_sag(
     budget: int,
     h: int,
     wire: Wire = PLAIN,
-    cost: Callable[[int], float] | None = None,
 ) -> Schedule[tuple[SparseVector, SparseVector, int]]:
     """The block's h largest entries of every team, gathered, added (`add_all`), and cut once; any number of teams.
 
@@ -80,8 +76,6 @@ def b_sag(
         with given_by(source):
             vectors.append(wire.entries(body, span, block, h))
     total, cut = merge(add_all(vectors), _nothing(block), budget)
-    if cost is not None:
-        yield Elapse(cost(teams * h * (teams - 1).bit_length()))
     union = len(torch.unique(torch.cat([vector.indices for vector in vectors])))  # on a GPU this reads back
     entries = min(budget, max(-(-budget // teams), h * budget // max(union, 1)))
     return total, add_all([dropped, rest, share(cut, member=team, of=teams)]), entries
@@ -104,7 +98,7 @@ def combine_sent(
 ) -> Traffic:
     """R-SAG: log d messages of B entries, with headers. B-SAG: (d − 1)·h entries in ⌈log d⌉ messages with a slot."""
     if is_recursive(teams, sag):
-        return gtopk_sent(team, teams, budget, length, dtype, wire=wire)
+        return GTopK(wire=wire).sent(team, teams, budget, length, dtype)
     return bruck_sent([wire.block_nbytes(sent_entries(before, budget, teams), length, dtype)] * teams, team)
 
 

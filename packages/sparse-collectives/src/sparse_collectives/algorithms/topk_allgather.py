@@ -2,57 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from communicators.dense_schedules import allgather_blocks
-from communicators.schedule import SLOT_BYTES, Elapse, Schedule
+from communicators.schedule import SLOT_BYTES, Schedule
 from sparse_compress import SparseVector, add_all
 
-from sparse_collectives.prediction.traffic import Traffic
+from sparse_collectives.algorithm import Algorithm, Array
+from sparse_collectives.algorithms.reference import sum_of_selections
 from sparse_collectives.reduction import Reduction
+from sparse_collectives.state import State
+from sparse_collectives.traffic import Traffic
 from sparse_collectives.wire.invalid import given_by
-from sparse_collectives.wire.wire import PLAIN, Wire
 
 
-def topk_allgather(
-    sparse: SparseVector,
-    rank: int,
-    size: int,
-    k: int,
-    *,
-    wire: Wire = PLAIN,
-    cost: Callable[[int], float] | None = None,
-) -> Schedule[Reduction]:
+@dataclass(frozen=True)
+class TopKAllgather(Algorithm):
     """The exact sum of all selections, up to k·P entries; nothing is dropped (Renggli et al., SC 2019, section 5.3.1).
 
     ⌈log P⌉ rounds of Bruck's allgather; vectors are added as `add_all` does everywhere, so that float sums agree.
 
     wire: what it rounds off is dropped.
-    sparse: min(k, n) entries; cost: seconds to merge so many entries, which a simulated world charges.
     """
-    del k  # all vectors are as long as this one
-    given, rest = wire.rounded(sparse)
-    nbytes = wire.nbytes(len(sparse), sparse.numel, sparse.dtype)
-    messages = yield from allgather_blocks(wire.message(given), [nbytes] * size, rank, size)
-    vectors = [given] * size
-    for source in (source for source in range(size) if source != rank):
-        with given_by(source):
-            vectors[source] = wire.vector(messages[source], len(sparse), sparse)
-    total = add_all(vectors)
-    if cost is not None:
-        yield Elapse(cost(size * len(sparse) * (size - 1).bit_length()))
-    return Reduction(total, rest)
 
+    name = "topk-allgather"
+    takes_wire = True
 
-def topk_allgather_sent(rank: int, size: int, k: int, numel: int, dtype: torch.dtype, *, wire: Wire = PLAIN) -> Traffic:
-    """(P − 1) packed vectors, each with its header, in ⌈log P⌉ messages with a slot each; alike on every rank."""
-    del rank
-    rounds = (size - 1).bit_length()
-    return Traffic((size - 1) * wire.nbytes(min(k, numel), numel, dtype) + rounds * SLOT_BYTES, rounds, rounds)
+    def schedule(
+        self, sparse: SparseVector, rank: int, size: int, k: int, state: State | None = None
+    ) -> Schedule[Reduction]:
+        own, rounded_off = self.wire.rounded(sparse)
+        nbytes = self.wire.nbytes(len(sparse), sparse.numel, sparse.dtype)
+        messages = yield from allgather_blocks(self.wire.message(own), [nbytes] * size, rank, size)
+        vectors = [own] * size
+        for source in (source for source in range(size) if source != rank):
+            with given_by(source):
+                vectors[source] = self.wire.vector(messages[source], len(sparse), sparse)
+        return Reduction(add_all(vectors), rounded_off)
 
+    def sent(self, rank: int, size: int, k: int, numel: int, dtype: torch.dtype) -> Traffic:
+        """(P − 1) packed vectors, each with its header, in ⌈log P⌉ messages with a slot each; alike on every rank."""
+        rounds = (size - 1).bit_length()
+        nbytes = (size - 1) * self.wire.nbytes(min(k, numel), numel, dtype)
+        return Traffic(nbytes + rounds * SLOT_BYTES, rounds, rounds)
 
-def topk_allgather_merged(rank: int, size: int, k: int, numel: int) -> int:
-    """Entries that are summed: those of all ranks."""
-    del rank
-    return size * min(k, numel) * (size - 1).bit_length()
+    def merged(self, rank: int, size: int, k: int, numel: int) -> int:
+        """The vectors of all ranks, once a level of the sum's tree."""
+        return size * min(k, numel) * (size - 1).bit_length()
+
+    def reference(self, inputs: Sequence[Array], k: int) -> Array:
+        return sum_of_selections(inputs, k)

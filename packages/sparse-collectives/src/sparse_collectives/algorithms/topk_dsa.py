@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from communicators.dense_schedules import allgather_blocks, block_bounds
-from communicators.schedule import SLOT_BYTES, Elapse, Round, Schedule, frame
+from communicators.schedule import SLOT_BYTES, Round, Schedule, frame
 from sparse_compress import SparseVector, add
 from torch import Tensor
 
-from sparse_collectives.prediction.traffic import Traffic, bruck_sent, together
+from sparse_collectives.algorithm import Algorithm, Array
+from sparse_collectives.algorithms.reference import sum_of_selections
 from sparse_collectives.reduction import Reduction
+from sparse_collectives.state import State
+from sparse_collectives.traffic import Traffic, bruck_sent, together
 from sparse_collectives.wire.entries import assemble, join, split, union_of
 from sparse_collectives.wire.invalid import InvalidMessageError, given_by
 from sparse_collectives.wire.wire import PLAIN, Span, Wire
 
 
-def topk_dsa(
-    sparse: SparseVector,
-    rank: int,
-    size: int,
-    k: int,
-    *,
-    wire: Wire = PLAIN,
-    cost: Callable[[int], float] | None = None,
-) -> Schedule[Reduction]:
+@dataclass(frozen=True)
+class TopKDSA(Algorithm):
     """The exact sum of all selections; nothing is dropped (SparCML: Renggli et al., SC 2019, section 5.3.2).
 
         split        block j of the index range to rank j, P − 1 messages; rank j adds them (`add_all`)
@@ -35,27 +32,55 @@ def topk_dsa(
     Differs from the published code, which selects by a strict > and so loses the k-th value and those that tie with it.
 
     wire: what it rounds off, of the selection and of the own block's sum, is dropped.
-    sparse: min(k, n) entries; cost: seconds to merge so many entries, which a simulated world charges.
     """
-    del k  # all vectors are as long as this one
-    own, dropped = wire.rounded(sparse)
-    bounds = block_bounds(sparse.numel, size)
-    blocks, (low, high) = split(own, bounds), bounds[rank]
-    given = {rank: blocks[rank]}
-    capacity = SLOT_BYTES + block_nbytes(len(own), high - low, sparse.dtype, wire) + wire.overhead
-    for distance in range(1, size):  # so that no two ranks send to the same one at a time
-        to, source = (rank + distance) % size, (rank - distance) % size
-        payload = frame(_encode(blocks[to], bounds[to], wire))
-        received = yield Round({to: payload}, {source: capacity}, bounded=True)
-        given[source] = _decode(received[source][SLOT_BYTES:], bounds[rank], sparse, wire, source)
-    total = union_of([given[source] for source in range(size)])
-    if cost is not None:
-        yield Elapse(cost(sum(map(len, given.values())) * (size - 1).bit_length()))
-    total, rest = wire.rounded(total)
-    lengths = [wire.dense_nbytes(high - low, sparse.dtype) for low, high in bounds]
-    sums = yield from _gather(_encode(total, bounds[rank], wire), lengths, rank, size)
-    decoded = [_decode(block, span, sparse, wire, r) for r, (block, span) in enumerate(zip(sums, bounds, strict=True))]
-    return Reduction(join(decoded), add(dropped, rest))
+
+    name = "topk-dsa"
+    takes_wire = True
+    exact = False
+
+    def schedule(
+        self, sparse: SparseVector, rank: int, size: int, k: int, state: State | None = None
+    ) -> Schedule[Reduction]:
+        wire = self.wire
+        own, dropped = wire.rounded(sparse)
+        bounds = block_bounds(sparse.numel, size)
+        blocks, (low, high) = split(own, bounds), bounds[rank]
+        given = {rank: blocks[rank]}
+        capacity = SLOT_BYTES + block_nbytes(len(own), high - low, sparse.dtype, wire) + wire.overhead
+        for distance in range(1, size):  # so that no two ranks send to the same one at a time
+            to, source = (rank + distance) % size, (rank - distance) % size
+            payload = frame(_encode(blocks[to], bounds[to], wire))
+            received = yield Round({to: payload}, {source: capacity}, bounded=True)
+            given[source] = _decode(received[source][SLOT_BYTES:], bounds[rank], sparse, wire, source)
+        total, rounded_off = wire.rounded(union_of([given[source] for source in range(size)]))
+        lengths = [wire.dense_nbytes(high - low, sparse.dtype) for low, high in bounds]
+        sums = yield from _gather(_encode(total, bounds[rank], wire), lengths, rank, size)
+        blocks = [_decode(sums[r], span, sparse, wire, r) for r, span in enumerate(bounds)]
+        return Reduction(join(blocks), add(dropped, rounded_off))
+
+    def sent(self, rank: int, size: int, k: int, numel: int, dtype: torch.dtype) -> Traffic:
+        """The most that `topk_dsa_traffic` can be: nobody selects in its own block, and no two ranks select alike."""
+        if size == 1:
+            return Traffic(0, 0, 0)
+        lengths = [high - low for low, high in block_bounds(numel, size)]
+        gathered = topk_dsa_traffic(rank, size, numel, dtype, [0] * size, [k * size] * size, wire=self.wire)
+        given = block_nbytes(k, numel - lengths[rank], dtype, self.wire)
+        messages = gathered.messages * self.wire.overhead
+        return gathered._replace(nbytes=gathered.nbytes + given + messages)
+
+    def typical(self, rank: int, size: int, k: int, numel: int, dtype: torch.dtype) -> Traffic:
+        """`topk_dsa_traffic` of random selections: n(1 − (1 − k/n)^P) entries in the sum, spread evenly."""
+        k = min(k, numel)
+        union = round(numel * (1 - (1 - k / numel) ** size))
+        spread = [[high - low for low, high in block_bounds(entries, size)] for entries in (k, union)]
+        return topk_dsa_traffic(rank, size, numel, dtype, *spread, wire=self.wire)
+
+    def merged(self, rank: int, size: int, k: int, numel: int) -> int:
+        """Its block's share of all ranks' entries, where selections spread evenly."""
+        return min(k, numel) * (size - 1).bit_length()
+
+    def reference(self, inputs: Sequence[Array], k: int) -> Array:
+        return sum_of_selections(inputs, k)
 
 
 def block_nbytes(entries: int, length: int, dtype: torch.dtype, wire: Wire = PLAIN) -> int:
@@ -117,28 +142,3 @@ def topk_dsa_traffic(
     )
     splits = sum(split_nbytes) - split_nbytes[rank] + (size - 1) * SLOT_BYTES
     return together(Traffic(splits, size - 1, size - 1), bruck_sent([8] * size, rank), bruck_sent(sum_nbytes, rank))
-
-
-def topk_dsa_sent(rank: int, size: int, k: int, numel: int, dtype: torch.dtype, *, wire: Wire = PLAIN) -> Traffic:
-    """The most that `topk_dsa_traffic` can be: nobody selects in its own block, and no two ranks select alike."""
-    if size == 1:
-        return Traffic(0, 0, 0)
-    lengths = [high - low for low, high in block_bounds(numel, size)]
-    gathered = topk_dsa_traffic(rank, size, numel, dtype, [0] * size, [k * size] * size, wire=wire)
-    given = block_nbytes(k, numel - lengths[rank], dtype, wire)
-    messages = gathered.messages * wire.overhead
-    return gathered._replace(nbytes=gathered.nbytes + given + messages)
-
-
-def topk_dsa_typical(rank: int, size: int, k: int, numel: int, dtype: torch.dtype, *, wire: Wire = PLAIN) -> Traffic:
-    """`topk_dsa_traffic` where every rank selects at random: n(1 − (1 − k/n)^P) entries in the sum, spread evenly."""
-    k = min(k, numel)
-    union = round(numel * (1 - (1 - k / numel) ** size))
-    spread = [[high - low for low, high in block_bounds(entries, size)] for entries in (k, union)]
-    return topk_dsa_traffic(rank, size, numel, dtype, *spread, wire=wire)
-
-
-def topk_dsa_merged(rank: int, size: int, k: int, numel: int) -> int:
-    """Entries that a rank sums where selections spread evenly: its block's share of all ranks'."""
-    del rank
-    return min(k, numel) * (size - 1).bit_length()

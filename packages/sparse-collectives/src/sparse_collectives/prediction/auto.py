@@ -95,11 +95,11 @@ def choose(
     link = measure_traffic(comm)
     given: dict[str, Any] = {"size": comm.size, "numel": numel, "k": min(k, numel), "link": link, "dtype": dtype}
     whole = wire if wire in DENSE_WIRES and not selected else "fp32"
-    wires = {name: wire if entry.compresses else whole for name, entry in ALGORITHMS.items()}
+    wires = {name: wire if entry.selects else whole for name, entry in ALGORITHMS.items()}
     found = fastest_first(
         [p for name in ALGORITHMS for p in predict_variants(name, handling=costs, wire=wires[name], **given)]
     )
-    taken = next(p for p in found if dense or ALGORITHMS[p.algorithm].compresses)
+    taken = next(p for p in found if dense or ALGORITHMS[p.algorithm].selects)
     return Choice(taken.algorithm, taken.options, taken.wire, tuple(found), _reason(taken, found))
 
 
@@ -118,13 +118,15 @@ def choose_for_training(
     k, device = compressor.entries(numel), sizes[0][1]
     choice = choose(comm, numel=numel, k=k, device=device, dense=dense, wire=wire)
     if comm.rank == 0:
-        unexpected = not ALGORITHMS[choice.predictions[0].algorithm].compresses
+        unexpected = not ALGORITHMS[choice.predictions[0].algorithm].selects
         logger.log(logging.WARNING if unexpected and comm.size > 1 else logging.INFO, "algorithm auto\n%s", choice)
     return choice
 
 
 def refuse_options(options: Mapping[str, Any] | None) -> None:
-    """Raises ValueError for settings of an algorithm that is not chosen yet."""
+    """Raises ValueError for settings of an algorithm that is not chosen yet, TypeError for what are no settings."""
+    if options is not None and not isinstance(options, Mapping):
+        raise TypeError(f"options is {options!r}, expected a dict of the algorithm's own settings")
     if options:
         raise ValueError(f'algorithm="auto" chooses options too, but {dict(options)} was given: name their algorithm')
 
@@ -143,12 +145,11 @@ def remembered(
         choice = choose(
             comm, numel=sparse.numel, k=k, device=sparse.device, dtype=sparse.dtype, selected=True, wire=wire
         )
-        initial = ALGORITHMS[choice.algorithm].initial_state
         state[key] = {
             "algorithm": choice.algorithm,
             "options": dict(choice.options),
             "wire": choice.wire,
-            "state": None if initial is None else initial(),
+            "state": ALGORITHMS[choice.algorithm].initial_state(),
             "table": str(choice),
         }
     known = state[key]
@@ -165,6 +166,6 @@ def _reason(taken: Prediction, found: list[Prediction]) -> str:
             f"({milliseconds(taken.seconds)} ms), which is taken because momentum before the selection, or "
             f"sends='updates', needs one: leave compression off, and give momentum to the optimizer."
         )
-    if not ALGORITHMS[taken.algorithm].compresses:
+    if not ALGORITHMS[taken.algorithm].selects:
         return f"{taken.name} is the fastest: compression costs more than it saves here, leave it off."
     return f"{taken.name} is the fastest, {others[0].name} comes next."

@@ -14,10 +14,8 @@ from communicators import SLOT_BYTES, Communicator, Link, Round, Schedule, allga
 from communicators.schedule import powers_of_two
 from sparse_compress import ErrorFeedback, SparseVector, TopK
 
-from sparse_collectives.algorithm import Algorithm
-from sparse_collectives.algorithms.table import ALGORITHMS, algorithm_named
+from sparse_collectives.algorithms.table import ALGORITHMS, resolve
 from sparse_collectives.prediction.cost import Handling, on_wire
-from sparse_collectives.prediction.loads import merged_entries
 from sparse_collectives.prediction.own_work import seconds_of_calls
 
 MOST_ELEMENTS = 1 << 22
@@ -66,16 +64,16 @@ def measure_handling(
         return seconds_of(handle, comm, device, repeats) / gradient.numel()
 
     prescribed = {
-        name: compressing(_selection(algorithm_named(name, size=size), gradient, comm.rank, size, k))
+        name: compressing(entry.select(gradient, comm.rank, size, k, entry.initial_state()))
         for name, entry in ALGORITHMS.items()
-        if entry.select is not None
+        if entry.prescribes
     }
     part = gradient[: max(1, int(MOST_MERGED / density))]
     pair, merged = [part, torch.randn_like(part)], compressor.entries(part.numel())
     merge = {
         on_wire(name, wire): _merging(name, wire, pair, merged, comm, repeats)
         for name, entry in ALGORITHMS.items()
-        for wire in (wires if entry.compresses else ())
+        for wire in (wires if entry.selects else ())
     }
     return agreed(Handling(compressing(None), prescribed, merge), comm)
 
@@ -142,17 +140,8 @@ def _merging(
     for _ in range(repeats + 1):
         barrier(comm)
         times.append(next(calls))
-    entries = merged_entries(algorithm_named(algorithm, size=2), 0, 2, k, gradients[0].numel())
+    entries = resolve(algorithm, size=2).merged(0, 2, k, gradients[0].numel())
     return statistics.median(times[1:]) / max(entries, 1)
-
-
-def _selection(
-    entry: Algorithm, like: torch.Tensor, rank: int, size: int, k: int
-) -> Callable[[torch.Tensor], SparseVector]:
-    select = entry.select
-    assert select is not None
-    state = None if entry.initial_state is None else entry.initial_state()
-    return select(like, rank, size, k, state)
 
 
 def _round_seconds(comm: Communicator, nbytes: int, repeats: int) -> float:

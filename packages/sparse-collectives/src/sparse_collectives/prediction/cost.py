@@ -18,9 +18,9 @@ import torch
 from communicators import Link
 from sparse_compress import TopK
 
-from sparse_collectives.algorithms.table import ALGORITHMS, algorithm_named
+from sparse_collectives.algorithms.table import ALGORITHMS
 from sparse_collectives.prediction.loads import loads
-from sparse_collectives.prediction.traffic import Traffic, sum_sent
+from sparse_collectives.traffic import Traffic, sum_sent
 from sparse_collectives.wire.half import dense_wire
 from sparse_collectives.wire.wire import WIRES
 
@@ -112,8 +112,8 @@ def predict(
 
     dtype: of the gradient. options: the algorithm's own settings. wire: in `WIRES`, for "dense" in `DENSE_WIRES`.
     """
-    compresses = algorithm_named(algorithm, size=size).compresses
-    if not compresses:
+    selects = ALGORITHMS[algorithm].selects
+    if not selects:
         dtype = dense_wire(wire).dtype or dtype
     settings = dict(options or {})
     found = loads(algorithm, settings, wire, size=size, numel=numel, k=k, dtype=dtype)
@@ -124,11 +124,11 @@ def predict(
     return Prediction(
         algorithm,
         numel,
-        k / numel if compresses else 1.0,
+        k / numel if selects else 1.0,
         wire,
         max(traffic.nbytes for traffic in sent),
         max(traffic.rounds for traffic in sent),
-        handling.prescribed.get(algorithm, handling.compress) * numel if compresses else 0.0,
+        handling.prescribed.get(algorithm, handling.compress) * numel if selects else 0.0,
         latency,
         transfer,
         merging,
@@ -162,7 +162,7 @@ def predict_all(*, size: int, numel: int, link: Link, handling: dict[float, Hand
     given: dict[str, Any] = {"size": size, "numel": numel, "link": link}
     found = []
     for name, entry in ALGORITHMS.items():
-        if entry.compresses:
+        if entry.selects:
             for density, costs in handling.items():
                 k = TopK(density).entries(numel)
                 for wire in _wires_of(name, costs):

@@ -8,12 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 from communicators.dense_schedules import largest_power_of_two
-from sparse_compress.vector_format import entry_nbytes
 
-from sparse_collectives.algorithm import Algorithm
-from sparse_collectives.algorithms.table import algorithm_named
-from sparse_collectives.prediction.traffic import Traffic
-from sparse_collectives.wire.wire import PLAIN, wire_named
+from sparse_collectives.algorithms.table import known, resolve
+from sparse_collectives.traffic import Traffic
 
 EXACT_RANKS = 64
 """Up to so many every rank is looked at. An expression of one rank takes O(P): of 1,000, in all variants, minutes."""
@@ -48,23 +45,13 @@ def ranks_of_interest(size: int) -> Sequence[int]:
     return sorted({0, size - group - 1, size - group, group - 1, group, size - 1} & set(range(size)))
 
 
-def merged_entries(entry: Algorithm, rank: int, size: int, k: int, numel: int) -> int:
-    """Entries that a rank merges; of an algorithm that does not say: as many as it sends, and its own."""
-    if not entry.compresses or size == 1:
-        return 0
-    if entry.merged is not None:
-        return entry.merged(rank, size, k, numel)
-    return k + entry.sent(rank, size, k, numel, torch.float32).nbytes // entry_nbytes(torch.float32)
-
-
 @lru_cache(maxsize=1 << 11)  # every link and every simulated rank asks for the same
 def _loads(
     algorithm: str, options: tuple[tuple[str, Any], ...], wire: str, size: int, numel: int, k: int, dtype: torch.dtype
 ) -> tuple[Load, ...]:
-    compresses = algorithm_named(algorithm, size=size).compresses
-    entry = algorithm_named(algorithm, dict(options), size=size, wire=wire_named(wire) if compresses else PLAIN)
-    sent = entry.typical or entry.sent
+    selects = known(algorithm).selects
+    entry = resolve(algorithm, dict(options), size=size, wire=wire if selects else "fp32", dtype=torch.float32)
     return tuple(
-        Load(sent(rank, size, k, numel, dtype), merged_entries(entry, rank, size, k, numel))
+        Load(entry.typical(rank, size, k, numel, dtype), entry.merged(rank, size, k, numel) if size > 1 else 0)
         for rank in ranks_of_interest(size)
     )

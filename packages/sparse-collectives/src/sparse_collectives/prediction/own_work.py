@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from communicators.schedule import Received, Round, Schedule
-from sparse_compress import topk
+from sparse_compress.selection import Largest
 from torch import Tensor
 
-from sparse_collectives.algorithms.table import algorithm_named
-from sparse_collectives.wire.wire import wire_named
+from sparse_collectives.algorithms.table import resolve
 
 
 def seconds_of_calls(
@@ -20,13 +19,13 @@ def seconds_of_calls(
 
     gradients: of the two ranks, 1-D; what is selected of them is not counted. clock: seconds, when the device is idle.
     """
-    entry = algorithm_named(algorithm, size=2, wire=wire_named(wire))
-    states = [None if entry.initial_state is None else entry.initial_state() for _ in gradients]
+    entry = resolve(algorithm, size=2, wire=wire)
+    states = [entry.initial_state() for _ in gradients]
     while True:
         schedules = []
         for rank, (gradient, state) in enumerate(zip(gradients, states, strict=True)):
             kept = {} if state is None else {"state": state}
-            sparse = topk(gradient, k) if entry.select is None else entry.select(gradient, rank, 2, k, state)(gradient)
+            sparse = (entry.select(gradient, rank, 2, k, state) if entry.prescribes else Largest(k))(gradient)
             schedules.append(entry.schedule(sparse, rank, 2, k, **kept))
         yield _run_both(schedules[0], schedules[1], clock)
 

@@ -10,9 +10,8 @@ from sparse_compress import Compressor
 from torch import Tensor
 
 from sparse_collectives.algorithm import Algorithm
-from sparse_collectives.algorithms.table import AUTO, algorithm_named
+from sparse_collectives.algorithms.table import AUTO, known, resolve
 from sparse_collectives.prediction.auto import Choice, choose_for_training
-from sparse_collectives.settled import way_of
 from sparse_collectives.training.exchange import Scheme
 from sparse_collectives.training.schemes.selections import Selections
 from sparse_collectives.training.schemes.table import WholeScheme, known_whole, whole_scheme
@@ -36,7 +35,7 @@ class Chosen(NamedTuple):
     @property
     def selects(self) -> bool:
         """Whether entries are selected, as many as the compressor says."""
-        return self.entry is not None and self.entry.compresses
+        return self.entry is not None and self.entry.selects
 
 
 def choose_scheme(
@@ -67,12 +66,13 @@ def choose_scheme(
     if isinstance(algorithm, str) and algorithm == AUTO:
         choice = choose_for_training(parameters, comm, compressor, dense=not (momentum or selects), wire=wire)
         algorithm, options, wire = choice.algorithm, choice.options, choice.wire
-    entry = algorithm_named(algorithm, options, size=comm.size)
-    if not entry.compresses:
+    if not known(algorithm).selects:
+        entry = resolve(algorithm, options, size=comm.size)
         return Chosen(entry.name, entry, wire, choice, WholeGradients(comm, wire=wire), entry.settings)
+    entry = resolve(algorithm, options, size=comm.size, wire=wire)
     scheme = Selections(
         comm,
-        way=way_of(algorithm, options, wire, size=comm.size),
+        algorithm=entry,
         compressor=compressor,
         wire=wire,
         momentum=momentum,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from numbers import Real
 from typing import Any
 
@@ -50,15 +49,15 @@ def check_selects(compressor: Compressor, entry: Algorithm | None) -> None:
 
     entry: the algorithm, None where "auto" may take any.
     """
-    if type(compressor) is TopK or (entry is not None and entry.compresses and entry.select is None):
+    if type(compressor) is TopK or (entry is not None and entry.selects and not entry.prescribes):
         return
     if entry is None:
-        why = f"algorithm={AUTO!r} may take one that prescribes its selection"
-    elif entry.compresses:
-        why = f"{entry.name} prescribes its selection"
-    else:
-        why = f"{entry.name} selects nothing"
-    raise ValueError(f"{why}, so {compressor} would have no effect but its k: give TopK(density), or none")
+        raise _no_effect(f"algorithm={AUTO!r} may take one that prescribes its selection", compressor)
+    raise _no_effect(f"{entry.name} {'prescribes its selection' if entry.selects else 'selects nothing'}", compressor)
+
+
+def _no_effect(why: str, compressor: Compressor) -> ValueError:
+    return ValueError(f"{why}, so {compressor} would have no effect but its k: give TopK(density), or none")
 
 
 def check_momentum(momentum: Any) -> float:
@@ -87,17 +86,18 @@ def check_settings(
         return
     if (whole := known_whole(algorithm)) is not None:
         check_whole(whole, options, wire, momentum, optimizer)
-        check_selects(compressor, replace(known("dense"), name=whole.name))
+        if type(compressor) is not TopK:
+            raise _no_effect(f"{whole.name} selects nothing", compressor)
         return
     if isinstance(algorithm, str) and algorithm not in ALGORITHMS:
         raise ValueError(f"unknown algorithm {algorithm!r}; known: {', '.join([*ALGORITHMS, *WHOLE, AUTO])}")
     entry = known(algorithm)
     if entry.name in WHOLE:
         raise ValueError(f"the name of your Algorithm is {entry.name!r}, which is another's: give it one of its own")
-    if momentum and not entry.compresses:
+    if momentum and not entry.selects:
         raise ValueError(f"{entry.name} selects nothing, so momentum={momentum} belongs into {optimizer}")
     check_selects(compressor, entry)
-    if not entry.compresses:
+    if not entry.selects:
         dense_wire(wire)
     elif wire_named(wire) is not PLAIN:
         check_takes_wire(entry)
@@ -159,7 +159,7 @@ def check_sends(sends: Any, algorithm: Any, optimizer: Optimizer, *, momentum: f
 
 
 def _selects(algorithm: Any) -> bool:
-    return known_whole(algorithm) is None and known(algorithm).compresses
+    return known_whole(algorithm) is None and known(algorithm).selects
 
 
 def check_text(name: str, value: Any, example: str) -> None:

@@ -42,7 +42,7 @@ class Steps:
 
     def density_of(self, entry: Algorithm | None) -> float:
         """What an algorithm sends now, as a share; 1 where it selects nothing, and where a compressor does not tell."""
-        selects = entry is not None and entry.compresses
+        selects = entry is not None and entry.selects
         return float(getattr(self._compressor, "density", 1.0)) if selects else 1.0
 
     def selects_from(self, numel: int) -> bool:

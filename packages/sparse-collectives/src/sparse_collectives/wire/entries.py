@@ -12,8 +12,8 @@ from itertools import pairwise
 import numpy as np
 import torch
 from sparse_compress import SparseVector, add_all
-from sparse_compress.order import check_entries, is_increasing
-from sparse_compress.sift import where
+from sparse_compress.entries import where
+from sparse_compress.vector import check_entries, is_increasing
 from sparse_compress.vector_format import entry_nbytes
 from torch import Tensor
 

@@ -33,10 +33,12 @@ class Wire(Protocol):
     the span; indices on a GPU are trusted, because looking at them would wait for it.
 
     Attributes:
+        name: Its key in `WIRES`.
         overhead: Bytes by which blocks together may exceed one block with all their entries in all their spans, for
             each of them; and by which a block may exceed one with more entries in the same span.
     """
 
+    name: str
     overhead: int
 
     def rounded(self, sparse: SparseVector) -> tuple[SparseVector, SparseVector]:
@@ -80,6 +82,7 @@ class Wire(Protocol):
 class AsTheyAre:
     """Values in 4 bytes (float64: 8), indices in 4. A block is entries only, and its length says how many."""
 
+    name = "fp32"
     overhead = 0
 
     def rounded(self, sparse: SparseVector) -> tuple[SparseVector, SparseVector]:
@@ -126,6 +129,7 @@ class Coded:
     overhead = 16 + 8 + 32 + 8
 
     def __init__(self, values: str, indices: str) -> None:
+        self.name = values if indices == "raw" else f"{values}-{indices}"
         self._codec, self._kind = WireCodec(values, indices), VALUES[values]
 
     def rounded(self, sparse: SparseVector) -> tuple[SparseVector, SparseVector]:
@@ -167,14 +171,12 @@ class Coded:
 PLAIN: Wire = AsTheyAre()
 
 WIRES: dict[str, Wire] = {
-    "fp32": PLAIN,
-    "bf16": Coded("bf16", "raw"),
-    "fp16": Coded("fp16", "raw"),
-    "int8": Coded("int8", "raw"),
-    "fp32-packed": Coded("fp32", "packed"),
-    "bf16-packed": Coded("bf16", "packed"),
-    "fp16-packed": Coded("fp16", "packed"),
-    "int8-packed": Coded("int8", "packed"),
+    wire.name: wire
+    for wire in (
+        PLAIN,
+        *(Coded(values, "raw") for values in ("bf16", "fp16", "int8")),
+        *(Coded(values, "packed") for values in ("fp32", "bf16", "fp16", "int8")),
+    )
 }
 """By the dtype of values, with int32 indices or packed ones."""
 

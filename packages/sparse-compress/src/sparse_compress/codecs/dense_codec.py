@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor
 
-from sparse_compress.arguments import check_bytes, element_count
+from sparse_compress.arguments import check_bytes, element_count, flatten
 from sparse_compress.codecs.rounding import VALUES, aligned, leftover
-from sparse_compress.dense_input import flatten
 
 
 class DenseCodec:

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparse_compress.native import dense, packing
+from sparse_compress.native import packing
+from sparse_compress.native.library import ready
 
 
 def nbytes(numel: int, count: int) -> int:
@@ -23,7 +24,7 @@ def nbytes(numel: int, count: int) -> int:
 
 def pack(indices: Tensor, numel: int) -> Tensor:
     """``indices``, int32, (k,), strictly increasing, as uint8, (nbytes(numel, k),); nothing is read back."""
-    if dense.ready(indices):
+    if ready(indices):
         return packing.pack_indices(indices, *_bits(numel, len(indices)), nbytes(numel, len(indices)))
     return _pack_on_cpu(indices, numel) if indices.is_cpu else _pack_on_device(indices, numel)
 
@@ -36,7 +37,7 @@ def unpack(data: Tensor, numel: int, count: int, out: Tensor | None = None) -> T
     """
     if data.numel() != nbytes(numel, count):
         raise ValueError(f"{data.numel()} bytes given, but {count} indices below {numel} take {nbytes(numel, count)}")
-    if dense.ready(data):
+    if ready(data):
         indices, found = packing.unpack_indices(data, count, *_bits(numel, count), out)
         _check_count(found, count)
         return indices

@@ -9,7 +9,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from sparse_compress.native import dense, packing
+from sparse_compress.native import packing
+from sparse_compress.native.library import ready, take
 
 SCALE_BYTES = 8  # of int8: the scale, and room that keeps what follows aligned
 
@@ -55,7 +56,7 @@ class Float16(NamedTuple):
         return 2 * count
 
     def pack(self, x: Tensor) -> Tensor:
-        if self.dtype == torch.bfloat16 and dense.take(x):
+        if self.dtype == torch.bfloat16 and take(x):
             return packing.to_bf16(x)
         most = torch.finfo(self.dtype).max
         if _known_within(x, most):
@@ -67,7 +68,7 @@ class Float16(NamedTuple):
         return torch.where(overflowed, clamped.to(self.dtype), rounded).view(torch.uint8)
 
     def unpack(self, data: Tensor, count: int, out: Tensor | None = None) -> Tensor:
-        if self.dtype == torch.bfloat16 and dense.ready(data):
+        if self.dtype == torch.bfloat16 and ready(data):
             return packing.of_bf16(data, count, out)
         return _into(out, data[: 2 * count].view(self.dtype).float())
 
@@ -82,7 +83,7 @@ class Int8(NamedTuple):
         return SCALE_BYTES + count
 
     def pack(self, x: Tensor) -> Tensor:
-        if dense.take(x):
+        if take(x):
             packed = torch.zeros(self.nbytes(len(x)), dtype=torch.uint8)
             packed[:4].view(torch.int32)[0] = packing.to_steps(x, packed[SCALE_BYTES:])
             return packed
@@ -101,7 +102,7 @@ class Int8(NamedTuple):
         if exponent.is_cpu and not -126 <= int(exponent) <= 126:
             raise ValueError(f"corrupted scale: 2^{int(exponent)}, expected 2^−126 … 2^126")
         steps = data[SCALE_BYTES : SCALE_BYTES + count].view(torch.int8)
-        if dense.ready(steps):
+        if ready(steps):
             return packing.of_steps(steps, int(exponent), out)
         return _into(out, (steps.float() * power_of_two(exponent)).masked_fill(steps == -128, torch.nan))
 
@@ -134,7 +135,7 @@ def last_place(x: Tensor) -> Tensor:
 
 def leftover(x: Tensor, rounded: Tensor, out: Tensor | None = None) -> Tensor:
     """x − rounded, 0 where either is not finite; written to ``out`` where that is given."""
-    if dense.take(x) and dense.take(rounded):
+    if take(x) and take(rounded):
         return packing.leftover(x, rounded, out)
     error = torch.sub(x, rounded, out=out)
     if _known_within(error, torch.finfo(error.dtype).max):

@@ -10,8 +10,7 @@ from torch import Tensor
 from sparse_compress.arguments import check_bytes, element_count, integer
 from sparse_compress.codecs import elias_fano
 from sparse_compress.codecs.rounding import VALUES, aligned, leftover
-from sparse_compress.order import check_entries
-from sparse_compress.vector import SparseVector
+from sparse_compress.vector import SparseVector, check_entries
 from sparse_compress.vector_format import HEADER_BYTES, SLOT_BYTES, Header, write_header
 
 OWN_HEADER_BYTES = HEADER_BYTES - SLOT_BYTES

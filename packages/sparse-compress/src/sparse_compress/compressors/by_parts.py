@@ -6,9 +6,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from sparse_compress.arguments import check_compressor, integer
+from sparse_compress.arguments import check_compressor, flatten, integer
 from sparse_compress.compressors.compressor import Compressor
-from sparse_compress.dense_input import flatten
 from sparse_compress.vector import SparseVector
 
 

@@ -5,9 +5,9 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
+from sparse_compress.arguments import flatten
 from sparse_compress.compressors.at_least import count_at_least, select_at_least
-from sparse_compress.compressors.density import Density
-from sparse_compress.dense_input import flatten
+from sparse_compress.compressors.compressor import Density
 from sparse_compress.topk import topk
 from sparse_compress.vector import SparseVector
 

@@ -7,10 +7,9 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from sparse_compress.arguments import integer
-from sparse_compress.compressors.density import Density
+from sparse_compress.arguments import flatten, integer
+from sparse_compress.compressors.compressor import Density
 from sparse_compress.compressors.saved import by_name
-from sparse_compress.dense_input import flatten
 from sparse_compress.topk import gather
 from sparse_compress.vector import SparseVector
 

@@ -2,10 +2,9 @@
 
 from torch import Tensor
 
-from sparse_compress.arguments import positive
+from sparse_compress.arguments import check_dense, positive
 from sparse_compress.compressors.at_least import select_at_least
-from sparse_compress.compressors.density import Density
-from sparse_compress.dense_input import check_dense
+from sparse_compress.compressors.compressor import Density
 from sparse_compress.vector import SparseVector
 
 

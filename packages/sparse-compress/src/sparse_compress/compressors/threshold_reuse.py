@@ -5,11 +5,10 @@ from typing import Any
 
 from torch import Tensor
 
-from sparse_compress.arguments import integer
+from sparse_compress.arguments import check_dense, integer
 from sparse_compress.compressors.at_least import select_at_least
-from sparse_compress.compressors.density import Density
+from sparse_compress.compressors.compressor import Density
 from sparse_compress.compressors.saved import by_name
-from sparse_compress.dense_input import check_dense
 from sparse_compress.topk import topk
 from sparse_compress.vector import SparseVector
 

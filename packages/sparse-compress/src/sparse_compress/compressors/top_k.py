@@ -3,9 +3,9 @@
 from torch import Tensor
 
 from sparse_compress.accumulator import Accumulator
-from sparse_compress.compressors.density import Density
-from sparse_compress.dense_input import check_dense
-from sparse_compress.fused import step_topk
+from sparse_compress.arguments import check_dense
+from sparse_compress.compressors.compressor import Density
+from sparse_compress.selection import step_topk
 from sparse_compress.topk import topk
 from sparse_compress.vector import SparseVector
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sparse_compress.arguments import integer, share_of
-from sparse_compress.compressors.density import SHARE
+from sparse_compress.compressors.compressor import SHARE
 
 STAGES = (0.25, 0.0625, 0.015625, 0.004)
 

@@ -7,16 +7,25 @@ file that was compiled otherwise.
 import ctypes
 import os
 import struct
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import c_char_p, c_float, c_int, c_int64, c_uint32, c_void_p
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from sparse_compress.native.compiling import COMPILED, SOURCE, SWITCH, digest
 
+if TYPE_CHECKING:
+    from sparse_compress.vector import SparseVector
+
+KEPT = 1 << 26  # bytes that a thread keeps: the first touch of fresh memory costs more than its use
 LEVELS = {"c": 0, "avx2": 1, "avx512": 2}
 SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "sc_source": (c_char_p, []),
@@ -64,6 +73,26 @@ _chosen: list[Found] = []  # of `using`, the last one counts
 def kernels() -> Any:
     """The library, its functions typed, or None. They let go of the GIL."""
     return (_chosen[-1] if _chosen else _found()).library
+
+
+def take(tensor: Tensor) -> bool:
+    """Whether there are kernels, and they take this tensor: contiguous float32 on a CPU."""
+    return tensor.dtype == torch.float32 and ready(tensor)
+
+
+def ready(tensor: Tensor) -> bool:
+    """Whether there are kernels, and they can read this tensor's memory: contiguous, on a CPU."""
+    return tensor.is_cpu and kernels() is not None and tensor.is_contiguous()
+
+
+def reaches(sparse: "SparseVector") -> bool:
+    """Whether there are kernels, and they can read this vector's indices: it is on a CPU."""
+    return sparse.is_cpu and kernels() is not None
+
+
+def takes(sparse: "SparseVector") -> bool:
+    """Whether there are kernels, and they take this vector: float32 on a CPU."""
+    return sparse.dtype == torch.float32 and sparse.is_cpu and kernels() is not None
 
 
 def in_use() -> str:
@@ -137,3 +166,24 @@ def _whole(path: Path) -> bool:
         return True  # the loader says what it thinks of it
     sections, width, count = struct.unpack_from("<Q10xHH", header, 0x28)
     return bool(path.stat().st_size >= sections + width * count)
+
+
+class Scratch(threading.local):
+    """One thread's."""
+
+    memory, address = np.empty(0, np.uint8), 0
+
+    def of(self, nbytes: int) -> int:
+        """The address of so many bytes, until this thread asks again."""
+        if nbytes > len(self.memory):
+            self.memory = np.empty(nbytes, np.uint8)
+            self.address = self.memory.ctypes.data
+        return self.address
+
+    def trim(self) -> None:
+        """Gives back what is more than is kept."""
+        if len(self.memory) > KEPT:
+            self.memory, self.address = np.empty(0, np.uint8), 0
+
+
+SCRATCH = Scratch()

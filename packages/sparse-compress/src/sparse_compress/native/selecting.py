@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from sparse_compress.accumulator import Accumulator
-from sparse_compress.native.copied import copied
-from sparse_compress.native.library import kernels
-from sparse_compress.native.scratch import SCRATCH
+from sparse_compress.native.library import SCRATCH, kernels
+from sparse_compress.native.sparse import copied
 from sparse_compress.vector import SparseVector
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

@@ -6,9 +6,8 @@ from ctypes import c_int64
 import torch
 from torch import Tensor
 
-from sparse_compress.native.library import kernels
-from sparse_compress.native.scratch import SCRATCH
-from sparse_compress.native.sifting import SLACK
+from sparse_compress.native.library import SCRATCH, kernels
+from sparse_compress.native.sparse import SLACK
 
 
 def bracket(rows: Tensor, ranks: int, k: int) -> tuple[int, int, list[tuple[int, int]]]:

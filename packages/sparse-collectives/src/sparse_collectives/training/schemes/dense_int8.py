@@ -15,7 +15,7 @@ from communicators.quantised.allreduce import Rounded, quantised_allreduce, span
 from communicators.quantised.blocks import packed_nbytes
 from torch import Tensor
 
-from sparse_collectives.prediction.traffic import Traffic, bruck_sent, together
+from sparse_collectives.traffic import Traffic, bruck_sent, together
 from sparse_collectives.training.exchange import Transfer
 from sparse_collectives.training.memories import MEMORIES
 from sparse_collectives.training.nonfinite import first_nonfinite

@@ -15,8 +15,8 @@ from communicators import Bucket, Communicator, Schedule
 from communicators.dense_schedules import allreduce
 from torch import Tensor
 
-from sparse_collectives.algorithms.dense_sum import dense_sent
-from sparse_collectives.prediction.traffic import Traffic, together
+from sparse_collectives.algorithms.dense_sum import Dense
+from sparse_collectives.traffic import Traffic, together
 from sparse_collectives.training.exchange import Transfer
 from sparse_collectives.training.memories import MEMORIES
 from sparse_collectives.training.nonfinite import first_nonfinite
@@ -245,7 +245,7 @@ def powersgd_sent(
     columns: r; None: in a step that is summed whole.
     """
     sums = [numel for i, numel in enumerate(powersgd_elements(shapes, columns)) if i == 0 or numel]
-    return together(*(dense_sent(rank, size, 0, numel, dtype) for numel in sums))
+    return together(*(Dense().sent(rank, size, 0, numel, dtype) for numel in sums))
 
 
 def check_powersgd(rank: int, dense_steps: int) -> None:

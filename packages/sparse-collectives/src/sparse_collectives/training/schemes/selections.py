@@ -11,12 +11,12 @@ import torch
 from communicators import Bucket, Communicator, Schedule
 from communicators.dense_schedules import allreduce
 from sparse_compress import Compressor, ErrorFeedback, SparseVector, StatefulCompressor, TopK
-from sparse_compress.put import put
+from sparse_compress.vector import put
 from torch import Tensor
 
+from sparse_collectives.algorithm import Algorithm
 from sparse_collectives.allreduce import scheduled
 from sparse_collectives.reduction import Reduction
-from sparse_collectives.settled import Way
 from sparse_collectives.state import State
 from sparse_collectives.training.exchange import Transfer
 from sparse_collectives.training.memories import MEMORIES
@@ -30,7 +30,7 @@ class Selections:
 
     Where TopK's k is all of a bucket's elements they are summed as "dense" sums them, whatever the algorithm and wire.
 
-    way: the algorithm, with its options and wire. wire: the latter's name. tentative: steps can be rolled back, for
+    algorithm: with its options and wire. wire: the latter's name. tentative: steps can be rolled back, for
     twice the memory.
     """
 
@@ -38,13 +38,13 @@ class Selections:
         self,
         comm: Communicator,
         *,
-        way: Way,
+        algorithm: Algorithm,
         compressor: Compressor,
         wire: str = "fp32",
         momentum: float = 0.0,
         tentative: bool = False,
     ) -> None:
-        self._comm, self._way, self._entry, self._wire = comm, way, way.entry, wire
+        self._comm, self._entry, self._wire = comm, algorithm, wire
         self._compressor, self._momentum, self._tentative = compressor, momentum, tentative
         self.memories: Sequence[str] = MEMORIES if momentum else MEMORIES[:1]
         self._feedback = self._new_feedback()
@@ -57,8 +57,8 @@ class Selections:
     def register(self, key: str, bucket: Bucket, kept: Mapping[str, Tensor]) -> None:
         """See `Scheme.register`. TypeError for float64 gradients on a wire of fewer bytes."""
         wire_named(self._wire, dtype=torch.promote_types(bucket.dtype, torch.float32))
-        if self._entry.initial_state is not None:
-            self._states.setdefault(key, self._entry.initial_state())
+        if (initial := self._entry.initial_state()) is not None:
+            self._states.setdefault(key, initial)
         self._spans[key] = [slice(low, high) for low, high in laid_out(bucket)]
         if kept:
             self._feedback.adopt(key, kept["residuals"], kept.get("velocities"))
@@ -80,8 +80,8 @@ class Selections:
         state, k = self._states.get(key), self._compressor.entries(gradient.numel())
         if self._tentative and state is not None:
             self._before.setdefault(key, copy.deepcopy(state))
-        select, rank, size = self._entry.select, self._comm.rank, self._comm.size
-        prescribed = None if select is None else select(gradient, rank, size, k, state)
+        rank, size = self._comm.rank, self._comm.size
+        prescribed = self._entry.select(gradient, rank, size, k, state) if self._entry.prescribes else None
         sent = self._feedback.compress(key, gradient, select=prescribed, withhold=unused)
         self._known.add(key)
         given, culprit = marked(sent, self._feedback, key, self._spans[key])
@@ -126,9 +126,8 @@ class Selections:
         if ("compressor" in state) != isinstance(self._compressor, StatefulCompressor):
             raise ValueError(f"the state was saved with another compressor than {self._compressor}")
         states = copy.deepcopy(dict(state["algorithm_state"]))
-        if self._entry.check_state is not None:
-            for kept in states.values():
-                self._entry.check_state(kept)
+        for kept in states.values():
+            self._entry.check_state(kept)
         if isinstance(self._compressor, StatefulCompressor):
             self._compressor.load_state_dict(dict(state["compressor"]))
         self._feedback = self._new_feedback()
@@ -137,7 +136,7 @@ class Selections:
     def _facts_of(self, sent: SparseVector, k: int, *, whole: bool) -> str:
         what = sent.numel, sent.dtype, k, whole  # a compressor's density may change
         if what not in self._facts:
-            said = self._way.facts(f"numel={sent.numel}", f"{sent.dtype}", f"k={k}")
+            said = self._entry.facts(f"numel={sent.numel}", f"{sent.dtype}", f"k={k}")
             self._facts[what] = f"{said} summed whole" if whole else said
         return self._facts[what]
 

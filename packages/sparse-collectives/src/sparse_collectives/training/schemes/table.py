@@ -11,7 +11,8 @@ from typing import Any
 
 from communicators import Communicator
 
-from sparse_collectives.algorithms.table import ALGORITHMS, AUTO, settings_of
+from sparse_collectives.algorithm import settings_of
+from sparse_collectives.algorithms.table import ALGORITHMS, AUTO
 from sparse_collectives.training.exchange import Scheme
 from sparse_collectives.training.schemes.dense_int8 import Int8Sum
 from sparse_collectives.training.schemes.powersgd import DENSE_STEPS, PowerSGD, check_powersgd

@@ -1,14 +1,18 @@
-"""Sums of two sparse vectors by the kernels, and one without the other."""
+"""Sparse vectors by the kernels: sums of two, one without the other, some of the entries, keys in order."""
 
+import ctypes
 from collections.abc import Sequence
 from ctypes import c_int64
 from typing import NamedTuple
 
-from sparse_compress.native.library import kernels
-from sparse_compress.native.scratch import SCRATCH
+import torch
+from torch import Tensor
+
+from sparse_compress.native.library import SCRATCH, kernels
 from sparse_compress.vector import SparseVector
 
 PIECES_BYTES = 64  # where each of four pieces begins and ends
+SLACK = 64  # entries that a kernel may write beyond the last one
 
 
 def merged(a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, SparseVector | None]:
@@ -97,3 +101,34 @@ def _parted(
     done = kernels().sc_split(union.indices, union.values, union.pieces, *sizes, *ends, union.spare)
     SCRATCH.trim()
     return (kept, cut) if done else None
+
+
+def larger(sparse: SparseVector, key: int, ties: int) -> SparseVector:
+    """The entries of a larger key than that, 0 or more, and the first ``ties`` of those equal to it.
+
+    The vector itself where that is all of them.
+    """
+    n = len(sparse)
+    room = n + SLACK
+    indices = SCRATCH.of(16 * room)
+    values, others = indices + 4 * room, indices + 8 * room
+    count = kernels().sc_filter(*sparse.addresses, n, key, ties, indices, values, others)
+    return sparse if count == n else copied(indices, values, count, sparse.numel)
+
+
+def rising(keys: Tensor, least: int) -> Tensor:
+    """The keys, int32, that are ``least`` or larger, the smallest first."""
+    room = len(keys) + SLACK
+    sorted_ = torch.empty(room, dtype=torch.int32)
+    count = kernels().sc_sorted(keys.data_ptr(), len(keys), least, sorted_.data_ptr(), SCRATCH.of(4 * room))
+    SCRATCH.trim()
+    return sorted_[:count]
+
+
+def copied(indices: int, values: int, count: int, numel: int) -> SparseVector:
+    """float32 entries at these addresses, which may then be written over."""
+    vector = SparseVector.allocate(count, numel, torch.float32, torch.device("cpu"))
+    for to, source in zip(vector.addresses, (indices, values), strict=True):
+        ctypes.memmove(to, source, 4 * count)
+    SCRATCH.trim()
+    return vector

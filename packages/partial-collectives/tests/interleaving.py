@@ -1,6 +1,6 @@
 """Plays the protocol on all ranks at once, every event in an order that is drawn, and checks what must always hold.
 
-    python -m partial_collectives.protocol.interleaving '{"size": 3, ...}'
+    python packages/partial-collectives/tests/interleaving.py '{"size": 3, ...}'
 
 plays one case again, as a failure prints it. No world is needed: a round's collective is a wait for all members to have
 joined, after which each hears of it in its own time, or of a death before. So is a recovery.
@@ -51,7 +51,7 @@ class Case:
     @property
     def line(self) -> str:
         """What plays it again."""
-        return f"python -m partial_collectives.protocol.interleaving '{json.dumps(asdict(self))}'"
+        return f"python packages/partial-collectives/tests/interleaving.py '{json.dumps(asdict(self))}'"
 
 
 class BrokenRuleError(AssertionError):

@@ -10,7 +10,7 @@ from sparse_collectives.wire.invalid import given_by
 from sparse_collectives.wire.wire import PLAIN, Wire
 
 
-class HeldInCommon:
+class ReplicatedVector:
     """One rank's copy of a vector of min(k, n) entries. What is rounded off or cut of it is shared among its holders.
 
     member, of: which of how many holders this rank is; entry i of a cut is kept by member i mod `of`.
