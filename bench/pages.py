@@ -18,7 +18,7 @@ import re
 import statistics
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +118,7 @@ def _wrong(mark: str) -> str:
     return f'is no mark: expected "<!-- figures: NAME, by `hatch run results` -->" or "{END}", alone on a line'
 
 
+@cache
 def _expression(text: str) -> Callable[[Row], Any]:
     return ENVIRONMENT.compile_expression(text, undefined_to_none=False)
 
