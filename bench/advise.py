@@ -9,12 +9,15 @@ ns an element of the gradient, merging in ns an entry, by algorithm and wire. `a
 from __future__ import annotations
 
 import statistics
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from communicators import as_communicator
 from sparse_collectives.advise.flags import DENSITIES, LINKS
+from sparse_collectives.advise.recommendation import recommend
+from sparse_collectives.advise.report import as_text
 from sparse_collectives.advise.situation import Situation
 from sparse_collectives.prediction.calibration import measure_handling
 from sparse_collectives.prediction.cost import BACKWARD_SHARE, Handling
@@ -29,6 +32,8 @@ PARAMETERS, RANKS, STEP_SECONDS = 25_000_000, 32, 0.25
 COLUMNS = ("density", "what", "ns")
 AGAINST = "nothing; `advise` adds the link's α and β"
 SELECTING, MERGING = "selecting", "merging"
+COMMAND = f"python -m sparse_collectives.advise --parameters {PARAMETERS / 1e6:g}e6 --step-seconds {STEP_SECONDS:g}"
+LEFT_OUT = "…"
 
 
 def main(argv: Sequence[str] = ()) -> int:
@@ -67,6 +72,15 @@ def advised(rows: Sequence[Mapping[str, Any]], link: str) -> Situation:
         pairs=None,
         handling={density: _handling(named) for density, named in costs.items()},
     )
+
+
+def shown(rows: Sequence[Mapping[str, Any]], link: str, *, whole: bool = True) -> str:
+    """The command and its output for a page. whole: all of it, not only the advice in its last paragraph."""
+    situation = advised(rows, link)
+    told = recommend(situation).text
+    broken = "\n".join(textwrap.fill(line, 120, break_on_hyphens=False) for line in told.splitlines())
+    said = as_text(situation).replace(told, broken) if whole else f"{LEFT_OUT}\n{broken}"
+    return f"```\n$ {COMMAND} --link {link} --ranks {RANKS}\n{said}\n```"
 
 
 def _measured(density: float) -> Handling:

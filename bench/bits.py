@@ -4,7 +4,7 @@
 
 A case is an algorithm, its adapter, wire and number of ranks; it takes 12 steps. Recorded of each: a hash of all ranks'
 parameters (of a call: its results), of residuals and velocities by parameter, of all else that is saved, and the bytes
-that the ranks sent. Without --write prints each case that differs from bench/results/bits.json, and in which of them.
+that the ranks sent. Without --write prints each case that differs from bench/bits.json, and in which of them.
 --real: over gloo and MPI as well, for the DDP hook and HSDP, and a few of the others.
 """
 
@@ -40,11 +40,11 @@ from sparse_collectives import (
 from sparse_compress import SparseVector, topk
 from torch import Tensor, nn
 
-from bench.form import RESULTS
+from bench.form import ROOT
 
 STEPS = 12
 SIZES = (1, 2, 3, 5, 8)
-HERE = RESULTS / "bits.json"
+HERE = ROOT / "bench" / "bits.json"
 SPARSE = [name for name in ALGORITHMS if name != "dense"]
 OPTIONS: dict[str, list[dict[str, Any]]] = {"spardl": [{}, {"teams": 2}], "oktopk": [{}, {"boundaries_every": 2}]}
 COLUMNS = ("parameters", "residuals", "state", "bytes")
@@ -123,7 +123,7 @@ def _ways(size: int) -> Iterator[tuple[str, dict[str, Any], str]]:
 
 def _call(comm: Communicator, *, algorithm: str, options: dict[str, Any], wire: str) -> tuple[Any, Any, Any]:
     entry, k, residual = ALGORITHMS[algorithm], 11, torch.zeros(203)
-    state = None if entry.initial_state is None else entry.initial_state()
+    state = entry.initial_state()
     found: list[Tensor] = []
     for step in range(STEPS):
         chosen = topk(residual + _noise(step, comm.rank, 203), k)
@@ -154,7 +154,8 @@ def _backward(
     model: Callable[[Tensor], Tensor], optimizer: torch.optim.Optimizer, comm: Communicator, step: int
 ) -> None:
     optimizer.zero_grad()
-    model(_noise(step, comm.rank, 4, 9)).square().mean().backward()
+    loss: Tensor = model(_noise(step, comm.rank, 4, 9)).square().mean()
+    loss.backward()  # type: ignore[no-untyped-call]
 
 
 def _optimizer(comm: Communicator, *, inner: str = "sgd", density: float | None = 0.05, **ways: Any) -> Any:
@@ -296,7 +297,7 @@ def _adapters_of_torch() -> dict[str, Case]:
     for algorithm in (*SPARSE, "dense", "powersgd", "dense-int8"):
         density = 0.05 if algorithm in SPARSE else None
         for wire, momentum in (("fp32", 0.9), ("bf16-packed", 0.0)) if density else (("fp32", 0.0),):
-            ways = {"algorithm": algorithm, "density": density, "wire": wire, "momentum": momentum}
+            ways: dict[str, Any] = {"algorithm": algorithm, "density": density, "wire": wire, "momentum": momentum}
             made[f"hook {algorithm} {wire}"] = partial(_hook, **ways)
         if torch.distributed.get_world_size() == 4:
             made[f"hsdp {algorithm}"] = partial(_hsdp, algorithm=algorithm, density=density)

@@ -13,7 +13,6 @@ as long as a round's collective takes. Nothing of this tells how well is learnt:
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -58,7 +57,3 @@ def ways(ranks: int) -> dict[str, Cluster]:
         "majority, shrink": replace(majority, shrinks=True),
         "majority, grace, shrink": replace(majority, grace=synchronous.costs.round, shrinks=True),
     }
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))

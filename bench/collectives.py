@@ -13,14 +13,10 @@ rank 0; x_mpi_least: the shortest call in units of MPI's shortest.
 
 from __future__ import annotations
 
-import json
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,14 +27,17 @@ from sparse_collectives.prediction.calibration import measure_traffic
 from sparse_compress import TopK
 
 from bench.collectives_calls import Times, Training, counted, medians_of, sparse, whole
-from bench.collectives_report import BF16, LABELS, as_row, as_text
 from bench.form import asked, parser_of
-from bench.real_ranks import process_group
-from bench.record import record
+from bench.real_ranks import found_by, process_group, tell, unhindered
+from bench.record import as_text, record
 
 QUICK = ((2, 10**6, 0.01), (2, 10**6, 0.001), (2, 25 * 10**6, 0.01), (4, 10**6, 0.01))
 FULL = tuple((size, n, density) for size in (2, 4) for n in (10**6, 25 * 10**6) for density in (0.01, 0.001))
 
+PARTS = ("select", "prepare", "merge", "exchange", "restore", "put")
+LABELS = ("algorithm", "P", "n", "density")
+RATIOS, COUNTS = ("x_mpi", "x_mpi_least", "x_gloo", "x_link"), ("sent", "expected_sent", "rounds", "expected_rounds")
+BF16 = "dense in bf16"
 AGAINST = "mpi4py's Allreduce and gloo's all_reduce of the same n, and α·rounds + β·bytes of the same link"
 
 
@@ -50,21 +49,16 @@ def main(argv: Sequence[str] = ()) -> int:
     cases = FULL if options.full else QUICK
     rows: list[dict[str, Any]] = []
     for size in sorted({size for size, _, _ in cases}):
-        words = [f"{n}:{density}" for ranks, n, density in cases if ranks == size]
-        command = [sys.executable, "-m", "bench.collectives", "ranks", str(options.repeats), *words]
-        mpiexec = Path(sys.executable).parent / "mpiexec"
-        done = subprocess.run([mpiexec, "-n", str(size), *command], capture_output=True, text=True, timeout=1800)
-        if done.returncode:
-            print(done.stderr, file=sys.stderr)
-            return done.returncode
-        rows += [json.loads(line) for line in done.stdout.splitlines()]
-    print(as_text(rows))
+        mine = [(n, density) for ranks, n, density in cases if ranks == size]
+        with unhindered(size) as ranks:
+            rows += found_by(ranks, on_rank, options.repeats, mine, mpi=True, timeout=1800)
+    print(as_text(rows, (*LABELS, *(f"{part}_ms" for part in (*PARTS, "whole")), *RATIOS, *COUNTS)))
     record(options.output, "collectives", rows, labels=LABELS, values=("x_mpi",), facts=facts, against=AGAINST)
     return 0
 
 
 def on_rank(repeats: int, cases: Sequence[tuple[int, float]]) -> None:
-    """One rank's part, under mpiexec; rank 0 prints a line of JSON for each row."""
+    """One rank's part, under mpiexec; rank 0 tells the rows."""
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
@@ -74,7 +68,7 @@ def on_rank(repeats: int, cases: Sequence[tuple[int, float]]) -> None:
         for numel, density in cases:
             for row in _measure(comm, world, numel, density, repeats, link):
                 if comm.rank == 0:
-                    print(json.dumps({"P": comm.size, "n": numel, "density": density, **row}), flush=True)
+                    tell({"P": comm.size, "n": numel, "density": density, **row})
 
 
 def _measure(
@@ -103,7 +97,38 @@ def _measure(
     counted_in = {name: times[1:] for name, times in taken.items()}
     medians = {name: medians_of(times) for name, times in counted_in.items()}
     whole_ms = {name: [1e3 * one["whole"] for one in times] for name, times in counted_in.items()}
-    return [as_row(name, medians, whole_ms, comm, numel, TopK(density).entries(numel), link) for name in calls]
+    return [_row(name, medians, whole_ms, comm, numel, TopK(density).entries(numel), link) for name in calls]
+
+
+def _row(
+    name: str,
+    medians: dict[str, Times],
+    whole_ms: dict[str, list[float]],
+    comm: Communicator,
+    numel: int,
+    k: int,
+    link: Link,
+) -> dict[str, Any]:
+    """What is known of one call, by column; all that is measured is rank 0's.
+
+    medians, whole_ms: of the case's calls, by name; whole_ms of every repeat.
+    """
+    mine, dense = medians[name], "mpi4py Allreduce"
+    found: dict[str, Any] = {"algorithm": name, "whole_ms": 1e3 * mine["whole"], "whole_ms_samples": whole_ms[name]}
+    found |= {f"{part}_ms": 1e3 * mine[part] if part in mine else None for part in PARTS}
+    found["x_mpi"] = mine["whole"] / medians[dense]["whole"]
+    found["x_mpi_least"] = min(whole_ms[name]) / min(whole_ms[dense])
+    found["x_gloo"] = mine["whole"] / medians["gloo all_reduce"]["whole"]
+    found |= dict.fromkeys(("x_link", *COUNTS))
+    algorithm, dtype = ("dense", torch.bfloat16) if name == BF16 else (name, torch.float32)
+    if algorithm in ALGORITHMS:
+        expression = ALGORITHMS[algorithm].typical
+        expected = expression(comm.rank, comm.size, k, numel, dtype)
+        model = link.seconds(expected.nbytes, expected.rounds)
+        found["x_link"] = (mine["exchange"] + mine.get("merge", 0.0)) / model
+        found |= {"sent": int(mine["sent"]), "expected_sent": expected.nbytes}
+        found |= {"rounds": int(mine["rounds"]), "expected_rounds": expected.rounds}
+    return found
 
 
 def _gloo_of(world: Any) -> AbstractContextManager[None]:
@@ -115,11 +140,3 @@ def _gloo_of(world: Any) -> AbstractContextManager[None]:
             port = free.getsockname()[1]
     port = world.bcast(port)
     return process_group(f"tcp://127.0.0.1:{port}", rank=world.rank, world_size=world.size)
-
-
-if __name__ == "__main__":
-    if sys.argv[1:2] == ["ranks"]:
-        pairs = (word.split(":") for word in sys.argv[3:])
-        on_rank(int(sys.argv[2]), [(int(n), float(density)) for n, density in pairs])
-    else:
-        raise SystemExit(main(sys.argv[1:]))

@@ -1,10 +1,10 @@
 """Selection, error feedback and merging, next to what one would write in plain torch.
 
-    python -m bench.compress [--full] [--output DIR]
+    python -m bench compress [--full] [--output DIR]
 
 All sides of a row take turns within one run, on one thread; times are medians of CPU milliseconds, page
-faults included. ``sweeps`` is our time in units of one read of the input (its sum); worst inputs are also held
-against radix select alone. Then the compiled kernels at every level next to NumPy (``compress_levels``).
+faults included. ``sweeps`` is our time in units of one read of the input (its sum).
+Then the compiled kernels at every level next to NumPy (``compress_levels``).
 DIR gets compress.csv, .png and .json; `hatch run results` makes the package's page of them.
 """
 
@@ -13,13 +13,10 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from sparse_compress import ErrorFeedback, SparseVector, TopK, merge, topk
-from sparse_compress.chunks import above_and_ties
-from sparse_compress.magnitude import bits_of
-from sparse_compress.radix import kth_largest
 from torch import Tensor
 
 from bench import compress_levels
@@ -41,7 +38,6 @@ class Row(NamedTuple):
     sweeps: float
     ours_ms_samples: list[float]
     torch_ms_samples: list[float]
-    radix_ms: float | None = None
 
 
 class Threads(NamedTuple):
@@ -77,17 +73,10 @@ def main(argv: Sequence[str] = ()) -> int:
         )
     threads = list(report_threads())
     levels = list(compress_levels.report(full=options.full))
-    record(
-        options.output,
-        "compress",
-        [row._asdict() for row in rows],
-        labels=("what", "n", "k"),
-        values=("speedup",),
-        facts=facts,
-        against=AGAINST,
-        threads=[{**row._asdict(), **with_quantiles(row._asdict())} for row in threads],
-        levels=[row._asdict() for row in levels],
-    )
+    shown: dict[str, Any] = {"labels": ("what", "n", "k"), "values": ("speedup",), "facts": facts, "against": AGAINST}
+    shown["threads"] = [{**row._asdict(), **with_quantiles(row._asdict())} for row in threads]
+    shown["levels"] = [row._asdict() for row in levels]
+    record(options.output, "compress", [row._asdict() for row in rows], **shown)
     return 0
 
 
@@ -106,8 +95,7 @@ def measure(*, full: bool) -> Iterator[Row]:
                 yield compare("error feedback step, bf16", x, k, rounds, ours, plain)
     for name, x in misleading(10**7):
         k = len(x) // 100
-        calls = partial(topk, x, k), partial(torch_topk, x, k), partial(radix_topk, x, k)
-        yield compare(f"top-k, {name}", x, k, 5, *calls)
+        yield compare(f"top-k, {name}", x, k, 5, partial(topk, x, k), partial(torch_topk, x, k))
     yield merge_row(25_000_000, 250_000, rounds)
 
 
@@ -141,17 +129,11 @@ def with_threads(threads: int, call: Call) -> Call:
     return run
 
 
-def compare(what: str, x: Tensor, k: int, rounds: int, ours: Call, plain: Call, *radix: Call) -> Row:
+def compare(what: str, x: Tensor, k: int, rounds: int, ours: Call, plain: Call) -> Row:
     """Time the calls and one read of x in turns."""
-    taken = interleaved(rounds, ours, plain, x.sum, *radix)
-    ours_ms, torch_ms, read_ms, *radix_ms = map(statistics.median, taken)
-    return Row(what, len(x), k, ours_ms, torch_ms, torch_ms / ours_ms, ours_ms / read_ms, taken[0], taken[1], *radix_ms)
-
-
-def radix_topk(x: Tensor, k: int) -> object:
-    """Our bounded path alone: the exact k-th largest digit by digit, then one sweep."""
-    kth, above = kth_largest(bits_of(x), k)
-    return above_and_ties(bits_of(x), kth, k - above)
+    taken = interleaved(rounds, ours, plain, x.sum)
+    ours_ms, torch_ms, read_ms = map(statistics.median, taken)
+    return Row(what, len(x), k, ours_ms, torch_ms, torch_ms / ours_ms, ours_ms / read_ms, taken[0], taken[1])
 
 
 def interleaved(rounds: int, *calls: Call) -> list[list[float]]:
@@ -182,8 +164,7 @@ def torch_feedback_step(gradient: Tensor, k: int) -> Call:
     residual = torch.zeros_like(gradient, dtype=torch.float32)
 
     def step() -> Tensor:
-        nonlocal residual
-        residual = residual + gradient
+        residual.add_(gradient)
         indices, values = torch_topk(residual, k)
         residual[indices] = 0
         return values
@@ -219,7 +200,3 @@ def torch_merge(a: SparseVector, b: SparseVector, k: int) -> tuple[Tensor, Tenso
     values = torch.zeros(len(indices)).index_add_(0, where, torch.cat([a.values, b.values]))
     kept, kept_values = torch_topk(values, k)
     return indices[kept], kept_values
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -13,7 +13,6 @@ Then the digits on real ranks behind an emulated link, see `bench.eager_on_ranks
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -90,7 +89,3 @@ def _on_rank(comm: Communicator, task: Task, quorum: Quorum, seed: int) -> tuple
                 seen = optimizer.applied
                 reached = comm.clock() if task.accuracy(model) >= task.target else reached
     return reached, comm.clock(), task.accuracy(model), optimizer.applied
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))

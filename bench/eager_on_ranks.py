@@ -8,7 +8,6 @@ Ways take turns, a part of the steps each; whole_speedup: by the seconds of all 
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -21,7 +20,7 @@ from partial_collectives.protocol.rules import Quorum
 from sparse_collectives.prediction.calibration import slowest
 
 from bench.eager_tasks import Digits
-from bench.real_ranks import behind, found_by, named, process_group, tell
+from bench.real_ranks import behind, found_by, named, tell
 from bench.record import with_quantiles
 
 RANKS, MBIT, MS = 8, 100.0, 1.0
@@ -34,7 +33,7 @@ def on_ranks(steps: int) -> list[dict[str, Any]]:
     """A row for each way; steps: of each."""
     link = behind(RANKS, MBIT, MS)
     with link as ranks:
-        rows = found_by(ranks, "bench.eager_on_ranks", steps, mpi=False)
+        rows = found_by(ranks, _on_rank, steps, mpi=False)
     expected = _simulated(steps)
     for row in rows:
         row |= {"expected_speedup": expected["synchronous"] / expected[row["how"]], "ideal": _ideal(steps)}
@@ -98,9 +97,3 @@ def _ideal(steps: int) -> float:
     late = [injected_delays(f"random:1={LATE}", rank, RANKS) for rank in range(RANKS)]
     whole = sum(STEP + max(each(step) for each in late) for step in range(steps))
     return float(whole / max(sum(STEP + each(step) for step in range(steps)) for each in late))
-
-
-if __name__ == "__main__":
-    if sys.argv[1:2] == ["ranks"]:
-        with process_group():
-            _on_rank(int(sys.argv[2]))

@@ -180,7 +180,3 @@ def main(argv: Sequence[str] = ()) -> int:
         options.output, "kills", rows, labels=("algorithm", "ranks"), values=("kills",), facts=facts, against=AGAINST
     )
     return 0 if all(row["same"] and row["kills"] == kills for row in rows) else 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

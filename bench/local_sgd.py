@@ -11,23 +11,21 @@ took, those in which nobody waited. Medians over rounds, in each of which all wa
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from communicators import Communicator, allreduce, as_communicator, barrier
-from local_sgd import ALGORITHMS, LocalSGD, PeriodicAveraging
+from communicators import Communicator, allreduce, barrier
+from local_sgd import ALGORITHMS, PeriodicAveraging
 from slow_link import open_link
 from slow_link.throttled import behind_link
 from sparse_collectives import DistributedOptimizer
-from sparse_collectives.prediction.plain_table import table
 from torch import nn
 
 from bench.form import asked, parser_of
 from bench.real_ranks import found_by, tell
-from bench.record import record
+from bench.record import as_text, record
 
 WIDTH, LAYERS, EVERY = 256, 4, 2
 WARM, STEPS = EVERY, 4 * EVERY
@@ -45,24 +43,13 @@ def main(argv: Sequence[str] = ()) -> int:
     parser.add_argument("--share", type=float, default=0.35, help="of a synchronous step that is communication")
     parser.add_argument("--rounds", type=int, help="default 7, with --full 21")
     options, facts = asked(parser, argv, rounds=(7, 21))
-    step, average = off_boundary()
-    print(
-        f"average() between boundaries: {1e6 * average:.1f} µs, {average / step:.2%} of a step of {1e3 * step:.1f} ms"
-    )
     with open_link(ranks=options.ranks, mbit_per_second=options.mbit, milliseconds=options.ms) as link:
         facts["link"] = link.describe()
         print(f"P = {options.ranks}, {WIDTH * WIDTH * LAYERS:,} parameters, {link.describe()}", flush=True)
-        rows = found_by(link, "bench.local_sgd", options.share, options.rounds, mpi=True)
-    _print(rows)
-    record(
-        options.output,
-        "local-sgd",
-        rows,
-        labels=COLUMNS[:1],
-        values=("overhead", "hidden"),
-        facts=facts,
-        against=AGAINST,
-    )
+        rows = found_by(link, on_rank, options.share, options.rounds, mpi=True)
+    print(as_text(rows, COLUMNS))
+    shown: dict[str, Any] = {"labels": COLUMNS[:1], "values": ("overhead", "hidden")}
+    record(options.output, "local-sgd", rows, **shown, facts=facts, against=AGAINST)
     return 0
 
 
@@ -170,36 +157,3 @@ def _measured(step: Callable[[], None], comm: Communicator) -> dict[str, float]:
     for _ in range(STEPS):
         step()
     return {"step": (time.perf_counter() - began) / STEPS, "bytes_a_step": (comm.bytes_sent - sent) / STEPS}
-
-
-def off_boundary(repeats: int = 2000) -> tuple[float, float]:
-    """Median seconds of a step of a small model in this process, and of an average() that only counts."""
-    task = Task(0, 64)
-    optimizer = LocalSGD(task.inner, comm=as_communicator(None), sync_every=1 << 30)
-    task.backward()
-    taken: dict[str, list[float]] = {"step": [], "average": []}
-    for _ in range(repeats):
-        began = time.perf_counter()
-        task.backward()
-        optimizer.step()
-        stepped = time.perf_counter()
-        optimizer.average()
-        taken["average"].append(time.perf_counter() - stepped)
-        taken["step"].append(stepped - began)
-    return statistics.median(taken["step"]), statistics.median(taken["average"])
-
-
-def _print(rows: Sequence[dict[str, Any]]) -> None:
-    cells = []
-    for row in rows:
-        hidden = "" if row["hidden"] is None else f"{row['hidden']:.1%}"
-        times = f"{row['step'] * 1e3:.1f} ms", f"{row['overhead']:.1%}", hidden
-        cells.append([row["algorithm"], str(row["sync_every"]), *times, f"{row['bytes_a_step']:,.0f}"])
-    print(table(COLUMNS, cells))
-
-
-if __name__ == "__main__":
-    if sys.argv[1:2] == ["ranks"]:
-        on_rank(float(sys.argv[2]), int(sys.argv[3]))
-    else:
-        raise SystemExit(main(sys.argv[1:]))

@@ -27,12 +27,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from local_sgd import DiLoCo, LocalSGD
-from sparse_collectives.prediction.plain_table import table
 from torch import Tensor, nn
 
 from bench.form import asked, parser_of
 from bench.real_ranks import process_group
-from bench.record import record
+from bench.record import as_text, record
 
 RANKS, EVERY, WIDTH, LAYERS = 2, 4, 256, 8
 COLUMNS = ("algorithm", "library", "difference", "boundary", "bytes", "step")
@@ -232,8 +231,7 @@ def main(argv: Sequence[str] = ()) -> int:
         print(done.stderr, file=sys.stderr)
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     if rows:
-        _print(rows)
-    if rows:
+        print(as_text(rows, COLUMNS))
         measured: dict[str, Any] = {"labels": COLUMNS[:2], "values": ("boundary", "step")}
         record(options.output, "local-sgd-peers", rows, **measured, facts=facts, against=AGAINST)
     return done.returncode
@@ -306,16 +304,6 @@ def _loopback_bytes() -> int:
         if name.strip() == "lo":
             return int(counters.split()[8])
     return 0
-
-
-def _print(rows: Sequence[dict[str, Any]]) -> None:
-    cells = []
-    for row in rows:
-        boundary, step = (f"{row[name] * 1e3:.2f} ms" for name in ("boundary", "step"))
-        cells.append(
-            [row["algorithm"], row["library"], f"{row['difference']:.1e}", boundary, f"{row['bytes']:,.0f}", step]
-        )
-    print(table(COLUMNS, cells))
 
 
 if __name__ == "__main__":

@@ -14,29 +14,21 @@ so that backward takes 1.2, or 2.4, times the exchange: what is shorter cannot h
 from __future__ import annotations
 
 import statistics
-import sys
-import time
 from collections.abc import Sequence
 from itertools import product
 from typing import Any, TypeVar
 
 import torch
-from communicators import Communicator, Schedule, Work, allgather, as_communicator, barrier, buckets_of, run
-from communicators.background.call import Call
-from communicators.background.transport import Pending, Transport
-from communicators.background.transport_communicator import TransportCommunicator
-from communicators.dense_schedules import ring_allreduce
-from communicators.schedule import Received, Round
+from communicators import Communicator, Schedule, Work, allgather, as_communicator, barrier, buckets_of
 from slow_link import open_link
 from sparse_collectives import DistributedOptimizer, sparse_allreduce_async
-from sparse_collectives.prediction.plain_table import table
 from sparse_collectives.training.backward_order import BUCKET_BYTES
 from sparse_compress import TopK, topk
 from torch import nn
 
 from bench.form import asked, parser_of
 from bench.real_ranks import found_by, tell
-from bench.record import record
+from bench.record import as_text, record
 
 T = TypeVar("T")
 MIB = 1 << 20
@@ -67,11 +59,10 @@ def main(argv: Sequence[str] = ()) -> int:
     parser.add_argument("--repeats", type=int, default=9, help="default 9")
     options, facts = asked(parser, argv, buckets=([1, 4, 16], [1, 4, 8, 16, 32]))
     print("P = 2, 9.4 million parameters, density 0.01, MPI")
-    print(f"Python costs {python_microseconds_a_round():.0f} µs a round (schedule, tags, stamps, polling; no network)")
     with open_link(ranks=2, mbit_per_second=options.mbit, milliseconds=options.ms) as link:
         facts["link"] = link.describe()
-        rows = found_by(link, "bench.overlap", options.repeats, *options.buckets, mpi=True)
-    _print(rows)
+        rows = found_by(link, on_rank, options.repeats, options.buckets, mpi=True)
+    print(as_text(rows, COLUMNS))
     record(options.output, "overlap", rows, labels=COLUMNS[:3], values=("hidden",), facts=facts, against=AGAINST)
     return 0
 
@@ -203,75 +194,3 @@ class _Noted(Communicator):
 
     def clock(self) -> float:
         return self._comm.clock()
-
-
-class _Echo(Pending):
-    """Every receive is there at once: zeros with the right stamp."""
-
-    def __init__(self, call: Call, action: Round) -> None:
-        self._call, self._action = call, action
-
-    def done(self) -> bool:
-        return True
-
-    def received(self) -> Received:
-        got = {}
-        for peer, capacity in self._action.recvs.items():
-            payload = torch.zeros(capacity, dtype=torch.uint8)
-            Call(iter(()), rank=peer, size=2, facts=self._call.facts, number=self._call.number).stamp(payload)  # type: ignore[arg-type]
-            self._call.accept(peer, payload, capacity)
-            got[peer] = payload
-        return got
-
-    def missing(self) -> list[int]:
-        return []
-
-    def cancel(self) -> None:
-        pass
-
-
-class _NoNetwork(Transport):
-    """Rank 0 of 65, whose peers answer at once: what is left is our own time."""
-
-    rank, size, device, threaded = 0, 65, torch.device("cpu"), True
-
-    def post(self, call: Call, action: Round, device: torch.device) -> Pending:
-        for peer, payload in action.sends.items():
-            call.stamp(payload)
-            call.outgoing_tag(peer)
-        for peer in action.recvs:
-            call.incoming_tag(peer)
-        return _Echo(call, action)
-
-    def send_control(self, peer: int, message: bytes) -> None:
-        pass
-
-    def read_control(self) -> list[bytes]:
-        return []
-
-    def closing(self) -> bool:
-        return False
-
-
-def python_microseconds_a_round(repeats: int = 50) -> float:
-    """A ring over 65 ranks has 128 rounds of next to no bytes; median time of one."""
-    comm = TransportCommunicator(_NoNetwork())
-    comm._facts.add("ring")  # agreed, as it is in every call but the first
-    taken = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        run(ring_allreduce(torch.zeros(65), 0, 65), comm, facts="ring")
-        taken.append(time.perf_counter() - begin)
-    return 1e6 * statistics.median(taken) / 128
-
-
-def _print(rows: Sequence[dict[str, float]]) -> None:
-    formats = {**dict.fromkeys(COLUMNS, ".1f"), **dict.fromkeys(COLUMNS[:3], ""), "hidden": ".0%"}
-    print(table(COLUMNS, [[f"{row[column]:{how}}" for column, how in formats.items()] for row in rows]))
-
-
-if __name__ == "__main__":
-    if sys.argv[1:2] == ["ranks"]:
-        on_rank(int(sys.argv[2]), [float(size) for size in sys.argv[3:]])
-    else:
-        raise SystemExit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""What a straggler costs the others, with a plain allreduce and with partial ones; and ten thousand schedules.
+"""What a straggler costs the others, with a plain allreduce and with partial ones.
 
     python -m bench partial [--full] [--output DIR]
 
@@ -7,28 +7,21 @@ floats. call: median milliseconds of the call at the ranks that are not delayed.
 200 ms more. overhead: of a step of 100 ms and the call against one with a plain allreduce, where nobody is late; ways
 take turns, so that what else the machine does meets all of them: median of the turns, and their quartiles.
 idle: share of a core that a rank takes while nothing happens, with a partial allreduce open and without.
-Then the protocol alone, under so many random orders of events at 1 … 8 ranks: each loses nothing and ends.
 """
 
 from __future__ import annotations
 
-import json
-import random
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
 
 import torch
 from communicators import Communicator, allreduce, as_communicator, barrier
 from partial_collectives import PartialAllreduce
-from partial_collectives.protocol.interleaving import Play, random_case
 from partial_collectives.protocol.rules import Quorum
 
 from bench.form import asked, parser_of
+from bench.real_ranks import found_by, tell, unhindered
 from bench.record import record
 
 RANKS = 4
@@ -44,44 +37,26 @@ AGAINST = "a plain allreduce by all"
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    """Starts the ranks, prints the table, plays the schedules; returns the exit status."""
-    parser = parser_of("partial", __doc__, full="five times as many of both")
+    """Starts the ranks, prints the table; returns the exit status."""
+    parser = parser_of("partial", __doc__, full="five times as many")
     parser.add_argument("--steps", type=int, help="of the ranks that are not delayed; default 60, with --full 300")
-    parser.add_argument("--schedules", type=int, help="default 10,000, with --full 50,000")
-    options, facts = asked(parser, argv, steps=(60, 300), schedules=(10_000, 50_000))
-    rows = _launched(options.steps)
+    options, facts = asked(parser, argv, steps=(60, 300))
+    with unhindered(RANKS) as ranks:
+        [rows] = found_by(ranks, on_rank, options.steps, mpi=True)
     print(f"{'':>16} {'call':>8} {'delayed':>8}  ms, overhead [quartiles]")
     for row in rows:
         spread = f"{row['overhead']:7.1%} [{row['overhead_low']:.1%}, {row['overhead_high']:.1%}]"
         print(f"{row['how']:>16} {row['call_ms']:8.2f} {row['delayed_ms']:8.2f}   {spread}")
     idle = rows[0]["idle_share"], rows[-1]["idle_share"]
     print(f"idle: {idle[1]:.1%} of a core with a partial allreduce open, {idle[0]:.1%} without")
-    print(play(options.schedules))
     record(
         options.output, "partial", rows, labels=("how",), values=("call_ms", "delayed_ms"), facts=facts, against=AGAINST
     )
     return 0
 
 
-def play(schedules: int) -> str:
-    """Plays so many random cases; raises with the line that plays the failing one again."""
-    draw, rounds, begin = random.Random(0), 0, time.perf_counter()
-    for number in range(schedules):
-        rounds += len(Play(random_case(draw, 1 + number % 8)).run().rounds)
-    seconds = time.perf_counter() - begin
-    return f"{schedules:,} schedules of {rounds:,} rounds: nothing lost, no hang, in {seconds:.0f} s"
-
-
-def _launched(steps: int) -> list[dict[str, Any]]:
-    mpiexec = Path(sys.executable).parent / "mpiexec"
-    command = [str(mpiexec), "-n", str(RANKS), sys.executable, "-m", "bench.partial", "ranks", str(steps)]
-    printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=600).stdout
-    rows: list[dict[str, Any]] = json.loads(printed)
-    return rows
-
-
 def on_rank(steps: int) -> None:
-    """One rank's part, under mpiexec; rank 0 prints the rows."""
+    """One rank's part, under mpiexec; rank 0 tells the rows."""
     from mpi4py import MPI
 
     comm = as_communicator(MPI.COMM_WORLD)
@@ -93,10 +68,10 @@ def on_rank(steps: int) -> None:
         row |= {"overhead": middle, "overhead_low": low, "overhead_high": high}
         row |= {"call_ms_samples": alike, "delayed_ms_samples": delayed, "overhead_samples": overheads[how]}
         if comm.rank == 0:
-            print(f"{how}: {row['call_ms']:.2f} ms, {row['delayed_ms']:.2f} ms delayed", file=sys.stderr, flush=True)
+            print(f"{how}: {row['call_ms']:.2f} ms, {row['delayed_ms']:.2f} ms delayed", flush=True)
         rows.append({**row, "idle_share": _idle_share(comm, how)})
     if comm.rank == 0:
-        print(json.dumps(rows))
+        tell(rows)
 
 
 def _measured(comm: Communicator, how: str, steps: int, delay: float) -> list[float]:
@@ -158,10 +133,3 @@ def _idle_share(comm: Communicator, how: str) -> float:
     if partial is not None:
         partial.close()
     return share
-
-
-if __name__ == "__main__":
-    if sys.argv[1:2] == ["ranks"]:
-        on_rank(int(sys.argv[2]))
-    else:
-        raise SystemExit(main(sys.argv[1:]))

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import runpy
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -29,7 +28,6 @@ from partial_collectives import EagerSGD
 from slow_link import SlowLink, ThrottledLink
 from slow_link.__main__ import add_link
 from sparse_collectives import DistributedOptimizer, SparseHookState, sparse_hook
-from sparse_collectives.prediction.plain_table import table
 from sparse_compress import WarmUp
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
@@ -38,8 +36,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 from bench.form import asked, parser_of
-from bench.real_ranks import behind, found_by, named, process_group, tell, unhindered
-from bench.record import record
+from bench.real_ranks import behind, found_by, named, tell, unhindered
+from bench.record import as_text, record
 
 AGAINST = "torch's DistributedDataParallel, its bf16 and PowerSGD hooks, and PostLocalSGDOptimizer"
 COLUMNS = ("way", "library", "P", "step_ms", "over_ddp", "whole_over_ddp", "accuracy")
@@ -123,6 +121,11 @@ def _low_rank(ddp: DistributedDataParallel, warm: int) -> None:
     ddp.register_comm_hook(state, powerSGD_hook)
 
 
+def _our_low_rank(ddp: DistributedDataParallel, warm: int) -> None:
+    state = SparseHookState(algorithm="powersgd", options={"rank": LOW_RANK, "dense_steps": 2})
+    ddp.register_comm_hook(state, sparse_hook)
+
+
 def _post_local_sgd(
     model: nn.Module, inner: torch.optim.SGD, falling: LambdaLR, exits: ExitStack, warm: int
 ) -> Training:
@@ -186,6 +189,7 @@ WAYS: dict[str, tuple[str, Way, str]] = {
         _updates,
         "the same, with Adam or clipping too; nothing overlaps with backward",
     ),
+    "powersgd hook": ("thinwire", _by_hook(_our_low_rank), "the same, in any number of buckets"),
     "spardl hook": ("thinwire", _sparse("spardl"), "the same with larger k, where bytes count more than rounds"),
     "LocalSGD": ("thinwire", _periodic(LocalSGD), "ranks may part for some steps; resumable, any inner optimizer"),
     "OverlapLocalSGD": ("thinwire", _periodic(OverlapLocalSGD), "the same, and the exchange is to be hidden"),
@@ -230,7 +234,7 @@ def main(argv: Sequence[str] = ()) -> int:
             }
             row |= {"ms_samples": [1e3 * one for one in steps[way]], "accuracy_samples": learnt[way]}
             rows.append(row)
-    print(table(COLUMNS, [[_cell(row[name]) for name in COLUMNS] for row in rows]))
+    print(as_text(rows, COLUMNS))
     labels, values = ("way", "P"), ("over_ddp",)
     more: dict[str, Any] = {"facts": facts, "against": AGAINST, "test_images": TEST_IMAGES, "epochs": options.epochs}
     record(options.output, "peers", rows, labels=labels, values=values, **more)
@@ -239,7 +243,7 @@ def main(argv: Sequence[str] = ()) -> int:
 
 def _launched(link: SlowLink | ThrottledLink, part: str, *words: int) -> dict[str, list[float]]:
     with link as ranks:
-        [found] = found_by(ranks, "bench.peers", part, *words, mpi=False)
+        [found] = found_by(ranks, on_rank, part, words, mpi=False)
     by_way: dict[str, list[float]] = found
     return by_way
 
@@ -304,20 +308,8 @@ def _batches(epochs: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
         yield from ((images[batch], labels[batch]) for batch in mine[: count * BATCH].view(-1, BATCH))
 
 
-def _cell(value: Any) -> str:
-    return f"{value:,.3f}" if isinstance(value, float) else str(value)
-
-
 def on_rank(part: str, words: Sequence[int]) -> None:
     """One rank's part; rank 0 tells what was found."""
     found = _steps(*words) if part == "steps" else _learns(*words)
     if dist.get_rank() == 0:
         tell(found)
-
-
-if __name__ == "__main__":
-    if sys.argv[1:2] == ["ranks"]:
-        with process_group():
-            on_rank(sys.argv[2], [int(word) for word in sys.argv[3:]])
-    else:
-        raise SystemExit(main(sys.argv[1:]))

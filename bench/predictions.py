@@ -12,10 +12,8 @@ gloo's, behind a slower link: MPI's ranks take a core each while they wait, and 
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -25,13 +23,12 @@ from slow_link.throttled import behind_link
 from sparse_collectives import ALGORITHMS, DistributedOptimizer
 from sparse_collectives.prediction.calibration import measure_handling, measure_traffic, slowest
 from sparse_collectives.prediction.cost import Handling, predict, step_seconds
-from sparse_collectives.prediction.plain_table import table
 from sparse_compress import TopK
 from torch import nn
 
 from bench.form import asked, parser_of
-from bench.real_ranks import found_by, process_group, tell
-from bench.record import record, with_quantiles
+from bench.real_ranks import found_by, tell
+from bench.record import as_text, record, with_quantiles
 
 COLUMNS = ("algorithm", "P", "density", "wire", "compute_ms", "predicted_ms", "measured_ms", "ratio")
 FIRST_CHOICE, STEP = 0.10, 0.20
@@ -61,10 +58,9 @@ def main(argv: Sequence[str] = ()) -> int:
     for size in (2, 4):
         with open_link(ranks=size, mbit_per_second=options.mbit, milliseconds=options.ms) as link:
             facts["link"] = link.describe()
-            rows += found_by(link, "bench.predictions", "mpi", options.repeats, options.layers, *ALGORITHMS, mpi=True)
+            rows += found_by(link, on_rank, "mpi", options.repeats, options.layers, list(ALGORITHMS), mpi=True)
     many = _many() if options.full else {}
-    every = [*rows, *many.get("rows", ())]
-    print(table(COLUMNS, [[_cell(row[name]) for name in COLUMNS] for row in every]))
+    print(as_text([*rows, *many.get("rows", ())], COLUMNS))
     shown: dict[str, Any] = {"labels": COLUMNS[:4], "values": ("predicted_ms", "measured_ms")}
     more: dict[str, Any] = {"many": many} if many else {}
     record(options.output, "predictions", rows, **shown, facts=facts, against=AGAINST, **more)
@@ -75,7 +71,7 @@ def main(argv: Sequence[str] = ()) -> int:
 def _many() -> dict[str, Any]:
     """More ranks than cores: gloo's sleep while they wait, as MPI's do not, and a link so slow that nearly all do."""
     with open_link(ranks=MANY_RANKS, mbit_per_second=MANY_MBIT, milliseconds=MANY_MS) as link:
-        rows = found_by(link, "bench.predictions", "gloo", MANY_REPEATS, MANY_LAYERS, *MANY_ALGORITHMS, mpi=False)
+        rows = found_by(link, on_rank, "gloo", MANY_REPEATS, MANY_LAYERS, MANY_ALGORITHMS, mpi=False)
     link_told = f"{MANY_MBIT:g} Mbit/s and {MANY_MS:g} ms"
     return {"link": link_told, "rows": [with_quantiles(row) for row in rows], "samples": rows}
 
@@ -186,15 +182,3 @@ def _judged(rows: Sequence[dict[str, Any]]) -> bool:
 
 def _called(row: dict[str, Any]) -> str:
     return f"{row['algorithm']} at density {row['density']:g} in {row['wire']}"
-
-
-def _cell(value: Any) -> str:
-    return f"{value:,.2f}" if isinstance(value, float) and value >= 0.1 else str(value)
-
-
-if __name__ == "__main__":
-    if sys.argv[1:2] == ["ranks"]:
-        with nullcontext() if sys.argv[2] == "mpi" else process_group():
-            on_rank(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5:])
-    else:
-        raise SystemExit(main(sys.argv[1:]))

@@ -1,7 +1,6 @@
 """Real ranks of a benchmark behind a link: what they print is shown while they run, what they find is kept.
 
-A command that runs on every rank calls `tell` on one of them; who started the ranks gets what was told. What it does
-over gloo, it does inside `process_group`.
+`found_by` calls a module's function on every rank; one of them calls `tell`, and `found_by` returns what was told.
 """
 
 from __future__ import annotations
@@ -12,9 +11,10 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -46,20 +46,24 @@ def named(link: Launcher, mbit: float, milliseconds: float) -> str:
     )
 
 
-def found_by(link: Launcher, module: str, *words: object, mpi: bool, timeout: float = 1200) -> list[Any]:
-    """What ranks on an entered link told, in order: `python -m module ranks WORDS …` by mpiexec, or as gloo processes.
+def found_by(link: Launcher, part: Callable[..., None], *arguments: Any, mpi: bool, timeout: float = 1200) -> list[Any]:
+    """What ranks on an entered link told, in order: each calls `part`, under mpiexec or inside `process_group`.
+
+    arguments: of what JSON has.
 
     Raises:
         SystemExit: A rank failed; it has said why.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "found"
-        python = [sys.executable, "-W", "ignore", "-m", module, "ranks", *map(str, words)]
-        command, limits = ["env", f"{FOUND}={path}", *python], {"timeout": timeout, "capture": False}
+        name = f"{part.__module__}:{part.__qualname__}"
+        words = [sys.executable, "-W", "ignore", "-m", "bench.real_ranks", "mpi" if mpi else "gloo", name]
+        command = ["env", f"{FOUND}={path}", *words, json.dumps(arguments)]
+        limits = {"timeout": timeout, "capture": False}
         done: Sequence[subprocess.CompletedProcess[str]]
         done = [link.mpiexec(command, **limits)] if mpi else link.processes(command, **limits)  # type: ignore[arg-type]
         if any(one.returncode for one in done):
-            raise SystemExit(f"{module}: ranks ended with {', '.join(str(one.returncode) for one in done)}")
+            raise SystemExit(f"{name}: ranks ended with {', '.join(str(one.returncode) for one in done)}")
         return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -86,3 +90,9 @@ def tell(found: Any) -> None:
     """By one rank: one of the things that `found_by` returns, of what JSON has."""
     with Path(os.environ[FOUND]).open("a") as file:
         file.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    by, name, arguments = sys.argv[1:]
+    with nullcontext() if by == "mpi" else process_group():
+        resolve_name(name)(*json.loads(arguments))

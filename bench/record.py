@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from sparse_collectives.prediction.plain_table import table
 
 Row = Mapping[str, Any]
 
@@ -67,6 +68,17 @@ def record(
     (folder / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
     (draw or partial(_bars, name=name, rows=table, labels=labels, values=values))(folder / f"{name}.png")
     print(f"compared with: {against}\nwritten: {folder / name}.csv, .json, .png", flush=True)
+
+
+def as_text(rows: Sequence[Row], columns: Sequence[str]) -> str:
+    """Some columns of the rows, as a table to print."""
+    return table(columns, [[_cell(row.get(column)) for column in columns] for row in rows])
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.2f}" if abs(value) >= 1 else f"{value:.3g}"
+    return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _since(began: str) -> int:

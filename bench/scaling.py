@@ -5,8 +5,8 @@
 exchange: virtual seconds of the real schedules with real payloads in a simulated world ("simulated"), each message
 charged α + β·bytes as gTop-k's authors measured them; selections are random, that is spread evenly, and share next to
 nothing. Dense, and what is too large here, is what the algorithms' expressions give ("expression"; the tests hold them
-to be what a simulated world counts). select: error feedback and exact top-k of n elements, select_torch: the same with
-torch.topk, merge: of all entries on the way: measured on one core of this machine. step: the paper's computing time,
+to be what a simulated world counts). select: error feedback and exact top-k of n elements, merge: of all entries on
+the way: measured on one core of this machine. step: the paper's computing time,
 select, exchange and merge, nothing overlapped. over_dense, over_topk: the dense and the Top-k all-gather step in units
 of this one; over_ring: a step with a dense ring by the paper's formula, ring_ms = 2(P − 1)α + 2(P − 1)/P·n·β; the dense
 sum here has 2 log P rounds. published_dense_ms: what the dense exchange took the authors. Other published_…: the same
@@ -16,8 +16,6 @@ ratio of the paper's throughputs. The plot: over_ring against computing time.
 from __future__ import annotations
 
 import statistics
-import sys
-import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -29,12 +27,11 @@ from communicators import Communicator, Link, SimulatedWorld, as_communicator
 from sparse_collectives import sparse_allreduce
 from sparse_collectives.prediction.calibration import measure_handling
 from sparse_collectives.prediction.cost import Handling, predict
-from sparse_collectives.prediction.plain_table import table
 from sparse_compress import SparseVector, TopK
 
 from bench.form import asked, parser_of
 from bench.published import Model, gtopk_link, gtopk_models, published
-from bench.record import record
+from bench.record import as_text, record
 
 AGAINST = "the throughputs that gTop-k's authors measured on 32 workers"
 SPARSE = ("topk-allgather", "topk-dsa", "gtopk", "oktopk", "spardl")
@@ -45,19 +42,9 @@ MOST_ENTRIES = 1 << 25
 """Entries that all ranks of one world hold together; beyond it the expression is asked."""
 TURNS = 3
 """Of measuring what selecting and merging cost; their medians count."""
-SHOWN_OF_STEPS = (
-    "model",
-    "P",
-    "algorithm",
-    "how",
-    "exchange_ms",
-    "select_ms",
-    "merge_ms",
-    "step_ms",
-    "over_ring",
-    "over_dense",
-)
-SHOWN: tuple[str, ...] = (*SHOWN_OF_STEPS, "over_topk", "published_over_dense", "published_over_topk")
+MILLISECONDS = ("exchange_ms", "select_ms", "merge_ms", "step_ms")
+OVER = ("over_ring", "over_dense", "over_topk", "published_over_dense", "published_over_topk")
+SHOWN = ("model", "P", "algorithm", "how", *MILLISECONDS, *OVER)
 
 
 def main(argv: Sequence[str] = ()) -> int:
@@ -70,7 +57,7 @@ def main(argv: Sequence[str] = ()) -> int:
     rows += _of_spardl(link)
     if options.full:
         rows += _many(models[:2], link)
-    print(table(SHOWN, [[_cell(row[name]) for name in SHOWN] for row in rows]))
+    print(as_text(rows, SHOWN))
     labels, values = ("model", "P", "algorithm"), ("over_ring", "published_over_dense")
     draw = partial(_draw, rows=rows, models=models)
     record(options.output, "scaling", rows, labels=labels, values=values, facts=facts, against=AGAINST, draw=draw)
@@ -79,11 +66,10 @@ def main(argv: Sequence[str] = ()) -> int:
 
 def _of_gtopk(model: Model, link: Link, ranks: Sequence[int]) -> Iterator[dict[str, Any]]:
     density = published()["scaling"]["density"]
-    own, torchs = _handlings(model.n, density), _torch_seconds(model.n, density)
+    own = _handlings(model.n, density)
     for size in ranks:
         rows = [_row(model.name, model.n, size, name, density, link, own, model.compute) for name in ("dense", *SPARSE)]
         for row in rows:
-            row["select_torch_ms"] = 1e3 * torchs if row["algorithm"] != "dense" else 0.0
             if size == PAPERS and row["algorithm"] == "dense":
                 row["published_dense_ms"] = 1e3 * (model.batch / model.dense - model.compute)
             if size == PAPERS and row["algorithm"] == "gtopk":
@@ -139,13 +125,7 @@ def _row(
     row["step_ms"] = sum(row[part] or 0.0 for part in ("compute_ms", "select_ms", "exchange_ms", "merge_ms"))
     print(f"{model}, P = {size}, {algorithm}: {row['exchange_ms']:.2f} ms, {row['how']}", flush=True)
     row["ring_ms"] = 1e3 * (2 * (size - 1) * link.alpha + 2 * (size - 1) / size * 4 * n * link.beta)
-    return {
-        **row,
-        "select_torch_ms": None,
-        "published_over_dense": None,
-        "published_over_topk": None,
-        "published_dense_ms": None,
-    }
+    return row | dict.fromkeys(("published_over_dense", "published_over_topk", "published_dense_ms"))
 
 
 def _compared(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -180,25 +160,6 @@ def _handlings(n: int, density: float) -> list[Handling]:
     return [measure_handling(comm, numel=n, density=density, device=device) for _ in range(TURNS)]
 
 
-def _torch_seconds(n: int, density: float) -> float:
-    """Of accumulating and selecting with torch.topk."""
-    residual, gradient = (torch.randn(min(n, 1 << 22)) for _ in range(2))
-    taken = []
-    for _ in range(6):
-        begin = time.perf_counter()
-        _torch_step(residual, gradient, TopK(density).entries(len(gradient)))
-        taken.append(time.perf_counter() - begin)
-    return statistics.median(taken[1:]) / len(gradient) * n
-
-
-def _torch_step(residual: torch.Tensor, gradient: torch.Tensor, k: int) -> None:
-    residual += gradient
-    indices = torch.topk(residual.abs(), k).indices
-    values = residual[indices]
-    residual[indices] = 0.0
-    torch.zeros_like(gradient)[indices] = values
-
-
 def _draw(path: Path, *, rows: Sequence[dict[str, Any]], models: Sequence[Model]) -> None:
     """How many times faster than dense, at P = 32, for any computing time; dots where the papers' models are."""
     from matplotlib.figure import Figure
@@ -220,11 +181,3 @@ def _draw(path: Path, *, rows: Sequence[dict[str, Any]], models: Sequence[Model]
     axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=100)
-
-
-def _cell(value: Any) -> str:
-    return "" if value is None else f"{value:,.2f}" if isinstance(value, float) else str(value)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))

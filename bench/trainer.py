@@ -211,7 +211,3 @@ def main(argv: Sequence[str] = ()) -> int:
     values = ("bare_ms", "same_ms", "trainer_ms")
     record(options.output, "trainer", rows, labels=("algorithm", "pixels"), values=values, facts=facts, against=AGAINST)
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

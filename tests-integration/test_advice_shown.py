@@ -7,9 +7,8 @@ import pytest
 from sparse_collectives.advise.__main__ import main
 from sparse_collectives.training.unfit import UNDER_DDP
 
-from bench.advise import advised
+from bench.advise import LEFT_OUT, advised
 from bench.form import RESULTS, ROOT
-from bench.pages.advice import LEFT_OUT
 
 SHOWN = re.findall(
     r"^\$ python -m sparse_collectives\.advise (.*)\n((?:(?!```|\$ ).*\n)+)",

@@ -7,11 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench import results_page
+from bench import pages, results_page
 from bench.form import RESULTS
-from bench.pages import learnt
-from bench.pages.blocks import BLOCKS
-from bench.pages.marked import NotOnRecordError, filled, names
+from bench.pages import BLOCKS, NotOnRecordError, filled, names
 
 BEGIN, END = "<!-- figures: {}, by `hatch run results` -->", "<!-- end of figures -->"
 SMALL = {name: lambda records, name=name: f"{name} {records['r']}" for name in ("one", "two")}
@@ -75,7 +73,7 @@ def test_a_missing_record_is_named_with_what_makes_it(monkeypatch, tmp_path):
     page = f"{BEGIN.format('eager')}\n\nold\n\n{END}\n"
     with pytest.raises(NotOnRecordError, match=r"`python -m bench eager --full` makes it"):
         filled(page, {}, BLOCKS, page="a.md")
-    monkeypatch.setattr(learnt, "RESULTS", tmp_path)
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)
     with pytest.raises(NotOnRecordError, match=r"`python -m bench learning --task pydoc --full` makes it"):
         BLOCKS["learning-pydoc"]({})
 
@@ -85,14 +83,16 @@ def test_without_a_record_the_check_says_so_and_goes_on(monkeypatch, tmp_path, c
         if path.stem != "eager":
             (tmp_path / path.name).write_bytes(path.read_bytes())
     monkeypatch.setattr(results_page, "RESULTS", tmp_path)
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)
     assert results_page.main(["--check"]) == 1
     told = capsys.readouterr().out
     assert "docs/packages/partial-collectives.md is kept as it is: eager is not on record" in told
     assert "docs/apps/deepspeech.md is kept as it is: eager is not on record" in told
-    assert "not what the records make: docs/results.md" in told
+    assert "docs/results.md is kept as it is: eager is not on record" in told
 
 
 def test_dense_is_found_by_its_name_wherever_its_row_is():
     records = {name: json.loads((RESULTS / f"{name}.json").read_text()) for name in ("learning", "local-sgd")}
     turned = {**records["local-sgd"], "rows": records["local-sgd"]["rows"][::-1]}
-    assert learnt.periodic_averaging({**records, "local-sgd": turned}) == learnt.periodic_averaging(records)
+    averaging = BLOCKS["periodic-averaging"]
+    assert averaging({**records, "local-sgd": turned}) == averaging(records)

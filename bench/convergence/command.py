@@ -22,17 +22,14 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from sparse_collectives.prediction.plain_table import table
-
 from bench.convergence import curves, densities
 from bench.convergence.tasks import TASKS
 from bench.convergence.training import trained
 from bench.convergence.ways import WAYS, Run
 from bench.form import asked, parser_of
-from bench.record import record
+from bench.record import as_text, record
 
 DENSE, FIRST, RECOMMENDED = "dense", "gtopk, as first written", "gtopk"
-UNDER = ("task", "optimizer", "clip", "ranks", "steps")  # what a way and dense share
 LABELS = ("task", "optimizer", "clip", "way", "density", "ranks", "steps")
 SHOWN = (*LABELS, "seeds", "mean", "least", "most", "behind", "bytes_a_step")
 QUICK = {"ways": (DENSE, FIRST, RECOMMENDED), "tasks": ("cnn-digits", "vit-digits")}
@@ -51,12 +48,10 @@ def main(argv: Sequence[str] = ()) -> int:
             _keep(options.output, found)
             print(f"{number}/{len(runs)}  {_key(run)}  {found['score']:.2f}", flush=True)
     rows = _rows([known[_key(run)] for run in runs])
-    print(table(SHOWN, [[_cell(row[name]) for name in SHOWN] for row in rows]))
+    print(as_text(rows, SHOWN))
     every = _rows(list(known.values()))
     if options.accuracy:
         _write_accuracy(options.accuracy, every)
-    (options.output / "convergence.md").write_text(_markdown(every))
-    (options.output / "convergence-short.md").write_text(_short(every))
     curves.write(options.output, list(known.values()))
     picture: dict[str, Any] = {"labels": LABELS[:5], "values": ("mean",), "draw": partial(densities.draw, rows=every)}
     record(options.output, "convergence", every, **picture, facts=facts, against=AGAINST)
@@ -173,58 +168,6 @@ def _write_accuracy(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     path.write_text(json.dumps({"note": said, "rows": kept}, indent=1) + "\n")
 
 
-def _markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """All of it as a table: of each way but dense how far it is behind, by density, and of how many seeds."""
-    whole = {_under(row): row["mean"] for row in rows if row["way"] == DENSE}
-    found: dict[tuple[Any, ...], dict[float, dict[str, Any]]] = {}
-    for row in rows:
-        if row["way"] != DENSE and row["behind"] is not None:
-            found.setdefault((*_under(row), row["way"]), {})[row["density"]] = row
-    columns = sorted({density for by_density in found.values() for density in by_density}, reverse=True)
-    head = ["task, steps", "ranks", "optimizer", "clip", "dense", "exchange", *(f"{100 * d:g} %" for d in columns)]
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    for key in sorted(found):
-        task, optimizer, clip, ranks, steps, way = key
-        score = f"{whole[key[:-1]]:{_places(task)}}"
-        cells = [f"{task}, {steps:,}", str(ranks), optimizer, str(clip or "no"), score, way]
-        at = (found[key].get(density) for density in columns)
-        cells += ["" if row is None else f"{row['behind']:.1f} ({row['seeds']})" for row in at]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-def _under(row: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(row[name] for name in UNDER)
-
-
-def _places(task: str) -> str:
-    return ".2f" if TASKS[task].text else ".1f"
-
-
-def _short(rows: Sequence[dict[str, Any]]) -> str:
-    """The table for a README: at 1 %, 2 ranks and each task's own steps, dense, as first written and recommended."""
-    lines = [
-        "| task, steps | optimizer | clip | dense | as first written | recommended | behind | seeds |",
-        "|---" * 8 + "|",
-    ]
-    found: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
-    for row in rows:
-        if row["ranks"] == 2 and row["steps"] == TASKS[row["task"]].steps and row["density"] in (1.0, 0.01):
-            found.setdefault(_under(row), {})[row["way"]] = row
-    for key in sorted(found, key=str):
-        ways = found[key]
-        if RECOMMENDED not in ways or DENSE not in ways:
-            continue
-        taken, first = ways[RECOMMENDED], ways.get(FIRST)
-        cells = [f"{taken['task']}, {taken['steps']:,}", taken["optimizer"], taken["clip"] or "no"]
-        cells += [
-            "" if row is None else f"{row['mean']:{_places(taken['task'])}}" for row in (ways[DENSE], first, taken)
-        ]
-        cells += [f"{taken['behind']:.1f}", taken["seeds"]]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(lines) + "\n"
-
-
 def _sent(seeds: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Bytes and network seconds of a step, means; of the first records only where there are no later ones.
 
@@ -242,7 +185,3 @@ def _behind(row: dict[str, Any], scores: dict[int, float], dense: dict[int, floa
         return None
     mean, whole = (statistics.mean(of[seed] for seed in both) for of in (scores, dense))
     return 100 * (mean / whole - 1) if TASKS[row["task"]].text else whole - mean
-
-
-def _cell(value: Any) -> str:
-    return "" if value is None else f"{value:,.2f}" if isinstance(value, float) else str(value)

@@ -12,15 +12,13 @@ each rank's own. Rank 0 is the one that is scored, and training does not read th
 
 from __future__ import annotations
 
-import json
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from slow_link import ThrottledLink
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -29,7 +27,7 @@ from bench.convergence.rank import Point, Training, curve_of
 from bench.convergence.tasks import TASKS
 from bench.convergence.ways import MOMENTUM, WARM_UP, Run
 from bench.peers import in_bf16
-from bench.real_ranks import process_group
+from bench.real_ranks import found_by, tell, unhindered
 
 LOW_RANK = 2
 SECONDS = 1800  # that a training may take
@@ -40,21 +38,21 @@ Reduced = Callable[[], tuple[float, int]]
 
 def curves(run: Run) -> list[list[Point]]:
     """Of every rank, each a process on this machine."""
-    command = [sys.executable, "-W", "ignore", "-m", "bench.convergence.torch_hooks", json.dumps(asdict(run))]
-    with ThrottledLink(ranks=run.ranks, mbit_per_second=1e6, milliseconds=0) as ranks:
-        done = ranks.processes(command, timeout=SECONDS)
-    if any(one.returncode for one in done):
-        raise RuntimeError("\n".join(one.stderr for one in done))
-    found: list[list[Point]] = [json.loads(one.stdout.splitlines()[-1]) for one in done]
-    return found
+    with unhindered(run.ranks) as ranks:
+        found = found_by(ranks, on_rank, asdict(run), mpi=False, timeout=SECONDS)
+    return [curve for _, curve in sorted(found)]
 
 
-def on_rank(run: Run) -> list[Point]:
-    """One rank's part, in a process group."""
+def on_rank(asked: dict[str, Any]) -> None:
+    """One rank's part, in a process group. asked: the fields of a `Run`."""
+    run = Run(**asked)
     torch.manual_seed(run.seed)
     task = TASKS[run.task]
     made = _training(run, task.model(), task.rates[run.optimizer])
-    return curve_of(run, made, rank=dist.get_rank(), size=dist.get_world_size(), clip_after=run.clip)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        curve = curve_of(run, made, rank=dist.get_rank(), size=dist.get_world_size(), clip_after=run.clip)
+    tell([dist.get_rank(), curve])
 
 
 def _training(run: Run, model: nn.Module, rate: float) -> Training:
@@ -121,14 +119,3 @@ HOOKS: dict[str, Callable[[DistributedDataParallel, Run, Steps], Reduced]] = {
     "torch bf16 hook": _in_bf16,
     "torch PowerSGD hook": _low_rank,
 }
-
-
-def main(argv: list[str]) -> None:
-    """argv: what the training is, as JSON."""
-    with process_group(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        print(json.dumps(on_rank(Run(**json.loads(argv[0])))), flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

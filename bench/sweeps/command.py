@@ -17,12 +17,11 @@ from functools import partial
 from typing import Any
 
 from communicators.errors import CollectiveError
-from sparse_collectives.prediction.plain_table import table
 
 from bench.convergence.training import trained
 from bench.convergence.ways import Run, Way
 from bench.form import asked, parser_of
-from bench.record import record
+from bench.record import as_text, record
 from bench.sweeps.delta import Observed
 from bench.sweeps.picture import draw
 from bench.sweeps.settings import DENSE, OURS, Setting, observed, settings
@@ -49,7 +48,7 @@ def main(argv: Sequence[str] = ()) -> int:
             known[setting.way, setting.density] = one(setting, found)
     dense = statistics.mean(known[DENSE.way, DENSE.density])
     rows = [_row(setting, known[setting.way, setting.density], dense) for setting in swept]
-    print(table(SHOWN, [[_cell(row[name]) for name in SHOWN] for row in rows]))
+    print(as_text(rows, SHOWN))
     record(
         options.output,
         "sweeps",
@@ -92,7 +91,3 @@ def _row(setting: Setting, scores: Sequence[float], dense: float) -> dict[str, A
     spread = {"mean": statistics.mean(scores), "least": min(scores), "most": max(scores), "dense": dense}
     spread["diverged"] = sum(score == DIVERGED for score in scores)
     return {**labels, **spread, "score_samples": list(scores)}
-
-
-def _cell(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

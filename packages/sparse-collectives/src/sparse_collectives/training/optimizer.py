@@ -200,7 +200,7 @@ class DistributedOptimizer(Wrapping):
         self._seen: SeenOptimizer | None = None
         if chosen.selects:
             known = {"momentum": momentum, "density": self._steps.last_density, "sends": sends, "ranks": comm.size}
-            judge = partial(unfit, **known)
+            judge: Callable[[Optimizer], str | None] = partial(unfit, **known)
             self._seen = SeenOptimizer(self._steps, judge, owner=type(self).__name__)
             self._seen.say(judge(optimizer), stacklevel=3)
         self._group, self._by_default = given, given is None

@@ -1,26 +1,20 @@
-"""sparse-compress' kernels by every C compiler that is found, all warnings errors: the bits of the plain references?
+"""The kernels as every C compiler that is found compiles them, all warnings errors: the bits of the plain references.
 
-    python -m bench.compilers
-
-gcc, clang, gcc with musl, and gcc for 64-bit ARM, which QEMU runs. Each compiles the kernels and a small driver
-(kernel_cases.c), without Python, and gets the same inputs, at every level that the processor has. Exit status 0 where
-all that were found give the bits that NumPy gives. Those that are missing are named, with the Debian packages that
-bring them. Not among the checks, for these compilers' sake.
+gcc, also with its address and undefined sanitizers, clang, gcc with musl, and gcc for 64-bit ARM, which QEMU runs. Each
+compiles the kernels and a small driver (kernel_cases.c), without Python, and gets the same inputs, at every level that
+the processor has.
 """
-
-from __future__ import annotations
 
 import shutil
 import struct
 import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import pytest
 import torch
 from numpy.typing import NDArray
 from sparse_compress import SparseVector, merge, topk
@@ -35,6 +29,7 @@ from torch import Tensor
 
 DRIVER = Path(__file__).with_name("kernel_cases.c")
 STRICT = ["-Wall", "-Wextra", "-Werror"]
+SANITIZED = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g")
 SIZES = (1, 31, 1000, 70_001)
 SELECT, STEP, MERGE, WITHOUT, PUT, PACK, UNPACK, PACKED_VALUES = range(8)
 
@@ -48,14 +43,42 @@ class Compiler(NamedTuple):
     flags: tuple[str, ...] = ()
 
 
-COMPILERS = (
-    Compiler("gcc", "gcc"),
-    Compiler("clang", "clang"),
-    Compiler("musl-gcc", "musl-tools", flags=("-static",)),
-    Compiler(
+COMPILERS = {
+    "gcc": Compiler("gcc", "gcc"),
+    "gcc, sanitized": Compiler("gcc", "gcc", flags=SANITIZED),
+    "clang": Compiler("clang", "clang"),
+    "musl": Compiler("musl-gcc", "musl-tools", flags=("-static",)),
+    "64-bit ARM": Compiler(
         "aarch64-linux-gnu-gcc", "gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user", "qemu-aarch64", ("-static",)
     ),
-)
+}
+
+
+@pytest.fixture(scope="module")
+def cases():
+    with using("plain"):
+        return list(every_case())
+
+
+@pytest.mark.parametrize("name", COMPILERS)
+def test_every_compiler_gives_the_bits_of_the_plain_references(name, cases, tmp_path):
+    compiler = COMPILERS[name]
+    missing = [tool for tool in (compiler.command, compiler.runner) if tool and shutil.which(tool) is None]
+    if missing:
+        pytest.skip(f"{' and '.join(missing)} not found: apt-get install {compiler.packages}")
+    program = tmp_path / "cases"
+    flags = [flag for flag in FLAGS if flag not in ("-shared", "-fPIC")]
+    words = [compiler.command, *flags, *STRICT, *compiler.flags, f'-DKERNELS="{SOURCE}"', "-o", program, DRIVER]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    if "cannot find" in done.stderr and "san" in done.stderr:
+        pytest.skip("gcc's sanitizers not found: apt-get install libasan8 libubsan1")
+    assert done.returncode == 0, done.stderr
+    ran = []
+    for level in LEVELS.values():
+        used, wrong = _compared([*filter(None, [compiler.runner]), str(program)], level, cases)
+        assert wrong == []
+        ran += [used] if used == level else []  # else this processor has no such level, and ran a lower one again
+    assert ran
 
 
 class Case(NamedTuple):
@@ -66,25 +89,6 @@ class Case(NamedTuple):
     given: list[Tensor]
     expected: list[Tensor]
     returned: int | None = None
-
-
-def main() -> int:
-    """Compiles, runs and compares; prints a line for each compiler."""
-    with using("plain"):
-        cases = list(every_case())
-    failed = 0
-    for compiler in COMPILERS:
-        missing = [name for name in (compiler.command, compiler.runner) if name and shutil.which(name) is None]
-        if missing:
-            print(
-                f"{compiler.command}: not tried, {' and '.join(missing)} not found: apt-get install {compiler.packages}"
-            )
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            words = _tried(compiler, Path(folder, "cases"), cases)
-        failed += not words.endswith("the same bits")
-        print(f"{compiler.command}: {words}", flush=True)
-    return 1 if failed else 0
 
 
 def every_case() -> Iterator[Case]:
@@ -149,32 +153,6 @@ def _numbers(rng: np.random.Generator, kind: str, n: int) -> NDArray[np.float32]
     return np.where(rng.random(n) < 0.5, 0.0, -0.0).astype(np.float32)
 
 
-def _tried(compiler: Compiler, program: Path, cases: list[Case]) -> str:
-    """What came of it, in a few words."""
-    flags = [flag for flag in FLAGS if flag not in ("-shared", "-fPIC")]
-    command = [
-        compiler.command,
-        *flags,
-        *STRICT,
-        *compiler.flags,
-        f'-DKERNELS="{SOURCE}"',
-        "-o",
-        str(program),
-        str(DRIVER),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        return f"does not compile:\n{done.stderr}"
-    ran: list[str] = []
-    wrong: list[str] = []
-    for name, level in LEVELS.items():
-        used, found = _compared([*filter(None, [compiler.runner]), str(program)], level, cases)
-        if used == level:  # else this processor has no such level, and that was a lower one once more
-            ran, wrong = [*ran, name], wrong + found
-    told = f"{len(cases)} cases at each of {', '.join(ran)}: "
-    return told + ("the same bits" if not wrong else f"{len(wrong)} differ, the first is {wrong[0]}")
-
-
 def _compared(command: list[str], level: int, cases: list[Case]) -> tuple[int, list[str]]:
     """The level that ran, and the cases that differ."""
     written, at, used, wrong = memoryview(_answered(command, level, cases)), 0, 0, []
@@ -200,7 +178,3 @@ def _said(case: Case, level: int) -> bytes:
 
 def _bytes(tensors: list[Tensor]) -> bytes:
     return b"".join(tensor.contiguous().numpy().tobytes() for tensor in tensors)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
