@@ -205,7 +205,7 @@ def _speech() -> tuple[Any, npt.NDArray[np.int64], Any]:
     from thinwire_deepspeech.data.spoken_digits import SPEEDS_AND_PITCHES, load
     from thinwire_deepspeech.data.utterances import frame_counts
     from thinwire_deepspeech.sound.spectrogram import spectrogram
-    from thinwire_trainer.data.faults import Faults
+    from thinwire_trainer.data import Faults
 
     corpus = load(Path("data"), faults=Faults(skip=False))
     train, test = (

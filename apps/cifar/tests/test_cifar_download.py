@@ -15,7 +15,7 @@ import small_files
 from thinwire_cifar.data import cifar10, download, mnist
 from thinwire_cifar.data.download import fetch
 from thinwire_cifar.data.published import Remote
-from thinwire_trainer.data.files import one_at_a_time
+from thinwire_trainer.data import one_at_a_time
 from thinwire_trainer.errors import RunError
 
 needs_pooch = pytest.mark.skipif(importlib.util.find_spec("pooch") is None, reason="pooch is not installed")

@@ -126,7 +126,7 @@ def test_a_state_that_no_meeting_has_left_is_refused(
     says, damage = DAMAGED[case]
     given = options(algorithm="eager-majority")
     train(app, given, 2)
-    from thinwire_trainer.resuming import resume as resuming
+    from thinwire_trainer import resuming as resuming
 
     real = resuming.load
 

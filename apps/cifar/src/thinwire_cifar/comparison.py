@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from communicators import Communicator, Link
 from rich.console import Console
-from thinwire_trainer.all_or_none import all_or_none
+from thinwire_trainer.agreement import all_or_none
 from thinwire_trainer.command_line.flags import parse
 from thinwire_trainer.plot import plot_runs
 from thinwire_trainer.records.folder_lock import locked

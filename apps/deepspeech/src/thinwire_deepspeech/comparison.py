@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from communicators import Communicator
 from rich.console import Console
-from thinwire_trainer.all_or_none import all_or_none
+from thinwire_trainer.agreement import all_or_none
 from thinwire_trainer.command_line.flags import parse
 from thinwire_trainer.records.folder_lock import locked
 from thinwire_trainer.records.metrics import read_metrics

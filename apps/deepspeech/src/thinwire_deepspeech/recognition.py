@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from thinwire_trainer.command_line.options import Options
-from thinwire_trainer.data.faults import Faults
+from thinwire_trainer.data import Faults, fingerprint
 from thinwire_trainer.errors import RunError
-from thinwire_trainer.records.fingerprint import fingerprint
-from thinwire_trainer.training.sharding import SHUFFLE, derived_seed
+from thinwire_trainer.training.batches import SHUFFLE, derived_seed
 from torch import Generator, Tensor
 from torch.nn.functional import ctc_loss
 

@@ -9,9 +9,8 @@ from typing import Any, cast
 
 import torch
 from thinwire_trainer.command_line.options import Options
-from thinwire_trainer.data.faults import Faults
+from thinwire_trainer.data import Faults, fingerprint
 from thinwire_trainer.errors import RunError
-from thinwire_trainer.records.fingerprint import fingerprint
 from torch import Generator, Tensor, nn
 from torch.nn.functional import cross_entropy
 

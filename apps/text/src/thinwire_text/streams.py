@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 from thinwire_trainer.errors import RunError
-from thinwire_trainer.training.sharding import SHUFFLE, derived_seed
+from thinwire_trainer.training.batches import SHUFFLE, derived_seed
 
 TEST_STREAMS = 16  # whatever the number of ranks
 SPARED = 8  # an epoch leaves out at most this part of each stream

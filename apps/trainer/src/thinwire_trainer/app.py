@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from thinwire_trainer.command_line.flag import Flag
     from thinwire_trainer.command_line.options import Options
-    from thinwire_trainer.data.faults import Faults
+    from thinwire_trainer.data import Faults
     from thinwire_trainer.synchronisers.table import Synchronisation
 
 
@@ -81,7 +81,7 @@ class Batches(Protocol):
     order, such as utterances of alike length, or streams of text that go on from batch to batch.
 
     A batch's name is whatever the task likes: it is what `loss` and `score`, or `read_train` and `read_test`, are
-    given. Without this they are indices, dealt out by `thinwire_trainer.training.sharding`.
+    given. Without this they are indices, dealt out by `thinwire_trainer.training.batches`.
     """
 
     def train_batches(self, *, rank: int, size: int, batch_size: int, seed: int, epoch: int) -> Sequence[Any]:
@@ -127,7 +127,7 @@ class Keeps(Protocol):
     def kept(self) -> dict[str, Any]:
         """Such as a vocabulary: for JSON. A run keeps it in task.json, and goes on only with the same.
 
-        So data should have a fingerprint in it (`thinwire_trainer.records.fingerprint`).
+        So data should have a fingerprint in it (`thinwire_trainer.data`).
         Names are for messages: train_data.
         """
         ...

@@ -17,8 +17,7 @@ from thinwire_trainer.command_line.flags import parse
 from thinwire_trainer.errors import RunError, UsageError
 from thinwire_trainer.launching.ending import StopRequest, complain
 from thinwire_trainer.launching.job import WRONG_USAGE, Job, run_job
-from thinwire_trainer.launching.placement import Placement, placement
-from thinwire_trainer.launching.world import first_complaint, joined
+from thinwire_trainer.launching.placement import Placement, first_complaint, joined, placement
 
 if TYPE_CHECKING:
     from thinwire_trainer.command_line.options import Options
@@ -69,7 +68,7 @@ def _function(name: str) -> Callable[[App, Sequence[str]], int]:
 def _said(error: RunError | OSError) -> str:
     if isinstance(error, RunError):
         return str(error)
-    from thinwire_trainer.all_or_none import describe
+    from thinwire_trainer.agreement import describe
 
     return describe(error)
 

@@ -25,7 +25,7 @@ class Split(Protocol):
         ...
 
     def told(self) -> Iterable[Tensor | str]:
-        """What tells these images from others, for `thinwire_trainer.records.fingerprint`."""
+        """What tells these images from others, for `thinwire_trainer.data`."""
         ...
 
 

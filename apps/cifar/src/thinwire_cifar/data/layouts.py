@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from thinwire_trainer.data.files import one_at_a_time
+from thinwire_trainer.data import one_at_a_time
 from thinwire_trainer.errors import RunError
 
 from thinwire_cifar.data.download import fetch

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
-from thinwire_trainer.data.files import one_at_a_time
+from thinwire_trainer.data import one_at_a_time
 from thinwire_trainer.errors import RunError
 
 from thinwire_cifar.data.download import fetch

@@ -20,8 +20,7 @@ from zipfile import BadZipFile
 import numpy as np
 import numpy.typing as npt
 import torch
-from thinwire_trainer.data.faults import Faults
-from thinwire_trainer.data.files import one_at_a_time
+from thinwire_trainer.data import Faults, one_at_a_time
 from thinwire_trainer.errors import RunError
 from thinwire_trainer.records.durable import replacing
 from torch import Tensor

@@ -8,8 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from thinwire_trainer.data.faults import Faults
-from thinwire_trainer.data.files import read_text
+from thinwire_trainer.data import Faults, read_text
 from thinwire_trainer.errors import RunError
 from torch import Tensor
 

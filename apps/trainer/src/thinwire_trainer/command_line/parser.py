@@ -1,17 +1,18 @@
 """The parser of the command line that all apps share: every flag, in groups that `--help` shows."""
 
-from argparse import ArgumentParser, BooleanOptionalAction
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import re
+from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
 from thinwire_trainer.app import App
 from thinwire_trainer.command_line import quantities
+from thinwire_trainer.command_line.config_file import RECORDED
 from thinwire_trainer.command_line.flag import Flag, Value
-from thinwire_trainer.command_line.model_name import model_name, models_help
-from thinwire_trainer.command_line.options import KEEP
-from thinwire_trainer.command_line.own_names import require_own_names
+from thinwire_trainer.command_line.options import KEEP, Options
 from thinwire_trainer.errors import UsageError
 from thinwire_trainer.synchronisers.table import AUTO, OPTIMIZERS, Entry, owners
 from thinwire_trainer.training.learning_rate import SHAPES
@@ -41,8 +42,6 @@ def parser_of(app: App, table: Mapping[str, Entry]) -> ArgumentParser:
     The help takes a default from the flag itself, %(default)s, because the app may have another than is written here.
     UsageError where a name of the app's own flags is taken.
     """
-    if app.flags or table:
-        require_own_names(app, common=_common(app), algorithms=owners(table))
     parser = Parser(
         prog=app.module,
         usage="python -m %(prog)s [--algorithm NAME] [flags]",
@@ -51,21 +50,18 @@ def parser_of(app: App, table: Mapping[str, Entry]) -> ArgumentParser:
         allow_abbrev=False,
     )
     _add_task(parser, app)
-    _add_app(parser, app)
+    of_the_app = parser.add_argument_group(f"{app.module}'s own") if app.flags else None
     _add_synchronisation(parser, table)
     _add_optimisation(parser, app.defaults)
     _add_machine(parser)
     _add_run(parser)
-    _add_own(parser, table, app.defaults)
     own = owners(table)
+    _require_own_names(app, common=vars(parser.parse_args([])), algorithms=own)
+    _add_own(parser, table, app.defaults)
+    for flag in app.flags:
+        _add_flag(of_the_app or parser, flag)
     parser.set_defaults(**{name: value for name, value in app.defaults.items() if name not in own})
     return parser
-
-
-def _common(app: App) -> list[str]:
-    """Names of the flags that all apps have."""
-    bare = replace(app, flags=(), defaults={}, commands={})
-    return list(vars(parser_of(bare, {}).parse_args([])))
 
 
 def _add_task(parser: ArgumentParser, app: App) -> None:
@@ -89,24 +85,13 @@ def _add_task(parser: ArgumentParser, app: App) -> None:
     )
 
 
-def _add_app(parser: ArgumentParser, app: App) -> None:
-    """The app's own flags."""
-    if not app.flags:
-        return
-    add = parser.add_argument_group(f"{app.module}'s own").add_argument
-    for flag in app.flags:
-        says = flag.says if flag.default is None else f"{flag.says} (default: {_shown(flag.default)})"
-        if isinstance(flag.default, bool):
-            add(spelt(flag.name), action=BooleanOptionalAction, default=flag.default, help=says)
-        else:
-            add(
-                spelt(flag.name),
-                type=flag.read,
-                default=flag.default,
-                choices=flag.choices,
-                metavar=flag.metavar,
-                help=says,
-            )
+def _add_flag(group: Any, flag: Flag) -> None:
+    """One of the app's own."""
+    says = flag.says if flag.default is None else f"{flag.says} (default: {_shown(flag.default)})"
+    how: dict[str, Any] = {"type": flag.read, "choices": flag.choices, "metavar": flag.metavar}
+    if isinstance(flag.default, bool):
+        how = {"action": BooleanOptionalAction}
+    group.add_argument(spelt(flag.name), default=flag.default, help=says, **how)
 
 
 def _shown(value: Value | None) -> str:
@@ -283,3 +268,63 @@ def _add_run(parser: ArgumentParser) -> None:
         default=False,
         help="also write a trace of a few steps, for Perfetto or chrome://tracing",
     )
+
+
+OWN = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
+def model_name(app: App) -> Callable[[str], str]:
+    """A check of the flag's value, without importing the model."""
+
+    def check(text: str) -> str:
+        if text in app.models:
+            return text
+        if text in app.elsewhere:
+            raise ArgumentTypeError(f"{text} is a model of another app: {app.elsewhere[text]}")
+        if not (app.own_models and OWN.fullmatch(text)):
+            known = ", ".join(map(repr, app.models))
+            own = ", or package.module:function for a model of your own" if app.own_models else ""
+            raise ArgumentTypeError(f"given {text!r}, expected one of {known}{own}")
+        package = text.partition(":")[0].partition(".")[0]
+        if find_spec(package) is None:
+            raise ArgumentTypeError(f"{text}: there is no package {package!r} in this folder or on PYTHONPATH")
+        return text
+
+    return check
+
+
+def models_help(app: App) -> str:
+    """What the flag takes."""
+    own = "; or package.module:function" if app.own_models else ""
+    return f"model: {', '.join(app.models)}{own} (default: {next(iter(app.models))})"
+
+
+ENTRIES = RECORDED | {field.name for field in fields(Options)}
+
+
+def _require_own_names(app: App, *, common: Collection[str], algorithms: Collection[str]) -> None:
+    """UsageError, naming the flag and the app, for a name that is taken.
+
+    common: of the trainer's flags. algorithms: of those that single algorithms have, the app's among them.
+    """
+    taken = dict.fromkeys({*common, *ENTRIES, "help"}, "the trainer")
+    for name in algorithms:
+        _require_free(app, name, taken)
+    taken = dict.fromkeys(algorithms, "an algorithm") | taken
+    for flag in app.flags:
+        _require_free(app, flag.name, taken)
+        taken[_positive(flag.name)] = "another flag of its own"
+
+
+def _require_free(app: App, name: str, taken: dict[str, str]) -> None:
+    if not name.isidentifier():
+        raise UsageError(
+            f"{app.module} defines a flag {name!r:.40}: name it by letters, digits and _ (which is - there)"
+        )
+    if (owner := taken.get(_positive(name))) is not None:
+        raise UsageError(f"{app.module} defines a flag {name!r:.40}, a name that {owner} has: give it another")
+
+
+def _positive(name: str) -> str:
+    """--no-NAME is spoken of together with --NAME."""
+    return name.removeprefix("no_")

@@ -1,30 +1,110 @@
 """Checkpoints of all ranks that survive a kill at any moment.
 
     OUTPUT/checkpoints/00000120/rank0.pt …      one file a rank: its replica's state
-    OUTPUT/checkpoints/00000120/manifest.json   what belongs together, with checksums; appears last
+    OUTPUT/checkpoints/00000120/manifest.json   names what belongs together, with checksums; appears last
 
 The newest are kept, as many as --keep says. All ranks see the same folder (on several machines: a shared file system).
 Only folders with such a name are checkpoints; whatever else lies there is left alone.
 """
 
+import hashlib
 import json
 import os
-import zipfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from communicators import Communicator
 
-from thinwire_trainer.all_or_none import all_or_none, gather_texts
+from thinwire_trainer.agreement import all_or_none, gather_texts
 from thinwire_trainer.command_line.options import KEEP, Settings
 from thinwire_trainer.errors import AgreedError, DamagedError, RunError
-from thinwire_trainer.records.durable import remove_folder, sync_folder, write_tensors
-from thinwire_trainer.records.manifest import NAME, FileRecord, Manifest, file_name, folder_name
+from thinwire_trainer.records.durable import (
+    opened,
+    remove_folder,
+    sealed,
+    sync_folder,
+    unsealed,
+    write_aside,
+    write_tensors,
+)
 from thinwire_trainer.records.metrics import MetricsFile
+
+NAME = "manifest.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileRecord:
+    """One rank's file as it was written."""
+
+    name: str
+    nbytes: int
+    sha256: str
+
+    @classmethod
+    def of(cls, path: Path) -> Self:
+        """The record of a file as it is on disk."""
+        with opened(path) as file:
+            return cls._of(path.name, file)
+
+    @classmethod
+    def _of(cls, name: str, file: BufferedReader) -> Self:
+        digest = hashlib.file_digest(file, "sha256")
+        return cls(name=name, nbytes=file.tell(), sha256=digest.hexdigest())
+
+    @contextmanager
+    def checked(self, folder: Path) -> Iterator[BufferedReader]:
+        """The file in `folder`, open; DamagedError if it is missing or another one than was written."""
+        path = folder / self.name
+        with opened(path) as file:
+            found = FileRecord._of(self.name, file)
+            if found.nbytes != self.nbytes:
+                raise DamagedError(f"{path} is damaged: {found.nbytes} bytes, expected {self.nbytes}")
+            if found != self:
+                raise DamagedError(f"{path} is damaged: its checksum is not the one in {NAME}")
+            file.seek(0)
+            yield file
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """step: training steps taken. metrics_nbytes, metrics_sha256: of metrics.jsonl then; manifests of older versions
+    have no checksum of it. files: one a rank, in rank order."""
+
+    step: int
+    metrics_nbytes: int
+    settings: Settings
+    files: list[FileRecord]
+    metrics_sha256: str | None = None
+
+    def write(self, folder: Path) -> None:
+        """Make the checkpoint exist: the last thing that is done to its folder."""
+        write_aside(folder / NAME, sealed(asdict(self)))
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """The manifest of a checkpoint; DamagedError if a single byte of it has changed, or it is none."""
+        path = folder / NAME
+        content = unsealed(path)
+        try:
+            return cls(**content | {"files": [FileRecord(**record) for record in content["files"]]})
+        except (TypeError, KeyError) as error:
+            raise DamagedError(f"{path} is not a manifest of this program ({error})") from None
+
+
+def folder_name(step: int) -> str:
+    """Of the checkpoint after so many steps."""
+    return f"{step:08d}"
+
+
+def file_name(rank: int) -> str:
+    """Of a rank's part."""
+    return f"rank{rank}.pt"
+
 
 State = dict[str, Any]
 
@@ -60,8 +140,9 @@ class Checkpoints:
                 folder.mkdir(parents=True)
         record = ""
         with all_or_none(comm):
-            origin = origin_of(step, settings, rank=comm.rank, size=comm.size)
-            record = json.dumps(asdict(_write(folder / file_name(comm.rank), {**state, "origin": origin})))
+            path = folder / file_name(comm.rank)
+            write_tensors(path, state)
+            record = json.dumps(asdict(FileRecord.of(path)))
         files = [FileRecord(**json.loads(text)) for text in gather_texts(record, comm)]
         with all_or_none(comm):
             if comm.rank == 0:
@@ -113,39 +194,13 @@ class Checkpoints:
 
 
 def load(folder: Path, manifest: Manifest, rank: int) -> State:
-    """A rank's state; DamagedError says which file is missing or damaged, or another rank's, step's or run's."""
-    path = folder / file_name(rank)
-    expected = origin_of(manifest.step, manifest.settings, rank=rank, size=len(manifest.files))
+    """A rank's state; DamagedError says which file is missing or damaged."""
     with manifest.files[rank].checked(folder) as file:
         try:
-            require_stored(file)
             state: State = torch.load(file, map_location="cpu", weights_only=True)
-            origin = state.pop("origin", expected)  # older versions wrote none
-            fits = json.dumps(origin, sort_keys=True) == json.dumps(expected, sort_keys=True)
-        except Exception as error:  # whatever a file that somebody else has made brings about
-            raise DamagedError(f"{path} is not a checkpoint's file ({type(error).__name__})") from None
-    if not fits:
-        raise DamagedError(f"{path} belongs to another rank, step or run than its name and {NAME} say")
+        except Exception as error:  # whatever torch says
+            raise DamagedError(f"{folder / file_name(rank)} is no checkpoint's ({type(error).__name__})") from None
     return state
-
-
-def origin_of(step: int, settings: Settings, *, rank: int, size: int) -> State:
-    """What tells a rank's file from all others: runs with these in common have the same bits."""
-    return {"step": step, "rank": rank, "world_size": size, "settings": settings}
-
-
-def require_stored(file: BufferedReader) -> None:
-    """ValueError if the file is not an uncompressed zip archive, as torch.save writes, or a checksum in it is wrong.
-
-    torch.load looks at none of these checksums, and takes older formats too.
-    """
-    with zipfile.ZipFile(file) as archive:
-        parts = archive.infolist()
-        if any(part.compress_type != zipfile.ZIP_STORED for part in parts):
-            raise ValueError("compressed")
-        if sum(part.file_size for part in parts) > file.seek(0, os.SEEK_END) or archive.testzip() is not None:
-            raise ValueError("damaged")
-    file.seek(0)
 
 
 def _is_checkpoint(entry: Path) -> bool:
@@ -156,8 +211,3 @@ def _is_checkpoint(entry: Path) -> bool:
 
 def _in_the_way(folder: Path) -> bool:
     return os.path.lexists(folder) and not _is_checkpoint(folder)
-
-
-def _write(path: Path, state: State) -> FileRecord:
-    write_tensors(path, state)
-    return FileRecord.of(path)

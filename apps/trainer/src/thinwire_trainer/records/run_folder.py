@@ -20,9 +20,8 @@ from typing import Any
 from thinwire_trainer.command_line.options import KEEP
 from thinwire_trainer.errors import DamagedError, RunError
 from thinwire_trainer.records.checkpoint import Checkpoints
-from thinwire_trainer.records.durable import opened, write_aside
+from thinwire_trainer.records.durable import opened, sealed, unsealed, write_aside
 from thinwire_trainer.records.metrics import MetricsFile
-from thinwire_trainer.records.sealing import sealed, unsealed
 
 NONE_TO_RESUME = "no run to resume: check --output, or leave --resume out"
 

@@ -19,7 +19,7 @@ from sparse_collectives import Choice, choose
 from sparse_compress import TopK
 from torch import nn
 
-from thinwire_trainer.all_or_none import all_or_none, gather_texts
+from thinwire_trainer.agreement import all_or_none, gather_texts
 from thinwire_trainer.command_line.flag import Flag, Value
 from thinwire_trainer.command_line.options import Options
 from thinwire_trainer.errors import DamagedError, RunError
@@ -33,13 +33,11 @@ CHOSEN_WITH = {"teams", "wire"}
 def settled(
     options: Options, model: nn.Module, comm: Communicator, table: Mapping[str, Synchronisation]
 ) -> tuple[Options, str]:
-    """The options with an algorithm by name, and what config.json keeps of why: "" where the user named it.
+    """The options with an algorithm by name in the place of "auto", and what config.json keeps of why.
 
-    Collective where it is "auto": all ranks come to the same. AgreedError where there is no run to resume, or one whose
-    algorithm was not chosen.
+    Collective: all ranks come to the same. AgreedError where there is no run to resume, or one whose algorithm was not
+    chosen.
     """
-    if options.algorithm != AUTO:
-        return options, ""
     if options.resume is None:
         choice = _measured(options, model, comm)
         found: dict[str, Any] = {"algorithm": choice.algorithm, "wire": choice.wire, **choice.options}

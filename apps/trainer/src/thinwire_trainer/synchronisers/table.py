@@ -1,10 +1,13 @@
 """Ways of synchronising by name: what makes each, and the flags that it alone takes. One entry is one `--algorithm`.
 
-Imports nothing heavy: flags are checked before torch is loaded, and a maker is found when it is called.
+Imports nothing heavy: flags are checked before torch is loaded, and a maker is found when it is called. So the names
+of other packages' algorithms and wires are written here; a test compares them with the packages.
 """
 
 from __future__ import annotations
 
+import re
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -12,10 +15,8 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from thinwire_trainer.command_line import quantities
-from thinwire_trainer.command_line.delay import delay, require_ranks
 from thinwire_trainer.command_line.flag import Flag, Value
 from thinwire_trainer.errors import RunError
-from thinwire_trainer.synchronisers.literals import literal_dict
 
 if TYPE_CHECKING:
     from communicators import Communicator
@@ -99,8 +100,32 @@ def _check_pull(own: Mapping[str, Value], workers: int) -> None:
         )
 
 
+NO_DELAY = "none"
+DELAY_FORMS = "none, fixed:RANK,…=SECONDS, random:COUNT=SECONDS or linear=SECONDS, of 0 s or more"
+
+
+def _delay(text: str) -> str:
+    """--inject-delay in a form that `partial_collectives.injected_delays` takes."""
+    whom, _, seconds = text.partition("=")
+    if text and text != NO_DELAY:
+        try:
+            quantities.non_negative(seconds)
+        except ArgumentTypeError:
+            whom = ""
+        if not re.fullmatch(r"fixed:\d+(,\d+)*|random:\d+|linear", whom):
+            raise ArgumentTypeError(f"given {text!r}, expected {DELAY_FORMS}")
+    return text or NO_DELAY
+
+
 def _check_delay(own: Mapping[str, Value], workers: int) -> None:
-    require_ranks(str(own["inject_delay"]), workers)
+    text = str(own["inject_delay"])
+    for number in map(int, re.findall(r"\d+", text.partition("=")[0])):
+        if text.startswith("fixed") and number >= workers:
+            raise RunError(
+                f"--inject-delay {text}: there is no rank {number} of {workers}, which are 0 … {workers - 1}"
+            )
+        if number > workers:
+            raise RunError(f"--inject-delay {text}: {number} ranks are more than the {workers} workers")
 
 
 def _check_threshold(own: Mapping[str, Value], workers: int) -> None:
@@ -124,13 +149,14 @@ VERIFY = Flag(
     says="compare the ranks' parameters every so many steps; 0: never",
     shapes=False,
 )
+VALUES = ("fp32", "bf16", "fp16", "int8")
 WIRE = Flag(
     name="wire",
     default="fp32",
-    choices=literal_dict("wire/wire", "WIRES"),
+    choices=(*VALUES, *(f"{values}-packed" for values in VALUES)),
     says="how values travel, and sparse indices",
 )
-DENSE_WIRE = replace(WIRE, choices=literal_dict("wire/half", "DENSE_WIRES"))
+DENSE_WIRE = replace(WIRE, choices=("fp32", "bf16", "fp16"))
 DENSITY = Flag(name="density", default=0.01, read=quantities.density, says="share of the gradient that is sent")
 DENSITY_WARMUP = Flag(
     name="density_warmup",
@@ -164,8 +190,8 @@ DENSE_STEPS = Flag(
 
 INJECT_DELAY = Flag(
     name="inject_delay",
-    default="none",
-    read=delay,
+    default=NO_DELAY,
+    read=_delay,
     metavar="WHOM=SECONDS",
     says="holds ranks up at every step, for experiments: fixed:0,3=0.2, random:2=0.32 (so many, drawn anew) or "
     "linear=0.001 (times the rank)",
@@ -231,6 +257,7 @@ AVERAGING: dict[str, dict[str, Any]] = {
     "bmuf": {"flags": (SYNC_EVERY, BLOCK_RATE, BLOCK_MOMENTUM)},
     "slowmo": {"flags": (SYNC_EVERY, ALPHA, BETA), "check": _check_alpha},
     "easgd": {"flags": (SYNC_EVERY, replace(ALPHA, default="auto")), "check": _check_pull},
+    "cocod": {},
     "overlap-local-sgd": {
         "flags": (replace(SYNC_EVERY, default=2), replace(ALPHA, default=0.6), BETA),
         "check": _check_alpha,
@@ -241,9 +268,9 @@ AVERAGING: dict[str, dict[str, Any]] = {
         "check": _check_alpha,
     },
 }
-"""What an algorithm of local-sgd has besides --sync-every."""
+"""The algorithms of local-sgd, with the flags of each."""
 
-CHOSEN: dict[str, Any] = {"flags": (SELECT, THRESHOLD, *SPARSE.flags), "check": _check_threshold}
+SELECTING = replace(SPARSE, flags=(SELECT, THRESHOLD, *SPARSE.flags), check=_check_threshold)
 """Where the algorithm leaves it to others what is selected."""
 
 
@@ -289,27 +316,16 @@ QUORUM = Flag(
     says="with so many a round begins; auto: half of them",
 )
 
-OWN: dict[str, dict[str, Any]] = {
-    "topk-allgather": {"compressors": ("topk", "topkA"), **CHOSEN},
-    "topk-dsa": {"compressors": ("topkDSA",), **CHOSEN},
-    "gtopk": CHOSEN,
-    "spardl": {"flags": (TEAMS, *SPARSE.flags), "check": _check_teams},
-    "powersgd": {"flags": (RANK, DENSE_STEPS, *WHOLE.flags)},
-}
-"""What an algorithm of sparse-collectives has besides the others of its kind."""
-
 TABLE: dict[str, Synchronisation] = {
     "dense": DENSE,
-    **{
-        name: replace(SPARSE, **{"compressors": (name,), **OWN.get(name, {})})
-        for name in literal_dict("algorithms/table", "ALGORITHMS")
-        if name != "dense"
-    },
-    **{name: replace(WHOLE, **OWN.get(name, {})) for name in literal_dict("training/schemes/table", "WHOLE")},
-    **{
-        name: replace(PERIODIC, **AVERAGING.get(name, {}))
-        for name in literal_dict("__init__", "ALGORITHMS", package="local_sgd")
-    },
+    "topk-allgather": replace(SELECTING, compressors=("topk", "topkA")),
+    "topk-dsa": replace(SELECTING, compressors=("topkDSA",)),
+    "gtopk": replace(SELECTING, compressors=("gtopk",)),
+    "oktopk": replace(SPARSE, compressors=("oktopk",)),
+    "spardl": replace(SPARSE, compressors=("spardl",), flags=(TEAMS, *SPARSE.flags), check=_check_teams),
+    "powersgd": replace(WHOLE, flags=(RANK, DENSE_STEPS, *WHOLE.flags)),
+    "dense-int8": WHOLE,
+    **{name: replace(PERIODIC, **own) for name, own in AVERAGING.items()},
     "eager-solo": EAGER,
     "eager-majority": EAGER,
     "eager-quorum": replace(EAGER, flags=(QUORUM, *EAGER.flags), check=_check_quorum),
