@@ -90,7 +90,7 @@ def test_epochs_and_samples_are_augmented_unlike(tmp_path: Path) -> None:
 
 
 def test_the_index_of_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from thinwire_cifar.data import folders
+    from thinwire_cifar.data import imagenet as folders
 
     root = small_files.imagenet(tmp_path, images=6, classes=3)
     for folder in (root / "train").iterdir():
@@ -133,7 +133,7 @@ def test_the_index_of_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     ],
 )
 def test_an_index_that_somebody_else_wrote(content: bytes, tmp_path: Path) -> None:
-    from thinwire_cifar.data import folders
+    from thinwire_cifar.data import imagenet as folders
 
     root = small_files.imagenet(tmp_path)
     os.utime(root / "train" / "n00000000", (1e9, 1e9))

@@ -247,7 +247,7 @@ def older(folder: Path, *names: str) -> None:
 def test_every_setting_that_was_added_says_what_runs_did_before(app: App, options: Callable[..., Options]) -> None:
     for algorithm, entry in table_of(app).items():
         added = set(options(algorithm=algorithm).settings()) - FIRST_SETTINGS
-        assert added == set(BEFORE) | {flag.name for flag in entry.flags if flag.shapes} - FIRST_SETTINGS
+        assert added == (set(BEFORE) | {flag.name for flag in entry.flags if flag.shapes}) - FIRST_SETTINGS
 
 
 def test_a_run_from_before_an_option_was_added_is_gone_on_with(

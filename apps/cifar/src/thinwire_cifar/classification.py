@@ -12,8 +12,7 @@ from torch import Generator, Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from thinwire_cifar.catalogue import DATASETS, MODELS
-from thinwire_cifar.data.images import Images
-from thinwire_cifar.data.keyed import keys
+from thinwire_cifar.data.images import Images, keys
 from thinwire_cifar.own_model import built
 
 

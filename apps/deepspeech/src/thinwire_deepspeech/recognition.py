@@ -17,15 +17,20 @@ from torch import Generator, Tensor
 from torch.nn.functional import ctc_loss
 
 from thinwire_deepspeech.catalogue import DATASETS, MODELS
-from thinwire_deepspeech.data.batch import Batch, batch_of
-from thinwire_deepspeech.data.buckets import bucketed, shuffled, sorted_batches
-from thinwire_deepspeech.data.utterances import Corpus, Utterance, frame_counts
-from thinwire_deepspeech.decoding.alphabet import LABELS, decoded, frames_needed
-from thinwire_deepspeech.decoding.greedy import greedy
+from thinwire_deepspeech.data.utterances import (
+    Batch,
+    Corpus,
+    Utterance,
+    batch_of,
+    bucketed,
+    frame_counts,
+    shuffled,
+    sorted_batches,
+)
+from thinwire_deepspeech.decoding import LABELS, decoded, frames_needed, greedy
 from thinwire_deepspeech.error_rates import errors
-from thinwire_deepspeech.model.deepspeech2 import DeepSpeech2, Size
-from thinwire_deepspeech.sound.spec_augment import spec_augment
-from thinwire_deepspeech.sound.spectrogram import HOP, RATE, spectrogram
+from thinwire_deepspeech.model import DeepSpeech2, Size
+from thinwire_deepspeech.sound import HOP, RATE, spec_augment, spectrogram
 
 TEST_BATCH = 32  # utterances
 SUMS = ("loss", "utterances", "word_edits", "words", "character_edits", "characters")  # of each group of tests

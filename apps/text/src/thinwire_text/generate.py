@@ -16,7 +16,7 @@ from thinwire_trainer.trained import trained
 from torch import Tensor, nn
 
 from thinwire_text.catalogue import SENTIMENT
-from thinwire_text.data.vocabulary import END, UNKNOWN, Vocabulary, words
+from thinwire_text.data.corpus import END, UNKNOWN, Vocabulary, words
 from thinwire_text.language import built
 from thinwire_text.models.language import Language
 

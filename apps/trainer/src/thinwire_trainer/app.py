@@ -43,17 +43,14 @@ class Task(Protocol):
     @property
     def model(self) -> nn.Module:
         """What is trained, already on its device."""
-        ...
 
     @property
     def train_size(self) -> int:
         """Training samples."""
-        ...
 
     @property
     def test_size(self) -> int:
         """Test samples."""
-        ...
 
     def loss(self, batch: Any, generator: Generator) -> Tensor:
         """Mean loss (a scalar) of the model over these training samples: indices, or as `Batches` name them, or `Reads`
@@ -61,18 +58,15 @@ class Task(Protocol):
 
         What is random in the model's own input draws from `generator`.
         """
-        ...
 
     def score(self, batch: Any) -> Tensor:
         """Sums over these test samples, float64, shape [s]: added over batches and ranks, then given to `metrics`.
 
         batch: indices, or what `Batches` name, or `Reads` read; it may be empty. In their order.
         """
-        ...
 
     def metrics(self, sums: Tensor) -> dict[str, float]:
         """The test metrics by name (`test_loss`, `test_accuracy`, …) that the sums over all test samples mean."""
-        ...
 
 
 @runtime_checkable
@@ -90,15 +84,12 @@ class Batches(Protocol):
         As many on every rank and in every epoch, at least one; the ranks' gradients count alike. size: number of
         ranks. batch_size: --batch-size. RunError where that cannot be, such as too little data for so many ranks.
         """
-        ...
 
     def test_batches(self, *, rank: int, size: int) -> Sequence[Any]:
         """This rank's test batches, in order: over all ranks each sample once. At least one, which may be empty."""
-        ...
 
     def weight(self, batch: Any) -> int:
         """What a batch, by its name, counts in the epoch's mean training loss: samples, tokens, frames."""
-        ...
 
 
 @runtime_checkable
@@ -113,11 +104,9 @@ class Carries(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """All that later batches depend on besides the model, for torch.load(weights_only=True)."""
-        ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes back to where `state` was taken; it is on the CPU, and is not to be changed."""
-        ...
 
 
 @runtime_checkable
@@ -130,7 +119,6 @@ class Keeps(Protocol):
         So data should have a fingerprint in it (`thinwire_trainer.data`).
         Names are for messages: train_data.
         """
-        ...
 
 
 @runtime_checkable
@@ -141,7 +129,6 @@ class LeavesOut(Protocol):
     @property
     def faults(self) -> Faults:
         """Of all that were looked at."""
-        ...
 
 
 @runtime_checkable
@@ -155,8 +142,6 @@ class Reads(Protocol):
 
     def read_train(self, indices: Any, seed: int) -> Any:
         """These training samples, augmented; a sample's random numbers are those of its index and the epoch's seed."""
-        ...
 
     def read_test(self, indices: Any) -> Any:
         """These test samples."""
-        ...

@@ -16,7 +16,7 @@ import torch
 from communicators import Communicator
 
 from thinwire_trainer.agreement import all_or_none, gather_texts
-from thinwire_trainer.command_line.options import Options, Settings, in_todays_terms
+from thinwire_trainer.command_line.options import Options
 from thinwire_trainer.errors import DamagedError, RunError
 from thinwire_trainer.records.checkpoint import Manifest, State, file_name, load
 from thinwire_trainer.records.run_folder import RunFolder
@@ -38,14 +38,13 @@ def resume(
     comm: Communicator,
     *,
     steps_of: StepsOf,
-    own_flags: Settings,
 ) -> int | None:
     """Put `replica` and the metrics back to the checkpoint that --resume names, and return its step.
 
-    replica: one that has taken no step. steps_of: number of ranks -> steps in an epoch. own_flags: see
-    `in_todays_terms`. None if the run was stopped before its first checkpoint: it then starts from
-    the beginning. AgreedError if the checkpoint is damaged, does not fit, or belongs to other settings or another
-    number of ranks than --residuals allows: the folder is then as it was, and the replica of no use.
+    replica: one that has taken no step. steps_of: number of ranks -> steps in an epoch.
+    None if the run was stopped before its first checkpoint: it then starts from the beginning.
+    AgreedError if the checkpoint is damaged, does not fit, or belongs to other settings or another number of ranks than
+    --residuals allows: the folder is then as it was, and the replica of no use.
     """
     which = options.resume or "latest"
     chosen = _agreed_choice(folder, which, comm)
@@ -55,7 +54,7 @@ def resume(
                 folder.metrics.truncate(0)
         return None
     with all_or_none(comm), _advising(which):
-        manifest = _same_run(chosen, options, comm.size, own_flags)
+        manifest = _same_run(chosen, options, comm.size)
         read = _shared_out if options.residuals else _own
         state = read(chosen, manifest, replica, options, comm, steps_of)
         if comm.rank == 0:
@@ -70,7 +69,7 @@ def resume(
     return manifest.step
 
 
-def require_same_run(folder: RunFolder, options: Options, ranks: int, *, own_flags: Settings) -> None:
+def require_same_run(folder: RunFolder, options: Options, ranks: int) -> None:
     """RunError if the checkpoint that --resume names is damaged, or of other settings or another number of ranks.
 
     It only looks, by itself: before the folder is locked, which others may want meanwhile.
@@ -79,13 +78,17 @@ def require_same_run(folder: RunFolder, options: Options, ranks: int, *, own_fla
     chosen = folder.checkpoints.choose(which)
     if chosen is not None:
         with _advising(which):
-            _same_run(chosen, options, ranks, own_flags)
+            _same_run(chosen, options, ranks)
 
 
-def _same_run(chosen: Path, options: Options, ranks: int, own_flags: Settings) -> Manifest:
+def _same_run(chosen: Path, options: Options, ranks: int) -> Manifest:
     manifest = Manifest.read(chosen)
     _check_world(len(manifest.files), ranks, options.residuals)
-    _check_settings(in_todays_terms(manifest.settings, options.settings(), own_flags), options.settings())
+    if changed := options.changed(manifest.settings):
+        listed = "; ".join(
+            f"--{name.replace('_', '-')} {then!s:.40} then, {now} now" for name, (then, now) in changed.items()
+        )
+        raise RunError(f"the run to resume has other settings ({listed}): give the same flags again")
     return manifest
 
 
@@ -204,13 +207,3 @@ def _check_world(ranks: int, size: int, residuals: str | None) -> None:
             f"the run to resume has {ranks} ranks, now there are {size}: start it with --nworkers {ranks}, or say what "
             f"becomes of what each rank has not sent yet: --residuals carry or drop"
         )
-
-
-def _check_settings(then: Settings, now: Settings) -> None:
-    changed = [
-        f"--{name.replace('_', '-')} {then.get(name)!s:.40} then, {now.get(name)} now"
-        for name in then | now
-        if then.get(name) != now.get(name)
-    ]
-    if changed:
-        raise RunError(f"the run to resume has other settings ({'; '.join(changed)}): give the same flags again")

@@ -13,7 +13,7 @@ from communicators import Communicator
 from thinwire_trainer.agreement import GO_ON, START_AGAIN, AgreedStop, Aside, Meter, all_or_none, require_same
 from thinwire_trainer.app import App, Carries, Keeps, LeavesOut, Task
 from thinwire_trainer.command_line.flags import table_of
-from thinwire_trainer.command_line.options import Options, Settings
+from thinwire_trainer.command_line.options import Options
 from thinwire_trainer.errors import RunError
 from thinwire_trainer.launching.device import clock_of
 from thinwire_trainer.launching.ending import StopRequest
@@ -25,7 +25,7 @@ from thinwire_trainer.records.trace import Trace
 from thinwire_trainer.resuming import require_same_run, resume
 from thinwire_trainer.synchronisers.automatic import settled
 from thinwire_trainer.synchronisers.synchroniser import Rates, Synchroniser
-from thinwire_trainer.synchronisers.table import AUTO, owners
+from thinwire_trainer.synchronisers.table import AUTO
 from thinwire_trainer.training.batches import AUGMENT, DROPOUT, agreed_steps, batches_of, derived_seed, steps_of
 from thinwire_trainer.training.learning_rate import rate_schedule
 from thinwire_trainer.training.loop import Training, train
@@ -90,7 +90,7 @@ def _in_its_folder(
     options, comm, advice = training.options, training.comm, _advice(training.options)
     with all_or_none(comm, advice=advice), naming_holder(options.output):
         if comm.rank == 0:
-            _require_possible(app, training)  # before others are kept out, and again when they are
+            _require_possible(training)  # before others are kept out, and again when they are
     with training.progress, locked(options.output, comm, advice=advice):
         _begin(app, training, device, choice)
         chosen = f"{choice} (when the run began)" if choice and options.resume else choice
@@ -163,32 +163,22 @@ def _begin(app: App, training: Training, device: torch.device, choice: str) -> N
             config = {"app": app.module} | _config(training, device, choice)
             folder.begin(config, kept=_kept(training.task), overwrite=options.overwrite)
         elif comm.rank == 0:
-            _require_possible(app, training)
+            _require_possible(training)
     if options.resume is None:
         return
-    own_flags = _own_flags(app, options.algorithm)
     steps = partial(steps_of, batches_of(training.task), options)
-    step = resume(training.replica, folder, options, comm, steps_of=steps, own_flags=own_flags)
+    step = resume(training.replica, folder, options, comm, steps_of=steps)
     none_yet = f"{folder.path} holds no checkpoint yet: starting from the beginning"
     training.note(none_yet if step is None else f"resumed {folder.path} at step {step}")
 
 
-def _require_possible(app: App, training: Training) -> None:
+def _require_possible(training: Training) -> None:
     """RunError if the folder holds a run that is in the way, or none, or another one than is to go on."""
     options, folder = training.options, training.folder
     folder.prepare(resume=options.resume is not None, overwrite=options.overwrite)
     if options.resume is not None:
-        own_flags = _own_flags(app, options.algorithm)
-        require_same_run(folder, options, training.comm.size, own_flags=own_flags)
+        require_same_run(folder, options, training.comm.size)
         folder.require_kept(_kept(training.task))
-
-
-def _own_flags(app: App, algorithm: str) -> Settings:
-    """Of all algorithms, and the app's; see `in_todays_terms`."""
-    table = table_of(app)
-    own = {flag.name: flag.default for flag in table[algorithm].flags}
-    apps: Settings = {flag.name: flag.default for flag in app.flags}
-    return apps | {name: own.get(name) for name in owners(table)}
 
 
 def _advice(options: Options) -> str:

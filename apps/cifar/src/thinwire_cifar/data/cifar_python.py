@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from thinwire_trainer.errors import RunError
 
-from thinwire_cifar.data.cifar_binary import COARSE, PIXELS_NBYTES, SIZE
+from thinwire_cifar.data.cifar_images import COARSE, PIXELS_NBYTES, SIZE
 from thinwire_cifar.data.images import Loaded
 
 

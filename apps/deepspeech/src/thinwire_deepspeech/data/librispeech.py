@@ -11,9 +11,8 @@ from pathlib import Path
 from thinwire_trainer.data import Faults, read_text
 from thinwire_trainer.errors import RunError
 
-from thinwire_deepspeech.data.transcripts import transcript_of
-from thinwire_deepspeech.data.utterances import Corpus, Utterance
-from thinwire_deepspeech.sound.audio import read_sound, samples_in
+from thinwire_deepspeech.data.utterances import Corpus, Utterance, transcript_of
+from thinwire_deepspeech.sound import read_sound, samples_in
 
 
 def load(data_dir: Path, *, faults: Faults) -> Corpus:

@@ -17,10 +17,8 @@ from typing import NamedTuple
 from thinwire_trainer.data import Faults, read_text
 from thinwire_trainer.errors import RunError
 
-from thinwire_deepspeech.data.transcripts import transcript_of
-from thinwire_deepspeech.data.utterances import Corpus, Utterance
-from thinwire_deepspeech.sound.audio import read_sound, samples_in
-from thinwire_deepspeech.sound.spectrogram import RATE, SHORTEST
+from thinwire_deepspeech.data.utterances import Corpus, Utterance, transcript_of
+from thinwire_deepspeech.sound import RATE, SHORTEST, read_sound, samples_in
 
 PATHS = ("path", "wav_filename", "audio_filepath", "audio")
 TEXTS = ("transcript", "sentence", "text")

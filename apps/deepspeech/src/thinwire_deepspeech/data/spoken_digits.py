@@ -27,8 +27,7 @@ from torch import Tensor
 
 from thinwire_deepspeech.data.espeak import Request
 from thinwire_deepspeech.data.utterances import Corpus, Utterance
-from thinwire_deepspeech.sound.resample import resample
-from thinwire_deepspeech.sound.spectrogram import RATE
+from thinwire_deepspeech.sound import RATE, resample
 
 DIGITS = ("ZERO", "ONE", "TWO", "THREE", "FOUR", "FIVE", "SIX", "SEVEN", "EIGHT", "NINE")
 VOICES = (

@@ -13,8 +13,7 @@ from thinwire_trainer.data import Faults, read_text
 from thinwire_trainer.errors import RunError
 from torch import Tensor
 
-from thinwire_text.data.files import folder_with
-from thinwire_text.data.vocabulary import UNKNOWN, Vocabulary
+from thinwire_text.data.corpus import UNKNOWN, Vocabulary, folder_with
 
 SOURCE = "https://ai.stanford.edu/~amaas/data/sentiment/"
 PADDING = "<pad>"

@@ -15,4 +15,3 @@ class Language(Protocol):
 
     def begin(self, streams: int) -> State:
         """The state at the beginning of so many streams."""
-        ...

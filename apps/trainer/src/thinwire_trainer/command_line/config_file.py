@@ -11,22 +11,11 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from thinwire_trainer.command_line.options import PER_RANK
 from thinwire_trainer.errors import RunError
 
 # What says where and on what a run was, or what became of it, but not how it trained.
-IGNORED = {
-    "backend",
-    "config",
-    "data_dir",
-    "device",
-    "download",
-    "output",
-    "overwrite",
-    "oversubscribe",
-    "readers",
-    "residuals",
-    "resume",
-}
+IGNORED = (PER_RANK - {"nworkers", "tensorboard"}) | {"backend", "config", "device", "overwrite", "residuals", "resume"}
 RECORDED = {"app", "choice", "hardware", "parameters", "python", "torch", "world_size"}
 EITHER = ({"algorithm", "compression", "compressor"}, {"lr_schedule", "milestones"})
 """Flags that speak of the same: one of them on the command line takes the place of all in the file."""

@@ -92,7 +92,7 @@ def _checked(
     entry.require_installed(given.algorithm)
     given.own = _own(given, entry, table, app.defaults)
     given.app = {flag.name: vars(given).pop(flag.name) for flag in app.flags}
-    given.free = entry.free | {flag.name for flag in app.flags if not flag.shapes}
+    given.own_flags = (*entry.flags, *app.flags)
     entry.check(given.own, given.nworkers)
     _check_overlap(given, entry)
     _check_optimizer(given, entry, said)

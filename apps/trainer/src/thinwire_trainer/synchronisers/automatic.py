@@ -94,7 +94,8 @@ def _named(options: Options, found: Mapping[str, Any], table: Mapping[str, Synch
     own: dict[str, Any] = {flag.name: options.own.get(flag.name, flag.default) for flag in entry.flags}
     own |= {flag.name: _read(flag, found[flag.name]) for flag in entry.flags if flag.name in CHOSEN_WITH & found.keys()}
     entry.check(own, workers)
-    return replace(options, algorithm=str(found["algorithm"]), own=own, free=entry.free)
+    of_the_app = [flag for flag in options.own_flags if flag.name in options.app]
+    return replace(options, algorithm=str(found["algorithm"]), own=own, own_flags=(*entry.flags, *of_the_app))
 
 
 def _read(flag: Flag, value: object) -> Value:
