@@ -6,7 +6,6 @@ them to.
 
 from __future__ import annotations
 
-import errno
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,10 +17,7 @@ import torch
 from communicators import Communicator, Round, Schedule, Work, allgather, dense_schedules, start
 from torch import Tensor
 
-from thinwire_trainer.errors import AgreedError, RunError
-
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-GO_ON, START_AGAIN = "go on with --resume", "start again"  # once there is room
+from thinwire_trainer.errors import GO_ON, AgreedError, RunError, told
 
 
 def gather_texts(text: str, comm: Communicator) -> list[str]:
@@ -36,25 +32,18 @@ def all_or_none(comm: Communicator, *, advice: str = GO_ON) -> Iterator[None]:
     """Run the block on every rank: either it succeeds on all, or all raise the reason of the lowest that failed.
 
     The block must not communicate. RunError and OSError count as failures; anything else is a fault in the
-    program and goes its way. When it returns, every rank has finished its block. advice: see `describe`.
+    program and goes its way. When it returns, every rank has finished its block. advice: see `told`.
     """
     reason = ""
     try:
         yield
     except (RunError, OSError) as error:
-        reason = describe(error, advice=advice) if isinstance(error, OSError) else str(error)
+        reason = told(error, advice=advice)
     reasons = gather_texts(reason, comm)
     failed = [rank for rank, text in enumerate(reasons) if text]
     if failed:
         where = "" if len(failed) == comm.size else f" (on rank {', '.join(map(str, failed))} of {comm.size})"
         raise AgreedError(reasons[failed[0]] + where)
-
-
-def describe(error: OSError, *, advice: str = GO_ON) -> str:
-    """What the system says about which file; on a full disk also what to do, once there is room."""
-    what = str(error.strerror or error or type(error).__name__)
-    named = f"{error.filename}: {what}" if error.filename is not None else what
-    return f"{named}: make room, then {advice}" if error.errno in NO_SPACE else named
 
 
 def require_same(flags: Mapping[str, object], comm: Communicator) -> None:
@@ -154,7 +143,14 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class AgreedStop:
-    """asked: the number of the signal that has asked this rank to stop, 0 if none has. first_step: taken already."""
+    """The step after which all ranks stop, when a signal has asked any of them to.
+
+    About once a second they add up who was asked, in the background: what was started at one such step is looked at by
+    all ranks at the next one, and there they stop, or go on. So no step waits for the answer, and a signal takes two
+    seconds. How many steps that is follows from the same sum, so that ranks agree on it, too.
+
+    asked: the number of the signal that has asked this rank to stop, 0 if none has. first_step: taken already.
+    """
 
     def __init__(
         self,

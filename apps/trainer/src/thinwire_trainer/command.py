@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from thinwire_trainer.app import App
 from thinwire_trainer.command_line.flags import parse
-from thinwire_trainer.errors import RunError, UsageError
+from thinwire_trainer.errors import RunError, UsageError, told
 from thinwire_trainer.launching.ending import StopRequest, complain
 from thinwire_trainer.launching.job import WRONG_USAGE, Job, run_job
 from thinwire_trainer.launching.placement import Placement, first_complaint, joined, placement
@@ -50,7 +50,7 @@ def _command(app: App, name: str, argv: Sequence[str], place: Placement) -> int:
         return _function(app.commands[name])(app, argv)
     except (RunError, OSError) as error:
         if place.rank == 0:
-            complain(program, _said(error))
+            complain(program, told(error))
         return WRONG_USAGE if isinstance(error, UsageError) else 1
 
 
@@ -63,14 +63,6 @@ def _function(name: str) -> Callable[[App, Sequence[str]], int]:
     if not callable(found):
         raise RunError(f"App.commands names {name!r:.100}, which is a {type(found).__name__}, expected a function")
     return found
-
-
-def _said(error: RunError | OSError) -> str:
-    if isinstance(error, RunError):
-        return str(error)
-    from thinwire_trainer.agreement import describe
-
-    return describe(error)
 
 
 def _train(app: App, options: "Options", place: Placement, request: StopRequest) -> None:

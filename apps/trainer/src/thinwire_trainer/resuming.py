@@ -128,8 +128,9 @@ def _shared_out(
 
 def _read(chosen: Path, manifest: Manifest, rank: int, options: Options, steps_per_epoch: int) -> State:
     """The state that this rank saved, at the step that the manifest names; DamagedError for any other."""
-    state, path = load(chosen, manifest, rank), chosen / file_name(rank)
+    path = chosen / file_name(rank)
     with _fitting(path):
+        state = load(chosen, manifest, rank)
         position = Position(**state["position"])
     if position.taken(steps_per_epoch) != manifest.step or position.step >= steps_per_epoch:
         raise DamagedError(f"{path} does not fit this run ({position} is not that of step {manifest.step})")

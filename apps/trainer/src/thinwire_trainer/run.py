@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from communicators import Communicator
 
-from thinwire_trainer.agreement import GO_ON, START_AGAIN, AgreedStop, Aside, Meter, all_or_none, require_same
+from thinwire_trainer.agreement import AgreedStop, Aside, Meter, all_or_none, require_same
 from thinwire_trainer.app import App, Carries, Keeps, LeavesOut, Task
 from thinwire_trainer.command_line.flags import table_of
 from thinwire_trainer.command_line.options import Options
-from thinwire_trainer.errors import RunError
+from thinwire_trainer.errors import GO_ON, START_AGAIN, RunError
 from thinwire_trainer.launching.device import clock_of
 from thinwire_trainer.launching.ending import StopRequest
 from thinwire_trainer.records.durable import write_tensors

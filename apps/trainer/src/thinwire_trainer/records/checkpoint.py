@@ -10,8 +10,7 @@ Only folders with such a name are checkpoints; whatever else lies there is left 
 import hashlib
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -38,47 +37,14 @@ NAME = "manifest.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class FileRecord:
-    """One rank's file as it was written."""
-
-    name: str
-    nbytes: int
-    sha256: str
-
-    @classmethod
-    def of(cls, path: Path) -> Self:
-        """The record of a file as it is on disk."""
-        with opened(path) as file:
-            return cls._of(path.name, file)
-
-    @classmethod
-    def _of(cls, name: str, file: BufferedReader) -> Self:
-        digest = hashlib.file_digest(file, "sha256")
-        return cls(name=name, nbytes=file.tell(), sha256=digest.hexdigest())
-
-    @contextmanager
-    def checked(self, folder: Path) -> Iterator[BufferedReader]:
-        """The file in `folder`, open; DamagedError if it is missing or another one than was written."""
-        path = folder / self.name
-        with opened(path) as file:
-            found = FileRecord._of(self.name, file)
-            if found.nbytes != self.nbytes:
-                raise DamagedError(f"{path} is damaged: {found.nbytes} bytes, expected {self.nbytes}")
-            if found != self:
-                raise DamagedError(f"{path} is damaged: its checksum is not the one in {NAME}")
-            file.seek(0)
-            yield file
-
-
-@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """step: training steps taken. metrics_nbytes, metrics_sha256: of metrics.jsonl then; manifests of older versions
-    have no checksum of it. files: one a rank, in rank order."""
+    have no checksum of it. files: name, length and checksum of one a rank, in rank order."""
 
     step: int
     metrics_nbytes: int
     settings: Settings
-    files: list[FileRecord]
+    files: list[dict[str, Any]]
     metrics_sha256: str | None = None
 
     def write(self, folder: Path) -> None:
@@ -88,12 +54,16 @@ class Manifest:
     @classmethod
     def read(cls, folder: Path) -> Self:
         """The manifest of a checkpoint; DamagedError if a single byte of it has changed, or it is none."""
-        path = folder / NAME
-        content = unsealed(path)
         try:
-            return cls(**content | {"files": [FileRecord(**record) for record in content["files"]]})
-        except (TypeError, KeyError) as error:
-            raise DamagedError(f"{path} is not a manifest of this program ({error})") from None
+            return cls(**unsealed(folder / NAME))
+        except TypeError as error:
+            raise DamagedError(f"{folder / NAME} is not a manifest of this program ({error})") from None
+
+
+def record_of(name: str, file: BufferedReader) -> dict[str, Any]:
+    """Name, length and checksum of a file as it is on disk."""
+    digest = hashlib.file_digest(file, "sha256")
+    return {"name": name, "nbytes": file.tell(), "sha256": digest.hexdigest()}
 
 
 def folder_name(step: int) -> str:
@@ -142,15 +112,15 @@ class Checkpoints:
         with all_or_none(comm):
             path = folder / file_name(comm.rank)
             write_tensors(path, state)
-            record = json.dumps(asdict(FileRecord.of(path)))
-        files = [FileRecord(**json.loads(text)) for text in gather_texts(record, comm)]
+            with opened(path) as file:
+                record = json.dumps(record_of(path.name, file))
+        files = [json.loads(text) for text in gather_texts(record, comm)]
         with all_or_none(comm):
             if comm.rank == 0:
                 sync_folder(folder)
-                nbytes, sha256 = metrics.digest()
-                Manifest(step=step, metrics_nbytes=nbytes, metrics_sha256=sha256, settings=settings, files=files).write(
-                    folder
-                )
+                nbytes, sha = metrics.digest()
+                made = Manifest(step=step, metrics_nbytes=nbytes, metrics_sha256=sha, settings=settings, files=files)
+                made.write(folder)
                 self._prune()
 
     def complete(self) -> list[Path]:
@@ -195,11 +165,15 @@ class Checkpoints:
 
 def load(folder: Path, manifest: Manifest, rank: int) -> State:
     """A rank's state; DamagedError says which file is missing or damaged."""
-    with manifest.files[rank].checked(folder) as file:
-        try:
-            state: State = torch.load(file, map_location="cpu", weights_only=True)
-        except Exception as error:  # whatever torch says
-            raise DamagedError(f"{folder / file_name(rank)} is no checkpoint's ({type(error).__name__})") from None
+    path, written = folder / file_name(rank), manifest.files[rank]
+    with opened(path) as file:
+        found = record_of(path.name, file)
+        if found["nbytes"] != written["nbytes"]:
+            raise DamagedError(f"{path} is damaged: {found['nbytes']} bytes, expected {written['nbytes']}")
+        if found != written:
+            raise DamagedError(f"{path} is damaged: its checksum is not the one in {NAME}")
+        file.seek(0)
+        state: State = torch.load(file, map_location="cpu", weights_only=True)
     return state
 
 

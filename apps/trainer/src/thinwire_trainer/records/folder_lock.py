@@ -19,8 +19,8 @@ from pathlib import Path
 
 from communicators import Communicator
 
-from thinwire_trainer.agreement import GO_ON, all_or_none, gather_texts
-from thinwire_trainer.errors import RunError
+from thinwire_trainer.agreement import all_or_none, gather_texts
+from thinwire_trainer.errors import GO_ON, RunError
 from thinwire_trainer.records.durable import naming
 
 NAME = "lock"
