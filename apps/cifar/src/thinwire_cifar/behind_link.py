@@ -16,7 +16,7 @@ LONGEST = 60  # seconds that an algorithm may take, torch's start included; on a
 
 
 def measured(ranks: int) -> Mapping[str, Mapping[str, float]] | str:
-    """By algorithm: seconds of a step, "measured" and "predicted"; or why there is nothing."""
+    """Seconds of a step by algorithm, "measured" and "predicted"; or why there is nothing."""
     if importlib.util.find_spec("slow_link") is None:
         return "`slow_link`, which emulates one, is not installed: pip install thinwire-cifar[link]"
     from communicators import Link

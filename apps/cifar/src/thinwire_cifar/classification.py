@@ -71,7 +71,7 @@ class Classification:
         return {"test_loss": loss / samples, "test_accuracy": right / samples}
 
     def kept(self) -> dict[str, Any]:
-        """What tells these images from others."""
+        """Fingerprints of these images."""
         images = self.images
         return {"train_data": fingerprint(images.train.told()), "test_data": fingerprint(images.test.told())}
 
@@ -84,7 +84,7 @@ class Classification:
         return mean, deviation
 
     def _pinned(self, batch: Batch) -> Batch:
-        """Where a GPU can fetch it while it computes. A thread that reads would otherwise wake the first GPU."""
+        """Pin a batch for the GPU to fetch while it computes; on that GPU, as a reading thread would wake the first."""
         if self.device.type != "cuda":
             return batch
         with torch.cuda.device(self.device):

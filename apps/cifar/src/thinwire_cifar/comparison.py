@@ -117,7 +117,7 @@ def show(
 
 
 def reading(summaries: Mapping[str, Summary], predictions: Mapping[str, Prediction]) -> str:
-    """What the figures of a dense and a sparse run say, and what they do not."""
+    """Explain the figures of a dense and a sparse run, and what they do not say."""
     (_, dense), (name, sparse) = summaries.items()
     before, after = predictions.values()
     return (

@@ -19,7 +19,7 @@ from thinwire_deepspeech.__main__ import APP
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Of one run, after its last epoch. Error rates: 0 … 1."""
+    """Result of one run after its last epoch. Error rates: 0 … 1."""
 
     wer: float  # at speeds and pitches that were not trained on
     wer_voices: float  # by voices that were not
@@ -28,7 +28,7 @@ class Outcome:
 
 
 def outcome(rows: Sequence[Row]) -> Outcome:
-    """Of a run by its metrics."""
+    """Result of a run, from its metrics."""
     last = rows[-1]
     return Outcome(
         wer=_number(last["wer"]),

@@ -1,4 +1,4 @@
-"""From the model's probabilities to text: the likeliest labels, by frame or over all paths, and the times of words.
+"""Text from the model's probabilities: the likeliest labels, by frame or over all paths, and the times of words.
 
 There are the 29 labels of the published code: CTC's blank, the apostrophe, A to Z, and the space.
 """
@@ -49,7 +49,7 @@ def greedy(log_probabilities: LogProbabilities) -> list[int]:
 
 
 def collapsed(path: list[int]) -> list[int]:
-    """What a path of one label a frame says (B of Graves et al. 2006): runs once, then no blanks."""
+    """Labels that a path of one label a frame says (B of Graves et al. 2006): runs once, then no blanks."""
     starts = [label for frame, label in enumerate(path) if frame == 0 or path[frame - 1] != label]
     return [label for label in starts if label != BLANK]
 
@@ -59,7 +59,7 @@ Values = npt.NDArray[np.float64]
 
 
 def log_probability(log_probabilities: LogProbabilities, labels: Sequence[int]) -> float:
-    """Of all paths that say these labels: the forward variables of Graves et al. 2006. −inf for too few frames."""
+    """Log-probability of all paths that say these labels (Graves et al. 2006, forward). −inf for too few frames."""
     states = _with_blanks(labels)
     forward = _first(log_probabilities, states)
     for frame in log_probabilities[1:]:
@@ -68,7 +68,7 @@ def log_probability(log_probabilities: LogProbabilities, labels: Sequence[int]) 
 
 
 def likeliest_path(log_probabilities: LogProbabilities, labels: Sequence[int]) -> list[int]:
-    """For each frame the place in `labels` of the label that it says, or −1 for a blank (Viterbi).
+    """Place in `labels` of the label that each frame says, or −1 for a blank (Viterbi).
 
     ValueError where there are too few frames.
     """
@@ -96,14 +96,14 @@ def _with_blanks(labels: Sequence[int]) -> Numbers:
 
 
 def _first(log_probabilities: LogProbabilities, states: Numbers) -> Values:
-    """Of paths of one frame, which begin with the first blank or the first label."""
+    """Log-probabilities of paths of one frame, which begin with the first blank or the first label."""
     first = np.full(len(states), -np.inf)
     first[:2] = log_probabilities[0, states[:2]]
     return first
 
 
 def _arriving(before: Values, states: Numbers) -> Values:
-    """What reaches each state from itself, the one before, and two before (a label unlike it) [3, states]."""
+    """Probabilities reaching each state from itself, the one before, and two before (a label unlike it) [3, states]."""
     arriving = np.full((3, len(states)), -np.inf)
     arriving[0], arriving[1, 1:] = before, before[:-1]
     skips = (states[2:] != BLANK) & (states[2:] != states[:-2])

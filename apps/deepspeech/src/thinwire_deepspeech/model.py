@@ -73,7 +73,7 @@ class Convolution:
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """Of a model. cell: of `CELLS`. context: frames that `Lookahead` adds where layers are not bidirectional."""
+    """Size of a model. cell: of `CELLS`. context: frames that `Lookahead` adds where layers are not bidirectional."""
 
     convolutions: tuple[Convolution, ...]
     cell: str
@@ -169,7 +169,7 @@ SMALL = (
 
 
 def lstman4(**given: Any) -> Size:
-    """Of gTop-k, Ok-Topk and SparDL on AN4: five layers of 800 that hear forwards, with 20 frames ahead."""
+    """Model of gTop-k, Ok-Topk and SparDL on AN4: five layers of 800 that hear forwards, with 20 frames ahead."""
     return replace(
         Size(convolutions=PUBLISHED, cell="lstm", hidden=800, layers=5, bidirectional=False, context=20), **given
     )
@@ -181,5 +181,5 @@ def deepspeech2(**given: Any) -> Size:
 
 
 def small(**given: Any) -> Size:
-    """For a few hundred words and a CPU: one output frame for 40 ms."""
+    """Model for a few hundred words and a CPU: one output frame for 40 ms."""
     return replace(Size(convolutions=SMALL, cell="gru", hidden=96, layers=2), **given)

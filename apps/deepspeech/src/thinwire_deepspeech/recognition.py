@@ -65,14 +65,14 @@ class Recognition:
         return sum(len(group) for group in self.corpus.tests.values())
 
     def train_batches(self, *, rank: int, size: int, batch_size: int, seed: int, epoch: int) -> Sequence[Tensor]:
-        """See `thinwire_trainer.app.Batches`; indices."""
+        """Batches of indices (`thinwire_trainer.app.Batches`)."""
         deal = bucketed if self.bucketing else shuffled
         lengths = frame_counts(self.corpus.train)
         random = np.random.Generator(np.random.PCG64(derived_seed(seed, SHUFFLE, epoch)))
         return deal(lengths, rank=rank, size=size, batch_size=batch_size, random=random)
 
     def test_batches(self, *, rank: int, size: int) -> Sequence[Tested]:
-        """See `thinwire_trainer.app.Batches`."""
+        """Batches by group (`thinwire_trainer.app.Batches`)."""
         return [
             Tested(number, indices)
             for number, group in enumerate(self.corpus.tests.values())
@@ -125,7 +125,7 @@ class Recognition:
         return found
 
     def kept(self) -> dict[str, Any]:
-        """What the model's numbers mean, and what tells these utterances from others.
+        """Meaning of the model's numbers, and fingerprints of these utterances.
 
         That is their transcripts and lengths: to read all the sound would take as long as an epoch.
         """
@@ -149,7 +149,7 @@ class Recognition:
         return loss, log_probabilities, lengths
 
     def _pinned(self, batch: Batch) -> Batch:
-        """Where a GPU can fetch it while it computes. A thread that reads would otherwise wake the first GPU."""
+        """Pin a batch for the GPU to fetch while it computes; on that GPU, as a reading thread would wake the first."""
         if self.device.type != "cuda":
             return batch
         with torch.cuda.device(self.device):
@@ -178,7 +178,7 @@ def build(options: Options, device: torch.device) -> Recognition:
 
 
 def size_of(options: Options) -> Size:
-    """Of the model that the flags name."""
+    """Size of the model that the flags name."""
     both = {"both": True, "forwards": False, None: None}[options.app["directions"]]
     given = {"cell": options.app["rnn"], "hidden": options.app["hidden"], "layers": options.app["layers"]}
     given |= {"bidirectional": both}
@@ -189,7 +189,7 @@ def size_of(options: Options) -> Size:
 
 
 def _fitting(corpus: Corpus, model: DeepSpeech2, faults: Faults) -> Corpus:
-    """Without the utterances whose transcripts are too long for what the model makes of them."""
+    """Leave out the utterances whose transcripts are too long for what the model makes of them."""
     tests = {name: _long_enough(group, model, faults) for name, group in corpus.tests.items()}
     fitting = Corpus(train=_long_enough(corpus.train, model, faults), tests=tests)
     if not fitting.train or not all(tests.values()):

@@ -1,4 +1,4 @@
-"""From sound files to spectrograms on a linear scale, as in the published DeepSpeech2 for PyTorch.
+"""Sound files as spectrograms on a linear scale, as in the published DeepSpeech2 for PyTorch.
 
 Files are at 16 kHz, read by libsndfile, or AN4's raw samples. A file's faults are found without reading all of it:
 libsndfile takes a wav file that was cut short for a shorter one, without a word; so what its header promises is
@@ -133,7 +133,7 @@ def samples_in_raw(path: Path) -> int:
 
 
 def read_raw(path: Path) -> Tensor:
-    """As `read_sound`, for 16-bit samples at 16 kHz without a header.
+    """Read as `read_sound` does, for 16-bit samples at 16 kHz without a header.
 
     AN4 is published in either byte order. The right one is where neighbours are nearer: in the other they are noise.
     """
@@ -175,7 +175,7 @@ def _require_whole(path: Path) -> None:
 
 
 def _wav_end(path: Path) -> int:
-    """Where the data chunk ends; 0 where its header does not say."""
+    """End of the data chunk; 0 where its header does not say."""
     with path.open("rb") as file:
         file.seek(12)
         while len(header := file.read(8)) == 8:
@@ -187,7 +187,7 @@ def _wav_end(path: Path) -> int:
 
 
 def _sphere_end(head: bytes) -> int:
-    """Where the samples of a NIST SPHERE file end; 0 where its header does not say."""
+    """End of the samples of a NIST SPHERE file; 0 where its header does not say."""
     text = head.decode("ascii", "replace")
     fields = dict(re.findall(r"^(\w+) -i (\d+)\s*$", text, re.MULTILINE))
     try:

@@ -48,12 +48,12 @@ class LanguageModelling:
         return len(self.test)
 
     def train_batches(self, *, rank: int, size: int, batch_size: int, seed: int, epoch: int) -> Sequence[Window]:
-        """See `thinwire_text.streams.train_windows`."""
+        """Windows of this rank's streams (`streams.train_windows`)."""
         given = {"rank": rank, "size": size, "batch_size": batch_size, "seed": seed, "epoch": epoch}
         return train_windows(len(self.train), window=self.window, **given)
 
     def test_batches(self, *, rank: int, size: int) -> Sequence[Window]:
-        """See `thinwire_text.streams.test_windows`."""
+        """Windows of this rank's test streams (`streams.test_windows`)."""
         return test_windows(len(self.test), rank=rank, size=size, window=self.window)
 
     def weight(self, batch: Window) -> int:
@@ -87,7 +87,7 @@ class LanguageModelling:
         return {"test_loss": float(loss), "perplexity": float(loss.exp())}
 
     def state_dict(self) -> dict[str, Any]:
-        """What goes on from window to window."""
+        """Hidden state that goes on from window to window."""
         return {"state": list(self.state)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ SPARED = 8  # an epoch leaves out at most this part of each stream
 
 
 class Window(NamedTuple):
-    """Of streams that begin at these places of the text, the `length` tokens from `start` on; what follows each is to
+    """The `length` tokens of streams that begin at these places of the text, from `start` on; what follows each is to
     be foretold. start 0: the streams begin."""
 
     origins: tuple[int, ...]

@@ -75,13 +75,13 @@ class Aside(Communicator):
         self._started: WeakSet[Work[Any]] = WeakSet()
 
     def run(self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None) -> T:
-        """See `communicators.run`."""
+        """Run a schedule (`communicators.run`)."""
         return self._comm.run(self._counted(schedule), facts=facts, timeout=timeout, device=device)
 
     def start(
         self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None
     ) -> Work[T]:
-        """See `communicators.start`."""
+        """Start a schedule (`communicators.start`)."""
         work = self._comm.start(self._counted(schedule), facts=facts, timeout=timeout, device=device)
         self._started.add(work)
         return work
@@ -93,11 +93,11 @@ class Aside(Communicator):
         self._started.clear()
 
     def clock(self) -> float:
-        """See `Communicator.clock`."""
+        """Seconds by the communicator's clock."""
         return self._comm.clock()
 
     def elapse(self, seconds: float) -> None:
-        """See `Communicator.elapse`."""
+        """Let virtual time pass (`Communicator.elapse`)."""
         self._comm.elapse(seconds)
 
     def _counted(self, schedule: Schedule[T]) -> Schedule[T]:

@@ -16,8 +16,8 @@ from thinwire_trainer.app import App
 from thinwire_trainer.command_line.flags import parse
 from thinwire_trainer.errors import RunError, UsageError, told
 from thinwire_trainer.launching.ending import StopRequest, complain
-from thinwire_trainer.launching.job import WRONG_USAGE, Job, run_job
 from thinwire_trainer.launching.placement import Placement, first_complaint, joined, placement
+from thinwire_trainer.launching.workers import WRONG_USAGE, Job, run_job
 
 if TYPE_CHECKING:
     from thinwire_trainer.command_line.options import Options
@@ -42,7 +42,7 @@ def _asked(app: App, argv: Sequence[str], place: Placement, request: StopRequest
 
 
 def _command(app: App, name: str, argv: Sequence[str], place: Placement) -> int:
-    """One of the app's own, to its exit code."""
+    """Run one of the app's own commands; returns its exit code."""
     program = f"{app.module} {name}"
     try:
         if place.launcher is not None:
@@ -55,7 +55,7 @@ def _command(app: App, name: str, argv: Sequence[str], place: Placement) -> int:
 
 
 def _function(name: str) -> Callable[[App, Sequence[str]], int]:
-    """Of this name; RunError where there is none."""
+    """Find the command's function; RunError where there is none."""
     try:
         found: Callable[[App, Sequence[str]], int] = resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:

@@ -14,7 +14,7 @@ from thinwire_trainer.errors import RunError
 
 
 def read_text(path: Path) -> str:
-    """What the file says, in UTF-8, without a mark of its byte order.
+    """Read a file of UTF-8 text, without a mark of its byte order.
 
     RunError, naming it, if it is missing, cannot be read, is not UTF-8, or says nothing.
     """
@@ -72,7 +72,7 @@ class Faults:
         return f"--skip-bad left out {len(self.found):,}: {'; '.join([*self.found[:SHOWN], *more])}"
 
     def counted(self) -> dict[str, float]:
-        """For the metrics, where data may be left out: `skipped`."""
+        """Number of samples left out, as the metric `skipped`, where data may be left out."""
         return {"skipped": float(len(self.found))} if self.skip else {}
 
 

@@ -33,7 +33,7 @@ GO_ON, START_AGAIN = "go on with --resume", "start again"  # once there is room
 
 
 def told(error: RunError | OSError, *, advice: str = GO_ON) -> str:
-    """What was wrong, for the user: of the system's errors also which file, and on a full disk what to do then."""
+    """Message for the user: names the file of a system's error, and on a full disk says what to do."""
     if isinstance(error, RunError):
         return str(error)
     what = str(error.strerror or error or type(error).__name__)

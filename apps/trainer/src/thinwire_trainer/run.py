@@ -107,7 +107,7 @@ def _in_its_folder(
 
 @contextmanager
 def _stopped_by(request: StopRequest | None, training: Training) -> Iterator[None]:
-    """A signal is answered by the loop, unless there is no use in that: no checkpoint is wanted."""
+    """Let the loop answer a signal in the block, unless no checkpoint is wanted."""
     if request is None or training.options.checkpoint_every == 0:
         yield
         return
@@ -118,7 +118,7 @@ def _stopped_by(request: StopRequest | None, training: Training) -> Iterator[Non
 
 @contextmanager
 def _traced(training: Training) -> Iterator[None]:
-    """With a trace of some steps, where asked for."""
+    """Record a trace of some steps in the block, where asked for."""
     if not (training.options.profile and training.comm.rank == 0):
         yield
         return
@@ -182,12 +182,12 @@ def _require_possible(training: Training) -> None:
 
 
 def _advice(options: Options) -> str:
-    """On a full disk, until the folder holds a run: there is none to resume, unless this goes on with one."""
+    """Choose the advice for a full disk: until the folder holds a run there is none to resume."""
     return START_AGAIN if options.resume is None else GO_ON
 
 
 def _kept(task: Task) -> dict[str, Any] | None:
-    """For task.json, where there is something; RunError for what is not JSON."""
+    """Content of task.json, where there is some; RunError for what is not JSON."""
     if not isinstance(task, Keeps):
         return None
     kept = task.kept()

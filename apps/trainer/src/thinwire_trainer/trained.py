@@ -24,7 +24,7 @@ from thinwire_trainer.records.run_folder import RunFolder
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What a run has come to.
+    """Result of a run.
 
     options: those that it began with, as its config.json has them. weights: the model's state_dict. source: the file or
     checkpoint that they are from.
@@ -37,7 +37,7 @@ class Trained:
 
     @cached_property
     def kept(self) -> Mapping[str, Any]:
-        """What its task keeps (`app.Keeps`); RunError where the run has no such file, or it is damaged."""
+        """Content of task.json (`app.Keeps`); RunError where the run has no such file, or it is damaged."""
         if not os.path.lexists(self.folder.task):
             raise RunError(
                 f"{self.folder.task} is missing, which a command needs besides the model: copy it from the run, too"
@@ -54,7 +54,7 @@ class Trained:
 
 
 def trained(app: App, path: Path) -> Trained:
-    """What the run in this folder has come to; RunError where there is none, it is another app's, or it is damaged.
+    """Result of the run in this folder; RunError where there is none, it is another app's, or it is damaged.
 
     Of a run that has ended: model.pt, which is what its last evaluation saw. Of one that has not: the mean of its
     ranks' models in the newest checkpoint. That is what evaluations see, but for algorithms that evaluate an anchor

@@ -1,4 +1,4 @@
-"""What both CIFAR sets are (Krizhevsky 2009): 32×32 in colour, cropped and mirrored in training.
+"""Images of both CIFAR sets (Krizhevsky 2009): 32×32 in colour, cropped and mirrored in training.
 
 In the binary version a file is records of 1 or 2 label bytes, then the red, green and blue planes, row by row.
 """

@@ -56,7 +56,7 @@ class _Array:
         self.fill(shape, kind, content, order="F" if columns_first else "C")
 
     def fill(self, shape: Any, kind: Any, content: Any, *, order: Literal["C", "F"]) -> None:
-        """With bytes that fit; _RefusedError for others."""
+        """Fill the array with bytes that fit; _RefusedError for others."""
         whole = type(shape) is tuple and all(type(n) is int and 0 <= n <= len(content) for n in shape)
         plain = type(kind) is _Type and type(content) in (bytes, bytearray)
         if not whole or not plain or math.prod(shape) != len(content):

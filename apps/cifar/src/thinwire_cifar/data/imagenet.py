@@ -40,7 +40,7 @@ class Decoded:
     labels: Tensor
 
     def read(self, indices: Tensor, keys: Keys | None) -> Tensor:
-        """See `Split.read`."""
+        """Pixels of these images (`Split.read`)."""
         batch = torch.empty(len(indices), 3, SIZE, SIZE, dtype=torch.uint8)
         drawn = None if keys is None else uniform(keys, DRAWN).tolist()
         for place, index in enumerate(indices.tolist()):

@@ -49,7 +49,7 @@ class Split(Protocol):
         """Pixels uint8 [n, c, h, w] of these images, augmented by their keys; None: as they are. By any thread."""
 
     def told(self) -> Iterable[Tensor | str]:
-        """What tells these images from others, for `thinwire_trainer.data`."""
+        """Content that tells these images from others, for `thinwire_trainer.data`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class Loaded:
     augment: Augment | None = None
 
     def read(self, indices: Tensor, keys: Keys | None) -> Tensor:
-        """See `Split.read`."""
+        """Pixels of these images (`Split.read`)."""
         pixels = self.pixels[indices]
         return pixels if keys is None or self.augment is None else self.augment(pixels, keys)
 

@@ -58,7 +58,7 @@ def load(data_dir: Path, *, faults: Faults) -> Corpus:
 
 
 def plan(*, train: int = 600, tests: int = 150, seed: int = 0) -> dict[str, list[Request]]:
-    """What is said, by part."""
+    """Requests by part."""
     random = Random(seed)
     return {
         TRAIN: _requests(train, VOICES, SPEEDS, PITCHES, random),
@@ -88,7 +88,7 @@ def _as_floats(samples: Tensor) -> Tensor:
 
 
 def said(folder: Path, requests: Mapping[str, Sequence[Request]]) -> dict[str, list[Samples]]:
-    """What is heard, int16 at 16 kHz, by part; from the folder where it is there, which of all processes one fills."""
+    """Samples, int16 at 16 kHz, by part; from the folder where it is there, which of all processes one fills."""
     asked = json.dumps([request for part in requests.values() for request in part])
     path = _place(folder, hashlib.sha256(asked.encode()).hexdigest()[:16])
     found = _kept(path)
@@ -103,7 +103,7 @@ def said(folder: Path, requests: Mapping[str, Sequence[Request]]) -> dict[str, l
 
 
 def _place(folder: Path, asked: str) -> Path:
-    """Where what the wheel says is kept; without the wheel, what one has said before. RunError where that is nothing,
+    """File of what the wheel says; without the wheel, of what one has said before. RunError where that is nothing,
     or of several releases."""
     try:
         return folder / f"{asked}-{version('espeakng-loader')}.npz"
@@ -121,7 +121,7 @@ def _place(folder: Path, asked: str) -> Path:
 
 
 def _made(asked: str, folder: Path) -> list[Samples]:
-    """In a process of its own (see `thinwire_deepspeech.data.espeak`)."""
+    """Samples made in a process of its own (see `thinwire_deepspeech.data.espeak`)."""
     path = folder / "said.npz"
     command = [sys.executable, "-m", "thinwire_deepspeech.data.espeak", str(path)]
     done = subprocess.run(command, input=asked, text=True, capture_output=True, check=False)

@@ -16,7 +16,7 @@ from thinwire_deepspeech.sound import BINS, frames_of
 
 
 def transcript_of(text: str, place: str) -> str:
-    """In capitals, with single spaces; RunError, naming the place, where it is empty or says what has no label."""
+    """Transcript in capitals, with single spaces; RunError, naming the place, for an empty one or strange letters."""
     transcript = " ".join(text.upper().split())
     if not transcript:
         raise RunError(f"{place}: the transcript is empty")
@@ -43,11 +43,11 @@ class Utterance:
 
     @property
     def frames(self) -> int:
-        """Of its spectrogram."""
+        """Frames of its spectrogram."""
         return frames_of(self.samples)
 
     def heard(self) -> Tensor:
-        """What `read` gives; RunError that says where to strike it out, as what only reading shows ends a run."""
+        """Sound of the utterance; RunError that says where to strike it out, as what only reading shows ends a run."""
         try:
             return self.read()
         except (RunError, OSError) as error:
@@ -58,7 +58,7 @@ class Utterance:
 
     @property
     def labels(self) -> list[int]:
-        """Of its transcript."""
+        """Labels of its transcript."""
         return encoded(self.transcript)
 
 
@@ -71,7 +71,7 @@ class Corpus:
 
 
 def frame_counts(utterances: Sequence[Utterance]) -> npt.NDArray[np.int64]:
-    """Of each."""
+    """Frames of each utterance."""
     return np.array([utterance.frames for utterance in utterances], np.int64)
 
 
@@ -120,7 +120,7 @@ def bucketed(lengths: Lengths, *, rank: int, size: int, batch_size: int, random:
 
 
 def shuffled(lengths: Lengths, *, rank: int, size: int, batch_size: int, random: np.random.Generator) -> list[Tensor]:
-    """As `bucketed`, whatever the lengths are: ranks then have unlike work."""
+    """Batches as by `bucketed`, whatever the lengths: ranks then have unlike work."""
     dealt = _dealt(random.permutation(len(lengths)), rank, size)
     return list(torch.from_numpy(dealt).tensor_split(-(-len(dealt) // batch_size)))
 

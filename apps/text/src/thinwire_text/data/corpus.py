@@ -32,7 +32,7 @@ class Vocabulary:
     def of(
         cls, counted: Counter[str], *, first: Sequence[str] = (), least: int = 1, most: int | None = None
     ) -> Vocabulary:
-        """Of tokens that were counted. first: before all others. least, most: how frequent, and how many of these."""
+        """Number counted tokens. first: before all others. least, most: how frequent, and how many of these."""
         ranked = sorted(counted, key=lambda token: (-counted[token], token))
         chosen = [token for token in ranked if counted[token] >= least and token not in first]
         return cls((*first, *chosen[:most]))

@@ -40,7 +40,7 @@ class Reviews:
 
 
 def words(text: str) -> list[str]:
-    """As the model reads them."""
+    """Words of a review as the model reads them."""
     return WORDS.findall(BREAK.sub(" ", text).lower())
 
 
@@ -58,7 +58,7 @@ def load(data_dir: Path, *, length: int, most: int, faults: Faults) -> Reviews:
 
 
 def _read(folder: Path, length: int, faults: Faults) -> list[tuple[list[str], int]]:
-    """Of each review, in the order of its file's name, tokens and label."""
+    """Tokens and label of each review, in the order of the files' names."""
     found = []
     for label, side in enumerate(SIDES):
         files = sorted((folder / side).glob("*.txt"))

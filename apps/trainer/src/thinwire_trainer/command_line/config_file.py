@@ -53,7 +53,7 @@ def _entries(path: Path) -> Mapping[str, Any]:
 
 
 def _value(path: Path, name: str, value: Any, parser: ArgumentParser, *, like: object) -> Any:
-    """As the flag reads it. like: the flag's default."""
+    """Read a value as the flag does. like: the flag's default."""
     flag = f"--{name.replace('_', '-')}"
     if isinstance(like, bool) or isinstance(value, bool):
         if not (isinstance(like, bool) and isinstance(value, bool)):

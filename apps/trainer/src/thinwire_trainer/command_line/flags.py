@@ -66,7 +66,7 @@ def _from_file(
     table: Mapping[str, Entry],
     world_size: int | None,
 ) -> dict[str, Any]:
-    """What --config's file says and the command line does not.
+    """Values in --config's file, besides those on the command line.
 
     An optimizer or an algorithm that the command line names takes none of another's flags.
     """

@@ -13,7 +13,7 @@ KEEP = 2
 """Checkpoints, where --keep does not say."""
 
 PER_RANK = {"nworkers", "oversubscribe", "data_dir", "download", "readers", "output", "tensorboard"}
-"""What may differ between ranks."""
+"""Flags that may differ between ranks."""
 NOT_SETTINGS = PER_RANK | {
     "device",
     "backend",
@@ -24,7 +24,7 @@ NOT_SETTINGS = PER_RANK | {
     "keep",
     "profile",
 }
-"""What may differ between a run and its continuation: it shapes no number that training computes."""
+"""Flags that may differ between a run and its continuation: none shapes no number that training computes."""
 
 # What a run did before there was a setting for it. Every common setting that is added gets its line here, so that runs
 # from before can be resumed: their manifests do not name it. An algorithm's own: see `Flag.default`.
@@ -98,11 +98,11 @@ class Options:
         return {name: str(value) if isinstance(value, Path) else value for name, value in self.flags().items()}
 
     def alike(self) -> Settings:
-        """What all ranks must share."""
+        """Flags that all ranks must share."""
         return {name: value for name, value in self.flags().items() if name not in PER_RANK}
 
     def settings(self) -> Settings:
-        """What a run and its continuation must share: numbers and names only."""
+        """Flags that a run and its continuation must share: numbers and names only."""
         free = {flag.name for flag in self.own_flags if not flag.shapes} | NOT_SETTINGS
         chosen = {name: value for name, value in self.flags().items() if name not in free}
         if self.lr_schedule == "constant" or self.milestones:
@@ -110,16 +110,16 @@ class Options:
         return chosen
 
     def changed(self, then: Settings) -> dict[str, tuple[object, object]]:
-        """By name what was set then and what is now, where these differ.
+        """Compare with the settings of a run: name -> (then, now) where these differ.
 
         then: a run's settings. A flag that there was not yet had its default; one that there is no more has no effect.
         """
-        before: Settings = BEFORE | {flag.name: flag.default for flag in self.own_flags}
+        before: dict[str, Any] = BEFORE | {flag.name: flag.default for flag in self.own_flags}
         was = {name: then.get(name, before.get(name)) for name in self.settings()}
         return {name: (was[name], now) for name, now in self.settings().items() if was[name] != now}
 
     def not_reached(self) -> str:
-        """What the rate's schedule has only after the end of this run; "" for nothing."""
+        """Warning of what the rate's schedule has only after the end of this run; "" for nothing."""
         if self.milestones and self.milestones[0] >= self.max_epochs:
             late = f"--milestones {self.milestones[0]}: this run ends before it"
         elif self.warmup_epochs >= self.max_epochs:

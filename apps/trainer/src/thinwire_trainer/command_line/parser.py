@@ -156,14 +156,14 @@ def _shown(value: Value) -> str:
 
 
 def _commands_help(app: App) -> str | None:
-    """What can be done with a trained model."""
+    """Help on the app's commands for a trained model."""
     if not app.commands:
         return None
     return "what was trained: " + ", ".join(f"python -m {app.module} {name} --help" for name in app.commands)
 
 
 def compressors(table: Mapping[str, Entry]) -> dict[str, str]:
-    """What the published commands call it -> --algorithm."""
+    """Name in published commands -> --algorithm."""
     return {compressor: name for name, entry in table.items() for compressor in entry.compressors}
 
 
@@ -217,14 +217,14 @@ def _defaults(variants: Mapping[str, Flag], given: object) -> str:
 
 
 def _choices(variants: Sequence[Flag]) -> list[str] | None:
-    """Of all algorithms that have the flag, each once."""
+    """Choices of all algorithms that have the flag, each once."""
     if variants[0].choices is None:
         return None
     return list(dict.fromkeys(choice for flag in variants for choice in flag.choices or ()))
 
 
 def spelt(name: str) -> str:
-    """As on the command line."""
+    """Spell a flag's name as on the command line."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -252,7 +252,7 @@ def model_name(app: App) -> Callable[[str], str]:
 
 
 def models_help(app: App) -> str:
-    """What the flag takes."""
+    """Help on --dnn."""
     own = "; or package.module:function" if app.own_models else ""
     return f"model: {', '.join(app.models)}{own} (default: {next(iter(app.models))})"
 

@@ -1,4 +1,4 @@
-"""Where the launcher put this process, read from the environment before MPI or torch is loaded; joining the others."""
+"""Rank and world of this process, read from the environment before MPI or torch is loaded; joining the others."""
 
 from __future__ import annotations
 

@@ -67,12 +67,12 @@ def record_of(name: str, file: BufferedReader) -> dict[str, Any]:
 
 
 def folder_name(step: int) -> str:
-    """Of the checkpoint after so many steps."""
+    """Name of the checkpoint's folder after so many steps."""
     return f"{step:08d}"
 
 
 def file_name(rank: int) -> str:
-    """Of a rank's part."""
+    """Name of a rank's file."""
     return f"rank{rank}.pt"
 
 

@@ -73,7 +73,7 @@ class _Witness:
         self.error: OSError | None = None
 
     def write(self, content: bytes) -> int:
-        """As the file does."""
+        """Write to the file, and remember what goes wrong."""
         try:
             return self._file.write(content)
         except OSError as error:
@@ -81,7 +81,7 @@ class _Witness:
             raise
 
     def flush(self) -> None:
-        """As the file does."""
+        """Flush the file."""
         self._file.flush()
 
 

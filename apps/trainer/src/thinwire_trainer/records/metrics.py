@@ -109,7 +109,7 @@ class TrainingProgress:
             self._console.print(text, highlight=False, soft_wrap=True)
 
     def step(self, steps: int, loss: float) -> None:
-        """So many steps of the total, the last with this training loss."""
+        """Show the number of steps taken, and the last one's training loss."""
         self._bar.update(self._steps, completed=steps, loss=loss)
 
     def epoch(self, row: Row) -> None:

@@ -1,4 +1,4 @@
-"""What a run leaves behind.
+"""Folder of a run.
 
 OUTPUT/config.json      its settings, and on what it ran
 OUTPUT/task.json        what the app's commands need besides the model (see `thinwire_trainer.app.Keeps`)

@@ -61,7 +61,7 @@ def _shown(seconds: float) -> str:
 
 
 def _measured(options: Options, model: nn.Module, comm: Communicator) -> Choice:
-    """Of the mean gradient of the model's trained parameters, at once."""
+    """Measure the exchange of the model's whole gradient, and choose."""
     trained = [p for p in model.parameters() if p.requires_grad]
     numel = sum(p.numel() for p in trained)
     k = TopK(options.own["density"]).entries(numel)
@@ -69,7 +69,7 @@ def _measured(options: Options, model: nn.Module, comm: Communicator) -> Choice:
 
 
 def _recorded(options: Options, comm: Communicator) -> dict[str, Any]:
-    """What rank 0 reads in the run's config.json, as another machine may not see it yet."""
+    """Rank 0's reading of the run's config.json, as another machine may not see it yet."""
     folder, text = RunFolder(options.output), ""
     with all_or_none(comm):
         if comm.rank == 0:
@@ -85,7 +85,7 @@ def _recorded(options: Options, comm: Communicator) -> dict[str, Any]:
 
 
 def _named(options: Options, found: Mapping[str, Any], table: Mapping[str, Synchronisation], workers: int) -> Options:
-    """As if the user had named it. Its own flags: those that were chosen with it, then the user's."""
+    """Options as if the user had named the algorithm; its own flags: those chosen with it, then the user's."""
     entry = table.get(str(found["algorithm"]))
     if entry is None:
         raise RunError(
@@ -99,7 +99,7 @@ def _named(options: Options, found: Mapping[str, Any], table: Mapping[str, Synch
 
 
 def _read(flag: Flag, value: object) -> Value:
-    """What config.json says of a flag."""
+    """Value of a flag in config.json."""
     with suppress(ArgumentTypeError):
         read = flag.read(str(value))
         if flag.choices is None or read in flag.choices:

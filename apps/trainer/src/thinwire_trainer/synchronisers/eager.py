@@ -40,7 +40,7 @@ class RateByGradients:
         self.schedule, self._gradients, self._size = schedule, gradients, size
 
     def step(self) -> None:
-        """After a round."""
+        """Step the schedule, after a round."""
         while self.schedule.last_epoch < self._gradients() // self._size:
             self.schedule.step()
 
@@ -67,12 +67,12 @@ class Eager(Synchroniser):
         self._met, self._finished = True, False
 
     def zero_grad(self) -> None:
-        """See `Synchroniser.zero_grad`."""
+        """Clear the gradients."""
         self._wait(self.steps)
         self.optimizer.zero_grad()
 
     def clip_limit(self, clip_norm: float) -> float:
-        """See `Synchroniser.clip_limit`: as in a synchronous mean, since rounds are divided by P."""
+        """Limit of the gradient's norm: as in a synchronous mean, since rounds are divided by P."""
         return clip_limit(clip_norm, self.optimizer.comm.size)
 
     def exchange(self) -> None:
@@ -91,12 +91,12 @@ class Eager(Synchroniser):
             self._met = True
 
     def finish(self) -> None:
-        """See `Synchroniser.finish`."""
+        """End what is under way."""
         self.optimizer.finish()
         self._met = self._finished = True
 
     def close(self) -> None:
-        """See `Synchroniser.close`. After an error the others are told."""
+        """Let go of threads and communicators. After an error the others are told."""
         error = sys.exception()
         if error is None and self._finished:
             self.optimizer.close()
@@ -105,27 +105,27 @@ class Eager(Synchroniser):
             self.optimizer.__exit__(type(error), error, None)
 
     def counters(self) -> Mapping[str, int | float]:
-        """See `Synchroniser.counters`. Of lateness what is known since the run was started or resumed."""
+        """Counts for the metrics. Of lateness what is known since the run was started or resumed."""
         rank, share, seconds = self.optimizer.lateness.slowest()
         late = {"last_rank": rank, "last_share": share, "late_seconds": seconds}
         return {"rounds": self.optimizer.applied, **late}
 
     def remark(self, steps: int) -> str:
-        """See `Synchroniser.remark`."""
+        """Line for the user at the end."""
         return f"{self.optimizer.applied} rounds in {steps} steps; {self.optimizer.lateness.summary()}"
 
     def state_dict(self) -> State:
-        """See `Synchroniser.state_dict`. A meeting of all ranks, unless they have just met."""
+        """State of the optimizer and its rate. A meeting of all ranks, unless they have just met."""
         self.settle()
         return {"optimizer": self.optimizer.state_dict(), "eager_steps": self.steps}
 
     def load_state_dict(self, state: State) -> None:
-        """See `Synchroniser.load_state_dict`."""
+        """Load a state."""
         self.optimizer.load_state_dict(state["optimizer"])
         self.steps = state["eager_steps"]
 
     def resized(self, states: Sequence[State], *, before: int, after: int, drop: bool) -> State:
-        """See `Synchroniser.resized`. Rank 0's for all: they had met, so no gradient is under way, nor to be dropped.
+        """Rank 0's state for all: they had met, so no gradient is under way, nor to be dropped.
 
         Rounds are counted on; who has missed some is forgotten.
         """

@@ -45,46 +45,46 @@ class Periodic(Synchroniser):
         self.optimizer, self.schedule = optimizer, rates(optimizer)
 
     def zero_grad(self) -> None:
-        """See `Synchroniser.zero_grad`."""
+        """Clear the gradients."""
         self.optimizer.zero_grad()
 
     def update(self) -> None:
-        """See `Synchroniser.update`."""
+        """Step the optimizer and its rate."""
         self.optimizer.step()
         self.schedule.step()
 
     def average(self) -> None:
-        """See `Synchroniser.average`."""
+        """Average the models."""
         self.optimizer.average()
 
     def settle(self) -> None:
-        """See `Synchroniser.settle`."""
+        """Wait for what is under way."""
         self.optimizer.wait()
 
     def finish(self) -> None:
-        """See `Synchroniser.finish`."""
+        """End what is under way."""
         self.optimizer.finish()
 
     def averaged_model(self, comm: Communicator) -> AbstractContextManager[Any]:
-        """See `Synchroniser.averaged_model`. Buffers are averaged, too."""
+        """Context with the averaged model. Buffers are averaged, too."""
         return self.optimizer.averaged_model(comm=comm)
 
     def counters(self) -> Mapping[str, int | float]:
-        """See `Synchroniser.counters`. A measured one, since the run was started or resumed; at first there is none."""
+        """Counts for the metrics. A measured one, since the run was started or resumed; at first there is none."""
         hidden = self.optimizer.hidden_fraction
         return {"hidden_fraction": math.nan if hidden is None else hidden}
 
     def state_dict(self) -> State:
-        """See `Synchroniser.state_dict`."""
+        """State of the optimizer and its rate."""
         return {"optimizer": self.optimizer.state_dict(), "schedule": self.schedule.state_dict()}
 
     def load_state_dict(self, state: State) -> None:
-        """See `Synchroniser.load_state_dict`."""
+        """Load a state."""
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
 
     def resized(self, states: Sequence[State], *, before: int, after: int, drop: bool) -> State:
-        """See `Synchroniser.resized`. Of drained states only, which hold one model; momenta are those of one rank each.
+        """State for this number of ranks, from drained states, which hold one model; momenta are one rank's each.
 
         The momenta of rank r are those of rank r mod P of before. What a compressor has not sent can only be dropped.
         """

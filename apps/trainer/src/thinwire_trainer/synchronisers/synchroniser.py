@@ -44,10 +44,10 @@ class Synchroniser(ABC):
 
     @abstractmethod
     def zero_grad(self) -> None:
-        """Before a backward."""
+        """Clear the gradients, before a backward."""
 
     def clip_limit(self, clip_norm: float) -> float | None:
-        """What --clip-norm holds this rank's gradient to, by the loop; None where the exchange does it."""
+        """Norm to which the loop clips this rank's gradient; None where the exchange clips it."""
         return clip_norm
 
     def gradients(self) -> AbstractContextManager[None]:
@@ -55,14 +55,14 @@ class Synchroniser(ABC):
         return nullcontext()
 
     def exchange(self) -> None:  # noqa: B027 - some have nothing to exchange before the update
-        """After a backward: gradients with other ranks. Waits as long as this rank cannot go on."""
+        """Exchange gradients with other ranks, after a backward. Waits as long as this rank cannot go on."""
 
     @abstractmethod
     def update(self) -> None:
         """This rank's optimizer step, and that of the learning rate, where it does not go by rounds."""
 
     def average(self) -> None:  # noqa: B027 - some have nothing to average after the update
-        """After the update: parameters with other ranks. Waits as long as this rank cannot go on."""
+        """Average parameters with other ranks, after the update. Waits as long as this rank cannot go on."""
 
     def settle(self) -> None:  # noqa: B027 - some have nothing under way
         """Waits for what is under way on this rank, and applies it no earlier than otherwise.
@@ -93,11 +93,11 @@ class Synchroniser(ABC):
 
     @property
     def selection_seconds(self) -> float:
-        """Of all calls of `exchange` until now, what went into choosing what is sent."""
+        """Seconds of all calls of `exchange` until now that went into choosing what is sent."""
         return 0.0
 
     def counters(self) -> Mapping[str, int | float]:
-        """What this rank has counted since the run began, for the metrics of every epoch, such as `hidden_fraction`."""
+        """Counts of this rank since the run began, for the metrics of every epoch, such as `hidden_fraction`."""
         return {}
 
     def remark(self, steps: int) -> str:
@@ -166,16 +166,16 @@ class BuffersBefore:
         self._model, self._kept = model, [torch.empty_like(buffer) for buffer in model.buffers()]
 
     def keep(self) -> None:
-        """Now."""
+        """Note the buffers as they are now."""
         _fill(self._kept, list(self._model.buffers()))
 
     def restore(self) -> None:
-        """As they were when `keep` was called."""
+        """Put the buffers back to when `keep` was called."""
         _fill(list(self._model.buffers()), self._kept)
 
 
 def inner_optimizer(options: Options, model: nn.Module) -> Optimizer:
-    """With its own moments; what wraps it decides whether gradients are exchanged before it, or models after."""
+    """Optimizer with its own moments; its wrapper exchanges gradients before it, or models after."""
     if options.optimizer == "adamw":
         return adamw(options, model)
     return SGD(
@@ -229,5 +229,5 @@ def at_rates(optimizer: State, rates: list[float]) -> State:
 
 
 def by_epochs(count: int, before: int, after: int) -> int:
-    """What was counted in `before` steps, as if they were `after`: none stays none, and all stays all."""
+    """Convert a count of `before` steps to `after` steps: none stays none, and all stays all."""
     return count * after // max(before, 1)

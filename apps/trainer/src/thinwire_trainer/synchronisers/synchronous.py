@@ -46,7 +46,7 @@ SELECTIONS: dict[str, Callable[[Options], Compressor]] = {
 
 
 def density_by_step(own: Mapping[str, Any]) -> WarmUp | None:
-    """What --density-warmup asks for: so many dense steps, or DGC's stages; None without one."""
+    """Warm-up of the density that --density-warmup asks for: so many dense steps, or DGC's stages; None without one."""
     kind, _, steps = own["density_warmup"].rpartition(":")
     if not int(steps):
         return None
@@ -77,17 +77,17 @@ class SynchronousSGD(Synchroniser):
         self._before, self._updates = BuffersBefore(model) if skips else None, updates
 
     def zero_grad(self) -> None:
-        """See `Synchroniser.zero_grad`."""
+        """Clear the gradients."""
         self._wait(self.schedule.last_epoch)
         self.optimizer.zero_grad()
         if self._before:
             self._before.keep()
 
     def clip_limit(self, clip_norm: float) -> None:
-        """See `Synchroniser.clip_limit`."""
+        """Limit of the gradient's norm."""
 
     def gradients(self) -> AbstractContextManager[None]:
-        """See `Synchroniser.gradients`; of updates with what waits of this rank's."""
+        """Context of forward and backward; of updates with what waits of this rank's."""
         return self.optimizer.ahead() if self._updates else nullcontext()
 
     def exchange(self) -> None:
@@ -98,7 +98,7 @@ class SynchronousSGD(Synchroniser):
             self.optimizer.synchronize()
 
     def update(self) -> None:
-        """See `Synchroniser.update`."""
+        """Step the optimizer and its rate."""
         if not self._updates:
             self._step()
         self.schedule.step()
@@ -111,29 +111,29 @@ class SynchronousSGD(Synchroniser):
 
     @property
     def selection_seconds(self) -> float:
-        """See `Synchroniser.selection_seconds`."""
+        """Seconds of selecting."""
         return self.optimizer.selection_seconds
 
     def counters(self) -> Mapping[str, int | float]:
-        """See `Synchroniser.counters`."""
+        """Counts for the metrics."""
         return {"skipped_steps": self.optimizer.skipped} if self._before else {}
 
     def remark(self, steps: int) -> str:
-        """See `Synchroniser.remark`."""
+        """Line for the user at the end."""
         skipped = self.optimizer.skipped
         return f"{skipped} of {steps} steps were skipped: their gradient was not finite" if skipped else ""
 
     def state_dict(self) -> State:
-        """See `Synchroniser.state_dict`."""
+        """State of the optimizer and its rate."""
         return {"optimizer": self.optimizer.state_dict(), "schedule": self.schedule.state_dict()}
 
     def load_state_dict(self, state: State) -> None:
-        """See `Synchroniser.load_state_dict`."""
+        """Load a state."""
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
 
     def resized(self, states: Sequence[State], *, before: int, after: int, drop: bool) -> State:
-        """See `Synchroniser.resized`, and `reshard_residuals` for residuals and velocities.
+        """State for this number of ranks, and `reshard_residuals` for residuals and velocities.
 
         What an algorithm learnt about that number of ranks is forgotten.
         """

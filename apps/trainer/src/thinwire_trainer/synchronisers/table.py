@@ -32,7 +32,7 @@ OPTIMIZERS = ("sgd", "adamw")
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """What a user may say about an `--algorithm`.
+    """Flags and limits of an `--algorithm`.
 
     compressors: what --compressor calls it. check: (own values, workers); raises RunError for what does not fit.
     overlaps: whether its exchange may begin during backward.

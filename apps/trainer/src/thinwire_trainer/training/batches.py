@@ -66,11 +66,11 @@ class ByIndex:
     task: Task
 
     def train_batches(self, *, rank: int, size: int, batch_size: int, seed: int, epoch: int) -> Sequence[Tensor]:
-        """See `Batches.train_batches`."""
+        """Batches of indices (`Batches.train_batches`)."""
         return batches(self.task.train_size, rank=rank, size=size, batch_size=batch_size, seed=seed, epoch=epoch)
 
     def test_batches(self, *, rank: int, size: int) -> Sequence[Tensor]:
-        """See `Batches.test_batches`."""
+        """Batches of indices (`Batches.test_batches`)."""
         return evaluation_batches(self.task.test_size, rank=rank, size=size, batch_size=BATCH_SIZE)
 
     def weight(self, batch: Tensor) -> int:
@@ -118,7 +118,7 @@ def shard_of(batches: Batches, options: Options, comm: Communicator, *, epoch: i
 
 
 def weight_of(batches: Batches, batch: Any) -> int:
-    """What it counts in the mean training loss; RunError unless that is a whole number from 1 on."""
+    """Weight of a batch in the mean training loss; RunError unless that is a whole number from 1 on."""
     weight = batches.weight(batch)
     try:
         whole = index(weight)
@@ -144,14 +144,14 @@ def _dealt(given: Sequence[Any], name: str) -> Sequence[Any]:
 
 
 def train_input(task: Task, shard: Sequence[Any], *, seed: int, readers: int) -> Generator[Any, None, None]:
-    """What `task.loss` takes for each batch of the shard, in order; to be closed. seed: of this epoch."""
+    """Generate the input of `task.loss` for each batch of the shard, in order; to be closed. seed: of this epoch."""
     if not isinstance(task, Reads):
         return (batch for batch in shard)
     return ahead(lambda batch: task.read_train(batch, seed), shard, readers=readers)
 
 
 def test_input(task: Task, shards: Sequence[Any], *, readers: int) -> Generator[Any, None, None]:
-    """What `task.score` takes for each, in order; to be closed."""
+    """Generate the input of `task.score` for each batch, in order; to be closed."""
     if not isinstance(task, Reads):
         return (batch for batch in shards)
     return ahead(task.read_test, shards, readers=readers)

@@ -35,7 +35,7 @@ from thinwire_trainer.training.replica import Replica, Totals
 
 @dataclass(kw_only=True)
 class Training:
-    """What one rank trains, with whom, how, and where it reports."""
+    """Everything that one rank's training needs: model, ranks, settings, and where it reports."""
 
     task: Task
     replica: Replica
@@ -63,7 +63,7 @@ class Training:
 
 
 def train(training: Training) -> None:
-    """From the replica's position to the last epoch. Raises Stopped where a signal asks for an earlier end."""
+    """Train from the replica's position to the last epoch. Raises Stopped where a signal asks for an earlier end."""
     training.task.model.train()
     training.replica.meter.begin()
     while training.replica.position.epoch < training.options.max_epochs:
@@ -156,7 +156,7 @@ def train_step(training: Training, read: Iterator[Any], *, samples: int) -> floa
 
 
 def end(training: Training, part: Callable[[], None]) -> None:
-    """What the synchroniser does after the last step."""
+    """Run and time the synchroniser's part after the last step."""
     began = training.clock()
     part()
     seconds = training.clock() - began

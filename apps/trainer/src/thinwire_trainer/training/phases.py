@@ -1,4 +1,4 @@
-"""Where a step's time goes: its phases follow one another without a gap, so that they add up to the step.
+"""Phases of a step's time: they follow one another without a gap, so that they add up to the step.
 
 data       until the model is called first: reading, augmenting, copying to the device
 forward    from there to the loss
@@ -39,37 +39,37 @@ class Stopwatch(Protocol):
 
 
 class HostStopwatch:
-    """By the host's clock."""
+    """Stopwatch by the host's clock."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._moments: list[float] = []
 
     def mark(self) -> None:
-        """See `Stopwatch.mark`."""
+        """Mark a moment (`Stopwatch.mark`)."""
         self._moments.append(self._clock())
 
     def intervals(self) -> list[float]:
-        """See `Stopwatch.intervals`."""
+        """Seconds between the moments (`Stopwatch.intervals`)."""
         moments, self._moments = self._moments, []
         return [end - begin for begin, end in pairwise(moments)]
 
 
 class DeviceStopwatch:
-    """By events in the current stream of the GPU."""
+    """Stopwatch by events in the current stream of the GPU."""
 
     def __init__(self) -> None:
         self._events: list[torch.cuda.Event] = []
         self._spare: list[torch.cuda.Event] = []
 
     def mark(self) -> None:
-        """See `Stopwatch.mark`."""
+        """Mark a moment (`Stopwatch.mark`)."""
         event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         self._events.append(event)
 
     def intervals(self) -> list[float]:
-        """See `Stopwatch.intervals`."""
+        """Seconds between the moments (`Stopwatch.intervals`)."""
         events, self._events = self._events, []
         events[-1].synchronize()
         self._spare += events

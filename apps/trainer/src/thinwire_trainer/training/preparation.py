@@ -43,7 +43,7 @@ def dense_gradients(model: nn.Module) -> Iterator[None]:
 
 
 def autocast(options: Options, device: torch.device) -> AbstractContextManager[object]:
-    """For the forward of training steps: bfloat16 on every device, whose range is float32's.
+    """Autocast the forward of training steps to bfloat16 on every device, whose range is float32's.
 
     So no loss is scaled and no step skipped, and residuals need no unscaling; parameters, gradients and their exchange
     stay in float32. Evaluations are of the model as it is exported, in float32. RunError on a GPU without bfloat16.

@@ -21,7 +21,7 @@ PLAIN = (Tensor, int, float, str, bool, type(None))
 
 @dataclass
 class Position:
-    """Where training is: `step` steps into `epoch` (both from 0).
+    """Place of training in the run: `step` steps into `epoch` (both from 0).
 
     since_epoch, since_step: epochs and steps that were behind it when there came to be so many ranks as now.
     """
@@ -42,7 +42,7 @@ class Position:
 
 @dataclass
 class Totals:
-    """What has been added up in the current epoch, on this rank."""
+    """Sums of the current epoch on this rank."""
 
     loss: float = 0.0  # sum over samples, or what else batches are weighed by
     samples: int = 0
@@ -68,7 +68,7 @@ class Totals:
 
     @property
     def rest_seconds(self) -> float:
-        """Of training steps and evaluation, what is in no phase: the loop's own work."""
+        """Seconds of training and evaluation in no phase: the loop's own work."""
         phases = self.compute_seconds + self.communication_seconds
         return self.seconds - phases - self.evaluation_seconds
 
@@ -141,7 +141,7 @@ class Replica:
 
 
 def schema_of(state: object) -> dict[str, str]:
-    """What later states are to be like; RunError where not even this one could be loaded again."""
+    """Schema of a state as it would be loaded; RunError where it could not be."""
     return schema(_read_back(state))
 
 
