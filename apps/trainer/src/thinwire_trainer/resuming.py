@@ -10,15 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-import torch
 from communicators import Communicator
 
 from thinwire_trainer.agreement import all_or_none, gather_texts
 from thinwire_trainer.command_line.options import Options
 from thinwire_trainer.errors import DamagedError, RunError
-from thinwire_trainer.records.checkpoint import Manifest, State, file_name, load
+from thinwire_trainer.records.checkpoint import Manifest, State, file_name, load, mean_of
 from thinwire_trainer.records.run_folder import RunFolder
 from thinwire_trainer.training.replica import Position, Replica, Totals
 
@@ -168,14 +166,10 @@ def resized(
     }
 
 
-def _model(models: Sequence[dict[str, Any]], replica: Replica) -> dict[str, Any]:
-    """Rank 0's parameters, which are those of all."""
-    averaged = {name for name, buffer in replica.model.named_buffers() if buffer.is_floating_point()}
-    means = {
-        name: torch.stack([model[name].double() for model in models]).mean(0).to(models[0][name].dtype)
-        for name in averaged & models[0].keys()
-    }
-    return models[0] | means
+def _model(models: Sequence[State], replica: Replica) -> State:
+    """Rank 0's parameters, which are those of all, and mean buffers."""
+    buffers = {name for name, buffer in replica.model.named_buffers() if buffer.is_floating_point()}
+    return models[0] | mean_of(models, buffers & models[0].keys())
 
 
 @contextmanager

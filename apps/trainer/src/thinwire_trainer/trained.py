@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,13 +11,13 @@ from typing import Any
 from zipfile import ZipFile
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from thinwire_trainer.app import App
 from thinwire_trainer.command_line.flags import parse
 from thinwire_trainer.command_line.options import Options
 from thinwire_trainer.errors import DamagedError, RunError
-from thinwire_trainer.records.checkpoint import Manifest, load
+from thinwire_trainer.records.checkpoint import Manifest, load, mean_of
 from thinwire_trainer.records.durable import opened, unsealed
 from thinwire_trainer.records.run_folder import RunFolder
 
@@ -92,19 +92,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _mean(checkpoint: Path) -> dict[str, Any]:
-    """Floating-point tensors: means over ranks; others are rank 0's."""
+    """Model of a checkpoint: floating-point tensors are means over ranks, others rank 0's."""
     manifest = Manifest.read(checkpoint)
-    models: list[Any] = [load(checkpoint, manifest, rank).get("model") for rank in range(len(manifest.files))]
-    if not all(isinstance(model, dict) and model.keys() == models[0].keys() for model in models):
-        raise DamagedError(f"{checkpoint} is damaged: its ranks' models differ")
-    return {name: _mean_of([model[name] for model in models]) for name in models[0]}
-
-
-def _mean_of(values: Sequence[Any]) -> Any:
-    first = values[0]
-    if not (isinstance(first, Tensor) and first.is_floating_point()):
-        return first
-    total = first.double()
-    for value in values[1:]:
-        total = total + value
-    return (total / len(values)).to(first.dtype)
+    models = [load(checkpoint, manifest, rank)["model"] for rank in range(len(manifest.files))]
+    averaged = [name for name, value in models[0].items() if value.is_floating_point()]
+    return models[0] | mean_of(models, averaged)

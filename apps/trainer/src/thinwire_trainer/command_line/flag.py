@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-Value = str | int | float | Path
+Value = str | int | float
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,9 @@ class Flag:
     """
 
     name: str
-    default: Value | None
+    default: Value | Path | None
     says: str
-    read: Callable[[str], Value] = str
+    read: Callable[[str], Value | Path] = str
     choices: Sequence[str] | None = None
     metavar: str | None = None
     shapes: bool = True

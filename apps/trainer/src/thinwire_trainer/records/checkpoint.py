@@ -10,6 +10,7 @@ Only folders with such a name are checkpoints; whatever else lies there is left 
 import hashlib
 import json
 import os
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from io import BufferedReader
@@ -175,6 +176,12 @@ def load(folder: Path, manifest: Manifest, rank: int) -> State:
         file.seek(0)
         state: State = torch.load(file, map_location="cpu", weights_only=True)
     return state
+
+
+def mean_of(models: Sequence[State], names: Iterable[str]) -> State:
+    """Means over ranks of these tensors of their models."""
+    ranks = {name: torch.stack([model[name].double() for model in models]) for name in names}
+    return {name: values.mean(0).to(models[0][name].dtype) for name, values in ranks.items()}
 
 
 def _is_checkpoint(entry: Path) -> bool:
