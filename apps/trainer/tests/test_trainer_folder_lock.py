@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from communicators import Communicator, SimulatedWorld, as_communicator
@@ -73,33 +72,6 @@ def test_a_second_run_does_not_touch_what_the_first_one_writes(
     assert before == sorted((path, path.stat().st_mtime_ns) for path, _ in before)
     SimulatedWorld(2).run(lambda comm: run(app, replace(given, resume="latest"), comm))
     assert [row["epoch"] for row in read_metrics(given.output / "metrics.jsonl")] == [1, 2]
-
-
-@pytest.mark.parametrize(
-    ("changed", "ranks", "says"),
-    [
-        ({}, 2, "already holds a run"),
-        ({"resume": "latest", "lr": 0.5}, 2, "--lr 0.1 then, 0.5 now"),
-        ({"resume": "latest"}, 3, "the run to resume has 2 ranks"),
-    ],
-)
-def test_a_run_that_is_refused_anyway_does_not_keep_others_out(
-    app: App,
-    options: Callable[..., Options],
-    monkeypatch: pytest.MonkeyPatch,
-    changed: dict[str, Any],
-    ranks: int,
-    says: str,
-) -> None:
-    given = options(max_epochs=1, lr=0.1)
-    SimulatedWorld(2).run(lambda comm: run(app, given, comm))
-
-    def acquired(path: Path) -> None:
-        raise AssertionError(f"{path} is locked")
-
-    monkeypatch.setattr(folder_lock, "acquired", acquired)
-    with pytest.raises(AgreedError, match=says):
-        SimulatedWorld(ranks).run(lambda comm: run(app, replace(given, **changed), comm))
 
 
 def foreign(folder: Path) -> Path:

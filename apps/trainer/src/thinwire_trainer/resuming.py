@@ -67,18 +67,6 @@ def resume(
     return manifest.step
 
 
-def require_same_run(folder: RunFolder, options: Options, ranks: int) -> None:
-    """RunError if the checkpoint that --resume names is damaged, or of other settings or another number of ranks.
-
-    It only looks, by itself: before the folder is locked, which others may want meanwhile.
-    """
-    which = options.resume or "latest"
-    chosen = folder.checkpoints.choose(which)
-    if chosen is not None:
-        with _advising(which):
-            _same_run(chosen, options, ranks)
-
-
 def _same_run(chosen: Path, options: Options, ranks: int) -> Manifest:
     manifest = Manifest.read(chosen)
     _check_world(len(manifest.files), ranks, options.residuals)

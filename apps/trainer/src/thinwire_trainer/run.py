@@ -18,11 +18,11 @@ from thinwire_trainer.errors import GO_ON, START_AGAIN, RunError
 from thinwire_trainer.launching.device import clock_of
 from thinwire_trainer.launching.ending import StopRequest
 from thinwire_trainer.records.durable import write_tensors
-from thinwire_trainer.records.folder_lock import locked, naming_holder
+from thinwire_trainer.records.folder_lock import locked
 from thinwire_trainer.records.metrics import Events, TrainingProgress
 from thinwire_trainer.records.run_folder import RunFolder
 from thinwire_trainer.records.trace import Trace
-from thinwire_trainer.resuming import require_same_run, resume
+from thinwire_trainer.resuming import resume
 from thinwire_trainer.synchronisers.automatic import settled
 from thinwire_trainer.synchronisers.synchroniser import Rates, Synchroniser
 from thinwire_trainer.synchronisers.table import AUTO
@@ -88,9 +88,9 @@ def _in_its_folder(
 ) -> None:
     """The run, once there is a place for it. choice: the algorithm and why, where it was measured."""
     options, comm, advice = training.options, training.comm, _advice(training.options)
-    with all_or_none(comm, advice=advice), naming_holder(options.output):
+    with all_or_none(comm, advice=advice):
         if comm.rank == 0:
-            _require_possible(training)  # before others are kept out, and again when they are
+            training.folder.prepare(resume=options.resume is not None)
     with training.progress, locked(options.output, comm, advice=advice):
         _begin(app, training, device, choice)
         chosen = f"{choice} (when the run began)" if choice and options.resume else choice
@@ -163,22 +163,13 @@ def _begin(app: App, training: Training, device: torch.device, choice: str) -> N
             config = {"app": app.module} | _config(training, device, choice)
             folder.begin(config, kept=_kept(training.task), overwrite=options.overwrite)
         elif comm.rank == 0:
-            _require_possible(training)
+            folder.require_kept(_kept(training.task))
     if options.resume is None:
         return
     steps = partial(steps_of, batches_of(training.task), options)
     step = resume(training.replica, folder, options, comm, steps_of=steps)
     none_yet = f"{folder.path} holds no checkpoint yet: starting from the beginning"
     training.note(none_yet if step is None else f"resumed {folder.path} at step {step}")
-
-
-def _require_possible(training: Training) -> None:
-    """RunError if the folder holds a run that is in the way, or none, or another one than is to go on."""
-    options, folder = training.options, training.folder
-    folder.prepare(resume=options.resume is not None, overwrite=options.overwrite)
-    if options.resume is not None:
-        require_same_run(folder, options, training.comm.size)
-        folder.require_kept(_kept(training.task))
 
 
 def _advice(options: Options) -> str:

@@ -72,21 +72,6 @@ def locked(folder: Path, comm: Communicator, *, advice: str = GO_ON) -> Iterator
             os.close(descriptor)
 
 
-@contextmanager
-def naming_holder(folder: Path) -> Iterator[None]:
-    """An error of the block, which takes no lock, says instead who is at work in `folder`, if one of this machine is:
-    what a run finds there then means little."""
-    try:
-        yield
-    except (RunError, OSError):
-        holder = None
-        with suppress(OSError), (folder / NAME).open("rb") as file:
-            holder = _holder(file.fileno())
-        if holder and holder.runs_here:
-            raise _in_use(folder / NAME, holder) from None
-        raise
-
-
 def acquired(path: Path) -> int:
     """The lock's file, open, once this process alone holds it; RunError that says who holds it."""
     while True:

@@ -39,14 +39,12 @@ class RunFolder:
         self.checkpoints = Checkpoints(path / "checkpoints", keep)
         self._files = self.metrics.path, self.model, self.trace, self.task, self.config
 
-    def prepare(self, *, resume: bool, overwrite: bool = False) -> None:
-        """Make the folder; RunError if it holds no run to resume, or one that is not to be overwritten, or is none."""
+    def prepare(self, *, resume: bool) -> None:
+        """Make the folder; RunError if it holds no run to resume, or is none."""
         if os.path.lexists(self.path) and not self.path.is_dir():
             raise RunError(f"{self.path} is not a folder: give another one with --output")
         if resume:
             self._require_run()
-        elif not overwrite:
-            self._require_empty()
         self.path.mkdir(parents=True, exist_ok=True)
 
     def recorded(self, *, wanted: str = NONE_TO_RESUME) -> dict[str, Any]:
