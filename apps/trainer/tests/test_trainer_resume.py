@@ -265,6 +265,19 @@ def test_a_run_from_before_an_option_was_added_is_gone_on_with(
         train(app, replace(broken, resume="latest", own={**broken.own, "wire": "bf16"}), 2)
 
 
+@pytest.mark.parametrize("flags", [{}, {"lr_schedule": "constant"}])
+def test_a_finished_run_that_is_to_go_on_is_told_what_that_takes_from_the_start(
+    app: App, options: Callable[..., Options], flags: dict[str, str]
+) -> None:
+    given = options(max_epochs=1)
+    train(app, given, 1)
+    longer = options(max_epochs=2, output=given.output, resume=True, **flags)
+    with pytest.raises(
+        AgreedError, match=r"only a run that had --lr-schedule constant, or --milestones, from its start"
+    ):
+        train(app, longer, 1)
+
+
 OLDER = {
     "dense": {"wire": "bf16"},
     "gtopk": {"density": 0.2},

@@ -213,8 +213,9 @@ def test_easgd_contracts_inside_its_range(m, fraction):
 
     def body(comm):
         p = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
-        optimizer = EASGD(sgd([p]), comm=comm, sync_every=1, alpha=α)
-        p.data.fill_(comm.rank + 1)
+        optimizer = EASGD(torch.optim.SGD([p], lr=1.0), comm=comm, sync_every=1, alpha=α)
+        p.grad = torch.full_like(p, -(comm.rank + 1))
+        optimizer.step()
         optimizer.average()
         x = p.item()
         with optimizer.averaged_model():

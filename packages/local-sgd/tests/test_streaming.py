@@ -317,7 +317,8 @@ def test_nan_is_named(quadratic):
         task = quadratic(comm.rank)
         optimizer = make(task, comm, fragments=[["a"], ["b"], ["c"]], delay=2)
         if comm.rank == 1:
-            task.model["b"].data[0] = float("nan")
+            task.model["b"].grad = torch.full_like(task.model["b"], float("nan"))
+        optimizer.step()
         optimizer.average()
         optimizer.average()
         optimizer.average()  # the second of three fragments was launched after two of four steps, and is applied

@@ -1,8 +1,11 @@
 """In a training script: schedulers, groups, scalers, closures, any inner optimizer, buffers, few bits."""
 
+import warnings
+from pathlib import Path
+
 import pytest
 import torch
-from communicators import SimulatedWorld, allreduce
+from communicators import CollectiveError, SimulatedWorld, allreduce
 from local_sgd import BMUF, CoCoDSGD, DiLoCo, LocalSGD, OverlapLocalSGD
 from torch import nn
 
@@ -363,7 +366,8 @@ def test_what_is_rounded_off_waits_until_it_counts():
         places = []
         for _ in range(8):
             if comm.rank == 0:
-                p.data.add_(ulp)
+                p.grad = torch.full_like(p, -ulp)
+            optimizer.step()
             optimizer.average()
             places.append(p.item())
         return places
@@ -461,3 +465,151 @@ def test_warm_up_with_a_boundary_at_every_step(quadratic):
         return at
 
     assert SimulatedWorld(2).run(body) == [[0, 1, 2, 6, 10]] * 2
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_parameters_that_a_load_has_replaced_are_an_error_of_the_next_step(algorithm, known):
+    """load_state_dict(assign=True): whether or not the optimizer was given the model."""
+
+    def body(comm):
+        model = nn.Linear(3, 2)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = algorithm(inner, comm=comm, sync_every=2, model=model if known else None)
+        model.load_state_dict({name: p.detach() + 1 for name, p in model.named_parameters()}, assign=True)
+        model(torch.ones(1, 3)).sum().backward()
+        with pytest.raises(ValueError, match=rf"than this {algorithm.__name__} was made of: .* and 1 more of 2"):
+            optimizer.step()
+
+    SimulatedWorld(2).run(body)
+
+
+def said_in_steps(task, optimizer, steps, *, averages):
+    """Where warnings were, and of which step."""
+    said = []
+    for step in range(steps):
+        task.backward(step)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        said += [(step, Path(one.filename).name, str(one.message)) for one in caught]
+        optimizer.zero_grad()
+        if averages(step):
+            optimizer.average()
+    return said
+
+
+@pytest.mark.parametrize(("tau", "every"), [(3, 3), (lambda step: 3, 3), (1, 2), ("two levels", 2)])
+def test_a_forgotten_average_is_said_once_where_a_boundary_would_have_been(quadratic, algorithm, tau, every):
+    if tau == "two levels" and algorithm not in (LocalSGD, DiLoCo):
+        tau, every = 2, 2
+
+    def body(comm):
+        task = quadratic(comm.rank)
+        inner = torch.optim.SGD(task.model.parameters(), lr=0.1)
+        levels = {"sync_every": [(comm, 1), (comm, 100)]} if tau == "two levels" else {"sync_every": tau, "comm": comm}
+        optimizer = algorithm(inner, **levels)
+        optimizer.average()
+        return said_in_steps(task, optimizer, 9, averages=lambda step: False)
+
+    for said in SimulatedWorld(2).run(body):
+        assert [(step, file) for step, file, _ in said] == [(every - 1, "test_use.py")]
+        assert f"{every} steps of {algorithm.__name__} since the last average(), which counts them" in said[0][2]
+
+
+def test_an_average_of_so_many_steps_at_once_is_said_too(quadratic):
+    """It counts one."""
+    task = quadratic(0)
+    optimizer = LocalSGD(torch.optim.SGD(task.model.parameters(), lr=0.1), sync_every=4)
+    said = said_in_steps(task, optimizer, 12, averages=lambda step: step % 4 == 3)
+    assert [step for step, *_ in said] == [3]
+
+
+def loaded(model, seed):
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator))
+
+
+def test_steps_of_the_wrapped_optimizer_itself_are_steps(quadratic, algorithm):
+    """As a framework may take them that was given that one."""
+
+    def body(comm):
+        task = quadratic(comm.rank)
+        inner = torch.optim.SGD(task.model.parameters(), lr=0.1)
+        optimizer = algorithm(inner, comm=comm, sync_every=2)
+        for step in range(5):
+            task.backward(step)
+            inner.step()
+            optimizer.average()
+        optimizer.finish()
+        return task.flat()
+
+    one, other = SimulatedWorld(2).run(body)
+    assert torch.equal(one, other)
+
+
+def test_weights_that_some_ranks_only_have_loaded_are_an_error_at_the_first_boundary(quadratic, algorithm):
+    def body(comm):
+        task = quadratic(comm.rank)
+        inner = torch.optim.SGD(task.model.parameters(), lr=0.1)
+        optimizer = algorithm(inner, comm=comm, sync_every=2)
+        if comm.rank == 0:
+            loaded(task.model, 5)
+        for step in range(4):
+            task.train(optimizer, [step])
+        optimizer.finish()
+
+    with pytest.raises(
+        CollectiveError, match=r"begun with parameters of hash \w{16} \(load weights on all ranks alike"
+    ):
+        SimulatedWorld(2).run(body)
+
+
+@pytest.mark.parametrize("drained", [False, True])
+def test_weights_that_all_ranks_load_are_where_training_begins(quadratic, algorithm, drained):
+    """Not what the anchors were when the optimizer was made, or at the last drain."""
+
+    def body(comm, loads):
+        task = quadratic(comm.rank)
+        loaded(task.model, 6 if loads else 5)
+        inner = torch.optim.SGD(task.model.parameters(), lr=0.1)
+        optimizer = algorithm(inner, comm=comm, sync_every=2)
+        if loads and drained:
+            optimizer.drain()
+        loaded(task.model, 5)
+        task.train(optimizer, range(5))
+        optimizer.finish()
+        return task.flat()
+
+    expected, found = (SimulatedWorld(2).run(lambda comm, loads=loads: body(comm, loads)) for loads in (False, True))
+    for x, y in zip(expected, found, strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("buffers", ["keep", "average", "broadcast"])
+@pytest.mark.parametrize("end", ["drain", "finish"])
+def test_at_the_end_buffers_are_alike_too(algorithm, buffers, end):
+    def body(comm):
+        model, optimizer = normalised(comm, algorithm, buffers=buffers)
+        own = model[1].running_mean.clone()
+        getattr(optimizer, end)()
+        return own, list(model.buffers())
+
+    owns, ends = zip(*SimulatedWorld(3).run(body), strict=True)
+    for buffers_of_rank in ends:
+        assert all(torch.equal(one, first) for one, first in zip(buffers_of_rank, ends[0], strict=True))
+    if buffers != "broadcast":
+        torch.testing.assert_close(ends[0][0], torch.stack(owns).mean(0))
+
+
+def test_before_the_first_step_the_model_is_what_was_loaded(quadratic, algorithm):
+    def body(comm):
+        task = quadratic(comm.rank)
+        optimizer = algorithm(torch.optim.SGD(task.model.parameters(), lr=0.1), comm=comm, sync_every=2)
+        loaded(task.model, 5)
+        own = task.flat()
+        with optimizer.averaged_model():
+            torch.testing.assert_close(task.flat(), own)
+
+    SimulatedWorld(2).run(body)

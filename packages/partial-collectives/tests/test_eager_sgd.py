@@ -540,3 +540,17 @@ def test_a_state_of_other_settings_is_refused():
             one.close()
 
     SimulatedWorld(2).run(body)
+
+
+def test_parameters_that_a_load_has_replaced_are_an_error_of_the_next_step():
+    """load_state_dict(assign=True)."""
+
+    def body(comm):
+        model = network()
+        optimizer = wrapped(model, comm)
+        model.load_state_dict({name: p.detach() + 1 for name, p in model.named_parameters()}, assign=True)
+        with pytest.raises(ValueError, match=r"than this EagerSGD was made of: '0\.weight' and 3 more of 4"):
+            step(model, optimizer, comm.rank, 0)
+        optimizer.close()
+
+    SimulatedWorld(2).run(body)

@@ -162,6 +162,38 @@ def test_what_belongs_to_all_ranks_is_refused_inside(call):
     SimulatedWorld(1).run(body)
 
 
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_forward_inside_whose_backward_is_outside_is_told_before_torch_fails(kept):
+    """torch says "modified by an inplace operation", and not by whom. kept: gradients of the step before."""
+    model, optimizer = made(None, "sgd", density=0.1)
+    if kept:
+        with optimizer.ahead():
+            loss_of(model, 0, 0).backward()
+        optimizer.step()
+    said = r"inside ahead\(\), but no gradient.*forward and backward"
+    with pytest.warns(UserWarning, match=said) as caught, optimizer.ahead():
+        loss = loss_of(model, 0, 1)
+    assert caught[0].filename == __file__
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_block_that_makes_gradients_otherwise_or_computes_none_is_not():
+    model, optimizer = made(None, "sgd", density=0.1)
+    parameters = list(model.parameters())
+    with optimizer.ahead(), torch.no_grad():
+        loss_of(model, 0, 0)
+    with optimizer.ahead():
+        gradients = torch.autograd.grad(loss_of(model, 0, 0), parameters)
+    with optimizer.ahead():
+        loss_of(model, 0, 0)
+        for p, gradient in zip(parameters, gradients, strict=True):
+            p.grad = gradient
+    with optimizer.ahead():
+        loss_of(model, 0, 0)
+        parameters[0].grad.mul_(2)
+
+
 def test_gradients_that_are_sent_have_nothing_to_be_ahead_by():
     model = nn.Linear(2, 2)
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from communicators import SimulatedWorld
+from communicators import CollectiveError, SimulatedWorld
 from sparse_collectives import DistributedOptimizer
 from torch import nn
 
@@ -122,3 +122,70 @@ def test_a_copy_is_refused(duplicate):
     with pytest.raises(TypeError, match=r"cannot be copied or pickled: save its state_dict\(\)"):
         duplicate(optimizer)
     copy.deepcopy(optimizer.state_dict())
+
+
+@either_way
+def test_parameters_that_a_load_has_replaced_are_an_error_of_the_next_step(overlap):
+    """load_state_dict(assign=True): the optimizer's would never get a gradient again."""
+
+    def body(comm):
+        model, optimizer = made(comm, overlap=overlap)
+        train_step(model, optimizer)
+        own = dict(model.named_parameters())
+        model.load_state_dict({name: p.detach() + 1 for name, p in own.items()}, assign=True)
+        with pytest.raises(ValueError, match=r"'0.weight' and 3 more of 4 were replaced.*assign=False"):
+            train_step(model, optimizer)
+        for name, p in own.items():  # swapped out for a while, as for an evaluation
+            setattr(model.get_submodule(name[0]), name[2:], p)
+        train_step(model, optimizer)
+        return flat(model)
+
+    one, other = SimulatedWorld(2).run(body)
+    assert torch.equal(one, other)
+
+
+def test_a_weight_that_is_tied_to_another_later_is_none_of_these():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = wrapped(torch.optim.SGD(model.parameters(), lr=0.1), model, None)
+    model[1].weight = model[0].weight
+    model(torch.randn(5, 4)).square().mean().backward()
+    optimizer.step()
+
+
+@either_way
+@pytest.mark.parametrize("again", [False, True])
+def test_weights_that_one_rank_alone_has_loaded_are_an_error_of_the_first_step(overlap, again):
+    """Also after a state was loaded."""
+
+    def body(comm):
+        model, optimizer = made(comm, overlap=overlap)
+        if again:
+            train_step(model, optimizer)
+            optimizer.load_state_dict(optimizer.state_dict())
+        if comm.rank == 0:
+            model.load_state_dict({name: p.detach() + 1 for name, p in model.named_parameters()})
+        train_step(model, optimizer)
+
+    with pytest.raises(CollectiveError, match=r"replicas differ: rank \d in '\d\.weight' and 3 more"):
+        SimulatedWorld(3).run(body)
+
+
+def plateau(comm, **options):
+    """A rate that goes by each rank's own loss."""
+    model, optimizer = made(comm, **options)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    for step in range(110):
+        train_step(model, optimizer)
+        scheduler.step(step if comm.rank else -step)
+    return flat(model)
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap": True}, {"sends": "updates", "density": 1.0}])
+def test_a_rate_that_goes_by_a_ranks_own_loss_is_an_error_within_a_hundred_steps(options):
+    with pytest.raises(CollectiveError, match=r"rank 0 calls step 100 with parameter groups of lr 0.1, .*rank 1 calls"):
+        SimulatedWorld(2).run(lambda comm: plateau(comm, **options))
+
+
+def test_with_verify_0_nothing_is_compared():
+    one, other = SimulatedWorld(2).run(lambda comm: plateau(comm, verify=0))
+    assert not torch.equal(one, other)

@@ -48,9 +48,9 @@ class Averaging:
         """That somebody waited, of those that exchanges took."""
         return self._waited, self._under_way
 
-    def loaded(self, boundary: int) -> None:
-        """The next exchange is agreed on as the first one after states of this boundary were loaded."""
-        self._since = f", after states of boundary {boundary} were loaded on all ranks,"
+    def agree(self, since: str) -> None:
+        """The next exchange is agreed on as the first one after this."""
+        self._since += since
 
     def now(self, vectors: Sequence[Tensor], weight: float, *, finished: bool) -> Arrived:
         """The means, as soon as all ranks have come."""

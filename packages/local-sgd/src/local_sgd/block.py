@@ -36,8 +36,8 @@ class Block:
 
     @property
     def length(self) -> int:
-        """τ of this block."""
-        return self._length
+        """τ of this block, before the first step 1 where it is a function."""
+        return self._length or (1 if callable(self._every) else self._every)
 
     def count(self, weight: float) -> bool:
         """One more step; whether it was the block's last."""

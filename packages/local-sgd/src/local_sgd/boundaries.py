@@ -19,6 +19,7 @@ from local_sgd.inner_state import InnerState
 from local_sgd.levels import Near
 from local_sgd.nonfinite import refuse_nonfinite
 from local_sgd.parts import Part
+from local_sgd.saved import digest
 
 
 class Boundaries(Algorithm):
@@ -31,6 +32,7 @@ class Boundaries(Algorithm):
     _buffers: Buffers
     _inner: InnerState
     _drained: bool  # all ranks hold the model
+    _begun: int | None = None  # the parameters' hash then, until the next boundary
     _loaded: bool  # a state, since the last boundary
 
     def _begin(self) -> None:
@@ -49,6 +51,18 @@ class Boundaries(Algorithm):
         if self.overlaps:
             self._averaging.store(Arrived([], 0.0, self._comm.size))
         self._drained = True
+
+    def _depart(self) -> None:
+        """Before a step: of all ranks that hold the model, which is what they hold now, loaded meanwhile or not."""
+        if self._drained:
+            self._drained, self._begun = False, digest(self._trained)
+            for part in self._parts:
+                for name in self.anchors:
+                    part[name].copy_(part.gather())
+
+    def _agree(self, since: str) -> None:
+        for averaging in self.averagings():
+            averaging.agree(since)
 
     def _sync_all(self) -> None:
         """A boundary in mid-training."""
@@ -86,8 +100,12 @@ class Boundaries(Algorithm):
         self._refuse_misfits()
         if self._loaded:
             self._loaded = False
-            for averaging in self.averagings():
-                averaging.loaded(self._block.boundaries)
+            self._agree(f", after states of boundary {self._block.boundaries} were loaded on all ranks,")
+        if self._begun is not None:
+            self._agree(
+                f", begun with parameters of hash {self._begun % 2**64:016x} (load weights on all ranks alike),"
+            )
+            self._begun = None
         self._block.boundaries += 1
 
     def _rates(self) -> list[float]:
@@ -132,6 +150,7 @@ class Boundaries(Algorithm):
         for part, model in zip(self._parts, models, strict=True):
             part.put(model)
         self._all_hold(models)
+        self._buffers.at_end()
         self._block.end()
 
     def _end_near(self, near: Near, *, all_at_once: bool) -> None:
@@ -153,7 +172,7 @@ class Boundaries(Algorithm):
         )
 
     def _anchors(self) -> list[Tensor]:
-        return [part[self.anchors[0]] for part in self._parts]
+        return [part.gather() if self._drained else part[self.anchors[0]] for part in self._parts]
 
     def _models(self, comm: Communicator) -> list[Tensor]:
         """What the algorithm calls its model, now; nothing of it is applied."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -11,6 +14,7 @@ from communicators import Stats, as_communicator
 from communicators.replicas.buffers import Buffers
 from communicators.replicas.gathered import gathered_state
 from communicators.replicas.inside_ddp import InsideDDP
+from communicators.replicas.replaced import Replaced
 from communicators.replicas.wrapped_state import refuse_torch_helpers
 from torch import nn
 from torch.optim import Optimizer
@@ -48,8 +52,9 @@ class PeriodicAveraging(Boundaries):
             `lambda step: 1 if step < 1000 else 16`. Ranks may have different ones: their blocks are exchanged in order.
         comm: See `communicators.as_communicator`; its `timeout` is how long a boundary waits for a late rank.
         model: Names parameters in errors, and has buffers, see `buffers`.
-        buffers: Of the model, such as BatchNorm's: "keep", every rank its own; "average" at boundaries, what is not
-            floating-point being rank 0's; "broadcast" rank 0's. Both wait for a small exchange at every boundary.
+        buffers: Of the model, such as BatchNorm's: "keep", every rank its own until `drain` or `finish` averages them;
+            "average" at boundaries, what is not floating-point being rank 0's; "broadcast" rank 0's. Both wait for a
+            small exchange at every boundary.
         inner_state: The wrapped optimizer's: "keep", every rank its own; "average" at boundaries; "reset" there.
         weighted: `average(weight)` is given a weight, such as the number of samples or tokens of the step; means are by
             the sums of them over blocks.
@@ -92,6 +97,7 @@ class PeriodicAveraging(Boundaries):
         self._names = {id(p): name for name, p in named.items()}
         self._trained = {name: p for name, p in named.items() if p.requires_grad and p.numel()}
         self._inside_ddp = InsideDDP(self._trained.values(), given, owner=what, instead=INSIDE_A_NODE)
+        self._replaced = Replaced(self._trained, what)
         self._said = self._shared_settings(buffers, inner_state)
         agreed = {**self._said, "bucket_bytes": bucket_bytes}
         beginning.agree(named, model, self._comm, what, agreed, broadcast=broadcast)
@@ -104,8 +110,9 @@ class PeriodicAveraging(Boundaries):
         self._buffers = Buffers(model, buffers, self._comm, what)
         self._inner = InnerState(inner_state, optimizer, self._comm, what)
         self._begin()
+        optimizer.register_step_pre_hook(partial(_departs, weakref.ref(self)))
         self._sent_before, self._steps_before = self._sent, 0
-        self._showing, self._expected, self._loaded, self._unseen = False, None, False, 0
+        self._showing, self._expected, self._loaded, self._unseen, self._warned = False, None, False, 0, False
 
     @property
     def sync_every(self) -> Every:
@@ -157,9 +164,11 @@ class PeriodicAveraging(Boundaries):
         """The wrapped optimizer's step, on this rank alone."""
         refuse_torch_helpers(self._what)
         self._refuse_shown("step()")
+        self._replaced.refuse()
         self._refuse_other_parameters()
         self._inside_ddp.look()
-        self._drained, self._unseen = False, self._unseen + 1
+        self._unseen += 1
+        self._warn_unseen()
         return self.optimizer.step(closure) if closure is not None else self.optimizer.step()
 
     def average(self, weight: float | None = None) -> None:
@@ -168,9 +177,7 @@ class PeriodicAveraging(Boundaries):
         Args:
             weight: Of this step, such as its number of samples; given if, and only if, the optimizer is `weighted`.
         """
-        self._refuse_shown("average()")
-        self._drained, self._unseen = False, 0
-        weight = self._checked(weight)
+        weight = self._counted(weight)
         last = self._block.count(weight)
         if self._near is not None:
             if self._near.block.count(weight):
@@ -180,7 +187,7 @@ class PeriodicAveraging(Boundaries):
             self._sync_all()
 
     def drain(self) -> None:
-        """Ends the block now, and what is under way; then every rank holds the model, in the same bits.
+        """Ends the block now, and what is under way; then every rank holds the model, in the same bits, and buffers.
 
         For all ranks, at the same point. A rank that has fewer blocks than others calls `finish`.
         """
@@ -302,6 +309,13 @@ class PeriodicAveraging(Boundaries):
         shared |= {"compress": self.compression} if self.compression else {}
         return shared | ({"levels": self.inner} if self.inner else {})
 
+    def _counted(self, weight: float | None) -> float:
+        """The weight of a step that is over."""
+        self._refuse_shown("average()")
+        self._depart()
+        self._unseen = 0
+        return self._checked(weight)
+
     def _checked(self, weight: float | None) -> float:
         if weight is None and not self._weighted:
             return 1.0
@@ -323,9 +337,28 @@ class PeriodicAveraging(Boundaries):
         self._refuse_shown("drain() and finish()")
         if self._unseen:
             raise RuntimeError(f"{self._unseen} steps since the last average(): call that after every step, then end")
+        self._depart()
+
+    def _warn_unseen(self) -> None:
+        """Once, where a boundary would have been."""
+        block = self._block if self._near is None else self._near.block
+        if self._unseen >= max(2, block.length) and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{self._unseen} steps of {self._what} since the last average(), which counts them: ranks exchange "
+                "nothing, and go apart. Call optimizer.average() after every optimizer.step()",
+                stacklevel=4,
+            )
 
     def _refuse_other_parameters(self) -> None:
         """The first time after a state was loaded."""
         if self._expected is not None:
             saved.refuse_other_parameters(self._expected, self._trained)
             self._expected = None
+
+
+def _departs(wrapper: weakref.ref[PeriodicAveraging], *_: Any) -> None:
+    """Before a step of the wrapped optimizer, whoever takes it. It must not keep one alive that was replaced."""
+    living = wrapper()
+    if living is not None:
+        living._depart()

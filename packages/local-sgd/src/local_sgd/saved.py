@@ -56,7 +56,7 @@ def state_dict(
         "kept": {name: _by_name(parts, [part[name] for part in parts]) for name in _kept(optimizer)},
         "remainders": _remainders(parts),
         "rates": [_last_rate(parts, group) for group in range(len(optimizer.param_groups))],
-        "parameters": _digest({name: p for part in parts for name, p in zip(part.names, part.tensors, strict=True)}),
+        "parameters": digest({name: p for part in parts for name, p in zip(part.names, part.tensors, strict=True)}),
         "drained": drained,
         "wrapped": held,
         **optimizer.more_state(),
@@ -124,7 +124,7 @@ def load(
 
 def refuse_other_parameters(expected: int, trained: Mapping[str, Tensor]) -> None:
     """Raises RuntimeError where the parameters are not those that went with the state."""
-    if _digest(trained) != expected:
+    if digest(trained) != expected:
         raise RuntimeError(
             "the parameters are not those that the loaded state was saved with: load this rank's own "
             "model.state_dict(), saved at the same point, after the optimizer was made (which copies rank 0's)"
@@ -157,6 +157,6 @@ def _last_rate(parts: Sequence[Part], group: int) -> float:
     return next((part.last_rate for part in parts if part.group == group), 0.0)
 
 
-def _digest(trained: Mapping[str, Tensor]) -> int:
+def digest(trained: Mapping[str, Tensor]) -> int:
     """One number for all bits of the parameters, in the order of their names."""
     return int(hash_bits(torch.stack([hash_bits(trained[name]).cpu() for name in sorted(trained)])))

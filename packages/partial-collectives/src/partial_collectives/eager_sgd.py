@@ -15,8 +15,10 @@ from communicators.replicas.buffers import Buffers
 from communicators.replicas.default_group import refuse_alone
 from communicators.replicas.first_broadcast import broadcast_parameters
 from communicators.replicas.gathered import gathered_state, of_rank
+from communicators.replicas.group_settings import settings_of
 from communicators.replicas.inside_ddp import InsideDDP
 from communicators.replicas.parameters import name_parameters, refuse_changes
+from communicators.replicas.replaced import Replaced
 from communicators.replicas.saved_by import KEY, check_saved_by, saved_by
 from communicators.replicas.wrapped_state import refuse_torch_helpers, wrapped_part, wrapped_state
 from communicators.replicas.wrapping import Wrapping
@@ -26,7 +28,7 @@ from torch.optim import Optimizer
 from partial_collectives.partial_allreduce import PartialAllreduce
 from partial_collectives.protocol.rules import MAX_STALENESS, Quorum
 from partial_collectives.result import PartialResult
-from partial_collectives.settings import as_facts, check_scheduler, refuse_changed, settings_of
+from partial_collectives.settings import as_facts, check_scheduler, refuse_changed
 from partial_collectives.stragglers.lateness import Lateness
 
 ADVICE = "go on with as many ranks, or save after finish() and load the wrapped optimizer's part alone"
@@ -118,6 +120,7 @@ class EagerSGD(Wrapping):
         self._named, self._trained = {id(p): name for name, p in named.items()}, list(trained.values())
         self._weighted, self.applied, self.gradients = weighted, 0, 0
         self._inside_ddp = InsideDDP(self._trained, given, owner="EagerSGD")
+        self._replaced = Replaced(trained, "EagerSGD")
         settings = f"{weighted=}, {buffers=}, {as_facts(optimizer, scheduler)}"
         broadcast_parameters(named, self._comm, what="EagerSGD", settings=settings)
         held = [] if model is None else [buffer for buffer in model.buffers() if buffer.numel()]
@@ -167,6 +170,7 @@ class EagerSGD(Wrapping):
         if self._by_default and self._comm.size == 1:
             refuse_alone("an EagerSGD")
         self._inside_ddp.look()
+        self._replaced.refuse()
         refuse_changes(self.optimizer, self._named, self._trained, what="EagerSGD")
         gradients = [p.grad for p in self._trained]
         self._apply(self._rounds.allreduce([bucket.gather(gradients) for bucket in self._buckets], weight=weight))

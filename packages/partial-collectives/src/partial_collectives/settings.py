@@ -4,19 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from communicators.replicas.group_settings import settings_of
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 _PLAIN = (bool, int, float, str, type(None), tuple, list)
-
-
-def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Of all parameter groups, as plain values; "initial_lr" is a scheduler's."""
-    return [
-        {name: value.tolist() if isinstance(value, Tensor) else value for name, value in group.items() if _counts(name)}
-        for group in optimizer.param_groups
-    ]
 
 
 def as_facts(optimizer: Optimizer, scheduler: Any) -> str:
@@ -44,7 +36,3 @@ def check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
         raise TypeError("a ReduceLROnPlateau takes a metric: leave it out, and step it yourself after synchronize()")
     if scheduler is not None and getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise ValueError("the scheduler is of another optimizer, expected one of the wrapped optimizer")
-
-
-def _counts(name: str) -> bool:
-    return name not in ("params", "initial_lr")

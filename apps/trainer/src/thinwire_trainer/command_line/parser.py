@@ -129,7 +129,10 @@ def parser_of(app: App, table: Mapping[str, Entry]) -> ArgumentParser:
     machine.add_argument("--oversubscribe", action="store_true", help="start more workers than the cores can bear")
     _add(run, RUN)
     run.add_argument("--overwrite", action="store_true", help="delete the run that --output holds")
-    resumed = "go on with the run that --output holds, from its latest checkpoint or the one before"
+    resumed = (
+        "go on with the run that --output holds, from its latest checkpoint or the one before, with the same bits "
+        "(those of eager-* go by who is late)"
+    )
     run.add_argument("--resume", nargs="?", const="latest", choices=["latest", "previous"], help=resumed)
     own = owners(table)
     _require_own_names(app, common=vars(parser.parse_args([])), algorithms=own)

@@ -14,7 +14,7 @@ from communicators.replicas.averaging import average, copy_from_first
 
 
 class Buffers:
-    """policy "keep": every rank has its own; "average": their mean at every boundary; "broadcast": rank 0's.
+    """policy "keep": every rank has its own until the end; "average": their mean at boundaries; "broadcast": rank 0's.
 
     Means are of floating-point buffers; of others, such as counters, everybody gets rank 0's.
     """
@@ -25,6 +25,11 @@ class Buffers:
     def at_boundary(self) -> None:
         """For every rank to call."""
         if self._policy != "keep":
+            self._share(self._comm)
+
+    def at_end(self) -> None:
+        """Those of "keep" become alike, as in `shared`, for good. For every rank to call."""
+        if self._policy == "keep":
             self._share(self._comm)
 
     @contextmanager

@@ -93,8 +93,7 @@ class StreamingDiLoCo(PeriodicAveraging):
 
     def average(self, weight: float | None = None) -> None:
         """Counts a step; applies what is due, and launches what is. See `PeriodicAveraging.average`."""
-        self._refuse_shown("average()")
-        weight, self._drained, self._unseen = self._checked(weight), False, 0
+        weight = self._counted(weight)
         last = self._block.count(weight)
         for fragment in self._fragments:
             fragment.count(weight)
@@ -188,5 +187,6 @@ class StreamingDiLoCo(PeriodicAveraging):
         for part in self._parts:
             part.put(part["anchor"])
         self._all_hold([part["anchor"] for part in self._parts])
+        self._buffers.at_end()
         self._block.end()
         self._launched = 0

@@ -38,6 +38,11 @@ BOTH = (
     "of this step some gradients were made inside ahead(), others outside, without what waits in the residuals: put "
     "every forward and backward of a step into `with optimizer.ahead():`"
 )
+NONE = (
+    "something was computed inside ahead(), but no gradient: outside parameters are others again, so that its backward "
+    "fails there, with torch's 'modified by an inplace operation'. Put forward and backward of a step into `with "
+    "optimizer.ahead():`"
+)
 
 
 class Ahead:
@@ -52,7 +57,7 @@ class Ahead:
         self._names, self._parameters = list(named), list(named.values())
         self._residuals, self._share = residuals, share
         self.now = False
-        self._used = self._warned = False
+        self._used = self._warned = self._made = self._told = False
         self._looks = LOOKS
         self._unwatch: weakref.finalize[..., Any] | None = None  # removes the hooks
         self._outside: set[int] = set()  # parameters with gradients made elsewhere in this step
@@ -84,6 +89,7 @@ class Ahead:
 
     def adds(self, member: int) -> None:
         """A backward goes to this parameter; a gradient that was thrown away counts no longer."""
+        self._made |= self.now
         if member in self._outside and not self._holds(member):
             self._outside.discard(member)
 
@@ -111,7 +117,10 @@ class Ahead:
     def _for_gradients(self) -> Iterator[None]:
         with self._moved():
             versions = [p._version for p in self._parameters]
+            self._made, computed, given = False, torch.autograd._get_sequence_nr(), self._given()
             yield
+            self._made |= given != self._given()
+            computes = computed != torch.autograd._get_sequence_nr()
             now = [p._version for p in self._parameters]
         written = [name for name, old, new in zip(self._names, versions, now, strict=True) if old != new]
         if written:
@@ -119,6 +128,13 @@ class Ahead:
                 f"{written[0]!r} was written to inside ahead(), where parameters are not those of all ranks, and has "
                 "the value of before again: load, clamp or change parameters outside"
             )
+        if computes and not self._made and not self._told and self._unwatch is not None and self._unwatch.alive:
+            self._told = True
+            warnings.warn(NONE, stacklevel=3)
+
+    def _given(self) -> list[tuple[int, int] | None]:
+        """Gradients now, such that a change of them shows."""
+        return [None if p.grad is None else (id(p.grad), p.grad._version) for p in self._parameters]
 
     @contextmanager
     def _moved(self) -> Iterator[None]:

@@ -13,6 +13,7 @@ from communicators.replicas.default_group import refuse_alone
 from communicators.replicas.first_broadcast import broadcast_parameters
 from communicators.replicas.inside_ddp import InsideDDP
 from communicators.replicas.parameters import name_parameters, refuse_changes
+from communicators.replicas.replaced import Replaced
 from communicators.replicas.saved_by import KEY
 from communicators.replicas.wrapped_state import refuse_torch_helpers, wrapped_part, wrapped_state
 from communicators.replicas.wrapping import Wrapping
@@ -131,7 +132,8 @@ class DistributedOptimizer(Wrapping):
             non-finite mean on every rank. With sends="updates" the wrapped optimizer's state too is as it was, for a
             copy of it during step(), and p.grad stays.
         verify: Every so many steps the ranks compare a hash of the parameters, and where they differ it is a
-            CollectiveError on every rank that says who and where; None or 0: never.
+            CollectiveError on every rank that says who and where; None: before the first step alone. Settings of
+            parameter groups, such as rates, are compared then, and every 100 steps. 0: nothing is ever compared.
 
     Settings are fixed at construction; a compressor's own density may change, alike on every rank, where no schedule
     sets it.
@@ -202,6 +204,7 @@ class DistributedOptimizer(Wrapping):
             trained, bucket_bytes = dict(reversed(trained.items())), bucket_bytes or BUCKET_BYTES
         self._names, self._trained = list(trained), list(trained.values())
         self._all, self._named = named, {id(p): name for name, p in named.items()}
+        self._replaced = Replaced(trained, "DistributedOptimizer")
         self._synchronized = self._accumulates = False
         self._shadow: Shadow | None = None
         self._inside_ddp = InsideDDP(self._trained, given, owner="DistributedOptimizer", instead=UNDER_DDP)
@@ -223,7 +226,7 @@ class DistributedOptimizer(Wrapping):
         self._overlap = BackwardOrder(self._trained, buckets, self._start) if overlap else None
         take_over(optimizer, self._overlap)
         settings = f"{chosen.algorithm}, wire={chosen.wire!r}, {momentum=}, {bucket_bytes=}, {overlap=}, {nonfinite=}"
-        more = [f"{verify=}"] if verify else []
+        more = [] if verify is None else [f"{verify=}"]
         more += [f"{sends=}, {clip_norm=}"] if clip_norm or sends != "gradients" else []
         settings = self._settings = ", ".join([settings, *more, *chosen.settings])
         if chosen.selects:
@@ -469,7 +472,8 @@ class DistributedOptimizer(Wrapping):
         self._cut_by_rates(wrapped["param_groups"])
         self._exchange.load_state_dict(own, self._chosen.algorithm)
         self.optimizer.load_state_dict(wrapped)
-        self.skipped, self._steps.taken = own["skipped"], own.get("steps", 0)
+        self.skipped = own["skipped"]
+        self._steps.resume(own.get("steps", 0))
         self._own_noise.load_state_dict(own)
         self._synchronized = False
 
@@ -488,7 +492,7 @@ class DistributedOptimizer(Wrapping):
         self._begin_step()
         self._cut_by_rates()
         where = self._ahead.as_for_gradients(self._steps.last_density)
-        self._steps.begin()  # before anything changes, in case the schedule gives what is no density
+        self._begin_exchange()  # before anything changes, in case the schedule gives what is no density
         self._exchange.clip([p.grad for p in self._trained if p.grad is not None])
         undo = remembered(self.optimizer) if self._nonfinite == "skip" else None
         noise = self._own_noise.state_dict()
@@ -521,7 +525,13 @@ class DistributedOptimizer(Wrapping):
         if self._by_default and self._comm.size == 1:
             refuse_alone("a DistributedOptimizer")
         self._inside_ddp.look()
+        self._replaced.refuse()
         refuse_changes(self.optimizer, self._named, self._trained, what="DistributedOptimizer")
+
+    def _begin_exchange(self) -> None:
+        self._steps.begin()
+        if self._shadow is None:  # in `Join` a rank that has no more steps does not schedule its rate either
+            self._steps.compare(self._all, self.optimizer, self._comm)
 
     def _accumulate(self, only: bool) -> None:
         self._accumulates = only
@@ -532,7 +542,7 @@ class DistributedOptimizer(Wrapping):
         """One bucket, in backward."""
         if position == 0:  # nothing has been sent yet
             refuse_changes(self.optimizer, self._named, self._trained, what="DistributedOptimizer")
-            self._steps.begin()
+            self._begin_exchange()
         members = self._means.members(position)
         self._means.start_one(position, gradients_of(self._trained, members, self._names))
 
@@ -542,7 +552,7 @@ class DistributedOptimizer(Wrapping):
             self._overlap.start_rest()
             self._overlap.reset()
             return
-        self._steps.begin()
+        self._begin_exchange()
         every = range(len(self._trained))
         self._means.start(gradients_of(self._trained, every, self._names), clips=True)
 

@@ -6,11 +6,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from communicators import Communicator, refuse_unlike
+from communicators.replicas.group_settings import refuse_unlike_settings
 from sparse_compress import Compressor
 from torch import Tensor
+from torch.optim import Optimizer
 
 from sparse_collectives.algorithm import Algorithm
 
+SETTINGS_EVERY = 100
+"""Steps between two comparisons of parameter groups' settings, the first of which is in the first step."""
 Schedule = Callable[[int], float]
 """From the number of a step, from 0 on, to the share of elements to send in it."""
 
@@ -18,7 +22,7 @@ Schedule = Callable[[int], float]
 class Steps:
     """Counts steps. Sets a compressor's density before each; without a schedule it leaves that alone.
 
-    verify: every so many steps the ranks' parameters are compared; None or 0: never.
+    verify: every so many steps the ranks' parameters are compared; None or 0: never, but see `compare`.
 
     Only the count belongs into a checkpoint: a density depends on it alone, so a run that is resumed goes on with it.
     """
@@ -28,6 +32,7 @@ class Steps:
         self._schedule: Schedule | None = density if callable(density) else None
         self._verify = verify
         self.taken = 0
+        self._compares = verify != 0
         self.begin()  # what the schedule gives is checked at once, and is known before the first step
 
     @property
@@ -49,6 +54,21 @@ class Steps:
         """Before a step's first selection. Raises what the compressor raises for what is no density."""
         if self._schedule is not None:
             self._compressor.density = self._schedule(self.taken)
+
+    def resume(self, taken: int) -> None:
+        """After so many, with parameters that may have been loaded."""
+        self.taken, self._compares = taken, self._verify != 0
+
+    def compare(self, parameters: Mapping[str, Tensor], optimizer: Optimizer, comm: Communicator) -> None:
+        """Before anything of a step is sent, unless `verify` is 0: the parameters before the first, and settings.
+
+        Raises CollectiveError, on every rank, where those differ, such as weights loaded on one rank alone.
+        """
+        if self._compares:
+            refuse_unlike(parameters, comm)
+        if self._compares or (self._verify != 0 and self.taken % SETTINGS_EVERY == 0):
+            refuse_unlike_settings(optimizer, comm, what=f"step {self.taken}")
+        self._compares = False
 
     def count(self, parameters: Mapping[str, Tensor], comm: Communicator) -> None:
         """One more. Raises CollectiveError, on every rank, where it is time to compare and parameters differ."""

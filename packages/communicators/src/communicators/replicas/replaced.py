@@ -1,0 +1,60 @@
+"""Parameters that a module has let go of: an optimizer over them would train what nothing uses any more.
+
+`load_state_dict(assign=True)` does it, and so does `module.weight = nn.Parameter(…)`. torch has one hook for all
+parameters that modules are given: there is a single one of ours, and it stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+from weakref import WeakSet
+
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+
+class Replaced:
+    """Knows which of these parameters a module has replaced by others since; a look at it costs nothing.
+
+    named: by name, kept alive by whoever holds this. owner: the wrapper of their optimizer.
+    """
+
+    def __init__(self, named: Mapping[str, Tensor], owner: str) -> None:
+        self._names, self._owner = {id(p): name for name, p in named.items()}, owner
+        self._gone: dict[int, str] = {}
+        _hooked()
+        _WATCHING.add(self)
+
+    def note(self, old: Tensor, new: Tensor) -> None:
+        """A module has `new` in the place of `old` from now on."""
+        self._gone.pop(id(new), None)
+        if id(old) in self._names and id(new) not in self._names:
+            self._gone[id(old)] = self._names[id(old)]
+
+    def refuse(self) -> None:
+        """Raises ValueError where there are any, before they are stepped."""
+        if self._gone:
+            first, more = next(iter(self._gone.values())), len(self._gone) - 1
+            raise ValueError(
+                f"the model has other parameters now than this {self._owner} was made of: {first!r}"
+                f"{f' and {more} more' if more else ''} of {len(self._names)} were replaced, as "
+                "load_state_dict(..., assign=True) does, so that a step would train what the model no longer uses: "
+                f"load with assign=False, or make optimizer and {self._owner} anew, on every rank"
+            )
+
+
+_WATCHING: WeakSet[Replaced] = WeakSet()
+
+
+@cache
+def _hooked() -> Any:
+    return register_module_parameter_registration_hook(_registered)
+
+
+def _registered(module: nn.Module, name: str, new: Tensor) -> None:
+    old = module._parameters.get(name)
+    if old is not None and old is not new:
+        for watching in list(_WATCHING):
+            watching.note(old, new)
