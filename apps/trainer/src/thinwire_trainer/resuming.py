@@ -21,6 +21,10 @@ from thinwire_trainer.records.run_folder import RunFolder
 from thinwire_trainer.training.replica import Position, Replica, Totals
 
 StepsOf = Callable[[int], int]
+LONGER = (
+    "; --max-epochs is the length that the rate falls over: only a run that had --lr-schedule constant, or "
+    "--milestones, from its start goes on beyond its end"
+)
 
 ADVICE = {
     "latest": "take the checkpoint before it with --resume previous",
@@ -74,7 +78,9 @@ def _same_run(chosen: Path, options: Options, ranks: int) -> Manifest:
         listed = "; ".join(
             f"--{name.replace('_', '-')} {then!s:.40} then, {now} now" for name, (then, now) in changed.items()
         )
-        raise RunError(f"the run to resume has other settings ({listed}): give the same flags again")
+        longer = manifest.settings.get("max_epochs") != options.settings().get("max_epochs")
+        again = "give the same flags again" + LONGER * longer
+        raise RunError(f"the run to resume has other settings ({listed}): {again}")
     return manifest
 
 
