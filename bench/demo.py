@@ -19,9 +19,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from thinwire_cifar.comparison import ALGORITHMS
+from thinwire_cifar.comparison import ALGORITHMS, Summary, summarise
 from thinwire_cifar.data.digits import TEST_SIZE
-from thinwire_cifar.report import Summary, summarise
 from thinwire_trainer.records.metrics import read_metrics
 from thinwire_trainer.records.run_folder import RunFolder
 

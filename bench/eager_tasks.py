@@ -143,9 +143,8 @@ class Speech(Task):
 
     def model(self) -> nn.Module:
         """See `Task.model`."""
-        from thinwire_deepspeech.decoding.alphabet import LABELS
-        from thinwire_deepspeech.model.deepspeech2 import DeepSpeech2
-        from thinwire_deepspeech.model.sizes import small
+        from thinwire_deepspeech.decoding import LABELS
+        from thinwire_deepspeech.model import DeepSpeech2, small
 
         return DeepSpeech2(small(), labels=len(LABELS))
 
@@ -173,13 +172,13 @@ class Speech(Task):
         return 1 - counted.word_edits / counted.words
 
     def _batches(self, seed: int, rank: int, epoch: int) -> list[Tensor]:
-        from thinwire_deepspeech.data.buckets import shuffled
+        from thinwire_deepspeech.data.utterances import shuffled
 
         random = np.random.default_rng([seed, epoch])
         return shuffled(_speech()[1], rank=rank, size=self.ranks, batch_size=self.batch, random=random)
 
     def _heard(self, model: nn.Module, utterances: Any, indices: Tensor) -> tuple[Tensor, Tensor, Any]:
-        from thinwire_deepspeech.data.batch import batch_of
+        from thinwire_deepspeech.data.utterances import batch_of
 
         chosen = [utterances[index] for index in indices.tolist()]
         batch = batch_of([utterance for utterance, _ in chosen], [sound for _, sound in chosen])
@@ -204,8 +203,8 @@ def _speech() -> tuple[Any, npt.NDArray[np.int64], Any]:
     """Training utterances with their spectrograms, their frames, test utterances likewise."""
     from thinwire_deepspeech.data.spoken_digits import SPEEDS_AND_PITCHES, load
     from thinwire_deepspeech.data.utterances import frame_counts
-    from thinwire_deepspeech.sound.spectrogram import spectrogram
-    from thinwire_trainer.data.faults import Faults
+    from thinwire_deepspeech.sound import spectrogram
+    from thinwire_trainer.data import Faults
 
     corpus = load(Path("data"), faults=Faults(skip=False))
     train, test = (

@@ -25,7 +25,7 @@ from thinwire_cifar.__main__ import APP
 from thinwire_cifar.classification import Classification, build
 from thinwire_trainer.command_line.flags import parse
 from thinwire_trainer.launching.device import clock_of, own_device
-from thinwire_trainer.training.input import train_input
+from thinwire_trainer.training.batches import train_input
 from torch import Tensor
 
 from bench.form import asked, parser_of

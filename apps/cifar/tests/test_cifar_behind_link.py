@@ -34,7 +34,6 @@ def test_without_slow_link_the_demo_says_how_to_get_it(monkeypatch: pytest.Monke
             "no emulated link here: no TUN (status 1)",
         ),
         ("raise SystemExit(3)", "nothing was said (status 3)"),
-        ("print('no figures')", "no figures (status 0)"),
     ],
 )
 def test_where_there_is_no_link_the_reason_is_told(monkeypatch: pytest.MonkeyPatch, code: str, reason: str) -> None:

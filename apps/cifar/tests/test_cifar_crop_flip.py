@@ -4,8 +4,8 @@ import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from thinwire_cifar.data.crop_flip import PADDING, crop_flip
-from thinwire_cifar.data.keyed import keys, uniform
+from thinwire_cifar.data.cifar_images import PADDING, crop_flip
+from thinwire_cifar.data.images import keys, uniform
 
 
 @given(seed=st.integers(0, 2**32), n=st.integers(0, 5), height=st.integers(1, 9), width=st.integers(1, 9))

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 import small_files
-from thinwire_cifar.data import cifar10, download, mnist
-from thinwire_cifar.data.download import fetch
-from thinwire_cifar.data.published import Remote
-from thinwire_trainer.data.files import one_at_a_time
+from thinwire_cifar.data import cifar10, mnist, published
+from thinwire_cifar.data.published import Remote, fetch
+from thinwire_trainer.data import one_at_a_time
 from thinwire_trainer.errors import RunError
 
 needs_pooch = pytest.mark.skipif(importlib.util.find_spec("pooch") is None, reason="pooch is not installed")
@@ -133,7 +132,7 @@ def test_an_archive_with_files_elsewhere(site: tuple[Path, str], tmp_path: Path)
 
 
 def test_without_pooch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(download, "find_spec", lambda name: None)
+    monkeypatch.setattr(published, "find_spec", lambda name: None)
     with pytest.raises(RunError, match=r"--download needs the pooch package: pip install pooch, or fetch it elsewhere"):
         cifar10.load(tmp_path, download=True)
 

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from small_files import IMAGES, binary_content, drawn, idx_content, published_python_content, python_content, write
-from thinwire_cifar.data import cifar10, cifar100, cifar_binary, cifar_python, mnist, published
-from thinwire_cifar.data.crop_flip import crop_flip
+from thinwire_cifar.data import cifar10, cifar100, cifar_images, cifar_python, mnist, published
+from thinwire_cifar.data.cifar_images import crop_flip
 from thinwire_cifar.data.images import Images, Loaded
 from thinwire_trainer.errors import RunError
 
@@ -63,7 +63,7 @@ def test_the_published_files_are_used_without_a_word(
     """Recognised by length and checksum, which are those of other files here."""
     SETS[layout][0](tmp_path)
     monkeypatch.setattr(published, "difference", difference_of_small_files := lambda name, content, **published: "")
-    monkeypatch.setattr("thinwire_cifar.data.layouts.difference", difference_of_small_files)
+    monkeypatch.setattr("thinwire_cifar.data.published.difference", difference_of_small_files)
     cifar10.load(tmp_path)
     assert capsys.readouterr().err == ""
 
@@ -151,7 +151,7 @@ def test_labels_out_of_range(tmp_path: Path) -> None:
     labels = LABELS.copy()
     labels[3] = 10
     with pytest.raises(RunError, match="x holds label 10, expected 0 … 9"):
-        cifar_binary.read(Path("x"), binary_content(PIXELS, labels), label_bytes=1, classes=10)
+        cifar_images.read(Path("x"), binary_content(PIXELS, labels), label_bytes=1, classes=10)
     with pytest.raises(RunError, match="labels of n numbers 0 … 9"):
         cifar_python.read(Path("x"), published_python_content(PIXELS, labels), key="labels", classes=10)
     small_files.mnist(tmp_path)
@@ -163,9 +163,9 @@ def test_labels_out_of_range(tmp_path: Path) -> None:
 def test_coarse_labels_out_of_range() -> None:
     """Of CIFAR-100, where nothing is trained on them; a file that has others is another one."""
     fine = binary_content(PIXELS, LABELS, coarse=True)
-    assert cifar_binary.read(Path("x"), b"\x13" + fine[1:], label_bytes=2, classes=100).labels.tolist() == list(LABELS)
+    assert cifar_images.read(Path("x"), b"\x13" + fine[1:], label_bytes=2, classes=100).labels.tolist() == list(LABELS)
     with pytest.raises(RunError, match="x holds coarse label 20, expected 0 … 19"):
-        cifar_binary.read(Path("x"), b"\x14" + fine[1:], label_bytes=2, classes=100)
+        cifar_images.read(Path("x"), b"\x14" + fine[1:], label_bytes=2, classes=100)
     for coarse, right in ((19, True), (20, False)):
         table = {"data": PIXELS.reshape(len(PIXELS), -1), "fine_labels": [int(n) for n in LABELS]}
         content = pickle.dumps(table | {"coarse_labels": [coarse] * len(LABELS)}, protocol=2)
@@ -204,7 +204,7 @@ def test_damaged_files_are_read_or_named(data: st.DataObject, tmp_path_factory: 
     file.write_bytes(content)
     try:
         if kind == "binary":
-            cifar_binary.read(file, bytes(content), label_bytes=1, classes=10)
+            cifar_images.read(file, bytes(content), label_bytes=1, classes=10)
         elif kind == "python":
             cifar_python.read(file, bytes(content), key="labels", classes=10)
         else:

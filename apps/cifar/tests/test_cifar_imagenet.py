@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from thinwire_cifar.data import imagenet
-from thinwire_cifar.data.keyed import keys
+from thinwire_cifar.data.images import keys
 from thinwire_trainer.errors import RunError
 
 units = st.floats(0, 1, exclude_max=True)
@@ -34,7 +34,7 @@ def test_a_crop_lies_in_the_image(width: int, height: int, numbers: list[float])
 
 
 def test_crops_are_of_all_sizes() -> None:
-    from thinwire_cifar.data.keyed import uniform
+    from thinwire_cifar.data.images import uniform
 
     drawn = uniform(keys(0, np.arange(2000)), imagenet.DRAWN).tolist()
     boxes = np.array([imagenet.random_crop(500, 375, numbers) for numbers in drawn])

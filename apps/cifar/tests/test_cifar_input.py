@@ -1,6 +1,5 @@
 """Reading ahead changes no bit: any number of threads, interrupted or not; and each sample has numbers of its own."""
 
-import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from communicators import SimulatedWorld
 from thinwire_cifar.__main__ import APP
 from thinwire_cifar.classification import Classification, build
+from thinwire_cifar.data import imagenet
 from thinwire_trainer.command_line.flags import parse
 from thinwire_trainer.records.metrics import read_metrics
 from thinwire_trainer.run import run
@@ -89,54 +89,9 @@ def test_epochs_and_samples_are_augmented_unlike(tmp_path: Path) -> None:
     assert (first != next_epoch).flatten(1).any(1).sum() > 25  # of 30; one in 162 is as it was
 
 
-def test_the_index_of_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from thinwire_cifar.data import folders
-
+def test_images_are_listed_in_the_order_of_classes_and_names(tmp_path: Path) -> None:
     root = small_files.imagenet(tmp_path, images=6, classes=3)
-    for folder in (root / "train").iterdir():
-        os.utime(folder, (1e9, 1e9))
-    looked: list[Path] = []
-    real = folders._images
-    monkeypatch.setattr(folders, "_images", lambda folder: looked.append(folder) or real(folder))
-    first = folders.listing(root, "train")
-    assert (first.classes, len(looked)) == (["n00000000", "n00000001", "n00000002"], 3)
-    assert [first.path(image).name for image in range(6)] == [
-        "0.JPEG",
-        "3.JPEG",
-        "1.JPEG",
-        "4.JPEG",
-        "2.JPEG",
-        "5.JPEG",
+    (root / "train" / "n00000001" / "notes.txt").write_text("no image")
+    assert imagenet.listing(root / "train") == [
+        (f"n0000000{place}", f"{image}.JPEG") for place in range(3) for image in (place, place + 3)
     ]
-    assert folders.listing(root, "train") == first
-    assert len(looked) == 3  # all from the index
-    (root / "train" / "n00000001" / "9.jpg").write_bytes(b"new")
-    changed = folders.listing(root, "train")
-    assert [folder.name for folder in looked[3:]] == ["n00000001"]
-    assert len(changed) == 7
-    folders.listing(root, "train")
-    assert len(looked) == 5  # what has changed just now is not trusted yet
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b'{"n00000000": [1, ["../../../etc/passwd"]]}',
-        b'{"n00000000": [1000000000000000000, ["../0.JPEG"]]}',
-        b'{"n00000000": [1000000000000000000, [7]]}',
-        b'{"n00000000": 1}',
-        b"\xff\xfe",
-        b"[" * 10_000,
-    ],
-)
-def test_an_index_that_somebody_else_wrote(content: bytes, tmp_path: Path) -> None:
-    from thinwire_cifar.data import folders
-
-    root = small_files.imagenet(tmp_path)
-    os.utime(root / "train" / "n00000000", (1e9, 1e9))
-    (root / ".index-train.json").write_bytes(content)
-    found = folders.listing(root, "train")
-    assert sorted(found.path(image).name for image in range(len(found))) == [f"{n}.JPEG" for n in range(6)]

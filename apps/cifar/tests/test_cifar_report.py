@@ -2,11 +2,16 @@
 
 import pytest
 import torch
-from communicators import as_communicator
 from rich.console import Console
-from thinwire_cifar.comparison import GIGABIT
-from thinwire_cifar.prediction import exchange_seconds, selection_seconds
-from thinwire_cifar.report import Prediction, Summary, reading, show, summarise
+from thinwire_cifar.comparison import (
+    GIGABIT,
+    Prediction,
+    Summary,
+    exchange_seconds,
+    reading,
+    show,
+    summarise,
+)
 from thinwire_trainer.records.metrics import Row
 
 NUMEL, DENSITY = 10_000, 0.01
@@ -20,11 +25,12 @@ def test_figures_are_per_step() -> None:
             "bytes_sent": 500,
             "compute_seconds": 2.0,
             "communication_seconds": 1.0,
+            "selection_seconds": 0.5,
         }
         for epoch in (1, 2)
     ]
     summary = summarise(rows, images=360)
-    assert summary == Summary(accuracy=0.9, images=360, nbytes=50, compute=0.2, communication=0.1)
+    assert summary == Summary(accuracy=0.9, images=360, nbytes=50, compute=0.2, communication=0.1, selection=0.05)
     assert summary.step == pytest.approx(0.3)
 
 
@@ -94,7 +100,3 @@ def test_predictions_follow_the_link_model(size: int) -> None:
     # Headers are the rest.
     assert seconds("dense") == pytest.approx(dense, rel=0.01)
     assert seconds("gtopk") == pytest.approx(gtopk, rel=0.01)
-
-
-def test_selection_is_measured() -> None:
-    assert selection_seconds(as_communicator(None), torch.device("cpu"), numel=NUMEL, density=DENSITY) > 0

@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from thinwire_deepspeech.data.buckets import bucketed, shuffled, sorted_batches
+from thinwire_deepspeech.data.utterances import bucketed, shuffled, sorted_batches
 
 LENGTHS = st.lists(st.integers(1, 500), min_size=1, max_size=60).map(np.array)
 

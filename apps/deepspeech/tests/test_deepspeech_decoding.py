@@ -7,11 +7,18 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from thinwire_deepspeech.decoding.alphabet import LABELS, decoded, encoded, frames_needed, unknown
-from thinwire_deepspeech.decoding.beam import beam_search
-from thinwire_deepspeech.decoding.greedy import greedy
-from thinwire_deepspeech.decoding.paths import likeliest_path, log_probability
-from thinwire_deepspeech.decoding.words import words
+from thinwire_deepspeech.decoding import (
+    LABELS,
+    beam_search,
+    decoded,
+    encoded,
+    frames_needed,
+    greedy,
+    likeliest_path,
+    log_probability,
+    unknown,
+    words,
+)
 
 
 @st.composite

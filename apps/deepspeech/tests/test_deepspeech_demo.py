@@ -6,9 +6,9 @@ from io import StringIO
 import pytest
 from rich.console import Console
 from thinwire_deepspeech import demo
+from thinwire_deepspeech.comparison import Outcome, outcome, show
 from thinwire_deepspeech.data import spoken_digits
 from thinwire_deepspeech.data.spoken_digits import plan
-from thinwire_deepspeech.report import Outcome, outcome, show
 from thinwire_trainer.launching.placement import LAUNCHERS
 from thinwire_trainer.records.metrics import read_metrics
 

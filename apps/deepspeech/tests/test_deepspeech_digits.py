@@ -8,7 +8,7 @@ import pytest
 from thinwire_deepspeech.data import spoken_digits
 from thinwire_deepspeech.data.espeak import Request
 from thinwire_deepspeech.data.spoken_digits import NEW_VOICES, SPEEDS_AND_PITCHES, TRAIN, plan, said
-from thinwire_trainer.data.faults import Faults
+from thinwire_trainer.data import Faults
 from thinwire_trainer.errors import RunError
 
 pytest.importorskip("espeakng_loader", reason="espeak-ng's library (pip install espeakng-loader) is not installed")

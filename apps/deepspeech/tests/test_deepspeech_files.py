@@ -8,7 +8,7 @@ import soundfile
 import tiny_speech
 import torch
 from thinwire_deepspeech.data import an4, librispeech, manifest
-from thinwire_trainer.data.faults import Faults
+from thinwire_trainer.data import Faults
 from thinwire_trainer.errors import RunError
 from tiny_speech import RATE, sound
 

@@ -2,10 +2,8 @@
 
 import pytest
 import torch
-from thinwire_deepspeech.decoding.alphabet import LABELS
-from thinwire_deepspeech.model.deepspeech2 import Convolution, DeepSpeech2, Size
-from thinwire_deepspeech.model.lookahead import Lookahead
-from thinwire_deepspeech.model.sizes import deepspeech2, lstman4, small
+from thinwire_deepspeech.decoding import LABELS
+from thinwire_deepspeech.model import Convolution, DeepSpeech2, Lookahead, Size, deepspeech2, lstman4, small
 from torch.nn.functional import ctc_loss
 from torch.nn.utils.rnn import pad_sequence
 

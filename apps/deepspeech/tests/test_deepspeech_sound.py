@@ -6,9 +6,21 @@ import scipy.signal
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from thinwire_deepspeech.sound.resample import resample
-from thinwire_deepspeech.sound.spec_augment import LONGEST, MASKS, SHARE, WIDEST, spec_augment
-from thinwire_deepspeech.sound.spectrogram import BINS, HOP, RATE, SHORTEST, WINDOW, frames_of, spectrogram
+from thinwire_deepspeech.sound import (
+    BINS,
+    HOP,
+    LONGEST,
+    MASKS,
+    RATE,
+    SHARE,
+    SHORTEST,
+    WIDEST,
+    WINDOW,
+    frames_of,
+    resample,
+    spec_augment,
+    spectrogram,
+)
 
 
 @given(st.integers(SHORTEST, 3000), st.integers(0, 100))

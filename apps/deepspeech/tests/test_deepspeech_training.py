@@ -22,7 +22,7 @@ from thinwire_trainer.errors import RunError
 from thinwire_trainer.launching.placement import LAUNCHERS
 from thinwire_trainer.records.metrics import read_metrics
 from thinwire_trainer.trained import trained
-from thinwire_trainer.training.sharding import SHUFFLE, derived_seed
+from thinwire_trainer.training.batches import SHUFFLE, derived_seed
 
 TINY = "--dataset manifest --rnn rnn --hidden 4 --layers 1 --batch-size 2"
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import text_files
 from thinwire_text.data import imdb, ptb, pydoc
-from thinwire_text.data.vocabulary import END, UNKNOWN, Vocabulary, words
-from thinwire_trainer.data.faults import Faults
+from thinwire_text.data.corpus import END, UNKNOWN, Vocabulary, words
+from thinwire_trainer.data import Faults
 from thinwire_trainer.errors import RunError
 
 STRICT = Faults(skip=False)

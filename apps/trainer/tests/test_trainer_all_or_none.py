@@ -4,7 +4,7 @@ import pytest
 from communicators import Communicator, SimulatedWorld
 from hypothesis import given
 from hypothesis import strategies as st
-from thinwire_trainer.all_or_none import all_or_none, gather_texts, require_same
+from thinwire_trainer.agreement import all_or_none, gather_texts, require_same
 from thinwire_trainer.errors import AgreedError, RunError
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from communicators import Communicator, Round, Schedule, Work
-from thinwire_trainer.training.aside import Aside, Meter
+from thinwire_trainer.agreement import Aside, Meter
 
 
 class Posting(Communicator):

@@ -11,8 +11,7 @@ from communicators import Communicator, SimulatedWorld, as_communicator
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from thinwire_trainer.errors import AgreedError, DamagedError, RunError
-from thinwire_trainer.records.checkpoint import Checkpoints, load
-from thinwire_trainer.records.manifest import NAME, Manifest
+from thinwire_trainer.records.checkpoint import NAME, Checkpoints, Manifest, load
 from thinwire_trainer.records.metrics import MetricsFile
 
 ALONE = as_communicator(None)

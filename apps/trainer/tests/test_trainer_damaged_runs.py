@@ -1,4 +1,4 @@
-"""Damaged, exchanged and forged run folders: of every kind one, for runs of each sort (all: see `damaged_runs`)."""
+"""Damaged and exchanged run folders: of every kind one, for runs of each sort (all: see `damaged_runs`)."""
 
 import os
 from collections.abc import Iterator

@@ -7,8 +7,8 @@ import torch
 from communicators import Communicator, SimulatedWorld
 from thinwire_trainer.app import App
 from thinwire_trainer.command_line.options import Options
-from thinwire_trainer.synchronisers.buffers import averaged_buffers
-from thinwire_trainer.training.evaluation import evaluate
+from thinwire_trainer.synchronisers.synchroniser import averaged_buffers
+from thinwire_trainer.training.loop import evaluate
 from torch import nn
 
 

@@ -9,8 +9,7 @@ import torch
 from resumed_runs import train
 from thinwire_trainer.app import App, LeavesOut, Task
 from thinwire_trainer.command_line.options import Options
-from thinwire_trainer.data.faults import Faults
-from thinwire_trainer.data.files import read_text
+from thinwire_trainer.data import Faults, read_text
 from thinwire_trainer.errors import RunError
 from thinwire_trainer.records.metrics import read_metrics
 

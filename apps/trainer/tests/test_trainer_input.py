@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from thinwire_trainer.app import Reads
-from thinwire_trainer.training.input import ahead, train_input
+from thinwire_trainer.training.batches import ahead, train_input
 from torch import Tensor
 
 

@@ -13,9 +13,8 @@ from thinwire_trainer.app import App
 from thinwire_trainer.command import main
 from thinwire_trainer.errors import RunError
 from thinwire_trainer.launching import workers
-from thinwire_trainer.launching.job import Job, run_job
-from thinwire_trainer.launching.placement import Placement
-from thinwire_trainer.launching.world import joined
+from thinwire_trainer.launching.placement import Placement, joined
+from thinwire_trainer.launching.workers import Job, run_job
 
 
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> None:

@@ -14,7 +14,7 @@ from thinwire_trainer.command_line.flags import parse
 from thinwire_trainer.command_line.options import Options
 from thinwire_trainer.errors import AgreedError, RunError
 from thinwire_trainer.records.metrics import read_metrics
-from thinwire_trainer.synchronisers.inner import adamw
+from thinwire_trainer.synchronisers.synchroniser import adamw
 from thinwire_trainer.synchronisers.table import TABLE, Flag, Synchronisation
 
 
@@ -57,7 +57,7 @@ def test_adamw_on_one_rank_is_adamw(
             steps.append(1)
             return super().step(*args)
 
-    monkeypatch.setattr("thinwire_trainer.synchronisers.inner.AdamW", Noted)
+    monkeypatch.setattr("thinwire_trainer.synchronisers.synchroniser.AdamW", Noted)
     flags = {"algorithm": algorithm, "optimizer": "adamw", "weight_decay": 0.1, "lr": 0.01, "max_epochs": 1}
     train(app, options(output=tmp_path / "run", momentum=0.7, **flags), 1)
     assert made == [{"lr": 0.01, "betas": (0.7, 0.999), "weight_decay": 0.1}]

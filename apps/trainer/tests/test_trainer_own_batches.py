@@ -13,8 +13,8 @@ from resumed_runs import assert_same_bits, killed_after, result, train
 from thinwire_trainer.app import Batches, Carries, Keeps
 from thinwire_trainer.command_line.flags import parse
 from thinwire_trainer.command_line.options import Options
+from thinwire_trainer.data import fingerprint
 from thinwire_trainer.errors import AgreedError, RunError
-from thinwire_trainer.records.fingerprint import fingerprint
 from thinwire_trainer.records.metrics import read_metrics
 from thinwire_trainer.records.run_folder import RunFolder
 from thinwire_trainer.run import run
@@ -137,7 +137,7 @@ def test_a_checkpoint_with_another_state_of_the_task_is_refused(asked: Callable[
             return {"hidden": torch.zeros(1, 4, streams.HIDDEN)}
 
     app = replace(streams.APP, build=lambda options, device: Wider(streams.Net(), options))
-    with pytest.raises(AgreedError, match=r"the state/task/hidden is \(1, 3, 5\)"):
+    with pytest.raises(AgreedError, match=r"rank0\.pt does not fit this run .*hidden is \(1, 3, 5\)"):
         train(app, replace(options, max_epochs=3, resume="latest"), 1)
 
 
@@ -149,14 +149,16 @@ LATER = {  # what state_dict returns at its n-th call -> what is said of it
     "an object of the app's": (lambda n, hidden: {"hidden": hidden, "own": [Own()]}, 0, "own is, or has, a Own"),
     "a function": (lambda n, hidden: {"hidden": hidden, "own": lambda: 0}, 0, "own is, or has, a function"),
     "none": (lambda n, hidden: None, 0, r"state_dict\(\) is a NoneType, expected a dict"),
-    "huge": (lambda n, hidden: {"hidden": hidden, "count": 2**80}, 0, "count is a huge number"),
-    "with a graph": (lambda n, hidden: {"hidden": hidden + torch.zeros(1, requires_grad=True)}, 0, "of another kind"),
     "a key that appears": (
         lambda n, hidden: {"hidden": hidden} | ({"late": 1} if n else {}),
         5,
-        "those of a new task's state differ by late",
+        "late is plain, expected nothing as in a new task's state",
     ),
-    "a tensor in place of nothing": (lambda n, hidden: {"hidden": hidden if n else None}, 5, "hidden is a Tensor"),
+    "a tensor in place of nothing": (
+        lambda n, hidden: {"hidden": hidden if n else None},
+        5,
+        r"hidden is \(1, 3, 5\) of .*, expected plain",
+    ),
     "another shape": (lambda n, hidden: {"hidden": hidden[:, n:]}, 5, r"hidden is \(1, 2, 5\) .* expected \(1, 3, 5\)"),
     "on one rank": (
         lambda n, hidden: {"hidden": hidden if hidden.abs().sum() < 1e9 else Own()},

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from thinwire_trainer.training.sharding import batches, evaluation_batches, steps_per_epoch
+from thinwire_trainer.training.batches import batches, evaluation_batches, steps_per_epoch
 
 SIZES = {"samples": st.integers(1, 300), "size": st.integers(1, 17), "batch_size": st.integers(1, 40)}
 

@@ -12,6 +12,7 @@ from communicators import CollectiveError, Communicator, SimulatedWorld
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from resumed_runs import assert_same_bits, result, train
+from thinwire_trainer.agreement import LONGEST, AgreedStop
 from thinwire_trainer.app import App
 from thinwire_trainer.command_line.options import Options
 from thinwire_trainer.errors import Stopped
@@ -21,7 +22,6 @@ from thinwire_trainer.records.run_folder import RunFolder
 from thinwire_trainer.run import run
 from thinwire_trainer.synchronisers.table import TABLE
 from thinwire_trainer.training import loop
-from thinwire_trainer.training.stopping import LONGEST, AgreedStop
 
 
 @settings(deadline=None, max_examples=60)
@@ -103,7 +103,7 @@ def stopped_at(told: int, app: App, options: Options, ranks: int, monkeypatch: p
 def test_a_stopped_run_goes_on_with_the_same_bits(
     app: App, options: Callable[..., Options], tmp_path: Path, algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("thinwire_trainer.training.stopping.BETWEEN", 1e-9)  # at every step
+    monkeypatch.setattr("thinwire_trainer.agreement.BETWEEN", 1e-9)  # at every step
     straight = options(algorithm=algorithm, output=tmp_path / "straight", momentum=0.9, max_epochs=3)
     train(app, straight, 2)
     for told, every in ((1, None), (0, 1)):
@@ -120,7 +120,7 @@ def test_a_stopped_eager_run_goes_on(
     app: App, options: Callable[..., Options], tmp_path: Path, algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the end; a checkpoint is a meeting of all ranks, so that a run which has more of them has other bits."""
-    monkeypatch.setattr("thinwire_trainer.training.stopping.BETWEEN", 1e-9)
+    monkeypatch.setattr("thinwire_trainer.agreement.BETWEEN", 1e-9)
     broken = options(algorithm=algorithm, output=tmp_path / "broken", momentum=0.9, max_epochs=3)
     step = stopped_at(1, app, broken, 2, monkeypatch)
     assert step > 1
@@ -132,7 +132,7 @@ def test_a_stopped_eager_run_goes_on(
 def test_at_the_end_of_an_epoch_it_is_evaluated_first_and_a_run_that_has_ended_has_ended(
     app: App, options: Callable[..., Options], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("thinwire_trainer.training.stopping.BETWEEN", 1e-9)
+    monkeypatch.setattr("thinwire_trainer.agreement.BETWEEN", 1e-9)
     straight = options(output=tmp_path / "straight")
     train(app, straight, 2)
     steps = set()

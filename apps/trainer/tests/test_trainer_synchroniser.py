@@ -16,11 +16,8 @@ from thinwire_trainer.command_line.flag import Flag
 from thinwire_trainer.command_line.options import Options
 from thinwire_trainer.errors import AgreedError
 from thinwire_trainer.records.metrics import read_metrics
-from thinwire_trainer.resuming.likeness import require_equal, require_like
 from thinwire_trainer.run import run
-from thinwire_trainer.synchronisers.buffers import averaged_buffers
-from thinwire_trainer.synchronisers.optimizer_state import completed_schedule, require_schedule
-from thinwire_trainer.synchronisers.synchroniser import Rates, State, Synchroniser
+from thinwire_trainer.synchronisers.synchroniser import Rates, State, Synchroniser, averaged_buffers
 from thinwire_trainer.synchronisers.table import Synchronisation
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
@@ -121,14 +118,6 @@ class Periodic(Synchroniser):
             setattr(self, name, value)
         self.schedule.load_state_dict(state["rate"])
         self.inner.param_groups[0]["lr"] = self.schedule.get_last_lr()[0]
-
-    def fitted(self, state: State, *, step: int) -> State:
-        fresh = self.state_dict()
-        require_like(state["periodic"], fresh["periodic"], "periodic")
-        require_equal(state["periodic"]["steps"], step, "periodic/steps")
-        rate = completed_schedule(state["rate"], fresh["rate"])
-        require_schedule(rate, fresh["rate"], "rate", step=step)
-        return {"periodic": state["periodic"], "rate": rate}
 
 
 TAU = Flag(name="sync_every", default=2, read=quantities.count, says="steps between averages")

@@ -1,40 +1,54 @@
-"""A few of the demo's steps behind an emulated slow link, where this machine can emulate one: see `slow_link`."""
+"""An epoch of the demo behind an emulated slow link, where this machine can emulate one: see `slow_link`."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
-import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from thinwire_trainer.launching.workers import find_mpiexec, worker_environment
 
 RATE_MBIT, DELAY_MS = 100, 1
-LONGEST = 30  # seconds that it may take, torch's start included; on an idle machine it is a third
-TURNS, STEPS = 3, 2  # of each algorithm, which take turns; the first one warms up
+LONGEST = 60  # seconds that an algorithm may take, torch's start included; on an idle machine it is a sixth
 
 
 def measured(ranks: int) -> Mapping[str, Mapping[str, float]] | str:
-    """By algorithm: seconds of a step, "measured" and "predicted"; or why there is nothing."""
+    """Seconds of a step by algorithm, "measured" and "predicted"; or why there is nothing."""
     if importlib.util.find_spec("slow_link") is None:
         return "`slow_link`, which emulates one, is not installed: pip install thinwire-cifar[link]"
+    from communicators import Link
+    from thinwire_trainer.records.metrics import read_metrics
+    from thinwire_trainer.records.run_folder import RunFolder
+
+    from thinwire_cifar.comparison import ALGORITHMS, predicted, summarise
+
+    with TemporaryDirectory() as folder:
+        runs = {name: RunFolder(Path(folder, name)) for name in ALGORITHMS}
+        for name, run in runs.items():
+            if said := _trained(ranks, [*ALGORITHMS[name], f"--output={run.path}"]):
+                return said
+        summaries = {name: summarise(read_metrics(run.metrics.path), images=1) for name, run in runs.items()}
+        numel = runs["dense"].recorded()["parameters"]
+    link = Link(alpha=1e-3 * DELAY_MS, beta=8e-6 / RATE_MBIT)
+    steps = predicted(summaries, link, numel=numel, size=ranks)
+    return {name: {"measured": each.step, "predicted": steps[name].step} for name, each in summaries.items()}
+
+
+def _trained(ranks: int, flags: list[str]) -> str:
+    """Why an epoch could not be trained behind the link; "" where it was."""
     link = ["--rate", f"{RATE_MBIT}mbit", "--delay", f"{DELAY_MS}ms", "--timeout", str(LONGEST)]
-    ranks_of = [find_mpiexec(), "-n", str(ranks), sys.executable, "-m", "thinwire_cifar.behind_link"]
-    command = [sys.executable, "-m", "slow_link", *link, "--", *ranks_of]
+    trains = [sys.executable, "-m", "thinwire_cifar", "--max-epochs", "1", "--checkpoint-every", "0", *flags]
+    command = [sys.executable, "-m", "slow_link", *link, "--", find_mpiexec(), "-n", str(ranks), *trains]
     done = subprocess.run(
         command, env=worker_environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
     )
-    found = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not found:
-        said = (done.stderr or done.stdout).strip().splitlines() or ["nothing was said"]
-        return f"{said[-1].removeprefix('slow_link: ')} (status {done.returncode})"
-    result: dict[str, dict[str, float]] = json.loads(found[-1])
-    return result
+    if done.returncode == 0:
+        return ""
+    said = (done.stderr or done.stdout).strip().splitlines() or ["nothing was said"]
+    return f"{said[-1].removeprefix('slow_link: ')} (status {done.returncode})"
 
 
 def shown(found: Mapping[str, Mapping[str, float]] | str) -> str:
@@ -51,70 +65,3 @@ def shown(found: Mapping[str, Mapping[str, float]] | str) -> str:
     times = dense["measured"] / sparse["measured"]
     lines.append(f"{name} steps are {times:.2f} times as fast there, measured, by real ranks behind an emulated link.")
     return "\n".join(lines)
-
-
-def on_rank() -> None:
-    """One rank's part, under mpiexec behind the link; rank 0 prints a line of JSON."""
-    import torch
-    from communicators import Link, as_communicator, barrier
-    from mpi4py import MPI
-
-    from thinwire_cifar.comparison import ALGORITHMS, DENSITY
-    from thinwire_cifar.prediction import exchange_seconds, selection_seconds
-
-    torch.set_num_threads(1)
-    comm = as_communicator(MPI.COMM_WORLD)
-    trainings = {name: _training(name, own, comm) for name, own in ALGORITHMS.items()}
-    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in trainings}
-    for turn in range(TURNS + 1):
-        for name, (step, _) in trainings.items():
-            for _ in range(STEPS):
-                barrier(comm)
-                seconds = step()
-                taken[name] += [seconds] if turn else []
-    compute = statistics.median(one[0] for each in taken.values() for one in each)
-    numel = trainings["dense"][1]
-    selection = selection_seconds(comm, torch.device("cpu"), numel=numel, density=DENSITY)
-    link = Link(alpha=1e-3 * DELAY_MS, beta=8e-6 / RATE_MBIT)
-    found = {}
-    for name, each in taken.items() if comm.rank == 0 else ():
-        exchange = exchange_seconds(name, numel=numel, density=DENSITY, size=comm.size, link=link)
-        expected = compute + exchange + (0.0 if name == "dense" else selection)
-        found[name] = {"measured": statistics.median(one[1] for one in each), "predicted": expected}
-    if comm.rank == 0:
-        print(json.dumps(found), flush=True)
-
-
-def _training(algorithm: str, own: list[str], comm: Any) -> tuple[Callable[[], tuple[float, float]], int]:
-    """A function that takes a step, and gives its seconds of computing and of the whole; the number of parameters."""
-    import torch
-    from thinwire_trainer.app import Reads
-    from thinwire_trainer.command_line.flags import parse, table_of
-    from torch.optim.lr_scheduler import LambdaLR
-
-    from thinwire_cifar.__main__ import APP
-
-    options = parse(["--algorithm", algorithm, *own], APP, world_size=comm.size)
-    task = APP.build(options, torch.device("cpu"))
-    assert isinstance(task, Reads)
-    read, size = task.read_train, task.train_size
-    steady = partial(LambdaLR, lr_lambda=lambda step: 1.0)
-    synchroniser = table_of(APP)[algorithm].make(options, task.model, comm, steady)
-    generator = torch.Generator().manual_seed(comm.rank)
-
-    def step() -> tuple[float, float]:
-        batch = read(torch.randint(size, (options.batch_size,), generator=generator), 0)
-        began = time.perf_counter()
-        synchroniser.zero_grad()
-        task.loss(batch, generator).backward()  # type: ignore[no-untyped-call]
-        computed = time.perf_counter()
-        synchroniser.exchange()
-        synchroniser.update()
-        synchroniser.average()
-        return computed - began, time.perf_counter() - began
-
-    return step, sum(parameter.numel() for parameter in task.model.parameters())
-
-
-if __name__ == "__main__":
-    on_rank()

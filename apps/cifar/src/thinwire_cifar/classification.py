@@ -7,13 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 from thinwire_trainer.command_line.options import Options
-from thinwire_trainer.records.fingerprint import fingerprint
+from thinwire_trainer.data import fingerprint
 from torch import Generator, Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from thinwire_cifar.catalogue import DATASETS, MODELS
-from thinwire_cifar.data.images import Images
-from thinwire_cifar.data.keyed import keys
+from thinwire_cifar.data.images import Images, keys
 from thinwire_cifar.own_model import built
 
 
@@ -72,7 +71,7 @@ class Classification:
         return {"test_loss": loss / samples, "test_accuracy": right / samples}
 
     def kept(self) -> dict[str, Any]:
-        """What tells these images from others."""
+        """Fingerprints of these images."""
         images = self.images
         return {"train_data": fingerprint(images.train.told()), "test_data": fingerprint(images.test.told())}
 
@@ -85,7 +84,7 @@ class Classification:
         return mean, deviation
 
     def _pinned(self, batch: Batch) -> Batch:
-        """Where a GPU can fetch it while it computes. A thread that reads would otherwise wake the first GPU."""
+        """Pin a batch for the GPU to fetch while it computes; on that GPU, as a reading thread would wake the first."""
         if self.device.type != "cuda":
             return batch
         with torch.cuda.device(self.device):

@@ -10,9 +10,8 @@ from pathlib import Path
 
 from thinwire_trainer.command_line import quantities
 from thinwire_trainer.launching.ending import StopRequest
-from thinwire_trainer.launching.job import Job, run_job
-from thinwire_trainer.launching.placement import Placement
-from thinwire_trainer.launching.world import joined
+from thinwire_trainer.launching.placement import Placement, joined
+from thinwire_trainer.launching.workers import Job, run_job
 
 from thinwire_cifar import behind_link
 

@@ -74,7 +74,7 @@ def _told(what: str, *, but: tuple[type[Exception], ...] = ()) -> Iterator[None]
 
 
 def _raised_in(error: BaseException) -> str:
-    """Where the user's code raised it, as far as it can be told from ours, torch's and what imports."""
+    """Find where the user's code raised it, as far as it can be told from ours, torch's and what imports."""
     others = (__file__, pkgutil.__file__, importlib.__file__, str(Path(torch.__file__).parent), "<")
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith(others):
@@ -83,7 +83,7 @@ def _raised_in(error: BaseException) -> str:
 
 
 def _require_logits(name: str, model: nn.Module, images: Images) -> None:
-    """Of two black images; leaves the model, and the generators of random numbers, as they were."""
+    """Check the logits of two black images; leaves the model, and the generators of random numbers, as they were."""
     training = model.training
     with torch.no_grad():
         _logits(name, model.eval(), images)
@@ -91,7 +91,7 @@ def _require_logits(name: str, model: nn.Module, images: Images) -> None:
 
 
 def _require_trainable(name: str, model: nn.Module, images: Images) -> None:
-    """As above, in the mode that it trains in; what the images change in its buffers is taken back."""
+    """Check the same in the mode that it trains in; what the images change in its buffers is taken back."""
     parameters = dict(model.named_parameters())
     if unreal := [parameter for parameter, values in parameters.items() if values.is_complex()]:
         raise RunError(f"--dnn {name} has complex parameters ({unreal[0]}), expected real ones: keep both parts apart")

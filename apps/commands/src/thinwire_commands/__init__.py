@@ -3,6 +3,11 @@
 The names are folders without an `__init__.py`, so a package of the same name that is installed goes before them.
 """
 
-from thinwire_commands.version import __version__
+from importlib.metadata import PackageNotFoundError, version
+
+try:
+    __version__ = version("thinwire-commands")
+except PackageNotFoundError:  # sources that are on the path without being installed
+    __version__ = "0+unknown"
 
 __all__ = ["__version__"]

@@ -3,11 +3,11 @@
 from thinwire_trainer.command_line import quantities
 from thinwire_trainer.command_line.flag import Flag
 
-# (**fields of thinwire_deepspeech.model.deepspeech2.Size that differ) -> Size
+# (**fields of thinwire_deepspeech.model.Size that differ) -> Size
 MODELS = {
-    "small": "thinwire_deepspeech.model.sizes:small",
-    "lstman4": "thinwire_deepspeech.model.sizes:lstman4",
-    "deepspeech2": "thinwire_deepspeech.model.sizes:deepspeech2",
+    "small": "thinwire_deepspeech.model:small",
+    "lstman4": "thinwire_deepspeech.model:lstman4",
+    "deepspeech2": "thinwire_deepspeech.model:deepspeech2",
 }
 
 # (data_dir, *, faults) -> thinwire_deepspeech.data.utterances.Corpus
@@ -19,17 +19,13 @@ DATASETS = {
 }
 
 FLAGS = (
-    Flag(name="rnn", default=None, choices=("lstm", "gru", "rnn"), says="cells, where not those of --dnn"),
-    Flag(name="hidden", default=None, read=quantities.count, metavar="N", says="their number in a layer, likewise"),
-    Flag(name="layers", default=None, read=quantities.count, metavar="N", says="recurrent layers, likewise"),
-    Flag(name="directions", default=None, choices=("both", "forwards"), says="in which they hear, likewise"),
-    Flag(name="bucketing", default=True, says="batches of like length, so that ranks have like work"),
-    Flag(name="spec_augment", default=False, says="blot out stripes of time and frequency in training"),
-    Flag(
-        name="skip_bad",
-        default=False,
-        says="leave out utterances that cannot be used, tell of the first ones, and count them",
-    ),
+    Flag("rnn", None, "cells, where not those of --dnn", choices=("lstm", "gru", "rnn")),
+    Flag("hidden", None, "their number in a layer, likewise", read=quantities.count, metavar="N"),
+    Flag("layers", None, "recurrent layers, likewise", read=quantities.count, metavar="N"),
+    Flag("directions", None, "in which they hear, likewise", choices=("both", "forwards")),
+    Flag("bucketing", True, "batches of like length, so that ranks have like work"),
+    Flag("spec_augment", False, "blot out stripes of time and frequency in training"),
+    Flag("skip_bad", False, "leave out utterances that cannot be used, tell of the first ones, and count them"),
 )
 
 ELSEWHERE = dict.fromkeys(("lstm", "lstmimdb"), "python -m thinwire_text (sentiment and language modelling)")

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 from thinwire_trainer.command_line import quantities
 from thinwire_trainer.launching.ending import StopRequest
-from thinwire_trainer.launching.job import Job, run_job
-from thinwire_trainer.launching.placement import Placement
-from thinwire_trainer.launching.world import joined
+from thinwire_trainer.launching.placement import Placement, joined
+from thinwire_trainer.launching.workers import Job, run_job
 
 if TYPE_CHECKING:
     from communicators import Communicator

@@ -16,7 +16,7 @@ class Errors(NamedTuple):
 
 
 def errors(said: Sequence[str], heard: Sequence[str]) -> Errors:
-    """Of texts, none of which is empty in `said`, and what was heard instead, pair by pair."""
+    """Count errors of what was heard instead of the texts in `said`, none of which is empty, pair by pair."""
     if not said:
         return Errors(0, 0, 0, 0)
     words = jiwer.process_words(list(said), list(heard))

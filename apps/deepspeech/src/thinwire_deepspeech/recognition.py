@@ -10,23 +10,27 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from thinwire_trainer.command_line.options import Options
-from thinwire_trainer.data.faults import Faults
+from thinwire_trainer.data import Faults, fingerprint
 from thinwire_trainer.errors import RunError
-from thinwire_trainer.records.fingerprint import fingerprint
-from thinwire_trainer.training.sharding import SHUFFLE, derived_seed
+from thinwire_trainer.training.batches import SHUFFLE, derived_seed
 from torch import Generator, Tensor
 from torch.nn.functional import ctc_loss
 
 from thinwire_deepspeech.catalogue import DATASETS, MODELS
-from thinwire_deepspeech.data.batch import Batch, batch_of
-from thinwire_deepspeech.data.buckets import bucketed, shuffled, sorted_batches
-from thinwire_deepspeech.data.utterances import Corpus, Utterance, frame_counts
-from thinwire_deepspeech.decoding.alphabet import LABELS, decoded, frames_needed
-from thinwire_deepspeech.decoding.greedy import greedy
+from thinwire_deepspeech.data.utterances import (
+    Batch,
+    Corpus,
+    Utterance,
+    batch_of,
+    bucketed,
+    frame_counts,
+    shuffled,
+    sorted_batches,
+)
+from thinwire_deepspeech.decoding import LABELS, decoded, frames_needed, greedy
 from thinwire_deepspeech.error_rates import errors
-from thinwire_deepspeech.model.deepspeech2 import DeepSpeech2, Size
-from thinwire_deepspeech.sound.spec_augment import spec_augment
-from thinwire_deepspeech.sound.spectrogram import HOP, RATE, spectrogram
+from thinwire_deepspeech.model import DeepSpeech2, Size
+from thinwire_deepspeech.sound import HOP, RATE, spec_augment, spectrogram
 
 TEST_BATCH = 32  # utterances
 SUMS = ("loss", "utterances", "word_edits", "words", "character_edits", "characters")  # of each group of tests
@@ -61,14 +65,14 @@ class Recognition:
         return sum(len(group) for group in self.corpus.tests.values())
 
     def train_batches(self, *, rank: int, size: int, batch_size: int, seed: int, epoch: int) -> Sequence[Tensor]:
-        """See `thinwire_trainer.app.Batches`; indices."""
+        """Batches of indices (`thinwire_trainer.app.Batches`)."""
         deal = bucketed if self.bucketing else shuffled
         lengths = frame_counts(self.corpus.train)
         random = np.random.Generator(np.random.PCG64(derived_seed(seed, SHUFFLE, epoch)))
         return deal(lengths, rank=rank, size=size, batch_size=batch_size, random=random)
 
     def test_batches(self, *, rank: int, size: int) -> Sequence[Tested]:
-        """See `thinwire_trainer.app.Batches`."""
+        """Batches by group (`thinwire_trainer.app.Batches`)."""
         return [
             Tested(number, indices)
             for number, group in enumerate(self.corpus.tests.values())
@@ -121,7 +125,7 @@ class Recognition:
         return found
 
     def kept(self) -> dict[str, Any]:
-        """What the model's numbers mean, and what tells these utterances from others.
+        """Meaning of the model's numbers, and fingerprints of these utterances.
 
         That is their transcripts and lengths: to read all the sound would take as long as an epoch.
         """
@@ -145,7 +149,7 @@ class Recognition:
         return loss, log_probabilities, lengths
 
     def _pinned(self, batch: Batch) -> Batch:
-        """Where a GPU can fetch it while it computes. A thread that reads would otherwise wake the first GPU."""
+        """Pin a batch for the GPU to fetch while it computes; on that GPU, as a reading thread would wake the first."""
         if self.device.type != "cuda":
             return batch
         with torch.cuda.device(self.device):
@@ -174,7 +178,7 @@ def build(options: Options, device: torch.device) -> Recognition:
 
 
 def size_of(options: Options) -> Size:
-    """Of the model that the flags name."""
+    """Size of the model that the flags name."""
     both = {"both": True, "forwards": False, None: None}[options.app["directions"]]
     given = {"cell": options.app["rnn"], "hidden": options.app["hidden"], "layers": options.app["layers"]}
     given |= {"bidirectional": both}
@@ -185,7 +189,7 @@ def size_of(options: Options) -> Size:
 
 
 def _fitting(corpus: Corpus, model: DeepSpeech2, faults: Faults) -> Corpus:
-    """Without the utterances whose transcripts are too long for what the model makes of them."""
+    """Leave out the utterances whose transcripts are too long for what the model makes of them."""
     tests = {name: _long_enough(group, model, faults) for name, group in corpus.tests.items()}
     fitting = Corpus(train=_long_enough(corpus.train, model, faults), tests=tests)
     if not fitting.train or not all(tests.values()):

@@ -12,14 +12,10 @@ from thinwire_trainer.command_line.parser import Parser
 from thinwire_trainer.errors import RunError
 from thinwire_trainer.trained import trained
 
-from thinwire_deepspeech.decoding.alphabet import LABELS, decoded
-from thinwire_deepspeech.decoding.beam import beam_search
-from thinwire_deepspeech.decoding.greedy import greedy
-from thinwire_deepspeech.decoding.words import Word, words
-from thinwire_deepspeech.model.deepspeech2 import DeepSpeech2
+from thinwire_deepspeech.decoding import LABELS, Word, beam_search, decoded, greedy, words
+from thinwire_deepspeech.model import DeepSpeech2
 from thinwire_deepspeech.recognition import frame_seconds, size_of
-from thinwire_deepspeech.sound.audio import read_sound
-from thinwire_deepspeech.sound.spectrogram import spectrogram
+from thinwire_deepspeech.sound import read_sound, spectrogram
 
 
 def main(app: App, argv: Sequence[str]) -> int:

@@ -30,28 +30,19 @@ REVIEWS = {"imdb": "thinwire_text.data.imdb:load"}
 MODELS, DATASETS = LANGUAGE | SENTIMENT, CORPORA | REVIEWS
 
 FOR_ALL = (
-    Flag(name="layers", default=None, read=quantities.count, metavar="L", says="instead of the model's own number"),
-    Flag(name="hidden", default=None, read=quantities.count, metavar="H", says="units a layer, instead of its own"),
-    Flag(name="dropout", default=None, read=quantities.dropout, metavar="P", says="instead of the model's own"),
-    Flag(
-        name="skip_bad",
-        default=False,
-        says="leave out lines or files that cannot be used, tell of the first ones, and count them",
-    ),
+    Flag("layers", None, "instead of the model's own number", read=quantities.count, metavar="L"),
+    Flag("hidden", None, "units a layer, instead of its own", read=quantities.count, metavar="H"),
+    Flag("dropout", None, "instead of the model's own", read=quantities.dropout, metavar="P"),
+    Flag("skip_bad", False, "leave out lines or files that cannot be used, tell of the first ones, and count them"),
 )
 FOR_LANGUAGE = (
-    Flag(name="window", default=35, read=quantities.count, metavar="T", says="tokens of a stream in a step"),
-    Flag(name="tied", default=False, says="the output's weights are the embedding's"),
-    Flag(
-        name="held_out",
-        default="test",
-        choices=("test", "valid"),
-        says="which of ptb's files the metrics are of",
-    ),
+    Flag("window", 35, "tokens of a stream in a step", read=quantities.count, metavar="T"),
+    Flag("tied", False, "the output's weights are the embedding's"),
+    Flag("held_out", "test", "which of ptb's files the metrics are of", choices=("test", "valid")),
 )
 FOR_SENTIMENT = (
-    Flag(name="length", default=400, read=quantities.count, metavar="T", says="tokens of a review, from its beginning"),
-    Flag(name="vocabulary", default=50_000, read=quantities.count, metavar="N", says="most frequent words of reviews"),
+    Flag("length", 400, "tokens of a review, from its beginning", read=quantities.count, metavar="T"),
+    Flag("vocabulary", 50_000, "most frequent words of reviews", read=quantities.count, metavar="N"),
 )
 FLAGS = (*FOR_ALL, *FOR_LANGUAGE, *FOR_SENTIMENT)
 

@@ -10,8 +10,8 @@ from thinwire_trainer.errors import RunError
 from thinwire_trainer.trained import trained
 
 from thinwire_text.catalogue import LANGUAGE
+from thinwire_text.data.corpus import Vocabulary
 from thinwire_text.data.imdb import words
-from thinwire_text.data.vocabulary import Vocabulary
 from thinwire_text.sentiment import built, padded
 
 

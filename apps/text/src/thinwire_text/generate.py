@@ -16,7 +16,7 @@ from thinwire_trainer.trained import trained
 from torch import Tensor, nn
 
 from thinwire_text.catalogue import SENTIMENT
-from thinwire_text.data.vocabulary import END, UNKNOWN, Vocabulary, words
+from thinwire_text.data.corpus import END, UNKNOWN, Vocabulary, words
 from thinwire_text.language import built
 from thinwire_text.models.language import Language
 
@@ -96,7 +96,7 @@ def _drawn(logits: Tensor, temperature: float, generator: torch.Generator, never
 
 
 def _encoded(prompt: str, vocabulary: Vocabulary, *, by_spaces: bool) -> list[int]:
-    """After the end of what came before. RunError for a word that is not in the vocabulary, if that has no <unk>."""
+    """Numbers of the prompt, after an <eos>; RunError for an unknown word, if the vocabulary has no <unk>."""
     try:
         return cast(list[int], vocabulary.encode([END, *(prompt.split() if by_spaces else words(prompt))]).tolist())
     except KeyError:
@@ -104,7 +104,7 @@ def _encoded(prompt: str, vocabulary: Vocabulary, *, by_spaces: bool) -> list[in
 
 
 def shown(tokens: Sequence[int], vocabulary: Vocabulary) -> str:
-    """As a text: paragraphs end where the model ends them, and signs stand at their words."""
+    """Text of the tokens: paragraphs end where the model ends them, and signs stand at their words."""
     text = " ".join("\n\n" if vocabulary.tokens[token] == END else vocabulary.tokens[token] for token in tokens)
     text = NO_SPACE_AFTER.sub(r"\1", NO_SPACE_BEFORE.sub(r"\1", text))
     return re.sub(r" *\n\n *", "\n\n", text).strip()

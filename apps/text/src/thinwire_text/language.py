@@ -9,9 +9,8 @@ from typing import Any, cast
 
 import torch
 from thinwire_trainer.command_line.options import Options
-from thinwire_trainer.data.faults import Faults
+from thinwire_trainer.data import Faults, fingerprint
 from thinwire_trainer.errors import RunError
-from thinwire_trainer.records.fingerprint import fingerprint
 from torch import Generator, Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -49,12 +48,12 @@ class LanguageModelling:
         return len(self.test)
 
     def train_batches(self, *, rank: int, size: int, batch_size: int, seed: int, epoch: int) -> Sequence[Window]:
-        """See `thinwire_text.streams.train_windows`."""
+        """Windows of this rank's streams (`streams.train_windows`)."""
         given = {"rank": rank, "size": size, "batch_size": batch_size, "seed": seed, "epoch": epoch}
         return train_windows(len(self.train), window=self.window, **given)
 
     def test_batches(self, *, rank: int, size: int) -> Sequence[Window]:
-        """See `thinwire_text.streams.test_windows`."""
+        """Windows of this rank's test streams (`streams.test_windows`)."""
         return test_windows(len(self.test), rank=rank, size=size, window=self.window)
 
     def weight(self, batch: Window) -> int:
@@ -88,7 +87,7 @@ class LanguageModelling:
         return {"test_loss": float(loss), "perplexity": float(loss.exp())}
 
     def state_dict(self) -> dict[str, Any]:
-        """What goes on from window to window."""
+        """Hidden state that goes on from window to window."""
         return {"state": list(self.state)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

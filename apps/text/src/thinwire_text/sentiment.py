@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from thinwire_trainer.command_line.options import Options
-from thinwire_trainer.data.faults import Faults
-from thinwire_trainer.records.fingerprint import fingerprint
+from thinwire_trainer.data import Faults, fingerprint
 from torch import Generator, Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence

@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 import numpy as np
 from thinwire_trainer.errors import RunError
-from thinwire_trainer.training.sharding import SHUFFLE, derived_seed
+from thinwire_trainer.training.batches import SHUFFLE, derived_seed
 
 TEST_STREAMS = 16  # whatever the number of ranks
 SPARED = 8  # an epoch leaves out at most this part of each stream
 
 
 class Window(NamedTuple):
-    """Of streams that begin at these places of the text, the `length` tokens from `start` on; what follows each is to
+    """The `length` tokens of streams that begin at these places of the text, from `start` on; what follows each is to
     be foretold. start 0: the streams begin."""
 
     origins: tuple[int, ...]

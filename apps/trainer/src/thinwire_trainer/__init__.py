@@ -5,6 +5,11 @@ else is here: the command line, starting workers, sharding, the learning rate, m
 Importing this package imports nothing heavy, so that a wrong flag is refused before torch is loaded.
 """
 
-from thinwire_trainer.version import __version__
+from importlib.metadata import PackageNotFoundError, version
+
+try:
+    __version__ = version("thinwire-trainer")
+except PackageNotFoundError:  # sources that are on the path without being installed
+    __version__ = "0+unknown"
 
 __all__ = ["__version__"]

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING
 
 from thinwire_trainer.app import App
 from thinwire_trainer.command_line.flags import parse
-from thinwire_trainer.errors import RunError, UsageError
+from thinwire_trainer.errors import RunError, UsageError, told
 from thinwire_trainer.launching.ending import StopRequest, complain
-from thinwire_trainer.launching.job import WRONG_USAGE, Job, run_job
-from thinwire_trainer.launching.placement import Placement, placement
-from thinwire_trainer.launching.world import first_complaint, joined
+from thinwire_trainer.launching.placement import Placement, first_complaint, joined, placement
+from thinwire_trainer.launching.workers import WRONG_USAGE, Job, run_job
 
 if TYPE_CHECKING:
     from thinwire_trainer.command_line.options import Options
@@ -43,7 +42,7 @@ def _asked(app: App, argv: Sequence[str], place: Placement, request: StopRequest
 
 
 def _command(app: App, name: str, argv: Sequence[str], place: Placement) -> int:
-    """One of the app's own, to its exit code."""
+    """Run one of the app's own commands; returns its exit code."""
     program = f"{app.module} {name}"
     try:
         if place.launcher is not None:
@@ -51,12 +50,12 @@ def _command(app: App, name: str, argv: Sequence[str], place: Placement) -> int:
         return _function(app.commands[name])(app, argv)
     except (RunError, OSError) as error:
         if place.rank == 0:
-            complain(program, _said(error))
+            complain(program, told(error))
         return WRONG_USAGE if isinstance(error, UsageError) else 1
 
 
 def _function(name: str) -> Callable[[App, Sequence[str]], int]:
-    """Of this name; RunError where there is none."""
+    """Find the command's function; RunError where there is none."""
     try:
         found: Callable[[App, Sequence[str]], int] = resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
@@ -64,14 +63,6 @@ def _function(name: str) -> Callable[[App, Sequence[str]], int]:
     if not callable(found):
         raise RunError(f"App.commands names {name!r:.100}, which is a {type(found).__name__}, expected a function")
     return found
-
-
-def _said(error: RunError | OSError) -> str:
-    if isinstance(error, RunError):
-        return str(error)
-    from thinwire_trainer.all_or_none import describe
-
-    return describe(error)
 
 
 def _train(app: App, options: "Options", place: Placement, request: StopRequest) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from thinwire_trainer.errors import RunError
-from thinwire_trainer.launching.job import WRONG_USAGE
+from thinwire_trainer.launching.workers import WRONG_USAGE
 from thinwire_trainer.records.metrics import Row, read_metrics
 from thinwire_trainer.records.run_folder import RunFolder
 
@@ -92,7 +92,7 @@ def rows_of(path: Path) -> list[Row]:
 
 
 def _is_epoch(row: object) -> bool:
-    """As the loop writes them: counts, then seconds, and between these and the training loss the task's metrics."""
+    """Whether a row is as the loop writes them: counts, the training loss, the task's metrics, seconds."""
     if not isinstance(row, dict) or not row.keys() >= NEEDED or not _losses_and_metrics(list(row)):
         return False
     counts = all(type(row[name]) is int and 0 <= row[name] < 1 << 63 for name in ("epoch", "bytes_sent"))
@@ -106,7 +106,7 @@ def curves_of(runs: Mapping[str, Sequence[Row]]) -> dict[str, str]:
 
 
 def _losses_and_metrics(names: Sequence[str]) -> Sequence[str]:
-    """As the loop writes them: between them and the seconds are the task's own."""
+    """Names from the training loss up to the seconds, where the loop writes the task's own."""
     return names[names.index("train_loss") : names.index("seconds")]
 
 

@@ -4,40 +4,34 @@ import json
 import platform
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from communicators import Communicator
 
-from thinwire_trainer.all_or_none import GO_ON, START_AGAIN, all_or_none, require_same
+from thinwire_trainer.agreement import AgreedStop, Aside, Meter, all_or_none, require_same
 from thinwire_trainer.app import App, Carries, Keeps, LeavesOut, Task
 from thinwire_trainer.command_line.flags import table_of
-from thinwire_trainer.command_line.options import Options, Settings
-from thinwire_trainer.errors import RunError
+from thinwire_trainer.command_line.options import Options
+from thinwire_trainer.errors import GO_ON, START_AGAIN, RunError
 from thinwire_trainer.launching.device import clock_of
 from thinwire_trainer.launching.ending import StopRequest
 from thinwire_trainer.records.durable import write_tensors
-from thinwire_trainer.records.folder_lock import locked, naming_holder
-from thinwire_trainer.records.progress import Events, TrainingProgress
+from thinwire_trainer.records.folder_lock import locked
+from thinwire_trainer.records.metrics import Events, TrainingProgress
 from thinwire_trainer.records.run_folder import RunFolder
 from thinwire_trainer.records.trace import Trace
-from thinwire_trainer.resuming.carried import template_of
-from thinwire_trainer.resuming.resume import require_same_run, resume
+from thinwire_trainer.resuming import resume
 from thinwire_trainer.synchronisers.automatic import settled
 from thinwire_trainer.synchronisers.synchroniser import Rates, Synchroniser
-from thinwire_trainer.synchronisers.table import owners
-from thinwire_trainer.training.aside import Aside, Meter
-from thinwire_trainer.training.dealing import agreed_steps, batches_of, steps_of
-from thinwire_trainer.training.dense_embeddings import make_dense
-from thinwire_trainer.training.faster import autocast, compile_forward
+from thinwire_trainer.synchronisers.table import AUTO
+from thinwire_trainer.training.batches import AUGMENT, DROPOUT, agreed_steps, batches_of, derived_seed, steps_of
 from thinwire_trainer.training.learning_rate import rate_schedule
 from thinwire_trainer.training.loop import Training, train
 from thinwire_trainer.training.phases import Phases, stopwatch_of
-from thinwire_trainer.training.replica import Replica
-from thinwire_trainer.training.sharding import AUGMENT, DROPOUT, derived_seed
-from thinwire_trainer.training.stopping import AgreedStop
+from thinwire_trainer.training.preparation import autocast, compile_forward, make_dense
+from thinwire_trainer.training.replica import Replica, schema_of
 
 CPU = torch.device("cpu")
 
@@ -56,7 +50,7 @@ def run(
     request: how signals reach the loop; of all ranks, or of none.
     AgreedError where a user can mend what is wrong; Stopped, on all ranks, where a signal asked for the end.
     """
-    aside = Aside(comm)
+    aside, choice = Aside(comm), ""
     require_same(options.alike(), aside)
     torch.manual_seed(options.seed)  # the model starts alike on all ranks
     with all_or_none(aside):
@@ -64,61 +58,72 @@ def run(
         make_dense(task.model)
         compile_forward(task.model, options, device)
         casting = autocast(options, device)
-    options, choice = settled(options, task.model, comm, table_of(app))
+    if options.algorithm == AUTO:
+        options, choice = settled(options, task.model, comm, table_of(app))
     steps = agreed_steps(batches_of(task), options, aside)
     make = table_of(app)[options.algorithm].make
     with closing(make(options, task.model, comm, _rates(options, steps))) as synchroniser:
         meter = Meter(comm, aside, lambda: synchroniser.bytes_elsewhere)
         with all_or_none(aside):
             replica = _replica(task, synchroniser, meter, options, comm.rank)
-        training = _training(task, replica, options, aside, device, steps)
-        training = replace(training, autocast=casting)
-        with all_or_none(aside, advice=_advice(options)), naming_holder(options.output):
-            if comm.rank == 0:
-                _require_possible(app, training)  # before others are kept out, and again when they are
-        note, advice = training.progress.note, _advice(options)
-        with training.progress, locked(options.output, aside, note=note, advice=advice):
-            first_step = _begin(app, training, device, choice)
-            if choice:
-                training.note(f"{choice} (when the run began)" if options.resume else choice)
-            if late := options.not_reached():
-                training.note(late)
-            if isinstance(task, LeavesOut) and (left_out := task.faults.told()):
-                training.note(left_out)
-            with _traced(training) as traced, _stopped_by(request, traced, first_step) as stoppable:
-                train(_reporting(stoppable, first_step))
-            _end(training)
+        training = Training(
+            task=task,
+            replica=replica,
+            comm=aside,
+            options=options,
+            steps_per_epoch=steps,
+            folder=RunFolder(options.output, options.keep),
+            progress=TrainingProgress(
+                options.algorithm, epochs=options.max_epochs, steps_per_epoch=steps, quiet=comm.rank != 0
+            ),
+            clock=clock_of(device),
+            phases=Phases(stopwatch_of(device)),
+            autocast=casting,
+        )
+        _in_its_folder(app, training, request, device, choice)
+
+
+def _in_its_folder(
+    app: App, training: Training, request: StopRequest | None, device: torch.device, choice: str
+) -> None:
+    """The run, once there is a place for it. choice: the algorithm and why, where it was measured."""
+    options, comm, advice = training.options, training.comm, _advice(training.options)
+    with all_or_none(comm, advice=advice):
+        if comm.rank == 0:
+            training.folder.prepare(resume=options.resume is not None)
+    with training.progress, locked(options.output, comm, advice=advice):
+        _begin(app, training, device, choice)
+        chosen = f"{choice} (when the run began)" if choice and options.resume else choice
+        left_out = training.task.faults.told() if isinstance(training.task, LeavesOut) else ""
+        for note in filter(None, (chosen, options.not_reached(), left_out)):
+            training.note(note)
+        with _traced(training), _stopped_by(request, training):
+            with all_or_none(comm):
+                if options.tensorboard and comm.rank == 0:
+                    training.events = Events(training.folder.events, first_step=training.steps)
+            train(training)
+        _end(training)
 
 
 @contextmanager
-def _stopped_by(request: StopRequest | None, training: Training, first_step: int) -> Iterator[Training]:
-    """A signal is answered by the loop, unless there is no use in that: no checkpoint is wanted."""
+def _stopped_by(request: StopRequest | None, training: Training) -> Iterator[None]:
+    """Let the loop answer a signal in the block, unless no checkpoint is wanted."""
     if request is None or training.options.checkpoint_every == 0:
-        yield training
+        yield
         return
     with request.deferred():
-        yield replace(training, stop=AgreedStop(training.comm, lambda: request.number, first_step=first_step))
+        training.stop = AgreedStop(training.comm, lambda: request.number, first_step=training.steps)
+        yield
 
 
 @contextmanager
-def _traced(training: Training) -> Iterator[Training]:
-    """With a trace of some steps, where asked for."""
+def _traced(training: Training) -> Iterator[None]:
+    """Record a trace of some steps in the block, where asked for."""
     if not (training.options.profile and training.comm.rank == 0):
-        yield training
+        yield
         return
-    trace = Trace(training.folder.trace)
-    try:
-        yield replace(training, trace=trace)
-    finally:
-        trace.close()
-
-
-def _own_flags(app: App, algorithm: str) -> Settings:
-    """Of all algorithms, and the app's; see `in_todays_terms`."""
-    table = table_of(app)
-    own = {flag.name: flag.default for flag in table[algorithm].flags}
-    apps: Settings = {flag.name: flag.default for flag in app.flags}
-    return apps | {name: own.get(name) for name in owners(table)}
+    with closing(Trace(training.folder.trace)) as training.trace:
+        yield
 
 
 def _end(training: Training) -> None:
@@ -129,33 +134,6 @@ def _end(training: Training) -> None:
     if remark := training.replica.synchroniser.remark(training.steps):
         training.note(remark)
     training.note(f"{training.options.algorithm}: metrics and model in {training.options.output}")
-
-
-def _reporting(training: Training, first_step: int) -> Training:
-    """With TensorBoard, where asked for."""
-    events = None
-    with all_or_none(training.comm):
-        if training.options.tensorboard and training.comm.rank == 0:
-            events = Events(training.folder.events, first_step=first_step)
-    return replace(training, events=events)
-
-
-def _training(
-    task: Task, replica: Replica, options: Options, comm: Aside, device: torch.device, steps: int
-) -> Training:
-    return Training(
-        task=task,
-        replica=replica,
-        comm=comm,
-        options=options,
-        steps_per_epoch=steps,
-        folder=RunFolder(options.output, options.keep),
-        progress=TrainingProgress(
-            options.algorithm, epochs=options.max_epochs, steps_per_epoch=steps, quiet=comm.rank != 0
-        ),
-        clock=clock_of(device),
-        phases=Phases(stopwatch_of(device)),
-    )
 
 
 def _rates(options: Options, steps: int) -> Rates:
@@ -173,54 +151,34 @@ def _replica(task: Task, synchroniser: Synchroniser, meter: Meter, options: Opti
     torch.manual_seed(derived_seed(options.seed, DROPOUT, rank))
     generator = torch.Generator().manual_seed(derived_seed(options.seed, AUGMENT, rank))
     carries = task if isinstance(task, Carries) else None
-    return Replica(
-        model=task.model,
-        synchroniser=synchroniser,
-        generator=generator,
-        meter=meter,
-        carries=carries,
-        template=template_of(carries.state_dict()) if carries else {},
-    )
+    template = schema_of(carries.state_dict()) if carries else {}
+    return Replica(task.model, synchroniser, generator, meter, carries, template)
 
 
-def _begin(app: App, training: Training, device: torch.device, choice: str) -> int:
-    """A new folder, or an old one to go on with; returns the first step. choice: see `settled`."""
+def _begin(app: App, training: Training, device: torch.device, choice: str) -> None:
+    """A new folder, or an old one to go on with."""
     options, folder, comm = training.options, training.folder, training.comm
     with all_or_none(comm, advice=_advice(options)):
         if comm.rank == 0 and options.resume is None:
             config = {"app": app.module} | _config(training, device, choice)
             folder.begin(config, kept=_kept(training.task), overwrite=options.overwrite)
         elif comm.rank == 0:
-            _require_possible(app, training)
+            folder.require_kept(_kept(training.task))
     if options.resume is None:
-        return 0
-    own_flags = _own_flags(app, options.algorithm)
+        return
     steps = partial(steps_of, batches_of(training.task), options)
-    step = resume(training.replica, folder, options, comm, steps_of=steps, own_flags=own_flags)
-    if step is None:
-        training.note(f"{folder.path} holds no checkpoint yet: starting from the beginning")
-        return 0
-    training.note(f"resumed {folder.path} at step {step}")
-    return step
-
-
-def _require_possible(app: App, training: Training) -> None:
-    """RunError if the folder holds a run that is in the way, or none, or another one than is to go on."""
-    options, folder = training.options, training.folder
-    folder.prepare(resume=options.resume is not None, overwrite=options.overwrite)
-    if options.resume is not None:
-        own_flags = _own_flags(app, options.algorithm)
-        require_same_run(folder, options, training.comm.size, own_flags=own_flags)
-        folder.require_kept(_kept(training.task))
+    step = resume(training.replica, folder, options, comm, steps_of=steps)
+    none_yet = f"{folder.path} holds no checkpoint yet: starting from the beginning"
+    training.note(none_yet if step is None else f"resumed {folder.path} at step {step}")
 
 
 def _advice(options: Options) -> str:
-    """On a full disk, until the folder holds a run: there is none to resume, unless this goes on with one."""
+    """Choose the advice for a full disk: until the folder holds a run there is none to resume."""
     return START_AGAIN if options.resume is None else GO_ON
 
 
 def _kept(task: Task) -> dict[str, Any] | None:
-    """For task.json, where there is something; RunError for what is not JSON."""
+    """Content of task.json, where there is some; RunError for what is not JSON."""
     if not isinstance(task, Keeps):
         return None
     kept = task.kept()

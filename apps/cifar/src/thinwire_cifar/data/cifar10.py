@@ -3,11 +3,10 @@
 from functools import partial
 from pathlib import Path
 
-from thinwire_cifar.data import cifar_binary, cifar_images, cifar_python
+from thinwire_cifar.data import cifar_images, cifar_python
 from thinwire_cifar.data.cifar_images import SOURCE
 from thinwire_cifar.data.images import Images
-from thinwire_cifar.data.layouts import Layout
-from thinwire_cifar.data.published import Remote
+from thinwire_cifar.data.published import Layout, Remote
 
 CLASSES = 10
 
@@ -24,7 +23,7 @@ LAYOUTS = (
             "data_batch_5.bin": (10_000, "sha1:26e2849e66a845b7f1e4614ae70f4889ae604628"),
         },
         test={"test_batch.bin": (10_000, "sha1:67eb016db431130d61cd03c7ad570b013799c88c")},
-        read=partial(cifar_binary.read, label_bytes=1, classes=CLASSES),
+        read=partial(cifar_images.read, label_bytes=1, classes=CLASSES),
     ),
     Layout(
         folder="cifar-10-batches-py",
@@ -43,6 +42,6 @@ LAYOUTS = (
 
 
 def load(data_dir: Path, *, download: bool = False) -> Images:
-    """The data set from `data_dir`, of either version; see `thinwire_cifar.data.layouts.load`."""
+    """The data set from `data_dir`, of either version; see `thinwire_cifar.data.published.load`."""
     mean, deviation = (125.3, 123.0, 113.9), (63.0, 62.1, 66.7)
     return cifar_images.load(data_dir, LAYOUTS, classes=CLASSES, mean=mean, deviation=deviation, download=download)

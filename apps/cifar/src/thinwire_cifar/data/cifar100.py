@@ -3,11 +3,10 @@
 from functools import partial
 from pathlib import Path
 
-from thinwire_cifar.data import cifar_binary, cifar_images, cifar_python
+from thinwire_cifar.data import cifar_images, cifar_python
 from thinwire_cifar.data.cifar_images import SOURCE
 from thinwire_cifar.data.images import Images
-from thinwire_cifar.data.layouts import Layout
-from thinwire_cifar.data.published import Remote
+from thinwire_cifar.data.published import Layout, Remote
 
 CLASSES = 100
 
@@ -18,7 +17,7 @@ LAYOUTS = (
         archive=Remote(url=f"{SOURCE}cifar-100-binary.tar.gz", checksum="md5:03b5dce01913d631647c71ecec9e9cb8"),
         train={"train.bin": (50_000, "sha1:e207cd2e05b73b1393c74c7f5e7bea451d63e08e")},
         test={"test.bin": (10_000, "sha1:8fb6623e830365ff53cf14adec797474f5478006")},
-        read=partial(cifar_binary.read, label_bytes=2, classes=CLASSES),
+        read=partial(cifar_images.read, label_bytes=2, classes=CLASSES),
     ),
     Layout(
         folder="cifar-100-python",
@@ -31,6 +30,6 @@ LAYOUTS = (
 
 
 def load(data_dir: Path, *, download: bool = False) -> Images:
-    """The data set from `data_dir`, of either version; see `thinwire_cifar.data.layouts.load`."""
+    """The data set from `data_dir`, of either version; see `thinwire_cifar.data.published.load`."""
     mean, deviation = (129.3, 124.1, 112.4), (68.2, 65.4, 70.4)
     return cifar_images.load(data_dir, LAYOUTS, classes=CLASSES, mean=mean, deviation=deviation, download=download)

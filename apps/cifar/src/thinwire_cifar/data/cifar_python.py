@@ -7,15 +7,14 @@ bytes, and for that it has classes of its own: no name in the file is looked up 
 import io
 import math
 import pickle
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from thinwire_trainer.errors import RunError
 
-from thinwire_cifar.data.cifar_binary import COARSE, PIXELS_NBYTES, SIZE
+from thinwire_cifar.data.cifar_images import COARSE, PIXELS_NBYTES, SIZE
 from thinwire_cifar.data.images import Loaded
 
 
@@ -57,7 +56,7 @@ class _Array:
         self.fill(shape, kind, content, order="F" if columns_first else "C")
 
     def fill(self, shape: Any, kind: Any, content: Any, *, order: Literal["C", "F"]) -> None:
-        """With bytes that fit; _RefusedError for others."""
+        """Fill the array with bytes that fit; _RefusedError for others."""
         whole = type(shape) is tuple and all(type(n) is int and 0 <= n <= len(content) for n in shape)
         plain = type(kind) is _Type and type(content) in (bytes, bytearray)
         if not whole or not plain or math.prod(shape) != len(content):
@@ -94,32 +93,8 @@ ADMITTED: dict[tuple[str, str], type] = {
 }
 
 
-SETS = {pickle.EMPTY_SET[0], pickle.ADDITEMS[0], pickle.FROZENSET[0]}
-
-
 class _Unpickler(pickle._Unpickler):
-    """The one in Python, whose memory is bounded by the file: a few bytes make the one in C reserve gigabytes.
-
-    Only texts are keys, and there are no sets: hashing tuples of tuples of tuples can take for ever.
-    """
-
-    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
-        code: load for code, load in pickle._Unpickler.dispatch.items() if code not in SETS
-    }
-
-    def _set(self: Any) -> None:
-        value, key = self.stack.pop(), self.stack.pop()
-        self.stack[-1].update(_texts([key, value]))
-
-    def _set_all(self: Any) -> None:
-        items = self.pop_mark()
-        self.stack[-1].update(_texts(items))
-
-    def _make(self: Any) -> None:
-        items = self.pop_mark()
-        self.append(_texts(items))
-
-    dispatch |= {pickle.SETITEM[0]: _set, pickle.SETITEMS[0]: _set_all, pickle.DICT[0]: _make}
+    """The one in Python, whose memory is bounded by the file: a few bytes make the one in C reserve gigabytes."""
 
     def find_class(self, module: str, name: str) -> type:
         """The stand-in; nothing is imported."""
@@ -128,13 +103,6 @@ class _Unpickler(pickle._Unpickler):
                 f"it asks for {module}.{name}, which was not run; expected arrays, lists and numbers only"
             )
         return ADMITTED[module, name]
-
-
-def _texts(items: list[Any]) -> dict[Any, Any]:
-    """Keys and values in turn."""
-    if not all(type(key) in (str, bytes) for key in items[::2]):
-        raise _RefusedError("it has names that are no texts")
-    return dict(zip(items[::2], items[1::2], strict=True))
 
 
 def read(path: Path, content: bytes, *, key: str, classes: int) -> Loaded:

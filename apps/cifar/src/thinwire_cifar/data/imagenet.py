@@ -7,6 +7,7 @@ or not, scaled to 224 × 224 (Szegedy et al. 2015). Test: the middle 224 × 224 
 
 import json
 import math
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +20,10 @@ from PIL import Image
 from thinwire_trainer.errors import RunError
 from torch import Tensor
 
-from thinwire_cifar.data.folders import Listing, listing
-from thinwire_cifar.data.images import Images
-from thinwire_cifar.data.keyed import Keys, uniform
+from thinwire_cifar.data.images import Images, Keys, uniform
 from thinwire_cifar.data.published import warn
 
+SUFFIXES = (".jpeg", ".jpg")
 SIZE, RESIZED = 224, 256  # pixels a side
 TRAIN_SIZE, TEST_SIZE, CLASSES = 1_281_167, 50_000, 1_000  # as published
 PLACES = ("imagenet", "ILSVRC2012", "")  # below the data folder
@@ -33,23 +33,24 @@ DRAWN = 2 * TRIES + 3  # random numbers of an image: area and shape of each try,
 
 @dataclass(frozen=True, kw_only=True)
 class Decoded:
-    """A split whose images are read from their files. labels: int64 [samples]."""
+    """A split whose images are read from their files. files: class and name of each; labels: int64 [samples]."""
 
-    listing: Listing
+    folder: Path
+    files: list[tuple[str, str]]
     labels: Tensor
 
     def read(self, indices: Tensor, keys: Keys | None) -> Tensor:
-        """See `Split.read`."""
+        """Pixels of these images (`Split.read`)."""
         batch = torch.empty(len(indices), 3, SIZE, SIZE, dtype=torch.uint8)
         drawn = None if keys is None else uniform(keys, DRAWN).tolist()
         for place, index in enumerate(indices.tolist()):
-            pixels = decoded(self.listing.path(index), None if drawn is None else drawn[place])
+            pixels = decoded(self.folder.joinpath(*self.files[index]), None if drawn is None else drawn[place])
             batch[place] = torch.from_numpy(pixels).permute(2, 0, 1)
         return batch
 
     def told(self) -> Iterable[Tensor | str]:
         """Labels and names: to read a million files first would take longer than to notice would save."""
-        return [self.labels, json.dumps([self.listing.classes, self.listing.names])]
+        return [self.labels, json.dumps(self.files)]
 
 
 def load(data_dir: Path, *, download: bool = False) -> Images:
@@ -61,16 +62,16 @@ def load(data_dir: Path, *, download: bool = False) -> Images:
             f"account{', so --download cannot' if download else ''}) and unpack it into train/CLASS/*.JPEG and "
             f"val/CLASS/*.JPEG"
         )
-    train, test = listing(root, "train"), listing(root, "val")
-    number = {name: place for place, name in enumerate(train.classes)}
-    if strange := [name for name in test.classes if name not in number]:
+    train, test = listing(root / "train"), listing(root / "val")
+    number = {name: place for place, name in enumerate(dict(train))}
+    if strange := [name for name in dict(test) if name not in number]:
         raise RunError(f"{root / 'val' / strange[0]}: no class of this name is in {root / 'train'}")
     sizes = (len(train), len(test), len(number))
     said = f"{sizes[0]:,} and {sizes[1]:,} images in {sizes[2]:,} classes instead of 1,281,167 and 50,000 in 1,000"
     warn(root, [said] if sizes != (TRAIN_SIZE, TEST_SIZE, CLASSES) else [])
     splits = [
-        Decoded(listing=part, labels=torch.tensor([number[part.classes[place]] for place in part.places]))
-        for part in (train, test)
+        Decoded(folder=root / name, files=files, labels=torch.tensor([number[place] for place, _ in files]))
+        for name, files in (("train", train), ("val", test))
     ]
     return Images(
         train=splits[0],
@@ -81,6 +82,18 @@ def load(data_dir: Path, *, download: bool = False) -> Images:
         mean=(123.675, 116.28, 103.53),
         deviation=(58.395, 57.12, 57.375),
     )
+
+
+def listing(folder: Path) -> list[tuple[str, str]]:
+    """Class and name of every image below the folder, in their order; RunError if there are none."""
+    if not folder.is_dir():
+        raise RunError(f"{folder} is missing: expected {folder}/CLASS/*.JPEG")
+    classes = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
+    found = [(name, image) for name in classes for image in sorted(os.listdir(folder / name))]
+    images = [(name, image) for name, image in found if image.lower().endswith(SUFFIXES)]
+    if not images:
+        raise RunError(f"{folder} has no images: expected {folder}/CLASS/*.JPEG, sorted into a folder a class")
+    return images
 
 
 def decoded(path: Path, numbers: Sequence[float] | None) -> npt.NDArray[np.uint8]:

@@ -12,12 +12,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
-from thinwire_trainer.data.files import one_at_a_time
+from thinwire_trainer.data import one_at_a_time
 from thinwire_trainer.errors import RunError
 
-from thinwire_cifar.data.download import fetch
 from thinwire_cifar.data.images import Images, Loaded
-from thinwire_cifar.data.published import Remote, difference, warn
+from thinwire_cifar.data.published import Remote, difference, fetch, warn
 
 SOURCE = "https://ossci-datasets.s3.amazonaws.com/mnist/"
 PLACES = ("", "mnist", "MNIST/raw")  # below the data folder; the last is torchvision's

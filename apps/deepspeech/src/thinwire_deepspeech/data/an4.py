@@ -9,14 +9,12 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from thinwire_trainer.data.faults import Faults
-from thinwire_trainer.data.files import read_text
+from thinwire_trainer.data import Faults, read_text
 from thinwire_trainer.errors import RunError
 from torch import Tensor
 
-from thinwire_deepspeech.data.transcripts import transcript_of
-from thinwire_deepspeech.data.utterances import Corpus, Utterance
-from thinwire_deepspeech.sound.audio import read_raw, read_sound, samples_in, samples_in_raw
+from thinwire_deepspeech.data.utterances import Corpus, Utterance, transcript_of
+from thinwire_deepspeech.sound import read_raw, read_sound, samples_in, samples_in_raw
 
 LINE = re.compile(r"(?:<s>)?(?P<text>.*?)(?:</s>)?\s*\((?P<id>[^()]+)\)\s*")
 SUFFIXES: dict[str, tuple[Callable[[Path], int], Callable[[Path], Tensor]]] = {

@@ -8,13 +8,11 @@ All train-* folders that are there are trained on, all test-* are tested with, o
 from functools import partial
 from pathlib import Path
 
-from thinwire_trainer.data.faults import Faults
-from thinwire_trainer.data.files import read_text
+from thinwire_trainer.data import Faults, read_text
 from thinwire_trainer.errors import RunError
 
-from thinwire_deepspeech.data.transcripts import transcript_of
-from thinwire_deepspeech.data.utterances import Corpus, Utterance
-from thinwire_deepspeech.sound.audio import read_sound, samples_in
+from thinwire_deepspeech.data.utterances import Corpus, Utterance, transcript_of
+from thinwire_deepspeech.sound import read_sound, samples_in
 
 
 def load(data_dir: Path, *, faults: Faults) -> Corpus:

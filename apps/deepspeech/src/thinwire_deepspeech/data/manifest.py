@@ -14,14 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from thinwire_trainer.data.faults import Faults
-from thinwire_trainer.data.files import read_text
+from thinwire_trainer.data import Faults, read_text
 from thinwire_trainer.errors import RunError
 
-from thinwire_deepspeech.data.transcripts import transcript_of
-from thinwire_deepspeech.data.utterances import Corpus, Utterance
-from thinwire_deepspeech.sound.audio import read_sound, samples_in
-from thinwire_deepspeech.sound.spectrogram import RATE, SHORTEST
+from thinwire_deepspeech.data.utterances import Corpus, Utterance, transcript_of
+from thinwire_deepspeech.sound import RATE, SHORTEST, read_sound, samples_in
 
 PATHS = ("path", "wav_filename", "audio_filepath", "audio")
 TEXTS = ("transcript", "sentence", "text")
@@ -107,7 +104,7 @@ def _table_rows(manifest: Path, text: str) -> Iterator[Row | RunError]:
 
 
 def _fields(line: str, suffix: str, place: str) -> list[str] | RunError:
-    """What the columns of this line say."""
+    """Columns of this line."""
     quoting = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if suffix == ".tsv" else {"strict": True}
     try:
         return next(csv.reader([line], **quoting), [])
@@ -116,7 +113,7 @@ def _fields(line: str, suffix: str, place: str) -> list[str] | RunError:
 
 
 def _columns(fields: list[str], place: str) -> tuple[int, int] | None:
-    """Where the file and the words are; None for a line that is not of names."""
+    """Columns of the file and of the words; None for a line that is not of names."""
     named = [field.strip().lower() for field in fields]
     path, text = (_only([name for name in named if name in names], place) for names in (PATHS, TEXTS))
     if path is None and text is None and len(fields) == 2:

@@ -20,16 +20,14 @@ from zipfile import BadZipFile
 import numpy as np
 import numpy.typing as npt
 import torch
-from thinwire_trainer.data.faults import Faults
-from thinwire_trainer.data.files import one_at_a_time
+from thinwire_trainer.data import Faults, one_at_a_time
 from thinwire_trainer.errors import RunError
 from thinwire_trainer.records.durable import replacing
 from torch import Tensor
 
 from thinwire_deepspeech.data.espeak import Request
 from thinwire_deepspeech.data.utterances import Corpus, Utterance
-from thinwire_deepspeech.sound.resample import resample
-from thinwire_deepspeech.sound.spectrogram import RATE
+from thinwire_deepspeech.sound import RATE, resample
 
 DIGITS = ("ZERO", "ONE", "TWO", "THREE", "FOUR", "FIVE", "SIX", "SEVEN", "EIGHT", "NINE")
 VOICES = (
@@ -60,7 +58,7 @@ def load(data_dir: Path, *, faults: Faults) -> Corpus:
 
 
 def plan(*, train: int = 600, tests: int = 150, seed: int = 0) -> dict[str, list[Request]]:
-    """What is said, by part."""
+    """Requests by part."""
     random = Random(seed)
     return {
         TRAIN: _requests(train, VOICES, SPEEDS, PITCHES, random),
@@ -90,7 +88,7 @@ def _as_floats(samples: Tensor) -> Tensor:
 
 
 def said(folder: Path, requests: Mapping[str, Sequence[Request]]) -> dict[str, list[Samples]]:
-    """What is heard, int16 at 16 kHz, by part; from the folder where it is there, which of all processes one fills."""
+    """Samples, int16 at 16 kHz, by part; from the folder where it is there, which of all processes one fills."""
     asked = json.dumps([request for part in requests.values() for request in part])
     path = _place(folder, hashlib.sha256(asked.encode()).hexdigest()[:16])
     found = _kept(path)
@@ -105,7 +103,7 @@ def said(folder: Path, requests: Mapping[str, Sequence[Request]]) -> dict[str, l
 
 
 def _place(folder: Path, asked: str) -> Path:
-    """Where what the wheel says is kept; without the wheel, what one has said before. RunError where that is nothing,
+    """File of what the wheel says; without the wheel, of what one has said before. RunError where that is nothing,
     or of several releases."""
     try:
         return folder / f"{asked}-{version('espeakng-loader')}.npz"
@@ -123,7 +121,7 @@ def _place(folder: Path, asked: str) -> Path:
 
 
 def _made(asked: str, folder: Path) -> list[Samples]:
-    """In a process of its own (see `thinwire_deepspeech.data.espeak`)."""
+    """Samples made in a process of its own (see `thinwire_deepspeech.data.espeak`)."""
     path = folder / "said.npz"
     command = [sys.executable, "-m", "thinwire_deepspeech.data.espeak", str(path)]
     done = subprocess.run(command, input=asked, text=True, capture_output=True, check=False)

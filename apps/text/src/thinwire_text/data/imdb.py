@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from thinwire_trainer.data.faults import Faults
-from thinwire_trainer.data.files import read_text
+from thinwire_trainer.data import Faults, read_text
 from thinwire_trainer.errors import RunError
 from torch import Tensor
 
-from thinwire_text.data.files import folder_with
-from thinwire_text.data.vocabulary import UNKNOWN, Vocabulary
+from thinwire_text.data.corpus import UNKNOWN, Vocabulary, folder_with
 
 SOURCE = "https://ai.stanford.edu/~amaas/data/sentiment/"
 PADDING = "<pad>"
@@ -42,7 +40,7 @@ class Reviews:
 
 
 def words(text: str) -> list[str]:
-    """As the model reads them."""
+    """Words of a review as the model reads them."""
     return WORDS.findall(BREAK.sub(" ", text).lower())
 
 
@@ -60,7 +58,7 @@ def load(data_dir: Path, *, length: int, most: int, faults: Faults) -> Reviews:
 
 
 def _read(folder: Path, length: int, faults: Faults) -> list[tuple[list[str], int]]:
-    """Of each review, in the order of its file's name, tokens and label."""
+    """Tokens and label of each review, in the order of the files' names."""
     found = []
     for label, side in enumerate(SIDES):
         files = sorted((folder / side).glob("*.txt"))

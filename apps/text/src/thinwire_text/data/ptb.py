@@ -8,14 +8,11 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from thinwire_trainer.data.faults import Faults
-from thinwire_trainer.data.files import read_text
+from thinwire_trainer.data import Faults, read_text
 from thinwire_trainer.errors import RunError
 from torch import Tensor
 
-from thinwire_text.data.corpus import Corpus
-from thinwire_text.data.files import folder_with
-from thinwire_text.data.vocabulary import END, Vocabulary
+from thinwire_text.data.corpus import END, Corpus, Vocabulary, folder_with
 
 PLACES = (".", "ptb", "simple-examples/data")  # the last is the published archive's
 SOURCE = "http://www.fit.vutbr.cz/~imikolov/rnnlm/simple-examples.tgz"

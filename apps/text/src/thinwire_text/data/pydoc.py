@@ -8,10 +8,9 @@ than twice are <unk>.
 from collections import Counter
 from pathlib import Path
 
-from thinwire_trainer.data.faults import Faults
+from thinwire_trainer.data import Faults
 
-from thinwire_text.data.corpus import Corpus
-from thinwire_text.data.vocabulary import END, UNKNOWN, Vocabulary, words
+from thinwire_text.data.corpus import END, UNKNOWN, Corpus, Vocabulary, words
 
 TEST_EVERY = 10
 LEAST = 2

@@ -1,4 +1,4 @@
-"""What a language model is to the task that trains it."""
+"""Interface of a language model to the task that trains it."""
 
 from __future__ import annotations
 
@@ -15,4 +15,3 @@ class Language(Protocol):
 
     def begin(self, streams: int) -> State:
         """The state at the beginning of so many streams."""
-        ...

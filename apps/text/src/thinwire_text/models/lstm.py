@@ -37,7 +37,7 @@ class LSTM(nn.Module):
         return zeros, zeros.clone()
 
     def forward(self, tokens: Tensor, state: State) -> tuple[Tensor, State]:
-        """See `thinwire_text.models.language.Language`."""
+        """Logits and the state after these tokens (`Language`)."""
         h, c = state
         output, (h, c) = self.lstm(self.dropout(self.embedding(tokens)), (h, c))
         logits: Tensor = self.decode(self.dropout(output))
@@ -45,7 +45,7 @@ class LSTM(nn.Module):
 
 
 def lstm(words: int, *, window: int, **sizes: Any) -> LSTM:
-    """As published: 2 × 1,500; `sizes` are the options of `LSTM` that are to be others."""
+    """The published model: 2 × 1,500; `sizes` are the options of `LSTM` that are to be others."""
     del window  # any length
     return LSTM(words, **{"layers": 2, "hidden": 1500, "dropout": 0.65, "tied": False} | sizes)
 

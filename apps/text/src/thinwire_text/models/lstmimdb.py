@@ -14,7 +14,7 @@ EMBEDDING = 50
 
 
 class Reader(nn.Module):
-    """What stands after a review's end is padding: the output at its last token is what counts."""
+    """A classifier by the output at a review's last token; padding follows it."""
 
     def __init__(self, words: int, *, layers: int, hidden: int, dropout: float) -> None:
         super().__init__()
@@ -32,5 +32,5 @@ class Reader(nn.Module):
 
 
 def lstmimdb(words: int, **sizes: Any) -> Reader:
-    """As published: 1 × 100, without dropout; `sizes` are the options of `Reader` that are to be others."""
+    """The published model: 1 × 100, without dropout; `sizes` are the options of `Reader` that are to be others."""
     return Reader(words, **{"layers": 1, "hidden": 100, "dropout": 0.0} | sizes)

@@ -65,7 +65,7 @@ class Transformer(nn.Module):
         return ()
 
     def forward(self, tokens: Tensor, state: State) -> tuple[Tensor, State]:
-        """See `thinwire_text.models.language.Language`; n ≤ window."""
+        """Logits and no state (`Language`); n ≤ window."""
         places = torch.arange(len(tokens), device=tokens.device)
         x = self.dropout(self.embedding(tokens.T) + self.position(places))
         for block in self.blocks:

@@ -1,1 +1,1 @@
-"""From the command line to checked options, before anything heavy is imported."""
+"""The command line, parsed into checked options before anything heavy is imported."""

@@ -6,38 +6,26 @@ A file is read entry by entry through the flags themselves, so that it is checke
 from __future__ import annotations
 
 import json
-from argparse import ArgumentParser, Namespace
-from collections.abc import Collection, Mapping, Sequence
+from argparse import ArgumentParser
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from thinwire_trainer.command_line.options import PER_RANK
 from thinwire_trainer.errors import RunError
 
 # What says where and on what a run was, or what became of it, but not how it trained.
-IGNORED = {
-    "backend",
-    "config",
-    "data_dir",
-    "device",
-    "download",
-    "output",
-    "overwrite",
-    "oversubscribe",
-    "readers",
-    "residuals",
-    "resume",
-}
+IGNORED = (PER_RANK - {"nworkers", "tensorboard"}) | {"backend", "config", "device", "overwrite", "residuals", "resume"}
 RECORDED = {"app", "choice", "hardware", "parameters", "python", "torch", "world_size"}
 EITHER = ({"algorithm", "compression", "compressor"}, {"lr_schedule", "milestones"})
 """Flags that speak of the same: one of them on the command line takes the place of all in the file."""
 
 
-def read(path: Path, parser: ArgumentParser, *, explicit: Collection[str]) -> dict[str, Any]:
-    """What the file says of flags, by destination; `explicit` ones are on the command line.
+def read(path: Path, parser: ArgumentParser, *, known: Mapping[str, Any], explicit: Collection[str]) -> dict[str, Any]:
+    """Values of flags in the file, by destination. known: every flag's default; explicit: those on the command line.
 
     RunError, naming file and entry, for what cannot be read, what no flag is called, and values that are not a flag's.
     """
-    known = vars(parser.parse_args([]))
     overridden = set(explicit).union(*(group for group in EITHER if not group.isdisjoint(explicit)))
     chosen = {}
     for name, value in _entries(path).items():
@@ -48,13 +36,6 @@ def read(path: Path, parser: ArgumentParser, *, explicit: Collection[str]) -> di
         if value is not None and name not in overridden:
             chosen[name] = _value(path, name, value, parser, like=known[name])
     return chosen
-
-
-def given(argv: Sequence[str], parser: ArgumentParser) -> dict[str, Any]:
-    """What the command line itself says, by destination."""
-    unset = object()
-    parsed = parser.parse_args(argv, Namespace(**dict.fromkeys(vars(parser.parse_args([])), unset)))
-    return {name: value for name, value in vars(parsed).items() if value is not unset}
 
 
 def _entries(path: Path) -> Mapping[str, Any]:
@@ -72,7 +53,7 @@ def _entries(path: Path) -> Mapping[str, Any]:
 
 
 def _value(path: Path, name: str, value: Any, parser: ArgumentParser, *, like: object) -> Any:
-    """As the flag reads it. like: the flag's default."""
+    """Read a value as the flag does. like: the flag's default."""
     flag = f"--{name.replace('_', '-')}"
     if isinstance(like, bool) or isinstance(value, bool):
         if not (isinstance(like, bool) and isinstance(value, bool)):

@@ -36,18 +36,12 @@ def parse(argv: Sequence[str], app: App, *, world_size: int | None) -> Options:
     """
     table = entries_of(app)
     parser = parser_of(app, table)
-    given = parser.parse_args(argv)
+    defaults, explicit = _given(parser, argv)
     try:
-        explicit = config_file.given(argv, parser)
-        said = set(explicit)
-        if given.config is not None:
-            file = config_file.read(given.config, parser, explicit=explicit)
-            if world_size is not None:  # the launcher has decided
-                file.pop("nworkers", None)
-            if file.get("optimizer", OPTIMIZERS[0]) != explicit.get("optimizer", file.get("optimizer", OPTIMIZERS[0])):
-                file = {name: value for name, value in file.items() if name not in OF_AN_OPTIMIZER}
-            said |= file.keys()
-            given = _with_file(given, explicit, file, table)
+        said = explicit
+        if explicit.get("config") is not None:
+            said = _from_file(explicit, defaults, parser, table, world_size) | explicit
+        given = Namespace(**{**defaults, **said})
         _check_ignored(given, app, parser)
         options = _checked(given, app, table, world_size, said=said)
         _check_length(options, explicit)
@@ -58,16 +52,34 @@ def parse(argv: Sequence[str], app: App, *, world_size: int | None) -> Options:
         parser.error(str(error))
 
 
-def _with_file(
-    given: Namespace, explicit: Mapping[str, Any], file: Mapping[str, Any], table: Mapping[str, Entry]
-) -> Namespace:
-    """The command line's before the file's. An algorithm that it names takes none of another's flags."""
-    merged = Namespace(**{**vars(given), **file, **explicit})
+def _given(parser: ArgumentParser, argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The default of every flag, and what the command line says, by destination."""
+    defaults, unset = vars(parser.parse_args([])), object()
+    given = vars(parser.parse_args(argv, Namespace(**dict.fromkeys(defaults, unset))))
+    return defaults, {name: value for name, value in given.items() if value is not unset}
+
+
+def _from_file(
+    explicit: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    parser: ArgumentParser,
+    table: Mapping[str, Entry],
+    world_size: int | None,
+) -> dict[str, Any]:
+    """Values in --config's file, besides those on the command line.
+
+    An optimizer or an algorithm that the command line names takes none of another's flags.
+    """
+    file = config_file.read(explicit["config"], parser, known=defaults, explicit=explicit)
+    others: set[str] = set()
+    if world_size is not None:  # the launcher has decided
+        others.add("nworkers")
+    if explicit.get("optimizer") not in (None, file.get("optimizer", OPTIMIZERS[0])):
+        others |= OF_AN_OPTIMIZER
     if not {"algorithm", "compression"}.isdisjoint(explicit):
-        own = {flag.name for flag in table[_algorithm(merged, table)].flags}
-        for name in owners(table).keys() - own - explicit.keys():
-            setattr(merged, name, None)
-    return merged
+        algorithm = _algorithm(Namespace(**{**defaults, **file, **explicit}), table)
+        others |= owners(table).keys() - {flag.name for flag in table[algorithm].flags}
+    return {name: value for name, value in file.items() if name not in others}
 
 
 def _checked(
@@ -80,7 +92,7 @@ def _checked(
     entry.require_installed(given.algorithm)
     given.own = _own(given, entry, table, app.defaults)
     given.app = {flag.name: vars(given).pop(flag.name) for flag in app.flags}
-    given.free = entry.free | {flag.name for flag in app.flags if not flag.shapes}
+    given.own_flags = (*entry.flags, *app.flags)
     entry.check(given.own, given.nworkers)
     _check_overlap(given, entry)
     _check_optimizer(given, entry, said)
@@ -153,9 +165,7 @@ def _check_choice(flag: Flag, value: Value, algorithm: str) -> None:
 
 
 def _check_overlap(given: Namespace, entry: Entry) -> None:
-    if not given.overlap:
-        return
-    if not entry.overlaps:
+    if given.overlap and not entry.overlaps:
         raise RunError(f"--overlap is for gradients that are exchanged, and {given.algorithm} has none: leave it out")
 
 

@@ -1,42 +1,30 @@
 """The settings of one run, after the command line has been checked."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+from thinwire_trainer.command_line.flag import Flag
 
 Settings = dict[str, str | int | float | list[int] | None]
 
 KEEP = 2
 """Checkpoints, where --keep does not say."""
 
-# What may differ between a run and its continuation: it shapes no number that training computes.
-_NOT_SETTINGS = {
-    "nworkers",
-    "oversubscribe",
+PER_RANK = {"nworkers", "oversubscribe", "data_dir", "download", "readers", "output", "tensorboard"}
+"""Flags that may differ between ranks."""
+NOT_SETTINGS = PER_RANK | {
     "device",
     "backend",
-    "data_dir",
-    "download",
-    "readers",
-    "output",
     "resume",
     "residuals",
     "overwrite",
     "checkpoint_every",
     "keep",
-    "tensorboard",
     "profile",
 }
-_PER_RANK = {
-    "nworkers",
-    "oversubscribe",
-    "data_dir",
-    "download",
-    "readers",
-    "output",
-    "tensorboard",
-}  # may differ between ranks
+"""Flags that may differ between a run and its continuation: none shapes no number that training computes."""
 
 # What a run did before there was a setting for it. Every common setting that is added gets its line here, so that runs
 # from before can be resumed: their manifests do not name it. An algorithm's own: see `Flag.default`.
@@ -51,13 +39,15 @@ BEFORE: Settings = {
     "overlap": False,
 }
 
+OWN = ("own", "app", "own_flags")  # fields that are no flags themselves
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """One run's settings; `thinwire_trainer.command_line.flags.parse` checks every value and explains each.
 
     own: what the algorithm alone takes, every flag of its entry in the table, and nothing else. app: the app's own
-    flags. free: which of these may differ between a run and its continuation.
+    flags. own_flags: all of these.
     """
 
     dnn: str
@@ -96,12 +86,11 @@ class Options:
     oversubscribe: bool  # more workers than the cores of this machine can bear
     own: Mapping[str, Any]
     app: Mapping[str, Any] = field(default_factory=dict)
-    free: frozenset[str] = frozenset()
+    own_flags: Sequence[Flag] = ()
 
     def flags(self) -> dict[str, Any]:
         """All of them by name, the app's and the algorithm's own last."""
-        common = asdict(self)
-        del common["own"], common["app"], common["free"]
+        common = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in OWN}
         return common | dict(self.app) | dict(self.own)
 
     def recorded(self) -> dict[str, Any]:
@@ -109,18 +98,28 @@ class Options:
         return {name: str(value) if isinstance(value, Path) else value for name, value in self.flags().items()}
 
     def alike(self) -> Settings:
-        """What all ranks must share."""
-        return {name: value for name, value in self.flags().items() if name not in _PER_RANK}
+        """Flags that all ranks must share."""
+        return {name: value for name, value in self.flags().items() if name not in PER_RANK}
 
     def settings(self) -> Settings:
-        """What a run and its continuation must share: numbers and names only."""
-        chosen = {name: value for name, value in self.flags().items() if name not in _NOT_SETTINGS | self.free}
+        """Flags that a run and its continuation must share: numbers and names only."""
+        free = {flag.name for flag in self.own_flags if not flag.shapes} | NOT_SETTINGS
+        chosen = {name: value for name, value in self.flags().items() if name not in free}
         if self.lr_schedule == "constant" or self.milestones:
             del chosen["max_epochs"]  # nothing else depends on where the end is
         return chosen
 
+    def changed(self, then: Settings) -> dict[str, tuple[object, object]]:
+        """Compare with the settings of a run: name -> (then, now) where these differ.
+
+        then: a run's settings. A flag that there was not yet had its default; one that there is no more has no effect.
+        """
+        before: dict[str, Any] = BEFORE | {flag.name: flag.default for flag in self.own_flags}
+        was = {name: then.get(name, before.get(name)) for name in self.settings()}
+        return {name: (was[name], now) for name, now in self.settings().items() if was[name] != now}
+
     def not_reached(self) -> str:
-        """What the rate's schedule has only after the end of this run; "" for nothing."""
+        """Warning of what the rate's schedule has only after the end of this run; "" for nothing."""
         if self.milestones and self.milestones[0] >= self.max_epochs:
             late = f"--milestones {self.milestones[0]}: this run ends before it"
         elif self.warmup_epochs >= self.max_epochs:
@@ -129,13 +128,3 @@ class Options:
             return ""
         longer = "" if "max_epochs" in self.settings() else "; --resume with a greater --max-epochs goes on"
         return f"{late}, after {self.max_epochs}{longer}"
-
-
-def in_todays_terms(then: Settings, now: Settings, own_flags: Settings) -> Settings:
-    """The settings of an older run: with what it did where there was no setting yet, without what had no effect.
-
-    own_flags: of all algorithms, with the defaults of this one's, and None for others'; and the app's. Runs once
-    recorded those that other algorithms have, too.
-    """
-    effective = {name: value for name, value in then.items() if name in now or name not in own_flags}
-    return {name: value for name, value in (BEFORE | own_flags).items() if name in now} | effective

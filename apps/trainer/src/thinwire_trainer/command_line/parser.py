@@ -1,17 +1,18 @@
 """The parser of the command line that all apps share: every flag, in groups that `--help` shows."""
 
-from argparse import ArgumentParser, BooleanOptionalAction
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import re
+from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
 from thinwire_trainer.app import App
 from thinwire_trainer.command_line import quantities
+from thinwire_trainer.command_line.config_file import RECORDED
 from thinwire_trainer.command_line.flag import Flag, Value
-from thinwire_trainer.command_line.model_name import model_name, models_help
-from thinwire_trainer.command_line.options import KEEP
-from thinwire_trainer.command_line.own_names import require_own_names
+from thinwire_trainer.command_line.options import KEEP, Options
 from thinwire_trainer.errors import UsageError
 from thinwire_trainer.synchronisers.table import AUTO, OPTIMIZERS, Entry, owners
 from thinwire_trainer.training.learning_rate import SHAPES
@@ -22,8 +23,79 @@ SCHEDULE, MILESTONED = "cosine", "step"
 ADAMW_RATE = 0.001
 ADAMW_MOMENTUM, ADAMW_MOMENTUM_WAITING = 0.9, 0.5
 """β₁, and that where updates wait to be sent, which does a part of momentum's work."""
-DEVICES = ("auto", "cpu", "cuda")
-BACKENDS = ("gloo", "nccl")
+
+TASK = (
+    Flag("data_dir", Path("data"), "where its files are", read=Path, metavar="DIR"),
+    Flag("readers", 2, "threads that read ahead", read=quantities.count_or_zero, metavar="N"),
+    Flag(
+        "config",
+        None,
+        "settings from a run's config.json, or a file like it; a flag given here wins",
+        read=Path,
+        metavar="FILE",
+    ),
+)
+OPTIMISATION = (
+    Flag("batch_size", 32, "samples per rank and step", read=quantities.count, metavar="B"),
+    Flag("optimizer", OPTIMIZERS[0], "of each rank", choices=OPTIMIZERS),
+    Flag("lr", 0.1, f"peak learning rate (default: %(default)g; adamw: {ADAMW_RATE})", read=quantities.positive),
+    Flag(
+        "momentum",
+        0.9,
+        "of SGD, sparse: before selection, as in DGC; of adamw β1 (default: %(default)g; adamw, sparse: "
+        f"{ADAMW_MOMENTUM_WAITING:g})",
+        read=quantities.momentum,
+    ),
+    Flag("nesterov", False, "Nesterov's momentum; not of sparse gradients"),
+    Flag("weight_decay", 0.0, "pull of the parameters towards 0", read=quantities.non_negative, metavar="W"),
+    Flag(
+        "clip_norm",
+        None,
+        "clip each rank's gradient before it is exchanged, so that the norm of the mean is held to about this "
+        "(default: %(default)s)",
+        read=quantities.positive,
+        metavar="C",
+    ),
+    Flag("label_smoothing", 0.0, "of a classifier", read=quantities.smoothing, metavar="S"),
+    Flag("max_epochs", 20, "length of the run", read=quantities.count, metavar="E"),
+    Flag("warmup_epochs", 0.0, "of the rate", read=quantities.non_negative, metavar="E"),
+    Flag("lr_schedule", None, f"default: {SCHEDULE}, with --milestones {MILESTONED}", choices=tuple(SHAPES)),
+    Flag(
+        "milestones",
+        None,
+        "epochs after which the rate is a tenth of what it was (default: 1/2 and 3/4 of the run)",
+        read=quantities.count,
+        metavar="E",
+        several=True,
+    ),
+    Flag("seed", 0, "of all random numbers", read=quantities.seed),
+)
+MACHINE = (
+    Flag("nworkers", None, "ranks; without a launcher this many are started", read=quantities.count, metavar="N"),
+    Flag("device", "auto", "auto: a GPU of its own for each local rank, if there is", choices=("auto", "cpu", "cuda")),
+    Flag("backend", "gloo", "between torchrun's ranks; nccl: GPUs", choices=("gloo", "nccl")),
+    Flag("amp", False, "forward passes of training in bfloat16 (autocast)"),
+    Flag("compile", False, "the model by torch.compile"),
+)
+RUN = (
+    Flag("output", None, "metrics, checkpoints, model (default: runs/APP-DNN-DATASET-ALGO)", read=Path, metavar="DIR"),
+    Flag(
+        "residuals",
+        None,
+        "of a run that is resumed with another number of ranks: shared out among them, or left behind",
+        choices=("carry", "drop"),
+    ),
+    Flag(
+        "checkpoint_every",
+        None,
+        "0: never (default: at the end of each epoch)",
+        read=quantities.count_or_zero,
+        metavar="STEPS",
+    ),
+    Flag("keep", None, f"checkpoints, the newest (default: {KEEP})", read=quantities.count, metavar="N"),
+    Flag("tensorboard", False, "also write TensorBoard events"),
+    Flag("profile", False, "also write a trace of a few steps, for Perfetto or chrome://tracing"),
+)
 
 
 class Parser(ArgumentParser):
@@ -41,8 +113,6 @@ def parser_of(app: App, table: Mapping[str, Entry]) -> ArgumentParser:
     The help takes a default from the flag itself, %(default)s, because the app may have another than is written here.
     UsageError where a name of the app's own flags is taken.
     """
-    if app.flags or table:
-        require_own_names(app, common=_common(app), algorithms=owners(table))
     parser = Parser(
         prog=app.module,
         usage="python -m %(prog)s [--algorithm NAME] [flags]",
@@ -51,96 +121,73 @@ def parser_of(app: App, table: Mapping[str, Entry]) -> ArgumentParser:
         allow_abbrev=False,
     )
     _add_task(parser, app)
-    _add_app(parser, app)
+    of_the_app = parser.add_argument_group(f"{app.module}'s own") if app.flags else None
     _add_synchronisation(parser, table)
-    _add_optimisation(parser, app.defaults)
-    _add_machine(parser)
-    _add_run(parser)
-    _add_own(parser, table, app.defaults)
+    _add(parser.add_argument_group("optimisation"), OPTIMISATION)
+    machine, run = parser.add_argument_group("machine"), parser.add_argument_group("run")
+    _add(machine, MACHINE)
+    machine.add_argument("--oversubscribe", action="store_true", help="start more workers than the cores can bear")
+    _add(run, RUN)
+    run.add_argument("--overwrite", action="store_true", help="delete the run that --output holds")
+    resumed = (
+        "go on with the run that --output holds, from its latest checkpoint or the one before, with the same bits "
+        "(those of eager-* go by who is late)"
+    )
+    run.add_argument("--resume", nargs="?", const="latest", choices=["latest", "previous"], help=resumed)
     own = owners(table)
+    _require_own_names(app, common=vars(parser.parse_args([])), algorithms=own)
+    _add_own(parser, table, app.defaults)
+    _add(of_the_app or parser, app.flags)
     parser.set_defaults(**{name: value for name, value in app.defaults.items() if name not in own})
     return parser
 
 
-def _common(app: App) -> list[str]:
-    """Names of the flags that all apps have."""
-    bare = replace(app, flags=(), defaults={}, commands={})
-    return list(vars(parser_of(bare, {}).parse_args([])))
-
-
-def _add_task(parser: ArgumentParser, app: App) -> None:
-    add = parser.add_argument_group("task").add_argument
-    add("--dnn", type=model_name(app), default=next(iter(app.models)), metavar="NAME", help=models_help(app))
-    add("--dataset", choices=list(app.datasets), default=next(iter(app.datasets)), help="default: %(default)s")
-    add("--data-dir", type=Path, default=Path("data"), metavar="DIR", help="where its files are (default: %(default)s)")
-    add("--download", action="store_true", help="fetch the data set's files that --data-dir does not have")
-    add(
-        "--readers",
-        type=quantities.count_or_zero,
-        default=2,
-        metavar="N",
-        help="threads that read ahead (default: %(default)s)",
-    )
-    add(
-        "--config",
-        type=Path,
-        metavar="FILE",
-        help="settings from a run's config.json, or a file like it; a flag given here wins",
-    )
-
-
-def _add_app(parser: ArgumentParser, app: App) -> None:
-    """The app's own flags."""
-    if not app.flags:
-        return
-    add = parser.add_argument_group(f"{app.module}'s own").add_argument
-    for flag in app.flags:
-        says = flag.says if flag.default is None else f"{flag.says} (default: {_shown(flag.default)})"
+def _add(group: Any, flags: Sequence[Flag]) -> None:
+    """Flags with their defaults, which the help takes from the parser: an app may have others than are written here."""
+    for flag in flags:
+        how: dict[str, Any] = {"type": flag.read, "choices": flag.choices, "metavar": flag.metavar}
         if isinstance(flag.default, bool):
-            add(spelt(flag.name), action=BooleanOptionalAction, default=flag.default, help=says)
-        else:
-            add(
-                spelt(flag.name),
-                type=flag.read,
-                default=flag.default,
-                choices=flag.choices,
-                metavar=flag.metavar,
-                help=says,
-            )
+            how = {"action": BooleanOptionalAction}
+        elif flag.several:
+            how["nargs"] = "+"
+        shown = "" if flag.default is None or "(default" in flag.says else f" (default: {_shown(flag.default)})"
+        group.add_argument(spelt(flag.name), default=flag.default, help=f"{flag.says}{shown}", **how)
 
 
-def _shown(value: Value | None) -> str:
-    return ("on" if value else "off") if isinstance(value, bool) else str(value)
+def _shown(value: Value) -> str:
+    return ("on" if value else "off") if isinstance(value, bool) else "%(default)s"
 
 
 def _commands_help(app: App) -> str | None:
-    """What can be done with a trained model."""
+    """Help on the app's commands for a trained model."""
     if not app.commands:
         return None
     return "what was trained: " + ", ".join(f"python -m {app.module} {name} --help" for name in app.commands)
 
 
 def compressors(table: Mapping[str, Entry]) -> dict[str, str]:
-    """What the published commands call it -> --algorithm."""
+    """Name in published commands -> --algorithm."""
     return {compressor: name for name, entry in table.items() for compressor in entry.compressors}
 
 
+def _add_task(parser: ArgumentParser, app: App) -> None:
+    group = parser.add_argument_group("task")
+    add, first = group.add_argument, next(iter(app.models))
+    add("--dnn", type=model_name(app), default=first, metavar="NAME", help=models_help(app))
+    add("--dataset", choices=list(app.datasets), default=next(iter(app.datasets)), help="default: %(default)s")
+    add("--download", action="store_true", help="fetch the data set's files that --data-dir does not have")
+    _add(group, TASK)
+
+
 def _add_synchronisation(parser: ArgumentParser, table: Mapping[str, Entry]) -> None:
-    add = parser.add_argument_group("synchronisation").add_argument
-    add(
-        "--algorithm",
-        choices=list(table),
-        help=f"how ranks share what they learn (default: {DEFAULT}); {AUTO}: measures",
-    )
-    add("--compression", action="store_true", help="take the algorithm that --compressor names, as published")
-    add(
-        "--compressor",
-        choices=list(compressors(table)),
-        help=f"what published commands call an algorithm (with --compression; default: {COMPRESSED})",
-    )
-    add(
-        "--overlap", action=BooleanOptionalAction, default=False, help="gradients travel while backward computes others"
-    )
+    group = parser.add_argument_group("synchronisation")
+    algorithms = f"how ranks share what they learn (default: {DEFAULT}); {AUTO}: measures"
+    group.add_argument("--algorithm", choices=list(table), help=algorithms)
+    published = "take the algorithm that --compressor names, as published"
+    group.add_argument("--compression", action="store_true", help=published)
+    named = f"what published commands call an algorithm (with --compression; default: {COMPRESSED})"
+    group.add_argument("--compressor", choices=list(compressors(table)), help=named)
+    _add(group, [Flag("overlap", False, "gradients travel while backward computes others")])
 
 
 def _add_own(parser: ArgumentParser, table: Mapping[str, Entry], defaults: Mapping[str, object]) -> None:
@@ -173,114 +220,72 @@ def _defaults(variants: Mapping[str, Flag], given: object) -> str:
 
 
 def _choices(variants: Sequence[Flag]) -> list[str] | None:
-    """Of all algorithms that have the flag, each once."""
+    """Choices of all algorithms that have the flag, each once."""
     if variants[0].choices is None:
         return None
     return list(dict.fromkeys(choice for flag in variants for choice in flag.choices or ()))
 
 
 def spelt(name: str) -> str:
-    """As on the command line."""
+    """Spell a flag's name as on the command line."""
     return f"--{name.replace('_', '-')}"
 
 
-def _add_optimisation(parser: ArgumentParser, defaults: Mapping[str, object]) -> None:
-    add = parser.add_argument_group("optimisation").add_argument
-    add(
-        "--batch-size",
-        type=quantities.count,
-        default=32,
-        metavar="B",
-        help="samples per rank and step (default: %(default)s)",
-    )
-    add("--optimizer", choices=OPTIMIZERS, default=OPTIMIZERS[0], help="default: %(default)s")
-    rates = f"peak learning rate (default: %(default)g; adamw: {ADAMW_RATE})"
-    add("--lr", type=quantities.positive, default=0.1, help=rates)
-    add(
-        "--momentum",
-        type=quantities.momentum,
-        default=0.9,
-        help="of SGD, sparse: before selection, as in DGC; of adamw β1 (default: %(default)g; adamw, sparse: "
-        f"{ADAMW_MOMENTUM_WAITING:g})",
-    )
-    add("--nesterov", action=BooleanOptionalAction, default=False, help="Nesterov's momentum; not of sparse gradients")
-    add("--weight-decay", type=quantities.non_negative, default=0.0, metavar="W", help="default: %(default)g")
-    add(
-        "--clip-norm",
-        type=quantities.positive,
-        metavar="C",
-        help="clip each rank's gradient before it is exchanged, so that the norm of the mean is held to about this "
-        f"(default: {defaults.get('clip_norm', 'none')})",
-    )
-    add(
-        "--label-smoothing",
-        type=quantities.smoothing,
-        default=0.0,
-        metavar="S",
-        help="of a classifier (default: %(default)g)",
-    )
-    add("--max-epochs", type=quantities.count, default=20, metavar="E", help="default: %(default)s")
-    add(
-        "--warmup-epochs",
-        type=quantities.non_negative,
-        default=0.0,
-        metavar="E",
-        help="of the rate (default: %(default)g)",
-    )
-    add("--lr-schedule", choices=list(SHAPES), help=f"default: {SCHEDULE}, with --milestones {MILESTONED}")
-    add(
-        "--milestones",
-        type=quantities.count,
-        nargs="+",
-        metavar="E",
-        help="epochs after which the rate is a tenth of what it was (default: 1/2 and 3/4 of the run)",
-    )
-    add("--seed", type=quantities.seed, default=0, help="default: %(default)s")
+OWN = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
-def _add_machine(parser: ArgumentParser) -> None:
-    add = parser.add_argument_group("machine").add_argument
-    add("--nworkers", type=quantities.count, metavar="N", help="ranks; without a launcher this many are started")
-    add("--oversubscribe", action="store_true", help="start more workers than this machine's cores can bear")
-    add("--device", choices=DEVICES, default=DEVICES[0], help="auto: a GPU of its own for each local rank, if there is")
-    add(
-        "--backend",
-        choices=BACKENDS,
-        default=BACKENDS[0],
-        help="between torchrun's ranks; nccl: GPUs (default: %(default)s)",
-    )
-    add("--amp", action=BooleanOptionalAction, default=False, help="forward passes of training in bfloat16 (autocast)")
-    add("--compile", action=BooleanOptionalAction, default=False, help="the model by torch.compile")
+def model_name(app: App) -> Callable[[str], str]:
+    """A check of the flag's value, without importing the model."""
+
+    def check(text: str) -> str:
+        if text in app.models:
+            return text
+        if text in app.elsewhere:
+            raise ArgumentTypeError(f"{text} is a model of another app: {app.elsewhere[text]}")
+        if not (app.own_models and OWN.fullmatch(text)):
+            known = ", ".join(map(repr, app.models))
+            own = ", or package.module:function for a model of your own" if app.own_models else ""
+            raise ArgumentTypeError(f"given {text!r}, expected one of {known}{own}")
+        package = text.partition(":")[0].partition(".")[0]
+        if find_spec(package) is None:
+            raise ArgumentTypeError(f"{text}: there is no package {package!r} in this folder or on PYTHONPATH")
+        return text
+
+    return check
 
 
-def _add_run(parser: ArgumentParser) -> None:
-    add = parser.add_argument_group("run").add_argument
-    add("--output", type=Path, metavar="DIR", help="metrics, checkpoints, model (default: runs/APP-DNN-DATASET-ALGO)")
-    add("--overwrite", action="store_true", help="delete the run that --output holds")
-    add(
-        "--resume",
-        nargs="?",
-        const="latest",
-        choices=["latest", "previous"],
-        help="go on with the run that --output holds, from its latest checkpoint or the one before, with the same bits "
-        "(those of eager-* go by who is late)",
-    )
-    add(
-        "--residuals",
-        choices=["carry", "drop"],
-        help="of a run that is resumed with another number of ranks: shared out among them, or left behind",
-    )
-    add(
-        "--checkpoint-every",
-        type=quantities.count_or_zero,
-        metavar="STEPS",
-        help="0: never (default: at the end of each epoch)",
-    )
-    add("--keep", type=quantities.count, metavar="N", help=f"checkpoints, the newest (default: {KEEP})")
-    add("--tensorboard", action=BooleanOptionalAction, default=False, help="also write TensorBoard events")
-    add(
-        "--profile",
-        action=BooleanOptionalAction,
-        default=False,
-        help="also write a trace of a few steps, for Perfetto or chrome://tracing",
-    )
+def models_help(app: App) -> str:
+    """Help on --dnn."""
+    own = "; or package.module:function" if app.own_models else ""
+    return f"model: {', '.join(app.models)}{own} (default: {next(iter(app.models))})"
+
+
+ENTRIES = RECORDED | {field.name for field in fields(Options)}
+
+
+def _require_own_names(app: App, *, common: Collection[str], algorithms: Collection[str]) -> None:
+    """UsageError, naming the flag and the app, for a name that is taken.
+
+    common: of the trainer's flags. algorithms: of those that single algorithms have, the app's among them.
+    """
+    taken = dict.fromkeys({*common, *ENTRIES, "help"}, "the trainer")
+    for name in algorithms:
+        _require_free(app, name, taken)
+    taken = dict.fromkeys(algorithms, "an algorithm") | taken
+    for flag in app.flags:
+        _require_free(app, flag.name, taken)
+        taken[_positive(flag.name)] = "another flag of its own"
+
+
+def _require_free(app: App, name: str, taken: dict[str, str]) -> None:
+    if not name.isidentifier():
+        raise UsageError(
+            f"{app.module} defines a flag {name!r:.40}: name it by letters, digits and _ (which is - there)"
+        )
+    if (owner := taken.get(_positive(name))) is not None:
+        raise UsageError(f"{app.module} defines a flag {name!r:.40}, a name that {owner} has: give it another")
+
+
+def _positive(name: str) -> str:
+    """--no-NAME is spoken of together with --NAME."""
+    return name.removeprefix("no_")

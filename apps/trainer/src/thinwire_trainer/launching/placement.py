@@ -1,7 +1,17 @@
-"""Where the launcher put this process: read from the environment, before MPI or torch is loaded."""
+"""Rank and world of this process, read from the environment before MPI or torch is loaded; joining the others."""
 
-from collections.abc import Mapping
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from thinwire_trainer.errors import RunError
+
+if TYPE_CHECKING:
+    from communicators import Communicator
+
 
 # launcher: variables of rank, world size and local rank. The first launcher whose rank and size are set is taken:
 # `mpiexec` inside a Slurm job sets both its own and Slurm's. A Slurm batch script itself has SLURM_PROCID but no
@@ -47,3 +57,48 @@ def placement(environment: Mapping[str, str]) -> Placement:
                 watches=launcher != "torchrun" or BY_TORCHRUN in environment,
             )
     return Placement()
+
+
+def first_complaint(complaint: str, place: Placement) -> str:
+    """The complaint of the lowest rank that has one, or "".
+
+    Under MPI all ranks ask each other, before torch is imported: a rank that left alone would keep the others
+    waiting in MPI's own start for ever. torchrun ends the others by itself.
+    """
+    if not place.uses_mpi:
+        return complaint
+    return next((text for text in _mpi_world(place).allgather(complaint) if text), "")
+
+
+@contextmanager
+def joined(place: Placement, backend: str = "gloo") -> Iterator[Communicator]:
+    """This rank's communicator: MPI's under an MPI launcher, torch.distributed's under torchrun, else of one rank.
+
+    backend: torchrun's. By "gloo" what a GPU sends is staged through the host's memory; by "nccl" it goes directly.
+    """
+    from communicators import as_communicator
+    from torch import distributed
+
+    if place.uses_mpi:
+        yield as_communicator(_mpi_world(place))
+    elif place.launcher == "torchrun":
+        direct = backend == "nccl"
+        distributed.init_process_group("cpu:gloo,cuda:nccl" if direct else "gloo")
+        yield as_communicator(None, transport="nccl" if direct else None)
+        distributed.destroy_process_group()
+    else:
+        yield as_communicator(None)
+
+
+def _mpi_world(place: Placement) -> Any:
+    """mpi4py's COMM_WORLD; RunError if it is not the world that the launcher says it started."""
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        raise RunError(f"started by {place.launcher}, but MPI cannot be used ({error}): pip install mpi4py") from None
+    if MPI.COMM_WORLD.size != place.size:
+        raise RunError(
+            f"{place.launcher} started {place.size} ranks, mpi4py sees {MPI.COMM_WORLD.size}: "
+            f"it uses another MPI library than this {place.launcher}; install both from one source"
+        )
+    return MPI.COMM_WORLD

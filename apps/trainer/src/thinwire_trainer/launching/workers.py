@@ -1,4 +1,4 @@
-"""Starting this program's own workers, where no launcher has, and tidying up after workers that were killed."""
+"""Ranks of one program: those that a launcher has started, or workers of our own, started here and tidied up after."""
 
 import ctypes
 import os
@@ -9,10 +9,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 from thinwire_trainer.errors import RunError
+from thinwire_trainer.launching.ending import StopRequest, exit_code, stoppable
+from thinwire_trainer.launching.placement import Placement, placement
 
 WORKERS_A_CORE = 8  # more is rather a slip of the finger: each takes a few hundred megabytes and its share of a core
 GRACE = 25.0  # seconds that the workers have to end, after a signal: longer than their own patience
@@ -77,7 +80,7 @@ def refuse_oversubscription(workers: int) -> None:
 
 
 def _dying_with_parent() -> Callable[[], None] | None:
-    """What a child is to do before it becomes another program, so that it gets SIGTERM when we die; Linux has that."""
+    """Callback of a child before it becomes another program, so that it gets SIGTERM when we die; Linux has that."""
     if sys.platform != "linux":
         return None
     prctl, parent = ctypes.CDLL(None).prctl, os.getpid()  # looked up here: after a fork as little as possible is done
@@ -136,7 +139,7 @@ def _is_ours(path: Path, since: float) -> bool:
 
 
 def _mapped_files() -> str:
-    """What all processes have mapped, as far as this one may see it."""
+    """Paths that all processes have mapped, as far as this one may see them."""
     texts = []
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
@@ -144,3 +147,50 @@ def _mapped_files() -> str:
         except OSError:  # it has ended, or is another user's
             continue
     return "".join(texts)
+
+
+WRONG_USAGE = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A command line's request.
+
+    Attributes:
+        workers: How many to start where no launcher has started any.
+        oversubscribe: They may be more than the cores can bear.
+        work: One rank's part.
+        afterwards: Called once workers that were started here have ended well.
+    """
+
+    workers: int
+    work: Callable[[], None]
+    oversubscribe: bool = False
+    afterwards: Callable[[], None] = lambda: None
+
+
+def run_job(module: str, argv: Sequence[str], asked: Callable[[Placement, StopRequest], Job]) -> int:
+    """Does this process's part, to its exit code: starts the workers and waits for them, or is one of the ranks.
+
+    Args:
+        module: Of `python -m MODULE ARGV`, and the name in messages.
+        argv: The command line, for the workers.
+        asked: Makes a job of it. Its RunError is a wrong command line: the same on all ranks, and rank 0 says it.
+
+    Returns:
+        That of the workers or of `exit_code`; 2 for a wrong command line.
+    """
+    place = placement(os.environ)
+    with stoppable(place, program=module) as request:
+        try:
+            job = asked(place, request)
+            if place.launcher is None and job.workers > 1:
+                code = start_workers(module, argv, job.workers, oversubscribe=job.oversubscribe)
+                if code == 0:
+                    job.afterwards()
+                return code
+        except RunError as error:
+            if place.rank == 0:
+                print(f"{module}: error: {error}", file=sys.stderr, flush=True)
+            return WRONG_USAGE
+        return exit_code(job.work, place, program=module)

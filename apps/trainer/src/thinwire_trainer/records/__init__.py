@@ -1,1 +1,1 @@
-"""What a run writes to its folder, such that it survives a kill."""
+"""Files that a run writes to its folder, such that it survives a kill."""

@@ -1,30 +1,81 @@
 """Checkpoints of all ranks that survive a kill at any moment.
 
     OUTPUT/checkpoints/00000120/rank0.pt …      one file a rank: its replica's state
-    OUTPUT/checkpoints/00000120/manifest.json   what belongs together, with checksums; appears last
+    OUTPUT/checkpoints/00000120/manifest.json   names what belongs together, with checksums; appears last
 
 The newest are kept, as many as --keep says. All ranks see the same folder (on several machines: a shared file system).
 Only folders with such a name are checkpoints; whatever else lies there is left alone.
 """
 
+import hashlib
 import json
 import os
-import zipfile
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from communicators import Communicator
 
-from thinwire_trainer.all_or_none import all_or_none, gather_texts
+from thinwire_trainer.agreement import all_or_none, gather_texts
 from thinwire_trainer.command_line.options import KEEP, Settings
 from thinwire_trainer.errors import AgreedError, DamagedError, RunError
-from thinwire_trainer.records.durable import remove_folder, sync_folder, write_tensors
-from thinwire_trainer.records.manifest import NAME, FileRecord, Manifest, file_name, folder_name
+from thinwire_trainer.records.durable import (
+    opened,
+    remove_folder,
+    sealed,
+    sync_folder,
+    unsealed,
+    write_aside,
+    write_tensors,
+)
 from thinwire_trainer.records.metrics import MetricsFile
+
+NAME = "manifest.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """step: training steps taken. metrics_nbytes, metrics_sha256: of metrics.jsonl then; manifests of older versions
+    have no checksum of it. files: name, length and checksum of one a rank, in rank order."""
+
+    step: int
+    metrics_nbytes: int
+    settings: Settings
+    files: list[dict[str, Any]]
+    metrics_sha256: str | None = None
+
+    def write(self, folder: Path) -> None:
+        """Make the checkpoint exist: the last thing that is done to its folder."""
+        write_aside(folder / NAME, sealed(asdict(self)))
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """The manifest of a checkpoint; DamagedError if a single byte of it has changed, or it is none."""
+        try:
+            return cls(**unsealed(folder / NAME))
+        except TypeError as error:
+            raise DamagedError(f"{folder / NAME} is not a manifest of this program ({error})") from None
+
+
+def record_of(name: str, file: BufferedReader) -> dict[str, Any]:
+    """Name, length and checksum of a file as it is on disk."""
+    digest = hashlib.file_digest(file, "sha256")
+    return {"name": name, "nbytes": file.tell(), "sha256": digest.hexdigest()}
+
+
+def folder_name(step: int) -> str:
+    """Name of the checkpoint's folder after so many steps."""
+    return f"{step:08d}"
+
+
+def file_name(rank: int) -> str:
+    """Name of a rank's file."""
+    return f"rank{rank}.pt"
+
 
 State = dict[str, Any]
 
@@ -60,16 +111,17 @@ class Checkpoints:
                 folder.mkdir(parents=True)
         record = ""
         with all_or_none(comm):
-            origin = origin_of(step, settings, rank=comm.rank, size=comm.size)
-            record = json.dumps(asdict(_write(folder / file_name(comm.rank), {**state, "origin": origin})))
-        files = [FileRecord(**json.loads(text)) for text in gather_texts(record, comm)]
+            path = folder / file_name(comm.rank)
+            write_tensors(path, state)
+            with opened(path) as file:
+                record = json.dumps(record_of(path.name, file))
+        files = [json.loads(text) for text in gather_texts(record, comm)]
         with all_or_none(comm):
             if comm.rank == 0:
                 sync_folder(folder)
-                nbytes, sha256 = metrics.digest()
-                Manifest(step=step, metrics_nbytes=nbytes, metrics_sha256=sha256, settings=settings, files=files).write(
-                    folder
-                )
+                nbytes, sha = metrics.digest()
+                made = Manifest(step=step, metrics_nbytes=nbytes, metrics_sha256=sha, settings=settings, files=files)
+                made.write(folder)
                 self._prune()
 
     def complete(self) -> list[Path]:
@@ -113,39 +165,23 @@ class Checkpoints:
 
 
 def load(folder: Path, manifest: Manifest, rank: int) -> State:
-    """A rank's state; DamagedError says which file is missing or damaged, or another rank's, step's or run's."""
-    path = folder / file_name(rank)
-    expected = origin_of(manifest.step, manifest.settings, rank=rank, size=len(manifest.files))
-    with manifest.files[rank].checked(folder) as file:
-        try:
-            require_stored(file)
-            state: State = torch.load(file, map_location="cpu", weights_only=True)
-            origin = state.pop("origin", expected)  # older versions wrote none
-            fits = json.dumps(origin, sort_keys=True) == json.dumps(expected, sort_keys=True)
-        except Exception as error:  # whatever a file that somebody else has made brings about
-            raise DamagedError(f"{path} is not a checkpoint's file ({type(error).__name__})") from None
-    if not fits:
-        raise DamagedError(f"{path} belongs to another rank, step or run than its name and {NAME} say")
+    """A rank's state; DamagedError says which file is missing or damaged."""
+    path, written = folder / file_name(rank), manifest.files[rank]
+    with opened(path) as file:
+        found = record_of(path.name, file)
+        if found["nbytes"] != written["nbytes"]:
+            raise DamagedError(f"{path} is damaged: {found['nbytes']} bytes, expected {written['nbytes']}")
+        if found != written:
+            raise DamagedError(f"{path} is damaged: its checksum is not the one in {NAME}")
+        file.seek(0)
+        state: State = torch.load(file, map_location="cpu", weights_only=True)
     return state
 
 
-def origin_of(step: int, settings: Settings, *, rank: int, size: int) -> State:
-    """What tells a rank's file from all others: runs with these in common have the same bits."""
-    return {"step": step, "rank": rank, "world_size": size, "settings": settings}
-
-
-def require_stored(file: BufferedReader) -> None:
-    """ValueError if the file is not an uncompressed zip archive, as torch.save writes, or a checksum in it is wrong.
-
-    torch.load looks at none of these checksums, and takes older formats too.
-    """
-    with zipfile.ZipFile(file) as archive:
-        parts = archive.infolist()
-        if any(part.compress_type != zipfile.ZIP_STORED for part in parts):
-            raise ValueError("compressed")
-        if sum(part.file_size for part in parts) > file.seek(0, os.SEEK_END) or archive.testzip() is not None:
-            raise ValueError("damaged")
-    file.seek(0)
+def mean_of(models: Sequence[State], names: Iterable[str]) -> State:
+    """Means over ranks of these tensors of their models."""
+    ranks = {name: torch.stack([model[name].double() for model in models]) for name in names}
+    return {name: values.mean(0).to(models[0][name].dtype) for name, values in ranks.items()}
 
 
 def _is_checkpoint(entry: Path) -> bool:
@@ -156,8 +192,3 @@ def _is_checkpoint(entry: Path) -> bool:
 
 def _in_the_way(folder: Path) -> bool:
     return os.path.lexists(folder) and not _is_checkpoint(folder)
-
-
-def _write(path: Path, state: State) -> FileRecord:
-    write_tensors(path, state)
-    return FileRecord.of(path)

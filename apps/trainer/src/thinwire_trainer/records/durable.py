@@ -1,5 +1,7 @@
-"""Writing so that it survives a kill and a power cut; reading what somebody else may have put there."""
+"""Files that survive a kill and a power cut, and tell when they are damaged."""
 
+import hashlib
+import json
 import os
 import shutil
 import stat
@@ -71,7 +73,7 @@ class _Witness:
         self.error: OSError | None = None
 
     def write(self, content: bytes) -> int:
-        """As the file does."""
+        """Write to the file, and remember what goes wrong."""
         try:
             return self._file.write(content)
         except OSError as error:
@@ -79,7 +81,7 @@ class _Witness:
             raise
 
     def flush(self) -> None:
-        """As the file does."""
+        """Flush the file."""
         self._file.flush()
 
 
@@ -111,3 +113,23 @@ def opened(path: Path) -> Iterator[BufferedReader]:
         raise DamagedError(f"{path} is not a file but a folder, a pipe or a device")
     with os.fdopen(descriptor, "rb") as file:
         yield file
+
+
+def sealed(content: dict[str, Any]) -> str:
+    """The file's text: the content and its own checksum."""
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return json.dumps({"content": content, "sha256": digest}, indent=1, sort_keys=True) + "\n"
+
+
+def unsealed(path: Path) -> dict[str, Any]:
+    """The content of such a file; DamagedError if a single byte of it has changed, or it is none."""
+    with opened(path) as file:
+        text = file.read()
+    try:
+        content: dict[str, Any] = json.loads(text)["content"]
+        intact = sealed(content).encode() == text
+    except (ValueError, KeyError, TypeError, RecursionError):
+        intact = False
+    if not intact:
+        raise DamagedError(f"{path} is damaged: its checksum is another one")
+    return content

@@ -1,8 +1,8 @@
 """One run at a time in a folder: rank 0 holds OUTPUT/lock while it writes there.
 
-The operating system's lock (flock, also over NFS) goes with the process that holds it, even by kill −9, so that the
-next run starts at once. It does not reach other machines on every file system: the holder also touches the file every
-few seconds, and who finds the name of another machine in it watches for such a heartbeat first.
+The operating system's lock (flock, which Linux takes over NFS, too) goes with the process that holds it, even by
+kill −9, so that the next run starts at once. The file names the holder. Where a file system has no locks, that name
+alone keeps others out, until its process has ended.
 """
 
 import errno
@@ -11,22 +11,19 @@ import json
 import os
 import platform
 import stat
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from communicators import Communicator
 
-from thinwire_trainer.all_or_none import GO_ON, all_or_none, gather_texts
-from thinwire_trainer.errors import RunError
+from thinwire_trainer.agreement import all_or_none, gather_texts
+from thinwire_trainer.errors import GO_ON, RunError
 from thinwire_trainer.records.durable import naming
 
 NAME = "lock"
-BEAT = 10.0  # seconds
-PATIENCE = 2.5  # beats without a sign of life
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)  # this file system has none
 
 
@@ -39,13 +36,10 @@ class Holder:
     since: str
 
     @property
-    def is_here(self) -> bool:
-        """Whether that is a process of this machine."""
-        return self.host == platform.node()
-
-    @property
-    def is_alive_here(self) -> bool:
-        """Whether it is a process of this machine that runs."""
+    def runs_here(self) -> bool:
+        """Whether that is a process of this machine, and runs."""
+        if self.host != platform.node():
+            return False
         try:
             os.kill(self.pid, 0)
         except (ProcessLookupError, OverflowError):
@@ -56,91 +50,51 @@ class Holder:
 
 
 @contextmanager
-def locked(
-    folder: Path,
-    comm: Communicator,
-    *,
-    beat: float = BEAT,
-    note: Callable[[str], None] = lambda text: None,
-    advice: str = GO_ON,
-) -> Iterator[None]:
+def locked(folder: Path, comm: Communicator, *, advice: str = GO_ON) -> Iterator[None]:
     """Keep other runs out of `folder`, which exists, during the block; on every rank.
 
-    AgreedError says who holds it, or which rank does not see the same folder. note: gets what is waited for.
-    advice: on a full disk.
+    AgreedError says who holds it, or which rank does not see the same folder. advice: on a full disk.
     """
-    lock: FolderLock | None = None
+    path, descriptor, record = folder / NAME, None, ""
     try:
         with all_or_none(comm, advice=advice):
             if comm.rank == 0:
-                lock = FolderLock.acquire(folder, beat=beat, note=note)
-        record = gather_texts(lock.record if lock else "", comm)[0]
+                descriptor = acquired(path)
+                record = _signed(path, descriptor)
+        record = gather_texts(record, comm)[0]
         with all_or_none(comm):
             _require_shared(folder, record)
         yield
     finally:
-        if lock:
-            lock.release()
+        if descriptor is not None:
+            with suppress(OSError):  # the run's own outcome matters more
+                path.unlink()
+            os.close(descriptor)
 
 
-@contextmanager
-def naming_holder(folder: Path) -> Iterator[None]:
-    """An error of the block, which takes no lock, says instead who is at work in `folder`, if one of this machine is:
-    what a run finds there then means little."""
-    try:
-        yield
-    except (RunError, OSError):
-        holder = None
-        with suppress(OSError), (folder / NAME).open("rb") as file:
-            holder = _holder(file.fileno())
-        if holder and holder.is_here and holder.is_alive_here:
-            raise _in_use(folder / NAME, holder) from None
-        raise
+def acquired(path: Path) -> int:
+    """The lock's file, open, once this process alone holds it; RunError that says who holds it."""
+    while True:
+        descriptor = _opened(path)
+        try:
+            if not _flock(descriptor, path):
+                _require_ended(path, _holder(descriptor))
+            if _is_still(path, descriptor):
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # given back, and so deleted, between our opening and locking it
 
 
-class FolderLock:
-    """A lock that is held; `release` gives it back."""
-
-    def __init__(self, path: Path, descriptor: int, beat: float) -> None:
-        holder = Holder(platform.node(), os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S"))
-        self.record = json.dumps(asdict(holder))
-        self._path, self._descriptor = path, descriptor
+def _signed(path: Path, descriptor: int) -> str:
+    """Writes this process into the file; returns its content."""
+    record = json.dumps(asdict(Holder(platform.node(), os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S"))))
+    with naming(path):
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, self.record.encode(), 0)
+        os.pwrite(descriptor, record.encode(), 0)
         os.fsync(descriptor)
-        self._released = threading.Event()
-        self._heart = threading.Thread(target=self._beats, args=(beat,), name="lock heartbeat", daemon=True)
-        self._heart.start()
-
-    @classmethod
-    def acquire(cls, folder: Path, *, beat: float = BEAT, note: Callable[[str], None]) -> "FolderLock":
-        """The lock of the folder; RunError that says who holds it."""
-        path = folder / NAME
-        while True:
-            descriptor = _opened(path)
-            try:
-                exclusive = _flock(descriptor, path)
-                if _is_still(path, descriptor):
-                    _require_unheld(path, descriptor, exclusive=exclusive, beat=beat, note=note)
-                    with naming(path):
-                        return cls(path, descriptor, beat)
-            except BaseException:
-                os.close(descriptor)
-                raise
-            os.close(descriptor)  # given back, and so deleted, between our opening and locking it
-
-    def release(self) -> None:
-        """Let others have it."""
-        self._released.set()
-        self._heart.join()
-        with suppress(OSError):  # the run's own outcome matters more
-            self._path.unlink()
-        os.close(self._descriptor)
-
-    def _beats(self, every: float) -> None:
-        while not self._released.wait(every):
-            with suppress(OSError):  # such as a server that is away for a while
-                os.utime(self._descriptor)
+    return record
 
 
 def _opened(path: Path) -> int:
@@ -164,34 +118,14 @@ def _flock(descriptor: int, path: Path) -> bool:
     return True
 
 
-def _require_unheld(path: Path, descriptor: int, *, exclusive: bool, beat: float, note: Callable[[str], None]) -> None:
-    """RunError if the holder that the file names may be alive in spite of the system's lock."""
-    holder = _holder(descriptor)
-    if holder is None or (holder.is_here and (exclusive or not holder.is_alive_here)):
+def _require_ended(path: Path, holder: Holder | None) -> None:
+    """RunError unless the holder that the file names has ended, as far as this machine can tell."""
+    if holder is None:
         return
-    if holder.is_here:
+    if holder.runs_here:
         raise _in_use(path, holder)
-    note(f"{path.parent} was in use by {holder.host}: watching for {PATIENCE * beat:g} s whether it still is")
-    if _beats_within(path, PATIENCE * beat):
-        raise _in_use(path, holder)
-
-
-def _beats_within(path: Path, seconds: float) -> bool:
-    first, end = _touched(path), time.monotonic() + seconds
-    while time.monotonic() < end:
-        time.sleep(seconds / 20)
-        if _touched(path) != first:
-            return True
-    return False
-
-
-def _touched(path: Path) -> int:
-    """When, by the file server's clock; opened anew, because a network file system then asks the server."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        return os.fstat(descriptor).st_mtime_ns
-    finally:
-        os.close(descriptor)
+    if holder.host != platform.node():
+        raise RunError(f"{_in_use(path, holder)}; where it has ended, delete {path}: this file system has no locks")
 
 
 def _is_still(path: Path, descriptor: int) -> bool:

@@ -1,10 +1,15 @@
-"""metrics.jsonl: one JSON object an epoch, kept in step with the checkpoints."""
+"""Figures of a run: metrics.jsonl, and what the user sees meanwhile. Rank 0 only."""
 
 import hashlib
 import json
 import os
 from collections.abc import Collection
 from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from thinwire_trainer.errors import DamagedError, RunError
 from thinwire_trainer.records.durable import naming, opened
@@ -68,3 +73,68 @@ class MetricsFile:
 def read_metrics(path: Path) -> list[Row]:
     """The rows of a metrics file, first epoch first."""
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+class TrainingProgress:
+    """A context manager; `quiet` silences it on the other ranks."""
+
+    def __init__(self, title: str, *, epochs: int, steps_per_epoch: int, quiet: bool) -> None:
+        self._epochs = epochs
+        self._console = Console(quiet=quiet)
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]:.3f}"),
+            TimeRemainingColumn(),
+            console=self._console,
+            transient=True,
+            disable=quiet or not self._console.is_terminal,
+        )
+        self._steps = self._bar.add_task(title, total=epochs * steps_per_epoch, loss=float("nan"))
+        self._title = title
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def note(self, text: str) -> None:
+        """One line of its own. Raises OSError where it cannot be written, such as to a full disk."""
+        with naming(Path("standard output")):
+            self._console.print(text, highlight=False, soft_wrap=True)
+
+    def step(self, steps: int, loss: float) -> None:
+        """Show the number of steps taken, and the last one's training loss."""
+        self._bar.update(self._steps, completed=steps, loss=loss)
+
+    def epoch(self, row: Row) -> None:
+        """The line of a finished epoch."""
+        figures = "  ".join(f"{name} {value:.4g}" for name, value in row.items() if _shown(name, value))
+        self.note(f"{self._title}  epoch {row['epoch']:>3}/{self._epochs}  {figures}")
+
+
+def _shown(name: str, value: float | str | None) -> bool:
+    """Losses, the task's own metrics and the time; not what is the same every epoch."""
+    return isinstance(value, float) and not name.endswith("_seconds")
+
+
+class Events:
+    """The metrics of every epoch as scalars, by step. Needs the tensorboard package."""
+
+    def __init__(self, folder: Path, *, first_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # What a killed run wrote after the checkpoint that is resumed is purged.
+        self._writer = SummaryWriter(folder, purge_step=first_step)
+
+    def write(self, row: Row) -> None:
+        """Add one epoch."""
+        for name, value in row.items():
+            if isinstance(value, int | float) and name not in ("epoch", "steps"):
+                self._writer.add_scalar(name, value, row["steps"])
+        self._writer.flush()

@@ -1,4 +1,4 @@
-"""What a run leaves behind.
+"""Folder of a run.
 
 OUTPUT/config.json      its settings, and on what it ran
 OUTPUT/task.json        what the app's commands need besides the model (see `thinwire_trainer.app.Keeps`)
@@ -13,70 +13,38 @@ OUTPUT/lock             while a run writes there (see `thinwire_trainer.records.
 import json
 import os
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from thinwire_trainer.command_line.options import KEEP
 from thinwire_trainer.errors import DamagedError, RunError
 from thinwire_trainer.records.checkpoint import Checkpoints
-from thinwire_trainer.records.durable import opened, write_aside
+from thinwire_trainer.records.durable import opened, sealed, unsealed, write_aside
 from thinwire_trainer.records.metrics import MetricsFile
-from thinwire_trainer.records.sealing import sealed, unsealed
 
 NONE_TO_RESUME = "no run to resume: check --output, or leave --resume out"
 
 
-@dataclass(frozen=True)
 class RunFolder:
     """The output folder of one run; `keep` checkpoints. Ranks read it; only rank 0 writes, except for checkpoints."""
 
-    path: Path
-    keep: int = KEEP
+    def __init__(self, path: Path, keep: int = KEEP) -> None:
+        self.path = path
+        self.config = path / "config.json"  # written first: a folder that has it holds a run
+        self.task = path / "task.json"
+        self.model = path / "model.pt"  # written when training has ended
+        self.trace = path / "trace.json"
+        self.events = path / "events"
+        self.metrics = MetricsFile(path / "metrics.jsonl")
+        self.checkpoints = Checkpoints(path / "checkpoints", keep)
+        self._files = self.metrics.path, self.model, self.trace, self.task, self.config
 
-    @property
-    def config(self) -> Path:
-        """Written first: a folder that has it holds a run."""
-        return self.path / "config.json"
-
-    @property
-    def model(self) -> Path:
-        """Written when training has ended."""
-        return self.path / "model.pt"
-
-    @property
-    def task(self) -> Path:
-        """What the task keeps for the app's commands, where it does."""
-        return self.path / "task.json"
-
-    @property
-    def trace(self) -> Path:
-        """Of a few steps."""
-        return self.path / "trace.json"
-
-    @property
-    def events(self) -> Path:
-        """TensorBoard's."""
-        return self.path / "events"
-
-    @property
-    def metrics(self) -> MetricsFile:
-        """The epochs so far."""
-        return MetricsFile(self.path / "metrics.jsonl")
-
-    @property
-    def checkpoints(self) -> Checkpoints:
-        """The newest, `keep` of them."""
-        return Checkpoints(self.path / "checkpoints", self.keep)
-
-    def prepare(self, *, resume: bool, overwrite: bool = False) -> None:
-        """Make the folder; RunError if it holds no run to resume, or one that is not to be overwritten, or is none."""
+    def prepare(self, *, resume: bool) -> None:
+        """Make the folder; RunError if it holds no run to resume, or is none."""
         if os.path.lexists(self.path) and not self.path.is_dir():
             raise RunError(f"{self.path} is not a folder: give another one with --output")
         if resume:
             self._require_run()
-        elif not overwrite:
-            self._require_empty()
         self.path.mkdir(parents=True, exist_ok=True)
 
     def recorded(self, *, wanted: str = NONE_TO_RESUME) -> dict[str, Any]:
@@ -108,14 +76,11 @@ class RunFolder:
                 )
             return
         recorded, now = unsealed(self.task), json.loads(json.dumps(kept))
-        if now is None:
-            differ = ["task"]
-        else:
-            differ = [name.replace("_", " ") for name in recorded if name not in now or recorded[name] != now[name]]
-        if differ:
+        other = [name for name in recorded if name not in now or recorded[name] != now[name]] if now else ["task"]
+        if other:
             raise RunError(
-                f"{self.task} is not what these data give (other {', '.join(differ)}): go on with those that the run "
-                f"began with"
+                f"{self.task} is not what these data give (other {', '.join(other).replace('_', ' ')}): "
+                f"go on with those that the run began with"
             )
 
     def begin(self, config: dict[str, object], *, kept: dict[str, Any] | None, overwrite: bool) -> None:
@@ -136,20 +101,16 @@ class RunFolder:
             raise
 
     def _require_empty(self) -> None:
-        if any(os.path.lexists(path) for path in self._written):
+        if any(os.path.lexists(path) for path in (self.checkpoints.path, *self._files)):
             raise RunError(
                 f"{self.path} already holds a run: give --resume to go on with it, --overwrite to delete it, "
                 f"or another folder with --output"
             )
 
-    @property
-    def _written(self) -> tuple[Path, ...]:
-        return self.checkpoints.path, self.metrics.path, self.model, self.trace, self.task, self.config
-
     def _delete_run(self) -> None:
         """Delete what a run writes and nothing else that may lie in the folder."""
         self.checkpoints.delete()
-        for file in (self.metrics.path, self.model, self.trace, self.task, self.config):
+        for file in self._files:
             file.unlink(missing_ok=True)
         for file in self.events.glob("events.out.tfevents.*"):
             file.unlink()

@@ -19,7 +19,7 @@ from sparse_collectives import Choice, choose
 from sparse_compress import TopK
 from torch import nn
 
-from thinwire_trainer.all_or_none import all_or_none, gather_texts
+from thinwire_trainer.agreement import all_or_none, gather_texts
 from thinwire_trainer.command_line.flag import Flag, Value
 from thinwire_trainer.command_line.options import Options
 from thinwire_trainer.errors import DamagedError, RunError
@@ -33,13 +33,11 @@ CHOSEN_WITH = {"teams", "wire"}
 def settled(
     options: Options, model: nn.Module, comm: Communicator, table: Mapping[str, Synchronisation]
 ) -> tuple[Options, str]:
-    """The options with an algorithm by name, and what config.json keeps of why: "" where the user named it.
+    """The options with an algorithm by name in the place of "auto", and what config.json keeps of why.
 
-    Collective where it is "auto": all ranks come to the same. AgreedError where there is no run to resume, or one whose
-    algorithm was not chosen.
+    Collective: all ranks come to the same. AgreedError where there is no run to resume, or one whose algorithm was not
+    chosen.
     """
-    if options.algorithm != AUTO:
-        return options, ""
     if options.resume is None:
         choice = _measured(options, model, comm)
         found: dict[str, Any] = {"algorithm": choice.algorithm, "wire": choice.wire, **choice.options}
@@ -63,7 +61,7 @@ def _shown(seconds: float) -> str:
 
 
 def _measured(options: Options, model: nn.Module, comm: Communicator) -> Choice:
-    """Of the mean gradient of the model's trained parameters, at once."""
+    """Measure the exchange of the model's whole gradient, and choose."""
     trained = [p for p in model.parameters() if p.requires_grad]
     numel = sum(p.numel() for p in trained)
     k = TopK(options.own["density"]).entries(numel)
@@ -71,7 +69,7 @@ def _measured(options: Options, model: nn.Module, comm: Communicator) -> Choice:
 
 
 def _recorded(options: Options, comm: Communicator) -> dict[str, Any]:
-    """What rank 0 reads in the run's config.json, as another machine may not see it yet."""
+    """Rank 0's reading of the run's config.json, as another machine may not see it yet."""
     folder, text = RunFolder(options.output), ""
     with all_or_none(comm):
         if comm.rank == 0:
@@ -87,7 +85,7 @@ def _recorded(options: Options, comm: Communicator) -> dict[str, Any]:
 
 
 def _named(options: Options, found: Mapping[str, Any], table: Mapping[str, Synchronisation], workers: int) -> Options:
-    """As if the user had named it. Its own flags: those that were chosen with it, then the user's."""
+    """Options as if the user had named the algorithm; its own flags: those chosen with it, then the user's."""
     entry = table.get(str(found["algorithm"]))
     if entry is None:
         raise RunError(
@@ -96,11 +94,12 @@ def _named(options: Options, found: Mapping[str, Any], table: Mapping[str, Synch
     own: dict[str, Any] = {flag.name: options.own.get(flag.name, flag.default) for flag in entry.flags}
     own |= {flag.name: _read(flag, found[flag.name]) for flag in entry.flags if flag.name in CHOSEN_WITH & found.keys()}
     entry.check(own, workers)
-    return replace(options, algorithm=str(found["algorithm"]), own=own, free=entry.free)
+    of_the_app = [flag for flag in options.own_flags if flag.name in options.app]
+    return replace(options, algorithm=str(found["algorithm"]), own=own, own_flags=(*entry.flags, *of_the_app))
 
 
 def _read(flag: Flag, value: object) -> Value:
-    """What config.json says of a flag."""
+    """Value of a flag in config.json."""
     with suppress(ArgumentTypeError):
         read = flag.read(str(value))
         if flag.choices is None or read in flag.choices:

@@ -19,17 +19,14 @@ from torch.optim import SGD
 
 from thinwire_trainer.command_line.options import Options
 from thinwire_trainer.errors import RunError
-from thinwire_trainer.resuming.likeness import require_equal, require_like
-from thinwire_trainer.synchronisers.inner import inner_optimizer
-from thinwire_trainer.synchronisers.optimizer_state import (
-    completed_optimizer,
-    completed_schedule,
-    require_at_most,
-    require_groups,
-    require_schedule,
+from thinwire_trainer.synchronisers.synchroniser import (
+    Rates,
+    State,
+    Synchroniser,
+    at_rates,
+    inner_optimizer,
+    schedule_at,
 )
-from thinwire_trainer.synchronisers.resizing import as_of, at_rates, schedule_at
-from thinwire_trainer.synchronisers.synchroniser import Rates, State, Synchroniser
 
 UNDRAINED = (
     "between averages every rank has a model of its own, so periodic averaging goes on with another number of ranks "
@@ -48,95 +45,63 @@ class Periodic(Synchroniser):
         self.optimizer, self.schedule = optimizer, rates(optimizer)
 
     def zero_grad(self) -> None:
-        """See `Synchroniser.zero_grad`."""
+        """Clear the gradients."""
         self.optimizer.zero_grad()
 
     def update(self) -> None:
-        """See `Synchroniser.update`."""
+        """Step the optimizer and its rate."""
         self.optimizer.step()
         self.schedule.step()
 
     def average(self) -> None:
-        """See `Synchroniser.average`."""
+        """Average the models."""
         self.optimizer.average()
 
     def settle(self) -> None:
-        """See `Synchroniser.settle`."""
+        """Wait for what is under way."""
         self.optimizer.wait()
 
     def finish(self) -> None:
-        """See `Synchroniser.finish`."""
+        """End what is under way."""
         self.optimizer.finish()
 
     def averaged_model(self, comm: Communicator) -> AbstractContextManager[Any]:
-        """See `Synchroniser.averaged_model`. Buffers are averaged, too."""
+        """Context with the averaged model. Buffers are averaged, too."""
         return self.optimizer.averaged_model(comm=comm)
 
     def counters(self) -> Mapping[str, int | float]:
-        """See `Synchroniser.counters`. A measured one, since the run was started or resumed; at first there is none."""
+        """Counts for the metrics. A measured one, since the run was started or resumed; at first there is none."""
         hidden = self.optimizer.hidden_fraction
         return {"hidden_fraction": math.nan if hidden is None else hidden}
 
     def state_dict(self) -> State:
-        """See `Synchroniser.state_dict`."""
+        """State of the optimizer and its rate."""
         return {"optimizer": self.optimizer.state_dict(), "schedule": self.schedule.state_dict()}
 
     def load_state_dict(self, state: State) -> None:
-        """See `Synchroniser.load_state_dict`."""
+        """Load a state."""
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
 
-    def fitted(self, state: State, *, step: int) -> State:
-        """See `Synchroniser.fitted`. A new optimizer's state is a complete template of a later one."""
-        fresh = self.state_dict()
-        optimizer = completed_optimizer(state["optimizer"], fresh["optimizer"])
-        schedule = completed_schedule(state["schedule"], fresh["schedule"])
-        own = _as_loaded(fresh["optimizer"]["distributed"])
-        require_like(optimizer, fresh["optimizer"] | {"distributed": own}, "optimizer")
-        assert isinstance(optimizer, dict)
-        for name in ("rank", "world_size", "algorithm"):
-            require_equal(optimizer["distributed"][name], own[name], f"optimizer/{name}")
-        block = optimizer["distributed"]["block"]
-        require_equal(block["steps"], step, "optimizer/block/steps")
-        require_at_most(block["done"], step, "optimizer/block/done")
-        require_groups(optimizer, fresh["optimizer"], "optimizer")
-        require_schedule(schedule, fresh["schedule"], "schedule", step=step)
-        return {"optimizer": optimizer, "schedule": schedule}
-
     def resized(self, states: Sequence[State], *, before: int, after: int, drop: bool) -> State:
-        """See `Synchroniser.resized`. Of drained states only, which hold one model; momenta are those of one rank each.
+        """State for this number of ranks, from drained states, which hold one model; momenta are one rank's each.
 
         The momenta of rank r are those of rank r mod P of before. What a compressor has not sent can only be dropped.
         """
-        fresh, size = self.state_dict(), len(states)
-        fitted = [
-            self.fitted(
-                state | {"optimizer": as_of(state["optimizer"], fresh["optimizer"], rank=rank, size=size)}, step=before
-            )
-            for rank, state in enumerate(states)
-        ]
-        if not all(state["optimizer"][KEY]["drained"] for state in fitted):
-            raise RunError(UNDRAINED.format(size=size))
-        now = fresh["optimizer"][KEY]
+        if not all(state["optimizer"][KEY]["drained"] for state in states):
+            raise RunError(UNDRAINED.format(size=len(states)))
+        now = self.state_dict()["optimizer"][KEY]
         if "residuals" in now and not drop:
             raise RunError(
                 "--residuals carry is not for --compress of periodic averaging, whose residuals are of its own ranks: "
                 "give --residuals drop"
             )
-        chosen = fitted[now["rank"] % size]
+        chosen = states[now["rank"] % len(states)]
         schedule = schedule_at(after, chosen["schedule"], self.schedule)
         optimizer = at_rates(chosen["optimizer"], schedule["_last_lr"])
         own = optimizer[KEY] | {name: now[name] for name in ("residuals",) if name in now}
         own["block"] = own["block"] | {"steps": after}
-        return self.fitted({"optimizer": optimizer | {KEY: own}, "schedule": schedule}, step=after)
-
-
-def _as_loaded(kept: Any) -> Any:
-    """Without what is another one in every state, and looked at by the optimizers that load it."""
-    if not isinstance(kept, dict):
-        return kept
-    free = ("wrapped", "held", "parameters")
-    return {name: None if name in free else _as_loaded(value) for name, value in kept.items()}
+        return {"optimizer": optimizer | {KEY: own}, "schedule": schedule}
 
 
 def periodic(options: Options, model: nn.Module, comm: Communicator, rates: Rates) -> Periodic:

@@ -1,19 +1,25 @@
-"""What the training loop asks of a way of synchronising. The loop knows no algorithm, only this."""
+"""Interface between the training loop and a way of synchronising, and what several of them share.
+
+The loop knows no algorithm, only `Synchroniser`.
+"""
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from communicators import Communicator
+import torch
+from communicators import Communicator, allreduce
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from thinwire_trainer.command_line.options import Options
 from thinwire_trainer.errors import RunError
-from thinwire_trainer.synchronisers.buffers import averaged_buffers
+from thinwire_trainer.synchronisers.table import NO_DELAY
 
 State = dict[str, Any]
 Rates = Callable[[Optimizer], LambdaLR]
@@ -38,10 +44,10 @@ class Synchroniser(ABC):
 
     @abstractmethod
     def zero_grad(self) -> None:
-        """Before a backward."""
+        """Clear the gradients, before a backward."""
 
     def clip_limit(self, clip_norm: float) -> float | None:
-        """What --clip-norm holds this rank's gradient to, by the loop; None where the exchange does it."""
+        """Norm to which the loop clips this rank's gradient; None where the exchange clips it."""
         return clip_norm
 
     def gradients(self) -> AbstractContextManager[None]:
@@ -49,14 +55,14 @@ class Synchroniser(ABC):
         return nullcontext()
 
     def exchange(self) -> None:  # noqa: B027 - some have nothing to exchange before the update
-        """After a backward: gradients with other ranks. Waits as long as this rank cannot go on."""
+        """Exchange gradients with other ranks, after a backward. Waits as long as this rank cannot go on."""
 
     @abstractmethod
     def update(self) -> None:
         """This rank's optimizer step, and that of the learning rate, where it does not go by rounds."""
 
     def average(self) -> None:  # noqa: B027 - some have nothing to average after the update
-        """After the update: parameters with other ranks. Waits as long as this rank cannot go on."""
+        """Average parameters with other ranks, after the update. Waits as long as this rank cannot go on."""
 
     def settle(self) -> None:  # noqa: B027 - some have nothing under way
         """Waits for what is under way on this rank, and applies it no earlier than otherwise.
@@ -87,11 +93,11 @@ class Synchroniser(ABC):
 
     @property
     def selection_seconds(self) -> float:
-        """Of all calls of `exchange` until now, what went into choosing what is sent."""
+        """Seconds of all calls of `exchange` until now that went into choosing what is sent."""
         return 0.0
 
     def counters(self) -> Mapping[str, int | float]:
-        """What this rank has counted since the run began, for the metrics of every epoch, such as `hidden_fraction`."""
+        """Counts of this rank since the run began, for the metrics of every epoch, such as `hidden_fraction`."""
         return {}
 
     def remark(self, steps: int) -> str:
@@ -111,19 +117,10 @@ class Synchroniser(ABC):
     def load_state_dict(self, state: State) -> None:
         """Goes back to where `state` was taken."""
 
-    @abstractmethod
-    def fitted(self, state: State, *, step: int) -> State:
-        """`state`, completed by what older versions of a library did not write; of one that has taken no step.
-
-        Raises DamagedError, naming the place, unless this synchroniser could have written it after so many steps: what
-        is not looked at here may be half loaded, or stop training later. Changes nothing. The tools for that are in
-        `thinwire_trainer.resuming.likeness` and `thinwire_trainer.synchronisers.optimizer_state`.
-        """
-
     def resized(self, states: Sequence[State], *, before: int, after: int, drop: bool) -> State:
         """The state of this rank, one of as many as there are now, out of those of all ranks that there were.
 
-        states: at an epoch's end, in rank order; each is looked at as by `fitted`. before, after: the steps up to there
+        states: at an epoch's end, in rank order. before, after: the steps up to there
         as those ranks took them, and as these would have: counts of steps go by epochs, as the rate does. drop: what
         was not sent yet is left behind; otherwise it is carried over, as large in the mean as before.
         RunError where that cannot be; the replica is as it was.
@@ -132,3 +129,105 @@ class Synchroniser(ABC):
         raise RunError(
             "this algorithm goes on with as many ranks only: leave --residuals out, and start as many as then"
         )
+
+
+@contextmanager
+def averaged_buffers(model: nn.Module, comm: Communicator) -> Iterator[None]:
+    """Inside the block the model's floating-point buffers are their means over ranks; afterwards, its own again.
+
+    Averaging a copy keeps evaluations, and where they happen, from changing the run. Integer buffers (counters)
+    stay as they are, and a mean that is NaN is for the metrics to show.
+    """
+    buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    if not buffers:
+        yield
+        return
+    own = [buffer.clone() for buffer in buffers]
+    mean = allreduce(torch.cat([buffer.double().flatten() for buffer in buffers]), comm, average=True)
+    _fill(buffers, torch.split(mean, [buffer.numel() for buffer in buffers]))
+    try:
+        yield
+    finally:
+        _fill(buffers, own)
+
+
+def _fill(buffers: list[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    for buffer, value in zip(buffers, values, strict=True):
+        buffer.copy_(value.view_as(buffer))
+
+
+class BuffersBefore:
+    """The model's buffers as they were before a step's forward, for a step that is not taken after all.
+
+    A batch that makes gradients NaN has made the statistics of its rank NaN, too, and those never forget.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._kept = model, [torch.empty_like(buffer) for buffer in model.buffers()]
+
+    def keep(self) -> None:
+        """Note the buffers as they are now."""
+        _fill(self._kept, list(self._model.buffers()))
+
+    def restore(self) -> None:
+        """Put the buffers back to when `keep` was called."""
+        _fill(list(self._model.buffers()), self._kept)
+
+
+def inner_optimizer(options: Options, model: nn.Module) -> Optimizer:
+    """Optimizer with its own moments; its wrapper exchanges gradients before it, or models after."""
+    if options.optimizer == "adamw":
+        return adamw(options, model)
+    return SGD(
+        model.parameters(),
+        lr=options.lr,
+        momentum=options.momentum,
+        weight_decay=options.weight_decay,
+        nesterov=options.nesterov,
+    )
+
+
+def adamw(options: Options, model: nn.Module) -> AdamW:
+    """Its momentum is β₁; β₂ is torch's 0.999."""
+    betas = options.momentum, 0.999
+    return AdamW(model.parameters(), lr=options.lr, betas=betas, weight_decay=options.weight_decay)
+
+
+def held_up(options: Options, comm: Communicator) -> Callable[[int], None]:
+    """Waits, at a step's beginning, as long as --inject-delay says of this rank and step; without it not at all."""
+    text = options.own.get("inject_delay", NO_DELAY)
+    if text == NO_DELAY:
+        return lambda step: None
+    from partial_collectives import injected_delays
+
+    try:
+        seconds = injected_delays(text, comm.rank, comm.size, seed=options.seed)
+    except ValueError as error:
+        raise RunError(f"--inject-delay: {error}") from error
+
+    def wait(step: int) -> None:
+        if late := seconds(step):
+            began = comm.clock()
+            comm.elapse(late)
+            if comm.clock() - began < late / 2:  # a real clock, which goes by itself
+                time.sleep(late)
+
+    return wait
+
+
+def schedule_at(step: int, state: State, schedule: LambdaLR) -> State:
+    """The state of a rate schedule, moved to this step of `schedule`, which has the same rates over epochs."""
+    rates = [base * shape(step) for base, shape in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
+    count = state["_step_count"] + step - state["last_epoch"]
+    return state | {"last_epoch": step, "_step_count": count, "_last_lr": rates}
+
+
+def at_rates(optimizer: State, rates: list[float]) -> State:
+    """The state of an optimizer, at the rates of its groups."""
+    groups = [group | {"lr": rate} for group, rate in zip(optimizer["param_groups"], rates, strict=True)]
+    return optimizer | {"param_groups": groups}
+
+
+def by_epochs(count: int, before: int, after: int) -> int:
+    """Convert a count of `before` steps to `after` steps: none stays none, and all stays all."""
+    return count * after // max(before, 1)

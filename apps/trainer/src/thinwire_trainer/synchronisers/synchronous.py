@@ -22,20 +22,18 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from thinwire_trainer.command_line.options import Options
-from thinwire_trainer.resuming.likeness import require_equal, require_like
-from thinwire_trainer.synchronisers.buffers import BuffersBefore
-from thinwire_trainer.synchronisers.inner import adamw, inner_optimizer
-from thinwire_trainer.synchronisers.optimizer_state import (
-    completed_counts,
-    completed_optimizer,
-    completed_schedule,
-    require_at_most,
-    require_groups,
-    require_schedule,
+from thinwire_trainer.synchronisers.synchroniser import (
+    BuffersBefore,
+    Rates,
+    State,
+    Synchroniser,
+    adamw,
+    at_rates,
+    by_epochs,
+    held_up,
+    inner_optimizer,
+    schedule_at,
 )
-from thinwire_trainer.synchronisers.resizing import as_of, at_rates, by_epochs, schedule_at
-from thinwire_trainer.synchronisers.stragglers import held_up
-from thinwire_trainer.synchronisers.synchroniser import Rates, State, Synchroniser
 
 SELECTIONS: dict[str, Callable[[Options], Compressor]] = {
     "topk": lambda options: TopK(options.own["density"]),
@@ -48,7 +46,7 @@ SELECTIONS: dict[str, Callable[[Options], Compressor]] = {
 
 
 def density_by_step(own: Mapping[str, Any]) -> WarmUp | None:
-    """What --density-warmup asks for: so many dense steps, or DGC's stages; None without one."""
+    """Warm-up of the density that --density-warmup asks for: so many dense steps, or DGC's stages; None without one."""
     kind, _, steps = own["density_warmup"].rpartition(":")
     if not int(steps):
         return None
@@ -79,17 +77,17 @@ class SynchronousSGD(Synchroniser):
         self._before, self._updates = BuffersBefore(model) if skips else None, updates
 
     def zero_grad(self) -> None:
-        """See `Synchroniser.zero_grad`."""
+        """Clear the gradients."""
         self._wait(self.schedule.last_epoch)
         self.optimizer.zero_grad()
         if self._before:
             self._before.keep()
 
     def clip_limit(self, clip_norm: float) -> None:
-        """See `Synchroniser.clip_limit`."""
+        """Limit of the gradient's norm."""
 
     def gradients(self) -> AbstractContextManager[None]:
-        """See `Synchroniser.gradients`; of updates with what waits of this rank's."""
+        """Context of forward and backward; of updates with what waits of this rank's."""
         return self.optimizer.ahead() if self._updates else nullcontext()
 
     def exchange(self) -> None:
@@ -100,7 +98,7 @@ class SynchronousSGD(Synchroniser):
             self.optimizer.synchronize()
 
     def update(self) -> None:
-        """See `Synchroniser.update`."""
+        """Step the optimizer and its rate."""
         if not self._updates:
             self._step()
         self.schedule.step()
@@ -113,77 +111,38 @@ class SynchronousSGD(Synchroniser):
 
     @property
     def selection_seconds(self) -> float:
-        """See `Synchroniser.selection_seconds`."""
+        """Seconds of selecting."""
         return self.optimizer.selection_seconds
 
     def counters(self) -> Mapping[str, int | float]:
-        """See `Synchroniser.counters`."""
+        """Counts for the metrics."""
         return {"skipped_steps": self.optimizer.skipped} if self._before else {}
 
     def remark(self, steps: int) -> str:
-        """See `Synchroniser.remark`."""
+        """Line for the user at the end."""
         skipped = self.optimizer.skipped
         return f"{skipped} of {steps} steps were skipped: their gradient was not finite" if skipped else ""
 
     def state_dict(self) -> State:
-        """See `Synchroniser.state_dict`."""
+        """State of the optimizer and its rate."""
         return {"optimizer": self.optimizer.state_dict(), "schedule": self.schedule.state_dict()}
 
     def load_state_dict(self, state: State) -> None:
-        """See `Synchroniser.load_state_dict`."""
+        """Load a state."""
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
 
-    def fitted(self, state: State, *, step: int) -> State:
-        """See `Synchroniser.fitted`. A new `DistributedOptimizer`'s state is a complete template of a later one."""
-        fresh = self.state_dict()
-        optimizer = completed_optimizer(state["optimizer"], fresh["optimizer"])
-        schedule = completed_schedule(state["schedule"], fresh["schedule"])
-        own = fresh["optimizer"]["distributed"] | {"wrapped": None}  # what SGD holds, by name; looked at as itself
-        if "compressor" in own:
-            own["compressor"] = completed_counts(optimizer, own["compressor"], names=own["residuals"].keys())
-        require_like(optimizer, fresh["optimizer"] | {"distributed": own}, "optimizer")
-        assert isinstance(optimizer, dict)
-        for name, counts in optimizer["distributed"].get("compressor", ()):
-            for bucket, calls in counts.items():
-                require_at_most(calls, step, f"optimizer/compressor/{name}/{bucket}")
-        for name in ("rank", "world_size", "algorithm"):
-            require_equal(optimizer["distributed"][name], own[name], f"optimizer/{name}")
-        require_equal(optimizer["distributed"]["steps"], step, "optimizer/steps")
-        require_at_most(optimizer["distributed"]["skipped"], step, "optimizer/skipped")
-        require_groups(optimizer, fresh["optimizer"], "optimizer")
-        require_schedule(schedule, fresh["schedule"], "schedule", step=step)
-        return {"optimizer": optimizer, "schedule": schedule}
-
     def resized(self, states: Sequence[State], *, before: int, after: int, drop: bool) -> State:
-        """See `Synchroniser.resized`, and `reshard_residuals` for residuals and velocities.
+        """State for this number of ranks, and `reshard_residuals` for residuals and velocities.
 
         What an algorithm learnt about that number of ranks is forgotten.
         """
-        fresh = self.state_dict()
-        fitted = [
-            self.fitted(_as_of(state, fresh, rank=rank, size=len(states)), step=before)
-            for rank, state in enumerate(states)
-        ]
-        places = [{"rank": rank, "world_size": len(states)} for rank in range(len(states))]
-        optimizers = [
-            state["optimizer"] | {KEY: state["optimizer"][KEY] | place}
-            for state, place in zip(fitted, places, strict=True)
-        ]
-        now = fresh["optimizer"][KEY]
+        now = self.state_dict()["optimizer"][KEY]
+        optimizers = [state["optimizer"] for state in states]
         resharded = reshard_residuals(optimizers, now["world_size"], drop=drop)[now["rank"]]
         own = _counted_by_epochs(resharded[KEY], before, after) | {"algorithm_state": now["algorithm_state"]}
-        schedule = schedule_at(after, fitted[0]["schedule"], self.schedule)
-        optimizer = at_rates(resharded, schedule["_last_lr"]) | {KEY: own}
-        return self.fitted({"optimizer": optimizer, "schedule": schedule}, step=after)
-
-
-def _as_of(state: State, fresh: State, *, rank: int, size: int) -> State:
-    """Without what an algorithm learnt about so many ranks."""
-    optimizer = as_of(state["optimizer"], fresh["optimizer"], rank=rank, size=size)
-    if isinstance(optimizer, dict) and isinstance(own := optimizer.get(KEY), dict):
-        optimizer = optimizer | {KEY: own | {"algorithm_state": fresh["optimizer"][KEY]["algorithm_state"]}}
-    return state | {"optimizer": optimizer}
+        schedule = schedule_at(after, states[0]["schedule"], self.schedule)
+        return {"optimizer": at_rates(resharded, schedule["_last_lr"]) | {KEY: own}, "schedule": schedule}
 
 
 def _counted_by_epochs(own: State, before: int, after: int) -> State:
@@ -255,6 +214,5 @@ def _made(
         sends=sends,
         **settings,
     )
-    wait = held_up(options, comm) if "inject_delay" in options.own else lambda step: None
     skips, updates = options.own["nonfinite"] == "skip", sends == "updates"
-    return SynchronousSGD(model, optimizer, rates, skips=skips, updates=updates, wait=wait)
+    return SynchronousSGD(model, optimizer, rates, skips=skips, updates=updates, wait=held_up(options, comm))

@@ -1,10 +1,13 @@
 """Ways of synchronising by name: what makes each, and the flags that it alone takes. One entry is one `--algorithm`.
 
-Imports nothing heavy: flags are checked before torch is loaded, and a maker is found when it is called.
+Imports nothing heavy: flags are checked before torch is loaded, and a maker is found when it is called. So the names
+of other packages' algorithms and wires are written here; a test compares them with the packages.
 """
 
 from __future__ import annotations
 
+import re
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -12,10 +15,8 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from thinwire_trainer.command_line import quantities
-from thinwire_trainer.command_line.delay import delay, require_ranks
 from thinwire_trainer.command_line.flag import Flag, Value
 from thinwire_trainer.errors import RunError
-from thinwire_trainer.synchronisers.literals import literal_dict
 
 if TYPE_CHECKING:
     from communicators import Communicator
@@ -31,7 +32,7 @@ OPTIMIZERS = ("sgd", "adamw")
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """What a user may say about an `--algorithm`.
+    """Flags and limits of an `--algorithm`.
 
     compressors: what --compressor calls it. check: (own values, workers); raises RunError for what does not fit.
     overlaps: whether its exchange may begin during backward.
@@ -47,11 +48,6 @@ class Entry:
     compressors: Sequence[str] = ()
     check: Callable[[Mapping[str, Value], int], None] = lambda own, workers: None
     needs: str = ""
-
-    @property
-    def free(self) -> frozenset[str]:
-        """Its flags that may differ between a run and its continuation."""
-        return frozenset(flag.name for flag in self.flags if not flag.shapes)
 
     def require_installed(self, name: str) -> None:
         """RunError that says what to install."""
@@ -99,8 +95,32 @@ def _check_pull(own: Mapping[str, Value], workers: int) -> None:
         )
 
 
+NO_DELAY = "none"
+DELAY_FORMS = "none, fixed:RANK,…=SECONDS, random:COUNT=SECONDS or linear=SECONDS, of 0 s or more"
+
+
+def _delay(text: str) -> str:
+    """--inject-delay in a form that `partial_collectives.injected_delays` takes."""
+    whom, _, seconds = text.partition("=")
+    if text and text != NO_DELAY:
+        try:
+            quantities.non_negative(seconds)
+        except ArgumentTypeError:
+            whom = ""
+        if not re.fullmatch(r"fixed:\d+(,\d+)*|random:\d+|linear", whom):
+            raise ArgumentTypeError(f"given {text!r}, expected {DELAY_FORMS}")
+    return text or NO_DELAY
+
+
 def _check_delay(own: Mapping[str, Value], workers: int) -> None:
-    require_ranks(str(own["inject_delay"]), workers)
+    text = str(own["inject_delay"])
+    for number in map(int, re.findall(r"\d+", text.partition("=")[0])):
+        if text.startswith("fixed") and number >= workers:
+            raise RunError(
+                f"--inject-delay {text}: there is no rank {number} of {workers}, which are 0 … {workers - 1}"
+            )
+        if number > workers:
+            raise RunError(f"--inject-delay {text}: {number} ranks are more than the {workers} workers")
 
 
 def _check_threshold(own: Mapping[str, Value], workers: int) -> None:
@@ -111,64 +131,61 @@ def _check_threshold(own: Mapping[str, Value], workers: int) -> None:
 
 
 NONFINITE = Flag(
-    name="nonfinite",
-    default="raise",
+    "nonfinite",
+    "raise",
+    "a NaN or inf in a gradient: an error that names rank and parameter, or no step",
     choices=("raise", "skip"),
-    says="a NaN or inf in a gradient: an error that names rank and parameter, or no step",
 )
 VERIFY = Flag(
-    name="verify",
-    default=0,
+    "verify",
+    0,
+    "compare the ranks' parameters every so many steps; 0: never",
     read=quantities.count_or_zero,
     metavar="STEPS",
-    says="compare the ranks' parameters every so many steps; 0: never",
     shapes=False,
 )
+VALUES = ("fp32", "bf16", "fp16", "int8")
 WIRE = Flag(
-    name="wire",
-    default="fp32",
-    choices=literal_dict("wire/wire", "WIRES"),
-    says="how values travel, and sparse indices",
+    "wire",
+    "fp32",
+    "how values travel, and sparse indices",
+    choices=(*VALUES, *(f"{values}-packed" for values in VALUES)),
 )
-DENSE_WIRE = replace(WIRE, choices=literal_dict("wire/half", "DENSE_WIRES"))
-DENSITY = Flag(name="density", default=0.01, read=quantities.density, says="share of the gradient that is sent")
+DENSE_WIRE = replace(WIRE, choices=("fp32", "bf16", "fp16"))
+DENSITY = Flag("density", 0.01, "share of the gradient that is sent", read=quantities.density)
 DENSITY_WARMUP = Flag(
-    name="density_warmup",
-    default="0",
+    "density_warmup",
+    "0",
+    "of which all of the gradient is sent, before the density counts; dgc:STEPS: 25 %%, 6 %%, 1.6 %%, … in them",
     read=quantities.steps_or_stages,
     metavar="STEPS",
-    says="of which all of the gradient is sent, before the density counts; dgc:STEPS: 25 %%, 6 %%, 1.6 %%, … in them",
 )
 SELECT = Flag(
-    name="select",
-    default="topk",
+    "select",
+    "topk",
+    "how the entries that are sent are chosen, at most the density's share",
     choices=("topk", "dgc", "gaussiank", "randomk", "threshold"),
-    says="how the entries that are sent are chosen, at most the density's share",
 )
 THRESHOLD = Flag(
-    name="threshold",
-    default=0.0,
-    read=quantities.non_negative,
-    metavar="T",
-    says="the least magnitude that --select threshold takes",
+    "threshold", 0.0, "the least magnitude that --select threshold takes", read=quantities.non_negative, metavar="T"
 )
-TEAMS = Flag(name="teams", default=1, read=quantities.count, metavar="D", says="teams of ranks; divide their number")
-RANK = Flag(name="rank", default=2, read=quantities.count, metavar="R", says="columns of each matrix's two factors")
+TEAMS = Flag("teams", 1, "teams of ranks; divide their number", read=quantities.count, metavar="D")
+RANK = Flag("rank", 2, "columns of each matrix's two factors", read=quantities.count, metavar="R")
 DENSE_STEPS = Flag(
-    name="dense_steps",
-    default=100,
+    "dense_steps",
+    100,
+    "first steps, summed whole; of a short training a tenth",
     read=quantities.count_or_zero,
     metavar="STEPS",
-    says="first steps, summed whole; of a short training a tenth",
 )
 
 INJECT_DELAY = Flag(
-    name="inject_delay",
-    default="none",
-    read=delay,
-    metavar="WHOM=SECONDS",
-    says="holds ranks up at every step, for experiments: fixed:0,3=0.2, random:2=0.32 (so many, drawn anew) or "
+    "inject_delay",
+    NO_DELAY,
+    "holds ranks up at every step, for experiments: fixed:0,3=0.2, random:2=0.32 (so many, drawn anew) or "
     "linear=0.001 (times the rank)",
+    read=_delay,
+    metavar="WHOM=SECONDS",
     shapes=False,
 )
 
@@ -192,36 +209,28 @@ WHOLE = Synchronisation(
     make=lazily(f"{SYNCHRONOUS}:whole"), flags=(NONFINITE, VERIFY), optimizers=OPTIMIZERS, overlaps=True
 )
 
-SYNC_EVERY = Flag(name="sync_every", default=4, read=quantities.count, metavar="STEPS", says="steps between averages")
+SYNC_EVERY = Flag("sync_every", 4, "steps between averages", read=quantities.count, metavar="STEPS")
 ALPHA = Flag(
-    name="alpha",
-    default=1.0,
+    "alpha",
+    1.0,
+    "how far the model goes (slowmo), or ranks and anchor pull at each other; auto: 0.9 / ranks",
     read=quantities.non_negative_or_auto,
-    says="how far the model goes (slowmo), or ranks and anchor pull at each other; auto: 0.9 / ranks",
 )
-BETA = Flag(name="beta", default=0.7, read=quantities.momentum, says="momentum of the anchor")
-BLOCK_MOMENTUM = Flag(
-    name="block_momentum", default="auto", read=quantities.momentum_or_auto, says="auto: 1 - 1 / ranks, at most 0.875"
-)
-BLOCK_RATE = Flag(name="block_rate", default=1.0, read=quantities.positive, says="of what a block of steps changed")
+BETA = Flag("beta", 0.7, "momentum of the anchor", read=quantities.momentum)
+BLOCK_MOMENTUM = Flag("block_momentum", "auto", "auto: 1 - 1 / ranks, at most 0.875", read=quantities.momentum_or_auto)
+BLOCK_RATE = Flag("block_rate", 1.0, "of what a block of steps changed", read=quantities.positive)
 OUTER = (
-    Flag(name="outer_rate", default=0.7, read=quantities.positive, says="of the outer SGD"),
-    Flag(name="outer_momentum", default=0.9, read=quantities.momentum, says="of the outer SGD, Nesterov's"),
+    Flag("outer_rate", 0.7, "of the outer SGD", read=quantities.positive),
+    Flag("outer_momentum", 0.9, "of the outer SGD, Nesterov's", read=quantities.momentum),
 )
 COMPRESS = Flag(
-    name="compress",
-    default="none",
+    "compress",
+    "none",
+    "the change since the last agreed model travels in so many bits, what is rounded off later",
     choices=("none", "int8", "int4"),
-    says="the change since the last agreed model travels in so many bits, what is rounded off later",
 )
-FRAGMENTS = Flag(name="fragments", default=4, read=quantities.count, says="that travel one after another")
-DELAY = Flag(
-    name="delay",
-    default=1,
-    read=quantities.count_or_zero,
-    metavar="STEPS",
-    says="between a fragment's launch and its use",
-)
+FRAGMENTS = Flag("fragments", 4, "that travel one after another", read=quantities.count)
+DELAY = Flag("delay", 1, "between a fragment's launch and its use", read=quantities.count_or_zero, metavar="STEPS")
 PERIODIC = Synchronisation(
     make=lazily("thinwire_trainer.synchronisers.periodic:periodic"), flags=(SYNC_EVERY,), optimizers=OPTIMIZERS
 )
@@ -231,6 +240,7 @@ AVERAGING: dict[str, dict[str, Any]] = {
     "bmuf": {"flags": (SYNC_EVERY, BLOCK_RATE, BLOCK_MOMENTUM)},
     "slowmo": {"flags": (SYNC_EVERY, ALPHA, BETA), "check": _check_alpha},
     "easgd": {"flags": (SYNC_EVERY, replace(ALPHA, default="auto")), "check": _check_pull},
+    "cocod": {},
     "overlap-local-sgd": {
         "flags": (replace(SYNC_EVERY, default=2), replace(ALPHA, default=0.6), BETA),
         "check": _check_alpha,
@@ -241,9 +251,9 @@ AVERAGING: dict[str, dict[str, Any]] = {
         "check": _check_alpha,
     },
 }
-"""What an algorithm of local-sgd has besides --sync-every."""
+"""The algorithms of local-sgd, with the flags of each."""
 
-CHOSEN: dict[str, Any] = {"flags": (SELECT, THRESHOLD, *SPARSE.flags), "check": _check_threshold}
+SELECTING = replace(SPARSE, flags=(SELECT, THRESHOLD, *SPARSE.flags), check=_check_threshold)
 """Where the algorithm leaves it to others what is selected."""
 
 
@@ -263,18 +273,18 @@ EAGER = Synchronisation(
     make=lazily("thinwire_trainer.synchronisers.eager:eager"),
     flags=(
         Flag(
-            name="grace",
-            default="0",
+            "grace",
+            "0",
+            "that a round waits for more ranks once its quorum is there; 0.5x: half of the median round",
             read=_grace,
             metavar="SECONDS",
-            says="that a round waits for more ranks once its quorum is there; 0.5x: half of the median round",
         ),
         Flag(
-            name="max_staleness",
-            default=8,
+            "max_staleness",
+            8,
+            "in a row that a rank may miss; then they wait for it",
             read=quantities.count_or_zero,
             metavar="ROUNDS",
-            says="in a row that a rank may miss; then they wait for it",
         ),
         INJECT_DELAY,
     ),
@@ -282,34 +292,23 @@ EAGER = Synchronisation(
     check=_check_delay,
 )
 QUORUM = Flag(
-    name="quorum",
-    default="auto",
+    "quorum",
+    "auto",
+    "with so many a round begins; auto: half of them",
     read=quantities.or_auto(quantities.count),
     metavar="RANKS",
-    says="with so many a round begins; auto: half of them",
 )
-
-OWN: dict[str, dict[str, Any]] = {
-    "topk-allgather": {"compressors": ("topk", "topkA"), **CHOSEN},
-    "topk-dsa": {"compressors": ("topkDSA",), **CHOSEN},
-    "gtopk": CHOSEN,
-    "spardl": {"flags": (TEAMS, *SPARSE.flags), "check": _check_teams},
-    "powersgd": {"flags": (RANK, DENSE_STEPS, *WHOLE.flags)},
-}
-"""What an algorithm of sparse-collectives has besides the others of its kind."""
 
 TABLE: dict[str, Synchronisation] = {
     "dense": DENSE,
-    **{
-        name: replace(SPARSE, **{"compressors": (name,), **OWN.get(name, {})})
-        for name in literal_dict("algorithms/table", "ALGORITHMS")
-        if name != "dense"
-    },
-    **{name: replace(WHOLE, **OWN.get(name, {})) for name in literal_dict("training/schemes/table", "WHOLE")},
-    **{
-        name: replace(PERIODIC, **AVERAGING.get(name, {}))
-        for name in literal_dict("__init__", "ALGORITHMS", package="local_sgd")
-    },
+    "topk-allgather": replace(SELECTING, compressors=("topk", "topkA")),
+    "topk-dsa": replace(SELECTING, compressors=("topkDSA",)),
+    "gtopk": replace(SELECTING, compressors=("gtopk",)),
+    "oktopk": replace(SPARSE, compressors=("oktopk",)),
+    "spardl": replace(SPARSE, compressors=("spardl",), flags=(TEAMS, *SPARSE.flags), check=_check_teams),
+    "powersgd": replace(WHOLE, flags=(RANK, DENSE_STEPS, *WHOLE.flags)),
+    "dense-int8": WHOLE,
+    **{name: replace(PERIODIC, **own) for name, own in AVERAGING.items()},
     "eager-solo": EAGER,
     "eager-majority": EAGER,
     "eager-quorum": replace(EAGER, flags=(QUORUM, *EAGER.flags), check=_check_quorum),

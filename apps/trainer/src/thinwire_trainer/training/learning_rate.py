@@ -36,7 +36,7 @@ SHAPES: dict[str, Callable[[float], float]] = {"cosine": cosine, "step": step, "
 
 
 def factor(step: int, *, total_steps: int, warmup_steps: int, shape: Callable[[float], float]) -> float:
-    """What the peak rate is multiplied with at step 0 … total_steps − 1.
+    """Factor of the peak rate at step 0 … total_steps − 1.
 
     The warm-up multiplies the shape; it does not shift it, so that a decay's place does not depend on it.
     """

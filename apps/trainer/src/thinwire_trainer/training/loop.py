@@ -11,28 +11,31 @@ from typing import Any
 import torch
 from communicators import Communicator, allgather, allreduce
 
-from thinwire_trainer.all_or_none import all_or_none
+from thinwire_trainer.agreement import AgreedStop, all_or_none
 from thinwire_trainer.app import LeavesOut, Task
 from thinwire_trainer.command_line.options import Options
 from thinwire_trainer.errors import Stopped
 from thinwire_trainer.launching.device import Clock
-from thinwire_trainer.records.metrics import Row, require_metrics
-from thinwire_trainer.records.progress import Events, TrainingProgress
+from thinwire_trainer.records.metrics import Events, Row, TrainingProgress, require_metrics
 from thinwire_trainer.records.run_folder import RunFolder
 from thinwire_trainer.records.trace import Trace
-from thinwire_trainer.training.dealing import batches_of, shard_of, weight_of
-from thinwire_trainer.training.dense_embeddings import dense_gradients
-from thinwire_trainer.training.evaluation import evaluate
-from thinwire_trainer.training.input import train_input
+from thinwire_trainer.training.batches import (
+    SAMPLES,
+    batches_of,
+    derived_seed,
+    shard_of,
+    test_input,
+    train_input,
+    weight_of,
+)
 from thinwire_trainer.training.phases import PHASES, Phases
+from thinwire_trainer.training.preparation import dense_gradients
 from thinwire_trainer.training.replica import Replica, Totals
-from thinwire_trainer.training.sharding import SAMPLES, derived_seed
-from thinwire_trainer.training.stopping import AgreedStop
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Training:
-    """What one rank trains, with whom, how, and where it reports."""
+    """Everything that one rank's training needs: model, ranks, settings, and where it reports."""
 
     task: Task
     replica: Replica
@@ -60,7 +63,7 @@ class Training:
 
 
 def train(training: Training) -> None:
-    """From the replica's position to the last epoch. Raises Stopped where a signal asks for an earlier end."""
+    """Train from the replica's position to the last epoch. Raises Stopped where a signal asks for an earlier end."""
     training.task.model.train()
     training.replica.meter.begin()
     while training.replica.position.epoch < training.options.max_epochs:
@@ -153,7 +156,7 @@ def train_step(training: Training, read: Iterator[Any], *, samples: int) -> floa
 
 
 def end(training: Training, part: Callable[[], None]) -> None:
-    """What the synchroniser does after the last step."""
+    """Run and time the synchroniser's part after the last step."""
     began = training.clock()
     part()
     seconds = training.clock() - began
@@ -219,3 +222,16 @@ def save(training: Training) -> None:
         metrics=training.folder.metrics,
         settings=training.options.settings(),
     )
+
+
+@torch.no_grad()
+def evaluate(
+    task: Task, comm: Communicator, averaged: AbstractContextManager[None], *, readers: int = 0
+) -> dict[str, float]:
+    """The task's test metrics, the same on every rank. averaged: inside it all ranks have the same model."""
+    task.model.eval()
+    shards = batches_of(task).test_batches(rank=comm.rank, size=comm.size)
+    with averaged, closing(test_input(task, shards, readers=readers)) as batches:
+        sums = torch.stack([task.score(batch) for batch in batches]).sum(0)
+    task.model.train()
+    return task.metrics(allreduce(sums, comm))

@@ -1,4 +1,4 @@
-"""Where a step's time goes: its phases follow one another without a gap, so that they add up to the step.
+"""Phases of a step's time: they follow one another without a gap, so that they add up to the step.
 
 data       until the model is called first: reading, augmenting, copying to the device
 forward    from there to the loss
@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 from communicators.labels import labelled
@@ -28,52 +27,45 @@ from torch import nn
 PHASES = ("data", "forward", "backward", "selection", "exchange", "update")
 
 
-class Stopwatch(Protocol):
-    """Moments of one step, and the seconds between them."""
-
-    def mark(self) -> None:
-        """Now."""
-
-    def intervals(self) -> list[float]:
-        """Seconds from each moment to the next; forgets them. The device has done all that was marked by then."""
-
-
 class HostStopwatch:
-    """By the host's clock."""
+    """Moments of one step by the host's clock, and the seconds between them."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._moments: list[float] = []
 
     def mark(self) -> None:
-        """See `Stopwatch.mark`."""
+        """Mark a moment."""
         self._moments.append(self._clock())
 
     def intervals(self) -> list[float]:
-        """See `Stopwatch.intervals`."""
+        """Seconds from each moment to the next; forgets them."""
         moments, self._moments = self._moments, []
         return [end - begin for begin, end in pairwise(moments)]
 
 
 class DeviceStopwatch:
-    """By events in the current stream of the GPU."""
+    """Moments of one step by events in the current stream of the GPU, and the seconds between them."""
 
     def __init__(self) -> None:
         self._events: list[torch.cuda.Event] = []
         self._spare: list[torch.cuda.Event] = []
 
     def mark(self) -> None:
-        """See `Stopwatch.mark`."""
+        """Mark a moment."""
         event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         self._events.append(event)
 
     def intervals(self) -> list[float]:
-        """See `Stopwatch.intervals`."""
+        """Seconds from each moment to the next; forgets them. The device has done all that was marked by then."""
         events, self._events = self._events, []
         events[-1].synchronize()
         self._spare += events
         return [begin.elapsed_time(end) / 1e3 for begin, end in pairwise(events)]
+
+
+Stopwatch = HostStopwatch | DeviceStopwatch
 
 
 def stopwatch_of(device: torch.device) -> Stopwatch:

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from io import BytesIO
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from thinwire_trainer.agreement import Meter
 from thinwire_trainer.app import Carries
+from thinwire_trainer.errors import RunError
 from thinwire_trainer.launching.device import uses_gpu
-from thinwire_trainer.resuming.carried import require_loadable
 from thinwire_trainer.synchronisers.synchroniser import Synchroniser
-from thinwire_trainer.training.aside import Meter
+
+PLAIN = (Tensor, int, float, str, bool, type(None))
 
 
 @dataclass
 class Position:
-    """Where training is: `step` steps into `epoch` (both from 0).
+    """Place of training in the run: `step` steps into `epoch` (both from 0).
 
     since_epoch, since_step: epochs and steps that were behind it when there came to be so many ranks as now.
     """
@@ -39,7 +42,7 @@ class Position:
 
 @dataclass
 class Totals:
-    """What has been added up in the current epoch, on this rank."""
+    """Sums of the current epoch on this rank."""
 
     loss: float = 0.0  # sum over samples, or what else batches are weighed by
     samples: int = 0
@@ -65,7 +68,7 @@ class Totals:
 
     @property
     def rest_seconds(self) -> float:
-        """Of training steps and evaluation, what is in no phase: the loop's own work."""
+        """Seconds of training and evaluation in no phase: the loop's own work."""
         phases = self.compute_seconds + self.communication_seconds
         return self.seconds - phases - self.evaluation_seconds
 
@@ -80,9 +83,7 @@ class Replica:
     generator: torch.Generator  # of this rank's augmentation
     meter: Meter
     carries: Carries | None = None
-    template: dict[str, Any] = field(
-        default_factory=dict
-    )  # of what it carries: see `thinwire_trainer.resuming.carried`
+    template: dict[str, str] = field(default_factory=dict)  # of what it carries: see `schema`
     position: Position = field(default_factory=Position)
     totals: Totals = field(default_factory=Totals)
 
@@ -106,15 +107,29 @@ class Replica:
         }
 
     def require_loadable(self, state: dict[str, Any]) -> None:
-        """RunError where what the task has returned for this state could not be loaded again."""
-        if self.carries:
-            require_loadable(state["task"], self.template)
+        """RunError where a resume could not load what the task has returned for this state."""
+        if self.carries and (why := self._unlike(schema(_read_back(state["task"])))):
+            raise RunError(_said(why))
+
+    def _unlike(self, found: Mapping[str, str]) -> str:
+        """The first place where a task's state is not as a new one's; "" for none."""
+        for name in sorted(found.keys() | self.template.keys()):
+            kind, expected = found.get(name, "missing"), self.template.get(name, "nothing")
+            if kind != expected:
+                return f"{name:.100} is {kind}, expected {expected} as in a new task's state"
+        return ""
+
+    def synchronised(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The synchroniser's part of a state."""
+        return {name: state[name] for name in self.synchroniser.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go back to where `state` was taken; what does not fit may be half loaded (see `resuming.fitting`)."""
+        """Go back to where `state` was taken; where something does not fit, it may be half loaded."""
         self.model.load_state_dict(state["model"])
-        self.synchroniser.load_state_dict({name: state[name] for name in self.synchroniser.state_dict()})
+        self.synchroniser.load_state_dict(self.synchronised(state))
         if self.carries:
+            if why := self._unlike(schema(state["task"])):
+                raise ValueError(f"the task's state: {why}")
             self.carries.load_state_dict(state["task"])
         self.generator.set_state(state["generator"])
         torch.set_rng_state(state["torch_rng"])
@@ -123,3 +138,46 @@ class Replica:
         self.position = Position(**state["position"])
         self.totals = Totals(**state["totals"])
         self.meter.begin()
+
+
+def schema_of(state: object) -> dict[str, str]:
+    """Schema of a state as it would be loaded; RunError where it could not be."""
+    return schema(_read_back(state))
+
+
+def schema(state: object, name: str = "") -> dict[str, str]:
+    """Shape and dtype of every tensor in a state, by its place; all else is a plain value."""
+    if isinstance(state, Tensor):
+        return {name: f"{tuple(state.shape)} of {state.dtype}"}
+    parts = state.items() if isinstance(state, Mapping) else enumerate(state) if isinstance(state, list | tuple) else ()
+    found = [schema(part, f"{name}/{key}" if name else str(key)) for key, part in parts]
+    nested = {place: kind for each in found for place, kind in each.items()}
+    return nested if isinstance(state, Mapping) or any(" of " in kind for kind in nested.values()) else {name: "plain"}
+
+
+def _read_back(state: object) -> dict[str, Any]:
+    """The task's state as a resume would load it: else a state that never can be would show only then."""
+    if not isinstance(state, dict):
+        raise RunError(_said(f"state_dict() is a {type(state).__name__}, expected a dict"))
+    return {name: _as_loaded(value, name) for name, value in state.items()}
+
+
+def _as_loaded(value: object, name: object) -> object:
+    file = BytesIO()
+    try:
+        torch.save({name: value}, file)
+        file.seek(0)
+        return torch.load(file, map_location="cpu", weights_only=True)[name]
+    except Exception:  # whatever pickling, or torch, says of the app's own objects
+        expected = "expected tensors, numbers, texts, and lists and dicts of them"
+        raise RunError(_said(f"{name!s:.40} is, or has, a {_strange(value)}, {expected}")) from None
+
+
+def _strange(value: object) -> str:
+    """The type of the first part that is none of these."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return next((type(part).__name__ for part in parts if type(part) not in PLAIN), type(value).__name__)
+
+
+def _said(why: str) -> str:
+    return f"the task's state cannot be loaded again: {why} (state_dict of thinwire_trainer.app.Carries)"

@@ -1,15 +1,63 @@
 """DeepSpeech2 (Amodei et al. 2016) as the published code for gTop-k and Ok-Topk has it, in any size."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.functional import conv1d, pad
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from thinwire_deepspeech.model.lookahead import Lookahead
-from thinwire_deepspeech.model.masked_convolution import MaskedConvolution
-from thinwire_deepspeech.sound.spectrogram import BINS
+from thinwire_deepspeech.sound import BINS
+
+
+class MaskedConvolution(nn.Module):
+    """Conv2d, batch normalisation, Hardtanh(0, 20); the time behind an utterance's end stays 0 and is not counted."""
+
+    def __init__(self, inputs: int, outputs: int, *, kernel: tuple[int, int], stride: tuple[int, int]) -> None:
+        """kernel, stride: (frequency, time); kernels are odd, so that frames stay where they are."""
+        super().__init__()
+        padding = (kernel[0] // 2, kernel[1] // 2)
+        self.convolution = nn.Conv2d(inputs, outputs, kernel, stride, padding)
+        self.norm = nn.BatchNorm1d(outputs)
+        self.stride = stride
+
+    def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """x [n, inputs, bins, frames], 0 behind each of the lengths [n] -> [n, outputs, bins', frames'], lengths'."""
+        x, lengths = self.convolution(x), self.shortened(lengths)
+        n, channels, bins, frames = x.shape
+        inside = torch.arange(frames) < lengths[:, None]  # [n, frames], on the host, where the lengths are
+        inside = inside.to(x.device)
+        by_frame = x.permute(0, 3, 2, 1)  # [n, frames, bins, channels]
+        heard = self.norm(by_frame[inside].flatten(0, 1)).clamp(0, 20)
+        whole = x.new_zeros(n, frames, bins, channels, dtype=heard.dtype)
+        whole[inside] = heard.unflatten(0, (-1, bins))
+        return whole.permute(0, 3, 2, 1), lengths
+
+    def shortened(self, lengths: Tensor) -> Tensor:
+        """Frames out of so many frames in."""
+        return (lengths - 1) // self.stride[1] + 1
+
+    def bins(self, bins: int) -> int:
+        """Bins out of so many bins in."""
+        return (bins - 1) // self.stride[0] + 1
+
+
+class Lookahead(nn.Module):
+    """Each feature's weighted sum of this frame and the `context` after it (Wang et al. 2016), then Hardtanh(0, 20)."""
+
+    def __init__(self, features: int, context: int) -> None:
+        super().__init__()
+        bound = (context + 1) ** -0.5
+        self.weight = nn.Parameter(torch.empty(features, context + 1).uniform_(-bound, bound))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [n, frames, features], 0 behind each utterance's end -> the same shape."""
+        ahead = pad(x.transpose(1, 2), (0, self.weight.shape[1] - 1))
+        return conv1d(ahead, self.weight[:, None], groups=len(self.weight)).transpose(1, 2).clamp(0, 20)
+
 
 CELLS: dict[str, Callable[..., nn.RNNBase]] = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}
 
@@ -25,7 +73,7 @@ class Convolution:
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """Of a model. cell: of `CELLS`. context: frames that `Lookahead` adds where layers are not bidirectional."""
+    """Size of a model. cell: of `CELLS`. context: frames that `Lookahead` adds where layers are not bidirectional."""
 
     convolutions: tuple[Convolution, ...]
     cell: str
@@ -108,3 +156,30 @@ class Recurrent(nn.Module):
 def replaced(packed: PackedSequence, data: Tensor) -> PackedSequence:
     """The same utterances with other features."""
     return PackedSequence(data, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices)
+
+
+PUBLISHED = (
+    Convolution(channels=32, kernel=(41, 11), stride=(2, 2)),
+    Convolution(channels=32, kernel=(21, 11), stride=(2, 1)),
+)
+SMALL = (
+    Convolution(channels=8, kernel=(11, 9), stride=(4, 2)),
+    Convolution(channels=16, kernel=(7, 5), stride=(3, 2)),
+)
+
+
+def lstman4(**given: Any) -> Size:
+    """Model of gTop-k, Ok-Topk and SparDL on AN4: five layers of 800 that hear forwards, with 20 frames ahead."""
+    return replace(
+        Size(convolutions=PUBLISHED, cell="lstm", hidden=800, layers=5, bidirectional=False, context=20), **given
+    )
+
+
+def deepspeech2(**given: Any) -> Size:
+    """The same, both ways: the default of the code that those go back to."""
+    return lstman4(**({"bidirectional": True} | given))
+
+
+def small(**given: Any) -> Size:
+    """Model for a few hundred words and a CPU: one output frame for 40 ms."""
+    return replace(Size(convolutions=SMALL, cell="gru", hidden=96, layers=2), **given)

@@ -1,11 +1,13 @@
-"""Sound files: 16 kHz, read by libsndfile, or AN4's raw samples. A file's faults are found without reading all of it.
+"""Sound files as spectrograms on a linear scale, as in the published DeepSpeech2 for PyTorch.
 
+Files are at 16 kHz, read by libsndfile, or AN4's raw samples. A file's faults are found without reading all of it:
 libsndfile takes a wav file that was cut short for a shorter one, without a word; so what its header promises is
 compared with what is there.
 """
 
 import re
 import struct
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,71 @@ import soundfile
 import torch
 from thinwire_trainer.errors import RunError
 from torch import Tensor
+from torch.nn.functional import pad
 
-from thinwire_deepspeech.sound.spectrogram import RATE, SHORTEST
+RATE = 16_000  # samples a second
+WINDOW = 320  # samples, 20 ms
+HOP = 160  # samples, 10 ms
+BINS = WINDOW // 2 + 1  # 161 frequencies, 50 Hz apart
+SHORTEST = WINDOW // 2 + 1  # samples: the ends are mirrored by half a window
+
+
+def frames_of(samples: int) -> int:
+    """How many frames so many samples make."""
+    return samples // HOP + 1
+
+
+def spectrogram(samples: Tensor) -> Tensor:
+    """log(1 + |STFT|) of one utterance, with mean 0 and deviation 1; float32 [BINS, frames].
+
+    samples: float32 [n] in −1 … 1 at 16 kHz, n ≥ SHORTEST. Windows are Hamming's, symmetric; frame t is about sample
+    160·t, the ends are mirrored. Silence gives zeros.
+    """
+    window = torch.hamming_window(WINDOW, periodic=False)
+    spectrum = torch.stft(samples, WINDOW, HOP, window=window, pad_mode="reflect", return_complex=True)
+    loudness = spectrum.abs().log1p()
+    loudness = loudness - loudness.mean()
+    return loudness / loudness.std().clamp(min=1e-5)
+
+
+MASKS = 2  # of either kind
+WIDEST = 27  # bins
+LONGEST = 100  # frames
+SHARE = 0.2  # of an utterance, at most, for a stripe of time
+
+
+def spec_augment(spectrogram: Tensor, random: np.random.Generator) -> Tensor:
+    """A copy of [bins, frames] with MASKS stripes of each kind set to 0, which is the mean.
+
+    The paper's LD policy without time warping, which it found to matter least. Widths are uniform from 0 on.
+    """
+    bins, frames = spectrogram.shape
+    masked = spectrogram.clone()
+    for _ in range(MASKS):
+        masked[_stripe(bins, WIDEST, random), :] = 0
+        masked[:, _stripe(frames, min(LONGEST, int(SHARE * frames)), random)] = 0
+    return masked
+
+
+def _stripe(length: int, widest: int, random: np.random.Generator) -> slice:
+    width = int(random.integers(min(widest, length) + 1))
+    start = int(random.integers(length - width + 1))
+    return slice(start, start + width)
+
+
+def resample(samples: Tensor, old: int, new: int) -> Tensor:
+    """float32 [n] at `old` Hz -> [⌈n·new/old⌉] at `new` Hz; frequencies that the lower rate cannot hold are cut off.
+
+    By Fourier transform, of the samples and zeros up to a length that both rates divide evenly.
+    """
+    down, up = old // gcd(old, new), new // gcd(old, new)
+    n, blocks = len(samples), -(-len(samples) // down)
+    spectrum = torch.fft.rfft(pad(samples, (0, blocks * down - n)))
+    length = blocks * up
+    kept = (min(length, blocks * down) + 1) // 2
+    shorter: Tensor = torch.fft.irfft(spectrum[:kept], n=length) * (up / down)
+    return shorter[: -(-n * up // down)]
+
 
 OPEN_END = (0xFFFFFFFF, 0)  # of a wav file's size, where a pipe was written to
 
@@ -68,7 +133,7 @@ def samples_in_raw(path: Path) -> int:
 
 
 def read_raw(path: Path) -> Tensor:
-    """As `read_sound`, for 16-bit samples at 16 kHz without a header.
+    """Read as `read_sound` does, for 16-bit samples at 16 kHz without a header.
 
     AN4 is published in either byte order. The right one is where neighbours are nearer: in the other they are noise.
     """
@@ -110,7 +175,7 @@ def _require_whole(path: Path) -> None:
 
 
 def _wav_end(path: Path) -> int:
-    """Where the data chunk ends; 0 where its header does not say."""
+    """End of the data chunk; 0 where its header does not say."""
     with path.open("rb") as file:
         file.seek(12)
         while len(header := file.read(8)) == 8:
@@ -122,7 +187,7 @@ def _wav_end(path: Path) -> int:
 
 
 def _sphere_end(head: bytes) -> int:
-    """Where the samples of a NIST SPHERE file end; 0 where its header does not say."""
+    """End of the samples of a NIST SPHERE file; 0 where its header does not say."""
     text = head.decode("ascii", "replace")
     fields = dict(re.findall(r"^(\w+) -i (\d+)\s*$", text, re.MULTILINE))
     try:

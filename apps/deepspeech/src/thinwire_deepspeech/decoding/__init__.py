@@ -1,1 +1,0 @@
-"""From the model's probabilities to text."""

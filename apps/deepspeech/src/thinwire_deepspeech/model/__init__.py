@@ -1,1 +1,0 @@
-"""DeepSpeech2 and its parts."""

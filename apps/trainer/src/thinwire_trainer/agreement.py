@@ -1,0 +1,198 @@
+"""Messages between ranks besides training's: what they agree on, counted apart.
+
+Settings, failures of what each rank did for itself, and the step after which all stop when a signal has asked any of
+them to.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+from weakref import WeakSet
+
+import torch
+from communicators import Communicator, Round, Schedule, Work, allgather, dense_schedules, start
+from torch import Tensor
+
+from thinwire_trainer.errors import GO_ON, AgreedError, RunError, told
+
+
+def gather_texts(text: str, comm: Communicator) -> list[str]:
+    """Every rank's text, in rank order."""
+    content = text.encode(errors="backslashreplace") + b"\n"  # a buffer may not be empty
+    encoded = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    return [bytes(received.tolist()).decode()[:-1] for received in allgather(encoded, comm)]
+
+
+@contextmanager
+def all_or_none(comm: Communicator, *, advice: str = GO_ON) -> Iterator[None]:
+    """Run the block on every rank: either it succeeds on all, or all raise the reason of the lowest that failed.
+
+    The block must not communicate. RunError and OSError count as failures; anything else is a fault in the
+    program and goes its way. When it returns, every rank has finished its block. advice: see `told`.
+    """
+    reason = ""
+    try:
+        yield
+    except (RunError, OSError) as error:
+        reason = told(error, advice=advice)
+    reasons = gather_texts(reason, comm)
+    failed = [rank for rank, text in enumerate(reasons) if text]
+    if failed:
+        where = "" if len(failed) == comm.size else f" (on rank {', '.join(map(str, failed))} of {comm.size})"
+        raise AgreedError(reasons[failed[0]] + where)
+
+
+def require_same(flags: Mapping[str, object], comm: Communicator) -> None:
+    """Raise AgreedError, naming the first rank and flag that differ from rank 0's, if ranks have other flags."""
+    ours = [f"--{name.replace('_', '-')} {value}" for name, value in flags.items()]
+    gathered = [text.splitlines() for text in gather_texts("\n".join(ours), comm)]
+    for rank, theirs in enumerate(gathered):
+        for here, there in zip(gathered[0], theirs, strict=True):
+            if here != there:
+                raise AgreedError(
+                    f"rank 0 was started with {here}, rank {rank} with {there}: start all ranks with the same flags"
+                )
+
+
+T = TypeVar("T")
+
+
+class Aside(Communicator):
+    """The same ranks by the same communicator, whose messages are training's and these.
+
+    bytes_sent, messages_sent: of what was called through this object, exactly, whatever goes on in the background.
+    Sums go by our own schedule, so that metrics have the same bits in every world.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self.rank, self.size, self.device = comm.rank, comm.size, comm.device
+        self._timeout = comm.timeout
+        self._started: WeakSet[Work[Any]] = WeakSet()
+
+    def run(self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None) -> T:
+        """Run a schedule (`communicators.run`)."""
+        return self._comm.run(self._counted(schedule), facts=facts, timeout=timeout, device=device)
+
+    def start(
+        self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None
+    ) -> Work[T]:
+        """Start a schedule (`communicators.start`)."""
+        work = self._comm.start(self._counted(schedule), facts=facts, timeout=timeout, device=device)
+        self._started.add(work)
+        return work
+
+    def settle(self) -> None:
+        """Waits for what was started, so that both sides have counted it: where it is just being sent, one has."""
+        for work in list(self._started):
+            work.wait()
+        self._started.clear()
+
+    def clock(self) -> float:
+        """Seconds by the communicator's clock."""
+        return self._comm.clock()
+
+    def elapse(self, seconds: float) -> None:
+        """Let virtual time pass (`Communicator.elapse`)."""
+        self._comm.elapse(seconds)
+
+    def _counted(self, schedule: Schedule[T]) -> Schedule[T]:
+        try:
+            action = next(schedule)
+            while True:
+                if isinstance(action, Round):
+                    self.bytes_sent += sum(payload.numel() for payload in action.sends.values())
+                    self.messages_sent += len(action.sends)
+                action = schedule.send((yield action))
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        finally:
+            schedule.close()
+
+
+class Meter:
+    """Bytes that this rank sends for training: all that `comm` counts, and what goes elsewhere, but for `aside`."""
+
+    def __init__(self, comm: Communicator, aside: Aside, elsewhere: Callable[[], int]) -> None:
+        self._comm, self._aside, self._elsewhere = comm, aside, elsewhere
+        self._read = self._total()
+
+    def begin(self) -> None:
+        """Forgets what was sent until now, such as the first broadcast."""
+        self._aside.settle()
+        self._read = self._total()
+
+    def read(self) -> int:
+        """Bytes since it was last read, or begun. For every rank to call, at the same step."""
+        self._aside.settle()
+        before, self._read = self._read, self._total()
+        return self._read - before
+
+    def _total(self) -> int:
+        return self._comm.bytes_sent - self._aside.bytes_sent + self._elsewhere()
+
+
+BETWEEN = 1.0  # seconds
+LONGEST = 1 << 12  # steps; the rate of a run changes
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class AgreedStop:
+    """The step after which all ranks stop, when a signal has asked any of them to.
+
+    About once a second they add up who was asked, in the background: what was started at one such step is looked at by
+    all ranks at the next one, and there they stop, or go on. So no step waits for the answer, and a signal takes two
+    seconds. How many steps that is follows from the same sum, so that ranks agree on it, too.
+
+    asked: the number of the signal that has asked this rank to stop, 0 if none has. first_step: taken already.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        asked: Callable[[], int],
+        *,
+        first_step: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._comm, self._asked, self._clock = comm, asked, clock
+        self._sum: Work[Tensor] | None = None
+        self._ahead = 1  # steps from one sum to the next
+        self._last, self._next, self._began = first_step, first_step + 1, clock()
+
+    def after(self, step: int) -> int:
+        """The signal by which all ranks stop now, after so many steps, 0 to go on. To be called after every step."""
+        if step < self._next:
+            return 0
+        number = self._decide()
+        if not number:
+            self._ask(step)
+        return number
+
+    def close(self) -> None:
+        """Waits for what was asked last. To be called after the last step, on every rank."""
+        if self._sum is not None:
+            self._sum.wait()
+            self._sum = None
+
+    def _decide(self) -> int:
+        if self._sum is None:
+            return 0
+        *asked, seconds = self._sum.wait().tolist()
+        self._sum = None
+        steps = self._comm.size * BETWEEN / seconds if seconds > 0 else LONGEST
+        self._ahead = int(min(max(steps, 1), LONGEST))
+        return next((int(number) for number, ranks in zip(SIGNALS, asked, strict=True) if ranks), 0)
+
+    def _ask(self, step: int) -> None:
+        now, number = self._clock(), self._asked()
+        seconds = (now - self._began) / (step - self._last)
+        told = torch.tensor([*(float(number == one) for one in SIGNALS), seconds], dtype=torch.float64)
+        schedule = dense_schedules.allreduce(told, self._comm.rank, self._comm.size)
+        self._sum = start(schedule, self._comm, facts="whether to stop", device=told.device)
+        self._last, self._began, self._next = step, now, step + self._ahead

@@ -1,1 +1,0 @@
-"""Data that users bring: files, and what is done about their faults."""
