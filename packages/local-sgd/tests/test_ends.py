@@ -1,5 +1,7 @@
 """Uneven ranks, drains, wrong and missing calls: a stated meaning or a clear error, never a hang."""
 
+import gc
+
 import pytest
 import torch
 from communicators import CollectiveError, Dies, SimulatedWorld
@@ -418,3 +420,28 @@ def test_nan_in_a_buffer_that_is_averaged_is_named():
 
     with pytest.raises(CollectiveError, match=r"buffers \['1\.running_mean'\] is NaN"):
         SimulatedWorld(2).run(run)
+
+
+@pytest.mark.parametrize("taken", [4, 5])
+@pytest.mark.parametrize("end", ["", "finish", "drain", "state_dict", "averaged_model"])
+def test_steps_after_which_ranks_did_not_come_together_are_said_when_the_optimizer_goes(
+    quadratic, algorithm, end, taken, caplog
+):
+    def body(comm):
+        task = quadratic(comm.rank)
+        optimizer = make(algorithm, task, comm, sync_every=2)
+        task.train(optimizer, range(taken))
+        if end == "averaged_model":
+            with optimizer.averaged_model():
+                pass
+        elif end:
+            getattr(optimizer, end)()
+        return optimizer.overlaps or algorithm is StreamingDiLoCo
+
+    gc.collect()  # those of other tests
+    caplog.clear()
+    [parts, _] = SimulatedWorld(2).run(body)
+    gc.collect()
+    said = [one.getMessage() for one in caplog.records]
+    assert len(said) == (2 if not end and (taken == 5 or parts) else 0)
+    assert all(f"steps of {algorithm.__name__} since its ranks last came together" in one for one in said)

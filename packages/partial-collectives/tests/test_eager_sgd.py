@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import warnings
 
@@ -554,3 +555,42 @@ def test_parameters_that_a_load_has_replaced_are_an_error_of_the_next_step():
         optimizer.close()
 
     SimulatedWorld(2).run(body)
+
+
+@pytest.mark.parametrize("end", ["", "finish", "synchronize", "state_dict", "close"])
+def test_steps_after_which_ranks_did_not_meet_are_said_when_the_optimizer_goes(end, caplog):
+    """Neither finish() nor a meeting or a checkpoint since: parameters are one rank's alone."""
+
+    def body(comm):
+        model = network()
+        optimizer = wrapped(model, comm, quorum=2)
+        for number in range(3):
+            step(model, optimizer, comm.rank, number)
+        barrier(comm)  # a rank that leaves earlier is an error of the others
+        if end:
+            getattr(optimizer, end)()
+        barrier(comm)
+
+    gc.collect()  # those of other tests
+    caplog.clear()
+    SimulatedWorld(2).run(body)
+    gc.collect()
+    said = [one.getMessage() for one in caplog.records]
+    assert len(said) == (2 if end in ("", "close") else 0)
+    assert all("3 steps of EagerSGD since its ranks last came together" in one for one in said)
+
+
+def test_after_an_error_nobody_is_told_to_finish(caplog):
+    def body(comm):
+        model = network()
+        optimizer = wrapped(model, comm, quorum="solo")
+        with optimizer:
+            steps(model, optimizer, range(3))
+            raise KeyError
+
+    gc.collect()
+    caplog.clear()
+    with pytest.raises((KeyError, CollectiveError)):
+        SimulatedWorld(2).run(body)
+    gc.collect()
+    assert not caplog.records

@@ -166,7 +166,7 @@ def test_weights_that_one_rank_alone_has_loaded_are_an_error_of_the_first_step(o
             model.load_state_dict({name: p.detach() + 1 for name, p in model.named_parameters()})
         train_step(model, optimizer)
 
-    with pytest.raises(CollectiveError, match=r"replicas differ: rank \d in '\d\.weight' and 3 more"):
+    with pytest.raises(CollectiveError, match=r"begun with parameters of hash \w{16} \(load weights on all"):
         SimulatedWorld(3).run(body)
 
 
@@ -182,7 +182,7 @@ def plateau(comm, **options):
 
 @pytest.mark.parametrize("options", [{}, {"overlap": True}, {"sends": "updates", "density": 1.0}])
 def test_a_rate_that_goes_by_a_ranks_own_loss_is_an_error_within_a_hundred_steps(options):
-    with pytest.raises(CollectiveError, match=r"rank 0 calls step 100 with parameter groups of lr 0.1, .*rank 1 calls"):
+    with pytest.raises(CollectiveError, match=r"step 100 with parameter groups of lr 0.1,.*rank 1 calls .*of lr \S*e-"):
         SimulatedWorld(2).run(lambda comm: plateau(comm, **options))
 
 

@@ -10,6 +10,7 @@ from communicators.dense_schedules import allreduce
 from communicators.replicas.buffers import Buffers
 from communicators.replicas.default_group import refuse_alone
 from communicators.replicas.parameters import refuse_changes
+from communicators.replicas.unended import Unended
 from torch import Tensor
 
 from local_sgd.algorithm import Algorithm
@@ -31,6 +32,7 @@ class Boundaries(Algorithm):
     _names: dict[int, str]  # of all parameters, by id
     _buffers: Buffers
     _inner: InnerState
+    _unended: Unended
     _drained: bool  # all ranks hold the model
     _begun: int | None = None  # the parameters' hash then, until the next boundary
     _loaded: bool  # a state, since the last boundary
@@ -48,6 +50,7 @@ class Boundaries(Algorithm):
         for part, model in zip(self._parts, models, strict=True):
             for name in self.anchors:
                 part[name].copy_(model)
+        self._unended.steps = 0
         if self.overlaps:
             self._averaging.store(Arrived([], 0.0, self._comm.size))
         self._drained = True
@@ -68,6 +71,8 @@ class Boundaries(Algorithm):
         """A boundary in mid-training."""
         self._sync(self._own_weight(), finished=False)
         self._block.end()
+        if not self.overlaps:
+            self._unended.steps = 0
         if self._near is not None:
             self._near.met = 0
 

@@ -15,6 +15,7 @@ from communicators.replicas.buffers import Buffers
 from communicators.replicas.gathered import gathered_state
 from communicators.replicas.inside_ddp import InsideDDP
 from communicators.replicas.replaced import Replaced
+from communicators.replicas.unended import Unended
 from communicators.replicas.wrapped_state import refuse_torch_helpers
 from torch import nn
 from torch.optim import Optimizer
@@ -97,7 +98,7 @@ class PeriodicAveraging(Boundaries):
         self._names = {id(p): name for name, p in named.items()}
         self._trained = {name: p for name, p in named.items() if p.requires_grad and p.numel()}
         self._inside_ddp = InsideDDP(self._trained.values(), given, owner=what, instead=INSIDE_A_NODE)
-        self._replaced = Replaced(self._trained, what)
+        self._replaced, self._unended = Replaced(self._trained, what), Unended(self)
         self._said = self._shared_settings(buffers, inner_state)
         agreed = {**self._said, "bucket_bytes": bucket_bytes}
         beginning.agree(named, model, self._comm, what, agreed, broadcast=broadcast)
@@ -167,7 +168,7 @@ class PeriodicAveraging(Boundaries):
         self._replaced.refuse()
         self._refuse_other_parameters()
         self._inside_ddp.look()
-        self._unseen += 1
+        self._unseen, self._unended.steps = self._unseen + 1, self._unended.steps + 1
         self._warn_unseen()
         return self.optimizer.step(closure) if closure is not None else self.optimizer.step()
 
@@ -210,6 +211,7 @@ class PeriodicAveraging(Boundaries):
         """`finish`, unless an exception leaves."""
         if kind is None:
             self.finish()
+        self._unended.steps = 0
 
     def wait(self) -> None:
         """Waits for what is under way, which is applied at the next boundary as ever; so that it can be counted."""
@@ -240,7 +242,7 @@ class PeriodicAveraging(Boundaries):
             try:
                 yield self._model
             finally:
-                self._showing = False
+                self._showing, self._unended.steps = False, 0
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state and, as "distributed", all else: each rank saves its own, and its own model.
@@ -251,6 +253,7 @@ class PeriodicAveraging(Boundaries):
         self._refuse_shown("state_dict()")
         self._refuse_other_parameters()
         arrived = self._averaging.arrived() if self.overlaps else None
+        self._unended.steps = 0
         return saved.state_dict(self, self._parts, self._block, arrived, drained=self._drained)
 
     def gathered_state_dict(self) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from communicators.replicas.inside_ddp import InsideDDP
 from communicators.replicas.parameters import name_parameters, refuse_changes
 from communicators.replicas.replaced import Replaced
 from communicators.replicas.saved_by import KEY, check_saved_by, saved_by
+from communicators.replicas.unended import Unended
 from communicators.replicas.wrapped_state import refuse_torch_helpers, wrapped_part, wrapped_state
 from communicators.replicas.wrapping import Wrapping
 from torch import Tensor, nn
@@ -120,7 +121,7 @@ class EagerSGD(Wrapping):
         self._named, self._trained = {id(p): name for name, p in named.items()}, list(trained.values())
         self._weighted, self.applied, self.gradients = weighted, 0, 0
         self._inside_ddp = InsideDDP(self._trained, given, owner="EagerSGD")
-        self._replaced = Replaced(trained, "EagerSGD")
+        self._replaced, self._unended = Replaced(trained, "EagerSGD"), Unended(self)
         settings = f"{weighted=}, {buffers=}, {as_facts(optimizer, scheduler)}"
         broadcast_parameters(named, self._comm, what="EagerSGD", settings=settings)
         held = [] if model is None else [buffer for buffer in model.buffers() if buffer.numel()]
@@ -173,6 +174,7 @@ class EagerSGD(Wrapping):
         self._replaced.refuse()
         refuse_changes(self.optimizer, self._named, self._trained, what="EagerSGD")
         gradients = [p.grad for p in self._trained]
+        self._unended.steps += 1
         self._apply(self._rounds.allreduce([bucket.gather(gradients) for bucket in self._buckets], weight=weight))
         return loss
 
@@ -189,6 +191,7 @@ class EagerSGD(Wrapping):
         while self._shared is not None and not self._ended:
             self._ended = self._meet(finished=True)
         self._apply(self._rounds.finish())
+        self._unended.steps = 0
 
     def close(self) -> None:
         """Frees what it holds, with all other ranks; after `finish()`, else it no longer applies the others' rounds."""
@@ -212,6 +215,7 @@ class EagerSGD(Wrapping):
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "wrapped": held,
         }
+        self._unended.steps = 0
         return {**wrapped, KEY: own}
 
     def gathered_state_dict(self) -> dict[str, Any]:
@@ -261,6 +265,7 @@ class EagerSGD(Wrapping):
         try:
             if error is None:
                 self.finish()
+            self._unended.steps = 0
         except BaseException as failed:
             self._rounds.__exit__(type(failed), failed, None)
             raise
@@ -287,7 +292,7 @@ class EagerSGD(Wrapping):
     def _meet(self, *, finished: bool) -> bool:
         """All ranks that have steps are here, where buffers are shared all others too; whether all have finished."""
         self._apply(self._rounds.synchronize())
-        self._known = None
+        self._known, self._unended.steps = None, 0
         if self._shared is None:
             return finished
         self._shared.at_boundary()

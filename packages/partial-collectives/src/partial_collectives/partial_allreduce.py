@@ -79,9 +79,8 @@ class PartialAllreduce:
         facts = f"PartialAllreduce({shapes}; quorum={quorum!r}, {max_staleness=}, {grace=}, {seed=}, {on_death=})"
         run(barrier(self.comm.rank, self.comm.size), self.comm, facts=facts)
         flat = [torch.empty(one.numel(), dtype=one.dtype) for one in self._like]
-        self._engine = Engine(
-            self.comm, rules, flat, self._grace_seconds, f"a round of {facts}", shrinks=on_death == "shrink"
-        )
+        rounds = f"a round (a rank with no more steps calls finish()) of {facts}"
+        self._engine = Engine(self.comm, rules, flat, self._grace_seconds, rounds, shrinks=on_death == "shrink")
         self._closed = False
 
     @property

@@ -7,9 +7,6 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from communicators.communicator import Communicator, run
-from communicators.dense_schedules import barrier
-
 _HOW = ("foreach", "fused", "differentiable", "capturable")
 
 
@@ -25,17 +22,11 @@ def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def refuse_unlike_settings(optimizer: Optimizer, comm: Communicator, *, what: str) -> None:
-    """Raises CollectiveError, on every rank, where they differ: steps by unlike ones part the ranks' parameters.
-
-    For every rank to call. ⌈log P⌉ messages without a body; numbers and texts are compared, and not how a step is
-    computed ("foreach" and its like).
-    """
-    if comm.size == 1:
-        return
+def shared_settings(optimizer: Optimizer) -> str:
+    """What ranks must share of them, as a fact: numbers and texts, without how a step is computed ("foreach", …)."""
     plain = (int, float, str, tuple, list)
     groups = [
         ", ".join(f"{name} {v}" for name, v in group.items() if name not in _HOW and isinstance(v, plain) and v)
         for group in settings_of(optimizer)
     ]
-    run(barrier(comm.rank, comm.size), comm, facts=f"{what} with parameter groups of {'; '.join(groups)}")
+    return f"parameter groups of {'; '.join(groups)}"

@@ -131,7 +131,7 @@ class DiLoCo(PeriodicAveraging):
             self._rounds.give(weight)
         self._rounds.finish() if most is None else self._rounds.synchronize()
         self._block.end()
-        self._drained = True
+        self._drained, self._unended.steps = True, 0
 
     def _models(self, comm: Communicator) -> list[Tensor]:
         if self._rounds is not None and not self._drained:

@@ -147,6 +147,7 @@ class Exchange:
     clip_norm: of the mean, which `clip` reaches for by the ranks' own gradients; None: `clip` does nothing.
     what: is exchanged, in messages.
     cut: a fact, as text: how parameters were cut into buckets, where ranks could do it otherwise.
+    shared: another, of this step: what ranks must hold alike.
     selection_seconds: until now, on this rank, by the communicator's clock.
     tally: what exchanges have cost so far. Who starts them says when it begins to wait for them.
     """
@@ -167,7 +168,7 @@ class Exchange:
         self._clip_norm = clip_norm
         self._names, self._owner, self._nonfinite, self._native = names, owner, nonfinite, native
         self._loaded = ""  # a fact: residuals that only some ranks have loaded are lost on the others
-        self.cut = ""
+        self.cut = self.shared = ""
         self._buckets: dict[str, Bucket] = {}  # by the name of their first member
         self._pool: dict[str, dict[str, Tensor]] = {memory: {} for memory in MEMORIES}  # of no bucket yet, by parameter
         self._agreed: list[Tensor] = []  # of this step, by bucket, 0-D bool: a GPU is asked once, at its end
@@ -323,7 +324,7 @@ class Exchange:
         return checked(schedule, transfer, bucket, self._names, *place, where=where, what=self._what)
 
     def _facts(self, transfer: Transfer) -> str:
-        return f"{transfer.facts} in {self._owner}{self._loaded}{self.cut}"
+        return f"{transfer.facts} in {self._owner}{self._loaded}{self.cut}{self.shared}"
 
     def _end(self, transfer: Transfer, flat: Tensor, outcome: Checked) -> Tensor:
         result, error = outcome

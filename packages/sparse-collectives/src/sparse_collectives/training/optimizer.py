@@ -133,8 +133,9 @@ class DistributedOptimizer(Wrapping):
             non-finite mean on every rank. With sends="updates" the wrapped optimizer's state too is as it was, for a
             copy of it during step(), and p.grad stays.
         verify: Every so many steps the ranks compare a hash of the parameters, and where they differ it is a
-            CollectiveError on every rank that says who and where; None: before the first step alone. Settings of
-            parameter groups, such as rates, are compared then, and every 100 steps. 0: nothing is ever compared.
+            CollectiveError on every rank that says who and where; None: never. Unless it is 0, the first exchange is
+            agreed on with a hash of the parameters, and that of every 100th step with the groups' settings, such as
+            rates, which costs no more than the agreement: unlike ones are a CollectiveError on every rank.
 
     Settings are fixed at construction; a compressor's own density may change, alike on every rank, where no schedule
     sets it.
@@ -532,7 +533,7 @@ class DistributedOptimizer(Wrapping):
     def _begin_exchange(self) -> None:
         self._steps.begin()
         if self._shadow is None:  # in `Join` a rank that has no more steps does not schedule its rate either
-            self._steps.compare(self._all, self.optimizer, self._comm)
+            self._exchange.shared = self._steps.shared(self._all, self.optimizer)
 
     def _accumulate(self, only: bool) -> None:
         self._accumulates = only

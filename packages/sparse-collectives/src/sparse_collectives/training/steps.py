@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from communicators import Communicator, refuse_unlike
-from communicators.replicas.group_settings import refuse_unlike_settings
+import torch
+from communicators import Communicator, hash_bits, refuse_unlike
+from communicators.replicas.group_settings import shared_settings
 from sparse_compress import Compressor
 from torch import Tensor
 from torch.optim import Optimizer
@@ -22,7 +23,7 @@ Schedule = Callable[[int], float]
 class Steps:
     """Counts steps. Sets a compressor's density before each; without a schedule it leaves that alone.
 
-    verify: every so many steps the ranks' parameters are compared; None or 0: never, but see `compare`.
+    verify: every so many steps the ranks' parameters are compared; None or 0: never, but see `shared`.
 
     Only the count belongs into a checkpoint: a density depends on it alone, so a run that is resumed goes on with it.
     """
@@ -32,7 +33,7 @@ class Steps:
         self._schedule: Schedule | None = density if callable(density) else None
         self._verify = verify
         self.taken = 0
-        self._compares = verify != 0
+        self._begins = True
         self.begin()  # what the schedule gives is checked at once, and is known before the first step
 
     @property
@@ -61,18 +62,18 @@ class Steps:
 
     def resume(self, taken: int) -> None:
         """After so many, with parameters that may have been loaded."""
-        self.taken, self._compares = taken, self._verify != 0
+        self.taken, self._begins = taken, True
 
-    def compare(self, parameters: Mapping[str, Tensor], optimizer: Optimizer, comm: Communicator) -> None:
-        """Before anything of a step is sent, unless `verify` is 0: the parameters before the first, and settings.
-
-        Raises CollectiveError, on every rank, where those differ, such as weights loaded on one rank alone.
-        """
-        if self._compares:
-            refuse_unlike(parameters, comm)
-        if self._compares or (self._verify != 0 and self.taken % SETTINGS_EVERY == 0):
-            refuse_unlike_settings(optimizer, comm, what=f"step {self.taken}")
-        self._compares = False
+    def shared(self, parameters: Mapping[str, Tensor], optimizer: Optimizer) -> str:
+        """Facts of the step that begins, unless `verify` is 0: parameters before the first, and groups' settings."""
+        begins, self._begins = self._begins, False
+        if self._verify == 0 or not (begins or self.taken % SETTINGS_EVERY == 0):
+            return ""
+        begun = ""
+        if begins:
+            digest = int(hash_bits(torch.stack([hash_bits(p).cpu() for p in parameters.values()])))
+            begun = f", begun with parameters of hash {digest % 2**64:016x} (load weights on all ranks alike)"
+        return f"{begun}, step {self.taken} with {shared_settings(optimizer)}"
 
     def count(self, parameters: Mapping[str, Tensor], comm: Communicator) -> None:
         """One more. Raises CollectiveError, on every rank, where it is time to compare and parameters differ."""
