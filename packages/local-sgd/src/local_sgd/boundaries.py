@@ -19,6 +19,7 @@ from local_sgd.inner_state import InnerState
 from local_sgd.levels import Near
 from local_sgd.nonfinite import refuse_nonfinite
 from local_sgd.parts import Part
+from local_sgd.two_momenta import warn_of_two_momenta
 
 
 class Boundaries(Algorithm):
@@ -88,6 +89,8 @@ class Boundaries(Algorithm):
             self._loaded = False
             for averaging in self.averagings():
                 averaging.loaded(self._block.boundaries)
+        if self._block.boundaries == 0 and not self._inner.resets:
+            warn_of_two_momenta(self._what, self.gain(), self.param_groups, self._block.length)
         self._block.boundaries += 1
 
     def _rates(self) -> list[float]:

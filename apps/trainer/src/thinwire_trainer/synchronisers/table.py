@@ -86,7 +86,7 @@ def _check_teams(own: Mapping[str, Value], workers: int) -> None:
 
 def _check_alpha(own: Mapping[str, Value], workers: int) -> None:
     if own["alpha"] == "auto":
-        raise RunError("--alpha auto is for easgd: give a number")
+        raise RunError("--alpha auto is for easgd and slowmo: give a number")
 
 
 def _check_pull(own: Mapping[str, Value], workers: int) -> None:
@@ -195,15 +195,20 @@ WHOLE = Synchronisation(
 SYNC_EVERY = Flag(name="sync_every", default=4, read=quantities.count, metavar="STEPS", says="steps between averages")
 ALPHA = Flag(
     name="alpha",
-    default=1.0,
+    default="auto",
     read=quantities.non_negative_or_auto,
-    says="how far the model goes (slowmo), or ranks and anchor pull at each other; auto: 0.9 / ranks",
+    says="how far the model goes (slowmo; auto: 1 - beta), or ranks and anchor pull at each other (auto: 0.9 / ranks)",
 )
-BETA = Flag(name="beta", default=0.7, read=quantities.momentum, says="momentum of the anchor")
+BETA = Flag(name="beta", default=0.4, read=quantities.momentum, says="momentum of the anchor")
 BLOCK_MOMENTUM = Flag(
     name="block_momentum", default="auto", read=quantities.momentum_or_auto, says="auto: 1 - 1 / ranks, at most 0.875"
 )
-BLOCK_RATE = Flag(name="block_rate", default=1.0, read=quantities.positive, says="of what a block of steps changed")
+BLOCK_RATE = Flag(
+    name="block_rate",
+    default="auto",
+    read=quantities.or_auto(quantities.positive),
+    says="of what a block of steps changed; auto: 1 - block momentum",
+)
 OUTER = (
     Flag(name="outer_rate", default=0.7, read=quantities.positive, says="of the outer SGD"),
     Flag(name="outer_momentum", default=0.9, read=quantities.momentum, says="of the outer SGD, Nesterov's"),
@@ -229,10 +234,10 @@ PERIODIC = Synchronisation(
 AVERAGING: dict[str, dict[str, Any]] = {
     "local-sgd": {"flags": (SYNC_EVERY, COMPRESS)},
     "bmuf": {"flags": (SYNC_EVERY, BLOCK_RATE, BLOCK_MOMENTUM)},
-    "slowmo": {"flags": (SYNC_EVERY, ALPHA, BETA), "check": _check_alpha},
-    "easgd": {"flags": (SYNC_EVERY, replace(ALPHA, default="auto")), "check": _check_pull},
+    "slowmo": {"flags": (SYNC_EVERY, ALPHA, BETA)},
+    "easgd": {"flags": (SYNC_EVERY, ALPHA), "check": _check_pull},
     "overlap-local-sgd": {
-        "flags": (replace(SYNC_EVERY, default=2), replace(ALPHA, default=0.6), BETA),
+        "flags": (replace(SYNC_EVERY, default=2), replace(ALPHA, default=0.6), replace(BETA, default=0.7)),
         "check": _check_alpha,
     },
     "diloco": {"flags": (replace(SYNC_EVERY, default=20), *OUTER, COMPRESS)},
