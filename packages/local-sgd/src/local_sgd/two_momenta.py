@@ -30,9 +30,10 @@ def warn_of_two_momenta(what: str, gain: float, groups: Iterable[Mapping[str, An
     AdamW's does not: its steps are of one length whatever its momentum.
 
     gain: the factor by which the algorithm's momentum multiplies a steady change; 0 if it has none.
+    steps: 0 where none was taken.
     """
     inner = max((sgd_momentum(group) for group in groups), default=0.0)
-    if gain * carried(inner, steps) > MOST:
+    if steps and gain * carried(inner, steps) > MOST:
         warnings.warn(SAID.format(what=what, gain=gain, inner=inner, steps=steps), stacklevel=6)
 
 
