@@ -21,6 +21,7 @@ from local_sgd.levels import Near
 from local_sgd.nonfinite import refuse_nonfinite
 from local_sgd.parts import Part
 from local_sgd.saved import digest
+from local_sgd.two_momenta import warn_of_two_momenta
 
 
 class Boundaries(Algorithm):
@@ -111,6 +112,8 @@ class Boundaries(Algorithm):
                 f", begun with parameters of hash {self._begun % 2**64:016x} (load weights on all ranks alike),"
             )
             self._begun = None
+        if self._block.boundaries == 0 and not self._inner.resets:
+            warn_of_two_momenta(self._what, self.gain(), self.param_groups, self._block.length)
         self._block.boundaries += 1
 
     def _rates(self) -> list[float]:
