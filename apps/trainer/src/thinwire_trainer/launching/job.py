@@ -36,7 +36,8 @@ def run_job(module: str, argv: Sequence[str], asked: Callable[[Placement, StopRe
     Args:
         module: Of `python -m MODULE ARGV`, and the name in messages.
         argv: The command line, for the workers.
-        asked: Makes a job of it. Its RunError is a wrong command line: the same on all ranks, and rank 0 says it.
+        asked: Makes a job of it. Its RunError is a wrong command line: the same on all ranks under MPI, and rank 0 says
+            it; elsewhere the first of each machine.
 
     Returns:
         That of the workers or of `exit_code`; 2 for a wrong command line.
@@ -51,7 +52,7 @@ def run_job(module: str, argv: Sequence[str], asked: Callable[[Placement, StopRe
                     job.afterwards()
                 return code
         except RunError as error:
-            if place.rank == 0:
+            if (place.rank if place.uses_mpi else place.local_rank) == 0:
                 print(f"{module}: error: {error}", file=sys.stderr, flush=True)
             return WRONG_USAGE
         return exit_code(job.work, place, program=module)

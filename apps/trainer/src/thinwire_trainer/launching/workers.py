@@ -13,10 +13,13 @@ from pathlib import Path
 from types import FrameType
 
 from thinwire_trainer.errors import RunError
+from thinwire_trainer.launching.ending import complain
 
 WORKERS_A_CORE = 8  # more is rather a slip of the finger: each takes a few hundred megabytes and its share of a core
 GRACE = 25.0  # seconds that the workers have to end, after a signal: longer than their own patience
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+KILLED = {*range(4, 65), *range(131, 193)} - {128 + signal.SIGTERM}  # a signal's number, Open MPI's from 128 on
+"""Codes of mpiexec that no worker ends with by itself. MPICH joins the bits of several: the signal is not known."""
 
 
 def start_workers(module: str, argv: Sequence[str], workers: int, *, oversubscribe: bool = False) -> int:
@@ -61,6 +64,12 @@ def start_workers(module: str, argv: Sequence[str], workers: int, *, oversubscri
             signal.signal(number, handler)
     if code:
         remove_left_behind(began)
+    if code in KILLED and not stopped:
+        complain(
+            module,
+            f"a worker was killed, which the system does where memory runs out, and mpiexec ended with code {code}; "
+            "--resume goes on from the last checkpoint",
+        )
     if code < 0:
         code = 128 + (stopped or -code)  # as a shell reports death by a signal
     return code
