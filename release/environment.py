@@ -9,8 +9,6 @@ from collections.abc import Iterable, Mapping
 from importlib.metadata import distribution
 from pathlib import Path
 
-from release.packages import name_of
-
 
 class ReleaseError(Exception):
     """A command that did not do what a release needs; says what it wrote."""
@@ -66,20 +64,22 @@ def run(
 def linked(folder: Path, *names: str) -> Path:
     """A folder that holds these distributions of this environment, and those that they need, as links."""
     folder.mkdir()
-    found = [distribution(each) for name in names for each in _needed_by(name, set())]
+    found = [distribution(each) for each in sorted(_needed_by(names))]
     files = {file.parts[0]: one.locate_file(file.parts[0]) for one in found for file in one.files or ()}
     for top in files.keys() - {"..", "__pycache__"}:  # several have a part in one, as NVIDIA's in `cuda`
         (folder / top).symlink_to(Path(str(files[top])))
     return folder
 
 
-def _needed_by(name: str, seen: set[str]) -> Iterable[str]:
-    """A distribution's name, and those of all that it needs here; extras are not."""
+def _needed_by(lines: Iterable[str]) -> set[str]:
+    """The distributions that these requirements name, and those that they need here; of extras what is asked for."""
     from packaging.requirements import Requirement
 
-    seen.add(name)
-    for line in distribution(name).requires or ():
-        requirement = Requirement(line)
-        if requirement.name not in seen and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
-            _needed_by(name_of(line), seen)
-    return seen
+    asked, new = set[tuple[str, str]](), [Requirement(line) for line in lines]
+    while new:
+        requirement = new.pop()
+        for extra in {"", *requirement.extras} - {extra for name, extra in asked if name == requirement.name}:
+            asked.add((requirement.name, extra))
+            needs = map(Requirement, distribution(requirement.name).requires or ())
+            new += [need for need in needs if need.marker is None or need.marker.evaluate({"extra": extra})]
+    return {name for name, _ in asked}

@@ -12,6 +12,7 @@ import pytest
 from imported_modules import imported
 
 from release.archives import HOME, broken_links, contents, faults
+from release.environment import linked
 from release.packages import ROOT, Package, build, name_of, packages, wheel_of
 
 PACKAGES = packages()
@@ -122,3 +123,17 @@ def test_links_that_an_index_would_break_are_seen(link, wrong):
     found = list(broken_links(page, f"{HOME}/blob/local-sgd-v1/"))
     assert len(found) == (wrong is not None)
     assert wrong is None or wrong in found[0]
+
+
+def test_a_folder_of_several_distributions_is_linked_with_those_of_extras(tmp_path, monkeypatch):
+    """As NVIDIA's, of which torch asks for some as extras of another."""
+    needs = {"uses": ["all-parts[one]"], "all-parts": ['one-part; extra == "one"', 'none; extra == "two"', "base"]}
+    for name in ("uses", "all-parts", "one-part", "base"):
+        info = tmp_path / "installed" / f"{name.replace('-', '_')}-1.dist-info"
+        info.mkdir(parents=True)
+        lines = [f"Name: {name}", "Version: 1", *(f"Requires-Dist: {need}" for need in needs.get(name, []))]
+        (info / "METADATA").write_text("\n".join(lines))
+        (info / "RECORD").write_text(f"shared/{name}.py,,\n{info.name}/METADATA,,\n../../bin/{name},,\n")
+    monkeypatch.syspath_prepend(tmp_path / "installed")
+    found = {link.name for link in linked(tmp_path / "links", "uses").iterdir()}
+    assert found == {"shared", *(f"{name}-1.dist-info" for name in ("uses", "all_parts", "one_part", "base"))}

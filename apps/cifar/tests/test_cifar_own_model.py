@@ -191,7 +191,7 @@ def test_looking_at_it_leaves_its_statistics(make: Callable[[str], torch.nn.Modu
         ("threshold", "is a int, not callable: expected build(*, channels, classes, size)"),
         ("positional", "cannot be called with channels, classes, size (missing a required argument: 'a')"),
         ("wrong_shape", "makes (2, 11) of images (2, 1, 8, 8), expected logits of shape (2, 10)"),
-        ("fixed_size", "does not take images (2, 1, 8, 8) (RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
+        ("fixed_size", "does not take images (2, 1, 8, 8) (RuntimeError: "),
         ("two_outputs", "makes tuple of images"),
         ("a_number", "gave a int: expected build("),
         ("picky", "does not fit these images (8 pixels are too few)"),
