@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from thinwire_trainer.launching.placement import joined, placement
 from thinwire_trainer.launching.workers import find_mpiexec, worker_environment
 
 RATE_MBIT, DELAY_MS = 100, 1
-LONGEST = 60  # seconds that an algorithm may take, torch's start included; on an idle machine it is a sixth
+LONGEST = 40  # seconds that it may take, torch's start included; on an idle machine it is a third
 
 
 def measured(ranks: int) -> Mapping[str, Mapping[str, float]] | str:
@@ -26,29 +28,35 @@ def measured(ranks: int) -> Mapping[str, Mapping[str, float]] | str:
     from thinwire_cifar.comparison import ALGORITHMS, predicted, summarise
 
     with TemporaryDirectory() as folder:
+        link = ["--rate", f"{RATE_MBIT}mbit", "--delay", f"{DELAY_MS}ms", "--timeout", str(LONGEST)]
+        trains = [sys.executable, "-m", "thinwire_cifar.behind_link", folder]
+        command = [sys.executable, "-m", "slow_link", *link, "--", find_mpiexec(), "-n", str(ranks), *trains]
+        environment = worker_environment()
+        done = subprocess.run(
+            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
+        )
+        if done.returncode:
+            said = (done.stderr or done.stdout).strip().splitlines() or ["nothing was said"]
+            return f"{said[-1].removeprefix('slow_link: ')} (status {done.returncode})"
         runs = {name: RunFolder(Path(folder, name)) for name in ALGORITHMS}
-        for name, run in runs.items():
-            if said := _trained(ranks, [*ALGORITHMS[name], f"--output={run.path}"]):
-                return said
         summaries = {name: summarise(read_metrics(run.metrics.path), images=1) for name, run in runs.items()}
         numel = runs["dense"].recorded()["parameters"]
-    link = Link(alpha=1e-3 * DELAY_MS, beta=8e-6 / RATE_MBIT)
-    steps = predicted(summaries, link, numel=numel, size=ranks)
+    steps = predicted(summaries, Link(alpha=1e-3 * DELAY_MS, beta=8e-6 / RATE_MBIT), numel=numel, size=ranks)
     return {name: {"measured": each.step, "predicted": steps[name].step} for name, each in summaries.items()}
 
 
-def _trained(ranks: int, flags: list[str]) -> str:
-    """Why an epoch could not be trained behind the link; "" where it was."""
-    link = ["--rate", f"{RATE_MBIT}mbit", "--delay", f"{DELAY_MS}ms", "--timeout", str(LONGEST)]
-    trains = [sys.executable, "-m", "thinwire_cifar", "--max-epochs", "1", "--checkpoint-every", "0", *flags]
-    command = [sys.executable, "-m", "slow_link", *link, "--", find_mpiexec(), "-n", str(ranks), *trains]
-    done = subprocess.run(
-        command, env=worker_environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
-    )
-    if done.returncode == 0:
-        return ""
-    said = (done.stderr or done.stdout).strip().splitlines() or ["nothing was said"]
-    return f"{said[-1].removeprefix('slow_link: ')} (status {done.returncode})"
+def on_rank(folder: Path) -> None:
+    """Train an epoch with each algorithm; one rank's part, under mpiexec behind the link."""
+    from thinwire_trainer.comparison import compared
+    from thinwire_trainer.launching.device import own_device
+
+    from thinwire_cifar.__main__ import APP
+    from thinwire_cifar.comparison import ALGORITHMS
+
+    place = placement(os.environ)
+    flags = {name: [*own, "--max-epochs=1", "--checkpoint-every=0"] for name, own in ALGORITHMS.items()}
+    with joined(place) as comm:
+        compared(APP, flags, folder, comm, device=own_device(place.local_rank, "cpu"))
 
 
 def shown(found: Mapping[str, Mapping[str, float]] | str) -> str:
@@ -65,3 +73,7 @@ def shown(found: Mapping[str, Mapping[str, float]] | str) -> str:
     times = dense["measured"] / sparse["measured"]
     lines.append(f"{name} steps are {times:.2f} times as fast there, measured, by real ranks behind an emulated link.")
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    on_rank(Path(sys.argv[1]))

@@ -96,4 +96,5 @@ def _mean(checkpoint: Path) -> dict[str, Any]:
     manifest = Manifest.read(checkpoint)
     models = [load(checkpoint, manifest, rank)["model"] for rank in range(len(manifest.files))]
     averaged = [name for name, value in models[0].items() if value.is_floating_point()]
-    return models[0] | mean_of(models, averaged)
+    model: dict[str, Any] = models[0] | mean_of(models, averaged)
+    return model

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from thinwire_trainer.app import App
 from thinwire_trainer.command_line import quantities
 from thinwire_trainer.command_line.config_file import RECORDED
-from thinwire_trainer.command_line.flag import Flag, Value
+from thinwire_trainer.command_line.flag import Flag
 from thinwire_trainer.command_line.options import KEEP, Options
 from thinwire_trainer.errors import UsageError
 from thinwire_trainer.synchronisers.table import AUTO, OPTIMIZERS, Entry, owners
@@ -154,7 +154,7 @@ def _add(group: Any, flags: Sequence[Flag]) -> None:
         group.add_argument(spelt(flag.name), default=flag.default, help=f"{flag.says}{shown}", **how)
 
 
-def _shown(value: Value) -> str:
+def _shown(value: object) -> str:
     return ("on" if value else "off") if isinstance(value, bool) else "%(default)s"
 
 

@@ -20,7 +20,7 @@ from sparse_compress import TopK
 from torch import nn
 
 from thinwire_trainer.agreement import all_or_none, gather_texts
-from thinwire_trainer.command_line.flag import Flag, Value
+from thinwire_trainer.command_line.flag import Flag
 from thinwire_trainer.command_line.options import Options
 from thinwire_trainer.errors import DamagedError, RunError
 from thinwire_trainer.records.run_folder import RunFolder
@@ -98,7 +98,7 @@ def _named(options: Options, found: Mapping[str, Any], table: Mapping[str, Synch
     return replace(options, algorithm=str(found["algorithm"]), own=own, own_flags=(*entry.flags, *of_the_app))
 
 
-def _read(flag: Flag, value: object) -> Value:
+def _read(flag: Flag, value: object) -> Any:
     """Value of a flag in config.json."""
     with suppress(ArgumentTypeError):
         read = flag.read(str(value))

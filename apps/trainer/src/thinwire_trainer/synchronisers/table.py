@@ -7,7 +7,6 @@ of other packages' algorithms and wires are written here; a test compares them w
 from __future__ import annotations
 
 import re
-from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -95,23 +94,6 @@ def _check_pull(own: Mapping[str, Value], workers: int) -> None:
         )
 
 
-NO_DELAY = "none"
-DELAY_FORMS = "none, fixed:RANK,…=SECONDS, random:COUNT=SECONDS or linear=SECONDS, of 0 s or more"
-
-
-def _delay(text: str) -> str:
-    """--inject-delay in a form that `partial_collectives.injected_delays` takes."""
-    whom, _, seconds = text.partition("=")
-    if text and text != NO_DELAY:
-        try:
-            quantities.non_negative(seconds)
-        except ArgumentTypeError:
-            whom = ""
-        if not re.fullmatch(r"fixed:\d+(,\d+)*|random:\d+|linear", whom):
-            raise ArgumentTypeError(f"given {text!r}, expected {DELAY_FORMS}")
-    return text or NO_DELAY
-
-
 def _check_delay(own: Mapping[str, Value], workers: int) -> None:
     text = str(own["inject_delay"])
     for number in map(int, re.findall(r"\d+", text.partition("=")[0])):
@@ -181,10 +163,10 @@ DENSE_STEPS = Flag(
 
 INJECT_DELAY = Flag(
     "inject_delay",
-    NO_DELAY,
+    quantities.NO_DELAY,
     "holds ranks up at every step, for experiments: fixed:0,3=0.2, random:2=0.32 (so many, drawn anew) or "
     "linear=0.001 (times the rank)",
-    read=_delay,
+    read=quantities.delay,
     metavar="WHOM=SECONDS",
     shapes=False,
 )
