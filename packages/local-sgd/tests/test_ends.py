@@ -201,7 +201,7 @@ def test_ranks_that_differ_are_told_so_when_they_begin(other):
 
 
 def test_other_settings_of_an_algorithm():
-    assert "block_rate=0.5" in refused({"options": {"block_rate": 0.5}}, algorithm=BMUF)
+    assert "block_rate=0.25" in refused({"options": {"block_rate": 0.25}}, algorithm=BMUF)
 
 
 def test_without_a_broadcast_ranks_that_differ_are_told_so():

@@ -3,12 +3,15 @@
 from functools import partial
 
 import numpy as np
+import pytest
 import torch
 from communicators import SimulatedWorld
 from hypothesis import given
 from hypothesis import strategies as st
 from local_sgd import BMUF, EASGD, CoCoDSGD, DiLoCo, LocalSGD, OverlapLocalSGD, SlowMo
 from torch import nn
+
+pytestmark = pytest.mark.filterwarnings("ignore:two momenta multiply")  # a recurrence holds there too
 
 N, STEPS = 5, 50
 SIZES = st.sampled_from([1, 2, 3, 5])
