@@ -117,10 +117,10 @@ class Ahead:
     def _for_gradients(self) -> Iterator[None]:
         with self._moved():
             versions = [p._version for p in self._parameters]
-            self._made, computed, given = False, torch.autograd._get_sequence_nr(), self._given()
+            self._made, computed, given = False, _nodes(), self._given()
             yield
             self._made |= given != self._given()
-            computes = computed != torch.autograd._get_sequence_nr()
+            computes = computed != _nodes()
             now = [p._version for p in self._parameters]
         written = [name for name, old, new in zip(self._names, versions, now, strict=True) if old != new]
         if written:
@@ -153,6 +153,11 @@ class Ahead:
             for name, p in zip(self._names, self._parameters, strict=True):
                 if name in residuals:
                     p.add_(residuals[name].to(p.dtype), alpha=self._share)
+
+
+def _nodes() -> int:
+    """How many nodes of graphs this thread has made; a forward under no_grad makes none."""
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
 
 def _tell(ahead: weakref.ref[Ahead], look: Callable[[Ahead, int], None], member: int, _: Tensor) -> None:
