@@ -1,13 +1,16 @@
 """How well every `--algorithm` learns a task of the apps: on 4 simulated ranks, several seeds, equal epochs.
 
-    python -m bench learning [--task digits|pydoc] [--ranks P] [--seeds N] [--epochs N] [--algorithms NAME ...]
-                             [--jobs N] [--full] [--output DIR]
+    python -m bench learning [--task digits|pydoc|averaging] [--ranks P] [--seeds N] [--epochs N]
+                             [--algorithms NAME ...] [--jobs N] [--full] [--output DIR]
 
 digits: ResNet-20 on real digits. mean, least, most: test accuracy in percent of the exported model over the seeds, in
 the bits that real ranks have. behind: points by which the mean is below dense's, same seeds; one of the 360 test images
 is 0.28 points.
 pydoc: an LSTM of 64 units on the words of Python's documentation. mean, least, most: perplexity. behind: percent by
 which the mean is above dense's.
+averaging: periodic averaging at its defaults round the commonest optimizers: a CNN and a small vision transformer on
+the digits, each with SGD of momentum 0.9 and with AdamW, 2 ranks. behind: points by which the mean is below that of
+local-sgd.
 bytes a step: of the busiest rank, in the last epoch, evaluations left out.
 settings: what an algorithm is given besides the task's own flags, where it learns better with it (`Learning.settings`).
 """
@@ -28,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from communicators import SimulatedWorld
+from local_sgd import ALGORITHMS
 from thinwire_cifar.__main__ import APP as CIFAR
 from thinwire_text.__main__ import APP as TEXT
 from thinwire_trainer.app import App
@@ -35,7 +39,9 @@ from thinwire_trainer.command_line.flags import parse
 from thinwire_trainer.records.metrics import read_metrics
 from thinwire_trainer.run import run
 from thinwire_trainer.synchronisers.table import TABLE
+from torch import nn
 
+from bench.convergence import tasks
 from bench.form import asked, parser_of
 from bench.record import record
 
@@ -44,9 +50,10 @@ COLUMNS = ("algorithm", "mean", "least", "most", "behind", "bytes_a_step", "sett
 
 @dataclass(frozen=True, kw_only=True)
 class Learning:
-    """One task. measure: of a row of metrics; behind: how much worse a mean is than dense's; much: what is marked.
+    """One task. measure: of a row of metrics; behind: how much worse a mean is than `first`'s; much: what is marked.
 
     settings: by algorithm, flags that it gets besides `words`; others go by the app's defaults.
+    cases: by name, flags of theirs besides; each is compared with its own `first`. algorithms: by default all.
     """
 
     app: App
@@ -58,6 +65,11 @@ class Learning:
     much: float
     heading: str
     settings: Mapping[str, str] = field(default_factory=dict)
+    cases: Mapping[str, str] = field(default_factory=lambda: {"": ""})
+    first: str = "dense"
+    algorithms: Sequence[str] = tuple(TABLE)
+    ranks: int = 4
+    seeds: int = 3  # of --full
 
 
 TASKS = {
@@ -82,35 +94,63 @@ TASKS = {
         heading="perplexity, mean of {seeds} | of each | % above dense",
         settings={"dense": "--clip-norm 0.125", "gtopk": "--lr 16", "diloco": "--lr 4"},  # see docs/apps/text.md
     ),
+    "averaging": Learning(
+        app=CIFAR,
+        words="--dataset digits",
+        name="learning-averaging",
+        epochs=12,
+        measure=lambda row: 100 * float(row["test_accuracy"]),
+        behind=lambda mean, first: first - mean,
+        much=1.0,
+        heading="accuracy in %, mean of {seeds} | of each | points behind local-sgd",
+        cases={
+            f"{model}, {optimizer}": f"--dnn bench.learning:small_{model.lower()} {flags}"
+            for model in ("CNN", "ViT")
+            for optimizer, flags in (("SGD", ""), ("AdamW", "--optimizer adamw --lr 0.003"))
+        },
+        first="local-sgd",
+        algorithms=("dense", *ALGORITHMS),
+        ranks=2,
+        seeds=5,
+    ),
 }
-
-AGAINST = "dense, with the same settings and seeds"
 
 
 def main(argv: Sequence[str] = ()) -> int:
     """Trains them one after another, prints a row for each; returns the exit status."""
     parser = parser_of("learning", __doc__, full="the numbers to report")
     parser.add_argument("--task", choices=TASKS, default="digits", help="default digits")
-    parser.add_argument("--ranks", type=int, default=4, help="default 4")
-    parser.add_argument("--seeds", type=int, help="default 1, with --full 3")
-    parser.add_argument("--epochs", type=int, help="default 20, of pydoc 4")
-    parser.add_argument("--algorithms", nargs="+", metavar="NAME", choices=TABLE, default=list(TABLE))
+    parser.add_argument("--ranks", type=int, help="default 4, of averaging 2")
+    parser.add_argument("--seeds", type=int, help="default 1, with --full 3, of averaging 5")
+    parser.add_argument("--epochs", type=int, help="default 20, of pydoc 4, of averaging 12")
+    parser.add_argument("--algorithms", nargs="+", metavar="NAME", choices=TABLE, help="default: all of the task")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs side by side; they change no bit")
-    options, facts = asked(parser, argv, seeds=(1, 3))
-    seeds, rows = options.seeds, list[dict[str, Any]]()
-    task = TASKS[options.task]
-    print("  ".join(f"{name:>17}" for name in COLUMNS), flush=True)
-    names = dict.fromkeys(["dense", *options.algorithms])
+    chosen = TASKS[parser.parse_args(argv).task]
+    of_task = {name: (getattr(chosen, name),) * 2 for name in ("ranks", "epochs", "algorithms")}
+    options, facts = asked(parser, argv, seeds=(1, chosen.seeds), **of_task)
+    task, seeds, rows = TASKS[options.task], options.seeds, list[dict[str, Any]]()
+    labels = ("case",) * (len(task.cases) > 1) + COLUMNS[:1]
+    columns = labels + COLUMNS[1:]
+    print("  ".join(f"{name:>17}" for name in columns), flush=True)
+    names = list(dict.fromkeys([task.first, *options.algorithms]))
     with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
-        one = partial(_trained, options.task, ranks=options.ranks, epochs=options.epochs or task.epochs)
-        runs = {name: [pool.submit(one, name, seed=seed) for seed in range(seeds)] for name in names}
-        for name, found in runs.items():
-            rows.append(_row(task, name, [run.result() for run in found], rows[0]["mean"] if rows else None))
+        one = partial(_trained, options.task, ranks=options.ranks, epochs=options.epochs)
+        runs = {
+            (case, name): [pool.submit(one, case, name, seed=seed) for seed in range(seeds)]
+            for case in task.cases
+            for name in names
+        }
+        firsts = dict[str, float]()
+        for (case, name), found in runs.items():
+            rows.append({"case": case} | _row(task, name, [run.result() for run in found], firsts.get(case)))
+            firsts.setdefault(case, rows[-1]["mean"])
             cells = [
-                f"{value:,.1f}" if isinstance(value, float) else str(value) for value in map(rows[-1].get, COLUMNS)
+                f"{value:,.1f}" if isinstance(value, float) else str(value) for value in map(rows[-1].get, columns)
             ]
             print("  ".join(f"{cell:>17}" for cell in cells), flush=True)
-    record(options.output, task.name, rows, labels=COLUMNS[:1], values=("mean",), facts=facts, against=AGAINST)
+    against = f"{task.first}, with the same settings and seeds"
+    kept = [{name: value for name, value in row.items() if name != "case" or value} for row in rows]
+    record(options.output, task.name, kept, labels=labels, values=("mean",), facts=facts, against=against)
     (options.output / f"{task.name}.md").write_text(_markdown(task, rows, seeds))
     return 0
 
@@ -122,31 +162,44 @@ def _markdown(task: Learning, rows: Sequence[dict[str, Any]], seeds: int) -> str
     lines.append("|---|---|---|---|---|")
     if task.settings:
         lines = [f"{line} {cell} |" for line, cell in zip(lines, ("settings", "---"), strict=True)]
+    if len(task.cases) > 1:
+        lines = [f"| {cell} {line}" for line, cell in zip(lines, ("model, optimizer", "---"), strict=True)]
     for row in rows:
         marked = f"**{row['behind']:.1f}**" if row["behind"] > task.much else f"{row['behind']:.1f}"
         spread = f"{row['least']:.1f} … {row['most']:.1f}"
         line = f"| `{row['algorithm']}` | {row['mean']:.1f} | {spread} | {marked} | {row['bytes_a_step']:,.0f} |"
-        lines.append(f"{line} {_as_code(row['settings'])} |" if task.settings else line)
+        line = f"{line} {_as_code(row['settings'])} |" if task.settings else line
+        lines.append(f"| {row['case']} {line}" if row["case"] else line)
     return "\n".join(lines) + "\n"
 
 
-def asking(task: Learning, algorithm: str, *, epochs: int, seed: int) -> list[str]:
-    """The flags of one run, but for its output: the task's, then the algorithm's own."""
+def asking(task: Learning, algorithm: str, *, epochs: int, seed: int, case: str = "") -> list[str]:
+    """The flags of one run, but for its output: the task's, the case's, then the algorithm's own."""
     words = f"{task.words} --algorithm {algorithm} --max-epochs {epochs} --seed {seed} --checkpoint-every 0"
-    return [*words.split(), *task.settings.get(algorithm, "").split()]
+    return [*words.split(), *task.cases.get(case, "").split(), *task.settings.get(algorithm, "").split()]
 
 
 def _as_code(words: str) -> str:
     return f"`{words}`" if words else ""
 
 
-def _trained(name: str, algorithm: str, *, ranks: int, epochs: int, seed: int) -> dict[str, Any]:
+def small_cnn(*, channels: int, classes: int, size: int) -> nn.Module:
+    """For `--dnn`: the CNN that the other benchmarks train on digits."""
+    return tasks.cnn()
+
+
+def small_vit(*, channels: int, classes: int, size: int) -> nn.Module:
+    """For `--dnn`: their vision transformer."""
+    return tasks.ViT()
+
+
+def _trained(name: str, case: str, algorithm: str, *, ranks: int, epochs: int, seed: int) -> dict[str, Any]:
     """The last epoch's metrics, of this task."""
     task = TASKS[name]
     silent = redirect_stdout(io.StringIO())  # the table is what is shown
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), silent:
         warnings.simplefilter("ignore")
-        argv = [*asking(task, algorithm, epochs=epochs, seed=seed), "--output", f"{folder}/run"]
+        argv = [*asking(task, algorithm, epochs=epochs, seed=seed, case=case), "--output", f"{folder}/run"]
         asked = parse(argv, task.app, world_size=ranks)
         SimulatedWorld(ranks).run(lambda comm: run(task.app, asked, comm))
         rows: list[dict[str, Any]] = [dict(row) for row in read_metrics(Path(folder) / "run" / "metrics.jsonl")]
@@ -154,10 +207,10 @@ def _trained(name: str, algorithm: str, *, ranks: int, epochs: int, seed: int) -
     return last | {"steps": last["steps"] - (earlier[-1]["steps"] if earlier else 0)}
 
 
-def _row(task: Learning, name: str, found: Sequence[dict[str, Any]], dense: float | None) -> dict[str, Any]:
+def _row(task: Learning, name: str, found: Sequence[dict[str, Any]], first: float | None) -> dict[str, Any]:
     measured = [task.measure(one) for one in found]
     mean = statistics.mean(measured)
     nbytes = statistics.mean(one["bytes_sent"] / one["steps"] for one in found)
-    behind = 0.0 if dense is None else task.behind(mean, dense)
+    behind = 0.0 if first is None else task.behind(mean, first)
     values = (name, mean, min(measured), max(measured), behind, nbytes, task.settings.get(name, ""))
     return dict(zip(COLUMNS, values, strict=True)) | {"score_samples": measured}

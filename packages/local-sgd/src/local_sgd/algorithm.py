@@ -76,6 +76,10 @@ class Algorithm(Wrapping):
             ValueError: A setting does not fit it.
         """
 
+    def gain(self) -> float:
+        """The factor by which momentum over blocks multiplies a steady change; 0 if there is none."""
+        return 0.0
+
     def pieces(self) -> list[dict[str, Tensor]]:
         """The parameters that are exchanged together; no vector holds some of two pieces."""
         return [self._trained]

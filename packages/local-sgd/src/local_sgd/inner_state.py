@@ -21,6 +21,11 @@ class InnerState:
         self._policy, self._optimizer, self._comm, self._what = policy, optimizer, comm, what
         self._entries = self._foreseen() if policy == "average" else []
 
+    @property
+    def resets(self) -> bool:
+        """Whether nothing of it is left after a boundary."""
+        return self._policy == "reset"
+
     def at_boundary(self) -> None:
         """For every rank to call."""
         if self._policy == "reset":

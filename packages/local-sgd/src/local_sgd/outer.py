@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from local_sgd.parts import Part
+from local_sgd.two_momenta import sgd_momentum
 
 MakeOptimizer: TypeAlias = Callable[[list[nn.Parameter]], Optimizer]
 MakeScheduler: TypeAlias = Callable[[Optimizer], LRScheduler]
@@ -46,6 +47,11 @@ class Outer:
     def alike(self) -> str:
         """What ranks must share of it each time that it takes a step: its settings and rates."""
         return f", outer optimizer {self}"
+
+    def gain(self) -> float:
+        """The factor by which SGD's momentum multiplies a steady change, its rate included; 0 if it has none."""
+        momenta = [(float(group["lr"]), sgd_momentum(group)) for group in self.optimizer.param_groups]
+        return max((rate / (1 - momentum) for rate, momentum in momenta if momentum), default=0.0)
 
     def give(self, part: Part, delta: Tensor) -> None:
         """Δ of a part is the gradient of its anchor."""

@@ -81,7 +81,7 @@ def _check_teams(own: Mapping[str, Value], workers: int) -> None:
 
 def _check_alpha(own: Mapping[str, Value], workers: int) -> None:
     if own["alpha"] == "auto":
-        raise RunError("--alpha auto is for easgd: give a number")
+        raise RunError("--alpha auto is for easgd and slowmo: give a number")
 
 
 def _check_pull(own: Mapping[str, Value], workers: int) -> None:
@@ -194,13 +194,18 @@ WHOLE = Synchronisation(
 SYNC_EVERY = Flag("sync_every", 4, "steps between averages", read=quantities.count, metavar="STEPS")
 ALPHA = Flag(
     "alpha",
-    1.0,
-    "how far the model goes (slowmo), or ranks and anchor pull at each other; auto: 0.9 / ranks",
+    "auto",
+    "how far the model goes (slowmo; auto: 1 - beta), or ranks and anchor pull at each other (auto: 0.9 / ranks)",
     read=quantities.non_negative_or_auto,
 )
-BETA = Flag("beta", 0.7, "momentum of the anchor", read=quantities.momentum)
+BETA = Flag("beta", 0.4, "momentum of the anchor", read=quantities.momentum)
 BLOCK_MOMENTUM = Flag("block_momentum", "auto", "auto: 1 - 1 / ranks, at most 0.875", read=quantities.momentum_or_auto)
-BLOCK_RATE = Flag("block_rate", 1.0, "of what a block of steps changed", read=quantities.positive)
+BLOCK_RATE = Flag(
+    "block_rate",
+    "auto",
+    "of what a block of steps changed; auto: 1 - block momentum",
+    read=quantities.or_auto(quantities.positive),
+)
 OUTER = (
     Flag("outer_rate", 0.7, "of the outer SGD", read=quantities.positive),
     Flag("outer_momentum", 0.9, "of the outer SGD, Nesterov's", read=quantities.momentum),
@@ -220,11 +225,11 @@ PERIODIC = Synchronisation(
 AVERAGING: dict[str, dict[str, Any]] = {
     "local-sgd": {"flags": (SYNC_EVERY, COMPRESS)},
     "bmuf": {"flags": (SYNC_EVERY, BLOCK_RATE, BLOCK_MOMENTUM)},
-    "slowmo": {"flags": (SYNC_EVERY, ALPHA, BETA), "check": _check_alpha},
-    "easgd": {"flags": (SYNC_EVERY, replace(ALPHA, default="auto")), "check": _check_pull},
+    "slowmo": {"flags": (SYNC_EVERY, ALPHA, BETA)},
+    "easgd": {"flags": (SYNC_EVERY, ALPHA), "check": _check_pull},
     "cocod": {},
     "overlap-local-sgd": {
-        "flags": (replace(SYNC_EVERY, default=2), replace(ALPHA, default=0.6), BETA),
+        "flags": (replace(SYNC_EVERY, default=2), replace(ALPHA, default=0.6), replace(BETA, default=0.7)),
         "check": _check_alpha,
     },
     "diloco": {"flags": (replace(SYNC_EVERY, default=20), *OUTER, COMPRESS)},

@@ -23,14 +23,15 @@ class BMUF(PeriodicAveraging):
         z ← z − (ζ·g + η·d)            nesterov=False: z ← z − d
         x ← z                                                          every τ steps
 
-    A steady change is multiplied by ζ/(1 − η): the paper's η = 1 − 1/m gives m ranks that share the data the step of
-    one that sees all of it. BMUF(block_rate=1, momentum=0) is LocalSGD; with Nesterov's form it is DiLoCo of outer
-    rate ζ and momentum η; without it SlowMo at a constant rate. The model is z.
+    A steady change is multiplied by ζ/(1 − η), besides what SGD's own momentum inside multiplies it by: so ζ is 1 − η
+    by default, and the learning rate means what it means without BMUF. With the paper's ζ = 1 its η = 1 − 1/m gives m
+    ranks that share the data the step of one that sees all of it. BMUF(block_rate=1, momentum=0) is LocalSGD; with
+    Nesterov's form it is DiLoCo of outer rate ζ and momentum η; without it SlowMo at a constant rate. The model is z.
 
     Args:
         optimizer: See `PeriodicAveraging`.
         sync_every: τ, see `PeriodicAveraging`.
-        block_rate: ζ > 0.
+        block_rate: ζ > 0, default 1 − η.
         momentum: 0 ≤ η < 1, default 1 − 1/m, and 0.875 for more than 8 ranks.
         nesterov: The paper has both; the other form swings more, and learnt badly here at rates that suit plain SGD.
         **options: See `PeriodicAveraging`.
@@ -45,12 +46,12 @@ class BMUF(PeriodicAveraging):
         optimizer: Optimizer,
         *,
         sync_every: Every = 4,
-        block_rate: float = 1.0,
+        block_rate: float | None = None,
         momentum: float | None = None,
         nesterov: bool = True,
         **options: Unpack[Options],
     ) -> None:
-        self.block_rate = positive("block_rate", block_rate)
+        self.block_rate = math.nan if block_rate is None else positive("block_rate", block_rate)
         self.momentum = math.nan if momentum is None else below_one("momentum", momentum)
         self.nesterov = bool(nesterov)
         super().__init__(optimizer, sync_every=sync_every, **options)
@@ -59,6 +60,12 @@ class BMUF(PeriodicAveraging):
         """See `PeriodicAveraging.check`."""
         if math.isnan(self.momentum):
             self.momentum = min(1 - 1 / self.comm.size, 0.875)
+        if math.isnan(self.block_rate):
+            self.block_rate = 1 - self.momentum
+
+    def gain(self) -> float:
+        """See `PeriodicAveraging.gain`."""
+        return self.block_rate / (1 - self.momentum) if self.momentum else 0.0
 
     def boundary(self, part: Part, x: Tensor, mean: Tensor) -> Tensor:
         """z − ζ·g is computed as the point at ζ between z and x̄, so that ζ = 1 gives x̄ in all bits."""

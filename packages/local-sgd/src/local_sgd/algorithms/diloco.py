@@ -80,6 +80,10 @@ class DiLoCo(PeriodicAveraging):
                 self._parts, self.outer, make, self.comm, weighted=self._weighted, what=self._what
             )
 
+    def gain(self) -> float:
+        """See `PeriodicAveraging.gain`."""
+        return self.outer.gain()
+
     def boundary(self, part: Part, x: Tensor, mean: Tensor) -> Tensor:
         """See `PeriodicAveraging.boundary`."""
         self.outer.give(part, part["anchor"] - mean)

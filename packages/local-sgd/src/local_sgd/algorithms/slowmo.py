@@ -24,11 +24,14 @@ class SlowMo(PeriodicAveraging):
     Kept is v = γu, so that nothing is divided by γ: v ← β·(γ/γ of the last boundary)·v + (z − x̄); z ← z − α·v. After
     a boundary at γ = 0 the momentum begins anew. The model is z.
 
+    A steady change is multiplied by α/(1 − β), besides what SGD's own momentum inside multiplies it by: so α is 1 − β
+    by default, and the learning rate means what it means without SlowMo. The paper's α = 1 asks for a smaller one.
+
     Args:
         optimizer: See `PeriodicAveraging`.
         sync_every: τ, see `PeriodicAveraging`.
-        alpha: The slow rate α > 0.
-        beta: 0 ≤ β < 1.
+        alpha: The slow rate α > 0, default 1 − β.
+        beta: 0 ≤ β < 1; the paper's lie between 0.4 and 0.8.
         **options: See `PeriodicAveraging`.
     """
 
@@ -42,12 +45,17 @@ class SlowMo(PeriodicAveraging):
         optimizer: Optimizer,
         *,
         sync_every: Every = 4,
-        alpha: float = 1.0,
-        beta: float = 0.7,
+        alpha: float | None = None,
+        beta: float = 0.4,
         **options: Unpack[Options],
     ) -> None:
-        self.alpha, self.beta = positive("alpha", alpha), below_one("beta", beta)
+        self.beta = below_one("beta", beta)
+        self.alpha = 1 - self.beta if alpha is None else positive("alpha", alpha)
         super().__init__(optimizer, sync_every=sync_every, **options)
+
+    def gain(self) -> float:
+        """See `PeriodicAveraging.gain`."""
+        return self.alpha / (1 - self.beta) if self.beta else 0.0
 
     def boundary(self, part: Part, x: Tensor, mean: Tensor) -> Tensor:
         """See `PeriodicAveraging.boundary`."""

@@ -108,6 +108,10 @@ class StreamingDiLoCo(PeriodicAveraging):
             self._block.end()
             self._launched = 0
 
+    def gain(self) -> float:
+        """See `PeriodicAveraging.gain`."""
+        return self._fragments[0].outer.gain()
+
     def boundary(self, part: Part, x: Tensor, mean: Tensor) -> Tensor:
         """x of a fragment, when its outer optimizer has taken its step."""
         return x.mul_(self.alpha).add_(part["anchor"], alpha=1 - self.alpha)
