@@ -12,7 +12,7 @@ import torch
 from thinwire_trainer.app import App
 from thinwire_trainer.command import main
 from thinwire_trainer.errors import RunError
-from thinwire_trainer.launching import workers
+from thinwire_trainer.launching import ending, workers
 from thinwire_trainer.launching.placement import Placement, joined
 from thinwire_trainer.launching.workers import Job, run_job
 
@@ -27,11 +27,23 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> N
 def test_the_launcher_beside_python_gets_the_command_and_its_exit_code_is_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    stand_in(tmp_path, monkeypatch, "print(sys.argv[1:], os.environ['OMP_NUM_THREADS']); sys.exit(7)")
+    stand_in(tmp_path, monkeypatch, "print(sys.argv[1:], os.environ['OMP_NUM_THREADS']); sys.exit(2)")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert workers.start_workers("points", ["--lr", "0.1"], 3) == 7
+    assert workers.start_workers("points", ["--lr", "0.1"], 3) == 2
     expected = ["-n", "3", str(tmp_path / "python"), "-m", "points", "--lr", "0.1"]
-    assert capfd.readouterr().out == f"{expected} 1\n"
+    assert capfd.readouterr() == (f"{expected} 1\n", "")
+
+
+@pytest.mark.parametrize("code", [9, 128 + signal.SIGKILL])
+def test_a_killed_worker_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int
+) -> None:
+    stand_in(tmp_path, monkeypatch, f"sys.exit({code})")
+    assert workers.start_workers("points", [], 2) == code
+    assert capsys.readouterr().err == (
+        "points: error: a worker was killed, which the system does where memory runs out, and mpiexec ended with code "
+        f"{code}; --resume goes on from the last checkpoint\n"
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -83,6 +95,31 @@ def test_nccl_is_refused_where_mpi_carries_the_messages(
     assert capsys.readouterr().err == (
         "points: error: --backend nccl is for ranks that torchrun starts; others talk by MPI: leave it out\n"
     )
+
+
+@pytest.mark.parametrize("rank", [None, 0, 1])
+def test_no_gpu_is_a_wrong_command_line_on_all_ranks(
+    app: App, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: int | None
+) -> None:
+    """MPI's Abort would add lines of its own."""
+
+    class World:
+        def allgather(self, complaint: str) -> list[str]:
+            return [complaint] * 2
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(ending, "_abort", lambda place: None)
+    monkeypatch.setattr(placement, "_mpi_world", lambda place: World())
+    for name in ("RANK", "WORLD_SIZE", "PMI_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    if rank is not None:
+        monkeypatch.setenv("PMI_RANK", str(rank))
+        monkeypatch.setenv("PMI_SIZE", "2")
+    assert main(app, ["--device", "cuda"]) == 2
+    line = (
+        "points: error: --device cuda, but torch sees no GPU here: give --device cpu, or look at CUDA_VISIBLE_DEVICES\n"
+    )
+    assert capsys.readouterr().err == ("" if rank else line)
 
 
 def test_death_by_a_signal_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,10 @@
-"""The end of MPI's communicators, with requests that stand for MPI's."""
+"""The end of MPI's communicators, and of ranks, with requests that stand for MPI's."""
 
 import pytest
 
 pytest.importorskip("mpi4py", reason="mpi4py is not installed")
 
+from communicators.background.transport import PeerLost
 from communicators.worlds import mpi
 
 
@@ -29,7 +30,7 @@ class Freed:
 def transport(*, looks, abandoned):
     made = mpi.MPITransport.__new__(mpi.MPITransport)
     made._data, made._control = Freed(), Freed()
-    made._written = [(Request(n), b"departed") for n in looks]
+    made._written = [(Request(n), 1, b"departed") for n in looks]
     made._abandoned = list(abandoned)
     return made
 
@@ -38,7 +39,7 @@ def transport(*, looks, abandoned):
 def test_what_was_written_is_sent_before_the_end(abandoned):
     """Also after a failed call. MPI's end would not send it, and a peer that waits for it would do so for ever."""
     ending = transport(looks=[3, 0, 20], abandoned=abandoned)
-    requests = [request for request, _ in ending._written]
+    requests = [request for request, *_ in ending._written]
     ending.close()
     assert all(request.looks < 0 for request in requests)
     assert (ending._data.freed, ending._control.freed) == ((0, 0) if abandoned else (1, 1))
@@ -60,3 +61,24 @@ def test_a_peer_that_never_reads_is_waited_for_once(monkeypatch):
     fourth = transport(looks=[3], abandoned=[])
     fourth.close()
     assert fourth._data.freed
+
+
+class Failing:
+    """What MPI says of a message to or from a process that was killed."""
+
+    def Test(self, status=None):  # noqa: N802 (MPI names it)
+        raise mpi.MPI.Exception(mpi.MPI.ERR_OTHER)
+
+
+@pytest.mark.parametrize(("receives", "sends"), [({1: None, 2: Failing()}, {}), ({}, {1: None, 2: Failing()})])
+def test_the_rank_whose_message_fails_is_named(receives, sends):
+    pending = mpi._PendingRound(None, None, receives, sends, {}, {}, None)
+    with pytest.raises(PeerLost) as raised:
+        pending.done()
+    assert (raised.value.peer, raised.value.died) == (2, True)
+
+
+def test_control_messages_to_a_dead_rank_are_dropped():
+    ending = transport(looks=[0], abandoned=[])
+    ending._written.append((Failing(), 2, b"departed"))
+    assert not ending._unsent()

@@ -89,6 +89,19 @@ def test_a_lost_connection_is_news_until_a_letter_says_why(monkeypatch):
         allreduce(torch.ones(1), comms[0])
 
 
+def test_a_peer_that_died_is_named_at_once(monkeypatch):
+    """mpiexec, which ends the others, leaves no time to wait for a reason."""
+    monkeypatch.setattr(outstanding_call, "LEAVE_GRACE_SECONDS", 60.0)
+    comms = ranks(2)
+
+    def died(self):
+        raise PeerLost(1, ConnectionError("reset"), died=True)
+
+    monkeypatch.setattr(Waiting, "done", died)
+    with pytest.raises(CollectiveError, match="rank 1 is gone: its connection was lost"):
+        allreduce(torch.ones(1), comms[0])
+
+
 def test_a_rank_that_has_ended_its_calls_may_leave_while_its_messages_are_in_flight(monkeypatch):
     monkeypatch.setattr(outstanding_call, "LEAVE_GRACE_SECONDS", 0.05)
     comms = ranks(3)

@@ -14,7 +14,7 @@ class Noted(Loopback):
     def prefix(self, rank):
         return [f"in{rank}"]
 
-    def _run(self, commands, environments, timeout, capture):
+    def _run(self, commands, *args, **kwargs):
         self.commands = commands
         return [None] * len(commands)
 
@@ -37,7 +37,7 @@ def test_mpiexec_starts_a_section_for_each_rank():
 
 @pytest.mark.parametrize("start", ["torchrun", f"{sys.executable} -m torch.distributed.run"])
 def test_torchrun_starts_a_node_for_each_rank(start):
-    first, second = started(f"{start} --standalone --nproc_per_node=2 --max-restarts 0 -m train --lr 0.1")
+    first, second = started(f"{start} --standalone --nnodes=1 --nproc_per_node=2 --max-restarts 0 -m train --lr 0.1")
     assert first.startswith(f"in0 {start} --max-restarts 0 -m --nproc-per-node=1 --nnodes=2 --master-addr=127.0.0.1")
     assert first.endswith("--node-rank=0 train --lr 0.1")
     assert second == first.replace("in0", "in1").replace("--node-rank=0", "--node-rank=1")
@@ -59,6 +59,8 @@ def test_anything_else_is_started_as_often_as_asked():
         ("mpiexec -n 2 python train.py", 4, "--ranks 4 was given, and mpiexec is asked for 2"),
         ("torchrun --nproc-per-node gpu train.py", None, "P a whole number from 1, got --nproc-per-node gpu"),
         ("torchrun --novel 3 train.py", None, "--novel: not known here"),
+        ("torchrun --nnodes 2 --nproc-per-node 2 x.py", None, "torchrun --nnodes 2: every rank is a node of its own"),
+        ("torchrun --rdzv_endpoint=host:1 x.py", None, "torchrun --rdzv_endpoint host:1: every rank is a node"),
         ("torchrun train.py", None, "expected torchrun --nproc-per-node P SCRIPT"),
     ],
 )

@@ -56,6 +56,9 @@ for nbytes in (16, 1 << 17):
 """
 
 
+TORCHRUN = ["--", sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+
+
 def traces(pid=None):
     """Namespaces, devices and switches of a process (this one) that exist."""
     pid = os.getpid() if pid is None else pid
@@ -135,17 +138,32 @@ def heed_interrupts():
 
 
 @emulated
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, -2), (signal.SIGKILL, -9)])
-def test_nothing_is_left_of_an_ended_run(number, status):
-    """SIGKILL leaves something: it is what `sweep` is for."""
-    words = [sys.executable, "-m", "slow_link", "--ranks", "2", "--", "sh", "-c", "echo $$; exec sleep 60"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+@pytest.mark.parametrize(
+    ("number", "status", "launch"),
+    [
+        (signal.SIGTERM, 143, ["--ranks", "2", "--"]),
+        (signal.SIGKILL, -9, ["--ranks", "2", "--"]),
+        (signal.SIGINT, 130, ["--ranks", "2", "--"]),
+        (signal.SIGINT, 130, [*TORCHRUN, "--no-python"]),
+        pytest.param(signal.SIGINT, 130, ["--", "mpiexec", "-n", "2"], marks=pytest.mark.mpi),
+    ],
+)
+def test_nothing_is_left_of_an_ended_run(number, status, launch, tmp_path):
+    """A line tells of Ctrl-C; the ranks get SIGTERM. SIGKILL leaves something: it is what `sweep` is for."""
+    (tmp_path / "rank.sh").write_text("trap 'touch $0.$$; exit 1' TERM; echo $$; sleep 60 & wait")
+    words = [sys.executable, "-m", "slow_link", *launch, "sh", str(tmp_path / "rank.sh")]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(words, preexec_fn=heed_interrupts, **pipes) as run:
         ranks = [int(run.stdout.readline()) for _ in range(2)]
         assert all(map(alive, ranks))
         run.send_signal(number)
         assert run.wait(timeout=20) == status
+        if number == signal.SIGINT:
+            said = [line for line in run.stderr.read().splitlines() if "[c10d]" not in line]
+            assert (said[1:], run.stdout.read()) == (["slow_link: interrupted"], "")
     left = traces(run.pid)
+    terminated = {file.name for file in tmp_path.glob("rank.sh.*")}
+    assert terminated == (set() if number == signal.SIGKILL else {f"rank.sh.{pid}" for pid in ranks})
     if number == signal.SIGKILL:
         assert len(left) == 2
         assert {name.split()[0] for name in left} <= set(sweep())

@@ -33,6 +33,27 @@ def test_more_entries_are_cut_to_the_largest_and_the_cut_is_dropped():
     assert reduction.dropped.to_dense().tolist() == [1, 0, 2, 0]
 
 
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_mean_over_ranks_takes_the_place_of_the_gradient(name, dtype):
+    gradients = torch.randn(3, 4, 5, dtype=dtype)
+    results = SimulatedWorld(3).run(
+        lambda comm: sparse_allreduce(topk(gradients[comm.rank].flatten(), 7), comm, k=6, algorithm=name)
+    )
+    for gradient, result in zip(gradients, results, strict=True):
+        assert torch.equal(result.mean(), result.total.to_dense() / 3)
+        assert result.mean(out=gradient) is gradient
+        assert torch.equal(gradient.flatten(), result.mean())
+
+
+def test_the_mean_says_what_it_wants():
+    result = sparse_allreduce(topk(torch.ones(3), 2), alone, k=2)
+    with pytest.raises(ValueError, match="expected a contiguous tensor of its numel"):
+        result.mean(out=torch.ones(4))
+    with pytest.raises(ValueError, match=r"a mean is over size ranks.*give size="):
+        Reduction(result.total, result.dropped).mean()
+
+
 @pytest.mark.parametrize("call", [sparse_allreduce, lambda *a, **o: sparse_allreduce_async(*a, **o).wait()])
 def test_ranks_of_one_process_may_give_the_same_vector(call):
     sparse = topk(torch.arange(8.0), 3)

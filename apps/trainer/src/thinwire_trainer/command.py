@@ -82,6 +82,10 @@ def _checked(app: App, argv: Sequence[str], place: Placement) -> "Options":
         options = parse(argv, app, world_size=place.size if place.launcher else None)
         if options.backend == "nccl" and place.launcher != "torchrun":
             raise RunError("--backend nccl is for ranks that torchrun starts; others talk by MPI: leave it out")
+        if options.device == "cuda" or options.backend == "nccl":
+            from thinwire_trainer.launching.device import insist_on_gpu  # brings torch
+
+            insist_on_gpu()
     except RunError as error:
         complaint = str(error)
     complaint = first_complaint(complaint, place)

@@ -36,6 +36,11 @@ def left(rank: int, why: str, waiting: str) -> str:
     return f"rank {rank} left ({why}) while {waiting}"
 
 
+def lost(rank: int) -> str:
+    """A rank that has died, or whose network has."""
+    return f"rank {rank} is gone: its connection was lost"
+
+
 def waits(rank: int, number: int, facts: str, turn: int, peers: list[int]) -> str:
     """Who waits for whom, as one phrase."""
     whom = ", ".join(str(peer) for peer in sorted(peers)) or "nobody"

@@ -19,11 +19,8 @@ from local_sgd.inner_state import InnerState
 from local_sgd.levels import Near
 from local_sgd.nonfinite import refuse_nonfinite
 from local_sgd.parts import Part
-<<<<<<< HEAD
 from local_sgd.saved import digest
-=======
 from local_sgd.two_momenta import warn_of_two_momenta
->>>>>>> hC
 
 
 class Boundaries(Algorithm):
@@ -104,19 +101,14 @@ class Boundaries(Algorithm):
         self._refuse_misfits()
         if self._loaded:
             self._loaded = False
-<<<<<<< HEAD
             self._agree(f", after states of boundary {self._block.boundaries} were loaded on all ranks,")
         if self._begun is not None:
             self._agree(
                 f", begun with parameters of hash {self._begun % 2**64:016x} (load weights on all ranks alike),"
             )
             self._begun = None
-=======
-            for averaging in self.averagings():
-                averaging.loaded(self._block.boundaries)
         if self._block.boundaries == 0 and not self._inner.resets:
             warn_of_two_momenta(self._what, self.gain(), self.param_groups, self._block.length)
->>>>>>> hC
         self._block.boundaries += 1
 
     def _rates(self) -> list[float]:

@@ -18,11 +18,19 @@ USAGE = """%(prog)s [--rate RATE] [--delay DELAY] -- mpiexec -n P COMMAND ...
        %(prog)s [--rate RATE] [--delay DELAY] --ranks P -- COMMAND ...
        %(prog)s check [--rate RATE] [--delay DELAY] [--ranks P ...]
        %(prog)s sweep"""
-NOT_STARTED, TOO_LONG = 2, 124
+NOT_STARTED, TOO_LONG, INTERRUPTED = 2, 124, 130
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit status: the command's, or 2 where it was not started."""
+    """Returns the exit status: the command's, 2 where it was not started, 130 after Ctrl-C."""
+    try:
+        return _main(argv)
+    except KeyboardInterrupt:
+        print("slow_link: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _main(argv: Sequence[str]) -> int:
     user_namespaces.enter()
     if argv[:1] == ["check"]:
         return check_command(argv[1:])

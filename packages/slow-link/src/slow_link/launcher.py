@@ -7,9 +7,10 @@ import subprocess
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
-from slow_link.ranks import run_together
+from slow_link.ranks import end, run_together
 
 MOST_RANKS = 64
 
@@ -58,8 +59,14 @@ class Launcher(ABC):
     def watch(self) -> None:  # noqa: B027 - there may be nothing to watch
         """Raises if the link has broken; called while ranks run."""
 
-    def end_ranks(self) -> None:  # noqa: B027 - there may be nothing beyond what was started here
-        """Ends what ranks have left behind on the link."""
+    def end(self, processes: Sequence[subprocess.Popen[bytes]], *, launchers: bool) -> None:
+        """Ends processes that were started here, and what ranks have left behind on the link.
+
+        Args:
+            processes: Those that were started, ended or not.
+            launchers: Whether they are mpiexec or torchrun, rather than the ranks.
+        """
+        end(processes)
 
     def mpiexec(
         self,
@@ -85,7 +92,7 @@ class Launcher(ABC):
         words = list(mpiexec) or [str(_mpiexec())]
         for rank in range(self.ranks):
             words += [*([":"] if rank else []), "-n", "1", *section, *self.prefix(rank), *command]
-        [done] = self._run([words], [self.mpi_environment()], timeout, capture)
+        [done] = self._run([words], [self.mpi_environment()], timeout, capture, launchers=True)
         return done
 
     def processes(
@@ -105,7 +112,8 @@ class Launcher(ABC):
         """
         store = {**self.store(), "WORLD_SIZE": str(self.ranks)}
         commands = [[*self.prefix(rank), *command] for rank in range(self.ranks)]
-        return self._run(commands, [{**store, "RANK": str(rank)} for rank in range(self.ranks)], timeout, capture)
+        environments = [{**store, "RANK": str(rank)} for rank in range(self.ranks)]
+        return self._run(commands, environments, timeout, capture, launchers=False)
 
     def torchrun(
         self, command: Sequence[str], *, timeout: float, capture: bool = True, torchrun: Sequence[str] = ()
@@ -126,15 +134,19 @@ class Launcher(ABC):
         words += [f"--nnodes={self.ranks}", f"--master-addr={store['MASTER_ADDR']}"]
         words += [f"--master-port={store['MASTER_PORT']}"]
         commands = [[*self.prefix(rank), *words, f"--node-rank={rank}", *command] for rank in range(self.ranks)]
-        return self._run(commands, [store] * self.ranks, timeout, capture)
+        return self._run(commands, [store] * self.ranks, timeout, capture, launchers=True)
 
     def _run(
-        self, commands: list[list[str]], environments: Sequence[Mapping[str, str]], timeout: float, capture: bool
+        self,
+        commands: list[list[str]],
+        environments: Sequence[Mapping[str, str]],
+        timeout: float,
+        capture: bool,
+        *,
+        launchers: bool,
     ) -> list[subprocess.CompletedProcess[str]]:
-        try:
-            return run_together(commands, environments, timeout=timeout, capture=capture, watch=self.watch)
-        finally:
-            self.end_ranks()
+        ending = partial(self.end, launchers=launchers)
+        return run_together(commands, environments, timeout=timeout, capture=capture, watch=self.watch, ending=ending)
 
 
 def _mpiexec() -> Path:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +18,7 @@ from slow_link.interruption import as_exceptions, held_back
 from slow_link.launcher import Launcher
 from slow_link.loopback import mpi_over_tcp
 from slow_link.missing import Unavailable, missing
+from slow_link.ranks import TERMINATION_SECONDS
 
 _numbers = itertools.count(1)
 
@@ -85,10 +87,20 @@ class SlowLink(Launcher):
         if self._switch is None or self._switch.poll() is not None:
             raise RuntimeError("the switch between the ranks is not running")
 
-    def end_ranks(self) -> None:
-        """See `Launcher.end_ranks`."""
-        for name in namespaces.ours(self._number):
-            namespaces.end_processes(name)
+    def end(self, processes: Sequence[subprocess.Popen[bytes]], *, launchers: bool) -> None:
+        """See `Launcher.end`. A launcher is stopped before its ranks end, so that it prints nothing about that."""
+        held = [process for process in processes if launchers and process.poll() is None]
+        names = namespaces.ours(self._number)
+        try:
+            for process in held:
+                process.send_signal(signal.SIGSTOP)
+            namespaces.terminate(names, but={process.pid for process in held}, seconds=TERMINATION_SECONDS)
+        finally:
+            for process in held:
+                process.kill()
+            for name in names:
+                namespaces.end_processes(name)
+            super().end(processes, launchers=launchers)
 
     def _up(self) -> None:
         devices: list[int] = []

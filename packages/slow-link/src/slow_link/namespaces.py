@@ -12,6 +12,7 @@ import re
 import signal
 import subprocess
 import time
+from collections.abc import Iterable, Sequence
 
 DEVICE = "e0"
 """The rank's only device besides loopback."""
@@ -88,15 +89,21 @@ def remove(name: str) -> None:
             raise
 
 
+def terminate(names: Sequence[str], *, but: set[int], seconds: float) -> None:
+    """SIGTERM for every process in the namespaces but some; returns when they are gone, or after so many seconds."""
+    end = time.monotonic() + seconds
+    _signal(set().union(*map(_pids, names)) - but, signal.SIGTERM)
+    while set().union(*map(_pids, names)) - but and time.monotonic() < end:
+        time.sleep(0.01)
+
+
 def end_processes(name: str) -> None:
     """SIGKILL for every process in a namespace; returns when they are gone."""
     end = time.monotonic() + _END_SECONDS
-    while pids := call("ip", "netns", "pids", name).split():
+    while pids := _pids(name):
         if time.monotonic() > end:
-            raise RuntimeError(f"processes {', '.join(pids)} in namespace {name} survive SIGKILL")
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
+            raise RuntimeError(f"processes {', '.join(map(str, pids))} in namespace {name} survive SIGKILL")
+        _signal(pids, signal.SIGKILL)
         time.sleep(0.01)
 
 
@@ -113,6 +120,16 @@ def _all() -> dict[str, tuple[int, int]]:
     names = [line.split()[0] for line in call("ip", "netns", "list").splitlines() if line.strip()]
     matches = {name: _NAME.fullmatch(name) for name in names}
     return {name: (int(match[1]), int(match[2])) for name, match in matches.items() if match}
+
+
+def _pids(name: str) -> list[int]:
+    return [int(pid) for pid in call("ip", "netns", "pids", name).split()]
+
+
+def _signal(pids: Iterable[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def _alive(pid: int) -> bool:

@@ -21,10 +21,10 @@ SECTIONS = {"-env": 2, "-wdir": 1}
 WHOLE = {"-genv": 2, "-genvall": 0, "-genvlist": 1, "-genvnone": 0, "-l": 0, "-prepend-rank": 0, "-v": 0}
 """Options of MPICH's mpiexec before the program, with how many words follow: of a section, and of all of them."""
 
-REPLACED = {"nnodes", "node-rank", "master-addr", "master-port", "rdzv-backend", "rdzv-endpoint", "rdzv-id"}
+PLACES = {"nnodes", "node-rank", "master-addr", "master-port", "rdzv-backend", "rdzv-endpoint", "rdzv-id"}
 KEPT = {"max-restarts", "monitor-interval", "start-method", "role", "log-dir", "redirects", "tee", "r", "t"}
 FLAGS = {"m", "module", "no-python", "run-path"}
-"""Options of torchrun before the script: those that say where nodes are, those that are passed on, those alone."""
+"""Options of torchrun before the script: those that say where nodes are (refused), those passed on, those alone."""
 
 Finished = list[subprocess.CompletedProcess[str]]
 
@@ -123,18 +123,22 @@ def _mpich(word: str) -> str:
 def _torchrun(start: list[str], rest: list[str]) -> Torchrun:
     found, typed = Torchrun(0, [], list(start)), " ".join([*start, *rest])
     while rest and rest[0].startswith("-"):
-        name, equals, _ = rest[0].lstrip("-").replace("_", "-").partition("=")
-        if name == "standalone":
-            del rest[0]
-            continue
-        if name not in {"nproc-per-node", *REPLACED, *KEPT, *FLAGS}:
-            raise NotUnderstood(f"{start[0]} {rest[0]}: not known here, so not known whether a word belongs to it")
-        length = 1 if equals or name in FLAGS else 2
+        option, equals, value = rest[0].partition("=")
+        name = option.lstrip("-").replace("_", "-")
+        length = 1 if equals or name in {"standalone", *FLAGS} else 2
         taken, rest = rest[:length], rest[length:]
+        given = [option, value] if equals else taken
         if name == "nproc-per-node":
-            found.ranks = _count([taken[0].partition("=")[0], taken[0].partition("=")[2]] if equals else taken)
-        elif name not in REPLACED:
+            found.ranks = _count(given)
+        elif name in KEPT | FLAGS:
             found.torchrun += taken
+        elif name in PLACES and (name, given[1:]) != ("nnodes", ["1"]):
+            raise NotUnderstood(
+                f"{start[0]} {' '.join(given)}: every rank is a node of its own here, at an address that the link "
+                "chooses; ask for P ranks by --nproc-per-node P alone"
+            )
+        elif name not in {"standalone", *PLACES}:
+            raise NotUnderstood(f"{start[0]} {option}: not known here, so not known whether a word belongs to it")
     if not found.ranks or not rest:
         raise NotUnderstood(f"expected {start[0]} --nproc-per-node P SCRIPT ..., got {typed}")
     found.command = rest

@@ -41,10 +41,12 @@ def run_together(
     timeout: float,
     capture: bool,
     watch: Callable[[], None],
+    ending: Callable[[Sequence[subprocess.Popen[bytes]]], None],
 ) -> list[subprocess.CompletedProcess[str]]:
     """Runs commands side by side, each with additions to the environment; what became of each, in order.
 
     timeout: seconds, then `subprocess.TimeoutExpired`. watch: called all the while; what it raises ends them.
+    ending: called with them at last, leaves none.
     """
     running: list[Running] = []
     with ExitStack() as files:
@@ -54,7 +56,7 @@ def run_together(
                 running.append(Running(_launch(command, environment, out, err), out, err))
             in_time = _wait(running, timeout, watch)
         finally:
-            end([one.process for one in running])
+            ending([one.process for one in running])
         done = [one.completed() for one in running]
     if not in_time:
         outputs = [

@@ -62,7 +62,7 @@ def sparse_allreduce(
     """The sum of sparse vectors over the ranks of `comm`.
 
         reduction = sparse_allreduce(topk(gradient, k), comm, k=k)
-        mean = reduction.total.to_dense() / comm.size
+        reduction.mean(out=gradient)  # over ranks; the sum is reduction.total
         residual += reduction.dropped.to_dense()
 
     With one rank the total is the input, filled up or cut.
@@ -243,15 +243,16 @@ def scheduled(
     schedule = entry.schedule(own, comm.rank, comm.size, k, **kept)
     if not isinstance(schedule, Generator):
         raise TypeError(f"the schedule of {entry.name} is {schedule!r}, expected a generator that yields Rounds")
-    return _returning(cut, schedule, entry.name)
+    return _returning(cut, schedule, entry.name, comm.size)
 
 
-def _returning(cut: SparseVector | None, schedule: Schedule[Reduction], name: str) -> Schedule[Reduction]:
-    """The schedule's result, with what was cut before it among the dropped."""
+def _returning(cut: SparseVector | None, schedule: Schedule[Reduction], name: str, size: int) -> Schedule[Reduction]:
+    """The schedule's result over so many ranks, with what was cut before it among the dropped."""
     reduction = yield from schedule
     if not isinstance(reduction, Reduction):
         raise TypeError(f"{name} returned {type(reduction).__name__}, expected a Reduction(total, dropped)")
-    return reduction if cut is None else Reduction(reduction.total, add(reduction.dropped, cut))
+    dropped = reduction.dropped if cut is None else add(reduction.dropped, cut)
+    return Reduction(reduction.total, dropped, size)
 
 
 def _most_entries(k: int | None) -> int:

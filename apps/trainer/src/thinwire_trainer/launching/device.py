@@ -20,8 +20,8 @@ def own_device(local_rank: int, kind: str = "auto") -> torch.device:
     Results are to be the same bits after a resume, so cuDNN is held to deterministic kernels, and ranks that share
     a machine's cores take one thread each unless OMP_NUM_THREADS says otherwise.
     """
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise RunError("--device cuda, but torch sees no GPU here: give --device cpu, or look at CUDA_VISIBLE_DEVICES")
+    if kind == "cuda":
+        insist_on_gpu()
     if kind != "cpu" and torch.cuda.is_available():
         torch.backends.cudnn.deterministic = True
         torch.backends.cudnn.benchmark = False
@@ -31,6 +31,12 @@ def own_device(local_rank: int, kind: str = "auto") -> torch.device:
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     return torch.device("cpu")
+
+
+def insist_on_gpu() -> None:
+    """RunError where there is none."""
+    if not torch.cuda.is_available():
+        raise RunError("--device cuda, but torch sees no GPU here: give --device cpu, or look at CUDA_VISIBLE_DEVICES")
 
 
 def uses_gpu() -> bool:

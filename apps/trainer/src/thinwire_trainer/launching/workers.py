@@ -14,12 +14,14 @@ from pathlib import Path
 from types import FrameType
 
 from thinwire_trainer.errors import RunError
-from thinwire_trainer.launching.ending import StopRequest, exit_code, stoppable
+from thinwire_trainer.launching.ending import StopRequest, complain, exit_code, stoppable
 from thinwire_trainer.launching.placement import Placement, placement
 
 WORKERS_A_CORE = 8  # more is rather a slip of the finger: each takes a few hundred megabytes and its share of a core
 GRACE = 25.0  # seconds that the workers have to end, after a signal: longer than their own patience
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+KILLED = {*range(4, 65), *range(131, 193)} - {128 + signal.SIGTERM}  # a signal's number, Open MPI's from 128 on
+"""Codes of mpiexec that no worker ends with by itself. MPICH joins the bits of several: the signal is not known."""
 
 
 def start_workers(module: str, argv: Sequence[str], workers: int, *, oversubscribe: bool = False) -> int:
@@ -64,6 +66,12 @@ def start_workers(module: str, argv: Sequence[str], workers: int, *, oversubscri
             signal.signal(number, handler)
     if code:
         remove_left_behind(began)
+    if code in KILLED and not stopped:
+        complain(
+            module,
+            f"a worker was killed, which the system does where memory runs out, and mpiexec ended with code {code}; "
+            "--resume goes on from the last checkpoint",
+        )
     if code < 0:
         code = 128 + (stopped or -code)  # as a shell reports death by a signal
     return code
@@ -175,7 +183,8 @@ def run_job(module: str, argv: Sequence[str], asked: Callable[[Placement, StopRe
     Args:
         module: Of `python -m MODULE ARGV`, and the name in messages.
         argv: The command line, for the workers.
-        asked: Makes a job of it. Its RunError is a wrong command line: the same on all ranks, and rank 0 says it.
+        asked: Makes a job of it. Its RunError is a wrong command line: the same on all ranks under MPI, and rank 0 says
+            it; elsewhere the first of each machine.
 
     Returns:
         That of the workers or of `exit_code`; 2 for a wrong command line.
@@ -190,7 +199,7 @@ def run_job(module: str, argv: Sequence[str], asked: Callable[[Placement, StopRe
                     job.afterwards()
                 return code
         except RunError as error:
-            if place.rank == 0:
+            if (place.rank if place.uses_mpi else place.local_rank) == 0:
                 print(f"{module}: error: {error}", file=sys.stderr, flush=True)
             return WRONG_USAGE
         return exit_code(job.work, place, program=module)

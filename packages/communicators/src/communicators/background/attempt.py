@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from communicators import errors
 from communicators.background.abort import Control
 from communicators.background.call import Call
 from communicators.background.outstanding_call import OutstandingCall
@@ -90,7 +91,7 @@ class TransportAttempt(Attempt):
     def lose(self, peer: int) -> None:
         """See `CallOwner.lose`."""
         self._lost = peer
-        self.request_abort(f"rank {peer} is gone: its connection was lost")
+        self.request_abort(errors.lost(peer))
 
     def report(self, call: Call, peers: list[int]) -> None:
         """Slow ranks are waited for."""

@@ -117,6 +117,8 @@ class OutstandingCall:
             if self._lost is None:
                 self._lost = lost
                 self.comm.lose(lost.peer)
+                if lost.died:
+                    self._request_abort(errors.lost(lost.peer), lost.error)
         except Exception as error:
             self._request_abort(errors.reason(self.comm.rank, self.call.facts, error), error)
         return self._failed()
@@ -133,7 +135,7 @@ class OutstandingCall:
         if lost := control.departed_before(self.call.number, missing):
             self._request_abort(errors.left(lost[0], control.departed[lost[0]], waiting))
         elif self._lost is not None:  # no word of who noticed: if the arbiter is gone, every rank says this by itself
-            self._request_abort(f"rank {self._lost.peer} is gone: its connection was lost", self._lost.error)
+            self._request_abort(errors.lost(self._lost.peer), self._lost.error)
         elif waited > self._timeout:
             self._request_abort(f"timed out after {self._timeout:g} s: {waiting}", patience=LATE_ABORT_SECONDS)
         elif waited > REPORT_SECONDS and not self._reported:

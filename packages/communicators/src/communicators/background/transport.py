@@ -15,11 +15,11 @@ from communicators.schedule import Received, Round
 
 
 class PeerLost(Exception):  # noqa: N818 - news, not yet an error: a control message may say why it left
-    """The connection to a peer is gone."""
+    """The connection to a peer is gone. died: a peer that leaves by itself would not lose it, so no message comes."""
 
-    def __init__(self, peer: int, error: BaseException) -> None:
+    def __init__(self, peer: int, error: BaseException, *, died: bool = False) -> None:
         super().__init__(peer, error)
-        self.peer, self.error = peer, error
+        self.peer, self.error, self.died = peer, error, died
 
 
 class Pending(ABC):

@@ -7,6 +7,7 @@ message of his. CUDA payloads are staged through pinned host memory.
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -17,12 +18,12 @@ from torch import Tensor
 
 from communicators.background.abort import CONTROL_BYTES
 from communicators.background.call import Call
-from communicators.background.transport import Pending, Transport
+from communicators.background.transport import PeerLost, Pending, Transport
 from communicators.background.transport_communicator import TransportCommunicator
 from communicators.communicator import TIMEOUT_SECONDS
 from communicators.errors import CollectiveError
 from communicators.schedule import Received, Round
-from communicators.worlds.mpi_signals import MPISignalLine
+from communicators.worlds.mpi_signals import MPISignalLine, reaching
 from communicators.worlds.staging import host_empty, to_host
 
 FIRST_CALL_POLL_SECONDS = 1e-3
@@ -62,7 +63,7 @@ class MPITransport(Transport):
         end = time.monotonic() + patience
         _wait_for_all(comm, end, patience)
         self._data, self._control = _duplicate(comm, end), _duplicate(comm, end)
-        self._written: list[tuple[MPI.Request, bytes]] = []
+        self._written: list[tuple[MPI.Request, int, bytes]] = []
         self._abandoned: list[object] = []
 
     def post(self, call: Call, action: Round, device: torch.device) -> Pending:
@@ -75,13 +76,14 @@ class MPITransport(Transport):
         sends = {}
         for peer, payload in payloads.items():
             call.stamp(payload)
-            sends[peer] = self._data.Isend(_bytes_of(payload), peer, call.outgoing_tag(peer))
+            with reaching(peer):
+                sends[peer] = self._data.Isend(_bytes_of(payload), peer, call.outgoing_tag(peer))
         return _PendingRound(self, call, receives, sends, buffers, payloads, device)
 
     def send_control(self, peer: int, message: bytes) -> None:
         """See `Transport.send_control`."""
         self._unsent()
-        self._written.append((self._control.Isend([message, MPI.BYTE], peer), message))
+        self._written.append((self._control.Isend([message, MPI.BYTE], peer), peer, message))
 
     def read_control(self) -> list[bytes]:
         """See `Transport.read_control`."""
@@ -126,9 +128,14 @@ class MPITransport(Transport):
 
     def _unsent(self) -> bool:
         """Whether control messages are under way still."""
-        if not MPI.Is_finalized():
-            self._written = [(request, kept) for request, kept in self._written if not request.Test()]
-        return bool(self._written) and not MPI.Is_finalized()
+        if MPI.Is_finalized():
+            return False
+        written, self._written = self._written, []
+        for request, peer, message in written:
+            with suppress(PeerLost), reaching(peer):
+                if not request.Test():
+                    self._written.append((request, peer, message))
+        return bool(self._written)
 
     def abandon(self, *what: object) -> None:
         """Keeps buffers alive that MPI may still touch."""
@@ -150,21 +157,23 @@ class _PendingRound(Pending):
     ) -> None:
         self._transport, self._call, self._receives, self._sends = transport, call, receives, sends
         self._buffers, self._payloads, self._device = buffers, payloads, device
-        self._requests = list(receives.values()), list(sends.values())  # Testall puts nulls where they end
-        self._statuses = [MPI.Status() for _ in receives]
-        self._arrived = False
+        self._statuses = {peer: MPI.Status() for peer in receives}
 
     def arrived(self) -> bool:
-        self._arrived = self._arrived or bool(MPI.Request.Testall(self._requests[0], self._statuses))
-        return self._arrived
+        return all(self._over(peer, request, self._statuses[peer]) for peer, request in self._receives.items())
 
     def done(self) -> bool:
-        return self.arrived() and bool(MPI.Request.Testall(self._requests[1]))
+        return self.arrived() and all(self._over(peer, request) for peer, request in self._sends.items())
+
+    def _over(self, peer: int, request: MPI.Request, status: MPI.Status | None = None) -> bool:
+        """Whether a message has come or gone. One by one: Testall would not say whose fails. Test puts a null then."""
+        with reaching(peer):
+            return not request or bool(request.Test(status))
 
     def received(self) -> Received:
         received = {}
-        for (peer, buffer), status in zip(self._buffers.items(), self._statuses, strict=False):
-            nbytes = status.Get_count(MPI.BYTE)
+        for peer, buffer in self._buffers.items():
+            nbytes = self._statuses[peer].Get_count(MPI.BYTE)
             payload = buffer if nbytes == buffer.numel() else buffer[:nbytes]
             self._call.accept(peer, payload, buffer.numel())
             received[peer] = payload if self._device.type == "cpu" else payload.to(self._device)
@@ -178,7 +187,7 @@ class _PendingRound(Pending):
         for request in self._receives.values():
             if request:
                 request.Cancel()
-        self._transport.abandon(self._requests, self._buffers, self._payloads)
+        self._transport.abandon(self._receives, self._sends, self._buffers, self._payloads)
 
 
 class _PendingSum(Pending):

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from mpi4py import MPI
 
-from communicators.background.transport import SIGNAL_BYTES, SignalLine
+from communicators.background.transport import SIGNAL_BYTES, PeerLost, SignalLine
+
+
+@contextmanager
+def reaching(peer: int) -> Iterator[None]:
+    """PeerLost for what MPI says of a peer that has died: one that ends by itself waits in MPI for all others first."""
+    try:
+        yield
+    except MPI.Exception as error:
+        if error.Get_error_class() == MPI.ERR_TRUNCATE:  # a schedule's mistake
+            raise
+        raise PeerLost(peer, error, died=True) from error
 
 
 class MPISignalLine(SignalLine):
@@ -25,12 +37,14 @@ class MPISignalLine(SignalLine):
 
     def send(self, peer: int, message: bytes) -> None:
         """See `SignalLine.send`."""
-        self._sending[peer] = self._comm.Issend([message, MPI.BYTE], peer), message
+        with reaching(peer):
+            self._sending[peer] = self._comm.Issend([message, MPI.BYTE], peer), message
 
     def sent(self, peer: int) -> bool:
         """See `SignalLine.sent`."""
-        if peer in self._sending and self._sending[peer][0].Test():
-            del self._sending[peer]
+        with reaching(peer):
+            if peer in self._sending and self._sending[peer][0].Test():
+                del self._sending[peer]
         return peer not in self._sending
 
     def received(self) -> list[tuple[int, bytes]]:
