@@ -52,10 +52,13 @@ class Algorithm:
     wire: Wire = field(default=PLAIN, kw_only=True)
 
     def check(self, size: int) -> None:
-        """Raises ValueError for options that do not fit so many ranks.
+        """Options fit so many ranks.
 
         Args:
             size: P.
+
+        Raises:
+            ValueError: They do not.
         """
 
     def schedule(
@@ -101,10 +104,13 @@ class Algorithm:
         return None
 
     def check_state(self, state: State) -> None:
-        """Raises ValueError for a dict that is no state of it.
+        """A dict is a state of this algorithm.
 
         Args:
             state: As loaded.
+
+        Raises:
+            ValueError: It is not.
         """
 
     def typical(self, rank: int, size: int, k: int, numel: int, dtype: torch.dtype) -> Traffic:

@@ -74,7 +74,7 @@ class Accumulator:
     def restore(self, dropped: SparseVector) -> None:
         """v ← v + dropped."""
         if take(self.residual):
-            add_at(self.residual, dropped)
+            add_at(self.residual, dropped.addresses, len(dropped))
             return
         self.residual.view(-1).index_add_(0, dropped.indices, dropped.values)
 

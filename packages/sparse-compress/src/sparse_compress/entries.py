@@ -7,8 +7,8 @@ from torch import Tensor
 from sparse_compress.arguments import integer
 from sparse_compress.magnitude import magnitude_keys
 from sparse_compress.native import sparse as compiled
-from sparse_compress.native.library import ready, takes
-from sparse_compress.vector import SparseVector
+from sparse_compress.native.library import ready
+from sparse_compress.vector import SparseVector, takes
 
 MANY = 1 << 15  # keys: from here on torch sorts by radix, in a quarter of the time; fewer NumPy sorts faster
 

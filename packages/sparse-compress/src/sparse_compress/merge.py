@@ -11,9 +11,8 @@ from torch import Tensor
 from sparse_compress.arguments import integer
 from sparse_compress.entries import compact, pad
 from sparse_compress.magnitude import Keys, bits_of, largest, magnitude_keys, magnitude_mask
-from sparse_compress.native.library import takes
 from sparse_compress.native.sparse import added, every, merged
-from sparse_compress.vector import SparseVector
+from sparse_compress.vector import SparseVector, takes
 
 Array = NDArray[Any]
 

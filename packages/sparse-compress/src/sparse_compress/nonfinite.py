@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from sparse_compress.native.dense import finite
-from sparse_compress.native.library import take, takes
-from sparse_compress.vector import SparseVector
+from sparse_compress.native.library import take
+from sparse_compress.vector import SparseVector, takes
 
 
 def all_finite(x: Tensor) -> Tensor:

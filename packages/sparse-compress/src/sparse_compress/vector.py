@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sparse_compress.arguments import check_bytes, element_count
 from sparse_compress.native import dense
-from sparse_compress.native.library import reaches, ready, take
+from sparse_compress.native.library import kernels, ready, take
 from sparse_compress.vector_format import (
     HEADER_BYTES,
     MAX_NUMEL,
@@ -248,9 +248,14 @@ def _check(indices: Tensor, values: Tensor, numel: int) -> None:
     check_indices(indices, 0, numel)
 
 
+def takes(sparse: SparseVector) -> bool:
+    """Whether there are kernels, and they take this vector: float32 on a CPU."""
+    return sparse.dtype == torch.float32 and sparse.is_cpu and kernels() is not None
+
+
 def check_entries(sparse: SparseVector, low: int, high: int) -> None:
     """`check_indices` of a vector, without making a tensor of its indices where they are as they should be."""
-    if not (reaches(sparse) and dense.increasing(sparse.addresses[0], len(sparse), low, high)):
+    if not (sparse.is_cpu and kernels() is not None and dense.increasing(sparse.addresses[0], len(sparse), low, high)):
         check_indices(sparse.indices, low, high)
 
 

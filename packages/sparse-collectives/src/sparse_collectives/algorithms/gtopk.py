@@ -32,7 +32,8 @@ class GTopK(Algorithm):
     cuts goes back to exactly one residual. (The paper clears the residual at every index of the final result; so an
     entry that is cut on the way is lost when the same index of another rank survives.)
 
-    wire: the rounding error of a vector that several ranks hold is shared among their residuals, as the cut is.
+    Args:
+        wire: How vectors travel; the rounding error of one that several ranks hold is shared among their residuals.
     """
 
     name = "gtopk"

@@ -48,8 +48,10 @@ class OkTopk(Algorithm):
     threshold that lets too few through is not kept: where gradients shrink, as by a schedule of the rate, hardly
     anything would be sent between two estimates. Explicit zeros are not sent.
 
-    thresholds_every, boundaries_every: τ', τ, in calls.
-    wire: what it rounds off, of own entries and of kept sums, is dropped.
+    Args:
+        thresholds_every: τ', in calls.
+        boundaries_every: τ, in calls.
+        wire: How vectors travel; what it rounds off, of own entries and of kept sums, is dropped.
     """
 
     name = "oktopk"
@@ -59,7 +61,14 @@ class OkTopk(Algorithm):
     boundaries_every: int = 64
 
     def check(self, size: int) -> None:
-        """Raises ValueError for less than every call."""
+        """Both are at least every call.
+
+        Args:
+            size: P.
+
+        Raises:
+            ValueError: Less.
+        """
         if self.thresholds_every < 1 or self.boundaries_every < 1:
             raise ValueError(
                 f"thresholds_every is {self.thresholds_every} and boundaries_every {self.boundaries_every}, expected "

@@ -51,8 +51,10 @@ class SparDL(Algorithm):
     budgets first; those of `select` need no cut.
     Differs from the paper: budgets are exact in integers and turn with the step where k < T, so that no block starves.
 
-    teams: d, divides P. sag: "r-sag" (d a power of two), "b-sag", or "auto": the first where it can be.
-    wire: what it rounds off stays with the rank that sends it.
+    Args:
+        teams: d, divides P.
+        sag: "r-sag" (d a power of two), "b-sag", or "auto": the first where it can be.
+        wire: How vectors travel; what it rounds off stays with the rank that sends it.
     """
 
     name = "spardl"
@@ -61,7 +63,14 @@ class SparDL(Algorithm):
     sag: str = "auto"
 
     def check(self, size: int) -> None:
-        """Raises ValueError for teams that do not divide P, and for an unknown or impossible sag."""
+        """Teams divide P, and sag is possible for them.
+
+        Args:
+            size: P.
+
+        Raises:
+            ValueError: They do not, or it is not.
+        """
         if self.teams < 1 or size % self.teams:
             divisors = ", ".join(map(str, divisors_of(size)))
             raise ValueError(f"teams is {self.teams}, expected a divisor of the {size} ranks: {divisors}")
@@ -121,7 +130,15 @@ class SparDL(Algorithm):
     ) -> Traffic:
         """Every block but the own once, the own as `combine_sent` says, and Bruck's share; one slot a message.
 
-        state: as it is before the call. Where T divides k: 2k(T − 1)/T entries of 8 bytes (float64: 12) for d = 1.
+        Where T divides k: 2k(T − 1)/T entries of 8 bytes (float64: 12) for d = 1.
+
+        Args:
+            rank: This rank.
+            size: P.
+            k: The most entries that a rank contributes.
+            numel: n.
+            dtype: Of the gradient.
+            state: As it is before the call.
         """
         state, wire, ranks = self.initial_state() if state is None else state, self.wire, size // self.teams
         team, position = divmod(rank, ranks)

@@ -24,7 +24,8 @@ class TopKAllgather(Algorithm):
 
     ⌈log P⌉ rounds of Bruck's allgather; vectors are added as `add_all` does everywhere, so that float sums agree.
 
-    wire: what it rounds off is dropped.
+    Args:
+        wire: How vectors travel; what it rounds off is dropped.
     """
 
     name = "topk-allgather"

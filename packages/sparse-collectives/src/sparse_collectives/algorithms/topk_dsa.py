@@ -31,7 +31,8 @@ class TopKDSA(Algorithm):
     A block goes dense, as its values alone, where its entries would take as many bytes or more.
     Differs from the published code, which selects by a strict > and so loses the k-th value and those that tie with it.
 
-    wire: what it rounds off, of the selection and of the own block's sum, is dropped.
+    Args:
+        wire: How vectors travel; what it rounds off, of the selection and of the own block's sum, is dropped.
     """
 
     name = "topk-dsa"

@@ -1,13 +1,8 @@
 """Between sparse and dense, by the kernels."""
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
 from sparse_compress.native.library import kernels
-
-if TYPE_CHECKING:
-    from sparse_compress.vector import SparseVector
 
 
 def put(addresses: tuple[int, int], entries: int, out: Tensor, divisor: float) -> None:
@@ -25,6 +20,6 @@ def increasing(address: int, count: int, low: int, high: int) -> bool:
     return bool(kernels().sc_increasing(address, count, low, high))
 
 
-def add_at(out: Tensor, sparse: "SparseVector") -> None:
-    """out ← out + values at the indices; both taken."""
-    kernels().sc_add_at(out.data_ptr(), *sparse.addresses, len(sparse))
+def add_at(out: Tensor, addresses: tuple[int, int], entries: int) -> None:
+    """out ← out + values at the indices, which lie at these addresses; out is taken."""
+    kernels().sc_add_at(out.data_ptr(), *addresses, entries)

@@ -14,16 +14,13 @@ from contextlib import contextmanager
 from ctypes import c_char_p, c_float, c_int, c_int64, c_uint32, c_void_p
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from sparse_compress.native.compiling import COMPILED, SOURCE, SWITCH, digest
-
-if TYPE_CHECKING:
-    from sparse_compress.vector import SparseVector
 
 KEPT = 1 << 26  # bytes that a thread keeps: the first touch of fresh memory costs more than its use
 LEVELS = {"c": 0, "avx2": 1, "avx512": 2}
@@ -83,16 +80,6 @@ def take(tensor: Tensor) -> bool:
 def ready(tensor: Tensor) -> bool:
     """Whether there are kernels, and they can read this tensor's memory: contiguous, on a CPU."""
     return tensor.is_cpu and kernels() is not None and tensor.is_contiguous()
-
-
-def reaches(sparse: "SparseVector") -> bool:
-    """Whether there are kernels, and they can read this vector's indices: it is on a CPU."""
-    return sparse.is_cpu and kernels() is not None
-
-
-def takes(sparse: "SparseVector") -> bool:
-    """Whether there are kernels, and they take this vector: float32 on a CPU."""
-    return sparse.dtype == torch.float32 and sparse.is_cpu and kernels() is not None
 
 
 def in_use() -> str:
