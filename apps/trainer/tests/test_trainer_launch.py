@@ -12,7 +12,7 @@ import torch
 from thinwire_trainer.app import App
 from thinwire_trainer.command import main
 from thinwire_trainer.errors import RunError
-from thinwire_trainer.launching import ending, workers
+from thinwire_trainer.launching import ending, placement, workers
 from thinwire_trainer.launching.placement import Placement, joined
 from thinwire_trainer.launching.workers import Job, run_job
 
