@@ -22,6 +22,7 @@ BLOCKS: Blocks = {
     "first-figure": steps.first_figure,
     "gpu": compression.gpu_speed,
     "learning": learnt.written("learning"),
+    "learning-averaging": learnt.written("learning-averaging"),
     "learning-pydoc": learnt.written("learning-pydoc"),
     "periodic-averaging": learnt.periodic_averaging,
     "predictions": steps.predictions,

@@ -27,7 +27,11 @@ BEGIN, END = r"<!-- figures: (?P<name>[\w-]+), [^\n]*-->", "<!-- end of figures 
 MARKED = re.compile(rf"(?P<begin>{BEGIN}\n)(?P<text>(?:(?!(?i:{MARK.pattern})).)*)(?P<end>{END}(?:\n|\Z))", re.S)
 PLACES = ("README.md", "docs/**/*.md", "packages/*/README.md", "apps/*/README.md", "examples/**/*.md")
 WIDTH = 120
-OTHERWISE = {"learning-pydoc": "learning --task pydoc", "convergence-short": "convergence"}
+OTHERWISE = {
+    "learning-averaging": "learning --task averaging",
+    "learning-pydoc": "learning --task pydoc",
+    "convergence-short": "convergence",
+}
 """The benchmarks of records that are not named as these."""
 
 
