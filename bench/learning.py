@@ -163,7 +163,7 @@ def _markdown(task: Learning, rows: Sequence[dict[str, Any]], seeds: int) -> str
     if task.settings:
         lines = [f"{line} {cell} |" for line, cell in zip(lines, ("settings", "---"), strict=True)]
     if len(task.cases) > 1:
-        lines = [f"| {cell} {line}" for line, cell in zip(lines, ("model, optimizer", "---"), strict=True)]
+        lines = [f"|{cell}{line}" for line, cell in zip(lines, (" model, optimizer ", "---"), strict=True)]
     for row in rows:
         marked = f"**{row['behind']:.1f}**" if row["behind"] > task.much else f"{row['behind']:.1f}"
         spread = f"{row['least']:.1f} … {row['most']:.1f}"

@@ -54,7 +54,8 @@ class NotOnRecordError(Exception):
     """A record that a page needs does not exist; names the benchmark that makes it."""
 
     def __init__(self, name: str) -> None:
-        asked = {"learning-pydoc": "learning --task pydoc"}.get(name, name)
+        task = name.removeprefix("learning-")
+        asked = f"learning --task {task}" if task != name else name
         super().__init__(f"{name} is not on record; `python -m bench {asked} --full` makes it")
 
 

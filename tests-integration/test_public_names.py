@@ -23,10 +23,10 @@ def public(module):
 
 
 def members(each):
-    """A class's own public methods and properties, as functions."""
+    """A class's own public methods and properties, as functions; not those that a base class describes."""
     for name, member in vars(each).items():
         function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
-        if not name.startswith("_") and inspect.isfunction(function):
+        if not name.startswith("_") and inspect.isfunction(function) and (member.__doc__ or not inspect.getdoc(member)):
             yield name, inspect.unwrap(function)
 
 

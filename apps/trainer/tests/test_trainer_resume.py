@@ -57,6 +57,7 @@ def test_killed_anywhere_and_resumed(
     assert_same_bits(result(broken), result(straight))
 
 
+@pytest.mark.filterwarnings("ignore:two momenta multiply")  # of DiLoCo, whose blocks are short here
 @pytest.mark.parametrize("algorithm", MAKERS)
 def test_periodic_averaging_is_killed_anywhere_and_resumed(
     app: App, options: Callable[..., Options], tmp_path: Path, algorithm: str
