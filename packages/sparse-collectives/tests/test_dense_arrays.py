@@ -162,7 +162,7 @@ def test_dense_of_an_array_and_of_a_sparse_vector_take_what_they_need():
             sparse_allreduce(array, alone, k=2, algorithm="dense")
         with pytest.raises(TypeError, match=r"k is None .*expected an integer: the most entries"):
             sparse_allreduce(array, alone)
-        with pytest.raises(ValueError, match="dense sums all values as they are"):
+        with pytest.raises(ValueError, match="dense sends values as they are"):
             sparse_allreduce(array, alone, algorithm="dense", wire="bf16")
         with pytest.raises(ValueError, match="dense has no option teams"):
             sparse_allreduce(array, alone, algorithm="dense", options={"teams": 1})

@@ -6,9 +6,8 @@ import torch
 from communicators import SimulatedWorld
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_collectives import ALGORITHMS, sparse_allreduce
+from sparse_collectives import WIRES, TopKDSA, sparse_allreduce
 from sparse_collectives.algorithms.topk_dsa import topk_dsa_traffic
-from sparse_collectives.wire.wire import WIRES
 from sparse_compress import topk
 
 
@@ -31,7 +30,7 @@ def check_traffic(vectors, k, dtype, wire="fp32"):
     for rank in range(size):
         exact = topk_dsa_traffic(rank, size, numel, dtype, *counted(vectors, rank), wire=WIRES[wire])
         assert (world.bytes_sent[rank], world.messages_sent[rank]) == exact[:2]
-        assert exact.nbytes <= ALGORITHMS["topk-dsa"].sent(rank, size, k, numel, dtype, wire=WIRES[wire]).nbytes
+        assert exact.nbytes <= TopKDSA(wire=WIRES[wire]).sent(rank, size, k, numel, dtype).nbytes
     return results, world
 
 

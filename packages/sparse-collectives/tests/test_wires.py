@@ -177,7 +177,7 @@ def test_wrong_wires_say_what_is_right():
         call(comm, wire="fp8")
     with pytest.raises(TypeError, match=r"wire='bf16' carries float32 values, but these are torch\.float64"):
         call(comm, wire="bf16", dtype=torch.float64)
-    with pytest.raises(ValueError, match="dense sums all values as they are"):
+    with pytest.raises(ValueError, match="dense sends values as they are"):
         call(comm, wire="bf16", algorithm="dense")
     with pytest.raises(ValueError, match="unknown wire 'fp8'"):
         call(comm, wire="fp8", algorithm="auto", state={})

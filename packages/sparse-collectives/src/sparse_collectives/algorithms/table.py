@@ -89,7 +89,7 @@ def _resolved(entry: Algorithm, wire: str, size: int, dtype: torch.dtype) -> Alg
 def check_takes_wire(entry: Algorithm) -> None:
     """Raises ValueError for an algorithm that sends vectors only as they are."""
     if not entry.takes_wire:
-        raise ValueError(f"{entry.name} sends values as they are (takes_wire is False): leave wire at 'fp32'")
+        raise ValueError(f"{entry.name} sends values as they are, so wire has no effect: leave wire at 'fp32'")
 
 
 def _check_own(own: Algorithm) -> None:
