@@ -1,5 +1,7 @@
 """What a device's tensors take part in, on a device that is only pretended: the laws, and what a CPU gives."""
 
+import copy
+
 import pytest
 import torch
 from communicators import SimulatedWorld
@@ -100,14 +102,13 @@ def test_spardl_in_teams(wire, size, teams, sag):
 )
 def test_calls_give_the_floats_and_states_that_they_give_on_a_cpu(name, options):
     inputs = torch.randn(4, 6, 101, generator=torch.Generator().manual_seed(0))
-    initial = ALGORITHMS[name].initial_state or dict
 
     def body(comm, device):
-        state, seen = initial(), []
-        given = {"k": 30, "algorithm": name, "options": options, "state": state or None}
+        state, seen = ALGORITHMS[name].initial_state(), []
+        given = {"k": 30, "algorithm": name, "options": options, "state": state}
         for x in inputs[:, comm.rank]:
             total = sparse_allreduce(topk(x.to(device), 30), comm, **given).total
-            seen.append((dense(total).tolist(), dict(state)))
+            seen.append((dense(total).tolist(), copy.deepcopy(state)))
         return seen
 
     on_cpu, on_gpu = (SimulatedWorld(6).run(lambda comm, at=at: body(comm, at)) for at in (CPU, DEVICE))
