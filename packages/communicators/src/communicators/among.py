@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def among(schedule: Schedule[T], members: Sequence[int], facts: str) -> Schedule[T]:
-    """The same with the ranks `members`, in order, for 0, 1, …; facts: for errors."""
+    """The schedule with the ranks `members`, in order, in place of 0, 1, …; facts: for errors."""
     positions = {member: position for position, member in enumerate(members)}
     received: Received | None = None
     try:

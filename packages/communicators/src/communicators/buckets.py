@@ -1,4 +1,4 @@
-"""Many tensors as few flat ones: what a collective moves is one long vector, not a hundred short ones."""
+"""Many tensors as few flat ones: a collective moves one long vector, not a hundred short ones."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Bucket:
 
     Attributes:
         members: Positions in the list of tensors that the bucket was made for.
-        shapes: The members', in the same order.
-        dtype: Of the flat tensor, and of all members.
-        device: Likewise.
+        shapes: Shapes of the members, in the same order.
+        dtype: Type of the flat tensor, and of all members.
+        device: Device of the flat tensor, and of all members.
         strides: How each member's elements lie in its span, which they fill; empty: all of them row by row.
     """
 
@@ -48,7 +48,7 @@ class Bucket:
 
         Args:
             tensors: The full list of tensors, or the members by position; None counts as zeros.
-            out: Where they are put, if not into a new tensor.
+            out: Flat tensor to fill, in place of a new one.
         """
         flat = torch.empty(self.numel, dtype=self.dtype, device=self.device) if out is None else out
         members = [tensors[position] for position in self.members]
@@ -65,7 +65,7 @@ class Bucket:
         """Copies the spans into the members.
 
         Args:
-            flat: What `gather` gave, or something of its size.
+            flat: Result of `gather`, or a tensor of its size.
             tensors: The full list of tensors.
         """
         members = [tensors[position] for position in self.members]
@@ -73,7 +73,7 @@ class Bucket:
             torch._foreach_copy_(members, self._spans(flat, members))
 
     def _spans(self, flat: Tensor, members: list[Tensor]) -> list[Tensor]:
-        """As `views`, for members that are there: of a hundred parameters in a third of the time."""
+        """The same spans as `views`, for members that are there; for a hundred parameters in a third of the time."""
         if self.strides or not all(member.numel() for member in members):
             return self.views(flat)
         return list(_unflatten_dense_tensors(flat, members))  # type: ignore[no-untyped-call]
@@ -83,8 +83,8 @@ def buckets_of(tensors: Sequence[Tensor], nbytes: int | None = None) -> list[Buc
     """Buckets in the tensors' order, one dtype and device each.
 
     Args:
-        tensors: What the buckets' positions count.
-        nbytes: The most that a bucket holds; a larger tensor has its own. Without it one bucket for each dtype and
+        tensors: The tensors that the buckets' positions count.
+        nbytes: Most bytes that a bucket holds; a larger tensor has its own. None: one bucket for each dtype and
             device.
     """
     if nbytes is not None and nbytes < 1:

@@ -21,9 +21,9 @@ def allreduce(tensor: Tensor, comm: Any, *, average: bool = False, native: bool 
     Args:
         tensor: This rank's summand; alike in shape and dtype on all.
         comm: See `as_communicator`; all ranks call.
-        average: The mean in place of the sum.
-        native: By the transport's own allreduce where it has one; it may add in another order, so worlds agree within
-            rounding. With native=False our schedule adds: the same bits in every world.
+        average: Gives the mean in place of the sum.
+        native: Takes the transport's own allreduce where it has one; it may add in another order, so worlds agree
+            within rounding. With native=False our schedule adds: the same bits in every world.
     """
     _check(tensor)
     comm = as_communicator(comm)
@@ -55,9 +55,9 @@ def broadcast(tensor: Tensor, comm: Any, *, root: int = 0) -> Tensor:
     """The root's tensor on every rank.
 
     Args:
-        tensor: On the root what it sends; elsewhere it says shape and dtype.
+        tensor: The tensor to send on the root; elsewhere it gives shape and dtype.
         comm: See `as_communicator`; all ranks call.
-        root: Whose tensor.
+        root: Rank whose tensor is sent.
     """
     _check(tensor)
     comm = as_communicator(comm)

@@ -1,4 +1,4 @@
-"""What every world offers: ranks that carry schedules, at once (`run`) or in the background (`start`)."""
+"""Interface of every world: ranks that carry schedules, at once (`run`) or in the background (`start`)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from communicators.signals import OnSignal, Signals
 T = TypeVar("T")
 
 TIMEOUT_SECONDS = 300.0
-"""How long a rank waits for a late peer before the collective fails on all of them."""
+"""Longest wait of a rank for a late peer before the collective fails on all of them."""
 
 
 MOST_DUPLICATES = 64
-"""Of one communicator at a time: MPI has about 2,000 communicators in all."""
+"""Most open duplicates of one communicator: MPI has about 2,000 communicators in all."""
 
 
 def refuse_too_many(duplicates: int) -> None:
@@ -45,12 +45,12 @@ class Work(ABC, Generic[T]):
     @property
     @abstractmethod
     def began(self) -> float:
-        """When it was started, in seconds by `Communicator.clock`."""
+        """Start of the call, in seconds by `Communicator.clock`."""
 
     @property
     @abstractmethod
     def ended(self) -> float | None:
-        """When its result was there, or its error; None until then."""
+        """Time of its result or error, by the same clock; None until then."""
 
     @abstractmethod
     def wait(self, timeout: float | None = None) -> T:
@@ -60,7 +60,7 @@ class Work(ABC, Generic[T]):
             timeout: Seconds; without it for ever.
 
         Raises:
-            TimeoutError: It is not there in time; the collective goes on.
+            TimeoutError: The result is not there in time; the collective goes on.
             CollectiveError: The collective failed.
         """
 
@@ -70,11 +70,11 @@ class Work(ABC, Generic[T]):
 
     @property
     def error(self) -> CollectiveError | None:
-        """What `wait` would raise; None while it has not failed."""
+        """Error that `wait` would raise; None while the collective has not failed."""
         raise NotImplementedError(f"{type(self).__name__} does not tell its error: wait() raises it")
 
     def when_over(self, callback: Callable[[], None]) -> None:
-        """Calls back once there is a result or an error, or now where that is so; in any thread: it must be short."""
+        """Calls back once there is a result or an error, at once if it is over; in any thread, so it must be short."""
         raise NotImplementedError(f"{type(self).__name__} calls nobody back: wait() for it")
 
     @abstractmethod
@@ -87,10 +87,10 @@ class Communicator(ABC):
 
     Attributes:
         rank: This process's number, from 0.
-        size: How many there are.
-        device: Where payloads live unless a call names another one.
-        bytes_sent: What this rank sent in counted rounds so far, by duplicates too.
-        messages_sent: In so many messages.
+        size: Number of ranks.
+        device: Device of payloads unless a call names another one.
+        bytes_sent: Bytes that this rank sent in counted rounds so far, by duplicates too.
+        messages_sent: Messages that held those bytes.
         outlives_ranks: Whether its signals, and attempts by them, go on where a rank has died. Its calls never do.
     """
 
@@ -113,19 +113,33 @@ class Communicator(ABC):
 
     @abstractmethod
     def run(self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None) -> T:
-        """See `communicators.run`."""
+        """Carries a schedule to its end and returns its result; the function `run` checks the arguments and calls it.
+
+        Args:
+            schedule: What this rank sends and receives, round by round.
+            facts: What all ranks must share, as text.
+            timeout: Seconds that a round waits at most.
+            device: Where received payloads are put, default the communicator's.
+        """
 
     @abstractmethod
     def start(
         self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None
     ) -> Work[T]:
-        """See `communicators.start`."""
+        """Starts a schedule in the background; the function `start` checks the arguments and calls it.
+
+        Args:
+            schedule: What this rank sends and receives, round by round.
+            facts: What all ranks must share, as text.
+            timeout: Seconds that a round waits at most.
+            device: Where received payloads are put, default the communicator's.
+        """
 
     def duplicate(self) -> Communicator:
         """Another communicator of the same ranks, with calls, numbers, tags and errors of its own. Collective.
 
-        For a library that shares ranks with its user: their calls may then come in any order to each other. `close()`
-        frees it.
+        A library that shares ranks with its user makes one: their calls may then come in any order to each other.
+        `close()` frees it.
 
         Raises:
             RuntimeError: This communicator has MOST_DUPLICATES that are not closed.
@@ -139,10 +153,9 @@ class Communicator(ABC):
         them.
 
         Args:
-            on_signal: Called with (source, value) for each that comes, by the background engine's thread within a
-                millisecond: it must be short, and wait for nothing. What it raises fails the signals on all ranks.
-                    Without
-                it they wait for `poll()`.
+            on_signal: Called with (source, value) for each signal that comes, by the background engine's thread within
+                a millisecond: it must be short, and wait for nothing. What it raises fails the signals on all ranks.
+                Without it signals wait for `poll()`.
 
         Raises:
             RuntimeError: No thread may read them (MPI without THREAD_MULTIPLE).
@@ -155,7 +168,7 @@ class Communicator(ABC):
         """Seconds, monotonic: virtual in a simulated world, real elsewhere."""
 
     def elapse(self, seconds: float) -> None:
-        """Says that this rank computed for so long: a simulated world advances its clock; a real one has done so."""
+        """Advances the clock of a simulated world by this rank's computation; a real clock has advanced by itself."""
         del seconds
 
     def close(self) -> None:  # noqa: B027 - most worlds hold nothing
@@ -165,7 +178,7 @@ class Communicator(ABC):
 
         Raises:
             RuntimeError: A started call of this rank is in flight.
-            TimeoutError: A rank does not come.
+            TimeoutError: Another rank does not close it in time.
         """
 
     def native_allreduce(self, tensor: Tensor, *, facts: str) -> Tensor | None:
@@ -180,7 +193,7 @@ class Communicator(ABC):
 
 
 def _settings(schedule: Schedule[T], facts: str | None, timeout: float | None, comm: Communicator) -> dict[str, Any]:
-    """What a call is made with: without facts those are the name of the schedule's function."""
+    """Checked settings of a call; facts default to the name of the schedule's function."""
     if not isinstance(schedule, GeneratorType | Generator):  # the first is told at once, the second asks Python code
         raise TypeError(
             f"the schedule is {type(schedule).__name__}, expected a generator: what a function with "
@@ -230,14 +243,14 @@ def start(
     All ranks start their calls in the same order; they may complete in any.
 
     Args:
-        schedule: As in `run`; so are the others.
+        schedule: What this rank sends and receives, round by round.
         comm: The ranks; all of them call.
         facts: What all ranks must share, as text; without it the schedule's name.
         timeout: Seconds that a round waits at most; default `comm.timeout`.
         device: Where received payloads are put, default the communicator's.
 
     Raises:
-        CollectiveError: The communicator has failed before; what happens later is raised by `Work.wait`.
+        CollectiveError: The communicator has failed already; later failures are raised by `Work.wait`.
     """
     settings = _settings(schedule, facts, timeout, comm)
     return comm.start(schedule, device=device, **settings)

@@ -15,9 +15,9 @@ from communicators.errors import CollectiveError
 from communicators.schedule import SLOT_BYTES, Round, Schedule, body, frame, framed_nbytes, powers_of_two
 
 MOST_NBYTES = 1 << 40
-"""Of one rank's part of a gather: a size from a peer is not trusted beyond."""
+"""Most bytes of one rank's part of a gather; a larger size from a peer is not trusted."""
 RING_NBYTES = 1 << 16
-"""From this size on bandwidth counts more than rounds, and P that is no power of two takes the ring."""
+"""Size from which bandwidth counts more than rounds, so that a P that is no power of two takes the ring."""
 
 
 def allreduce(x: Tensor, rank: int, size: int) -> Schedule[Tensor]:
@@ -137,7 +137,7 @@ def allgather_blocks(block: Tensor, nbytes: Sequence[int], rank: int, size: int)
 
 
 def block_bounds(numel: int, blocks: int) -> list[tuple[int, int]]:
-    """Block b is [⌊b·n/B⌋, ⌊(b + 1)·n/B⌋)."""
+    """Bounds of equal blocks: block b is [⌊b·n/B⌋, ⌊(b + 1)·n/B⌋)."""
     return [(b * numel // blocks, (b + 1) * numel // blocks) for b in range(blocks)]
 
 

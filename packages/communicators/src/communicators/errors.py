@@ -1,4 +1,4 @@
-"""What a collective says when it cannot proceed: the same reason on every rank."""
+"""Reasons why a collective cannot proceed, as every rank says them."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from __future__ import annotations
 class CollectiveError(RuntimeError):
     """A collective failed, on every rank with the same reason; its communicator is not usable any more.
 
-    It is raised where ranks wait in a call of ours. One that waits in a call of MPI's own, such as MPI.Barrier, is not
-    told: start programs by `mpiexec -n P python -m mpi4py train.py`, where an uncaught exception on any rank ends all
-    of them, also those that could not leave MPI because others do not answer (see `leave`).
+    It is raised where ranks wait in a call of ours. A rank that waits in a call of MPI's own, such as MPI.Barrier, is
+    not told: start programs by `mpiexec -n P python -m mpi4py train.py`, where an uncaught exception on any rank ends
+    all of them, even those that could not leave MPI because others do not answer (see `leave`).
     """
 
 
 def mismatch(number: int, rank: int, facts: str, other: int, other_facts: str) -> str:
-    """Two ranks entered the same call with different facts; the lower rank is named first."""
+    """Reason for two ranks that entered the same call with different facts; the lower rank is named first."""
     (rank, facts), (other, other_facts) = sorted([(rank, facts), (other, other_facts)])
     return (
         f"ranks disagree on call {number}: rank {rank} calls {facts}, rank {other} calls {other_facts}; "
@@ -22,27 +22,27 @@ def mismatch(number: int, rank: int, facts: str, other: int, other_facts: str) -
 
 
 def reason(rank: int, facts: str, error: BaseException) -> str:
-    """What a schedule raised on one rank: a CollectiveError speaks for all of them already."""
+    """Reason for an exception that a schedule raised on one rank: a CollectiveError speaks for all of them already."""
     return str(error) if isinstance(error, CollectiveError) else failed(rank, facts, error)
 
 
 def failed(rank: int, facts: str, error: BaseException) -> str:
-    """One rank's own error."""
+    """Reason for one rank's own error."""
     return f"rank {rank} failed in {facts}: {describe(error)}"
 
 
 def left(rank: int, why: str, waiting: str) -> str:
-    """A rank went away while another one still waits for it."""
+    """Reason for a rank that went away while another one still waits for it."""
     return f"rank {rank} left ({why}) while {waiting}"
 
 
 def lost(rank: int) -> str:
-    """A rank that has died, or whose network has."""
+    """Reason for a rank that has died, or whose network has."""
     return f"rank {rank} is gone: its connection was lost"
 
 
 def waits(rank: int, number: int, facts: str, turn: int, peers: list[int]) -> str:
-    """Who waits for whom, as one phrase."""
+    """Phrase that says who waits for whom."""
     whom = ", ".join(str(peer) for peer in sorted(peers)) or "nobody"
     return f"rank {rank} waits for rank {whom} in call {number}, round {turn} of {facts}"
 

@@ -1,4 +1,4 @@
-"""Names on a profiler's trace for what takes time: select, exchange, merge, restore."""
+"""Labels on a profiler's trace for what takes time: select, exchange, merge, restore."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _NOBODY: AbstractContextManager[object] = nullcontext()
 
 
 def labelled(name: str) -> AbstractContextManager[object]:
-    """The block has this name where torch.profiler records; else nothing happens, which takes a fifth of a µs.
+    """Labels a block where torch.profiler records; else nothing happens, which takes a fifth of a µs.
 
     Labels of a thread nest: a block that begins inside another one ends there, too.
-    torch has no public question for whether anybody records: without the one that is asked, all blocks are labelled,
+    torch has no public way to ask whether anybody records: where the private one is missing, all blocks are labelled,
     which takes 6 µs each.
     """
     return profiler.record_function(name) if getattr(profiler, "_is_profiler_enabled", True) else _NOBODY

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Link:
-    """What a message costs. The default is 1 Gbit/s Ethernet at 50 µs.
+    """Cost of a message. The default is 1 Gbit/s Ethernet at 50 µs.
 
     Attributes:
         alpha: Seconds per message.
@@ -22,5 +22,5 @@ class Link:
             raise ValueError(f"a link needs alpha >= 0 and beta >= 0 seconds, got {self.alpha} and {self.beta}")
 
     def seconds(self, nbytes: int, messages: int = 1) -> float:
-        """Time of so many messages, one after another, that hold so many bytes together."""
+        """Time of `messages` messages, one after another, that hold `nbytes` bytes together."""
         return messages * self.alpha + self.beta * nbytes

@@ -22,8 +22,8 @@ def measure_link(comm: Any, *, nbytes: int = 1 << 20, repeats: int = 7) -> Link:
 
     Args:
         comm: See `as_communicator`; all ranks call.
-        nbytes: Of the large message.
-        repeats: Medians are taken of so many.
+        nbytes: Size of the large message.
+        repeats: Number of measurements of which the median is taken.
     """
     if nbytes < 2 * SLOT_BYTES or repeats < 1:
         raise ValueError(f"expected nbytes >= {2 * SLOT_BYTES} and repeats >= 1, got {nbytes} and {repeats}")

@@ -1,4 +1,4 @@
-"""From what the user has to a communicator."""
+"""Communicators for an mpi4py communicator, a torch process group, or one process alone."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ def as_communicator(
 ) -> Communicator:
     """A communicator for an mpi4py Comm, a torch ProcessGroup, a Communicator (returned as it is), or None.
 
-    All ranks of a group call this together at its first use, because it is duplicated once. So they do after a torch
-    process group was set up anew in place, or its communicator has failed: then it is another one.
+    All ranks of a group call this together at its first use, because it is duplicated once. They do so again after a
+    torch process group was set up anew in place, or its communicator has failed: then it is another one.
 
     Args:
         comm: None is the default process group if it is initialised, else COMM_WORLD if mpi4py.MPI is imported, else
             one rank.
-        timeout: What `Communicator.timeout` is from now on, alike on all ranks; so long the first use waits for the
-            others too. Default: what a process group was made with, else 300 s, or what was set before.
-        transport: Of data on a GPU, for a torch process group at its first use: "host" (default), through host memory,
-            or "nccl", by a NCCL communicator of our own, where that is the group's backend for CUDA. Not yet run on a
-            GPU.
-        store: Where the ranks of a torch process group meet, a `torch.distributed.Store` that all of them share; for
+        timeout: `Communicator.timeout` from now on, in seconds, alike on all ranks; the first use waits as long for the
+            others. Default: the process group's own, else 300 s, or what was set before.
+        transport: Way of data on a GPU, for a torch process group at its first use: "host" (default), through host
+            memory, or "nccl", by a NCCL communicator of our own, where that is the group's backend for CUDA. Not yet
+            run on a GPU.
+        store: A `torch.distributed.Store` where the ranks of a torch process group meet, shared by all of them; for
             groups without one of their own, such as those written in Python. What we send does not go by the group:
-            its ranks only must be able to connect to each other. Another one than before makes a new communicator.
+            its ranks must only be able to connect to each other. Another store than before makes a new communicator.
 
     Raises:
         TypeError: `comm` is something else, or a process group without a Store, or a fake one.
@@ -54,7 +54,7 @@ def as_communicator(
 
 
 def found(comm: Any, *, patience: float | None, transport: str | None = None, store: Any = None) -> Communicator:
-    """As `as_communicator`, for a call with a time-out of its own: the first use waits so long, later ones as ever."""
+    """Communicator as of `as_communicator`, with a time-out for the first use alone; later ones wait as ever."""
     if patience is not None:
         patience = check_timeout(patience)
     if transport not in (None, "host", "nccl"):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 SLOT_BYTES = 16
-"""Every payload starts with so many bytes for the communicator, which stamps call, round and sender there."""
+"""Bytes at the start of every payload for the communicator, which stamps call, round and sender there."""
 
 T = TypeVar("T")
 Received: TypeAlias = dict[int, Tensor]
@@ -28,8 +28,8 @@ class Round:
         sends: Peer -> payload, a contiguous 1-D uint8 tensor that starts with a free slot of `SLOT_BYTES` (see `frame`)
             and is not changed any more once it was yielded.
         recvs: Peer -> size in bytes, slot included.
-        bounded: Where sizes depend on data: what arrives may be shorter than `recvs` says, never longer. Alike on all
-            ranks of the round. Costs a way through host memory where messages of a GPU bear no lengths (NCCL).
+        bounded: Whether what arrives may be shorter than `recvs` says, never longer; for sizes that depend on data.
+            Alike on all ranks of the round. Goes through host memory where messages of a GPU bear no lengths (NCCL).
     """
 
     sends: Mapping[int, Tensor] = field(default_factory=dict)
@@ -42,21 +42,21 @@ class Elapse:
     """Computation that a schedule does between rounds: simulated worlds charge it, real ones ignore it.
 
     Attributes:
-        seconds: For how long.
+        seconds: Duration of the computation.
     """
 
     seconds: float
 
 
 Schedule: TypeAlias = Generator[Round | Elapse, Received, T]
-"""Yields rounds, gets what was received in each (payloads by rank), and returns a T."""
+"""Generator that yields rounds, gets what was received in each (payloads by rank), and returns a T."""
 
 
 def frame(tensor: Tensor) -> Tensor:
     """A payload that holds a tensor's bytes behind a free slot. Copies once.
 
     Args:
-        tensor: Of any shape and dtype.
+        tensor: Tensor of any shape and dtype.
 
     Returns:
         uint8, (SLOT_BYTES + tensor bytes,).
@@ -71,8 +71,8 @@ def body(payload: Tensor, dtype: torch.dtype) -> Tensor:
     """The tensor behind a payload's slot, no copy.
 
     Args:
-        payload: What `frame` gave on the rank that sent it.
-        dtype: What is read in its bytes.
+        payload: Result of `frame` on the rank that sent it.
+        dtype: Type that its bytes are read as.
 
     Returns:
         A 1-D view.
@@ -81,7 +81,7 @@ def body(payload: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def framed_nbytes(numel: int, dtype: torch.dtype) -> int:
-    """Bytes of a payload that frames so many elements: the capacity to receive it."""
+    """Bytes of a payload that frames `numel` elements: the capacity to receive it."""
     return SLOT_BYTES + numel * dtype.itemsize
 
 

@@ -1,8 +1,8 @@
 """Signals: single integers from any rank to any other, at any time, bound to no call and no round.
 
-What a partial collective needs to say "round 7 has begun", and whatever else may happen on one rank only. They come at
-least once; one that is sent again while it is on its way, or waits to be polled, may come once for both. So what they
-mean must bear being heard twice, or late.
+A partial collective says by them that "round 7 has begun", and whatever else may happen on one rank only. They come at
+least once; one that is sent again while it is on its way, or waits to be polled, may come once for both. So their
+meaning must bear being heard twice, or late.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from communicators.errors import CollectiveError
 from communicators.schedule import Schedule
 
 OnSignal: TypeAlias = Callable[[int, int], None]
-"""Called with source and value."""
+"""Callback for a signal, with its source and value."""
 
 
 class Attempt(ABC):
@@ -24,36 +24,36 @@ class Attempt(ABC):
     @property
     @abstractmethod
     def value(self) -> Any:
-        """What the schedule has returned."""
+        """Result that the schedule has returned."""
 
     @property
     @abstractmethod
     def error(self) -> CollectiveError | None:
-        """Why it has failed, on this rank alone; None while it has not."""
+        """Error of the attempt, on this rank alone; None while it has not failed."""
 
     @property
     @abstractmethod
     def lost(self) -> int | None:
-        """The rank whose connection it failed for."""
+        """Rank whose lost connection made the attempt fail."""
 
     @abstractmethod
     def when_over(self, callback: Callable[[], None]) -> None:
-        """Calls back once there is a value or an error, or now where that is so; in any thread: it must be short."""
+        """Calls back once there is a value or an error, at once if it is over; in any thread, so it must be short."""
 
     @abstractmethod
     def cancel(self) -> None:
-        """Leaves it, on this rank alone: its error says so, unless it is over. Does not block."""
+        """Leaves the attempt, on this rank alone: its error says so, unless it is over. Does not block."""
 
 
 MOST_WAITING = 1024
-"""Different signals from one rank to one other that the other has not taken; `send` raises beyond."""
+"""Most different signals from one rank to one other that the other has not taken; `send` raises beyond."""
 VALUES = range(-(1 << 63), 1 << 63)
 
 
 class Signals(ABC):
-    """One rank's end; made by `Communicator.signals`. Its methods may be called in any thread.
+    """Signals of one rank; made by `Communicator.signals`. Its methods may be called in any thread.
 
-    Between two ranks they come in the order in which they were sent; between others, and to calls, in any.
+    Between two ranks they come in the order in which they were sent; among others, and relative to calls, in any.
     """
 
     def __init__(self, rank: int, size: int, on_signal: OnSignal | None) -> None:
@@ -63,25 +63,25 @@ class Signals(ABC):
         """Sends an integer to one rank, which may be this one; does not wait for it.
 
         Args:
-            peer: To whom; to a rank that has departed it goes nowhere.
+            peer: Rank to signal; one that has departed gets nothing.
             value: 64 bits, with a sign.
 
         Raises:
             RuntimeError: The peer has not taken MOST_WAITING others.
-            CollectiveError: After `close()`, or where the signals have failed.
+            CollectiveError: The signals are closed, or have failed.
         """
         if isinstance(peer, bool) or not isinstance(peer, int) or not 0 <= peer < self.size:
             raise ValueError(f"cannot signal rank {peer!r} of {self.size}; expected 0 … {self.size - 1}")
         self._send([peer], _checked(value))
 
     def send_all(self, value: int) -> None:
-        """Sends it to all others; see `send`."""
+        """Sends an integer to all other ranks; see `send`."""
         self._send([peer for peer in range(self.size) if peer != self.rank], _checked(value))
 
     def poll(self) -> list[tuple[int, int]]:
         """The signals that have come since the last time, as (source, value); does not wait.
 
-        After `close()` what was left.
+        After `close()` it gives what was left.
 
         Raises:
             CollectiveError: The signals have failed.
@@ -92,53 +92,53 @@ class Signals(ABC):
 
     @abstractmethod
     def wait_until(self, over: Callable[[], bool], timeout: float) -> None:
-        """Waits until something holds that signals bring about.
+        """Waits until a condition holds that signals bring about.
 
         Args:
-            over: Whether it does: looked at now, after every signal that `on_signal` has dealt with, and now and then
+            over: Whether it holds: asked now, after every signal that `on_signal` has dealt with, and now and then
                 besides; short, and in any thread.
             timeout: Seconds.
 
         Raises:
-            TimeoutError: It does not hold by then.
+            TimeoutError: The condition does not hold by then.
             CollectiveError: The signals have failed.
         """
 
     @abstractmethod
     def remind(self, seconds: float, value: int) -> None:
-        """Sends a signal to this rank itself so many seconds from now."""
+        """Sends a signal to this rank itself after `seconds`."""
 
     @abstractmethod
     def fail(self, reason: str) -> None:
-        """Has them fail on all ranks, and returns once that is agreed on: who leaves then has been heard.
+        """Fails the signals on all ranks, and returns once that is agreed on: a rank that leaves then has been heard.
 
-        All give one reason, the first that was found on any rank. What `on_signal` raises is such a reason too.
+        All ranks give one reason, the first that was found on any rank. What `on_signal` raises is such a reason too.
         """
 
     @abstractmethod
     def check(self) -> None:
-        """Does nothing while they work.
+        """Does nothing while the signals work.
 
         Raises:
-            CollectiveError: They have failed.
+            CollectiveError: The signals have failed.
         """
 
     def attempt(self, schedule: Schedule[Any], members: Sequence[int], *, facts: str) -> Attempt:
-        """Starts a schedule among some ranks, for which its own ranks 0, 1, … stand.
+        """Starts a schedule among some ranks, which count from 0 in it.
 
         It waits without end, for slow ranks too; where a rank has died that it waits for, `departed` says so, and each
         member leaves it by itself. Only where `Communicator.outlives_ranks`.
 
         Args:
-            schedule: This rank's.
+            schedule: This rank's schedule.
             members: The ranks, in the order that the schedule numbers them.
-            facts: What tells it from all others, alike on its members.
+            facts: Text that tells it from all other attempts, alike on its members.
         """
         del schedule, members, facts
         raise NotImplementedError(f"{type(self).__name__} does not outlive its ranks")
 
     def leave(self, why: str) -> None:
-        """This rank goes, and the others go on: to them it has departed. Nothing comes or goes any more."""
+        """Departs from the others, which go on without this rank. Nothing comes or goes any more."""
         del why
         raise NotImplementedError(f"{type(self).__name__} cannot be left: close() them on all ranks")
 
@@ -149,9 +149,9 @@ class Signals(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Ends them on all ranks; collective. What was sent before has come when it returns: `poll` has it.
+        """Ends the signals on all ranks; collective. Those sent before have come when it returns: `poll` has them.
 
-        Those that have departed are not waited for.
+        Ranks that have departed are not waited for.
 
         Raises:
             TimeoutError: Names the ranks that do not close within the communicator's `timeout`.

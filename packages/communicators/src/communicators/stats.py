@@ -1,4 +1,4 @@
-"""What training has cost and saved so far: a dict of plain numbers for any logger, which can say itself in a line."""
+"""Costs and savings of training so far: a dict of plain numbers for any logger, which prints as one line."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ from collections.abc import Mapping
 
 
 class Stats(dict[str, float]):
-    """What `stats()` of an optimizer or a hook's state gives: numbers since it was made, of this rank.
+    """Numbers of this rank since an optimizer or a hook's state was made, which gives them by `stats()`.
 
         print(optimizer.stats());  writer.add_scalars("network", optimizer.stats(), step);  json.dumps(state.stats())
 
     Attributes:
-        steps: That were counted; of a state that was loaded, with those before it was saved.
-        skipped: Of those, the ones that were left out because a gradient was not finite.
-        bytes_sent: By this rank, headers included.
-        bytes_dense: What an allreduce of whole gradients in every step would have sent at best: 2(P − 1)/P of them.
-        seconds_exchanging: In which something was under way.
-        seconds_waited: Of those, the ones in which nothing else was left to do.
-        seconds_hidden: Of those, the ones in which this rank computed.
-        dense_steps_left: How many steps are still to be summed whole, of an algorithm that begins so.
+        steps: Steps that were counted; of a state that was loaded, with those before it was saved.
+        skipped: Steps among them that were left out because a gradient was not finite.
+        bytes_sent: Bytes sent by this rank, headers included.
+        bytes_dense: Bytes that an allreduce of dense gradients in every step would have sent at best: 2(P − 1)/P of
+            the gradients.
+        seconds_exchanging: Seconds in which something was under way.
+        seconds_waited: Seconds among them in which nothing else was left to do.
+        seconds_hidden: Seconds among them in which this rank computed.
+        dense_steps_left: Steps that are still to be summed dense, of an algorithm that begins so.
     """
 
     def __str__(self) -> str:
-        """One line; of what is not known, nothing."""
+        """One line, without the numbers that are not known."""
         return ", ".join(filter(None, [_steps(self), _bytes(self), _whole(self), _seconds(self), _rest(self)]))
 
 

@@ -6,7 +6,7 @@ A collective of your own is checked in five lines:
     def test_laws(inputs):
         testing.check_laws(my_allreduce, inputs)
 
-where my_allreduce(comm, tensor) returns the sum over ranks. A sparse collective says besides how to see its inputs
+where my_allreduce(comm, tensor) returns the sum over ranks. A sparse collective also says how to see its inputs
 and results as dense tensors, and what a rank put back. Needs hypothesis.
 """
 
@@ -33,7 +33,7 @@ WORLD_SIZES = (1, 2, 3, 5, 8, 4, 6, 7, 13, 16)
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank sends: bytes, slots included, and messages."""
+    """Bytes, slots included, and messages that one rank sends."""
 
     nbytes: int
     messages: int
@@ -144,7 +144,7 @@ def _check_real_world(
 
 
 def _same_bits(a: Tensor, b: Tensor, what: str) -> None:
-    """Equal as bytes: NaN equals itself here, and 0 is not −0."""
+    """Asserts that tensors are equal as bytes: NaN equals itself here, and 0 is not −0."""
     same = a.dtype == b.dtype and a.shape == b.shape
     same = same and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
     assert same, f"{what}: {a} is not bit for bit {b}"

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 EXCHANGE = "exchange"
 MESSAGES = "gloo:"
-"""How the transport's own labels begin, of messages that are under way side by side."""
+"""Prefix of the transport's own labels, for messages that are under way side by side."""
 
 
 def recording(**options: Any) -> profile:
@@ -27,7 +27,7 @@ def recording(**options: Any) -> profile:
         write_trace(recorded, "trace.json")
 
     Args:
-        options: Of torch.profiler.profile, such as `schedule` or `record_shapes`.
+        options: Options of torch.profiler.profile, such as `schedule` or `record_shapes`.
     """
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
     try:
@@ -51,7 +51,7 @@ def write_trace(recorded: profile, path: str | Path) -> None:
 
 
 def on_tracks(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same events, of the format's "traceEvents"; those that overlap one another on tracks where they follow.
+    """The events of a trace ("traceEvents"), those that overlap one another moved to tracks where they follow.
 
     They begin in one thread and end in another, so that on a thread's own track viewers take them for nested, and
     leave out what does not fit.
@@ -72,7 +72,7 @@ def on_tracks(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _kind(event: dict[str, Any]) -> str:
-    """Of what is under way side by side; "" of all else."""
+    """Track that an event is moved to, as one of those under way side by side; "" for all others."""
     if event.get("ph") != "X" or event.get("cat") != "user_annotation":
         return ""
     name = str(event.get("name"))

@@ -51,29 +51,29 @@ class EagerSGD(Wrapping):
         p.grad ← total / P;  optimizer.step();  scheduler.step()
 
     Rounds are the same on all ranks, so parameters are too, bit for bit, after as many rounds; a rank may take several
-    in one step. A gradient that is late goes into a later round, of which it is one summand more; P is the number of
-    ranks that took part in the round: all that live. A parameter without a gradient counts as zeros; those of 16 bits
-    are added up in 32. Clipping before `step()` is of this rank's gradient; the mean is clipped by a hook of the
-    wrapped optimizer (`register_step_pre_hook`), which returns nothing. At construction all ranks get rank 0's
-    parameters, and the buffers of `model`.
+    in one step. A late gradient goes into a later round, as one more summand; P is the number of ranks that took part
+    in the round: all that live. A parameter without a gradient counts as zeros; those of 16 bits are added up in 32.
+    Clipping before `step()` clips this rank's gradient; the mean is clipped by a hook of the wrapped optimizer
+    (`register_step_pre_hook`), which returns nothing. At construction all ranks get rank 0's parameters, and the
+    buffers of `model`.
 
-    The module is a plain one: DDP round it would sum whole gradients first, and wait for all ranks; see `InsideDDP`.
+    The module is a plain one: DDP round it would sum dense gradients first, and wait for all ranks; see `InsideDDP`.
 
     `finish()`, or leaving the context, takes part until all ranks have ended. A gradient that is not finite is a
     CollectiveError on every rank, that names the rank, when its round is applied.
 
     Args:
         optimizer: Built over the live parameters; shared as its param_groups, state and defaults are.
-        named_parameters: Those of the model, as `model.named_parameters()` gives them.
+        named_parameters: Parameters of the model, as `model.named_parameters()` gives them.
         comm: See `communicators.as_communicator`.
         quorum: See `PartialAllreduce`.
         max_staleness: See `PartialAllreduce`.
-        scheduler: Of the wrapped optimizer; stepped here, once for every round. Rates that change otherwise between two
-            rounds, and so go by a rank's own steps, are a ValueError: ranks would part in silence.
+        scheduler: Scheduler of the wrapped optimizer; stepped here, once for every round. Rates that change otherwise
+            between two rounds, and so go by a rank's own steps, are a ValueError: ranks would part in silence.
         grace: See `PartialAllreduce`.
-        weighted: Total is divided by the sum of the weights that ranks give to `step(weight=…)`, samples or tokens, not
-            by P. A gradient is then the mean over them.
-        model: Has buffers, such as BatchNorm's.
+        weighted: Divides the total by the sum of the weights that ranks give to `step(weight=…)`, samples or tokens,
+            not by P. A gradient is then the mean over them.
+        model: Module that has buffers, such as BatchNorm's.
         buffers: "keep", they differ between ranks, in evaluations and checkpoints too; "average", their mean over ranks
             at `synchronize()` and `finish()`, what is not floating-point being rank 0's; "broadcast", rank 0's there.
             Ranks that have finished are in the mean.
@@ -82,8 +82,8 @@ class EagerSGD(Wrapping):
             ranks.
 
     Attributes:
-        applied: Rounds so far.
-        gradients: How many were in them, of all ranks.
+        applied: Rounds that were applied so far.
+        gradients: Number of gradients in them, of all ranks.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class EagerSGD(Wrapping):
 
     @property
     def lateness(self) -> Lateness:
-        """Who was last, and by how much."""
+        """Ranks that were last, and by how much."""
         return self._rounds.lateness
 
     def step(  # type: ignore[override]
@@ -157,7 +157,8 @@ class EagerSGD(Wrapping):
 
         Args:
             closure: Computes the loss and the gradients, as torch's optimizers take it.
-            weight: Of the gradient, a mean over so many samples or tokens; given if, and only if, it is `weighted`.
+            weight: Number of samples or tokens that the gradient is the mean over; given if, and only if, the optimizer
+                is `weighted`.
 
         Returns:
             The closure's loss; None without one.
@@ -181,13 +182,13 @@ class EagerSGD(Wrapping):
     def synchronize(self) -> None:
         """Meets all ranks that have more steps, each after as many as it likes.
 
-        Then parameters are the same on all, and no gradient is under way. For evaluation, before a checkpoint, and to
-        set rates by hand, alike on all.
+        Then parameters are the same on all, and no gradient is under way. Call it for evaluation, before a checkpoint,
+        and to set rates by hand, alike on all.
         """
         self._meet(finished=False)
 
     def finish(self) -> None:
-        """This rank has no more steps: applies the rest of the rounds until no rank has any."""
+        """Ends this rank's steps: applies the rest of the rounds until no rank has any."""
         while self._shared is not None and not self._ended:
             self._ended = self._meet(finished=True)
         self._apply(self._rounds.finish())
@@ -201,7 +202,7 @@ class EagerSGD(Wrapping):
         """The wrapped optimizer's state and, as "distributed", what is under way.
 
         That is this rank's gradients that are in no round yet, rounds that were not applied yet, where the rounds
-        stand, and the scheduler's state. Another one on every rank: each saves its own. Take it after `synchronize()`,
+        stand, and the scheduler's state. It differs between ranks: each saves its own. Take it after `synchronize()`,
         on all ranks.
         """
         refuse_torch_helpers("EagerSGD")
@@ -221,8 +222,8 @@ class EagerSGD(Wrapping):
     def gathered_state_dict(self) -> dict[str, Any]:
         """The states of all ranks in one, for a checkpoint that rank 0 alone writes; for every rank to call.
 
-        On rank 0, which holds it in the CPU's memory; {} elsewhere. Every rank loads it by `load_state_dict`, which
-        takes its own part. What the wrapped optimizer keeps, the same on all ranks, is in it once: take it after
+        Rank 0 holds it in the CPU's memory; the others get {}. Every rank loads it by `load_state_dict`, which takes
+        its own part. The wrapped optimizer's state, the same on all ranks, is in it once: take it after
         `synchronize()`. Loadable by torch.load(weights_only=True).
 
         Raises:
@@ -233,10 +234,10 @@ class EagerSGD(Wrapping):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on where this rank's `state_dict`, or `gathered_state_dict`, was taken.
 
-        For every rank to call, before its first step.
+        Every rank calls it, before its first step.
 
         Args:
-            state_dict: What `state_dict` gave on this rank, or `gathered_state_dict` on rank 0.
+            state_dict: Result of `state_dict` on this rank, or of `gathered_state_dict` on rank 0.
 
         Raises:
             TypeError: It is no state, such as None or a list.
@@ -290,7 +291,7 @@ class EagerSGD(Wrapping):
             self.applied, self._known = self.applied + 1, settings_of(self.optimizer)
 
     def _meet(self, *, finished: bool) -> bool:
-        """All ranks that have steps are here, where buffers are shared all others too; whether all have finished."""
+        """Meets all ranks that have steps, and all others too where buffers are shared; whether all have finished."""
         self._apply(self._rounds.synchronize())
         self._known, self._unended.steps = None, 0
         if self._shared is None:
@@ -307,7 +308,7 @@ class EagerSGD(Wrapping):
         return 1.0 if weight is None else weight
 
     def _put(self, result: PartialResult) -> None:
-        """The mean into p.grad, which is made where there is none."""
+        """Puts the mean into p.grad, which is made where there is none."""
         for p in self._trained:
             if p.grad is None:
                 p.grad = torch.empty_like(p)
@@ -319,7 +320,7 @@ class EagerSGD(Wrapping):
 
 
 def _in_32_bits(bucket: Bucket) -> Bucket:
-    """Gradients of 16 bits are added up in 32: halves that are finite may add to inf."""
+    """Bucket in which gradients of 16 bits are added up in 32: halves that are finite may add to inf."""
     return replace(bucket, dtype=torch.promote_types(bucket.dtype, torch.float32))
 
 

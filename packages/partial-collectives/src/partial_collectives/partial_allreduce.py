@@ -33,19 +33,20 @@ class PartialAllreduce:
     Every rank gets every round once, in order, with the same bits; how often it calls is its own affair. What comes too
     late for a round is added up and goes into the next one: Σ given = Σ applied, whatever the order of events.
 
-    A rank that is slow is waited for without end. Two objects that are called in turn may wait for each other where
-    ranks differ in speed, one rank in a round of this and one in a round of that: make one, with a list. All ranks make
-    it, and end it with `finish()` and `close()`.
+    A slow rank is waited for without end. Two objects that are called in turn may wait for each other where ranks
+    differ in speed, one rank in a round of this and one in a round of that: make one, with a list. All ranks make it,
+    and end it with `finish()` and `close()`.
 
     Args:
         like: A tensor, or a list of them, of the sizes and dtypes to be summed; alike on all ranks.
         comm: See `communicators.as_communicator`.
-        quorum: "solo": a round begins with the first arrival. "majority": with that of a rank drawn for it, (P + 1)/2
-            of which are there in the mean where arrivals are independent of the draw. A number: with so many arrivals.
-        max_staleness: Rounds in a row that a rank may miss which has more steps; then they wait for it.
+        quorum: "solo": a round begins with the first arrival. "majority": with the arrival of a rank drawn for it, when
+            (P + 1)/2 ranks are there in the mean if arrivals are independent of the draw. A number: with so many
+            arrivals.
+        max_staleness: Rounds in a row that a rank with more steps may miss; then they wait for it.
         grace: Seconds for which a round waits for further arrivals once its quorum is there; "0.5x" is half of the
             median time between the last 20 rounds.
-        seed: Of the draws, alike on all ranks.
+        seed: Seed of the draws, alike on all ranks.
         on_death: "error": all others raise one CollectiveError that names the rank. "shrink": they go on without it;
             what it had brought to a round that any of them has ended is in that round for all, the rest is given up. A
             mean is divided by len(result.members) then. Over gloo and in simulated worlds; ValueError elsewhere. An
@@ -85,12 +86,12 @@ class PartialAllreduce:
 
     @property
     def round(self) -> int:
-        """The number of the current round: so many are over on this rank."""
+        """Number of the current round, and so of the rounds that are over on this rank."""
         return self._engine.machine.round
 
     @property
     def lateness(self) -> Lateness:
-        """Who was last, and by how much, as the ranks have told in their rounds."""
+        """Ranks that were last, and by how much, as the ranks have told in their rounds."""
         return self._engine.lateness
 
     def allreduce(self, tensor: Tensor | Sequence[Tensor], *, weight: float = 1.0) -> list[PartialResult]:
@@ -99,8 +100,8 @@ class PartialAllreduce:
         Waits for a round only where none is there; else what was given goes into a later one.
 
         Args:
-            tensor: Of the sizes of `like`; it may be changed afterwards.
-            weight: A factor on it, of which rounds give the sum.
+            tensor: Tensors of the sizes of `like`; they may be changed afterwards.
+            weight: Factor on the tensor, of which rounds give the sum.
 
         Returns:
             Rounds in order, each to be applied once.
@@ -117,8 +118,8 @@ class PartialAllreduce:
     def synchronize(self) -> Iterator[PartialResult]:
         """Meets all ranks that have more steps: yields rounds until one has found nobody running, and all is applied.
 
-        For every such rank to call, each after as many steps as it likes; then all have applied the same rounds, and
-        go on. For evaluation, and before a checkpoint.
+        Every such rank calls it, each after as many steps as it likes; then all have applied the same rounds, and go
+        on. Call it for evaluation, and before a checkpoint.
 
         Yields:
             Rounds in order, each to be applied once.
@@ -127,7 +128,7 @@ class PartialAllreduce:
         yield from self._rest(Stage.PAUSED)
 
     def finish(self) -> Iterator[PartialResult]:
-        """This rank has no more steps: takes part until all others have none.
+        """Ends this rank's steps: takes part until all others have none.
 
         Yields:
             The rest of the rounds in order, each to be applied once.
@@ -136,7 +137,7 @@ class PartialAllreduce:
         yield from self._rest(Stage.FINISHED)
 
     def close(self) -> None:
-        """Ends it, with all other ranks.
+        """Closes it, with all other ranks.
 
         Without `finish()` before, this rank has no more steps from now on, takes part until the others have none, and
         throws the results away.
@@ -149,9 +150,9 @@ class PartialAllreduce:
         self._closed = True
 
     def state_dict(self) -> dict[str, Any]:
-        """What was given and is in no round yet, rounds that were not returned yet, and where the rounds stand.
+        """State of this rank: gradients in no round yet, rounds that were not returned yet, and where the rounds stand.
 
-        Another one on every rank. A round under way is waited for. The ranks can only go on together from states of
+        It differs between ranks. A round under way is waited for. The ranks can only go on together from states of
         the same round: take them after `synchronize()`, or when no rank is in a step.
         """
         return self._engine.state()
@@ -160,10 +161,10 @@ class PartialAllreduce:
         """Goes on where `state_dict` was taken; for every rank to call, before its first `allreduce()`.
 
         Args:
-            state: What `state_dict` gave.
-            joins: The state is a peer's, for a rank that comes in place of one that has died. What the peer has given
-                and is in no round yet stays the peer's to give; its rounds that were not returned yet are returned here
-                too.
+            state: Result of `state_dict`.
+            joins: Whether the state is a peer's, for a rank that comes in place of one that has died. What the peer has
+                given and is in no round yet stays the peer's to give; its rounds that were not returned yet are
+                returned here too.
 
         Raises:
             CollectiveError: The states of the ranks are of different rounds.
@@ -241,7 +242,7 @@ class PartialAllreduce:
 
 
 def _parsed_grace(grace: float | str) -> tuple[float, float]:
-    """(share of the median, seconds); one of them is 0."""
+    """Grace as (share of the median, seconds); one of them is 0."""
     text = isinstance(grace, str) and grace.endswith("x")
     try:
         number = float(grace[:-1]) if text and isinstance(grace, str) else float(grace)

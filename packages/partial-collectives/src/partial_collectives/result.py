@@ -1,4 +1,4 @@
-"""What a round of a partial allreduce gives, the same on every rank."""
+"""Result of a round of a partial allreduce, the same on every rank."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ class PartialResult:
     Attributes:
         total: The sum over all that was contributed, weights included; a tensor, or a list of them, as `like` was.
         round: Its number, the same on all ranks; numbers are left out where nobody had anything to give.
-        contributors: The ranks of which something is in the total.
-        fresh: Those that did not come too late for this round; of the others only earlier gradients are in it.
-        staleness: For each rank, how many rounds in a row up to this one nothing of it was in; 0 for those that have
+        contributors: Ranks that are in the total.
+        fresh: Ranks that did not come too late for this round; of the others only earlier gradients are in it.
+        staleness: For each rank, the rounds in a row up to this one that nothing of it was in; 0 for those that have
             ended.
-        deposits: How many gradients are in the total.
+        deposits: Number of gradients in the total.
         weight: The sum of their weights.
         nonfinite: The ranks that contributed NaN or inf.
-        members: The ranks that took part, with a gradient or without: all that were not known to be dead. As many ranks
-            is what a mean is divided by.
+        members: The ranks that took part, with a gradient or without: all that were not known to be dead. A mean is
+            divided by their number.
     """
 
     total: Tensor | list[Tensor]

@@ -1,4 +1,4 @@
-"""What shapes an update besides the gradient: rates, momenta, the schedule. Alike on all ranks at the same round."""
+"""Settings that shape an update besides the gradient: rates, momenta, the schedule. Alike on all ranks in a round."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PLAIN = (bool, int, float, str, type(None), tuple, list)
 
 
 def as_facts(optimizer: Optimizer, scheduler: Any) -> str:
-    """What ranks must share of them at the beginning."""
+    """Settings that ranks must share at the beginning, as facts."""
     groups = [
         {name: value for name, value in group.items() if isinstance(value, _PLAIN)} for group in settings_of(optimizer)
     ]
@@ -20,7 +20,7 @@ def as_facts(optimizer: Optimizer, scheduler: Any) -> str:
 
 
 def refuse_changed(optimizer: Optimizer, known: list[dict[str, Any]]) -> None:
-    """Raises ValueError for settings that are not those after the last round: a rank knows of no other's."""
+    """Raises ValueError for settings that changed since the last round: a rank does not know the others'."""
     for number, (now, before) in enumerate(zip(settings_of(optimizer), known, strict=True)):
         if changed := [f"{name} {before.get(name)} -> {now[name]}" for name in now if now[name] != before.get(name)]:
             raise ValueError(
@@ -31,7 +31,7 @@ def refuse_changed(optimizer: Optimizer, known: list[dict[str, Any]]) -> None:
 
 
 def check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
-    """Raises TypeError or ValueError for one that cannot be stepped once a round."""
+    """Raises TypeError or ValueError for a scheduler that cannot be stepped once a round."""
     if isinstance(scheduler, ReduceLROnPlateau):
         raise TypeError("a ReduceLROnPlateau takes a metric: leave it out, and step it yourself after synchronize()")
     if scheduler is not None and getattr(scheduler, "optimizer", optimizer) is not optimizer:

@@ -1,4 +1,4 @@
-"""How ranks come to the same reason when a collective cannot proceed: control messages on a channel beside the data.
+"""Agreement of all ranks on one reason why a collective cannot proceed, by control messages beside the data.
 
 Pure: messages in, messages out; a world only carries them. Rank 0 is the arbiter, or the lowest rank that can still be
 reached: the first reason that reaches it becomes the abort reason that every rank raises.
@@ -28,10 +28,10 @@ ControlMessages = list[tuple[int, bytes]]  # to whom, what
 
 
 class Control:
-    """One rank's part.
+    """Abort protocol of one rank.
 
-    abort_reason: what all ranks raise, once there is one. departed: ranks that have left, and why. ended_calls: how
-    many of the first calls each of those had ended: what it sent in them may still be in flight. lost: ranks that
+    abort_reason: reason that all ranks raise, once there is one. departed: ranks that have left, and why. ended_calls:
+    how many of the first calls each of those had ended: what it sent in them may still be in flight. lost: ranks that
     cannot be reached any more.
     """
 
@@ -48,11 +48,11 @@ class Control:
 
     @property
     def arbiter(self) -> int:
-        """Who decides, as far as this rank knows."""
+        """Rank that decides on the abort reason, as far as this rank knows."""
         return min(set(range(self.size)) - self.lost)
 
     def called(self, number: int, facts: str) -> ControlMessages:
-        """This rank makes a call."""
+        """Records a call of this rank, and compares its facts with those of a peer that waits in it."""
         self._mine[number] = facts
         if len(self._mine) > REMEMBERED_CALLS:
             self._mine.popitem(last=False)
@@ -60,11 +60,11 @@ class Control:
         return self._compare(number, *waiting) if waiting else []
 
     def waits(self, number: int, facts: str, peers: list[int]) -> ControlMessages:
-        """This rank has waited long for these peers."""
+        """Tells these peers that this rank has waited long for them."""
         return [(peer, _encoded(kind="waits", rank=self.rank, number=number, facts=facts)) for peer in peers]
 
     def request_abort(self, reason: str) -> ControlMessages:
-        """This rank has found a reason why a collective cannot proceed; its first one counts."""
+        """Requests an abort for a reason that this rank has found; its first reason counts."""
         self._reason = self._reason or reason
         if self.abort_reason is not None:
             return []
@@ -73,21 +73,21 @@ class Control:
         return [(self.arbiter, _encoded(kind="request", rank=self.rank, reason=self._reason))]
 
     def ask(self) -> ControlMessages:
-        """The arbiter does not answer: maybe it has told others, or others can still reach it."""
+        """Asks all ranks, as the arbiter does not answer: it may have told others, or they can still reach it."""
         return self._to_all(_encoded(kind="asks", rank=self.rank, reason=self._reason))
 
     def lose(self, peer: int) -> ControlMessages:
-        """This peer cannot be reached any more, or does not answer: if it was the arbiter, the next one is asked."""
+        """Marks a peer that cannot be reached or does not answer; if it was the arbiter, the next one is asked."""
         before = self.arbiter
         self.lost.add(peer)
         return [] if self._reason is None or self.arbiter == before else self.request_abort(self._reason)
 
     def departs(self, why: str, calls: int) -> ControlMessages:
-        """This rank exits; its first so many calls are over."""
+        """Tells all ranks that this one exits, and that its first `calls` calls are over."""
         return self._to_all(_encoded(kind="departed", rank=self.rank, why=why, calls=calls))
 
     def receive(self, message: bytes) -> ControlMessages:
-        """A control message has come."""
+        """Handles a control message that has come."""
         content = _decoded(message)
         if content is None:
             return self.request_abort(f"rank {self.rank} got a corrupted control message: the network changes bits")
@@ -109,7 +109,7 @@ class Control:
         return []
 
     def departed_before(self, number: int, peers: list[int]) -> list[int]:
-        """Those of the peers that have left and will not take part in this call."""
+        """Peers that have left and will not take part in this call."""
         return sorted(peer for peer in peers if peer in self.departed and number >= self.ended_calls[peer])
 
     def _compare(self, number: int, rank: int, facts: str) -> ControlMessages:
@@ -131,7 +131,7 @@ class Control:
 
 
 def _decoded(message: bytes) -> dict[str, Any] | None:
-    """What a control message says; None for one that is not as it was written."""
+    """Content of a control message; None where its checksum does not match."""
     check, text = message[:CHECK_BYTES], message[CHECK_BYTES:]
     if zlib.crc32(text).to_bytes(CHECK_BYTES, "big") != check:
         return None

@@ -21,7 +21,7 @@ from communicators.signals import Attempt
 
 
 class Group(Protocol):
-    """The communicator over whose transport it goes."""
+    """Communicator whose transport carries an attempt."""
 
     rank: int
     size: int
@@ -29,13 +29,14 @@ class Group(Protocol):
     lock: threading.RLock
 
     def count(self, nbytes: int, messages: int) -> None:
-        """What this rank has sent."""
+        """Counts bytes and messages that this rank has sent."""
 
 
 class TransportAttempt(Attempt):
-    """See `Attempt`. It is the owner of its call: what a communicator would tell all ranks stays here.
+    """Attempt over a transport; owns its call, so that a reason to abort stays on this rank.
 
-    facts: what tells it from all others; tags follow from it, so that no message of another one is taken for its own.
+    facts: text that tells it from all other attempts; tags follow from it, so that no message of another one is taken
+    for its own.
     """
 
     def __init__(self, comm: Group, schedule: Schedule[Any], facts: str) -> None:
@@ -48,50 +49,45 @@ class TransportAttempt(Attempt):
 
     @property
     def value(self) -> Any:
-        """See `Attempt.value`."""
         return self.outstanding.call.value
 
     @property
     def error(self) -> CollectiveError | None:
-        """See `Attempt.error`."""
         return self.outstanding.error
 
     @property
     def lost(self) -> int | None:
-        """See `Attempt.lost`."""
         return self._lost
 
     def when_over(self, callback: Callable[[], None]) -> None:
-        """See `Attempt.when_over`."""
         self.outstanding.when_finished(callback)
 
     def cancel(self) -> None:
-        """See `Attempt.cancel`."""
         self.request_abort("it was cancelled")
 
     def count(self, nbytes: int, messages: int) -> None:
-        """See `CallOwner.count`."""
+        """Counts traffic on the attempt's communicator."""
         self._comm.count(nbytes, messages)
 
     def detaches(self, unsent: Unsent) -> bool:
-        """Never: who has left this attempt will not take them."""
+        """Detaches nothing: a rank that has left the attempt takes no messages."""
         return unsent.done()
 
     def over(self, call: Call) -> None:
-        """See `CallOwner.over`."""
+        """Tells the transport that the call has ended."""
         self.transport.ended(call)
 
     def request_abort(self, reason: str) -> None:
-        """Nobody else hears of it."""
+        """Fails the attempt on this rank alone; nobody else hears of it."""
         self.control.abort_reason = self.control.abort_reason or reason
 
     def ask(self) -> None:
-        """Nobody: the reason is this rank's own."""
+        """Asks nobody: the reason is this rank's own."""
 
     def lose(self, peer: int) -> None:
-        """See `CallOwner.lose`."""
+        """Fails the attempt because a peer is lost."""
         self._lost = peer
         self.request_abort(errors.lost(peer))
 
     def report(self, call: Call, peers: list[int]) -> None:
-        """Slow ranks are waited for."""
+        """Tells nobody: slow ranks are waited for."""

@@ -27,7 +27,7 @@ assert _STAMP.size == SLOT_BYTES
 
 @dataclass(frozen=True, slots=True)
 class NativeSum:
-    """In place of a round: the transport's own sum, posted under the call's number and facts like any other."""
+    """Transport's own sum in place of a round, posted under the call's number and facts like any other."""
 
     pending: Any
 
@@ -108,7 +108,7 @@ class Call:
     def stamp(self, payload: Tensor) -> None:
         """Writes call and sender into the slot of a payload, on any device; the host does not wait.
 
-        And a checksum of the rest, but for payloads on a device: the host would have to read them.
+        A payload in host memory also gets a checksum of the rest; on a device the host would have to read it.
         """
         if payload.is_cpu:
             memory = _memory(payload)
@@ -118,7 +118,7 @@ class Call:
             payload[:SLOT_BYTES].copy_(self._slot(self.rank, payload), non_blocking=True)
 
     def stamped_nbytes(self, buffer: Tensor) -> int:
-        """How long the payload in a buffer says that it is, for transports that do not say."""
+        """Length that the payload in a buffer states, for transports that do not tell it."""
         nbytes: int = _STAMP.unpack_from(_memory(buffer), 0)[3]
         return min(nbytes, buffer.numel())
 
@@ -156,7 +156,7 @@ class Call:
         self._doubts.append((payload[:SLOT_BYTES] != expected).any())
 
     def settle(self) -> None:
-        """Raises if a payload that was not read was not of this call. At the end only, because it reads back."""
+        """Raises CollectiveError if an unread payload was not of this call; at the end only, because it reads back."""
         if self._doubts and bool(torch.stack(self._doubts).any()):
             raise CollectiveError(f"corrupted header: rank {self.rank} got a message of another call in {self.facts}")
 
@@ -165,7 +165,7 @@ class Call:
         return torch.frombuffer(bytearray(_STAMP.pack(*header)), dtype=torch.uint8)
 
     def _header(self, sender: int, nbytes: int, memory: memoryview | None) -> tuple[int, int, int, int]:
-        """memory: the payload's, None where it cannot be read: it has no checksum then."""
+        """Stamp as four numbers. memory: the payload's; None where it cannot be read, so that there is no checksum."""
         check = 0 if memory is None else checksum(memory[SLOT_BYTES:])
         return self._hash(0) ^ check, self.number, sender, nbytes
 
@@ -173,7 +173,7 @@ class Call:
         return zlib.crc32(b"%d" % sequence, self._hashed) & ((1 << TAG_BITS) - 1)
 
     def _check(self, action: Round) -> None:
-        """Raises for what its author got wrong."""
+        """Raises TypeError or ValueError for a mistake of the schedule's author."""
         for peer in (*action.sends, *action.recvs):
             if not isinstance(peer, int) or not 0 <= peer < self.size or peer == self.rank:
                 raise ValueError(f"{self.facts}: rank {self.rank} of {self.size} cannot exchange with rank {peer}")
@@ -212,5 +212,5 @@ def _is_free(payload: Tensor) -> bool:
 
 
 def _memory(payload: Tensor) -> Any:
-    """Its bytes; of a payload on a device a copy of its slot."""
+    """Bytes of a payload; on a device, a copy of its slot."""
     return (payload if payload.is_cpu else payload[:SLOT_BYTES].cpu()).numpy().data

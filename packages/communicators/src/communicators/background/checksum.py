@@ -1,4 +1,4 @@
-"""What tells a message from one that was changed on its way.
+"""Checksum that tells a message from one that was changed on its way.
 
 TCP's own 16 bits miss one error in 65,536, and more where a switch or a card computes them anew.
 """

@@ -13,11 +13,11 @@ from communicators.background.transport import Unsent
 from communicators.communicator import TIMEOUT_SECONDS
 
 GRACE_SECONDS = 0.5
-"""For so long the receipt of a peer that has left may still be in flight."""
+"""Longest time that the receipt of a peer that has left may still be in flight."""
 
 
 class DetachedSends:
-    """The last messages of one call, for the engine to see through. control: of its communicator."""
+    """Last messages of one call, which the engine sees through. control: that of its communicator."""
 
     lingers = True
 
@@ -26,7 +26,7 @@ class DetachedSends:
         self._unsent = unsent
 
     def poll(self) -> bool:
-        """Whether they have come, or never will: a later call finds out why."""
+        """Whether the messages have come, or never will: a later call finds out why."""
         try:
             if self._unsent.done():
                 return True
@@ -39,10 +39,10 @@ class DetachedSends:
         return False
 
     def watch(self) -> None:
-        """Its clock is looked at by `poll`."""
+        """Does nothing: `poll` looks at the clock."""
 
     def abandon(self, error: BaseException | None) -> None:
-        """See `Driven.abandon`."""
+        """Cancels the messages."""
         del error
         self._unsent.cancel()
 

@@ -26,35 +26,35 @@ SPIN_SECONDS = 100e-6
 LONGEST_NAP_SECONDS = 200e-6
 IDLE_SECONDS = 1e-3
 FAILED_DEPARTURE_SECONDS = 5.0
-"""So long the end of a process waits for the peers of a communicator that has failed."""
+"""Longest time that the end of a process waits for the peers of a communicator that has failed."""
 
 logger = logging.getLogger(__name__)
 
 
 class Driven(Protocol):
-    """Something that goes on by being looked at, by the engine or by who waits for it; never by both.
+    """Work that progresses when it is polled, by the engine or by the thread that waits for it, never by both.
 
-    progressed: when it last got on, by time.monotonic(): the longer ago, the rarer it is looked at.
-    lingers: whether its owner has gone on without it. Then it is seen to its end before the process ends.
+    progressed: time of its last progress, by time.monotonic(): the longer ago, the more rarely it is polled.
+    lingers: whether its owner has gone on without it. Then it is driven to its end before the process ends.
     """
 
     progressed: float
     lingers: bool
 
     def poll(self) -> bool:
-        """Goes on as far as it can without blocking; True once it is over, then it is not looked at again."""
+        """Progresses as far as it can without blocking; True once it is over, after which it is not polled again."""
 
     def watch(self) -> None:
         """Looks at the clock; called every few milliseconds while polls find nothing."""
 
     def abandon(self, error: BaseException | None) -> None:
-        """It is not looked at again: what it raised itself, None where the process ends."""
+        """Releases work that is not polled again. error: what it raised itself, None where the process ends."""
 
 
 class ControlListener(Protocol):
-    """A communicator whose control messages are read.
+    """Communicator whose control messages the engine reads.
 
-    threaded: whether another thread may do that while its owner computes.
+    threaded: whether another thread may read them while its owner computes.
     """
 
     @property
@@ -73,13 +73,13 @@ class ControlListener(Protocol):
         """The peers that have not departed."""
 
     def departure_seconds(self) -> float:
-        """How long their departure is waited for."""
+        """Longest wait for the peers' departure, in seconds."""
 
     def release(self) -> None:
         """Lets go of the transport."""
 
     def fail(self, error: BaseException) -> None:
-        """The transport itself has failed here."""
+        """Fails the communicator, whose transport has failed on this rank."""
 
 
 @cache
@@ -91,7 +91,7 @@ def engine() -> Engine:
 
 
 class Alarm:
-    """What a thread naps by; a lock, because an Event costs twice as much of the core, a thousand times a second."""
+    """Nap that another thread can end; a lock, as an Event takes twice as much of the core, 1,000 times a second."""
 
     def __init__(self) -> None:
         self._ringing = threading.Lock()
@@ -103,12 +103,12 @@ class Alarm:
             self._ringing.release()
 
     def wait(self, seconds: float) -> None:
-        """Naps at most so long."""
+        """Naps for at most `seconds`."""
         self._ringing.acquire(timeout=seconds)
 
 
 class Ending:
-    """An Event that is cheaper: every call has one, and hardly any is waited for."""
+    """Event that is cheaper than threading's: every call has one, and hardly any is waited for."""
 
     def __init__(self) -> None:
         self._before = threading.Lock()
@@ -116,17 +116,17 @@ class Ending:
         self._set = False
 
     def is_set(self) -> bool:
-        """Whether it has come."""
+        """Whether the end has come."""
         return self._set
 
     def set(self) -> None:
-        """It has come; by one thread at a time."""
+        """Marks the end; called by one thread at a time."""
         if not self._set:
             self._set = True
             self._before.release()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Until it has come, or for so many seconds; whether it has."""
+        """Waits for the end, at most `timeout` seconds; returns whether it has come."""
         if self._set:
             return True
         if self._before.acquire(timeout=-1 if timeout is None else max(timeout, 0.0)):
@@ -135,7 +135,7 @@ class Ending:
 
 
 class Engine:
-    """What is driven in the background, and the communicators whose control messages are read."""
+    """Drives started work in the background, and reads the control messages of communicators."""
 
     def __init__(self) -> None:
         self._driven: list[Driven] = []
@@ -150,11 +150,11 @@ class Engine:
 
     @property
     def drives(self) -> bool:
-        """Whether what is added goes on while its owner computes."""
+        """Whether added work progresses while its owner computes."""
         return not self.inline and not self._closing
 
     def listen_to(self, listener: ControlListener) -> None:
-        """From now on its control messages are read."""
+        """Reads the listener's control messages from now on."""
         with self._lock:
             self._listeners.add(listener)
         if not listener.threaded:
@@ -166,24 +166,24 @@ class Engine:
             self._thread.start()
 
     def forget(self, listener: ControlListener) -> None:
-        """Its control messages are read no longer."""
+        """Stops reading the listener's control messages."""
         with self._lock:
             self._listeners.discard(listener)
 
     def add(self, driven: Driven) -> None:
-        """Drives it in the background, at once."""
+        """Drives work in the background, from now on."""
         self._driven.append(driven)
         self._wake.set()
 
     def wake(self) -> None:
-        """Something that it drives has news: it is looked at now, not at the end of a nap."""
+        """Ends a nap at once, because work that is driven has news."""
         self._wake.set()
 
     def drive(self, driven: Driven, nap: Callable[[float], None]) -> None:
-        """Polls it to its end in the calling thread.
+        """Polls work to its end in the calling thread.
 
-        Busy at first in every round, then with naps in proportion to the wait: ranks beyond the cores would otherwise
-        spin in the way of the one that they wait for.
+        It spins at first in every round, then naps in proportion to the wait: where ranks outnumber cores, they would
+        otherwise spin in the way of the one that they wait for.
         """
         while not driven.poll():
             waited = time.monotonic() - driven.progressed
@@ -194,7 +194,7 @@ class Engine:
                 self._look_around([driven])
 
     def wait(self, over: Callable[[], bool], finished: Ending | threading.Event, timeout: float | None) -> bool:
-        """Waits for the end of what was added; False when it is not over in time."""
+        """Waits for the end of added work; False when it is not over in time."""
         if not self.inline:
             return finished.wait(timeout)
         end = None if timeout is None else time.monotonic() + timeout
@@ -205,7 +205,7 @@ class Engine:
         return over()
 
     def drain(self, kind: Callable[[Driven], bool] = lambda driven: True) -> None:
-        """Until nothing of this kind that lingers is left; in the calling thread where the engine's has ended."""
+        """Waits until no work of this kind lingers, polling in the calling thread where the engine's has ended."""
         while any(driven.lingers and kind(driven) for driven in list(self._driven)):
             if not self.drives:
                 self._poll_all()
@@ -214,7 +214,7 @@ class Engine:
             time.sleep(BUSY_SECONDS)
 
     def close(self) -> None:
-        """At exit: tells all peers, and reads their messages until they have departed too. Not in a forked child."""
+        """Departs at exit, not in a forked child: tells all peers, and reads messages until they have departed too."""
         if os.getpid() != self._process or self._closing:
             return
         self._closing = True
@@ -246,7 +246,7 @@ class Engine:
                 self._wake.wait(LISTEN_SECONDS)
 
     def _nap(self) -> float:
-        """In proportion to how long nothing has come: each look takes time from the threads that compute."""
+        """Length of a nap, in proportion to how long nothing has come: each poll takes time from computing threads."""
         last = max((driven.progressed for driven in list(self._driven)), default=0.0)
         return min(max((time.monotonic() - last) / 8, BUSY_SECONDS), IDLE_SECONDS)
 
@@ -256,7 +256,7 @@ class Engine:
         self._look_around(list(self._driven))
 
     def _guard(self, driven: Driven, look: Callable[[], bool | None]) -> None:
-        """What it raises ends it alone, and not the others, or the thread."""
+        """Abandons work that raises, and leaves the others and the thread alone."""
         try:
             over = look()
         except Exception as error:
@@ -288,9 +288,9 @@ class Engine:
 def leave(*, timeout: float = FAILED_DEPARTURE_SECONDS) -> list[int]:
     """Departs from all peers of this process's communicators.
 
-    For the end of a program that has failed. Nothing can be called over those afterwards. Under MPI the end of a
-    process waits in MPI_Finalize for all others, also for those that cannot be reached: where ranks are missing,
-    MPI.COMM_WORLD.Abort(1) is the way out.
+    Meant for the end of a program that has failed: nothing can be called over those communicators afterwards. Under MPI
+    the end of a process waits in MPI_Finalize for all others, even for those that cannot be reached: where ranks are
+    missing, MPI.COMM_WORLD.Abort(1) is the way out.
 
     Args:
         timeout: Seconds to wait for the peers.
@@ -302,9 +302,10 @@ def leave(*, timeout: float = FAILED_DEPARTURE_SECONDS) -> list[int]:
 
 
 def depart(listeners: Sequence[ControlListener], why: str, timeout: float | None = None) -> list[int]:
-    """Departs from all of them, then goes on reading control messages until all peers have said so too.
+    """Departs from all listeners' peers, then reads control messages until they have departed too.
 
-    An arbiter may still be needed. Returns the ranks that have not after `timeout` seconds, default what each says.
+    An arbiter may still be needed. Returns the ranks that have not departed after `timeout` seconds, default each
+    listener's own limit.
     """
     for listener in listeners:
         _guarded(listener, partial(listener.depart, why))
@@ -325,7 +326,7 @@ def depart(listeners: Sequence[ControlListener], why: str, timeout: float | None
 
 
 def _guarded(listener: ControlListener, look: Callable[[], None]) -> bool:
-    """An error of the transport itself (False) is its communicator's; the others' engine goes on."""
+    """Looks at one listener; an error of its transport (False) fails that communicator, and the engine goes on."""
     try:
         look()
         return True

@@ -24,15 +24,15 @@ from communicators.schedule import Elapse, Received, Round
 T = TypeVar("T")
 
 REPORT_SECONDS = 2.0
-"""After so long a rank tells those it waits for what it waits for."""
+"""Wait after which a rank tells its peers what it waits for."""
 LEAVE_GRACE_SECONDS = 0.5
-"""A message of a peer that has left may still be in flight for so long."""
+"""Longest time that a message of a peer that has left may still be in flight."""
 LATE_ABORT_SECONDS = 0.8
-"""For so long a rank that has waited for its whole time-out waits for an abort reason."""
+"""Wait for an abort reason by a rank that has waited for its whole time-out."""
 
 
 class CallOwner(Protocol):
-    """What a call needs of the communicator that it belongs to."""
+    """Owner of a call: the communicator or attempt that it belongs to."""
 
     rank: int
     transport: Transport
@@ -40,13 +40,13 @@ class CallOwner(Protocol):
     lock: threading.RLock
 
     def count(self, nbytes: int, messages: int) -> None:
-        """What this rank has sent."""
+        """Counts bytes and messages that this rank has sent."""
 
     def detaches(self, unsent: Unsent) -> bool:
         """Whether the last messages of a call are left to the engine, so that the call is over."""
 
     def over(self, call: Call) -> None:
-        """A call has ended, or failed."""
+        """Notes that a call has ended, or failed."""
 
     def request_abort(self, reason: str) -> None:
         """Tells the arbiter why a collective cannot proceed."""
@@ -55,7 +55,7 @@ class CallOwner(Protocol):
         """Asks all ranks, as the arbiter does not answer."""
 
     def lose(self, peer: int) -> None:
-        """This peer cannot be reached any more, or does not answer."""
+        """Marks a peer that cannot be reached any more, or does not answer."""
 
     def report(self, call: Call, peers: list[int]) -> None:
         """Tells the peers what this rank waits for."""
@@ -93,11 +93,11 @@ class OutstandingCall:
 
     @property
     def peers(self) -> list[int]:
-        """Of the current round."""
+        """Peers of the current round."""
         return sorted(set(self._peers))
 
     def poll(self) -> bool:
-        """Goes on as far as it can without blocking; True at the end."""
+        """Progresses as far as it can without blocking; True at the end."""
         if self.side is None:
             return self._poll()
         try:
@@ -143,7 +143,7 @@ class OutstandingCall:
             self.comm.report(self.call, missing)
 
     def when_finished(self, callback: Callable[[], None]) -> None:
-        """Calls back at the end, or at once if that has been."""
+        """Calls back at the end, or at once if the call is over."""
         with self.comm.lock:
             if not self.finished.is_set():
                 self._callbacks.append(callback)
@@ -151,7 +151,7 @@ class OutstandingCall:
         callback()
 
     def abandon(self, error: BaseException | None = None) -> None:
-        """See `Driven.abandon`: at exit, after a signal, or where looking at it raised."""
+        """Cancels what is in flight, at exit or after an interrupt; an error of a poll also fails it on all ranks."""
         for pending in (*self._unsent, *filter(None, [self._pending])):
             pending.cancel()
         if error is not None:
@@ -162,7 +162,7 @@ class OutstandingCall:
             self.comm.request_abort(reason)
 
     def interrupted(self, error: BaseException) -> None:
-        """A signal came while its rank waited: later calls would be out of step, so it ends on all ranks."""
+        """Ends the call on all ranks after an interrupt of its waiting rank: later calls would be out of step."""
         self.abandon()
         self.comm.request_abort(errors.failed(self.comm.rank, self.call.facts, error))
 
@@ -246,7 +246,6 @@ class TransportWork(Work[T]):
         self._outstanding, self._engine = outstanding, engine
 
     def wait(self, timeout: float | None = None) -> T:
-        """See `Work.wait`."""
         if not self._over_within(timeout):
             call = self._outstanding.call
             waiting = errors.waits(call.rank, call.number, call.facts, call.turn, self._outstanding.peers)
@@ -255,11 +254,10 @@ class TransportWork(Work[T]):
         return result if self._outstanding.side is None else owned_here(result, self._outstanding.device)
 
     def is_completed(self) -> bool:
-        """See `Work.is_completed`."""
         return self._over_within(0.0)
 
     def get_future(self) -> torch.futures.Future[T]:
-        """See `Work.get_future`. Without a thread nothing would complete it later, so it is waited for."""
+        """A torch future of the result, waited for without the engine's thread: nothing would complete it later."""
         outstanding = self._outstanding
         if self._engine.inline:
             self._over_within(None)
@@ -269,21 +267,17 @@ class TransportWork(Work[T]):
 
     @property
     def error(self) -> CollectiveError | None:
-        """See `Work.error`."""
         return self._outstanding.error
 
     def when_over(self, callback: Callable[[], None]) -> None:
-        """See `Work.when_over`."""
         self._outstanding.when_finished(callback)
 
     @property
     def began(self) -> float:
-        """See `Work.began`."""
         return self._outstanding.began
 
     @property
     def ended(self) -> float | None:
-        """See `Work.ended`."""
         return self._outstanding.ended
 
     def _over_within(self, timeout: float | None) -> bool:

@@ -1,4 +1,4 @@
-"""A reason that this rank has found, until all ranks agree on one."""
+"""Abort reason that this rank has found, until all ranks agree on one."""
 
 from __future__ import annotations
 
@@ -8,30 +8,31 @@ from typing import Protocol
 from communicators.background.abort import Control
 
 ABORT_SECONDS = 5.0
-"""Where no abort reason comes for so long, a rank raises its own reason.
+"""Wait for an abort reason, after which a rank raises its own.
 
 After half of it all ranks are asked for one, after three quarters the next arbiter.
 """
 
 
 class Requester(Protocol):
-    """The communicator that cannot proceed."""
+    """Communicator that cannot proceed."""
 
     control: Control
 
     def request_abort(self, reason: str) -> None:
-        """Tells the arbiter why."""
+        """Tells the arbiter the reason."""
 
     def ask(self) -> None:
         """Asks all ranks, as the arbiter does not answer."""
 
     def lose(self, peer: int) -> None:
-        """This peer does not answer."""
+        """Marks a peer that does not answer."""
 
 
 class RequestedAbort:
-    """reason: what this rank says; the agreed one, `control.abort_reason`, may be another rank's.
+    """Abort that this rank has requested.
 
+    reason: this rank's own; the agreed one, `control.abort_reason`, may be another rank's.
     patience: seconds, default ABORT_SECONDS.
     """
 

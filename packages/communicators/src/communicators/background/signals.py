@@ -1,7 +1,7 @@
 """Signals over a transport: on a duplicate of the communicator, read and written by the engine at its own pace.
 
-To each peer one message is in flight at a time; it carries what has gathered meanwhile. The last one says that no
-more will come. So memory is bounded, and who has heard that from all peers has heard all of their signals.
+One message at a time is in flight to each peer; it carries what has gathered meanwhile. The last one says that no
+more will come. So memory is bounded, and a rank that has heard that from all peers has heard all of their signals.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from communicators.schedule import Schedule
 from communicators.signals import Attempt, OnSignal, Signals, refuse_too_many_waiting
 
 MOST_VALUES = 64
-"""In one message."""
+"""Most values in one message."""
 MOST_UNREAD = 4096
-"""Signals that wait for `poll()`; beyond, messages are left with the transport, and their senders wait."""
+"""Most signals that wait for `poll()`; beyond, messages are left with the transport, and their senders wait."""
 GRACE_SECONDS = 0.5
-"""For so long the last message of a peer that has left may still be in flight."""
+"""Longest time that the last message of a peer that has left may still be in flight."""
 LOOK_SECONDS = 0.1
-"""At least so often who waits looks whether he still must."""
+"""Longest interval between two checks by a waiting rank."""
 FAIL_SECONDS = 10.0
-"""Sooner all ranks have agreed on a reason, or this rank has raised its own."""
+"""Upper bound on a failure: by then all ranks have agreed on a reason, or this rank has raised its own."""
 
 _HEAD = struct.Struct("<IHH")  # checksum of the rest, whether it is the last one, number of values
 
 
 class Group(Protocol):
-    """The communicator whose transport carries nothing but these signals."""
+    """Communicator whose transport carries nothing but these signals."""
 
     rank: int
     size: int
@@ -52,16 +52,16 @@ class Group(Protocol):
     def timeout(self) -> float: ...
 
     def request_abort(self, reason: str) -> None:
-        """Tells all ranks why this cannot go on."""
+        """Tells all ranks why the signals cannot go on."""
 
     def ask(self) -> None:
         """Asks all ranks, as the arbiter does not answer."""
 
     def lose(self, peer: int) -> None:
-        """This peer cannot be reached any more."""
+        """Marks a peer that cannot be reached any more."""
 
     def count(self, nbytes: int, messages: int) -> None:
-        """What this rank has sent."""
+        """Counts bytes and messages that this rank has sent."""
 
     def depart(self, why: str) -> None:
         """Tells all peers that this rank departs."""
@@ -71,7 +71,7 @@ class Group(Protocol):
 
 
 class TransportSignals(Signals):
-    """One rank's end; what it sends and receives is driven by the engine."""
+    """Signals of one rank over a transport, sent and received by the engine."""
 
     def __init__(self, comm: Group, on_signal: OnSignal | None, engine: Engine) -> None:
         super().__init__(comm.rank, comm.size, on_signal)
@@ -82,11 +82,9 @@ class TransportSignals(Signals):
 
     @property
     def departed(self) -> frozenset[int]:
-        """See `Signals.departed`."""
         return self._traffic.departed()
 
     def wait_until(self, over: Callable[[], bool], timeout: float) -> None:
-        """See `Signals.wait_until`."""
         end, news = time.monotonic() + timeout, self._traffic.news
         self._traffic.progressed = time.monotonic()  # who waits is not kept waiting by naps that had grown meanwhile
         self._engine.wake()
@@ -100,7 +98,7 @@ class TransportSignals(Signals):
             news.wait(min(left, LOOK_SECONDS))
 
     def fail(self, reason: str) -> None:
-        """See `Signals.fail`; not in `on_signal`, which may raise it."""
+        """Fails the signals on all ranks, as `Signals.fail` says; not in `on_signal`, which may raise the reason."""
         if self._engine.on_thread():
             raise RuntimeError("fail() in on_signal would wait for itself: raise a CollectiveError there")
         self._traffic.fail_with = reason
@@ -108,11 +106,9 @@ class TransportSignals(Signals):
         self._traffic.over.wait(FAIL_SECONDS)
 
     def check(self) -> None:
-        """See `Signals.check`."""
         self._traffic.raise_failed()
 
     def attempt(self, schedule: Schedule[Any], members: Sequence[int], *, facts: str) -> Attempt:
-        """See `Signals.attempt`."""
         if not self._comm.transport.outlives_ranks:
             return super().attempt(schedule, members, facts=facts)
         made = TransportAttempt(self._comm, among(schedule, members, facts), facts)
@@ -120,18 +116,16 @@ class TransportSignals(Signals):
         return made
 
     def leave(self, why: str) -> None:
-        """See `Signals.leave`."""
         self._comm.depart(why)
         self._traffic.left = True
         self._engine.wake()
         self._traffic.over.wait(FAIL_SECONDS)
 
     def remind(self, seconds: float, value: int) -> None:
-        """See `Signals.remind`."""
         self._engine.add(Reminder(time.monotonic() + seconds, lambda: self._traffic.put([self.rank], value)))
 
     def close(self) -> None:
-        """See `Signals.close`; not in `on_signal`, which the engine calls."""
+        """Ends the signals on all ranks, as `Signals.close` says; not in `on_signal`, which the engine calls."""
         if self._engine.on_thread():
             raise RuntimeError("close() in on_signal would wait for itself: call it where the signals were made")
         if self._closed:
@@ -146,7 +140,7 @@ class TransportSignals(Signals):
             raise TimeoutError(timed_out)
 
     def _time_out(self) -> str:
-        """The reason; the peers fail with it."""
+        """Fails the signals on all ranks because some do not close; returns the reason."""
         reason = (
             f"timed out after {self._comm.timeout:g} s: rank {self.rank} closes its signals, but ranks "
             f"{self._traffic.unfinished()} do not: all ranks must"
@@ -163,7 +157,7 @@ class TransportSignals(Signals):
 
 
 class Reminder:
-    """An action at a time; see `Driven`."""
+    """Action that the engine takes at a given time."""
 
     lingers = False
 
@@ -172,24 +166,24 @@ class Reminder:
         self.progressed = time.monotonic()
 
     def poll(self) -> bool:
-        """See `Driven.poll`."""
+        """Takes the action once it is due."""
         if time.monotonic() < self._due:
             return False
         self._action()
         return True
 
     def watch(self) -> None:
-        """Has no clock besides."""
+        """Does nothing: `poll` looks at the clock."""
 
     def abandon(self, error: BaseException | None) -> None:
-        """See `Driven.abandon`: the signals are closed, or have failed."""
+        """Does nothing: the signals are closed, or have failed."""
 
 
 class SignalTraffic:
-    """What is to be sent and what has come; see `Driven`.
+    """Signals to be sent and signals that have come, driven by the engine.
 
-    closing: no more is sent but what waits, and that it was the last. over: set at the end.
-    fail_with: a reason for which this rank would have all ranks fail.
+    closing: nothing more is sent but waiting signals, and that they were the last. over: set at the end.
+    fail_with: reason for which this rank would have all ranks fail.
     """
 
     lingers = False
@@ -211,7 +205,7 @@ class SignalTraffic:
         self.progressed = time.monotonic()
 
     def put(self, peers: Sequence[int], value: int) -> None:
-        """A signal to each of these peers, called in any thread."""
+        """Queues a signal to each of these peers; called in any thread."""
         departed = self.departed()
         with self._lock:
             self.raise_failed()
@@ -225,7 +219,7 @@ class SignalTraffic:
             self._active.update(peers)
 
     def taken(self) -> list[tuple[int, int]]:
-        """What has come, called in any thread."""
+        """Takes the signals that have come; called in any thread."""
         with self._lock:
             if not self._unread:
                 self.raise_failed()
@@ -233,15 +227,15 @@ class SignalTraffic:
         return taken
 
     def departed(self) -> frozenset[int]:
-        """Those peers that have said so, or cannot be reached."""
+        """Peers that have departed, or cannot be reached."""
         return frozenset(self._comm.control.departed) | self._comm.control.lost
 
     def unfinished(self) -> list[int]:
-        """The peers that have neither departed nor said that no more comes."""
+        """Peers that have neither departed nor said that no more comes."""
         return sorted(self._others - self.departed() - self._heard)
 
     def poll(self) -> bool:
-        """See `Driven.poll`."""
+        """Sends and receives signals; True once they have ended or failed."""
         if self.fail_with and self._requested is None:
             self._requested = RequestedAbort(self._comm, self.fail_with)
         if self._requested is not None and not self._requested.settled():
@@ -256,10 +250,10 @@ class SignalTraffic:
             return False
 
     def watch(self) -> None:
-        """Has no clock of its own."""
+        """Does nothing: signals have no clock of their own."""
 
     def abandon(self, error: BaseException | None) -> None:
-        """See `Driven.abandon`."""
+        """Ends the traffic."""
         del error
         self._end()
 
@@ -313,7 +307,7 @@ class SignalTraffic:
         return went
 
     def _sent(self, peer: int) -> bool:
-        """Whether nothing is in flight to it."""
+        """Whether nothing is in flight to this peer."""
         if peer == self._comm.rank:
             return self.closing or len(self._unread) < MOST_UNREAD
         try:
@@ -323,7 +317,7 @@ class SignalTraffic:
             return False
 
     def _next_for(self, peer: int) -> tuple[list[int], bool]:
-        """What the next message to it holds, and whether that is the last; where there is none it is not active."""
+        """Values of the next message to a peer, and whether it is the last; a peer without one is no longer active."""
         with self._lock:
             waiting = self._waiting[peer]
             values = list(waiting)[:MOST_VALUES]
@@ -344,14 +338,14 @@ class SignalTraffic:
                 self._active.discard(peer)
 
     def _finished_with(self, peer: int) -> bool:
-        """Nothing more comes from it, or goes to it."""
+        """Whether nothing more comes from this peer, or goes to it."""
         if peer in self._heard and peer in self._told:
             return True
         now = time.monotonic()
         return peer in self.departed() and now - self._left.setdefault(peer, now) > GRACE_SECONDS
 
     def raise_failed(self) -> None:
-        """The reason that all ranks give, where there is one."""
+        """Raises CollectiveError with the reason that all ranks give, where there is one."""
         reason = self._comm.control.abort_reason
         if reason is not None:
             mine = self._requested is not None and self._requested.reason == reason
@@ -370,7 +364,7 @@ def _packed(values: Sequence[int], last: bool) -> bytes:
 
 
 def _unpacked(message: bytes, rank: int) -> tuple[tuple[int, ...], bool]:
-    """Its values, and whether it was the last; it may be longer than it says."""
+    """Values of a message, and whether it was the last; the message may be longer than it says."""
     check, last, count = _HEAD.unpack_from(message.ljust(_HEAD.size, b"\0"))
     end = _HEAD.size + 8 * count
     if count > MOST_VALUES or end > len(message) or zlib.crc32(message[4:end]) != check:

@@ -1,4 +1,4 @@
-"""Where the kernels of a background call run on a GPU: on a stream beside the caller's, so that backward goes on.
+"""Side streams on a GPU for the kernels of background calls, beside the caller's stream, so that backward goes on.
 
 - The stream begins behind what the caller's current stream holds at the start, which produces the call's inputs.
 - A call is over when its stream is idle, seen by the host. So its result is complete on any stream.
@@ -44,11 +44,11 @@ class SideStream:
         self._stream, self._given, self._idle = stream, given, idle
 
     def current(self) -> AbstractContextManager[Any]:
-        """Inside it, kernels go to this stream."""
+        """Context in which kernels go to this stream."""
         return torch.cuda.stream(self._stream)
 
     def is_idle(self) -> bool:
-        """Whether all its kernels are done; does not block. Asked after the last one, until True."""
+        """Whether all kernels of the stream are done; does not block. Asked after the last one, until True."""
         if not self._stream.query():
             return False
         self._given.clear()
@@ -57,7 +57,7 @@ class SideStream:
 
 
 def given(schedule: Any) -> list[Any]:
-    """What a schedule that has not begun was called with, also the schedules inside it."""
+    """Arguments of a schedule that has not begun, also those of the schedules inside it."""
     if not inspect.isgenerator(schedule):
         return []
     values = list(inspect.getgeneratorlocals(schedule).values())

@@ -1,4 +1,4 @@
-"""What a new world must provide: a transport, for the messages of a round and for control messages beside them."""
+"""Interface of a new world: a transport, for the messages of a round and for control messages beside them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from communicators.schedule import Received, Round
 
 
 class PeerLost(Exception):  # noqa: N818 - news, not yet an error: a control message may say why it left
-    """The connection to a peer is gone. died: a peer that leaves by itself would not lose it, so no message comes."""
+    """Lost connection to a peer. died: a peer that leaves by itself would not lose it, so no message comes."""
 
     def __init__(self, peer: int, error: BaseException, *, died: bool = False) -> None:
         super().__init__(peer, error)
@@ -32,14 +32,14 @@ class Pending(ABC):
     def arrived(self) -> bool:
         """Whether all that this rank receives has come. Does not block. Raises PeerLost.
 
-        It may be long before the last of what it sends is known to have: a transport that waits for receipts needs
+        The last of its own messages may be known to have come much later: a transport that waits for receipts needs
         another α for that.
         """
         return self.done()
 
     @abstractmethod
     def received(self) -> Received:
-        """What came, by peer, once it has `arrived`; checks each against the call."""
+        """Payloads by peer, once they have `arrived`; checks each against the call."""
 
     @abstractmethod
     def missing(self) -> list[int]:
@@ -55,7 +55,7 @@ class Pending(ABC):
 
 
 class Unsent(Pending):
-    """What earlier rounds have sent, and is not known to have come."""
+    """Messages that earlier rounds have sent, and that are not known to have come."""
 
     def __init__(self, rounds: Sequence[Pending]) -> None:
         self._rounds = rounds
@@ -75,7 +75,7 @@ class Unsent(Pending):
 
 
 SIGNAL_BYTES = 520
-"""The most that one message of a `SignalLine` holds."""
+"""Most bytes that one message of a `SignalLine` holds."""
 
 
 class SignalLine(ABC):
@@ -91,18 +91,18 @@ class SignalLine(ABC):
 
     @abstractmethod
     def received(self) -> list[tuple[int, bytes]]:
-        """What has come, by source; a message may be followed by other bytes. Does not block."""
+        """Messages that have come, by source; a message may be followed by other bytes. Does not block."""
 
     @abstractmethod
     def close(self) -> None:
-        """Nothing is sent or received any more; does not block."""
+        """Ends sending and receiving; does not block."""
 
 
 class Transport(ABC):
     """Carries rounds and control messages between ranks.
 
     threaded: whether another thread may drive it while the caller computes.
-    name: of how data on a GPU travel, "host" or "nccl".
+    name: how data on a GPU travel, "host" or "nccl".
     outlives_ranks: whether messages between the others go on where a rank has died.
     departure_seconds: how long the end of the process waits for other ranks' departure.
     duplicates: how many were made of it.
@@ -131,10 +131,10 @@ class Transport(ABC):
         return False
 
     def began(self, call: Call) -> None:  # noqa: B027 - only who has no tags needs it
-        """An untagged call is made; in the order of their numbers."""
+        """Notes an untagged call; called in the order of the calls' numbers."""
 
     def ended(self, call: Call) -> None:  # noqa: B027
-        """A call is over, or has failed."""
+        """Notes that a call is over, or has failed."""
 
     @abstractmethod
     def send_control(self, peer: int, message: bytes) -> None:
@@ -145,7 +145,7 @@ class Transport(ABC):
         """The control messages that have come; does not block."""
 
     def nap(self, seconds: float) -> None:
-        """Waits so long for messages to come, or less where the transport notices that they have."""
+        """Waits at most `seconds` for messages to come, less where the transport notices that they have."""
         time.sleep(seconds)
 
     def can_sum(self, tensor: Tensor) -> bool:
@@ -162,7 +162,7 @@ class Transport(ABC):
         return []
 
     def lost(self) -> PeerLost | None:
-        """A peer whose connection is gone, where that is noticed while no message of its is in flight."""
+        """A peer whose connection is gone, where that is noticed while none of its messages is in flight."""
         return None
 
     def closing(self) -> bool:
@@ -170,11 +170,11 @@ class Transport(ABC):
         return True
 
     def duplicate(self, patience: float) -> Transport:
-        """Another one between the same ranks, which all make it now; waits at most so many seconds for them."""
+        """Another transport of the same ranks, which all make it now; waits at most `patience` seconds for them."""
         raise NotImplementedError(f"{type(self).__name__} cannot be duplicated")
 
     def duplicate_for_signals(self, patience: float) -> Transport:
-        """The same, for a transport that carries nothing but `signal_line()`."""
+        """Duplicate for a transport that carries nothing but `signal_line()`."""
         return self.duplicate(patience)
 
     def signal_line(self) -> SignalLine:

@@ -1,4 +1,4 @@
-"""The communicator that is built on any transport.
+"""Communicator over any transport.
 
 Numbering calls, agreeing on facts, watching the clock, failing alike on all ranks and going on in the background is
 the same for every transport.
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 CLOSED = "it closed the communicator"
 FAIL_SECONDS = 10.0
-"""A call in flight on a communicator that has failed ends much sooner."""
+"""Upper bound on the end of a call in flight on a failed communicator, which comes much sooner."""
 
 
 class TransportCommunicator(Communicator):
@@ -60,7 +60,7 @@ class TransportCommunicator(Communicator):
         self._engine.listen_to(self)
 
     def run(self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None) -> T:
-        """See `communicators.run`. Progresses in the calling thread."""
+        """Carries a schedule to its end in the calling thread."""
         outstanding = self._launch(schedule, facts, timeout, device)
         try:
             self._engine.drive(outstanding, self.transport.nap)
@@ -72,7 +72,7 @@ class TransportCommunicator(Communicator):
     def start(
         self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None
     ) -> Work[T]:
-        """See `communicators.start`. Progresses in the background engine's thread."""
+        """Starts a schedule, which progresses in the background engine's thread."""
         device = with_index(device if device is not None else self.device)
         side = self._streams.beside(schedule, device)
         outstanding = self._launch(schedule, facts, timeout, device)
@@ -86,7 +86,7 @@ class TransportCommunicator(Communicator):
         return time.perf_counter()
 
     def native_allreduce(self, tensor: Tensor, *, facts: str) -> Tensor | None:
-        """See `Communicator.native_allreduce`; counted as the 2(P − 1)/P of its bytes that the best algorithms send."""
+        """Transport's own sum, if it has one; counted as the 2(P − 1)/P of its bytes that the best algorithms send."""
         if not self.transport.can_sum(tensor):
             return None
         total = tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -95,7 +95,6 @@ class TransportCommunicator(Communicator):
         return total
 
     def close(self) -> None:
-        """See `Communicator.close`."""
         if self.closed:
             return
         self._end_outstanding()
@@ -108,7 +107,7 @@ class TransportCommunicator(Communicator):
             raise TimeoutError(f"rank {self.rank} closed its communicator, but ranks {missing} did not: all ranks must")
 
     def count(self, nbytes: int, messages: int) -> None:
-        """What this rank has sent; rounds are posted by the caller's thread and by the engine's."""
+        """Counts what this rank has sent; rounds are posted by the caller's thread and by the engine's."""
         with self.lock:
             self.bytes_sent += nbytes
             self.messages_sent += messages
@@ -136,7 +135,7 @@ class TransportCommunicator(Communicator):
             self._write(self.control.ask())
 
     def lose(self, peer: int) -> None:
-        """This peer cannot be reached any more, or does not answer."""
+        """Marks a peer that cannot be reached any more, or does not answer."""
         with self.lock:
             self._write(self.control.lose(peer))
 
@@ -161,7 +160,7 @@ class TransportCommunicator(Communicator):
         return True
 
     def over(self, call: Call) -> None:
-        """A call has ended, or failed."""
+        """Notes that a call has ended, or failed."""
         with self.lock:
             self._in_flight.discard(call.number)
             self.transport.ended(call)
@@ -183,27 +182,25 @@ class TransportCommunicator(Communicator):
         return sorted(set(range(self.size)) - {self.rank, *self.control.departed})
 
     def awaited(self) -> list[int]:
-        """Those of them that may still do so; none where control messages cannot be exchanged any more."""
+        """Peers that may still depart; none where control messages cannot be exchanged any more."""
         others = sorted(set(self.missing()) - self.control.lost)
         return others if others and self.transport.closing() else []
 
     def departure_seconds(self) -> float:
-        """How long their departure is waited for: who does not answer after a failure may never do so."""
+        """Longest wait for the peers' departure: a peer that does not answer after a failure may never do so."""
         usual = self.transport.departure_seconds
         return usual if self.control.abort_reason is None else min(usual, FAILED_DEPARTURE_SECONDS)
 
     def fail(self, error: BaseException) -> None:
-        """The transport itself has failed here."""
+        """Fails the communicator, whose transport has failed on this rank."""
         self.control.abort_reason = (
             self.control.abort_reason or f"rank {self.rank}'s transport failed: {errors.describe(error)}"
         )
 
     def duplicate(self) -> TransportCommunicator:
-        """See `Communicator.duplicate`."""
         return self._duplicated("duplicate", self.transport.duplicate)
 
     def signals(self, on_signal: OnSignal | None = None) -> Signals:
-        """See `Communicator.signals`."""
         if self._engine.inline:
             raise RuntimeError(
                 "signals come at any time, so another thread must read them, but this MPI was not initialised with "
@@ -225,7 +222,7 @@ class TransportCommunicator(Communicator):
         return made
 
     def _end_outstanding(self) -> None:
-        """RuntimeError while calls that were started are in flight and have not failed."""
+        """Waits for calls that have failed; RuntimeError while others that were started are in flight."""
         for outstanding in list(self._outstanding):
             failing = self.control.abort_reason is not None
             over = self._engine.wait(
@@ -256,7 +253,7 @@ class TransportCommunicator(Communicator):
         return OutstandingCall(self, call, timeout, device)
 
     def _native_sum(self, total: Tensor) -> Generator[Any, Received, None]:
-        """Sums have no tags; they must meet no other call's, nor wait for a rank that is gone: all ranks meet first."""
+        """Native sum behind a barrier: without tags it must meet no other call's, nor wait for a rank that is gone."""
         yield from barrier(self.rank, self.size)
         yield NativeSum(self.transport.post_sum(total))
 

@@ -17,7 +17,10 @@ from communicators.schedule import SLOT_BYTES, Round, Schedule, body, frame
 
 
 class Rounded(NamedTuple):
-    """total: the agreed sum. rest: what this rank must add to its residual; over all ranks, inputs = total + rests."""
+    """Result of a quantised sum.
+
+    total: the agreed sum. rest: what this rank must add to its residual; over all ranks, inputs = total + rests.
+    """
 
     total: Tensor
     rest: Tensor
@@ -60,13 +63,13 @@ def quantised_allreduce(x: Tensor, rank: int, size: int, *, bits: int = 8) -> Sc
 
 
 def spans_of(numel: int, size: int) -> list[tuple[int, int]]:
-    """What each rank sums: whole blocks; the last one may be shorter."""
+    """Spans that the ranks sum: whole blocks; the last one may be shorter."""
     bounds = block_bounds(-(-numel // BLOCK), size)
     return [(min(low * BLOCK, numel), min(high * BLOCK, numel)) for low, high in bounds]
 
 
 def _others(rank: int, size: int) -> list[int]:
-    """Not all of them to the same one first."""
+    """Other ranks, beginning with the next one, so that not all send to the same one first."""
     return [(rank + distance) % size for distance in range(1, size)]
 
 

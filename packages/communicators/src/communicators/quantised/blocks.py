@@ -13,17 +13,18 @@ from torch import Tensor
 BLOCK = 1024
 BITS = (8, 4)
 NOT_FINITE = -128
-"""In place of a scale: the block held NaN or inf, and is read as NaN."""
+"""Mark in place of a scale: the block held NaN or inf, and is read as NaN."""
 
 LEAST = -126
 """The least exponent of a normal number."""
 
 
 def packed(x: Tensor, bits: int = 8) -> Tensor:
-    """x: 1-D float32, from the beginning of a block on. int8 of `packed_nbytes`: all elements, then all exponents.
+    """Packs 1-D float32, from the beginning of a block on, into int8: all elements, then all exponents.
 
-    Of each element the nearest multiple of 2^e, where e is the least with which the block's largest keeps within
-    2^(bits − 1) − 1 steps. `x - unpacked(...)` is exact, except that of a block with NaN or inf it is NaN.
+    Each element becomes the nearest multiple of 2^e, where e is the least with which the block's largest keeps within
+    2^(bits − 1) − 1 steps. `x - unpacked(...)` is exact, except that for a block with NaN or inf it is NaN. The result
+    has `packed_nbytes` bytes.
     """
     blocks, most = _in_blocks(x), _most_steps(bits)
     largest = blocks.abs().amax(1)
@@ -46,7 +47,7 @@ def unpacked(bytes_: Tensor, numel: int, bits: int = 8) -> Tensor:
 
 
 def packed_nbytes(numel: int, bits: int = 8) -> int:
-    """Bytes of so many elements."""
+    """Bytes of `numel` packed elements."""
     return _steps_nbytes(numel, bits) + -(-numel // BLOCK)
 
 
@@ -59,12 +60,12 @@ def _most_steps(bits: int) -> int:
 
 
 def _most_exponent(bits: int) -> int:
-    """With which the most steps do not overflow."""
+    """Largest exponent with which the most steps do not overflow."""
     return 128 - bits
 
 
 def _nibbles(steps: Tensor, bits: int) -> Tensor:
-    """As int8, two of 4 bits in one: the first in the low half."""
+    """Steps as int8; those of 4 bits two in one byte, the first in the low half."""
     if bits == 8:
         return steps
     pairs = torch.cat([steps, steps.new_zeros(steps.numel() % 2)]).view(-1, 2)
@@ -78,7 +79,7 @@ def _steps(coded: Tensor, numel: int, bits: int) -> Tensor:
 
 
 def _in_blocks(x: Tensor) -> Tensor:
-    """(blocks, BLOCK), the last one filled up with zeros."""
+    """Blocks of shape (blocks, BLOCK), the last one filled up with zeros."""
     missing = -x.numel() % BLOCK
     return torch.cat([x, x.new_zeros(missing)]).view(-1, BLOCK)
 

@@ -1,1 +1,1 @@
-"""What the replicas of a model share: named parameters, an equal start, and their places in a checkpoint."""
+"""State that the replicas of a model share: named parameters, an equal start, and their places in a checkpoint."""

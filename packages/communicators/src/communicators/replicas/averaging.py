@@ -14,7 +14,7 @@ from communicators.communicator import Communicator, run
 
 
 def average(tensors: Sequence[Tensor], comm: Communicator, *, facts: str) -> None:
-    """Every floating-point tensor becomes its mean over ranks, computed in 32 bits or more."""
+    """Replaces every floating-point tensor by its mean over ranks, computed in 32 bits or more."""
     for bucket in buckets_of(tensors):
         bucket = replace(bucket, dtype=torch.promote_types(bucket.dtype, torch.float32))
         total = run(
@@ -27,7 +27,7 @@ def average(tensors: Sequence[Tensor], comm: Communicator, *, facts: str) -> Non
 
 
 def copy_from_first(tensors: Sequence[Tensor], comm: Communicator, *, facts: str) -> None:
-    """Every tensor becomes rank 0's."""
+    """Replaces every tensor by rank 0's."""
     for bucket in buckets_of(tensors):
         flat = run(
             dense.broadcast(bucket.gather(tensors), comm.rank, comm.size),

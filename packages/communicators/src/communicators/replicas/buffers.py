@@ -1,4 +1,4 @@
-"""What becomes of a model's buffers, such as BatchNorm's statistics."""
+"""Buffers of a model, such as BatchNorm's statistics: each rank's own, or shared."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ from communicators.replicas.averaging import average, copy_from_first
 
 
 class Buffers:
-    """policy "keep": every rank has its own until the end; "average": their mean at boundaries; "broadcast": rank 0's.
+    """Buffers of a model under one policy.
 
-    Means are of floating-point buffers; of others, such as counters, everybody gets rank 0's.
+    policy "keep": every rank has its own until the end; "average": their mean at boundaries; "broadcast": rank 0's.
+    Means are of floating-point buffers; others, such as counters, become rank 0's everywhere.
     """
 
     def __init__(self, model: nn.Module | None, policy: str, comm: Communicator, what: str) -> None:
         self._model, self._policy, self._comm, self._what = model, policy, comm, what
 
     def at_boundary(self) -> None:
-        """For every rank to call."""
+        """Shares the buffers unless the policy is "keep". For every rank to call."""
         if self._policy != "keep":
             self._share(self._comm)
 
     def at_end(self) -> None:
-        """Those of "keep" become alike, as in `shared`, for good. For every rank to call."""
+        """Shares the buffers of "keep" as `shared` does, but for good. For every rank to call."""
         if self._policy == "keep":
             self._share(self._comm)
 
     @contextmanager
     def shared(self, comm: Communicator) -> Iterator[None]:
-        """As the policy says, "keep" as "average", inside; every rank's own afterwards. For every rank to call."""
+        """Shares the buffers inside, "keep" as "average"; restores every rank's own. For every rank to call."""
         buffers = self._all()
         own = [buffer.clone() for buffer in buffers]
         try:
@@ -54,7 +55,7 @@ class Buffers:
             copy_from_first(copied, comm, facts=f"buffers of {self._what}")
 
     def _refuse_nan(self, averaged: list[Tensor]) -> None:
-        """Raises CollectiveError, alike on every rank: they hold the same means; -inf may be a mask."""
+        """Raises CollectiveError for NaN, alike on every rank: they hold the same means; -inf may be a mask."""
         names = {id(b): name for name, b in self._model.named_buffers()} if self._model is not None else {}
         if found := [names[id(b)] for b in averaged if bool(b.isnan().any())]:
             raise CollectiveError(f"{self._what}: the average of buffers {found} is NaN: one rank's holds NaN")

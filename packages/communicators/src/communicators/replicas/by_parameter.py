@@ -1,4 +1,4 @@
-"""What is kept of gradients between steps: by bucket while it is used, by parameter while it is saved."""
+"""State kept of gradients between steps: by bucket while it is used, by parameter while it is saved."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ def split(flats: Mapping[str, Tensor], buckets: Mapping[str, Bucket], names: Seq
 
 
 def empty_like(bucket: Bucket) -> Tensor:
-    """A flat tensor for what accumulates of a bucket: float32, or the bucket's dtype where that is wider."""
+    """Flat tensor in which a bucket accumulates: float32, or the bucket's dtype where that is wider."""
     dtype = torch.promote_types(bucket.dtype, torch.float32)
     return torch.empty(bucket.numel, dtype=dtype, device=bucket.device)

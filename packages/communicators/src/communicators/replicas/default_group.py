@@ -1,4 +1,4 @@
-"""Which ranks a state found, and whether they are still the ones that train."""
+"""Default process group that a state found, and whether it is still the one that trains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All ranks begin with the same parameters, and the same settings."""
+"""Broadcast by which all ranks begin with the same parameters, and the same settings."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from communicators.dense_schedules import broadcast
 def broadcast_parameters(named: Mapping[str, Tensor], comm: Communicator, *, what: str, settings: str) -> None:
     """Copies rank 0's parameters into those of every rank.
 
-    what: is called for; settings: what else ranks must share. A rank with other ones, or with parameters of other
-    names, shapes, dtypes or order, is a CollectiveError on all ranks.
+    what: the caller, named in errors; settings: what else ranks must share. A rank with other settings, or with
+    parameters of other names, shapes, dtypes or order, is a CollectiveError on all ranks.
     """
     listed = [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in named.items()]
     elements = sum(p.numel() for p in named.values())

@@ -16,9 +16,9 @@ from communicators.replicas.saved_by import KEY, check_is_state, size_key
 from communicators.schedule import Round, Schedule, body, frame, framed_nbytes
 
 CHUNK_BYTES = 1 << 24
-"""Of a message: rank 0 takes one at a time from one rank after the other."""
+"""Most bytes of a message: rank 0 takes one at a time from one rank after the other."""
 RANKS = "ranks"
-"""Where the own part of a gathered state has what each rank adds to the rest."""
+"""Key, in the own part of a gathered state, of what each rank adds to the rest."""
 
 
 def gather_states(attempt: Callable[[], Mapping[str, Any]], comm: Communicator) -> list[dict[str, Any]] | None:
@@ -52,7 +52,7 @@ def gathered_state(
         take: Gives this rank's state.
         comm: The ranks.
         advice: What to do with a state of another number of ranks.
-        alike: What the wrapped optimizer keeps is the same on all ranks, and held once.
+        alike: Whether the wrapped optimizer's state is the same on all ranks, and held once.
 
     Raises:
         CollectiveError: `take` raises on another rank, which is named.
@@ -77,7 +77,7 @@ def gathered(shared: Mapping[str, Any], states: Sequence[Mapping[str, Any]], adv
 
 
 def of_rank(state: Mapping[str, Any], rank: int, size: int, *, advice: str) -> Mapping[str, Any]:
-    """This rank's own out of a gathered state; any other state as it is.
+    """This rank's own state out of a gathered one; any other state as it is.
 
     Raises:
         TypeError: It is no state at all.
@@ -98,13 +98,13 @@ def of_all(state: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def is_gathered(state: Any) -> bool:
-    """Whether it holds the states of several ranks."""
+    """Whether a state holds those of several ranks."""
     own = state.get(KEY) if isinstance(state, Mapping) else None
     return isinstance(own, Mapping) and isinstance(own.get(RANKS), Sequence)
 
 
 def _agree(reason: str, nbytes: int, failed: Exception | None, comm: Communicator) -> list[int]:
-    """The sizes of all, or an error on all."""
+    """Sizes of all ranks' states, or an error on all ranks."""
     said = torch.frombuffer(bytearray(f"{nbytes} {reason}".encode(errors="replace")), dtype=torch.uint8)
     all_said = [bytes(each.tolist()).decode().partition(" ") for each in allgather(said, comm)]
     if failed is not None:
@@ -116,7 +116,7 @@ def _agree(reason: str, nbytes: int, failed: Exception | None, comm: Communicato
 
 
 def _to_first(packed: list[Tensor], nbytes: Sequence[int], rank: int) -> Schedule[list[dict[str, Any]] | None]:
-    """Rank 0 takes all of one rank, then all of the next; who has sent is done.
+    """Gathers states on rank 0, which takes all of one rank, then all of the next; a rank that has sent is done.
 
     packed: this rank's, taken out, so that nobody else keeps its memory.
     """
@@ -144,7 +144,7 @@ def _packed(state: Mapping[str, Any]) -> Tensor:
 
 
 def _loaded(file: io.BytesIO) -> dict[str, Any]:
-    """On the CPU, wherever it was."""
+    """State in a file, on the CPU wherever it was before."""
     file.seek(0)
     state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
     return state

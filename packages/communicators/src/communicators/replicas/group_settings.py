@@ -11,7 +11,7 @@ _HOW = ("foreach", "fused", "differentiable", "capturable")
 
 
 def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Of all parameter groups, as plain values; "initial_lr" is a scheduler's."""
+    """Settings of all parameter groups, as plain values; "initial_lr" is a scheduler's."""
     return [
         {
             name: value.tolist() if isinstance(value, Tensor) else value
@@ -23,7 +23,7 @@ def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def shared_settings(optimizer: Optimizer) -> str:
-    """What ranks must share of them, as a fact: numbers and texts, without how a step is computed ("foreach", …)."""
+    """Settings that ranks must share, as a fact: numbers and texts, without how a step is computed ("foreach", …)."""
     plain = (int, float, str, tuple, list)
     groups = [
         ", ".join(f"{name} {v}" for name, v in group.items() if name not in _HOW and isinstance(v, plain) and v)

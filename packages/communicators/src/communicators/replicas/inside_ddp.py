@@ -1,4 +1,4 @@
-"""DDP round the same parameters: it sums gradients whole before a wrapper of the optimizer exchanges anything."""
+"""DDP round the same parameters: it sums dense gradients before a wrapper of the optimizer exchanges anything."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from communicators.replicas.default_group import default_group
 
 LOOKS = 4
-"""At so many first steps; DDP with static_graph=True says nothing in its first backward."""
+"""Number of first steps that are looked at; DDP with static_graph=True says nothing in its first backward."""
 SAID = (
     "DistributedDataParallel sums these gradients whole, among the same ranks, before this {owner} has them, which so "
     "saves nothing: "
@@ -35,7 +35,7 @@ class InsideDDP:
     leave that as it was, so between two steps it tells whether DDP has exchanged. DDP inside a node, and the wrapper
     between nodes, is as it should be.
 
-    A module is not found that was there when gc.freeze() was called.
+    Modules that were there when gc.freeze() was called are not found.
 
     comm: as the user gave it. owner: the wrapper. instead: what else to do.
     """
@@ -46,7 +46,7 @@ class InsideDDP:
         self._seen: WeakKeyDictionary[DistributedDataParallel, list[int]] | None = None
 
     def look(self) -> None:
-        """In each step, after backward. The first looks through all that is alive, where there is a process group."""
+        """Looks for DDP's exchange after each backward, first among all live objects, if there is a process group."""
         if self._looks and default_group() is not None:
             self._looks -= 1
             before = self._seen
@@ -74,7 +74,7 @@ class InsideDDP:
 
 
 def _alive() -> list[DistributedDataParallel]:
-    """Of the process. By their exact types, since `isinstance` takes a second of five million objects."""
+    """DDP modules of the process, by their exact types, since `isinstance` takes a second for five million objects."""
     objects, kinds = gc.get_objects(), {id(kind) for kind in _kinds(DistributedDataParallel)}
     return list(compress(objects, map(kinds.__contains__, map(id, map(type, objects)))))
 
@@ -84,14 +84,14 @@ def _kinds(kind: type) -> set[type]:
 
 
 def _met(module: DistributedDataParallel) -> list[int]:
-    """When it met gradients, in ns after backward began; nothing where its hook sends nothing."""
+    """Times at which a module met gradients, in ns after backward began; none where its hook sends nothing."""
     if any(_is_torchs(hook) and hook.__name__ == "noop_hook" for hook, _ in module._comm_hooks):
         return []
     return list(module.reducer.get_backward_stats())
 
 
 def _is_torchs(hook: Any) -> bool:
-    """All of which but noop_hook exchange."""
+    """Whether a hook is torch's own; all of those but noop_hook exchange."""
     return str(getattr(hook, "__module__", "")).startswith("torch.distributed.")
 
 

@@ -1,4 +1,4 @@
-"""The named parameters of a distributed optimizer: which they are, and that nobody is left out, then and later."""
+"""Named parameters of a distributed optimizer, and checks that none is left out, at first and later."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def refuse_changes(optimizer: Optimizer, names: Mapping[int, str], exchanged: Se
 
 
 def check_pairs(pairs: list[tuple[str, Tensor]]) -> None:
-    """Raises TypeError for what is no name and tensor."""
+    """Raises TypeError for what is no pair of name and tensor or cannot be averaged, ValueError for duplicates."""
     for pair in pairs:
         if not (
             isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], Tensor)

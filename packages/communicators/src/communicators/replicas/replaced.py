@@ -28,13 +28,13 @@ class Replaced:
         _WATCHING.add(self)
 
     def note(self, old: Tensor, new: Tensor) -> None:
-        """A module has `new` in the place of `old` from now on."""
+        """Notes that a module has `new` in the place of `old` from now on."""
         self._gone.pop(id(new), None)
         if id(old) in self._names and id(new) not in self._names:
             self._gone[id(old)] = self._names[id(old)]
 
     def refuse(self) -> None:
-        """Raises ValueError where there are any, before they are stepped."""
+        """Raises ValueError where parameters were replaced, before they are stepped."""
         if self._gone:
             first, more = next(iter(self._gone.values())), len(self._gone) - 1
             raise ValueError(

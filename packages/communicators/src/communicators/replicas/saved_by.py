@@ -1,4 +1,4 @@
-"""Which rank of how many a state was saved by: every rank saves its own, and loads its own."""
+"""Rank that saved a state, and of how many: every rank saves its own, and loads its own."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from communicators.communicator import Communicator
 
 KEY = "distributed"
-"""Where a wrapper's state_dict has its own part; the rest is the wrapped optimizer's."""
+"""Key of a wrapper's own part in its state_dict; the rest is the wrapped optimizer's."""
 
 
 def saved_by(comm: Communicator, advice: str) -> dict[str, Any]:
-    """Which rank of how many; the first key says it too, for torch.distributed.checkpoint, which names missing keys.
+    """Rank and number of ranks; the first key names the number too, for torch.distributed.checkpoint's missing keys.
 
     advice: what to do with a state of another number of ranks.
     """
@@ -21,7 +21,7 @@ def saved_by(comm: Communicator, advice: str) -> dict[str, Any]:
 
 
 def check_is_state(state: Any) -> None:
-    """Raises TypeError or ValueError for what no wrapper's state is, before anybody looks into it."""
+    """Raises TypeError or ValueError for anything that is no wrapper's state, before anybody looks into it."""
     given = "expected what state_dict() or gathered_state_dict() gave"
     if not isinstance(state, Mapping):
         raise TypeError(f"a state is {reprlib.repr(state)}, {given}: a dict with {KEY!r}")

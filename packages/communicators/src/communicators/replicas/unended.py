@@ -1,4 +1,4 @@
-"""Steps after which ranks did not come together: said in the log when their optimizer goes, too late to ask."""
+"""Steps after which ranks did not come together: logged when their optimizer goes, too late to ask."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ logger = logging.getLogger(__name__)
 
 
 class Unended:
-    """Steps since all ranks held the same, or a rank's state was saved; said when the owner is collected, or at exit.
+    """Steps since all ranks held the same, or a rank's state was saved; logged when the owner is collected, or at exit.
 
-    Nothing is said after an exception, which is why nobody finished. A rank that finishes while others go on without
-    is told by an error; ranks with as many steps each would part in silence.
+    Nothing is logged after an exception, which is why nobody finished. A rank that finishes while others go on without
+    finishing is told by an error; ranks with as many steps each would part in silence.
     """
 
     def __init__(self, owner: object) -> None:

@@ -1,4 +1,4 @@
-"""Whether what ranks hold in common is still the same: one small number a tensor is compared, not its elements."""
+"""Check that ranks still hold the same: one small number a tensor is compared, not its elements."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def refuse_unlike(named: Mapping[str, Tensor], comm: Any) -> None:
 
 
 def hash_bits(tensor: Tensor) -> Tensor:
-    """64 bits of a tensor's bits and their places; NaNs count as the bits that they are.
+    """Hash of a tensor's bits and their places, in 64 bits; NaNs count as the bits that they are.
 
         h ← Σ mix(word + place) over each chunk of 64-bit words, chunks joined by h ← f·h + chunk, modulo 2⁶⁴
 
@@ -58,7 +58,7 @@ def hash_bits(tensor: Tensor) -> Tensor:
     collision.
 
     Args:
-        tensor: Of any shape and dtype.
+        tensor: Tensor of any shape and dtype.
 
     Returns:
         int64, 0-D, on the tensor's device.
@@ -73,7 +73,7 @@ def hash_bits(tensor: Tensor) -> Tensor:
 
 
 def _words(chunk: Tensor) -> Tensor:
-    """As int64, filled up with zero bytes."""
+    """Words of a chunk as int64, filled up with zero bytes."""
     if rest := -chunk.numel() % 8:
         chunk = torch.cat([chunk, chunk.new_zeros(rest)])
     elif chunk.storage_offset() % 8:
@@ -82,7 +82,7 @@ def _words(chunk: Tensor) -> Tensor:
 
 
 def _mixed(words: Tensor) -> Tensor:
-    """Every bit of a word reaches every bit of the result, so that sums of them tell apart what plain sums do not."""
+    """Mixes every bit of a word into every bit of the result, so that sums tell apart what plain sums do not."""
     for factor in _FACTORS[1:]:
         words = words ^ (words >> 32)
         words = words * factor

@@ -17,10 +17,10 @@ _NEW = "new"
 
 
 def wrapped_state(optimizer: Optimizer, *, stepped: bool) -> tuple[dict[str, Any], str | list[str]]:
-    """Its state_dict, and what that holds by parameter. stepped: it has all the state that it will have.
+    """The optimizer's state_dict, and what that holds by parameter. stepped: it has all the state that it will have.
 
-    torch.distributed.checkpoint loads only what it finds, and a new optimizer has no state yet. So of a new one it is
-    what it will have after a step, to be loaded into, and said to be `_NEW`, to be left out where it was not.
+    torch.distributed.checkpoint loads only what it finds, and a new optimizer has no state yet. So a new one gives the
+    state that it will have after a step, to be loaded into, marked `_NEW` so that it is left out where it was not.
     """
     state = optimizer.state_dict()
     if state["state"] or stepped:
@@ -29,7 +29,7 @@ def wrapped_state(optimizer: Optimizer, *, stepped: bool) -> tuple[dict[str, Any
 
 
 def check_loaded(state: dict[str, Any], held: Any) -> dict[str, Any]:
-    """What the wrapped optimizer loads. Raises ValueError where the checkpoint held more than was loaded of it.
+    """State for the wrapped optimizer to load; ValueError where the checkpoint held more than was loaded of it.
 
     A file of torch.distributed.checkpoint has text for numbers, and no empty parts.
     """
@@ -47,14 +47,14 @@ def check_loaded(state: dict[str, Any], held: Any) -> dict[str, Any]:
 
 
 def wrapped_part(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What the wrapped optimizer loads of a wrapper's state; raises as `check_loaded` does."""
+    """The wrapped optimizer's part of a wrapper's state; raises as `check_loaded` does."""
     return check_loaded({key: value for key, value in state.items() if key != KEY}, state[KEY].get("wrapped"))
 
 
 def refuse_torch_helpers(what: str) -> None:
     """Raises RuntimeError for get_state_dict and its like, which would leave out what the wrapper `what` keeps.
 
-    Of an optimizer without a state they even take a step with a learning rate of 0, which throws away what it sends.
+    For an optimizer without a state they even take a step with a learning rate of 0, which throws away what it sends.
     """
     frame = sys._getframe(1)
     for _ in range(8):  # torch and learning-rate schedulers wrap step()
@@ -71,7 +71,7 @@ def refuse_torch_helpers(what: str) -> None:
 
 
 def _held(state: Mapping[str, Any]) -> list[str]:
-    """As plain text, which is loaded as a whole."""
+    """Names of the state by parameter; as plain text, which is loaded as a whole."""
     return [f"{p}.{name}" for p, held in state["state"].items() for name in held]
 
 

@@ -24,7 +24,7 @@ class Wrapping(Optimizer):
         optimizer.register_load_state_dict_post_hook(partial(_share_again, weakref.ref(self)))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only while the optimizer is made: later every rank would have to agree on what is exchanged."""
+        """Adds a group while the optimizer is made; later every rank would have to agree on what is exchanged."""
         if "optimizer" in self.__dict__:
             name = type(self).__name__
             raise RuntimeError(
@@ -34,7 +34,7 @@ class Wrapping(Optimizer):
         super().add_param_group(param_group)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """For copy and pickle, which would make an optimizer of other parameters than the model's, or of none."""
+        """Refuses copy and pickle, which would make an optimizer of other parameters than the model's, or of none."""
         del protocol
         raise TypeError(
             f"a {type(self).__name__} cannot be copied or pickled: save its state_dict(), make another one, and load "
@@ -42,14 +42,14 @@ class Wrapping(Optimizer):
         )
 
     def _share(self) -> None:
-        """The wrapped optimizer's own objects, which it replaces when it loads a state."""
+        """Takes the wrapped optimizer's own objects, which it replaces when it loads a state."""
         self.state = self.optimizer.state
         self.param_groups = self.optimizer.param_groups
         self.defaults = self.optimizer.defaults
 
 
 def _share_again(wrapping: weakref.ref[Wrapping], optimizer: Optimizer) -> None:
-    """After the wrapped optimizer loaded a state. It must not keep one alive that was replaced."""
+    """Shares again after the wrapped optimizer loaded a state. It must not keep a wrapper alive that was replaced."""
     del optimizer
     living = wrapping()
     if living is not None:

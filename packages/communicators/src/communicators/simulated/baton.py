@@ -18,7 +18,7 @@ class RankThread(Generic[T]):
     """A thread that runs only between `resume` and `give_back`.
 
     over: its body has ended, with a `result` or an `error`. dead: it ends at its next turn.
-    during: each of its turns is inside one.
+    during: makes the context that each of its turns is inside of.
     """
 
     def __init__(self, body: Callable[[], T], during: Callable[[], AbstractContextManager[None]]) -> None:

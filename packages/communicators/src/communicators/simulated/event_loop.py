@@ -30,7 +30,7 @@ Address = tuple[int, Name, int]  # sender, call, tag
 
 
 class Conditions(Protocol):
-    """What the loop asks of the world whose events it runs; see `SimulatedWorld`."""
+    """World whose events the loop runs, such as `SimulatedWorld`."""
 
     @property
     def size(self) -> int: ...
@@ -48,10 +48,10 @@ class Conditions(Protocol):
     def deaths(self) -> Sequence[tuple[int, float]]: ...
 
     def fault(self, rank: int, message: int) -> Dies | Corrupts | None:
-        """What befalls this message of this rank."""
+        """Fault of this message of this rank, if any."""
 
     def turn(self, rank: int) -> Callable[[], AbstractContextManager[None]]:
-        """Makes what each turn of this rank's thread is inside of."""
+        """Makes the context that each turn of this rank's thread is inside of."""
 
 
 class EventLoop:
@@ -99,11 +99,11 @@ class EventLoop:
         return outstanding
 
     def outlives(self, context: Context) -> None:
-        """A communicator that goes on where a rank has died."""
+        """Marks a communicator that goes on where a rank has died."""
         self._outliving.add(context)
 
     def leave(self, outstanding: SimulatedCall) -> None:
-        """This rank takes no further part in the call, which does not fail for it."""
+        """Leaves a call on this rank alone; the call does not fail for it."""
         self._torn.add(outstanding.context)
         if not outstanding.done:
             self._end(outstanding, CollectiveError("it was cancelled"))
@@ -118,23 +118,23 @@ class EventLoop:
             raise RuntimeError(f"{what} in on_signal would wait for itself: do so in the rank's own function")
 
     def sleep(self, rank: int, seconds: float) -> None:
-        """Lets so many virtual seconds pass on this rank."""
+        """Lets `seconds` of virtual time pass on this rank."""
         self.refuse_to_wait("to compute, poll or close")
         self._wishes.append(lambda: self.after(seconds, lambda: self._resume(rank)))
         self._ranks[rank].give_back()
 
     def wait_for(self, watch: Watch) -> None:
-        """Waits until it holds; returns also where its communicator has failed."""
+        """Waits until the watched condition holds; returns also where its communicator has failed."""
         self._watches[watch.rank] = watch
         self.wait(watch.rank, watch, None)
 
     def look_around(self) -> None:
-        """Called in the loop's thread: looks at all who wait."""
+        """Looks at the conditions of all waiting ranks; called in the loop's thread."""
         for watch in list(self._watches.values()):
             self.look_at(watch)
 
     def look_at(self, watch: Watch | None) -> None:
-        """Called in the loop's thread: whether what it waits for holds now."""
+        """Wakes a waiting rank whose condition holds now; called in the loop's thread."""
         if watch is not None and not watch.done and watch.over():
             watch.done = True
             self._wake(watch)
@@ -182,7 +182,7 @@ class EventLoop:
         return [thread.result for thread in self._ranks]
 
     def after(self, seconds: float, action: Action, live: Callable[[], bool] | None = None) -> None:
-        """An event; if it is not `live` any more when its time comes, it never happened."""
+        """Enters an event; if it is not `live` any more when its time comes, it never happened."""
         heapq.heappush(self._events, (self.now + seconds, self._draw(), next(self._serial), action, live))
 
     def _drain(self) -> None:
@@ -205,7 +205,7 @@ class EventLoop:
                 self.fail(f"timed out after {timeout} virtual seconds: {outstanding.waits()}", outstanding.context)
 
     def guarded(self, context: Context, rank: int, deliver: Action) -> None:
-        """Delivers a signal to a rank; an error of who listens there fails the communicator."""
+        """Delivers a signal to a rank; an error of its listener fails the communicator."""
         try:
             deliver()
         except Exception as error:
@@ -213,15 +213,15 @@ class EventLoop:
         self._carry_out()
 
     def is_dead(self, rank: int) -> bool:
-        """Whether it has died."""
+        """Whether a rank has died."""
         return self._ranks[rank].dead
 
     def ended_ranks(self) -> frozenset[int]:
-        """Those whose function has returned or raised, or that died."""
+        """Ranks whose function has returned or raised, or that died."""
         return frozenset(rank for rank, thread in enumerate(self._ranks) if thread.over or thread.dead)
 
     def seconds_for(self, nbytes: int) -> float:
-        """How long a message takes; drawn, where there is jitter."""
+        """Seconds that a message takes; drawn, where there is jitter."""
         seconds = self.world.link.seconds(nbytes)
         return seconds + self.world.jitter * self._draw() if self.world.jitter else seconds
 
@@ -229,7 +229,7 @@ class EventLoop:
         return rank not in self.ended_ranks() and not all(thread.over or thread.dead for thread in self._ranks)
 
     def _die(self, rank: int, reason: str) -> None:
-        """Nothing of it goes on, and nobody's calls but those that outlive it."""
+        """Ends a rank, and all calls but those that outlive ranks."""
         self._ranks[rank].dead = True
         self._blocked.pop(rank, None)
         self._watches.pop(rank, None)
@@ -348,15 +348,15 @@ class EventLoop:
                 outstanding.received[source] = payload
 
     def poisoned(self, context: Context) -> CollectiveError | None:
-        """Why a communicator has failed; None while it has not."""
+        """Error of a communicator that has failed; None while it has not."""
         if context in self._poison or self._dead is not None:
             return self._poison.get(context, self._dead)
         return None if context in self._outliving else self._bereaved
 
     def fail(self, reason: str, context: Context | None, cause: BaseException | None = None) -> None:
-        """Every call of a communicator (None: of all) that is in flight ends with this reason.
+        """Fails a communicator (None: all of them): its calls in flight, and every later one, end with this reason.
 
-        So does every later one. The first reason counts.
+        The first reason counts.
         """
         if self._dead is not None or context in self._poison:
             return

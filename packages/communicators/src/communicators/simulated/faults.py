@@ -1,4 +1,4 @@
-"""What can go wrong in a simulated world, as its tests ask for it."""
+"""Faults of a simulated world, as its tests ask for them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ class Dies:
     """Fault: a rank is gone when it would send a message, or at a virtual time.
 
     Every call of all ranks ends with an error that names it; signals and attempts go on among the others, who see it in
-    `Signals.departed`. Of its own nothing goes on, and its result is None.
+    `Signals.departed`. Nothing of its own goes on, and its result is None.
 
     Attributes:
-        rank: Which one.
+        rank: Rank that dies.
         message: The number of the message that it does not send any more; 0 is its first.
         at: Virtual seconds, in place of `message`.
     """
@@ -28,9 +28,9 @@ class Corrupts:
     """Fault: a message arrives with one bit flipped.
 
     Attributes:
-        rank: Whose message.
+        rank: Rank that sends the message.
         message: Its number among those that the rank sends, from 0.
-        bit: Which one, modulo the number of the message's.
+        bit: Number of the flipped bit, modulo the message's number of bits.
     """
 
     rank: int

@@ -10,7 +10,7 @@ import torch
 
 
 class OwnGenerator:
-    """Of one rank, on the CPU. seed: of the world, the same on all ranks."""
+    """Generator of one rank, on the CPU. seed: the world's, the same on all ranks."""
 
     def __init__(self, seed: int, rank: int) -> None:
         own = random.Random(f"{seed} {rank}").getrandbits(63)
@@ -18,7 +18,7 @@ class OwnGenerator:
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Inside, it is torch's global one. 15 µs."""
+        """Makes it torch's global generator inside the context; takes 15 µs."""
         before = torch.get_rng_state()
         torch.set_rng_state(self._state)
         try:

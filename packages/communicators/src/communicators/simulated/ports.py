@@ -1,4 +1,4 @@
-"""Which messages travel in a simulated world: one out of a rank and one into a rank at a time, first come first served.
+"""Ports of a simulated world: one message out of a rank and one into a rank at a time, first come first served.
 
 Links are eager: a message keeps both ports busy for α + β·bytes from the moment that both are free, whether or not
 its receiver has posted the receive.

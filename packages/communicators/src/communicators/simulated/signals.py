@@ -21,7 +21,7 @@ POLL_SECONDS = 50e-6
 
 
 class SimulatedSignals(Signals):
-    """One rank's end. comm: a duplicate that carries nothing else, whose name in the loop is `context`."""
+    """Signals of one simulated rank. comm: a duplicate that carries nothing else, named `context` in the loop."""
 
     def __init__(self, loop: EventLoop, comm: Communicator, context: Context, on_signal: OnSignal | None) -> None:
         super().__init__(comm.rank, comm.size, on_signal)
@@ -32,7 +32,7 @@ class SimulatedSignals(Signals):
         loop.signals.listen(context, comm.rank, self._arrived)
 
     def wait_until(self, over: Callable[[], bool], timeout: float) -> None:
-        """See `Signals.wait_until`; there is no time-out: where nothing more can happen a deadlock is reported."""
+        """Waits until a condition holds, without a time-out: where nothing more can happen, a deadlock is reported."""
         del timeout
         self._raise_failed()
         if not over():
@@ -41,7 +41,7 @@ class SimulatedSignals(Signals):
             self._raise_failed()
 
     def remind(self, seconds: float, value: int) -> None:
-        """See `Signals.remind`; virtual seconds."""
+        """Sends a signal to this rank itself after `seconds` of virtual time."""
         context, rank = self._context, self.rank
 
         def send() -> None:
@@ -51,36 +51,31 @@ class SimulatedSignals(Signals):
         self._loop.wish(lambda: self._loop.after(seconds, send, live))
 
     def fail(self, reason: str) -> None:
-        """See `Signals.fail`."""
         self._loop.refuse_to_wait("fail()")
         self._loop.wish(lambda: self._loop.fail(reason, self._context))
         self._loop.sleep(self.rank, 0.0)
 
     def check(self) -> None:
-        """See `Signals.check`."""
         self._raise_failed()
 
     @property
     def departed(self) -> frozenset[int]:
-        """See `Signals.departed`."""
         return (self._loop.ended_ranks() | self._loop.signals.left(self._context)) - {self.rank}
 
     def attempt(self, schedule: Schedule[Any], members: Sequence[int], *, facts: str) -> SimulatedAttempt:
-        """See `Signals.attempt`."""
         context = (*self._context, zlib.crc32(facts.encode()))
         self._loop.outlives(context)
         outside = among(schedule, members, facts)
         return SimulatedAttempt(self._loop, self._loop.submit(self.rank, outside, facts, math.inf, context))
 
     def leave(self, why: str) -> None:
-        """See `Signals.leave`."""
         del why
         self._closed = True
         self._loop.signals.leave(self._context, self.rank)
         self._loop.wish(self._loop.look_around)
 
     def close(self) -> None:
-        """See `Signals.close`. Raises CollectiveError where a rank does not come."""
+        """Ends the signals on all ranks, as `Signals.close` says. Raises CollectiveError where a rank does not come."""
         self._loop.refuse_to_wait("close()")
         if self._closed:
             return
@@ -119,7 +114,7 @@ class SimulatedSignals(Signals):
         return taken
 
     def _arrived(self, source: int, value: int) -> bool:
-        """Called by the loop; whether it is there now to be polled, and was not before."""
+        """Takes a signal from the loop; whether it now waits to be polled, and did not before."""
         if self._on_signal is not None:
             self._on_signal(source, value)
             self._loop.look_at(self._watch)
@@ -134,28 +129,25 @@ class SimulatedSignals(Signals):
 
 
 class SimulatedAttempt(Attempt):
-    """See `Attempt`."""
+    """Attempt in a simulated world."""
 
     lost = None
-    """Its signals tell who has departed."""
+    """None: its signals tell which ranks have departed."""
 
     def __init__(self, loop: EventLoop, outstanding: SimulatedCall) -> None:
         self._loop, self._outstanding = loop, outstanding
 
     @property
     def value(self) -> Any:
-        """See `Attempt.value`."""
         return self._outstanding.call.value
 
     @property
     def error(self) -> CollectiveError | None:
-        """See `Attempt.error`."""
         return self._outstanding.error
 
     def when_over(self, callback: Callable[[], None]) -> None:
-        """See `Attempt.when_over`; called by the loop."""
+        """Calls back from the loop once there is a value or an error, at once if it is over."""
         self._loop.wish(lambda: self._outstanding.when_over(callback))
 
     def cancel(self) -> None:
-        """See `Attempt.cancel`."""
         self._loop.wish(lambda: self._loop.leave(self._outstanding))

@@ -16,26 +16,26 @@ SIGNAL_BYTES = 8
 
 
 class Events(Protocol):
-    """The loop whose events they are."""
+    """Event loop that carries the signals."""
 
     def wish(self, action: Callable[[], None]) -> None:
         """Has the loop's thread do this, soon and at the same virtual time."""
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
-        """Has the loop's thread do this then."""
+        """Has the loop's thread do this after `seconds`."""
 
     def guarded(self, context: Context, rank: int, deliver: Callable[[], None]) -> None:
         """Delivers to a rank; an error of its listener fails the communicator."""
 
     def seconds_for(self, nbytes: int) -> float:
-        """How long a message takes."""
+        """Seconds that a message takes."""
 
     def is_dead(self, rank: int) -> bool:
         """Whether a rank has died: it hears nothing."""
 
 
 class SignalsInFlight:
-    """Between two ranks the first that was sent is the first to come, whatever the jitter."""
+    """Signals on their way; between two ranks the first that was sent is the first to come, whatever the jitter."""
 
     def __init__(self, events: Events) -> None:
         self._events = events
@@ -47,14 +47,14 @@ class SignalsInFlight:
         self._waiting: Counter[tuple[Context, int, int]] = Counter()
 
     def listen(self, context: Context, rank: int, listener: Listener) -> None:
-        """From now on the listener gets the rank's signals, and first those that came before."""
+        """Gives the rank's signals to the listener from now on, and first those that came before."""
         self._listeners[context, rank] = listener
         self._events.wish(lambda: self._events.guarded(context, rank, lambda: self._hear_early(context, rank)))
 
     def send(self, context: Context, source: int, target: int, value: int) -> None:
-        """There after the time of a message of SIGNAL_BYTES, or at once to itself.
+        """Sends a signal, which takes the time of a message of SIGNAL_BYTES, or none to the rank itself.
 
-        One that is on its way is not sent again.
+        A signal that is on its way is not sent again.
         """
         name = context, source, target
         if value in self._sent[name]:
@@ -70,31 +70,31 @@ class SignalsInFlight:
         self._events.wish(wish)
 
     def leave(self, context: Context, rank: int) -> None:
-        """This rank hears nothing more, and the others know."""
+        """Ends the signals of a rank: it hears nothing more, and the others know."""
         self._left.add((context, rank))
 
     def left(self, context: Context) -> frozenset[int]:
-        """Who has left."""
+        """Ranks that have left."""
         return frozenset(rank for at, rank in self._left if at == context)
 
     def close(self, context: Context, rank: int) -> None:
-        """This rank sends no more."""
+        """Notes that a rank sends no more."""
         self._closing.add((context, rank))
 
     def closing(self, context: Context, rank: int) -> bool:
-        """Whether it has said so."""
+        """Whether a rank has said that it sends no more."""
         return (context, rank) in self._closing
 
     def on_their_way(self, context: Context, target: int) -> bool:
-        """Whether any are to this rank."""
+        """Whether any signals are on their way to this rank."""
         return any(sent for (at, _, to), sent in self._sent.items() if (at, to) == (context, target))
 
     def waiting(self, context: Context, source: int, target: int) -> int:
-        """How many are in flight between two ranks, or have come and were not polled."""
+        """Number of signals between two ranks that are in flight, or have come and were not polled."""
         return self._waiting[context, source, target]
 
     def polled(self, context: Context, source: int, target: int) -> None:
-        """One of them was."""
+        """Notes that a signal between two ranks was polled."""
         self._waiting[context, source, target] -= 1
 
     def _arrive(self, context: Context, source: int, target: int) -> None:

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Whole(Protocol):
-    """What a group asks of a communicator of the whole world."""
+    """Communicator of the whole world, as far as a group needs it."""
 
     rank: int
     timeout: float
@@ -41,8 +41,9 @@ class Whole(Protocol):
 
 
 class SimulatedSubgroup(Communicator):
-    """members: ranks of the world, in order; inside, they count from 0. Errors name ranks of the world.
+    """Communicator of some ranks of a simulated world.
 
+    members: ranks of the world, in order; inside, they count from 0. Errors name ranks of the world.
     whole: a communicator of this rank in the world, with a context that no other group has.
     """
 
@@ -55,27 +56,24 @@ class SimulatedSubgroup(Communicator):
 
     @property
     def bytes_sent(self) -> int:  # type: ignore[override]
-        """Of all communicators of the rank."""
+        """Bytes sent by all communicators of the rank."""
         return self._whole.bytes_sent
 
     @property
     def messages_sent(self) -> int:  # type: ignore[override]
-        """Of all communicators of the rank."""
+        """Messages sent by all communicators of the rank."""
         return self._whole.messages_sent
 
     def run(self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None) -> T:
-        """See `communicators.run`."""
         return self.start(schedule, facts=facts, timeout=timeout, device=device).wait()
 
     def start(
         self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None
     ) -> Work[T]:
-        """See `communicators.start`."""
         outside = among(schedule, self._members, facts)
         return self._whole.start(outside, facts=facts, timeout=timeout, device=device)
 
     def duplicate(self) -> SimulatedSubgroup:
-        """See `Communicator.duplicate`."""
         self._duplicates = [made for made in self._duplicates if not made._closed]
         refuse_too_many(len(self._duplicates))
         self.run(barrier(self.rank, self.size), facts="duplicate of a group", timeout=self.timeout)
@@ -84,7 +82,6 @@ class SimulatedSubgroup(Communicator):
         return made
 
     def close(self) -> None:
-        """See `Communicator.close`."""
         self._closed = True
         self._whole.close()
 
@@ -93,5 +90,4 @@ class SimulatedSubgroup(Communicator):
         return self._whole.clock()
 
     def elapse(self, seconds: float) -> None:
-        """See `Communicator.elapse`."""
         self._whole.elapse(seconds)

@@ -1,4 +1,4 @@
-"""What the ranks of a simulated world wait for: the end of a call, or what signals bring about."""
+"""Waits of the ranks of a simulated world: for the end of a call, or for a condition that signals bring about."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from communicators.simulated.signals_in_flight import Context
 
 Action: TypeAlias = Callable[[], None]
 Name: TypeAlias = tuple[Context, int]
-"""A call: of which communicator, its number there."""
+"""Name of a call: its communicator, and its number there."""
 
 
 class SimulatedCall:
@@ -31,7 +31,7 @@ class SimulatedCall:
         self.callbacks: list[Action] = []
 
     def when_over(self, callback: Action) -> None:
-        """Calls back at the end, or now if that has been."""
+        """Calls back at the end, or at once if the call is over."""
         if self.done:
             callback()
         else:
@@ -39,17 +39,17 @@ class SimulatedCall:
 
     @property
     def name(self) -> Name:
-        """Which call of which communicator."""
+        """Communicator and number of the call."""
         return self.context, self.call.number
 
     def waits(self) -> str:
-        """Who waits for whom."""
+        """Phrase that says who waits for whom."""
         call = self.call
         return errors.waits(call.rank, call.number, call.facts, call.turn, list(self.lacks))
 
 
 class Watch:
-    """A rank that waits until something holds which signals of a communicator bring about."""
+    """Rank that waits for a condition which signals of a communicator bring about."""
 
     def __init__(self, rank: int, context: Context, over: Callable[[], bool]) -> None:
         self.rank, self.context, self.over = rank, context, over
@@ -57,5 +57,5 @@ class Watch:
         self.waiter: Action | None = None
 
     def waits(self) -> str:
-        """Who waits for what."""
+        """Phrase that says who waits for what."""
         return f"rank {self.rank} waits for a signal"

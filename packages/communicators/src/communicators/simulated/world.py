@@ -37,22 +37,22 @@ class SimulatedWorld:
     """Ranks 0 … size − 1, joined pairwise by equal links. Data may be on any device, and stay there.
 
     Args:
-        size: How many ranks.
+        size: Number of ranks.
         link: Seconds per message and per byte.
         seed: Draws the order of events that happen at the same virtual time.
         slowdown: Per rank, a factor on the time of its computation (`comm.elapse`, `Elapse`); default 1 each.
-        jitter: At most so many seconds are added to each message, drawn like the order.
+        jitter: Most seconds that are added to each message, drawn like the order.
         draw: Returns numbers in [0, 1) for order and jitter, in place of `seed`; hypothesis can drive it.
         faults: `Dies` and `Corrupts`.
-        own_generators: Each rank has torch's global generator on the CPU to itself, as a process has, seeded by `seed`
-            and its rank; so dropout on a rank does not depend on which ranks ran before, and a rank may call
+        own_generators: Gives each rank torch's global generator on the CPU to itself, as a process has it, seeded by
+            `seed` and its rank; so dropout on a rank does not depend on which ranks ran before, and a rank may call
             `torch.manual_seed`. False: all ranks draw from the caller's, in the order in which they run; then give
             what draws a `torch.Generator` of its own. Generators of other devices are shared in any case.
 
     Attributes:
-        bytes_sent: After `run`: what each rank sent, in counted rounds.
-        messages_sent: In so many messages.
-        elapsed: How long the run took, in virtual seconds.
+        bytes_sent: Bytes that each rank sent in counted rounds of the last `run`.
+        messages_sent: Messages that held them, of each rank.
+        elapsed: Virtual seconds that the run took.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class SimulatedWorld:
         An exception on one rank fails the others' collectives and is raised here. Counts start again at each run.
 
         Args:
-            fn: What a rank does; `comm` says which one it is.
+            fn: Function of a rank; `comm` says which one it is.
         """
         loop = EventLoop(self, self._draw if self._draw is not None else random.Random(self.seed).random)
         self.bytes_sent, self.messages_sent = loop.bytes_sent, loop.messages_sent
@@ -99,11 +99,11 @@ class SimulatedWorld:
             self.elapsed = loop.now
 
     def fault(self, rank: int, message: int) -> Dies | Corrupts | None:
-        """What befalls this message of this rank."""
+        """Fault of this message of this rank, if any."""
         return self._faults.get((rank, message))
 
     def turn(self, rank: int) -> Callable[[], AbstractContextManager[None]]:
-        """Makes what each turn of this rank's thread is inside of."""
+        """Makes the context that each turn of this rank's thread is inside of."""
         return OwnGenerator(self.seed, rank).lent if self.own_generators else nullcontext
 
 
@@ -129,13 +129,13 @@ class SimulatedCommunicator(Communicator):
         return self._loop.messages_sent[self.rank]
 
     def run(self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None) -> T:
-        """See `communicators.run`; the timeout counts virtual seconds."""
+        """Carries a schedule to its end; the timeout counts virtual seconds."""
         return self.start(schedule, facts=facts, timeout=timeout, device=device).wait()
 
     def start(
         self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None
     ) -> SimulatedWork[T]:
-        """See `communicators.start`; the schedule advances in virtual time while its rank computes or waits."""
+        """Starts a schedule, which advances in virtual time while its rank computes or waits."""
         del device
         if self._closed:
             schedule.close()
@@ -144,7 +144,6 @@ class SimulatedCommunicator(Communicator):
         return SimulatedWork(self._loop, self.rank, outstanding)
 
     def duplicate(self) -> SimulatedCommunicator:
-        """See `Communicator.duplicate`."""
         self._duplicates = [made for made in self._duplicates if not made._closed]
         refuse_too_many(len(self._duplicates))
         facts = f"duplicate number {self._made}"
@@ -154,7 +153,7 @@ class SimulatedCommunicator(Communicator):
         return made
 
     def signals(self, on_signal: OnSignal | None = None) -> Signals:
-        """See `Communicator.signals`; `on_signal` is called by the loop, between the turns of ranks."""
+        """Signals of a duplicate; the loop calls `on_signal` between the turns of ranks."""
         beside = self.duplicate()
         return SimulatedSignals(self._loop, beside, beside._context, on_signal)
 
@@ -169,14 +168,13 @@ class SimulatedCommunicator(Communicator):
         return SimulatedSubgroup(whole, [rank for rank, given in enumerate(colors) if given == color])
 
     def inner(self) -> SimulatedCommunicator:
-        """Another one of the same world, for a group in it that makes as many."""
+        """Another communicator of the same world, for a duplicate, or for a group in it that makes as many."""
         self._made += 1
         made = SimulatedCommunicator(self._loop, self.rank, (*self._context, self._made - 1))
         made.timeout = self.timeout
         return made
 
     def close(self) -> None:
-        """See `Communicator.close`."""
         self._closed = True
 
     def clock(self) -> float:
@@ -184,7 +182,7 @@ class SimulatedCommunicator(Communicator):
         return self._loop.now
 
     def elapse(self, seconds: float) -> None:
-        """Computes for so many virtual seconds, times this rank's slowdown."""
+        """Computes for `seconds` of virtual time, times this rank's slowdown."""
         self._loop.sleep(self.rank, seconds * self._loop.world.slowdown[self.rank])
 
 
@@ -196,25 +194,24 @@ class SimulatedWork(Work[T]):
 
     @property
     def began(self) -> float:
-        """See `Work.began`; virtual seconds."""
+        """Start of the call in virtual seconds."""
         return self._outstanding.began
 
     @property
     def ended(self) -> float | None:
-        """See `Work.ended`; virtual seconds."""
+        """Time of its result or error in virtual seconds; None until then."""
         return self._outstanding.ended if self._outstanding.done else None
 
     @property
     def error(self) -> CollectiveError | None:
-        """See `Work.error`."""
         return self._outstanding.error
 
     def when_over(self, callback: Callable[[], None]) -> None:
-        """See `Work.when_over`; called by the loop, between the turns of ranks."""
+        """Calls back from the loop, between the turns of ranks, once there is a result or an error."""
         self._loop.wish(lambda: self._outstanding.when_over(callback))
 
     def wait(self, timeout: float | None = None) -> T:
-        """See `Work.wait`; virtual seconds."""
+        """Waits for the result, and returns it; the timeout counts virtual seconds."""
         self._loop.wait(self._rank, self._outstanding, timeout)
         error = self._outstanding.error
         if error is not None:
@@ -223,12 +220,11 @@ class SimulatedWork(Work[T]):
         return result
 
     def is_completed(self) -> bool:
-        """See `Work.is_completed`; costs POLL_SECONDS."""
+        """Whether `wait` would return, or raise, at once; costs POLL_SECONDS."""
         self._loop.sleep(self._rank, POLL_SECONDS)
         return self._outstanding.done
 
     def get_future(self) -> torch.futures.Future[T]:
-        """See `Work.get_future`."""
         return _SimulatedFuture(self.wait)
 
 

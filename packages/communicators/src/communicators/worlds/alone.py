@@ -27,7 +27,7 @@ class Alone(Communicator):
         self.rank, self.size = 0, 1
 
     def run(self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None) -> T:
-        """See `communicators.run`; an error of the schedule is raised as it is."""
+        """Carries a schedule to its end; an error of the schedule is raised as it is."""
         del timeout, device
         call = Call(schedule, rank=0, size=1, facts=facts, number=0)
         while call.step({}) is not None:
@@ -37,16 +37,15 @@ class Alone(Communicator):
     def start(
         self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None
     ) -> Work[T]:
-        """See `communicators.start`; over at once."""
+        """Carries a schedule to its end at once."""
         began = self.clock()
         return _Finished(self.run(schedule, facts=facts, timeout=timeout, device=device), began, self.clock())
 
     def duplicate(self) -> Alone:
-        """See `Communicator.duplicate`."""
         return Alone()
 
     def signals(self, on_signal: OnSignal | None = None) -> Signals:
-        """See `Communicator.signals`; `on_signal` is called within `send`."""
+        """Signals of this rank to itself; `on_signal` is called within `send`."""
         return _ToItself(on_signal)
 
     def clock(self) -> float:

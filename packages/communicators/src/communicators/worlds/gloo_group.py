@@ -13,10 +13,10 @@ from communicators.worlds.waiters import WAIT, Waitable
 
 
 class GlooGroup:
-    """Until it is closed. What is posted afterwards raises RuntimeError, as where a connection is gone.
+    """Group of gloo that ends at `close`; what is posted afterwards raises RuntimeError, as where a connection is gone.
 
-    Each has three threads and a connection to every peer. Not dist.new_group: its names count a rank's groups, so
-    ranks that are in other groups would never meet.
+    Each has three threads and a connection to every peer. It is not made by dist.new_group, whose names count a rank's
+    groups, so that ranks which are in other groups would never meet.
     """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
@@ -28,7 +28,7 @@ class GlooGroup:
         return work
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Waitable:
-        """Posts room for one."""
+        """Posts room for a message."""
         work: Waitable = self._open().recv(tensors, peer, tag)
         return work
 
@@ -49,7 +49,7 @@ class GlooGroup:
 
 
 class _Sum:
-    """A sum under way keeps its group, whose end would wait for it while Python stands still."""
+    """Sum under way, which keeps its group: the group's end would wait for it while Python stands still."""
 
     def __init__(self, wait: Callable[[timedelta], bool], group: Any) -> None:
         self.wait, self._group = wait, group

@@ -17,7 +17,7 @@ FLUSH_POLL_SECONDS = 1e-3
 
 
 class Mailbox:
-    """One rank's. Each receive has a waiter's thread; gloo's receive from anybody could not be ended.
+    """Mailbox of one rank. Each receive has a waiter's thread; gloo's receive from anybody could not be ended.
 
     tag: of all messages. nbytes: the most that one holds. A message is on its way until its receiver has posted room
     for it.
@@ -50,17 +50,17 @@ class Mailbox:
         return next((PeerLost(peer, error) for peer, error in errors if error is not None), None)
 
     def unreachable(self) -> list[int]:
-        """All such peers."""
+        """Peers whose connection is gone."""
         return [peer for peer, (_, wait) in self._coming.items() if wait.error is not None]
 
     def flush(self, seconds: float) -> None:
-        """Waits at most so long for the messages that were written to be on their way."""
+        """Waits at most `seconds` for the messages that were written to be on their way."""
         end = time.monotonic() + seconds
         while not all(wait.done for wait in self._written) and time.monotonic() < end:
             time.sleep(FLUSH_POLL_SECONDS)
 
     def open(self) -> list[Wait]:
-        """What is sent and received."""
+        """Messages in flight, sent and received."""
         return [*(wait for _, wait in self._coming.values()), *self._written]
 
     def close(self) -> None:
@@ -74,33 +74,32 @@ class Mailbox:
 
 
 class GlooSignalLine(SignalLine):
-    """A mailbox of its own; abandon: takes what is still in flight at the end, because ending it closes connections."""
+    """Signal line over a mailbox of its own.
+
+    abandon: takes what is still in flight at the end, because ending it closes connections.
+    """
 
     def __init__(self, mailbox: Mailbox, abandon: Callable[[list[Wait]], None]) -> None:
         self._mailbox, self._abandon = mailbox, abandon
         self._sending: dict[int, Wait] = {}
 
     def send(self, peer: int, message: bytes) -> None:
-        """See `SignalLine.send`."""
         self._sending[peer] = self._mailbox.write(peer, message)
 
     def sent(self, peer: int) -> bool:
-        """See `SignalLine.sent`."""
         wait = self._sending.get(peer)
         if wait is not None and wait.error is not None:
             raise PeerLost(peer, wait.error)
         return wait is None or wait.done
 
     def received(self) -> list[tuple[int, bytes]]:
-        """See `SignalLine.received`."""
         return self._mailbox.read()
 
     def close(self) -> None:
-        """See `SignalLine.close`."""
         self._abandon(self._mailbox.open())
 
 
 def _message(room: Tensor) -> bytes:
-    """Its length is not trusted: a message that is cut does not pass its check."""
+    """Message in a buffer. Its length is not trusted: a message that is cut does not pass its check."""
     memory = room.numpy().tobytes()
     return memory[LENGTH_BYTES : LENGTH_BYTES + int.from_bytes(memory[:LENGTH_BYTES], "little")]

@@ -1,7 +1,7 @@
 """MPI by mpi4py: point-to-point with buffers, on communicators of our own.
 
 Data and control messages travel on two duplicates of the user's communicator, so that nothing of ours can match a
-message of his. CUDA payloads are staged through pinned host memory.
+message of the user's. CUDA payloads are staged through pinned host memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from communicators.worlds.staging import host_empty, to_host
 
 FIRST_CALL_POLL_SECONDS = 1e-3
 CLOSE_SECONDS = 10.0
-"""So long the control messages of communicators that are closed may take to be sent."""
+"""Longest time that the control messages of closed communicators may take to be sent."""
 
 
 def from_mpi(comm: MPI.Comm, patience: float | None = None) -> TransportCommunicator:
@@ -67,7 +67,6 @@ class MPITransport(Transport):
         self._abandoned: list[object] = []
 
     def post(self, call: Call, action: Round, device: torch.device) -> Pending:
-        """See `Transport.post`."""
         buffers = {peer: host_empty(capacity, device) for peer, capacity in action.recvs.items()}
         receives = {
             peer: self._data.Irecv(_bytes_of(buffer), peer, call.incoming_tag(peer)) for peer, buffer in buffers.items()
@@ -81,12 +80,10 @@ class MPITransport(Transport):
         return _PendingRound(self, call, receives, sends, buffers, payloads, device)
 
     def send_control(self, peer: int, message: bytes) -> None:
-        """See `Transport.send_control`."""
         self._unsent()
         self._written.append((self._control.Isend([message, MPI.BYTE], peer), peer, message))
 
     def read_control(self) -> list[bytes]:
-        """See `Transport.read_control`."""
         messages = []
         status = MPI.Status()
         while self._control.Iprobe(status=status):
@@ -96,28 +93,30 @@ class MPITransport(Transport):
         return messages
 
     def can_sum(self, tensor: Tensor) -> bool:
-        """See `Transport.can_sum`: CPU tensors of the dtypes that MPI knows."""
+        """Whether MPI can sum this tensor: on the CPU, of a dtype that it knows."""
         return tensor.device.type == "cpu" and tensor.dtype in _SUMMED
 
     def post_sum(self, tensor: Tensor) -> Pending:
-        """See `Transport.post_sum`. Non-blocking, so that a rank that never comes is noticed."""
+        """Posts MPI's own sum; non-blocking, so that a rank that never comes is noticed."""
         return _PendingSum(self, self._data.Iallreduce(MPI.IN_PLACE, tensor.numpy(), MPI.SUM), tensor)
 
     def duplicate(self, patience: float) -> MPITransport:
-        """See `Transport.duplicate`; of the one for control messages, on which no collective of a call is in flight."""
+        """Another transport, made of the communicator for control messages, where no collective is in flight."""
         self.duplicates += 1
         return MPITransport(self._control, patience)
 
     def signal_line(self) -> MPISignalLine:
-        """See `Transport.signal_line`; where payloads go otherwise."""
+        """Line for signals on the communicator that otherwise carries payloads."""
         return MPISignalLine(self._data, self.abandon)
 
     def closing(self) -> bool:
-        """See `Transport.closing`."""
         return not MPI.Is_finalized()
 
     def close(self) -> None:
-        """See `Transport.close`. At its end MPI sends nothing more; and it has a few thousand communicators at most."""
+        """Frees both duplicates once control messages are sent: MPI has a few thousand communicators at most.
+
+        At its end MPI sends nothing more, so that is waited for.
+        """
         end = time.monotonic() + (0.0 if MPITransport._in_vain else CLOSE_SECONDS)
         while self._unsent() and time.monotonic() < end:
             time.sleep(1e-3)
@@ -127,7 +126,7 @@ class MPITransport(Transport):
             self._control.Free()
 
     def _unsent(self) -> bool:
-        """Whether control messages are under way still."""
+        """Whether control messages are still under way."""
         if MPI.Is_finalized():
             return False
         written, self._written = self._written, []
@@ -143,7 +142,7 @@ class MPITransport(Transport):
 
 
 class _PendingRound(Pending):
-    """Requests by peer. Over TCP a send ends with the receiver's receipt, one α after the message has come."""
+    """Round in flight, by peer. Over TCP a send ends with the receiver's receipt, one α after the message has come."""
 
     def __init__(
         self,
@@ -166,7 +165,7 @@ class _PendingRound(Pending):
         return self.arrived() and all(self._over(peer, request) for peer, request in self._sends.items())
 
     def _over(self, peer: int, request: MPI.Request, status: MPI.Status | None = None) -> bool:
-        """Whether a message has come or gone. One by one: Testall would not say whose fails. Test puts a null then."""
+        """Whether a message has come or gone, one by one: Testall would not say whose fails. Test puts a null then."""
         with reaching(peer):
             return not request or bool(request.Test(status))
 
@@ -211,7 +210,7 @@ _SUMMED = {torch.float32, torch.float64, torch.int8, torch.int16, torch.int32, t
 
 
 _abandoned: list[object] = []
-"""What MPI may still touch of first calls that failed."""
+"""Buffers of first calls that failed, which MPI may still touch."""
 
 
 @cache
@@ -220,7 +219,7 @@ def _keyval() -> int:
 
 
 def _freed(comm: MPI.Comm, keyval: int, made: object) -> None:
-    """The user frees his communicator, which is collective: so is closing ours."""
+    """Closes our communicator where the user frees theirs, which is collective: so is closing ours."""
     del comm, keyval
     if isinstance(made, TransportCommunicator) and not made.released and made.control.abort_reason is None:
         made.close()
@@ -229,8 +228,8 @@ def _freed(comm: MPI.Comm, keyval: int, made: object) -> None:
 def _wait_for_all(comm: MPI.Comm, end: float, patience: float) -> None:
     """Returns when all ranks have come.
 
-    A collective, because a message on the user's communicator might be received by him. Every rank sends to every
-    other one, so where some do not come, what has arrived tells who has; MPI calls that undefined, so it is only named.
+    A collective, because the user might receive a message on that communicator. Every rank sends to every other one, so
+    where some do not come, what has arrived tells who has; MPI calls that undefined, so it is only named.
     """
     here = np.zeros(comm.Get_size(), dtype=np.int32)
     ones = np.ones_like(here)

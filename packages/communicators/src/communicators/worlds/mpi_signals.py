@@ -12,7 +12,7 @@ from communicators.background.transport import SIGNAL_BYTES, PeerLost, SignalLin
 
 @contextmanager
 def reaching(peer: int) -> Iterator[None]:
-    """PeerLost for what MPI says of a peer that has died: one that ends by itself waits in MPI for all others first."""
+    """Raises PeerLost where MPI reports a dead peer: one that ends by itself first waits in MPI for all others."""
     try:
         yield
     except MPI.Exception as error:
@@ -22,9 +22,9 @@ def reaching(peer: int) -> Iterator[None]:
 
 
 class MPISignalLine(SignalLine):
-    """comm: a duplicate of our own. abandon: keeps alive what MPI may still touch.
+    """Signal line over MPI. comm: a duplicate of our own. abandon: keeps alive what MPI may still touch.
 
-    A message is sent in synchronous mode, so that none is taken for sent which its receiver has not matched: what it
+    A message is sent in synchronous mode, so that none counts as sent before its receiver has matched it: what a peer
     does not read waits here, and not without bound in its MPI.
     """
 
@@ -36,19 +36,16 @@ class MPISignalLine(SignalLine):
         self._receive.Start()
 
     def send(self, peer: int, message: bytes) -> None:
-        """See `SignalLine.send`."""
         with reaching(peer):
             self._sending[peer] = self._comm.Issend([message, MPI.BYTE], peer), message
 
     def sent(self, peer: int) -> bool:
-        """See `SignalLine.sent`."""
         with reaching(peer):
             if peer in self._sending and self._sending[peer][0].Test():
                 del self._sending[peer]
         return peer not in self._sending
 
     def received(self) -> list[tuple[int, bytes]]:
-        """See `SignalLine.received`."""
         messages = []
         while self._receive.Test(self._status):
             messages.append((self._status.Get_source(), bytes(self._room[: self._status.Get_count(MPI.BYTE)])))
@@ -56,7 +53,6 @@ class MPISignalLine(SignalLine):
         return messages
 
     def close(self) -> None:
-        """See `SignalLine.close`."""
         if self._sending:  # to ranks that have departed
             self._abandon(self._sending)
         self._receive.Cancel()

@@ -1,7 +1,7 @@
 """torch.distributed by point-to-point, on a gloo group of our own with the user's ranks.
 
-Control messages travel there too, so that the Store, which one rank holds and which may not answer, is needed to meet
-only. CUDA payloads are staged through pinned host memory, unless NCCL is asked for (see `nccl`).
+Control messages travel there too, so that the Store, which one rank holds and which may not answer, is only needed to
+meet. CUDA payloads are staged through pinned host memory, unless NCCL is asked for (see `nccl`).
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from communicators.worlds.waiters import Wait, Waiters
 T = TypeVar("T")
 
 STORE_SECONDS = 0.5
-"""So much longer than its time-out a first call waits for a Store that does not answer at all."""
+"""Wait beyond its time-out of a first call whose Store does not answer at all."""
 CLOSE_SECONDS = 1.0
-"""So long the control messages of a communicator that is closed may take to be sent."""
+"""Longest time that the control messages of a closed communicator may take to be sent."""
 LOST_SECONDS = 1.0
-"""So long after gloo's own sum has failed it is found out whose connection was lost."""
+"""Longest time after a failure of gloo's own sum to find out whose connection was lost."""
 CONTROL_TAG = 1 << TAG_BITS
 SIGNAL_TAG = CONTROL_TAG + 1
 TORCH_TIMEOUTS = (default_pg_timeout, default_pg_nccl_timeout)
@@ -62,8 +62,8 @@ def from_process_group(
 ) -> TransportCommunicator:
     """Our communicator for a process group; made once for each. Collective over its ranks at the first use.
 
-    store: where its ranks meet, default the group's own. Another one than before, or a group that was set up anew, as
-    after a rank was lost, or a communicator that has failed: a new communicator.
+    store: where its ranks meet, default the group's own. Another store than before, a group that was set up anew, as
+    after a rank was lost, and a communicator that has failed make a new communicator.
 
     Its `timeout` is what the group was made with, TIMEOUT_SECONDS where that is torch's default.
     patience: seconds that the first use waits for the other ranks, default that `timeout`. transport: "nccl" for data
@@ -90,7 +90,7 @@ def from_process_group(
 
 
 def _generation(group: dist.ProcessGroup) -> Generation:
-    """Changes where a group is set up anew in place: by its owner, or by torch's `_reconfigure`, which handles tell."""
+    """Mark that changes where a group is set up anew in place: by its owner, or by torch, whose handle tells."""
     handle = ""
     with suppress(RuntimeError):  # a group of several backends, or of none
         if getattr(group, "supports_reconfigure", False):  # since torch 2.14
@@ -109,7 +109,7 @@ def _connected(group: dist.ProcessGroup, patience: float, transport: str | None,
 
 
 def _in_time(make: Callable[[], T], rank: int, seconds: float) -> T:
-    """What it makes, in a thread that is left behind where a Store blocks it: the kernel waits for many minutes."""
+    """Calls `make` in a thread that is left behind where a Store blocks it: the kernel waits for many minutes."""
     made: Future[T] = Future()
 
     def work() -> None:
@@ -140,7 +140,7 @@ def timeout_of(group: dist.ProcessGroup) -> float:
 
 
 class Rendezvous(NamedTuple):
-    """Where ranks meet: keys of one Store, by a client of our own and by the group's."""
+    """Meeting place of ranks: keys of one Store, by a client of our own and by the group's."""
 
     rank: int
     size: int
@@ -149,16 +149,16 @@ class Rendezvous(NamedTuple):
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, keys: Store) -> Rendezvous:
-        """Of a group's ranks, among these keys."""
+        """Rendezvous of a group's ranks, among these keys."""
         own, shared = PrefixStore("communicators", reconnected(keys)), PrefixStore("communicators", keys)
         return cls(group.rank(), group.size(), own, shared)
 
     def met(self, patience: float) -> Rendezvous:
-        """Of the same ranks, once all of them are here, under a prefix that is new."""
+        """Rendezvous of the same ranks, once all of them are here, under a prefix that is new."""
         return self.elsewhere(meet(self.own, self.rank, self.size, patience))
 
     def elsewhere(self, prefix: str) -> Rendezvous:
-        """Of the same ranks, under a further prefix."""
+        """Rendezvous of the same ranks, under a further prefix."""
         return self._replace(own=PrefixStore(prefix, self.own), shared=PrefixStore(prefix, self.shared))
 
 
@@ -182,7 +182,6 @@ class ProcessGroupTransport(Transport):
         self._end.atexit = False
 
     def post(self, call: Call, action: Round, device: torch.device) -> Pending:
-        """See `Transport.post`."""
         buffers = {peer: host_empty(capacity, device) for peer, capacity in action.recvs.items()}
         receives = {peer: self._receive(buffer, peer, call.incoming_tag(peer)) for peer, buffer in buffers.items()}
         sends = {}
@@ -194,51 +193,44 @@ class ProcessGroupTransport(Transport):
         return _PendingRound(self, call, receives, sends, buffers, device)
 
     def duplicate(self, patience: float) -> ProcessGroupTransport:
-        """See `Transport.duplicate`."""
         self.duplicates += 1
         there = self.rendezvous.elsewhere(f"duplicate/{self.duplicates}")
         return _in_time(lambda: ProcessGroupTransport(there, patience), self.rank, patience)
 
     def can_sum(self, tensor: Tensor) -> bool:
-        """See `Transport.can_sum`: CPU tensors of the dtypes that gloo knows."""
+        """Whether gloo can sum this tensor: on the CPU, of a dtype that it knows."""
         return tensor.device.type == "cpu" and tensor.dtype in _SUMMED
 
     def post_sum(self, tensor: Tensor) -> Pending:
-        """See `Transport.post_sum`. gloo aborts the process if ranks' sizes differ: they have agreed on them here."""
+        """Posts gloo's own sum, which aborts the process if ranks' sizes differ: they have agreed on them here."""
         return _PendingSum(self._waiters.wait_for(self._data.allreduce([tensor])), self)
 
     def nap(self, seconds: float) -> None:
-        """See `Transport.nap`: until a waiter has something."""
+        """Waits at most `seconds` for a waiter to have news."""
         self._waiters.news.wait(seconds)
         self._waiters.news.clear()
 
     def send_control(self, peer: int, message: bytes) -> None:
-        """See `Transport.send_control`."""
         self._control.write(peer, message)
 
     def read_control(self) -> list[bytes]:
-        """See `Transport.read_control`."""
         return [message for _, message in self._control.read()]
 
     def unreachable(self) -> list[int]:
-        """See `Transport.unreachable`."""
         return self._control.unreachable()
 
     def lost(self) -> PeerLost | None:
-        """See `Transport.lost`."""
         return self._control.lost()
 
     def close(self) -> None:
-        """See `Transport.close`."""
         self._control.flush(CLOSE_SECONDS)
         self._end()
 
     def abandon(self, waits: list[Wait]) -> None:
-        """Nobody asks for these any more. Giving them up would close their connections, which control messages need."""
+        """Keeps waits that nobody asks for any more. Giving them up would end connections of control messages."""
         self._abandoned += [wait for wait in waits if not wait.done]
 
     def signal_line(self) -> GlooSignalLine:
-        """See `Transport.signal_line`."""
         return GlooSignalLine(self._mailbox(SIGNAL_TAG, SIGNAL_BYTES), self.abandon)
 
     def _mailbox(self, tag: int, nbytes: int) -> Mailbox:
@@ -314,7 +306,7 @@ class _PendingSum(Pending):
 
 
 def _end(data: GlooGroup, waiters: Waiters, control: Mailbox, abandoned: list[Wait], timeout: float) -> None:
-    """Lets the threads go: one that still waited when the interpreter ends would abort it. Then the group."""
+    """Lets the threads go, then the group: a thread that still waits when the interpreter ends would abort it."""
     control.close()
     for wait in abandoned:
         wait.give_up()

@@ -1,6 +1,6 @@
 """The Store by which the ranks of a process group met, and how they meet there again for a communicator of ours.
 
-What of it torch has only had since 2.8 or 2.9 is here too.
+Parts of it that torch has only had since 2.8 or 2.9 are here too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ REMEDY = (
 
 
 def store_of(group: dist.ProcessGroup) -> Store:
-    """The keys of this group; TypeError for a group that has none, as many that are written in Python."""
+    """The Store of this group; TypeError for a group that has none, as many that are written in Python."""
     own: Any = getattr(group, "get_group_store", None)
     try:
         store: Any = own() if own is not None else distributed_c10d._get_process_group_store(group)
@@ -69,8 +69,8 @@ def meet(store: Store, rank: int, size: int, timeout: float) -> str:
     """A name that the ranks which are here share, and none before them had: for keys that are theirs alone.
 
     Each rank writes a word that is new, and beside it a hash of all words, as it reads them. Where all hashes are alike
-    every rank is here, for who is gone has not read the new words. So what others left in the Store does not count,
-    nor how often a rank has met others in it.
+    every rank is here, since a rank that is gone has not read the new words. So what others left in the Store does not
+    count, nor how often a rank has met others in it.
 
     Raises CollectiveError after `timeout` seconds: connecting would wait for a missing rank without end or word.
     """

@@ -23,7 +23,7 @@ class Waitable(Protocol):
 class Wait:
     """One message in flight: `done`, with an `error` if it failed.
 
-    Its error names no frames: they would keep alive who called, and so the group with its threads and connections.
+    Its error names no frames: they would keep its caller alive, and so the group with its threads and connections.
     """
 
     def __init__(self, work: Waitable | None, news: threading.Event, error: BaseException | None = None) -> None:
@@ -33,7 +33,7 @@ class Wait:
         self.error = error
 
     def block(self) -> None:
-        """Called in a waiter thread."""
+        """Blocks until the message is done; called in a waiter thread."""
         assert self._work is not None
         try:
             self._work.wait(WAIT)
@@ -53,7 +53,7 @@ class Wait:
 
 
 class Waiters:
-    """As many threads as there are messages in flight at a time; idle ones are used again.
+    """Threads that wait, as many as there are messages in flight at a time; idle ones are used again.
 
     news: set whenever one of them is done.
     """
@@ -74,7 +74,7 @@ class Waiters:
             return Wait(None, self.news, error.with_traceback(None))
 
     def wait_for(self, work: Waitable) -> Wait:
-        """Starts to wait."""
+        """Starts to wait for a work."""
         wait = Wait(work, self.news)
         with self._lock:
             self._busy += 1
@@ -86,9 +86,9 @@ class Waiters:
         return wait
 
     def close(self, timeout: float) -> None:
-        """Ends the idle threads, for which it waits so many seconds in all.
+        """Ends the idle threads, and waits for them at most `timeout` seconds in all.
 
-        One that is inside torch when the interpreter ends aborts the process: in a wait, or freeing a work.
+        A thread that is inside torch when the interpreter ends, in a wait or freeing a work, aborts the process.
         """
         for _ in self._threads:
             self._queue.put(None)

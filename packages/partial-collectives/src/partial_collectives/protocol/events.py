@@ -1,4 +1,4 @@
-"""What ranks tell each other, and what the protocol asks of its engine."""
+"""Headers and signals that ranks tell each other, and actions that the protocol asks of its engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 
 class Stage(IntEnum):
-    """Where a rank stands: it has more steps, waits for all others to meet it, has no more steps, or is gone."""
+    """Stage of a rank: it has more steps, waits for all others to meet it, has no more steps, or is gone."""
 
     RUNNING = 0
     PAUSED = 1
@@ -18,7 +18,7 @@ class Stage(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a rank says in a round of itself, to all.
+    """Header of a rank in a round: what it says of itself to all.
 
     contributes: it brings gradients. fresh: among them the one that it waits with; others come too late for theirs.
     weight: of what it brings. deposits: how many gradients that is. finite: whether all of them were.
@@ -37,7 +37,7 @@ class Header:
 
 
 class Kind(IntEnum):
-    """Of a signal: its sender has arrived at a round; the round begins; a rank is gone.
+    """Kind of a signal: its sender has arrived at a round; the round begins; a rank is gone.
 
     The gone rank's number stands for that of the round.
     """

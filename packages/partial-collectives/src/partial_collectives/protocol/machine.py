@@ -12,13 +12,13 @@ NEVER = -1
 
 
 class Machine:
-    """Rounds are numbered, run one after another, and every rank enters each of them.
+    """Protocol of one rank: rounds are numbered, run one after another, and every rank enters each of them.
 
     Events are methods; each returns what is to be done, in order. A rank *arrives* at a round when it waits with a
     gradient and has no results to apply, or when it has no more steps for now. The rank drawn for the round counts the
-    arrivals and tells all to begin once the quorum is there ("solo": who arrives tells all itself). A rank that was
-    told enters with what it holds, if only nothing; what is deposited later goes to the next round. But a rank that
-    missed `max_staleness` rounds in a row enters with a gradient only: so the round waits for it.
+    arrivals and tells all to begin once the quorum is there ("solo": the rank that arrives tells all itself). A rank
+    that was told enters with what it holds, even if that is nothing; what is deposited later goes to the next round.
+    But a rank that missed `max_staleness` rounds in a row enters with a gradient only: so the round waits for it.
     All of this follows from the headers of earlier rounds, which are the same everywhere.
 
     A rank that is gone is told to all by every rank that learns of it. All that are left then leave the round that is
@@ -28,10 +28,10 @@ class Machine:
 
     Differs from the paper: there, late gradients are overwritten, and any rank may be drawn, also one that has ended.
 
-    round: the current one. running: who may be waited for: had more steps, as of the last round.
+    round: the current one. running: ranks that may be waited for: had more steps, as of the last round.
     missed: rounds in a row that each rank brought nothing to. meetings: rounds that found nobody running;
     met: the last of them.
-    over: nobody has more steps. members: who is not known to be gone. recovering: between `Recover` and `recovered`.
+    over: nobody has more steps. members: ranks not known to be gone. recovering: between `Recover` and `recovered`.
     """
 
     def __init__(self, rank: int, size: int, rules: Rules) -> None:
@@ -55,22 +55,22 @@ class Machine:
 
     @property
     def coordinator(self) -> int:
-        """Who counts the arrivals at the current round."""
+        """Rank that counts the arrivals at the current round."""
         return self.rules.drawn(self.round, self.running)
 
     def deposited(self, *, behind: bool) -> list[Action]:
-        """This rank has a gradient to give. behind: it has results to apply, and so does not wait for another."""
+        """Event: this rank has a gradient to give. behind: it has results to apply, so it does not wait for another."""
         self._holds = True
         self._waits = not behind
         return self._go_on()
 
     def rested(self, stage: Stage) -> list[Action]:
-        """It has no more steps for now, or none at all."""
+        """Event: this rank has no more steps for now, or none at all."""
         self.stage = stage
         return self._go_on()
 
     def heard(self, source: int, kind: Kind, round_: int) -> list[Action]:
-        """A signal came."""
+        """Event: a signal came."""
         if kind is Kind.GONE:
             return self.gone(round_)
         if source not in self.members:  # others may not get it; who is drawn now counts the arrivals again
@@ -82,12 +82,12 @@ class Machine:
         return self._go_on()
 
     def grace_over(self, round_: int) -> list[Action]:
-        """The round has waited for others."""
+        """Event: the round has waited long enough for others."""
         self._granted = max(self._granted, round_)
         return self._go_on()
 
     def gone(self, rank: int) -> list[Action]:
-        """A rank has died or left, by what this rank or another one has seen."""
+        """Event: a rank has died or left, by what this rank or another one has seen."""
         if rank == self.rank:
             return [LeftOut()]
         if rank not in self.members:
@@ -97,7 +97,7 @@ class Machine:
         return [*told, Recover(self.members)]
 
     def recovered(self, headers: Sequence[Header] | None) -> list[Action]:
-        """All members have ended as many rounds. headers: of the one that others had ended before this rank."""
+        """Event: all members have ended as many rounds. headers: of the one that others had ended before this rank."""
         self.recovering = False
         if headers is None:
             self._holds = self._holds or (self.joined and self._brought)
@@ -113,12 +113,12 @@ class Machine:
         return self._actions + self._go_on()
 
     def completed(self, headers: Sequence[Header]) -> list[Action]:
-        """The current round's collective is over; headers of all ranks, also of those that are gone."""
+        """Event: the current round's collective is over. headers: of all ranks, also of those that are gone."""
         self._end_round(headers)
         return self._go_on()
 
     def state(self) -> dict[str, Any]:
-        """Between rounds: where to go on, the same on all ranks but for the stage."""
+        """State between rounds: where to go on, the same on all ranks but for the stage."""
         return {
             "round": self.round,
             "seed": self.rules.seed,
@@ -133,7 +133,7 @@ class Machine:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes on where `state` was taken; after the end of a run all ranks begin another one.
 
-        Those that were gone are here again: each goes on from a peer's state.
+        Ranks that were gone are here again: each goes on from a peer's state.
         """
         everyone, back = frozenset(range(self.size)), frozenset(state.get("gone", ()))
         self.round, self.missed, self._holds = state["round"], list(state["missed"]), state["holds"]
@@ -159,7 +159,7 @@ class Machine:
         self.joined = False
 
     def _go_on(self) -> list[Action]:
-        """What follows from all that is known."""
+        """Actions that follow from all that is known."""
         self._actions = []
         if not self.joined and not self.over and not self.recovering:
             if self._told < self.round:
@@ -182,7 +182,7 @@ class Machine:
             self._actions.append(Signal(self.coordinator, Kind.ARRIVED, self.round))
 
     def _count(self) -> None:
-        """The coordinator's part."""
+        """Counts arrivals where this rank is the coordinator."""
         if self._told >= self.round or self.coordinator != self.rank:
             return
         arrived = self._arrived.get(self.round, set()) & self.running

@@ -1,4 +1,4 @@
-"""What all ranks of a partial allreduce must share: when a round begins, and how long a rank may stay away."""
+"""Rules that all ranks of a partial allreduce share: when a round begins, and how long a rank may stay away."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Literal, TypeAlias
 Quorum: TypeAlias = int | Literal["solo", "majority"]
 
 MAX_STALENESS = 8
-"""Rounds in a row that a rank may miss unless it is said otherwise."""
+"""Default number of rounds in a row that a rank may miss."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """quorum: "solo" (any rank), "majority" (a rank drawn for the round) or so many ranks.
+    """Rules of a partial allreduce.
 
+    quorum: "solo" (any rank), "majority" (a rank drawn for the round) or so many ranks.
     max_staleness: rounds in a row that an unfinished rank may miss; 0 is a full allreduce.
     grace: whether a round waits for more arrivals once its quorum is there; for how long is its coordinator's affair.
     seed: of the draws.
@@ -32,7 +33,7 @@ class Rules:
         return random.Random(f"coordinator {self.seed}/{round_}").choice(sorted(among))
 
     def quorum_is_there(self, arrived: Collection[int], running: Collection[int], drawn: int) -> bool:
-        """Whether a round may begin. arrived: of those that are running; those that have ended are not waited for."""
+        """Whether a round may begin. arrived: those of the running ranks; ranks that have ended are not waited for."""
         if self.quorum == "majority":
             return drawn in arrived
         needed = 1 if self.quorum == "solo" else int(self.quorum)

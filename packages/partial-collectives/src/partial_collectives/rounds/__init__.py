@@ -1,1 +1,1 @@
-"""What drives the protocol on real and simulated ranks: signals, collectives, and what has accumulated."""
+"""Engine of the protocol on real and simulated ranks: signals, collectives, and what has accumulated."""

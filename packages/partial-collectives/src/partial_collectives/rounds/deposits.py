@@ -1,4 +1,4 @@
-"""What has accumulated on a rank, and is taken by a round as a whole."""
+"""Gradients that have accumulated on a rank, and are taken by a round as a whole."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Taken:
-    """What a round has taken; tensors is None where there was nothing."""
+    """Deposits that a round has taken; tensors is None where there were none."""
 
     tensors: list[Tensor] | None
     count: int
@@ -32,7 +32,7 @@ class Deposits:
         self._acc: list[Tensor] | None = None
 
     def add(self, tensors: Sequence[Tensor], weight: float, finite: bool) -> None:
-        """tensors: weighted already, and nobody else's from now on."""
+        """Adds a deposit. tensors: weighted already, and nobody else's from now on."""
         if self._acc is None:
             self._acc = list(tensors)
         else:
@@ -41,24 +41,24 @@ class Deposits:
         self.count, self.weight, self.finite = self.count + 1, self.weight + weight, self.finite and finite
 
     def take(self) -> Taken:
-        """All of it."""
+        """Takes all of it."""
         taken = Taken(self._acc, self.count, self.weight, self.finite)
         self._acc, self.count, self.weight, self.finite = None, 0, 0.0, True
         return taken
 
     def put_back(self, taken: Taken) -> None:
-        """What a round has not used after all."""
+        """Puts back what a round has not used after all."""
         if taken.tensors is not None:
             self.add(taken.tensors, taken.weight, taken.finite)
             self.count += taken.count - 1
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint; zeros where there is nothing, so that it always has the same tensors."""
+        """State for a checkpoint; zeros where there is nothing, so that it always has the same tensors."""
         acc = [torch.zeros_like(one) for one in self.like] if self._acc is None else [acc.clone() for acc in self._acc]
         return {"acc": acc, "count": self.count, "weight": self.weight, "finite": self.finite}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """What `state` gave."""
+        """Restores what `state` gave."""
         self.count, self.weight, self.finite = state["count"], state["weight"], state["finite"]
         self._acc = [acc.clone() for acc in state["acc"]] if self.count else None
 

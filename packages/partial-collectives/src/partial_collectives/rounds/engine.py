@@ -31,7 +31,8 @@ MOST_BEGAN = 21
 class Between(IntEnum):
     """Signals between engines beside the protocol's.
 
-    To itself, that a round's collective or a grace is over; whether a rank lives, and that it does; that it closes.
+    OVER, GRACE_OVER: to itself, that a round's collective or a grace is over. LIVES, LIVE: whether a rank lives, and
+    that it does. CLOSES: that it closes.
     """
 
     OVER = 4
@@ -42,7 +43,7 @@ class Between(IntEnum):
 
 
 class Engine:
-    """One rank's end of the rounds.
+    """Engine of the rounds on one rank.
 
     Everything that happens comes as a signal, also that the collective of a round is over, and is dealt with by one
     thread at a time: by the process's background engine, or by the loop of a simulated world.
@@ -83,7 +84,7 @@ class Engine:
             self._signals = comm.signals(self._on_signal)
 
     def deposit(self, tensors: Sequence[Tensor], weight: float) -> None:
-        """Gives a gradient, which the next round takes that this rank enters."""
+        """Gives a gradient, which the next round that this rank enters takes."""
         copies, finite = weighted_copy(tensors, weight)
         with self._lock:
             self._check()
@@ -93,16 +94,16 @@ class Engine:
             self._do(self.machine.deposited(behind=bool(self.results)))
 
     def rest(self, stage: Stage) -> None:
-        """This rank has no more steps for now, or none at all."""
+        """Notes that this rank has no more steps for now, or none at all."""
         with self._lock:
             self._check()
             self._at_meeting = None
             self._do(self.machine.rested(stage))
 
     def wait(self, over: Callable[[], bool]) -> None:
-        """Until something holds, which is looked at after every signal; raises what has gone wrong meanwhile.
+        """Waits until a condition holds, looked at after every signal; raises what has gone wrong meanwhile.
 
-        A rank that is slow is waited for as long as it takes, but its engine must answer.
+        A slow rank is waited for as long as it takes, but its engine must answer.
         """
         pulse = Pulse(self._comm.timeout, lambda peer: self._signals.send(peer, Between.LIVES), self._answered)
         while True:
@@ -116,7 +117,7 @@ class Engine:
                     self._signals.fail(in_vain)
 
     def take(self, *, meeting: int | None = None) -> list[PartialResult]:
-        """The rounds that are over and were not taken yet; up to the meeting of this number, once that has been."""
+        """Rounds that are over and were not taken yet; up to the meeting of this number, once that has been."""
         with self._lock:
             met = meeting is not None and self.machine.meetings >= meeting
             taken = [result for result in self.results if not met or result.round <= self.machine.met]
@@ -124,7 +125,7 @@ class Engine:
         return taken
 
     def give_up(self, why: str) -> None:
-        """This rank cannot go on: all others raise why, unless something else went wrong before, or go on without."""
+        """Gives up this rank: all others raise why, unless something else went wrong before, or go on without it."""
         if self._shrinks:
             self._signals.leave(why)
             self._abandon()  # afterwards: nobody hears here any more that it is over
@@ -142,7 +143,7 @@ class Engine:
             self._data.close()
 
     def state(self) -> dict[str, Any]:
-        """Between two rounds: as of the last meeting, where this rank has given nothing since, else now."""
+        """State between two rounds: as of the last meeting, where this rank has given nothing since, else now."""
         self.wait(lambda: self._at_meeting is not None or (not self.machine.joined and not self.machine.recovering))
         with self._lock:
             if self._at_meeting is not None:  # others may have gone on, and rounds with them
@@ -151,7 +152,7 @@ class Engine:
             return {"machine": self.machine.state(), "deposits": self.deposits.state(), "results": results}
 
     def restore(self, state: Mapping[str, Any], *, joins: bool = False) -> None:
-        """What `state` gave; before the first round. joins: to a peer, whose deposits stay there."""
+        """Restores what `state` gave, before the first round. joins: a peer's state, whose deposits stay there."""
         with self._lock:
             if joins:
                 self.machine.restore({**state["machine"], "holds": False, "stage": Stage.RUNNING})
@@ -207,7 +208,7 @@ class Engine:
         self._begin(schedule, f"round {join.round}")
 
     def _abandon(self) -> None:
-        """Of what this rank has started, no end comes any more that it could use."""
+        """Cancels the collective under way, whose end is of no use to this rank any more."""
         if self._collective is not None:
             self._collective.cancel()
 
@@ -217,7 +218,7 @@ class Engine:
         self._begin(recovery(ended, self._last, self._comm.size, self.deposits.like, position, size), "what is over")
 
     def _position(self) -> tuple[int, int]:
-        """This rank among those that are left, and how many they are."""
+        """Position of this rank among those that are left, and their number."""
         return sorted(self.machine.members).index(self._comm.rank), len(self.machine.members)
 
     def _begin(self, schedule: Schedule[Any], what: str) -> None:
@@ -250,7 +251,7 @@ class Engine:
             self._do(self.machine.recovered(None))
 
     def _of_all(self, headers: Sequence[Header], totals: list[Tensor]) -> Ended:
-        """With headers also of those that are gone."""
+        """Headers of all ranks, also of those that are gone, and the totals."""
         of = dict(zip(sorted(self.machine.members), headers, strict=True))
         return [of.get(rank, Header(Stage.GONE)) for rank in range(self._comm.size)], totals
 
@@ -285,11 +286,11 @@ class Engine:
         )
 
     def _gone(self) -> frozenset[int]:
-        """Who has departed, or was told by others to be gone."""
+        """Ranks that have departed, or are gone as others tell."""
         return self._signals.departed | self._others - self.machine.members
 
     def _looks(self, over: Callable[[], bool]) -> bool:
-        """Whether it holds, or waiting is in vain. Who has departed and has not closed is gone.
+        """Whether the condition holds, or waiting is in vain. A rank that has departed and has not closed is gone.
 
         Without `shrinks` such a rank is waited for in the round's collective, which fails alike on all ranks.
         """

@@ -1,4 +1,4 @@
-"""Whether the others live, while a rank waits: one that computes is slow, but its background engine answers."""
+"""Check that the others live while a rank waits: one that computes is slow, but its background engine answers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 
 ASKS = 8
-"""So many questions in a row without an answer, spread over the time-out, mean that a rank cannot be reached."""
+"""Questions in a row without an answer, spread over the time-out, after which a rank counts as unreachable."""
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ class Pulse:
         answered.clear()
 
     def feel(self, peers: Collection[int], waits: str) -> str:
-        """Called every `seconds` of a wait: asks the peers, and returns why that is in vain; "" where it is not.
+        """Asks the peers, every `seconds` of a wait; returns why waiting is in vain, "" where it is not.
 
         waits: who waits for whom, for a warning when it takes long.
         """

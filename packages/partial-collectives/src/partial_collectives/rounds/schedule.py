@@ -36,15 +36,15 @@ def partial_round(
 
 
 Ended: TypeAlias = tuple[list[Header], list[Tensor]]
-"""What a round has given to each of its ranks: headers and sums."""
+"""Result of a round on each of its ranks: headers and sums."""
 
 
 def recovery(
     ended: int, last: Ended | None, ranks: int, like: Sequence[Tensor], rank: int, size: int
 ) -> Schedule[Ended | None]:
-    """After a death: what the round has given that others had ended before this rank, None where there is none.
+    """Result, after a death, of the round that others had ended before this rank; None where there is none.
 
-    ended: how many this rank has; last: what the last of them has given. ranks: whose headers there are, more than the
+    ended: how many this rank has; last: result of the last of them. ranks: whose headers there are, more than the
     `size` that are left.
     """
     number = torch.tensor([ended]).view(torch.uint8)
@@ -72,7 +72,7 @@ def recovery(
 
 
 def packed(header: Header) -> Tensor:
-    """As bytes: uint8."""
+    """Header as bytes: uint8."""
     return torch.frombuffer(
         bytearray(
             _HEADER.pack(
@@ -91,7 +91,7 @@ def packed(header: Header) -> Tensor:
 
 
 def unpacked(block: Tensor) -> Header:
-    """What `packed` has packed; CollectiveError for other bytes."""
+    """Header from the bytes of `packed`; CollectiveError for other bytes."""
     stage, contributes, fresh, finite, deposits, weight, late, late_round = _HEADER.unpack(bytes(block.tolist()))
     if stage not in tuple(Stage) or max(contributes, fresh, finite) > 1:
         raise CollectiveError("the header of a partial round is not one: do all ranks run the same version?")

@@ -11,7 +11,7 @@ from communicators.signals import Attempt
 
 
 class Together(Attempt):
-    """Slow ranks are waited for."""
+    """Attempt of all ranks, which waits for slow ones."""
 
     lost = None
 
@@ -21,20 +21,18 @@ class Together(Attempt):
 
     @property
     def value(self) -> Any:
-        """See `Attempt.value`."""
         return self._value
 
     @property
     def error(self) -> CollectiveError | None:
-        """See `Attempt.error`; the same on all ranks."""
+        """Error of the call, the same on all ranks; None while it has not failed."""
         return self._work.error
 
     def when_over(self, callback: Callable[[], None]) -> None:
-        """See `Attempt.when_over`."""
         self._work.when_over(callback)
 
     def cancel(self) -> None:
-        """It cannot be left by one rank alone: the communicator's calls are made by all."""
+        """Raises NotImplementedError: all ranks make the communicator's calls, and none can leave one alone."""
         raise NotImplementedError("a call of all ranks cannot be left by one")
 
     def _kept(self, schedule: Schedule[Any]) -> Schedule[None]:

@@ -12,7 +12,7 @@ T = TypeVar("T")
 def until_deadline(
     micro_batches: Iterable[T], seconds: float, *, clock: Callable[[], float] = time.perf_counter
 ) -> Iterator[T]:
-    """The micro-batches that begin within so many seconds from the first; at least that one.
+    """The micro-batches that begin within `seconds` from the first; at least that one.
 
         samples = 0
         for batch in until_deadline(micro_batches, 0.5):
@@ -23,8 +23,8 @@ def until_deadline(
         optimizer.step(weight=samples)   # of a weighted EagerSGD: what was left out is not counted either
 
     Args:
-        micro_batches: One is taken as it is needed.
-        seconds: From the first one's beginning.
+        micro_batches: Micro-batches, taken one at a time as they are needed.
+        seconds: Time from the first one's beginning.
         clock: `comm.clock` in a simulated world.
 
     Yields:

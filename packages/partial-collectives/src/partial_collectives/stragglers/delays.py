@@ -10,7 +10,7 @@ FORMS = "'fixed:RANK,…=SECONDS', 'random:COUNT=SECONDS' or 'linear=SECONDS'"
 
 
 def injected_delays(text: str, rank: int, size: int, *, seed: int = 0) -> Callable[[int], float]:
-    """How many seconds this rank is held up in a step, as a function of the step.
+    """Seconds for which this rank is held up in a step, as a function of the step.
 
         held_up = injected_delays("random:2=0.32", comm.rank, comm.size)
         time.sleep(held_up(step))  # comm.elapse(…) in a simulated world
@@ -19,9 +19,9 @@ def injected_delays(text: str, rank: int, size: int, *, seed: int = 0) -> Callab
         text: "fixed:0,3=0.2": these ranks in every step; "random:2=0.32": so many ranks, drawn anew in each step, alike
             on all ranks; "linear=0.001": so much times the rank. "" is no delay. Eager-SGD's evaluation used 0.32 s on
             two random ranks of 64, 0.2 s on two ranks, and 1 ms · rank.
-        rank: This one.
-        size: How many ranks there are.
-        seed: Of the draws, alike on all ranks.
+        rank: This rank.
+        size: Number of ranks.
+        seed: Seed of the draws, alike on all ranks.
     """
     if not text:
         return lambda step: 0.0

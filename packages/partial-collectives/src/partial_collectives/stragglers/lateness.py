@@ -1,4 +1,4 @@
-"""Who comes last, and by how much: arrivals as they are before a barrier hides them."""
+"""Lateness of ranks: arrivals as they are before a barrier hides them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from partial_collectives.protocol.events import Header
 
 NOTHING_NEW = (0.0, -1)
 MOST_ROUNDS = 4096
-"""Of which it is known who was late; of older ones it is forgotten."""
+"""Most rounds whose lateness is kept; that of older ones is forgotten."""
 
 
 class Arrivals:
-    """When this rank came to its rounds, against when they began, by its own clock.
+    """Arrivals of this rank at its rounds, against when they began, by its own clock.
 
     A rank that comes too late for several rounds is late for the first of them.
     """
@@ -25,14 +25,14 @@ class Arrivals:
         self._told = NOTHING_NEW
 
     def arrived(self, seconds: float) -> None:
-        """A gradient was given."""
+        """Notes that a gradient was given."""
         if self._missed is not None:
             round_, began = self._missed
             self._told, self._missed = (seconds - began, round_), None
         self._came = seconds
 
     def began(self, round_: int, seconds: float, *, fresh: bool) -> tuple[float, int]:
-        """This rank enters a round; returns what there is to tell in it: seconds late, in which round."""
+        """Notes that this rank enters a round; returns what to tell in it: seconds late, in which round."""
         if fresh and self._came is not None and self._told == NOTHING_NEW:
             self._told = self._came - seconds, round_
         elif not fresh and self._missed is None:
@@ -43,13 +43,13 @@ class Arrivals:
 
 
 class Lateness:
-    """What all ranks tell of their arrivals in the headers of rounds; the same on every rank.
+    """Arrivals of all ranks, as they tell them in the headers of rounds; the same on every rank.
 
     May be asked in any thread while rounds go on.
 
     Attributes:
-        rounds: Of each of the last rounds what is known: rank -> seconds from its beginning to the rank's arrival,
-            below 0 where it was early. Of a rank that is late it comes with a later round.
+        rounds: For each of the last rounds, as far as it is known: rank -> seconds from its beginning to the rank's
+            arrival, below 0 where it was early. A late rank's comes with a later round.
     """
 
     def __init__(self, size: int) -> None:
@@ -58,7 +58,7 @@ class Lateness:
         self._lock = threading.Lock()
 
     def record(self, headers: Sequence[Header]) -> None:
-        """What the headers of a round tell."""
+        """Records the arrivals that the headers of a round tell."""
         with self._lock:
             for rank, header in enumerate(headers):
                 if header.late_round >= 0:
@@ -67,7 +67,7 @@ class Lateness:
                 del self.rounds[next(iter(self.rounds))]
 
     def last(self) -> dict[int, list[float]]:
-        """For each rank the rounds in which it was last: by how many seconds, against the median of the others."""
+        """Margins by rank, one for each round in which it was last: seconds against the median of the others."""
         margins: dict[int, list[float]] = {rank: [] for rank in range(self.size)}
         with self._lock:
             rounds = [dict(arrivals) for arrivals in self.rounds.values()]
@@ -79,7 +79,7 @@ class Lateness:
         return margins
 
     def slowest(self) -> tuple[int, float, float]:
-        """(rank that was last most often, in which share of the rounds, by how many seconds in the median).
+        """Rank that was last most often, its share of the rounds, and by how many seconds in the median.
 
         (-1, 0, 0) where no round has been measured.
         """
@@ -90,7 +90,7 @@ class Lateness:
         return rank, len(last[rank]) / sum(map(len, last.values())), statistics.median(last[rank])
 
     def summary(self) -> str:
-        """Such as "rank 2 was last in 61 % of rounds, by 180 ms in the median"."""
+        """The slowest rank in one line, such as "rank 2 was last in 61 % of rounds, by 180 ms in the median"."""
         rank, share, late = self.slowest()
         if rank < 0:
             return "no round has been measured"

@@ -23,7 +23,7 @@ from communicators.worlds.waiters import WAIT
 
 CONNECT_POLL_SECONDS = 1e-3
 ABORT_SECONDS = 5.0
-"""So long the end of the process waits for a communicator to be aborted."""
+"""Longest time that the end of the process waits for a communicator to be aborted."""
 
 
 class NCCL:
@@ -47,7 +47,7 @@ class NCCL:
         self._aborting: threading.Thread | None = None
 
     def ready(self, device: torch.device) -> bool:
-        """See `Line.ready`. Raises ValueError for a second device."""
+        """Whether NCCL is connected; ValueError for a second device."""
         if self._device is None:
             self._device = device
             threading.Thread(target=self._connect, name="communicators-nccl", daemon=True).start()
@@ -56,7 +56,7 @@ class NCCL:
         return self._connected.done() and self._connected.result() is None
 
     def sendrecv(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]) -> Launched:
-        """See `Line.sendrecv`."""
+        """Launches a round as one coalesced group."""
         self._group._start_coalescing()
         try:
             for peer, buffer in recvs.items():
@@ -68,30 +68,30 @@ class NCCL:
         return launched
 
     def sum(self, tensor: Tensor) -> Launched:
-        """See `Line.sum`."""
+        """Launches NCCL's own allreduce, in place."""
         launched: Launched = self._group.allreduce([tensor])
         return launched
 
     def duplicate(self) -> NCCL:
-        """See `Line.duplicate`."""
+        """Another NCCL communicator of the same ranks."""
         self._duplicates += 1
         store = PrefixStore(f"duplicate/{self._duplicates}", self._store)
         return NCCL(store, self._group.rank(), self._group.size())
 
     def abort(self) -> None:
-        """See `Line.abort`. In a thread of its own: it waits for NCCL's."""
+        """Aborts in a thread of its own, which waits for NCCL's."""
         if self._aborting is None:
             self._aborting = threading.Thread(target=self._group.abort, name="communicators-abort", daemon=True)
             self._aborting.start()
 
     def close(self) -> None:
-        """See `Line.close`. Not an orderly end, which waits for all ranks: they have departed, or are lost."""
+        """Aborts: an orderly end would wait for all ranks, but they have departed, or are lost."""
         self.abort()
         if self._aborting is not None:
             self._aborting.join(ABORT_SECONDS)
 
     def _connect(self) -> None:
-        """Groups of messages go by the communicator of all ranks, which they do not make: the first sum does."""
+        """Connects by a first sum: groups of messages go by the communicator of all ranks, which they do not make."""
         try:
             launched = self.sum(torch.zeros(1, device=self._device))
             while not launched.is_completed():

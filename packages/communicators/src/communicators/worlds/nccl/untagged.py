@@ -33,7 +33,7 @@ class Launched(Protocol):
         """Whether they are over, well or not; does not block."""
 
     def wait(self) -> Any:
-        """Called once they are over: raises what went wrong; what the current stream does next comes after them."""
+        """Raises what went wrong, once they are over; what the current stream does next comes after them."""
 
 
 class Line(Protocol):
@@ -55,13 +55,13 @@ class Line(Protocol):
         """Launches the sum over all ranks, in place."""
 
     def duplicate(self) -> Line:
-        """Another one between the same ranks."""
+        """Another line between the same ranks."""
 
     def abort(self) -> None:
         """Ends what is launched, and the line; does not block."""
 
     def close(self) -> None:
-        """At exit: nothing of ours is launched any more, or it was aborted."""
+        """Closes the line at exit: nothing of ours is launched any more, or it was aborted."""
 
 
 class UntaggedTransport(Transport):
@@ -76,20 +76,17 @@ class UntaggedTransport(Transport):
         self._abandoned: list[object] = []
 
     def untagged(self, device: torch.device) -> bool:
-        """See `Transport.untagged`."""
         return device.type == self.line.device_type
 
     def began(self, call: Call) -> None:
-        """See `Transport.began`."""
         self._queue.append(call.number)
 
     def ended(self, call: Call) -> None:
-        """See `Transport.ended`."""
         if call.number in self._queue:
             self._queue.remove(call.number)
 
     def post(self, call: Call, action: Round, device: torch.device) -> Pending:
-        """See `Transport.post`. A round of the line is launched when its call has its turn."""
+        """Posts a round; one of the line is launched when its call has its turn."""
         by_line = self.untagged(device) and call.counted and not action.bounded
         if by_line and (action.sends or action.recvs):
             return _PendingRound(self, call, action, device)
@@ -108,24 +105,22 @@ class UntaggedTransport(Transport):
         return False
 
     def can_sum(self, tensor: Tensor) -> bool:
-        """See `Transport.can_sum`."""
         if self.untagged(tensor.device):
             return tensor.dtype in self.line.summed
         return self._tagged.can_sum(tensor)
 
     def post_sum(self, tensor: Tensor) -> Pending:
-        """See `Transport.post_sum`. A round of its call went before, so its call has its turn."""
+        """Posts a sum. A round of its call went before, so its call has its turn."""
         if self.untagged(tensor.device):
             return _PendingSum(self, self.line.sum(tensor), tensor)
         return self._tagged.post_sum(tensor)
 
     def duplicate(self, patience: float) -> UntaggedTransport:
-        """See `Transport.duplicate`."""
         self.duplicates += 1
         return UntaggedTransport(self._tagged.duplicate(patience), self.line.duplicate())
 
     def duplicate_for_signals(self, patience: float) -> Transport:
-        """See `Transport.duplicate_for_signals`; of the tagged transport alone."""
+        """Duplicate of the tagged transport alone."""
         self.duplicates += 1
         return self._tagged.duplicate_for_signals(patience)
 
@@ -135,27 +130,21 @@ class UntaggedTransport(Transport):
         self.line.abort()
 
     def nap(self, seconds: float) -> None:
-        """See `Transport.nap`."""
         self._tagged.nap(seconds)
 
     def send_control(self, peer: int, message: bytes) -> None:
-        """See `Transport.send_control`."""
         self._tagged.send_control(peer, message)
 
     def read_control(self) -> list[bytes]:
-        """See `Transport.read_control`."""
         return self._tagged.read_control()
 
     def unreachable(self) -> list[int]:
-        """See `Transport.unreachable`."""
         return self._tagged.unreachable()
 
     def closing(self) -> bool:
-        """See `Transport.closing`."""
         return self._tagged.closing()
 
     def close(self) -> None:
-        """See `Transport.close`."""
         self.line.close()
         self._tagged.close()
 
