@@ -36,5 +36,5 @@ def _has_triton() -> bool:
 
 
 def kernels_take(x: Tensor) -> bool:
-    """Contiguous tensors of 16 or 32 bits on a GPU, where Triton is installed. All others go the plain torch way."""
+    """Whether Triton is installed and takes this tensor: contiguous, 16 or 32 bits, on a GPU. Others go by torch."""
     return x.is_cuda and x.dtype != torch.float64 and x.is_contiguous() and x.numel() <= MAX_ELEMENTS and _has_triton()
