@@ -131,5 +131,5 @@ class Algorithm(Wrapping):
         return self._comm
 
     def _is_own(self, state: dict[str, Any]) -> bool:
-        """Whether the state was saved by this rank, among as many ranks."""
+        """Whether the state was saved by this rank, among the same number of ranks."""
         return bool((state["rank"], state["world_size"]) == (self._comm.rank, self._comm.size))

@@ -79,7 +79,7 @@ class OuterRounds:
         give Δ;   for every round that is over:  z ← outer(z, total / m);   then  x ← z
 
     A late Δ goes into a later round, as one more summand. m is the number of ranks; weighted: total is divided by its
-    weight. z is the same on all ranks after as many rounds.
+    weight. z is the same on all ranks after the same number of rounds.
     """
 
     def __init__(

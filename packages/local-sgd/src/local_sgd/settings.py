@@ -40,7 +40,7 @@ def whole(name: str, value: Any, hint: str = "") -> int:
 
 
 def policy(name: str, value: Any, *known: str) -> str:
-    """One of the known words."""
+    """Known word; ValueError for any other."""
     if value not in known:
         raise ValueError(f"{name} is {value!r}, expected one of {known}")
     return str(value)

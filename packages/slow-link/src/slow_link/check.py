@@ -6,10 +6,10 @@ are not in β; they add 52 bytes to 1,448, or 3.6 %, to the time of long message
     ping-pong, one way   α + β·n
     allreduce            2·⌈log₂ P⌉·α + 2(P − 1)/P·n·β     (halving-doubling; a ring differs by a few α only)
 
-`software` is the cost of as many messages without a link: the fastest of the shortest ping-pongs over loopback TCP. A
-real network would add it too, so it is subtracted from the measured time. All ranks share this machine's cores with
-each other and with whatever else runs, which makes some repeats late and none early, so the check judges the lowest
-tenth of the repeats.
+`software` is the cost of the same number of messages without a link: the fastest of the shortest ping-pongs over
+loopback TCP. A real network would add it too, so it is subtracted from the measured time. All ranks share this
+machine's cores with each other and with whatever else runs, which makes some repeats late and none early, so the check
+judges the lowest tenth of the repeats.
 """
 
 from __future__ import annotations

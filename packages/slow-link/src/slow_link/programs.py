@@ -72,7 +72,7 @@ class Torchrun(Program):
 def program(words: Sequence[str], *, ranks: int | None) -> Program:
     """Parses a command line.
 
-    ranks: for commands that do not say it themselves. NotUnderstood where they say something else, or nobody says it.
+    ranks: for commands that do not say it themselves. NotUnderstood where the two disagree, or neither says it.
     """
     name = Path(words[0]).name
     if name in MPIEXEC:

@@ -51,7 +51,7 @@ class Accumulator:
         return [[tensor[span].clone() for span in spans] for tensor in self.flat()]
 
     def fill(self, spans: Sequence[slice], values: float | list[list[Tensor]]) -> None:
-        """Set spans of the flat tensors, to one number or to ``copies`` of them."""
+        """Sets spans of the flat tensors, to one number or to ``copies`` of them."""
         for i, tensor in enumerate(self.flat()):
             for j, span in enumerate(spans):
                 tensor[span] = values[i][j] if isinstance(values, list) else values
@@ -65,7 +65,7 @@ class Accumulator:
         torch.add(self.residual, step, out=out.residual)
 
     def clear(self, sent: SparseVector) -> None:
-        """Set residual and velocity to zero where entries were sent (DGC's factor masking)."""
+        """Sets residual and velocity to zero where entries were sent (DGC's factor masking)."""
         for tensor in self.flat():
             if tensor.is_cpu:
                 tensor.numpy()[sent.indices.numpy()] = 0

@@ -27,8 +27,8 @@ class SparseVector:
         >>> SparseVector(torch.tensor([1, 4], dtype=torch.int32), torch.tensor([2.0, -3.0]), 6).to_dense()
         tensor([ 0.,  2.,  0.,  0., -3.,  0.])
 
-    Both tensors are views into one uint8 buffer that has room for the header (``wire``), so ``pack`` and ``unpack``
-    copy nothing. Treat a vector as immutable once it is packed.
+    Both tensors are views into one uint8 buffer that has room for the header (``vector_format``), so ``pack`` and
+    ``unpack`` copy nothing. Treat a vector as immutable once it is packed.
 
     Args:
         indices: int32, (k,), strictly increasing, each in [0, numel). Checked, and copied.

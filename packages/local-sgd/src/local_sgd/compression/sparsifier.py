@@ -17,7 +17,7 @@ class Sparsifier(Protocol):
     """
 
     def compress(self, name: str, delta: Tensor, /) -> Any:
-        """Selects what is sent of a 1-D tensor plus the residual of that name, which keeps what is not sent."""
+        """Selects what to send of a 1-D tensor plus the residual of that name; the residual keeps the rest."""
 
     def restore(self, name: str, dropped: Any, /) -> None:
         """Adds to the residual what a sum over ranks dropped."""

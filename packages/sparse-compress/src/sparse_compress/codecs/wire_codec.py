@@ -29,7 +29,7 @@ class WireCodec:
     The sender computes with ``rounded`` too, so that both sides hold the same bits.
 
     Sizes follow from numel and the number of entries, packed indices' too (``elias_fano``), so a receiver needs no
-    round of sizes: ``nbytes``. The first 32 bytes are a header as in ``wire``, the transport's slot first.
+    round of sizes: ``nbytes``. The first 32 bytes are a header as in ``vector_format``, the transport's slot first.
     Nothing is read back from a GPU.
 
     Args:

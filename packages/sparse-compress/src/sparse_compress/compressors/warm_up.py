@@ -21,7 +21,7 @@ class WarmUp:
     Args:
         density: Final share, 0 < density ≤ 1.
         steps: Number of steps of the warm-up, ≥ 0.
-        stages: As many equal parts of ``steps``, and what is sent in each, never below ``density``; default: the
+        stages: Shares to send, each in an equal part of ``steps``, never below ``density``; default: the
             paper's exponential ones, 25 %, 6.25 %, 1.5625 %, 0.4 %, those of them that are above ``density``.
             ``(1.0,)`` sends all of the first ``steps``.
 

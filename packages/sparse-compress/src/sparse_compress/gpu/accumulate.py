@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 # (Triton's language is not typed.)
-"""The first sweep: accumulate, and find the largest magnitude of every line."""
+"""First sweep: accumulate, and find the largest magnitude of every line."""
 
 import triton
 import triton.language as tl

@@ -5,7 +5,7 @@
 Each time one kernel counts the entries of every block, torch adds the counts up, and another kernel writes each block's
 into its own range: places never overlap and nothing depends on the order in which programs run.
 
-Selected are all keys above the k-th largest, and the first ``ties`` of those that equal it. ``state`` is radix
+All keys above the k-th largest are selected, and the first ``ties`` of those that equal it. ``state`` is radix
 select's: the k-th largest key, and ``ties``.
 """
 

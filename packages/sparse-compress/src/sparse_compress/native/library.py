@@ -58,7 +58,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 
 class Found(NamedTuple):
-    """Library, or None; and words that say what is in use, or why no kernel is."""
+    """Library, or None; and words that say which kernels are in use, or why none are."""
 
     library: Any
     words: str
