@@ -21,7 +21,7 @@ ALGORITHMS: dict[str, type[PeriodicAveraging]] = {
     "diloco": DiLoCo,
     "streaming-diloco": StreamingDiLoCo,
 }
-"""The family by name. A new one is its own file and one line here: tests, trainer and benchmark take it from it."""
+"""Algorithms by name. A new one is its own file and one line here; tests, trainer and benchmark read this table."""
 
 __all__ = [
     "ALGORITHMS",

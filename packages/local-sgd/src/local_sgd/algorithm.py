@@ -1,4 +1,4 @@
-"""What an algorithm of the family says of itself: what it keeps, and its equation at a boundary."""
+"""Interface of an algorithm of the family: the state that it keeps, and its equation at a boundary."""
 
 from __future__ import annotations
 
@@ -18,54 +18,54 @@ from local_sgd.parts import Part
 
 
 class Algorithm(Wrapping):
-    """What a subclass of `PeriodicAveraging` may say otherwise; `boundary` is all that it must say."""
+    """Attributes and methods that a subclass of `PeriodicAveraging` may override; only `boundary` is required."""
 
     anchors: tuple[str, ...] = ()
-    """What an algorithm keeps that begins as x, and is the model when all is drained; the first one is its model."""
+    """Names of state that begins as x, and equals the model once all is drained; the first one is the model."""
     momenta: ClassVar[tuple[str, ...]] = ()
-    """What it keeps that begins at zero."""
+    """Names of state that begins at zero."""
     settings: ClassVar[tuple[str, ...]] = ()
-    """Its attributes that ranks must share."""
+    """Names of attributes that ranks must share."""
     overlaps: ClassVar[bool] = False
-    """The mean at a boundary is of what was launched at the last one."""
+    """Whether the mean at a boundary is of what the last boundary launched."""
     mean_is_model: ClassVar[bool] = False
-    """The model is the mean over ranks, not the first anchor."""
+    """Whether the model is the mean over ranks, rather than the first anchor."""
     compression: Compression = Compression()
-    """How the change is exchanged; without one, the model itself."""
+    """Compression of the change; without compression the model itself is exchanged."""
     inner: Inner | None = None
-    """The first of two levels."""
+    """First of two levels."""
     more: tuple[str, ...] = ()
-    """The keys of `more_state`."""
+    """Keys of `more_state`."""
     needs_rate: ClassVar[bool] = False
-    """Parameter groups must have an "lr"."""
+    """Whether parameter groups must have an "lr"."""
 
-    _what: str  # its name, in errors
+    _what: str  # the algorithm's name, in errors
     _comm: Communicator
     _native: bool
     _trained: dict[str, Tensor]  # the parameters that are averaged, by name
-    _parts: list[Part]  # they as flat vectors
+    _parts: list[Part]  # the same parameters as flat vectors
     _averaging: Averaging
-    _sums: CompressedSum | None  # what a compressor's messages come to
+    _sums: CompressedSum | None  # sums of a compressor's messages
     _near: Near | None  # this rank's small group, of two levels
 
     @abstractmethod
     def boundary(self, part: Part, x: Tensor, mean: Tensor) -> Tensor:
-        """The algorithm: x after the boundary; changes what is kept in `part`, and may change x.
+        """Applies the algorithm and returns x after the boundary; updates the state in `part`, and may change x.
 
         Args:
-            part: Some of the parameters, flat, with what is kept of them.
-            x: This rank's, a copy.
-            mean: Over ranks, of x or, where the algorithm overlaps, of what the last boundary returned.
+            part: Some of the parameters, flat, with the algorithm's state of them.
+            x: This rank's parameters, a copy.
+            mean: Mean over ranks of x or, where the algorithm overlaps, of what the last boundary returned.
 
         Returns:
-            What may be kept in `part` too; it is copied.
+            x after the boundary; it may be state of `part` too, because it is copied.
         """
 
     def after_boundary(self) -> None:
-        """Called when `boundary` was, for all parts, and before what it returned is copied."""
+        """Runs after `boundary` of all parts, before its results are copied."""
 
     def depart(self, part: Part, x: Tensor) -> Tensor:
-        """Of an algorithm that overlaps, its boundary where no mean comes: at the beginning and after a drain."""
+        """Replaces `boundary` of an overlapping algorithm where no mean comes: at the beginning and after a drain."""
         del part
         return x
 
@@ -73,42 +73,42 @@ class Algorithm(Wrapping):
         """Fills in settings that depend on the number of ranks, `comm.size`.
 
         Raises:
-            ValueError: A setting does not fit it.
+            ValueError: A setting does not fit that number.
         """
 
     def gain(self) -> float:
-        """The factor by which momentum over blocks multiplies a steady change; 0 if there is none."""
+        """Factor by which momentum over blocks multiplies a steady change; 0 without such momentum."""
         return 0.0
 
     def pieces(self) -> list[dict[str, Tensor]]:
-        """The parameters that are exchanged together; no vector holds some of two pieces."""
+        """Groups the parameters that are exchanged together; no vector spans two groups."""
         return [self._trained]
 
     def averagings(self) -> list[Averaging]:
-        """All of them."""
+        """All exchanges of this optimizer."""
         return [self._averaging]
 
     def averaging_of(self, parts: list[Part]) -> Averaging:
-        """By which these parts are exchanged."""
+        """Exchange of these parts, compressed where compression is asked for."""
         if self._sums is None:
             return Averaging(self._comm, self._what, native=self._native)
         return CompressedAveraging(self._comm, self._what, parts, self.anchors[0], self._sums)
 
     def more_state(self) -> dict[str, Any]:
-        """What else the algorithm keeps, for `state_dict`."""
+        """Further state of the algorithm, for `state_dict`."""
         near = {} if self._near is None else {"near": self._near.state_dict()}
         return near | (
             {} if self._sums is None else {"residuals": {"kind": self._sums.kind, "parts": self._sums.state_dict()}}
         )
 
     def check_more(self, state: dict[str, Any]) -> None:
-        """Changes nothing.
+        """Checks a saved state, and changes nothing.
 
         Args:
-            state: What another one's `more_state` gave.
+            state: Result of another optimizer's `more_state`.
 
         Raises:
-            ValueError: It does not fit here.
+            ValueError: The state does not fit this optimizer.
         """
         if ("near" in state) != (self._near is not None):
             raise ValueError(f"the state is of {1 + ('near' in state)} levels, sync_every of {1 + bool(self._near)}")
@@ -119,7 +119,7 @@ class Algorithm(Wrapping):
             self._sums.check(state["residuals"]["parts"])
 
     def load_more(self, state: dict[str, Any]) -> None:
-        """Takes over what `more_state` gave and `check_more` let pass."""
+        """Restores what `more_state` gave and `check_more` accepted."""
         if self._sums is not None and self._is_own(state):
             self._sums.load_state_dict(state["residuals"]["parts"])
         if self._near is not None:
@@ -127,9 +127,9 @@ class Algorithm(Wrapping):
 
     @property
     def comm(self) -> Communicator:
-        """The ranks."""
+        """Communicator of all ranks."""
         return self._comm
 
     def _is_own(self, state: dict[str, Any]) -> bool:
-        """Whether it was saved by this rank of as many."""
+        """Whether the state was saved by this rank, among the same number of ranks."""
         return bool((state["rank"], state["world_size"]) == (self._comm.rank, self._comm.size))

@@ -1,4 +1,4 @@
-"""The mean over ranks of a few vectors, at once or while the caller computes."""
+"""Mean over ranks of a few vectors, at once or while the caller computes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch import Tensor
 class Arrived:
     """Means over ranks, by weight.
 
-    weight: of all ranks; at 0 nobody gave anything, and there is no mean: `means` is empty.
-    unfinished: how many ranks had not finished when they gave theirs.
+    weight: sum over all ranks; at 0 no rank gave anything, and there is no mean: `means` is empty.
+    unfinished: number of ranks that had not finished when they gave theirs.
     """
 
     means: list[Tensor]
@@ -26,12 +26,12 @@ class Arrived:
 
 
 class Averaging:
-    """Every vector is one message, and carries its rank's weight and whether that has finished.
+    """Exchanges means; every vector is one message, with its rank's weight and whether that rank has finished.
 
-    By our schedule, so that all worlds give the same bits; native: by the transport's own sum, within rounding.
-    What was launched and failed stays failed: every later use raises the same error.
+    Sums go by our schedule, so that all worlds give the same bits; native: by the transport's own, equal within
+    rounding. A launch that failed stays failed: every later use raises the same error.
 
-    alike: says what must be the same on all ranks each time, such as an outer optimizer's rates.
+    alike: gives text that must be the same on all ranks each time, such as an outer optimizer's rates.
     """
 
     def __init__(self, comm: Communicator, what: str, *, native: bool) -> None:
@@ -45,15 +45,15 @@ class Averaging:
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """That somebody waited, of those that exchanges took."""
+        """Seconds that this rank waited, and seconds that exchanges took."""
         return self._waited, self._under_way
 
     def agree(self, since: str) -> None:
-        """The next exchange is agreed on as the first one after this."""
+        """Adds to the facts of the next exchange that it is the first one after `since`."""
         self._since += since
 
     def now(self, vectors: Sequence[Tensor], weight: float, *, finished: bool) -> Arrived:
-        """The means, as soon as all ranks have come."""
+        """Exchanges the vectors; returns the means as soon as all ranks have come."""
         began = self._comm.clock()
         if self._native and (facts := self._since + self.alike()):  # the transport's sum is agreed on by its size alone
             run(dense.barrier(self._comm.rank, self._comm.size), self._comm, facts=f"{self._what}{facts}")
@@ -64,11 +64,11 @@ class Averaging:
         return _means(totals)
 
     def plain(self, vectors: Sequence[Tensor], comm: Communicator, what: str) -> list[Tensor]:
-        """Means in which all ranks weigh the same, for `what`; their time is not counted."""
+        """Means with equal weights, for `what`; their time is not counted."""
         return _means([self._sum(self._payload(x, 1.0, False), what, comm) for x in vectors]).means
 
     def launch(self, vectors: Sequence[Tensor], weight: float, *, finished: bool) -> None:
-        """Starts the exchange of the vectors as they are now: they are copied once, here."""
+        """Starts the exchange of the vectors as they are now, of which it takes one copy."""
         with self._keeping_errors():
             self._arrived = None
             for payload in [self._payload(x, weight, finished) for x in vectors]:
@@ -78,20 +78,20 @@ class Averaging:
             self._since = ""
 
     def arrived(self) -> Arrived:
-        """What was launched last, waited for. It stays until the next launch."""
+        """Waits for the last launch and returns its means, which stay until the next launch."""
         with self._keeping_errors():
             if self._arrived is None:
                 self._arrived = self._take()
         return self._arrived
 
     def wait(self) -> None:
-        """For what is under way, if anything is."""
+        """Waits for the exchange under way, if there is one."""
         with self._keeping_errors():
             if self._is_under_way():
                 self.arrived()
 
     def store(self, arrived: Arrived) -> None:
-        """As if this had been launched last. What is under way is waited for, and forgotten."""
+        """Stores means as if they had been launched last; an exchange under way is waited for, and forgotten."""
         self.wait()
         self._arrived = arrived
 
@@ -101,14 +101,14 @@ class Averaging:
     def _take(self) -> Arrived:
         began = self._comm.clock()
         totals = [work.wait() for work in self._works]
-        works, self._works = self._works, []  # only now: who is interrupted while waiting may wait again
+        works, self._works = self._works, []  # only now, so that an interrupted wait can be repeated
         self._waited += self._comm.clock() - began
         self._under_way += max(work.ended or began for work in works) - works[0].began
         return _means(totals)
 
     @contextmanager
     def _keeping_errors(self) -> Iterator[None]:
-        """Of what is half launched, or half taken, there is nothing to go on with."""
+        """Keeps an error for good: a launch or a wait that failed half-way cannot go on."""
         if self._error is not None:
             raise self._error
         try:

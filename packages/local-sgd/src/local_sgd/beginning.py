@@ -1,4 +1,4 @@
-"""How all ranks begin: the same parameters, the same settings."""
+"""Beginning of training: all ranks start from the same parameters and settings."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from torch.optim import Optimizer
 def named_parameters(
     optimizer: Optimizer, model: nn.Module | None, *, needs_rate: bool, what: str
 ) -> dict[str, Tensor]:
-    """The optimizer's parameters by name: the model's, or the optimizer's own, or numbers.
+    """Names the optimizer's parameters: as the model does, or the optimizer itself, or by number.
 
-    Raises TypeError for parameters that cannot be averaged, ValueError where model and optimizer do not fit, and where
-    there is nothing to average.
+    Raises:
+        TypeError: Parameters cannot be averaged.
+        ValueError: Model and optimizer do not fit, or there is nothing to average.
     """
     pairs = _numbered(optimizer) if model is None else list(model.named_parameters())
     named = name_parameters(optimizer, pairs)
@@ -48,7 +49,11 @@ def agree(
     *,
     broadcast: bool,
 ) -> None:
-    """All ranks have these settings and parameters, rank 0's or, without `broadcast`, alike; or CollectiveError."""
+    """Makes ranks agree on settings and parameters: copies rank 0's parameters or, without `broadcast`, compares them.
+
+    Raises:
+        CollectiveError: Ranks differ.
+    """
     text = ", ".join(f"{name}={value!r}" for name, value in settings.items())
     others = _others(model, named)
     if broadcast:
@@ -61,7 +66,7 @@ def agree(
 
 
 def _others(model: nn.Module | None, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Parameters of the model that the optimizer does not have, frozen ones of a model that is fine-tuned."""
+    """Parameters of the model that the optimizer does not have, such as frozen ones in fine-tuning."""
     known = {id(p) for p in named.values()}
     return {} if model is None else {name: p for name, p in model.named_parameters() if id(p) not in known}
 

@@ -1,4 +1,4 @@
-"""Where a rank is in its block of τ steps."""
+"""Position of a rank in its block of τ steps."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _HINT = " of steps, or a function from the number of steps so far to one"
 
 
 class Block:
-    """Counts steps. The first block has τ steps like every other.
+    """Counts steps; the first block has τ steps like every other.
 
-    steps: in all blocks; done: in this one; weight: the sum of what they were given; boundaries: exchanges so far.
+    steps: in all blocks; done: in this one; weight: the sum of the weights of its steps; boundaries: exchanges so far.
     """
 
     def __init__(self, every: Every) -> None:
@@ -27,7 +27,7 @@ class Block:
 
     @property
     def every(self) -> Every:
-        """τ; another one counts from the next block on."""
+        """τ; a new value counts from the next block on."""
         return self._every
 
     @every.setter
@@ -36,11 +36,11 @@ class Block:
 
     @property
     def length(self) -> int:
-        """τ of this block, before the first step 1 where it is a function."""
+        """τ of this block; 1 before the first step where τ is a function."""
         return self._length or (1 if callable(self._every) else self._every)
 
     def count(self, weight: float) -> bool:
-        """One more step; whether it was the block's last."""
+        """Counts one step; returns whether it was the block's last."""
         if self.done == 0:
             self._length = self._next_length()
         self.steps += 1
@@ -49,16 +49,16 @@ class Block:
         return self.done >= self._length
 
     def end(self) -> None:
-        """The next step begins a block."""
+        """Ends the block; the next step begins another."""
         self.done, self.weight = 0, 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers."""
+        """Counters, as plain numbers."""
         counts = {"steps": self.steps, "done": self.done, "length": self._length, "boundaries": self.boundaries}
         return {**counts, "weight": self.weight}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where the state was taken."""
+        """Restores the counters."""
         self.steps, self.done, self._length = state["steps"], state["done"], state["length"]
         self.weight, self.boundaries = state["weight"], state["boundaries"]
 

@@ -1,4 +1,4 @@
-"""What happens at a boundary: ranks exchange means, and every rank applies the algorithm to them."""
+"""Boundaries: ranks exchange means, and every rank applies the algorithm to them."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from local_sgd.two_momenta import warn_of_two_momenta
 
 
 class Boundaries(Algorithm):
-    """Boundaries in mid-training and at its end, of one level or two; and the model that all of them come to."""
+    """Runs boundaries in mid-training and at its end, of one level or two, and computes the model that they lead to."""
 
-    _block: Block  # where this rank is between two of them
+    _block: Block  # position of this rank between two boundaries
     _weighted: bool
-    _by_default: bool  # nobody said which ranks there are
+    _by_default: bool  # no `comm` was given
     _names: dict[int, str]  # of all parameters, by id
     _buffers: Buffers
     _inner: InnerState
     _unended: Unended
     _drained: bool  # all ranks hold the model
-    _begun: int | None = None  # the parameters' hash then, until the next boundary
-    _loaded: bool  # a state, since the last boundary
+    _begun: int | None = None  # hash of the parameters that ranks began with, until the next boundary
+    _loaded: bool  # whether a state was loaded since the last boundary
 
     def _begin(self) -> None:
-        """All ranks hold x: it is the model, and what would have arrived of a launch just now."""
+        """Starts the state from x, the model, which all ranks hold; nothing is launched yet."""
         xs = [part.gather() for part in self._parts]
         for part, x in zip(self._parts, xs, strict=True):
             part.kept = {name: x.clone() for name in self.anchors} | {
@@ -57,7 +57,7 @@ class Boundaries(Algorithm):
         self._drained = True
 
     def _depart(self) -> None:
-        """Before a step: of all ranks that hold the model, which is what they hold now, loaded meanwhile or not."""
+        """Leaves the drained state before a step: anchors take the parameters that ranks hold now, loaded or not."""
         if self._drained:
             self._drained, self._begun = False, digest(self._trained)
             for part in self._parts:
@@ -69,7 +69,7 @@ class Boundaries(Algorithm):
             averaging.agree(since)
 
     def _sync_all(self) -> None:
-        """A boundary in mid-training."""
+        """Runs a boundary among all ranks in mid-training."""
         self._sync(self._own_weight(), finished=False)
         self._block.end()
         if not self.overlaps:
@@ -78,7 +78,7 @@ class Boundaries(Algorithm):
             self._near.met = 0
 
     def _sync_near(self, near: Near, *, finished: bool) -> int:
-        """The mean of this rank's small group; returns how many of it had not finished."""
+        """Averages within this rank's small group; returns how many of its ranks had not finished."""
         self._refuse_misfits()
         xs = [part.gather() for part in self._parts]
         arrived = near.averaging.now(xs, self._own_weight(near.block), finished=finished)
@@ -90,7 +90,7 @@ class Boundaries(Algorithm):
         return arrived.unfinished
 
     def _sync(self, weight: float, *, finished: bool) -> Arrived:
-        """A boundary."""
+        """Runs one boundary, and returns its means."""
         self._next_boundary()
         xs = [part.gather() for part in self._parts]
         arrived = self._averaging.arrived() if self.overlaps else self._averaging.now(xs, weight, finished=finished)
@@ -117,7 +117,7 @@ class Boundaries(Algorithm):
         self._block.boundaries += 1
 
     def _rates(self) -> list[float]:
-        """The groups' learning rates; where the algorithm counts in them, the mean over ranks, the same on all."""
+        """Learning rates of the groups; where the algorithm counts in them, the mean over ranks, the same on all."""
         own = [float(group.get("lr", math.nan)) for group in self.param_groups]
         if not self.needs_rate:
             return own
@@ -145,7 +145,7 @@ class Boundaries(Algorithm):
         return moved
 
     def _end(self, *, most: int | None) -> None:
-        """Boundaries until all ranks have finished, `most` of them; then the model."""
+        """Runs boundaries until all ranks have finished, at most `most` of them; then puts the model in place."""
         if self._near is not None:
             self._end_near(self._near, all_at_once=most is not None)
         arrived, means = self._sync(self._own_weight(), finished=True), list[Tensor]()
@@ -162,7 +162,7 @@ class Boundaries(Algorithm):
         self._block.end()
 
     def _end_near(self, near: Near, *, all_at_once: bool) -> None:
-        """Until all of this rank's small group have finished."""
+        """Averages within this rank's small group until all its ranks have finished."""
         while unfinished := self._sync_near(near, finished=True):
             if all_at_once:
                 self._refuse_undrained(unfinished)
@@ -171,9 +171,9 @@ class Boundaries(Algorithm):
         near.begin()
 
     def _final(self, last: list[Tensor], before: list[Tensor]) -> list[Tensor]:
-        """The last mean, where the last exchange was of one; else nobody has moved since the one before.
+        """Model at the end: the last mean or, where the last exchange had none, the one before: no rank has moved.
 
-        Unless what they did weighed nothing.
+        Weighted ranks may have moved by steps of weight 0; then all are averaged once more.
         """
         return last or (
             self._models(self._comm) if self._weighted else before or [part.gather() for part in self._parts]
@@ -183,7 +183,7 @@ class Boundaries(Algorithm):
         return [part.gather() if self._drained else part[self.anchors[0]] for part in self._parts]
 
     def _models(self, comm: Communicator) -> list[Tensor]:
-        """What the algorithm calls its model, now; nothing of it is applied."""
+        """Current model, as the algorithm defines it; nothing of it is applied."""
         if self.mean_is_model:
             xs = [part.gather() for part in self._parts]
             return self._averaging.plain(xs, comm, "averaged_model()")
@@ -195,14 +195,14 @@ class Boundaries(Algorithm):
         return [draft[self.anchors[0]] for draft in drafts]
 
     def _own_weight(self, block: Block | None = None) -> float:
-        """This rank's in the mean at the end of its block."""
+        """Weight of this rank in the mean at the end of its block."""
         block = block or self._block
         if block.done == 0:
             return 0.0
         return block.weight if self._weighted else 1.0
 
     def _refuse_misfits(self) -> None:
-        """At a boundary: ranks or parameters that are no longer those of the beginning."""
+        """Refuses, at a boundary, ranks or parameters other than those of the beginning."""
         if self._by_default and self._comm.size == 1:
             refuse_alone(f"a {self._what}")
         refuse_changes(self.optimizer, self._names, list(self._trained.values()), what=self._what)

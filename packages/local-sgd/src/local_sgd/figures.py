@@ -1,4 +1,4 @@
-"""What training has cost and saved, in seconds of exchanges."""
+"""Cost and savings of exchanges, in seconds."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from local_sgd.averaging import Averaging
 
 
 def hidden_fraction(averagings: Iterable[Averaging]) -> float | None:
-    """Of the seconds that their exchanges took, the part in which this rank did not wait; None before the first."""
+    """Share of the exchanges' seconds in which this rank did not wait; None before the first exchange."""
     waited, under_way = _seconds(averagings)
     return max(0.0, 1.0 - waited / under_way) if under_way > 0 else None
 
 
 def seconds(averagings: Iterable[Averaging]) -> dict[str, float]:
-    """Of their exchanges, for `communicators.Stats`."""
+    """Seconds of the exchanges, for `communicators.Stats`."""
     waited, under_way = _seconds(averagings)
     hidden = max(0.0, under_way - waited)
     return {"seconds_exchanging": under_way, "seconds_waited": waited, "seconds_hidden": hidden}

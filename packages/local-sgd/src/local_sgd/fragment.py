@@ -1,4 +1,4 @@
-"""One fragment of a model: its vectors, its exchange, its outer optimizer, and where it is between two launches."""
+"""One fragment of a model: its vectors, its exchange, its outer optimizer, and its position between two launches."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from local_sgd.parts import Part
 
 @dataclass
 class Fragment:
-    """done, weight: steps since its last launch, and the sum of what they were given.
+    """Fragment of a model, exchanged by itself.
 
-    due: after how many more steps what was launched is applied; None where nothing is.
+    done, weight: steps since its last launch, and the sum of their weights.
+    due: number of steps until the launched mean is applied; None where nothing is launched.
     """
 
     parts: list[Part]
@@ -30,21 +31,21 @@ class Fragment:
 
     @property
     def names(self) -> list[str]:
-        """Of its parameters."""
+        """Names of its parameters."""
         return [name for part in self.parts for name in part.names]
 
     def count(self, weight: float) -> None:
-        """One more step."""
+        """Counts one step."""
         self.done += 1
         self.weight += weight
 
     def launch(self, weight: float, due: int, *, finished: bool) -> None:
-        """x, as it is now, begins to travel."""
+        """Launches the exchange of x as it is now."""
         self.averaging.launch([part.gather() for part in self.parts], weight, finished=finished)
         self.done, self.weight, self.due = 0, 0.0, due
 
     def state_dict(self) -> dict[str, Any]:
-        """What was launched is waited for, and not applied. Where nothing was, means are zeros."""
+        """State of the fragment: a launched mean is waited for, not applied; without a launch means are zeros."""
         arrived = Arrived([], 0.0, 0) if self.due is None else self.averaging.arrived()
         means = arrived.means or [torch.zeros_like(part["anchor"]) for part in self.parts]
         return {
@@ -58,7 +59,7 @@ class Fragment:
         }
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError for one that does not fit; changes nothing."""
+        """Raises ValueError for a state that does not fit; changes nothing."""
         if sorted(state["names"]) != sorted(self.names):
             raise ValueError(f"the state is of a fragment of {state['names']}, this one is of {self.names}")
         saved = {name: tuple(mean.shape) for name, mean in state["arrived"]["means"].items()}
@@ -68,7 +69,7 @@ class Fragment:
         self.outer.check(state["outer"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """What `check` let pass."""
+        """Restores a state that `check` accepted."""
         arrived, means = state["arrived"], [torch.empty_like(part["anchor"]) for part in self.parts]
         for name, view in self._by_name(means).items():
             view.copy_(arrived["means"][name])

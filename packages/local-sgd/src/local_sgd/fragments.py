@@ -1,4 +1,4 @@
-"""A model in fragments, which are exchanged one after another: every parameter in one of them, none left out."""
+"""Cut of a model into fragments, which are exchanged one after another: every parameter is in exactly one."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from torch import Tensor, nn
 from local_sgd.settings import whole
 
 Fragments: TypeAlias = int | Sequence[nn.Module | Iterable[str]]
-"""How many, or modules or names of parameters: one entry a fragment."""
+"""Number of fragments; or modules or names of parameters, one entry per fragment."""
 
 
 def fragments_of(trained: Mapping[str, Tensor], fragments: Fragments) -> list[dict[str, Tensor]]:
-    """The parameters by fragment, none empty; as many fragments as asked for, but no more than there are parameters.
+    """Cuts the parameters into fragments, none empty; as many as asked for, but no more than there are parameters.
 
-    A number: in the order of the parameters, of about as many bytes each.
-    Raises ValueError, by name, for parameters in no fragment or in two, and for names that are none; TypeError for
-    what is no fragment.
+    A number cuts them in their order, into about as many bytes each.
+
+    Raises:
+        TypeError: An entry is no fragment.
+        ValueError: Parameters, which are named, are in no fragment or in two; or a name is none of theirs.
     """
     if isinstance(fragments, int):
         return _by_bytes(trained, whole("fragments", fragments, ", or modules or lists of names"))
@@ -33,7 +35,7 @@ def fragments_of(trained: Mapping[str, Tensor], fragments: Fragments) -> list[di
 
 
 def _by_bytes(trained: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]]:
-    """A fragment ends with the parameter that reaches its share, or where each of the others needs one that is left."""
+    """Ends a fragment where it reaches its share, or where each of the others needs one of the parameters left."""
     count = min(count, len(trained))
     nbytes = {name: p.numel() * p.dtype.itemsize for name, p in trained.items()}
     total, passed = sum(nbytes.values()), 0

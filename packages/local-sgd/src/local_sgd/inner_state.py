@@ -1,4 +1,4 @@
-"""What becomes of the inner optimizer's state, such as momentum, at a boundary."""
+"""Policy for the inner optimizer's state, such as momentum, at a boundary."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 
 
 class InnerState:
-    """policy "keep": every rank its own; "average": the mean of what has a parameter's shape; "reset": begins anew.
+    """Applies a policy: "keep", every rank its own; "average" of what has a parameter's shape; "reset" to nothing.
 
-    Averaged are the entries that a step makes, known beforehand, so that a rank on which a parameter has no state yet
-    takes part: its zeros count, and it gets nothing. Step counters and the like stay each rank's own.
+    The averaged entries are those that a step makes, known beforehand, so that a rank on which a parameter has no state
+    yet takes part: its zeros count, and it gets nothing. Step counters and the like stay each rank's own.
     """
 
     def __init__(self, policy: str, optimizer: Optimizer, comm: Communicator, what: str) -> None:
@@ -23,11 +23,11 @@ class InnerState:
 
     @property
     def resets(self) -> bool:
-        """Whether nothing of it is left after a boundary."""
+        """Whether a boundary clears the state."""
         return self._policy == "reset"
 
     def at_boundary(self) -> None:
-        """For every rank to call."""
+        """Applies the policy; every rank calls it."""
         if self._policy == "reset":
             self._optimizer.state.clear()
         elif self._policy == "average":

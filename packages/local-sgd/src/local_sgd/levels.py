@@ -1,4 +1,4 @@
-"""Two levels: a mean among a few ranks often, such as those of one machine, and the algorithm among all seldom."""
+"""Two levels: frequent means among a few ranks, such as those of one machine, and the algorithm among all, rarely."""
 
 from __future__ import annotations
 
@@ -15,26 +15,28 @@ from local_sgd.options import Options
 from local_sgd.settings import whole
 
 Levels: TypeAlias = Sequence[tuple[Any, int]]
-"""[(this rank's small group, every so many steps), (all ranks, every so many)]"""
+"""[(this rank's small group, steps between its means), (all ranks, steps between boundaries)]"""
 
 
 @dataclass(frozen=True)
 class Inner:
-    """The first of two levels. times: so many of its means to one boundary among all."""
+    """First of two levels. times: its means per boundary among all ranks."""
 
     group: Any
     every: int
     times: int
 
     def __repr__(self) -> str:
-        """The same on every rank."""
+        """Text that is the same on every rank."""
         return f"{self.every} steps, {self.times} times"
 
 
 def two_levels(sync_every: Every | Levels, options: Options) -> tuple[Inner | None, Every]:
-    """The first level, and every how many steps the algorithm goes; `options` gets the last level's group as comm.
+    """Splits `sync_every` into the first level and τ among all ranks; `options` gets the last level's group as comm.
 
-    Raises TypeError or ValueError for what are no two levels.
+    Raises:
+        TypeError: A number of steps is no whole number.
+        ValueError: There are not two levels, or they do not fit each other or `comm`.
     """
     if callable(sync_every) or not isinstance(sync_every, Sequence):
         return None, sync_every
@@ -53,7 +55,7 @@ def two_levels(sync_every: Every | Levels, options: Options) -> tuple[Inner | No
 
 
 class Near:
-    """The small group of this rank: plain means, by weight. met: how many since the last boundary among all."""
+    """Small group of this rank: means by weight. met: their number since the last boundary among all ranks."""
 
     def __init__(self, inner: Inner, everybody: Communicator, what: str, *, native: bool) -> None:
         self.comm, self.times, self.met = as_communicator(inner.group), inner.times, 0
@@ -63,26 +65,26 @@ class Near:
 
     @property
     def is_due(self) -> bool:
-        """Whether a boundary among all comes next."""
+        """Whether a boundary among all ranks comes next."""
         return self.met >= self.times
 
     def begin(self) -> None:
-        """All were together."""
+        """Starts counting again after a boundary among all ranks."""
         self.met = 0
         self.block.end()
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers."""
+        """Counters, as plain numbers."""
         return {"met": self.met, "block": self.block.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on there."""
+        """Restores the counters."""
         self.met = state["met"]
         self.block.load_state_dict(state["block"])
 
 
 def _refuse_gaps(group: Communicator, everybody: Communicator) -> None:
-    """Raises ValueError, on all ranks alike, unless every rank is in one group, with the ranks that it says."""
+    """Raises ValueError, on all ranks alike, unless every rank is in one group, and its ranks agree on that group."""
     members = [int(rank) for rank in allgather(torch.tensor([everybody.rank]), group)]
     claims = [given.tolist() for given in allgather(torch.tensor([min(members), group.size]), everybody)]
     firsts = [first for first, _ in claims]

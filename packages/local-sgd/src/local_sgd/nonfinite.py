@@ -12,12 +12,12 @@ from local_sgd.parts import Part
 
 
 def all_finite(x: Tensor) -> bool:
-    """Whether all elements are: so they are if their sum is, which takes one pass; else it may have overflowed."""
+    """Whether all elements are finite: they are if their sum is, which takes one pass; else it may have overflowed."""
     return bool(torch.isfinite(x.sum())) or bool(torch.isfinite(x).all())
 
 
 def refuse_nonfinite(parts: Sequence[Part], means: Sequence[Tensor], comm: Communicator, what: str) -> None:
-    """Raises CollectiveError, alike on every rank, for means that are not finite. Ranks hold the same means."""
+    """Raises CollectiveError, alike on every rank, for means that are not finite; ranks hold the same means."""
     if all(map(all_finite, means)):
         return
     found = [name for part, mean in zip(parts, means, strict=True) for name in _nonfinite(part, mean)]

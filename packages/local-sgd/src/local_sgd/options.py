@@ -1,4 +1,4 @@
-"""What all algorithms of the family take."""
+"""Options that all algorithms of the family take."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Options(TypedDict, total=False):
 
 
 def check_options(*, buffers: str, inner_state: str, bucket_bytes: int | None, model: nn.Module | None) -> None:
-    """Raises TypeError or ValueError for what is none of the known ones, or does not go together."""
+    """Raises TypeError or ValueError for unknown options, and for some that exclude each other."""
     policy("buffers", buffers, "keep", "average", "broadcast")
     policy("inner_state", inner_state, "keep", "average", "reset")
     if bucket_bytes is not None:

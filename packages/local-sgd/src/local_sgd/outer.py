@@ -1,4 +1,4 @@
-"""The outer optimizer, whose gradient is what a block has changed."""
+"""Outer optimizer, whose gradient is the change of a block."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ NESTEROV: MakeOptimizer = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nestero
 
 
 class Outer:
-    """An optimizer over the anchors z, one parameter for each of the model's, in its shape and the model's order.
+    """Optimizer over the anchors z, with one parameter for each of the model's, in its shape and the model's order.
 
     make: makes it, such as `functools.partial(torch.optim.SGD, lr=0.7)`.
-    schedule: makes a scheduler of its rate, which takes a step after each of the optimizer's; None: it has none.
+    schedule: makes a scheduler of its rate, which steps after each outer step; None: there is none.
     """
 
     def __init__(
@@ -45,21 +45,21 @@ class Outer:
         return " ".join(str(self.optimizer).split()) + schedule
 
     def alike(self) -> str:
-        """What ranks must share of it each time that it takes a step: its settings and rates."""
+        """Settings and rates, as text that ranks must share at every outer step."""
         return f", outer optimizer {self}"
 
     def gain(self) -> float:
-        """The factor by which SGD's momentum multiplies a steady change, its rate included; 0 if it has none."""
+        """Factor by which SGD's momentum multiplies a steady change, its rate included; 0 without momentum."""
         momenta = [(float(group["lr"]), sgd_momentum(group)) for group in self.optimizer.param_groups]
         return max((rate / (1 - momentum) for rate, momentum in momenta if momentum), default=0.0)
 
     def give(self, part: Part, delta: Tensor) -> None:
-        """Δ of a part is the gradient of its anchor."""
+        """Sets Δ of a part as the gradient of its anchor."""
         for name, view in part.by_name(delta).items():
             self._parameters[name].grad = view
 
     def step(self) -> None:
-        """The optimizer's, then the scheduler's."""
+        """Steps the optimizer, then the scheduler."""
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self._steps += 1
@@ -67,13 +67,13 @@ class Outer:
             self.scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """By parameter, whatever the vectors."""
+        """State by parameter, whatever the cut into vectors."""
         state, held = wrapped_state(self.optimizer, stepped=self._steps > 0)
         schedule = {} if self.scheduler is None else {"scheduler": self.scheduler.state_dict()}
         return {"state": state, "held": held, "steps": self._steps, **schedule}
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError for one that does not fit; changes nothing."""
+        """Raises ValueError for a state that does not fit; changes nothing."""
         if ("scheduler" in state) != (self.scheduler is not None):
             raise ValueError(
                 f"the state is of an outer optimizer with{'' if 'scheduler' in state else 'out'} a scheduler"
@@ -85,9 +85,9 @@ class Outer:
         check_loaded(state["state"], state["held"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """What `check` let pass."""
+        """Restores a state that `check` accepted."""
         loaded = check_loaded(state["state"], state["held"])
-        self.optimizer.load_state_dict(copy.deepcopy(loaded))  # torch would go on in the tensors that it was given
+        self.optimizer.load_state_dict(copy.deepcopy(loaded))  # torch would go on in the given tensors
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
         self._steps = state["steps"]

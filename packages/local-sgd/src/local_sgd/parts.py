@@ -1,4 +1,4 @@
-"""The parameters as a few flat vectors, in which the algorithms compute."""
+"""Parameters as a few flat vectors, in which the algorithms compute."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torch import Tensor
 class Part:
     """Parameters of one group, dtype and device as one vector x of at least 32 bits an element.
 
-    kept: what the algorithm keeps of it between boundaries, by its name there.
-    remainder: what was rounded off when x went into parameters of fewer bits, and belongs to x; None where none is.
-    weight: of all ranks in the mean at this boundary: how many gave one, where they are not weighted.
+    kept: the algorithm's state between boundaries, by its name there.
+    remainder: rounding error of x in parameters of fewer bits, which belongs to x; None where there is none.
+    weight: sum over ranks in the mean at this boundary: the number of ranks that gave one, where they are not weighted.
     rate, last_rate: the group's learning rate at this boundary and the last one; NaN where it has none.
     """
 
@@ -36,7 +36,7 @@ class Part:
         return self.kept[name]
 
     def gather(self) -> Tensor:
-        """x, a copy."""
+        """Copies x out of the parameters."""
         x = self.bucket.gather(self.tensors)
         return x if self.remainder is None else x.add_(self.remainder)
 
@@ -47,11 +47,11 @@ class Part:
             self.remainder = x - self.bucket.gather(self.tensors)
 
     def show(self, x: Tensor) -> None:
-        """Like `put`, for a while only: what is rounded off is forgotten."""
+        """Copies x into the parameters for a while only: its rounding error is forgotten."""
         self.bucket.scatter(x, self.tensors)
 
     def draft(self) -> Part:
-        """The same with copies of what is kept, to be changed without consequence."""
+        """Copies the part with its state, which may then be changed without consequence."""
         return replace(self, kept={name: flat.clone() for name, flat in self.kept.items()})
 
     def by_name(self, flat: Tensor) -> dict[str, Tensor]:
@@ -65,7 +65,7 @@ def parts_of(
     nbytes: int | None,
     device: torch.device | None,
 ) -> list[Part]:
-    """All trained parameters, none twice, none left out; of at most `nbytes` each (a larger tensor is one of its own).
+    """Cuts all trained parameters into parts of at most `nbytes` each; a larger tensor is a part by itself.
 
     device: where vectors live, default the parameters'.
     """
@@ -81,7 +81,7 @@ def parts_of(
 
 @contextmanager
 def shown(parts: Sequence[Part], models: Sequence[Tensor]) -> Iterator[None]:
-    """Inside, the parameters are those of `models`, one for each part; afterwards their own again, in all bits."""
+    """Puts `models`, one for each part, into the parameters inside the block; then their own values, bit for bit."""
     tensors = [tensor for part in parts for tensor in part.tensors]
     own = [tensor.detach().clone() for tensor in tensors]
     try:

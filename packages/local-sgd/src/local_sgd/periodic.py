@@ -1,4 +1,4 @@
-"""`PeriodicAveraging`: what a user of the family does with it: steps, boundaries, the end, the model, checkpoints."""
+"""`PeriodicAveraging`, the interface of the family: steps, boundaries, the end, the model, checkpoints."""
 
 from __future__ import annotations
 
@@ -41,29 +41,30 @@ class PeriodicAveraging(Boundaries):
             optimizer.step(); optimizer.zero_grad(); optimizer.average()
         optimizer.finish()
 
-    x is a rank's model, x̄ the mean over ranks, and "boundary" after every τ-th `average`.
+    x is a rank's model and x̄ the mean over ranks; a boundary comes after every τ-th `average`.
 
-    Parameters of 16 bits are averaged in 32, and what is rounded off then stays with the rank that rounds.
-    Frozen parameters (requires_grad False, now) are left out; freezing or adding some later is an error.
-    Where DDP wraps the module among the same ranks it exchanges every gradient anyway, which is warned about.
+    Parameters of 16 bits are averaged in 32; the rounding error stays with the rank that rounds.
+    Parameters that are frozen now (requires_grad False) are left out; freezing or adding some later is an error.
+    A warning says so where DDP wraps the module among the same ranks, because it exchanges every gradient anyway.
 
     Args:
-        optimizer: Any, built over the live parameters; this object shares its param_groups, state and defaults.
+        optimizer: Any optimizer over the live parameters; this object shares its param_groups, state and defaults.
         sync_every: τ, or a function that gives it from the number of steps before the block, such as a warm-up:
-            `lambda step: 1 if step < 1000 else 16`. Ranks may have different ones: their blocks are exchanged in order.
+            `lambda step: 1 if step < 1000 else 16`. Ranks may have other values: their blocks are exchanged in order.
         comm: See `communicators.as_communicator`; its `timeout` is how long a boundary waits for a late rank.
-        model: Names parameters in errors, and has buffers, see `buffers`.
-        buffers: Of the model, such as BatchNorm's: "keep", every rank its own until `drain` or `finish` averages them;
-            "average" at boundaries, what is not floating-point being rank 0's; "broadcast" rank 0's. Both wait for a
-            small exchange at every boundary.
-        inner_state: The wrapped optimizer's: "keep", every rank its own; "average" at boundaries; "reset" there.
-        weighted: `average(weight)` is given a weight, such as the number of samples or tokens of the step; means are by
-            the sums of them over blocks.
-        broadcast: Rank 0's parameters, and buffers of `model`, are copied to all ranks now; False: ranks compare a hash
-            of their parameters, and it is an error where they differ.
-        native: By the transport's own allreduce: worlds then agree within rounding, not in all bits.
-        bucket_bytes: Exchanged in vectors of at most so many bytes; default: one for each group, dtype and device.
-        anchor_device: Where anchors, momenta and means live, such as "cpu"; default: with the parameters.
+        model: Gives the parameters' names in errors, and has the `buffers`.
+        buffers: Policy for the model's buffers, such as BatchNorm's: "keep", every rank its own until `drain` or
+            `finish` averages them; "average" at boundaries, with rank 0's where they are not floating-point;
+            "broadcast" rank 0's. The last two wait for a small exchange at every boundary.
+        inner_state: Policy for the wrapped optimizer's state: "keep", every rank its own; "average" at boundaries;
+            "reset" there.
+        weighted: Whether `average(weight)` is given a weight, such as the number of samples or tokens of the step;
+            means are by the sums of weights over blocks.
+        broadcast: Whether rank 0's parameters, and buffers of `model`, are copied to all ranks now. False: ranks
+            compare a hash of their parameters, and it is an error where they differ.
+        native: Whether to use the transport's own allreduce: worlds then agree within rounding, not bit for bit.
+        bucket_bytes: Most bytes of an exchanged vector; default: one vector for each group, dtype and device.
+        anchor_device: Device of anchors, momenta and means, such as "cpu"; default: the parameters'.
 
     Raises:
         CollectiveError: Alike on every rank: ranks differ in algorithm, settings or parameters, or later a mean is not
@@ -117,7 +118,7 @@ class PeriodicAveraging(Boundaries):
 
     @property
     def sync_every(self) -> Every:
-        """τ; another one counts from the next block on."""
+        """τ; a new value counts from the next block on."""
         return self._block.every
 
     @sync_every.setter
@@ -128,7 +129,7 @@ class PeriodicAveraging(Boundaries):
 
     @property
     def hidden_fraction(self) -> float | None:
-        """Of the seconds that exchanges took so far, the part in which this rank did not wait; None before the first.
+        """Share of the exchanges' seconds so far in which this rank did not wait; None before the first exchange.
 
         1 where every exchange is over before its mean is applied: at the next boundary, or in `StreamingDiLoCo` `delay`
         steps later. 0 where it is waited for at once: by algorithms that do not overlap, and with a delay of 0.
@@ -136,12 +137,12 @@ class PeriodicAveraging(Boundaries):
         return figures.hidden_fraction(self.averagings())
 
     def stats(self) -> Stats:
-        """What training has cost and saved since this optimizer was made, on this rank; nothing is exchanged for it.
+        """Cost and savings of training on this rank since this optimizer was made; exchanges nothing.
 
         Returns:
             Plain numbers for any logger; `str` says them in a line. See `communicators.Stats`, and:
 
-            - boundaries: At which ranks have met.
+            - boundaries: Number of boundaries so far.
             - bytes_sent: Over `comm`, also by others that use it, and over its small group if there are two levels.
         """
         taken, size = self._block.steps - self._steps_before, self._comm.size
@@ -151,7 +152,7 @@ class PeriodicAveraging(Boundaries):
         return Stats({**counted, **sent, **figures.seconds(self.averagings())})
 
     def __repr__(self) -> str:
-        """Settings, of the wrapped optimizer too."""
+        """Settings, and the wrapped optimizer's."""
         settings = {"sync_every": self._block.every, **{name: value for name, value in self._said.items() if value}}
         said = [f"{name}={value!r}" for name, value in settings.items()]
         return f"{self._what}({', '.join(said)}, rank {self._comm.rank} of {self._comm.size}, {self.optimizer!r})"
@@ -162,7 +163,7 @@ class PeriodicAveraging(Boundaries):
         return self._comm.bytes_sent + near
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """The wrapped optimizer's step, on this rank alone."""
+        """Takes the wrapped optimizer's step, on this rank alone."""
         refuse_torch_helpers(self._what)
         self._refuse_shown("step()")
         self._replaced.refuse()
@@ -173,10 +174,10 @@ class PeriodicAveraging(Boundaries):
         return self.optimizer.step(closure) if closure is not None else self.optimizer.step()
 
     def average(self, weight: float | None = None) -> None:
-        """Counts a step; at a boundary exchanges. Call it after every step, also after one that a GradScaler left out.
+        """Counts a step; exchanges at a boundary. Call it after every step, also after one that a GradScaler skipped.
 
         Args:
-            weight: Of this step, such as its number of samples; given if, and only if, the optimizer is `weighted`.
+            weight: Weight of the step, such as its number of samples; given if, and only if, means are `weighted`.
         """
         weight = self._counted(weight)
         last = self._block.count(weight)
@@ -188,18 +189,18 @@ class PeriodicAveraging(Boundaries):
             self._sync_all()
 
     def drain(self) -> None:
-        """Ends the block now, and what is under way; then every rank holds the model, in the same bits, and buffers.
+        """Ends the block and any exchange under way; every rank then holds the model, bit for bit, and buffers.
 
-        For all ranks, at the same point. A rank that has fewer blocks than others calls `finish`.
+        All ranks call it at the same point. A rank that has fewer blocks than others calls `finish`.
         """
         self._refuse_unended()
         self._end(most=2 if self.overlaps else 1)
 
     def finish(self) -> None:
-        """This rank has no more steps: takes part in the others' boundaries until all have finished; then as `drain`.
+        """Ends this rank's steps: takes part in the others' boundaries until all have finished; then acts as `drain`.
 
-        Ranks may come with different numbers of steps. After its last block a rank that has finished is left
-        out of the means, and goes where the others go. Training may go on afterwards.
+        Ranks may come with different numbers of steps. After its last block a rank that has finished is left out of the
+        means, and follows the others. Training may go on afterwards.
         """
         self._refuse_unended()
         self._end(most=None)
@@ -208,28 +209,28 @@ class PeriodicAveraging(Boundaries):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """`finish`, unless an exception leaves."""
+        """Calls `finish`, unless an exception leaves the block."""
         if kind is None:
             self.finish()
         self._unended.steps = 0
 
     def wait(self) -> None:
-        """Waits for what is under way, which is applied at the next boundary as ever; so that it can be counted."""
+        """Waits for the exchange under way, so that it can be counted; it is applied at the next boundary as ever."""
         for averaging in self.averagings():
             averaging.wait()
 
     @contextmanager
     def averaged_model(self, *, comm: Any = None) -> Iterator[nn.Module | None]:
-        """Inside, the parameters are those of what the algorithm calls its model; afterwards this rank's own again.
+        """Puts the algorithm's model into the parameters inside the block; afterwards they are this rank's own again.
 
             with optimizer.averaged_model():
                 evaluate(model); torch.save(model.state_dict(), path)
 
-        For every rank to call, between the same boundaries; training goes on with the same bits. Buffers of `model`
-        are averaged inside, or rank 0's with buffers="broadcast".
+        Every rank calls it, between the same boundaries; training goes on with the same bits. Buffers of `model` are
+        averaged inside, or rank 0's with buffers="broadcast".
 
         Args:
-            comm: The same ranks by another communicator, such as one that counts bytes apart from training's.
+            comm: Another communicator of the same ranks, such as one that counts bytes apart from training's.
 
         Yields:
             `model`.
@@ -245,9 +246,10 @@ class PeriodicAveraging(Boundaries):
                 self._showing, self._unended.steps = False, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's state and, as "distributed", all else: each rank saves its own, and its own model.
+        """State of the wrapped optimizer and, as "distributed", all else; each rank saves its own, and its own model.
 
-        What is under way is waited for and stored, not applied. References; loadable by torch.load(weights_only=True).
+        An exchange under way is waited for and stored, not applied. Tensors are references; the state can be loaded by
+        torch.load(weights_only=True).
         """
         refuse_torch_helpers(self._what)
         self._refuse_shown("state_dict()")
@@ -257,10 +259,10 @@ class PeriodicAveraging(Boundaries):
         return saved.state_dict(self, self._parts, self._block, arrived, drained=self._drained)
 
     def gathered_state_dict(self) -> dict[str, Any]:
-        """The states of all ranks in one, for a checkpoint that rank 0 alone writes; for every rank to call.
+        """States of all ranks in one, for a checkpoint that rank 0 alone writes; every rank calls it.
 
-        On rank 0, which holds it in the CPU's memory; {} elsewhere. Every rank loads it by `load_state_dict`, which
-        takes its own part. Each rank's model is its own too, and is not in it. Loadable by
+        Rank 0 gets it, in the CPU's memory; others get {}. Every rank loads it by `load_state_dict`, which takes its
+        own part. Models are not in it: each rank saves its own. The result can be loaded by
         torch.load(weights_only=True).
 
         Raises:
@@ -271,14 +273,14 @@ class PeriodicAveraging(Boundaries):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on where this rank's `state_dict` or `gathered_state_dict` was taken: the same bits, also in mid-block.
 
-        The model's parameters are loaded from this rank's own model, after the optimizer was made, before its first
-        step; that they are those is checked there. A state that was taken after `drain` or `finish` is alike on all
-        ranks, but for the wrapped optimizer's: any rank's may be loaded on every rank, of any number of ranks.
-        Settings such as `sync_every` and `buffers` are this optimizer's own: a state goes on under others, too.
-        That all ranks have loaded, and states of the same boundary, is seen at the next one: else a CollectiveError.
+        Load the model's parameters from this rank's own model, after the optimizer was made and before its first step,
+        which checks them. A state taken after `drain` or `finish` is alike on all ranks, but for the wrapped
+        optimizer's part: any rank's may be loaded on every rank, of any number of ranks. Settings such as `sync_every`
+        and `buffers` are this optimizer's own: a state goes on under others, too. The next boundary checks that all
+        ranks have loaded states of the same boundary, and raises a CollectiveError otherwise.
 
         Args:
-            state_dict: What `state_dict` gave on this rank, or `gathered_state_dict` on rank 0.
+            state_dict: Result of `state_dict` on this rank, or of `gathered_state_dict` on rank 0.
 
         Raises:
             TypeError: It is no state, such as None or a list.
@@ -306,14 +308,14 @@ class PeriodicAveraging(Boundaries):
             )
 
     def _shared_settings(self, buffers: str, inner_state: str) -> dict[str, Any]:
-        """What all ranks must have said alike."""
+        """Settings that must be the same on all ranks."""
         shared = {name: getattr(self, name) for name in self.settings}
         shared |= {"buffers": buffers, "inner_state": inner_state, "weighted": self._weighted, "native": self._native}
         shared |= {"compress": self.compression} if self.compression else {}
         return shared | ({"levels": self.inner} if self.inner else {})
 
     def _counted(self, weight: float | None) -> float:
-        """The weight of a step that is over."""
+        """Weight of a step that is over."""
         self._refuse_shown("average()")
         self._depart()
         self._unseen = 0
@@ -343,7 +345,7 @@ class PeriodicAveraging(Boundaries):
         self._depart()
 
     def _warn_unseen(self) -> None:
-        """Once, where a boundary would have been."""
+        """Warns once, where a boundary would have been."""
         block = self._block if self._near is None else self._near.block
         if self._unseen >= max(2, block.length) and not self._warned:
             self._warned = True
@@ -354,14 +356,14 @@ class PeriodicAveraging(Boundaries):
             )
 
     def _refuse_other_parameters(self) -> None:
-        """The first time after a state was loaded."""
+        """Checks the parameters the first time after a state was loaded."""
         if self._expected is not None:
             saved.refuse_other_parameters(self._expected, self._trained)
             self._expected = None
 
 
 def _departs(wrapper: weakref.ref[PeriodicAveraging], *_: Any) -> None:
-    """Before a step of the wrapped optimizer, whoever takes it. It must not keep one alive that was replaced."""
+    """Runs before a step of the wrapped optimizer, whoever takes it; keeps no wrapper alive that was replaced."""
     living = wrapper()
     if living is not None:
         living._depart()

@@ -1,4 +1,4 @@
-"""Outer steps by rounds that do not wait for the last rank: any engine of numbered sums, given as an argument."""
+"""Outer steps by rounds that do not wait for the last rank, with any engine of numbered sums as an argument."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from local_sgd.parts import Part
 class Round(Protocol):
     """One round, alike on all ranks, to be applied once and in order, such as `partial_collectives.PartialResult`.
 
-    total: the sum of what was contributed, weights included. weight: the sum of the weights. round: its number.
+    total: the sum of the contributions, weights included. weight: the sum of the weights. round: its number.
     nonfinite: the ranks that contributed NaN or inf.
     """
 
@@ -35,33 +35,33 @@ class Round(Protocol):
 
 
 class Rounds(Protocol):
-    """Sums of what ranks give, in rounds that every rank gets once, in order, with the same bits; nothing is lost.
+    """Sums of the ranks' contributions, in rounds that every rank gets once, in order, bit for bit; nothing is lost.
 
     `partial_collectives.PartialAllreduce` is one.
     """
 
     def allreduce(self, tensor: Sequence[Tensor], /, *, weight: float = 1.0) -> Iterable[Round]:
-        """Gives weight · tensor; the rounds that are over, at least one."""
+        """Contributes weight · tensor; returns the rounds that are over, at least one."""
 
     def synchronize(self) -> Iterable[Round]:
-        """Meets all ranks that have more to give; the rounds until then."""
+        """Meets all ranks that have more to contribute; returns the rounds until then."""
 
     def finish(self) -> Iterable[Round]:
-        """This rank has no more to give; the rest of the rounds."""
+        """Ends this rank's contributions; returns the remaining rounds."""
 
     def close(self) -> None:
-        """With all other ranks."""
+        """Closes, together with all other ranks."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
     ) -> None:
-        """After an error: tells the others."""
+        """Tells the others of an error."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What is in no round yet, rounds that were not returned, and where the rounds stand."""
+        """Contributions in no round yet, rounds that were not returned, and the position in the rounds."""
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
-        """Goes on there; all ranks do."""
+        """Restores a state; all ranks call it."""
 
 
 class MakeRounds(Protocol):
@@ -74,12 +74,12 @@ RoundsOption: TypeAlias = MakeRounds | None
 
 
 class OuterRounds:
-    """What a block has changed, Δ = z − x, is given to a round; every round is one step of the outer optimizer.
+    """Contributes the change of a block, Δ = z − x, to a round; every round is one step of the outer optimizer.
 
         give Δ;   for every round that is over:  z ← outer(z, total / m);   then  x ← z
 
-    A Δ that is late goes into a later round, of which it is one summand more. m is the number of ranks; weighted: total
-    is divided by its weight. z is the same on all ranks after as many rounds.
+    A late Δ goes into a later round, as one more summand. m is the number of ranks; weighted: total is divided by its
+    weight. z is the same on all ranks after the same number of rounds.
     """
 
     def __init__(
@@ -90,31 +90,31 @@ class OuterRounds:
         self._rounds, self._ended = make([part["anchor"] for part in parts], comm), False
 
     def give(self, weight: float) -> None:
-        """The end of a block."""
+        """Contributes the change of a block that has ended."""
         changes = [part["anchor"] - part.gather() for part in self._parts]
         self._apply(self._rounds.allreduce(changes, weight=weight))
 
     def synchronize(self) -> None:
-        """All ranks that have more blocks; then z is the same on all."""
+        """Meets all ranks that have more blocks; then z is the same on all."""
         self._apply(self._rounds.synchronize())
 
     def finish(self) -> None:
-        """Takes part until no rank has a block, and lets go of what the rounds hold; once."""
+        """Takes part until no rank has another block, then closes the rounds; once."""
         if not self._ended:
             self._apply(self._rounds.finish())
             self._rounds.close()
             self._ended = True
 
     def give_up(self, error: BaseException) -> None:
-        """Tells the others."""
+        """Tells the other ranks of an error."""
         self._rounds.__exit__(type(error), error, error.__traceback__)
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Rounds.state_dict`."""
+        """State of the rounds."""
         return self._rounds.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Rounds.load_state_dict`."""
+        """Restores the rounds."""
         self._rounds.load_state_dict(state)
 
     def _apply(self, rounds: Iterable[Round]) -> None:
@@ -136,7 +136,7 @@ class OuterRounds:
 
 
 def checked_rounds(make: object, compress: object, options: Options, *, levels: bool) -> RoundsOption:
-    """The maker where there is one: an allreduce without compress. ValueError for what rounds do not go with."""
+    """Maker of rounds, if an allreduce comes without compress; an error for options that rounds exclude."""
     if make is None or compress is not None:
         return None
     if not callable(make):

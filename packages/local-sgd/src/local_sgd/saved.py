@@ -1,4 +1,4 @@
-"""What periodic averaging adds to a checkpoint, by parameter, so that it outlives another cut into vectors."""
+"""Checkpoints of periodic averaging, by parameter, so that they outlive another cut into vectors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NEEDS = ("algorithm", "block", "kept", "rates", "parameters", "drained")
 
 
 class Saved(Protocol):
-    """What is asked of an optimizer whose state it is; see `PeriodicAveraging`."""
+    """Optimizer whose state is saved; see `PeriodicAveraging`."""
 
     anchors: tuple[str, ...]
     momenta: ClassVar[tuple[str, ...]]
@@ -47,7 +47,7 @@ class Saved(Protocol):
 def state_dict(
     optimizer: Saved, parts: Sequence[Part], block: Block, arrived: Arrived | None, *, drained: bool
 ) -> dict[str, Any]:
-    """The wrapped optimizer's state with this rank's part."""
+    """State of the wrapped optimizer, with this rank's part."""
     wrapped, held = wrapped_state(optimizer.optimizer, stepped=block.steps > 0)
     own = {
         **saved_by(optimizer.comm, ANEW),
@@ -68,12 +68,12 @@ def state_dict(
 
 
 def own_state(state: Mapping[str, Any], comm: Communicator) -> Mapping[str, Any]:
-    """This rank's of a gathered state, any other as it is. ValueError for one of another number of ranks."""
+    """This rank's part of a gathered state, any other state unchanged; ValueError for another number of ranks."""
     return of_rank(state, comm.rank, comm.size, advice=ANEW)
 
 
 def checked(optimizer: Saved, state: Mapping[str, Any], parts: Sequence[Part]) -> dict[str, Any]:
-    """This rank's part; ValueError, before anything is changed, for one that does not fit."""
+    """Checks a state before anything is changed; returns this rank's part, or raises ValueError."""
     what, comm = type(optimizer).__name__, optimizer.comm
     drained = KEY in state and state[KEY].get("drained") is True
     rank, size = (state[KEY].get("rank"), state[KEY].get("world_size")) if drained else (comm.rank, comm.size)
@@ -104,7 +104,7 @@ def load(
     parts: Sequence[Part],
     block: Block,
 ) -> Arrived | None:
-    """Takes over what `checked` let pass; returns what had arrived of a launch."""
+    """Restores a state that `checked` returned; returns the saved mean of a launch, if the algorithm overlaps."""
     optimizer.optimizer.load_state_dict(wrapped_part(state))
     block.load_state_dict(own["block"])
     for part in parts:
@@ -158,5 +158,5 @@ def _last_rate(parts: Sequence[Part], group: int) -> float:
 
 
 def digest(trained: Mapping[str, Tensor]) -> int:
-    """One number for all bits of the parameters, in the order of their names."""
+    """Hash of all bits of the parameters, in the order of their names."""
     return int(hash_bits(torch.stack([hash_bits(trained[name]).cpu() for name in sorted(trained)])))

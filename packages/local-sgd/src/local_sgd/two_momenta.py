@@ -1,4 +1,4 @@
-"""Momentum inside, in the steps of a block, and momentum outside, over blocks: where the two swing up together."""
+"""Momentum inside, in the steps of a block, and outside, over blocks: a warning where they amplify each other."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 MOST = 11.0
-"""Of `carried` times the gain outside. Measured with SGD of momentum 0.9 on a CNN and a transformer, τ = 4: SlowMo of
-α = 1 learns as `LocalSGD` does at 9 (β = 0.3), loses up to 20 points at 13 (β = 0.5) and fails at 22 (β = 0.7). On
-quadratics the stable rates are a tenth of SGD's and less from about 12 on.
+"""Largest `carried` times outer gain without a warning. Measured with SGD of momentum 0.9 on a CNN and a transformer,
+τ = 4: SlowMo of α = 1 learns as `LocalSGD` does at 9 (β = 0.3), loses up to 20 points at 13 (β = 0.5) and fails at 22
+(β = 0.7). On quadratics the stable rates are a tenth of SGD's and less from about 12 on.
 """
 
 SAID = (
@@ -21,17 +21,17 @@ SAID = (
 
 
 def carried(momentum: float, steps: int) -> float:
-    """How far a unit gradient of a block's beginning has still to move the rank when so many steps have ended it."""
+    """Distance that a unit gradient of a block's beginning still moves the rank after the block's `steps` steps."""
     return momentum**steps / (1 - momentum)
 
 
 def warn_of_two_momenta(what: str, gain: float, groups: Iterable[Mapping[str, Any]], steps: int) -> None:
-    """Warns where the momentum of SGD in one of its parameter groups multiplies with that of blocks of so many steps.
+    """Warns where SGD's momentum in one of its parameter groups multiplies too far with momentum over blocks.
 
-    AdamW's does not: its steps are of one length whatever its momentum.
+    AdamW's momentum does not count: its steps have one length whatever the momentum.
 
-    gain: the factor by which the algorithm's momentum multiplies a steady change; 0 if it has none.
-    steps: 0 where none was taken.
+    gain: the factor by which the algorithm's momentum multiplies a steady change; 0 without momentum.
+    steps: length of a block; 0 where none was taken.
     """
     inner = max((sgd_momentum(group) for group in groups), default=0.0)
     if steps and gain * carried(inner, steps) > MOST:
@@ -39,6 +39,6 @@ def warn_of_two_momenta(what: str, gain: float, groups: Iterable[Mapping[str, An
 
 
 def sgd_momentum(group: Mapping[str, Any]) -> float:
-    """Momentum of a parameter group of SGD, known by its dampening; 0 for other optimizers, and outside of (0, 1)."""
+    """Momentum of a parameter group of SGD, known by its dampening; 0 for other optimizers, and outside (0, 1)."""
     momentum = float(group.get("momentum", 0.0)) if group.get("dampening") == 0 else 0.0
     return momentum if 0 < momentum < 1 else 0.0

@@ -1,4 +1,4 @@
-"""The version that was installed; a git tag of the package's own gives it at a build."""
+"""Installed version; at a build the package's own git tag gives it."""
 
 from importlib.metadata import PackageNotFoundError, version
 

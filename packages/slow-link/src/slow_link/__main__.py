@@ -1,4 +1,4 @@
-"""The command: run something behind a slow link, check the link, or sweep up after a killed run."""
+"""Command line: run a program behind a slow link, check the link, or clean up after a killed run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NOT_STARTED, TOO_LONG, INTERRUPTED = 2, 124, 130
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit status: the command's, 2 where it was not started, 130 after Ctrl-C."""
+    """Runs the command; returns its exit status, 2 if it was not started, 124 past its time limit, 130 after Ctrl-C."""
     try:
         return _main(argv)
     except KeyboardInterrupt:
@@ -64,7 +64,7 @@ def run_command(argv: Sequence[str]) -> int:
 
 
 def check_command(argv: Sequence[str]) -> int:
-    """Compares the link with its model."""
+    """Compares measured times on the link with its model."""
     try:
         from slow_link.check import check, good
     except ModuleNotFoundError as error:
@@ -82,7 +82,7 @@ def check_command(argv: Sequence[str]) -> int:
 
 
 def add_link(parser: argparse.ArgumentParser) -> None:
-    """--rate and --delay."""
+    """Adds the options --rate and --delay."""
     parser.add_argument(
         "--rate", type=_typed(quantities.rate), default=100.0, metavar="RATE", help="of each port; default 100mbit"
     )
@@ -92,7 +92,7 @@ def add_link(parser: argparse.ArgumentParser) -> None:
 
 
 def _typed(parse: Callable[[str], float]) -> Callable[[str], float]:
-    """Errors that say what was expected."""
+    """Wraps a parser so that argparse shows its error, which says what was expected."""
 
     def typed(text: str) -> float:
         try:

@@ -1,14 +1,15 @@
-"""The self-check: is a link as slow as it says, and no slower?
+"""Self-check: is a link as slow as it says, and no slower?
 
 Times are compared with α + β·bytes: α the delay one way, β = 8 / (bit/s) seconds per payload byte. IP and TCP headers
-are not in β; they add 52 bytes to 1,448, or 3.6 %, to what long messages take.
+are not in β; they add 52 bytes to 1,448, or 3.6 %, to the time of long messages.
 
     ping-pong, one way   α + β·n
     allreduce            2·⌈log₂ P⌉·α + 2(P − 1)/P·n·β     (halving-doubling; a ring differs by a few α only)
 
-`software` is what as many messages cost where no link is: the shortest ping-pong over loopback TCP, at its least. A
-real network would have it added too, so judged is the time less software. All ranks share this machine's cores with
-each other and whatever else runs, which makes some repeats late and none early: so their lowest tenth is judged.
+`software` is the cost of the same number of messages without a link: the fastest of the shortest ping-pongs over
+loopback TCP. A real network would add it too, so it is subtracted from the measured time. All ranks share this
+machine's cores with each other and with whatever else runs, which makes some repeats late and none early, so the check
+judges the lowest tenth of the repeats.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ HEADER = f"{'P':>2} {'by':22}{'what':10}{'bytes':>10} {''.join(f'{name:>{len(nam
 
 
 class Found(NamedTuple):
-    """A measurement. seconds: of every repeat."""
+    """One measurement; `seconds` has an entry for every repeat."""
 
     who: str
     what: str
@@ -40,7 +41,7 @@ class Found(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A measurement and what it is compared with, in seconds."""
+    """One measurement beside its modelled and its software time, in seconds."""
 
     ranks: int
     found: Found
@@ -49,17 +50,17 @@ class Row(NamedTuple):
 
     @property
     def tenth(self) -> float:
-        """What a tenth of the repeats stay below."""
+        """Time that a tenth of the repeats stay below, in seconds."""
         return statistics.quantiles(self.found.seconds, n=10, method="inclusive")[0]
 
     @property
     def ratio(self) -> float:
-        """Measured, less software, to modelled."""
+        """Measured time, less software, divided by the modelled time."""
         return (self.tenth - self.software) / self.model
 
 
 def check(*, mbit_per_second: float, milliseconds: float, ranks: Sequence[int], repeats: int) -> list[Row]:
-    """Measures and prints a table; `good` says whether all of it is within the tolerance."""
+    """Measures and prints a table; `good` says whether every row is within the tolerance."""
     found: list[Row] = []
     for size in ranks:
         with open_link(ranks=size, mbit_per_second=mbit_per_second, milliseconds=milliseconds) as link:
@@ -72,12 +73,12 @@ def check(*, mbit_per_second: float, milliseconds: float, ranks: Sequence[int], 
 
 
 def good(found: Sequence[Row]) -> bool:
-    """Whether all is within the tolerance."""
+    """Whether every row is within the tolerance."""
     return all(abs(row.ratio - 1) <= TOLERANCE for row in found)
 
 
 def rows(link: Launcher, repeats: int) -> Iterator[Row]:
-    """Everything that is measured on one link: over MPI, then over gloo."""
+    """Measures all rows of one link: over MPI first, then over gloo."""
     for kind in ("mpi", "gloo"):
         nowhere = _measured(Loopback(ranks=link.ranks), kind, str(repeats), "software")
         software = {found.who: min(found.seconds) for found in nowhere}
@@ -88,14 +89,14 @@ def rows(link: Launcher, repeats: int) -> Iterator[Row]:
 
 
 def cost(what: str, nbytes: int, ranks: int) -> tuple[int, float]:
-    """Messages, one after another, and bytes that the model charges; see the top of this page."""
+    """Sequential messages and bytes that the model charges; the module's docstring has the formulas."""
     if what == "ping-pong":
         return 1, nbytes
     return 2 * math.ceil(math.log2(ranks)), 2 * (ranks - 1) / ranks * nbytes
 
 
 def _measured(link: Launcher, kind: str, *arguments: str) -> list[Found]:
-    """What rank 0 found."""
+    """Measurements that rank 0 printed."""
     command = [sys.executable, "-m", "slow_link.measure", kind, *arguments]
     launch = link.mpiexec if kind == "mpi" else link.processes
     done = launch(command, timeout=SECONDS_PER_LAUNCH)

@@ -1,4 +1,4 @@
-"""Where no link can be emulated: ranks of one machine whose communicator waits as long as the link would take."""
+"""Fallback where no link can be emulated: local ranks whose communicator waits as long as the link would take."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from slow_link.loopback import free_port
 from slow_link.missing import missing
 
 THROTTLE = "SLOW_LINK_THROTTLE"
-"""Tells the ranks α and β, in seconds and seconds per byte; `throttled.behind_link` reads it."""
+"""Environment variable with α and β, in seconds and seconds per byte, which `throttled.behind_link` reads."""
 
 
 class ThrottledLink(Launcher):
-    """Looks like a `SlowLink` to who starts ranks; slow is only what goes through `throttled.behind_link`."""
+    """Starts ranks as a `SlowLink` does, but slows only communicators from `throttled.behind_link`."""
 
     def __enter__(self) -> Self:
         return self
@@ -27,32 +27,32 @@ class ThrottledLink(Launcher):
         pass
 
     def describe(self) -> str:
-        """See `Launcher.describe`."""
+        """Says that only `behind_link` is slowed, with α and β."""
         return (
             f"NOT an emulated link, a throttled transport: each round of a communicator from `behind_link` takes "
             f"{self.alpha * 1e3:g} ms + {self.beta * 1e9:g} ns a byte, and everything else runs at full speed"
         )
 
     def prefix(self, rank: int) -> list[str]:
-        """See `Launcher.prefix`."""
+        """No words: ranks start directly."""
         return []
 
     def mpi_environment(self) -> Mapping[str, str]:
-        """See `Launcher.mpi_environment`."""
+        """Passes α and β to the ranks."""
         return {THROTTLE: f"{self.alpha!r},{self.beta!r}"}
 
     def store(self) -> Mapping[str, str]:
-        """See `Launcher.store`."""
+        """Places rank 0 on loopback; passes α and β."""
         return {**self.mpi_environment(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
 
 def open_link(*, ranks: int, mbit_per_second: float, milliseconds: float) -> SlowLink | ThrottledLink:
-    """A `SlowLink` where one can be made, else a `ThrottledLink`; prints which, and what is missing.
+    """Makes a `SlowLink` if this machine allows one, else a `ThrottledLink`; prints which, and anything missing.
 
     Args:
-        ranks: How many.
-        mbit_per_second: Of each rank's port, in each direction.
-        milliseconds: From any rank to any other.
+        ranks: Number of ranks.
+        mbit_per_second: Rate of each rank's port, in each direction.
+        milliseconds: One-way delay between any two ranks.
     """
     lacking = missing()
     kind = ThrottledLink if lacking else SlowLink

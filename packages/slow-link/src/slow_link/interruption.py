@@ -1,4 +1,4 @@
-"""Signals that would end this process, turned into exceptions or held back while something is removed."""
+"""Signals that would end this process: turned into exceptions, or delayed while something is removed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def as_exceptions() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise SystemExit in the main thread, unless they are handled already."""
+    """Turns SIGTERM and SIGHUP into SystemExit in the main thread, unless they are handled already."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may set handlers
         return
@@ -29,7 +29,7 @@ def as_exceptions() -> Iterator[None]:
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP come after the block."""
+    """Delays SIGINT, SIGTERM and SIGHUP until the end of the block."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *ENDING})
     try:
         yield

@@ -1,4 +1,4 @@
-"""Starting ranks on a link: by mpiexec, or as processes that find each other through a Store."""
+"""Starts ranks on a link: by mpiexec, by torchrun, or as processes that find each other through a Store."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ MOST_RANKS = 64
 
 
 class Launcher(ABC):
-    """Ranks that are `milliseconds` apart, each behind a full duplex port of `mbit_per_second`.
+    """Starts ranks that are `milliseconds` apart, each behind a full duplex port of `mbit_per_second`.
 
     Args:
-        ranks: How many.
-        mbit_per_second: Of each rank's port, in each direction.
-        milliseconds: From any rank to any other.
+        ranks: Number of ranks.
+        mbit_per_second: Rate of each rank's port, in each direction.
+        milliseconds: One-way delay between any two ranks.
 
     Attributes:
-        ranks: How many.
+        ranks: Number of ranks.
         alpha: Seconds per message.
         beta: Seconds per byte, headers left out.
 
     Raises:
-        ValueError: No such link can be.
+        ValueError: An argument is out of range.
     """
 
     def __init__(self, *, ranks: int, mbit_per_second: float, milliseconds: float) -> None:
@@ -42,28 +42,28 @@ class Launcher(ABC):
 
     @abstractmethod
     def describe(self) -> str:
-        """What this is, for whoever reads its numbers."""
+        """Describes the link to readers of numbers measured on it."""
 
     @abstractmethod
     def prefix(self, rank: int) -> list[str]:
-        """Words that start a rank's command where it belongs."""
+        """Words before a rank's command that start it in its place on the link."""
 
     @abstractmethod
     def mpi_environment(self) -> Mapping[str, str]:
-        """What MPI needs to use the link and nothing else."""
+        """Environment variables that make MPI use the link and nothing else."""
 
     @abstractmethod
     def store(self) -> Mapping[str, str]:
-        """Where env:// finds rank 0, and what gloo needs to use the link."""
+        """Environment variables that let env:// find rank 0 and make gloo use the link."""
 
     def watch(self) -> None:  # noqa: B027 - there may be nothing to watch
-        """Raises if the link has broken; called while ranks run."""
+        """Raises an error if the link has broken; called while ranks run."""
 
     def end(self, processes: Sequence[subprocess.Popen[bytes]], *, launchers: bool) -> None:
-        """Ends processes that were started here, and what ranks have left behind on the link.
+        """Ends the processes started here, and any that ranks have left behind on the link.
 
         Args:
-            processes: Those that were started, ended or not.
+            processes: All that were started, ended or not.
             launchers: Whether they are mpiexec or torchrun, rather than the ranks.
         """
         end(processes)
@@ -77,17 +77,17 @@ class Launcher(ABC):
         mpiexec: Sequence[str] = (),
         section: Sequence[str] = (),
     ) -> subprocess.CompletedProcess[str]:
-        """Runs the command as MPI ranks, by one mpiexec.
+        """Runs the command as MPI ranks under a single mpiexec.
 
         Args:
-            command: What every rank runs.
-            timeout: Seconds that it may take.
-            capture: Whether what it prints is kept for the result, rather than shown.
-            mpiexec: The launcher and its options, if not the one beside this Python.
+            command: Command of every rank.
+            timeout: Time limit in seconds.
+            capture: Whether to keep the output for the result instead of showing it.
+            mpiexec: Launcher and its options; default: the mpiexec beside this Python, else the one on the PATH.
             section: Options of every rank.
 
         Raises:
-            subprocess.TimeoutExpired: It took longer, and was ended.
+            subprocess.TimeoutExpired: The command took longer, and was ended.
         """
         words = list(mpiexec) or [str(_mpiexec())]
         for rank in range(self.ranks):
@@ -98,17 +98,17 @@ class Launcher(ABC):
     def processes(
         self, command: Sequence[str], *, timeout: float, capture: bool = True
     ) -> list[subprocess.CompletedProcess[str]]:
-        """Runs the command as a process a rank, in rank order, for `dist.init_process_group("gloo")` without more.
+        """Runs the command as one process per rank; `dist.init_process_group("gloo")` needs no other arguments there.
 
-        Once a rank has failed, the others have ten seconds more.
+        Results are in rank order. Once a rank has failed, the others get ten more seconds.
 
         Args:
-            command: What every rank runs.
-            timeout: Seconds that it may take.
-            capture: Whether what it prints is kept for the results, rather than shown.
+            command: Command of every rank.
+            timeout: Time limit in seconds.
+            capture: Whether to keep the output for the results instead of showing it.
 
         Raises:
-            subprocess.TimeoutExpired: It took longer, and was ended.
+            subprocess.TimeoutExpired: The command took longer, and was ended.
         """
         store = {**self.store(), "WORLD_SIZE": str(self.ranks)}
         commands = [[*self.prefix(rank), *command] for rank in range(self.ranks)]
@@ -118,16 +118,16 @@ class Launcher(ABC):
     def torchrun(
         self, command: Sequence[str], *, timeout: float, capture: bool = True, torchrun: Sequence[str] = ()
     ) -> list[subprocess.CompletedProcess[str]]:
-        """Runs a script and its arguments by torchrun, every rank as a node of its own; otherwise as `processes`.
+        """Runs a script and its arguments under torchrun, every rank as a node of its own; otherwise like `processes`.
 
         Args:
-            command: What every rank runs.
-            timeout: Seconds that it may take.
-            capture: Whether what it prints is kept for the results, rather than shown.
-            torchrun: The words that start it, with options that do not say where nodes are.
+            command: Script and arguments of every rank.
+            timeout: Time limit in seconds.
+            capture: Whether to keep the output for the results instead of showing it.
+            torchrun: Words that start torchrun, with any options but those that place the nodes.
 
         Raises:
-            subprocess.TimeoutExpired: It took longer, and was ended.
+            subprocess.TimeoutExpired: The command took longer, and was ended.
         """
         store = self.store()
         words = [*(torchrun or [sys.executable, "-m", "torch.distributed.run"]), "--nproc-per-node=1"]
@@ -150,7 +150,7 @@ class Launcher(ABC):
 
 
 def _mpiexec() -> Path:
-    """The launcher beside this Python, else the one on the PATH."""
+    """Path of the mpiexec beside this Python, else of the one on the PATH."""
     beside = Path(sys.executable).parent / "mpiexec"
     found = beside if beside.exists() else shutil.which("mpiexec")
     if found is None:

@@ -1,4 +1,4 @@
-"""The emulated link: namespaces around the ranks and a switch between them."""
+"""Emulated link: a namespace around every rank, and a switch between them."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ _numbers = itertools.count(1)
 
 
 class SlowLink(Launcher):
-    """A context manager: entering builds the link (`Unavailable` where that cannot be), leaving removes every trace.
+    """Emulated link, a context manager: entering builds it (`Unavailable` where that cannot be), leaving removes it.
 
-    A signal that would end this process leaves it by an exception meanwhile, so that leaving happens.
+    SIGTERM and SIGHUP become exceptions inside the block, unless they are handled already, so that the link is removed
+    then too.
 
     Args:
-        ranks: How many.
-        mbit_per_second: Of each rank's port, in each direction.
-        milliseconds: From any rank to any other.
-        flip_every: One bit is flipped in every so many-th large packet, behind TCP's back; 0: none.
+        ranks: Number of ranks.
+        mbit_per_second: Rate of each rank's port, in each direction.
+        milliseconds: One-way delay between any two ranks.
+        flip_every: n: flips one bit in every n-th large packet, behind TCP's back; 0: none.
     """
 
     def __init__(self, *, ranks: int, mbit_per_second: float, milliseconds: float, flip_every: int = 0) -> None:
@@ -59,36 +60,43 @@ class SlowLink(Launcher):
         self._exits.close()
 
     def describe(self) -> str:
-        """See `Launcher.describe`."""
+        """Describes the namespaces, the rate and the delay."""
         return (
             f"emulated: {self.ranks} network namespaces joined by a switch, full duplex ports of "
             f"{8e-6 / self.beta:g} Mbit/s (IP packets of 1,500 bytes), {self.alpha * 1e3:g} ms one way"
         )
 
     def prefix(self, rank: int) -> list[str]:
-        """See `Launcher.prefix`."""
+        """Words that enter the rank's network namespace."""
         return ["ip", "netns", "exec", namespaces.name_of(self._number, rank)]
 
     def mpi_environment(self) -> Mapping[str, str]:
-        """See `Launcher.mpi_environment`."""
+        """Keeps MPI on the rank's emulated device."""
         return mpi_over_tcp(namespaces.DEVICE)
 
     def store(self) -> Mapping[str, str]:
-        """See `Launcher.store`. Any port is free: the namespace is new."""
+        """Address of rank 0; any port is free, because the namespace is new."""
         address = namespaces.address_of(0)
         return {"MASTER_ADDR": address, "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": namespaces.DEVICE}
 
     def darken(self, rank: int) -> None:
-        """From now on nothing that this rank sends arrives, and nothing reaches it; nobody is told."""
+        """Cuts a rank off: nothing that it sends arrives, and nothing reaches it; no rank is told."""
         namespaces.darken(namespaces.name_of(self._number, rank))
 
     def watch(self) -> None:
-        """See `Launcher.watch`."""
+        """Raises an error if the switch has stopped."""
         if self._switch is None or self._switch.poll() is not None:
             raise RuntimeError("the switch between the ranks is not running")
 
     def end(self, processes: Sequence[subprocess.Popen[bytes]], *, launchers: bool) -> None:
-        """See `Launcher.end`. A launcher is stopped before its ranks end, so that it prints nothing about that."""
+        """Ends the processes started here, and any that ranks have left behind on the link.
+
+        A launcher is stopped before its ranks end, so that it prints nothing about their end.
+
+        Args:
+            processes: All that were started, ended or not.
+            launchers: Whether they are mpiexec or torchrun, rather than the ranks.
+        """
         held = [process for process in processes if launchers and process.poll() is None]
         names = namespaces.ours(self._number)
         try:

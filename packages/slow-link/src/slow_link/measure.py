@@ -1,4 +1,4 @@
-"""What the self-check runs on every rank: times of ping-pongs and allreduces, which rank 0 prints as JSON.
+"""Measurements of the self-check on every rank: times of ping-pongs and allreduces, printed by rank 0 as JSON.
 
 python -m slow_link.measure mpi|gloo REPEATS
 """
@@ -29,7 +29,7 @@ Measured: TypeAlias = tuple[str, str, int, list[float]]
 
 
 class Transport(ABC):
-    """The transport itself, without us: blocking calls on CPU tensors."""
+    """Bare transport, without our communicator: blocking calls on CPU tensors."""
 
     name: str
 
@@ -46,11 +46,11 @@ class Transport(ABC):
     def barrier(self) -> None: ...
 
     def end(self) -> None:  # noqa: B027, MPI ends by itself
-        """Once nothing more is measured, on any rank."""
+        """Shuts the transport down, once no rank measures any more."""
 
 
 class MPITransport(Transport):
-    """mpi4py's."""
+    """Calls of mpi4py."""
 
     name = "mpi4py"
 
@@ -73,7 +73,7 @@ class MPITransport(Transport):
 
 
 class GlooTransport(Transport):
-    """torch's, over gloo."""
+    """Calls of torch.distributed over gloo."""
 
     name = "torch gloo"
 
@@ -93,18 +93,18 @@ class GlooTransport(Transport):
         dist.barrier()
 
     def end(self) -> None:
-        """Who holds the group besides leaves it when `main` returns: then no thread of gloo's frees a sum any longer.
+        """Leaves the process group, whose only other holder leaves it when `main` returns.
 
-        One that does while Python ends would end the process by SIGABRT.
+        No thread of gloo's is then left to free a sum while Python ends, which would end the process by SIGABRT.
         """
         dist.destroy_process_group()
 
 
 def measurements(transport: Transport, comm: Communicator, repeats: int) -> Iterator[Measured]:
-    """Ping-pongs of all pairs 2i and 2i + 1 at once, then allreduces; of the transport itself, then of ours over it."""
+    """Measures ping-pongs of all pairs (2i, 2i + 1) at once, then allreduces: of the bare transport, then of ours."""
     yield from ping_pongs(transport, comm, repeats, PING_BYTES)
     x = torch.ones(SUM_BYTES // 4)
-    if not isinstance(comm, Throttled):  # what does not pass through `comm` is not slowed
+    if not isinstance(comm, Throttled):  # only calls through `comm` are slowed
         yield (
             transport.name,
             "allreduce",
@@ -118,7 +118,10 @@ def measurements(transport: Transport, comm: Communicator, repeats: int) -> Iter
 def ping_pongs(
     transport: Transport, comm: Communicator, repeats: int, sizes: Sequence[int] = (SLOT_BYTES,)
 ) -> Iterator[Measured]:
-    """Seconds one way; short ones, which are soon done, more often. Nobody serves before the last ball is back."""
+    """Measures seconds one way, repeating short messages more often, because they take little time.
+
+    Repeats need no barrier: no rank serves before the last ball is back.
+    """
     games = [(OURS, partial(_our_ping_pong, comm))]
     if not isinstance(comm, Throttled):
         games.insert(0, (transport.name, partial(_ping_pong, transport, comm)))
@@ -160,7 +163,7 @@ def _times(repeats: int, once: Callable[[], object], before: Callable[[], None] 
 
 
 def main(kind: str, repeats: int, *, software: bool) -> None:
-    """Collective. Rank 0 prints a line of JSON for each measurement."""
+    """Measures on all ranks (collective); rank 0 prints a line of JSON for each measurement."""
     transport = MPITransport() if kind == "mpi" else GlooTransport()
     comm = behind_link()
     found = (ping_pongs if software else measurements)(transport, comm, repeats)

@@ -1,4 +1,4 @@
-"""What this machine lacks for an emulated link."""
+"""Requirements of an emulated link that this machine lacks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ NOT_ENTERED = "network namespaces need root, or `slow_link.user_namespaces.enter
 
 
 class Unavailable(RuntimeError):  # noqa: N818 - a fact about the machine
-    """An emulated link cannot be made here; says everything that is missing."""
+    """Error where no emulated link can be made; it names everything that is missing."""
 
 
 def missing() -> list[str]:
-    """What is missing, one clause each; empty where a link can be made. Tries each thing by doing it once."""
+    """Lists the missing requirements, one clause each; empty where a link can be made.
+
+    Each requirement is checked by trying it once.
+    """
     if sys.platform != "linux":
         return [f"network namespaces need Linux, this is {sys.platform}"]
     tools = [tool for tool in ("ip", "tc", "sysctl") if shutil.which(tool) is None]
@@ -30,7 +33,7 @@ def missing() -> list[str]:
 
 
 def _trial() -> list[str]:
-    """What fails of a namespace with everything in it, made and removed again."""
+    """Makes a complete namespace, removes it, and lists the failures."""
     try:
         device, name = tun.open_tun()
     except OSError as error:

@@ -1,6 +1,6 @@
-"""Network namespaces, one for each rank: made, joined to a device, swept.
+"""Network namespaces, one per rank: created, joined to a device, removed.
 
-A name says whose it is (slowlink-OWNER-NUMBER-RANK, OWNER a process), so that what a killed run has left is found by
+A name tells its owner (slowlink-OWNER-NUMBER-RANK, OWNER a process), so that leftovers of a killed run are found by
 name alone, and nothing else is touched.
 """
 
@@ -19,7 +19,7 @@ DEVICE = "e0"
 
 SEGMENT_BYTES = 9000
 BURST_BYTES = 10_000
-"""What `tbf` lets through at once: a little more than one segment. The switch spaces it out."""
+"""Burst that `tbf` lets through at once: a little more than one segment. The switch spaces it out."""
 
 _NAME = re.compile(r"slowlink-(\d+)-(\d+)-(\d+)")
 _END_SECONDS = 5.0
@@ -33,7 +33,7 @@ _SETTINGS = (
 
 
 def name_of(number: int, rank: int) -> str:
-    """The namespace of a rank of this process's link `number`."""
+    """Name of the namespace of a rank on this process's link `number`."""
     return f"slowlink-{os.getpid()}-{number}-{rank}"
 
 
@@ -43,10 +43,10 @@ def address_of(rank: int) -> str:
 
 
 def create(name: str, tun: str, *, rank: int, bits_per_second: float) -> None:
-    """A namespace that holds the TUN device `tun` as `DEVICE`, up, at the rank's address and at this rate.
+    """Creates a namespace that holds the TUN device `tun` as `DEVICE`, up, with the rank's address and this rate.
 
-    The rate is set here as well as in the switch, because packets that wait here wait where TCP sees them; reno with a
-    large first window needs no warming up and, unlike bbr, does not probe for what is given.
+    The rate is set here as well as in the switch, so that packets queue where TCP sees them. Reno with a large first
+    window needs no warm-up and, unlike bbr, does not probe for a rate that is given.
     """
     call("ip", "netns", "add", name)
     call("ip", "link", "set", tun, "netns", name, "name", DEVICE)
@@ -62,17 +62,17 @@ def create(name: str, tun: str, *, rank: int, bits_per_second: float) -> None:
 
 
 def darken(name: str) -> None:
-    """Takes a namespace's device down: connections stay as they are, and TCP tries again for many minutes."""
+    """Takes a namespace's device down: connections stay open, and TCP retries for many minutes."""
     call("ip", "-n", name, "link", "set", DEVICE, "down")
 
 
 def ours(number: int) -> list[str]:
-    """Namespaces that exist of this process's link `number`."""
+    """Existing namespaces of this process's link `number`."""
     return [name for name, (owner, link) in _all().items() if (owner, link) == (os.getpid(), number)]
 
 
 def sweep() -> list[str]:
-    """Removes what killed runs have left, with the processes in it, and returns the names."""
+    """Removes the namespaces that killed runs have left, with the processes in them, and returns their names."""
     left = [name for name, (owner, _) in _all().items() if not _alive(owner)]
     for name in left:
         remove(name)
@@ -80,7 +80,7 @@ def sweep() -> list[str]:
 
 
 def remove(name: str) -> None:
-    """Ends the processes of a namespace and deletes it, unless another sweep has done so meanwhile."""
+    """Ends the processes of a namespace and deletes it, unless another sweep has already done so."""
     try:
         end_processes(name)
         call("ip", "netns", "delete", name)
@@ -90,7 +90,7 @@ def remove(name: str) -> None:
 
 
 def terminate(names: Sequence[str], *, but: set[int], seconds: float) -> None:
-    """SIGTERM for every process in the namespaces but some; returns when they are gone, or after so many seconds."""
+    """Sends SIGTERM to every process in the namespaces except `but`; returns when they are gone, or after `seconds`."""
     end = time.monotonic() + seconds
     _signal(set().union(*map(_pids, names)) - but, signal.SIGTERM)
     while set().union(*map(_pids, names)) - but and time.monotonic() < end:
@@ -98,7 +98,7 @@ def terminate(names: Sequence[str], *, but: set[int], seconds: float) -> None:
 
 
 def end_processes(name: str) -> None:
-    """SIGKILL for every process in a namespace; returns when they are gone."""
+    """Sends SIGKILL to every process in a namespace; returns when they are gone."""
     end = time.monotonic() + _END_SECONDS
     while pids := _pids(name):
         if time.monotonic() > end:
@@ -108,7 +108,7 @@ def end_processes(name: str) -> None:
 
 
 def call(*command: str) -> str:
-    """What a command printed; RuntimeError with what it complained about if it failed."""
+    """Runs a command and returns its output; RuntimeError with its complaint if it failed."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"`{' '.join(command)}` failed: {done.stderr.strip() or done.stdout.strip()}")
@@ -116,7 +116,7 @@ def call(*command: str) -> str:
 
 
 def _all() -> dict[str, tuple[int, int]]:
-    """Name -> (owner, number) of every namespace of ours, whoever made it."""
+    """Name -> (owner, number) of all namespaces of slow-link, whichever process made them."""
     names = [line.split()[0] for line in call("ip", "netns", "list").splitlines() if line.strip()]
     matches = {name: _NAME.fullmatch(name) for name in names}
     return {name: (int(match[1]), int(match[2])) for name, match in matches.items() if match}

@@ -1,7 +1,8 @@
-"""Commands as people type them, taken apart so that each of their ranks can be started where it belongs.
+"""Command lines as typed, taken apart so that each of their ranks can be started in its place on the link.
 
-Each rank becomes a machine of its own: `mpiexec -n 4 X` one mpiexec with four sections, `torchrun --nproc-per-node 4 X`
-four nodes of one process, and any other command X, of which P are asked for, P processes with the variables of env://.
+Each rank becomes a machine of its own. `mpiexec -n 4 X` becomes one mpiexec with four sections; `torchrun
+--nproc-per-node 4 X` becomes four nodes of one process; any other command X becomes P processes, as asked for, with the
+variables of env://.
 """
 
 from __future__ import annotations
@@ -19,59 +20,60 @@ MPIEXEC = ("mpiexec", "mpirun", "mpiexec.hydra")
 COUNT = ("-n", "-np")
 SECTIONS = {"-env": 2, "-wdir": 1}
 WHOLE = {"-genv": 2, "-genvall": 0, "-genvlist": 1, "-genvnone": 0, "-l": 0, "-prepend-rank": 0, "-v": 0}
-"""Options of MPICH's mpiexec before the program, with how many words follow: of a section, and of all of them."""
+"""Options of MPICH's mpiexec before the program, and how many words follow: of one section, of all of them."""
 
 PLACES = {"nnodes", "node-rank", "master-addr", "master-port", "rdzv-backend", "rdzv-endpoint", "rdzv-id"}
 KEPT = {"max-restarts", "monitor-interval", "start-method", "role", "log-dir", "redirects", "tee", "r", "t"}
 FLAGS = {"m", "module", "no-python", "run-path"}
-"""Options of torchrun before the script: those that say where nodes are (refused), those passed on, those alone."""
+"""Options of torchrun before the script: PLACES, of nodes, are refused; KEPT take a value, FLAGS take none."""
 
 Finished = list[subprocess.CompletedProcess[str]]
 
 
 class NotUnderstood(ValueError):  # noqa: N818 - of what was typed
-    """A command whose ranks cannot be told from it; says what is expected."""
+    """Error for a command whose ranks cannot be told from it; says what is expected."""
 
 
 @dataclass
 class Program:
-    """A command of `ranks` ranks: plain processes."""
+    """Command of `ranks` plain processes."""
 
     ranks: int
     command: list[str]
 
     def run(self, link: Launcher, *, timeout: float) -> Finished:
-        """What became of each process that was started here."""
+        """Runs the command on a link; returns the result of each process started here."""
         return link.processes(self.command, timeout=timeout, capture=False)
 
 
 @dataclass
 class Mpiexec(Program):
-    """mpiexec: a path. whole, section: its options."""
+    """Command under mpiexec: `mpiexec` is its path; `whole` and `section` are its options."""
 
     mpiexec: str
     whole: list[str] = field(default_factory=list)
     section: list[str] = field(default_factory=list)
 
     def run(self, link: Launcher, *, timeout: float) -> Finished:
-        """See `Program.run`."""
         given = {"mpiexec": [self.mpiexec, *self.whole], "section": self.section}
         return [link.mpiexec(self.command, timeout=timeout, capture=False, **given)]
 
 
 @dataclass
 class Torchrun(Program):
-    """torchrun: the words that start it, with its options."""
+    """Command under torchrun: `torchrun` holds the words that start it, with its options."""
 
     torchrun: list[str]
 
     def run(self, link: Launcher, *, timeout: float) -> Finished:
-        """See `Program.run`."""
         return link.torchrun(self.command, torchrun=self.torchrun, timeout=timeout, capture=False)
 
 
 def program(words: Sequence[str], *, ranks: int | None) -> Program:
-    """What was typed. ranks: of a command that does not say it itself; NotUnderstood where both or none do."""
+    """Parses a command line.
+
+    ranks: for commands that do not say it themselves. NotUnderstood where the two disagree, or neither says it.
+    """
     name = Path(words[0]).name
     if name in MPIEXEC:
         found: Program = _mpiexec(list(words))
@@ -109,7 +111,7 @@ def _mpiexec(words: list[str]) -> Mpiexec:
 
 
 def _mpich(word: str) -> str:
-    """Its path; others have other names for the variables that keep them on the link."""
+    """Path of MPICH's mpiexec; other MPIs name the variables that keep them on the link differently."""
     beside = Path(sys.executable).parent / word
     path = shutil.which(word) or (str(beside) if beside.exists() else None)
     if path is None:

@@ -9,7 +9,7 @@ _MILLISECONDS = {"us": 1e-3, "ms": 1.0, "s": 1e3}
 
 
 def rate(text: str) -> float:
-    """Mbit/s; ValueError for what is no positive rate."""
+    """Parses a rate into Mbit/s; ValueError for anything but a positive rate."""
     value = _amount(text, _MBIT, "a rate such as 100mbit or 1gbit")
     if value <= 0:
         raise ValueError(f"expected a rate above 0, got {text!r}")
@@ -17,7 +17,7 @@ def rate(text: str) -> float:
 
 
 def delay(text: str) -> float:
-    """Milliseconds; ValueError for what is no delay."""
+    """Parses a delay into milliseconds; ValueError for anything else."""
     return _amount(text, _MILLISECONDS, "a delay such as 1ms or 50us")
 
 

@@ -1,4 +1,4 @@
-"""Processes side by side under one hard time-out; none of them is left afterwards."""
+"""Processes side by side under one hard time limit; none of them is left afterwards."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from typing import IO
 
 POLL_SECONDS = 0.02
 FAILURE_SECONDS = 10.0
-"""How long the others may go on after one has failed: long enough to say why they fail too."""
+"""Time that the others get after one has failed: long enough to say why they fail too."""
 
 TERMINATION_SECONDS = 2.0
 
 
 @dataclass
 class Running:
-    """A process in a session of its own. out, err: files that collect what it prints, None where nobody does."""
+    """Process in a session of its own. out, err: files that collect its output, None where it is not captured."""
 
     process: subprocess.Popen[bytes]
     out: IO[bytes] | None
     err: IO[bytes] | None
 
     def completed(self) -> subprocess.CompletedProcess[str]:
-        """Once it has ended."""
+        """Exit status and output of the process, once it has ended."""
         texts = [None if file is None else _text(file) for file in (self.out, self.err)]
         return subprocess.CompletedProcess(self.process.args, self.process.returncode, *texts)
 
@@ -43,10 +43,10 @@ def run_together(
     watch: Callable[[], None],
     ending: Callable[[Sequence[subprocess.Popen[bytes]]], None],
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Runs commands side by side, each with additions to the environment; what became of each, in order.
+    """Runs commands side by side, each with additions to the environment; returns their results in order.
 
-    timeout: seconds, then `subprocess.TimeoutExpired`. watch: called all the while; what it raises ends them.
-    ending: called with them at last, leaves none.
+    timeout: seconds, then `subprocess.TimeoutExpired`. watch: called all the while; an error that it raises ends the
+    processes. ending: called with the processes at last; leaves none.
     """
     running: list[Running] = []
     with ExitStack() as files:
@@ -67,7 +67,7 @@ def run_together(
 
 
 def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """SIGTERM for the sessions that still run, so that a launcher ends its ranks, and SIGKILL soon after."""
+    """Sends SIGTERM to the sessions that still run, so that a launcher ends its ranks, and SIGKILL soon after."""
     for process in processes:
         _signal(process, signal.SIGTERM)
     last = time.monotonic() + TERMINATION_SECONDS
@@ -92,7 +92,7 @@ def _launch(
 
 
 def _wait(running: Sequence[Running], timeout: float, watch: Callable[[], None]) -> bool:
-    """Until all have ended, or one has failed and the others had their time; False if time ran out before that."""
+    """Waits until all have ended, or one has failed and the others had their time; False if time ran out first."""
     last, failed = time.monotonic() + timeout, False
     while None in (codes := [one.process.poll() for one in running]):
         watch()
@@ -106,7 +106,7 @@ def _wait(running: Sequence[Running], timeout: float, watch: Callable[[], None])
 
 
 def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    """To its whole session while it runs: afterwards its number may be somebody else's."""
+    """Signals a process's whole session while it runs; afterwards its number may belong to another process."""
     if process.poll() is None:
         os.killpg(process.pid, number)
 

@@ -1,9 +1,9 @@
-"""The switch between the ranks: a star of TUN devices, with the rate and the delay of the emulated links.
+"""Switch between the ranks: a star of TUN devices, with the rate and the delay of the emulated links.
 
     python switch.py BYTES_PER_SECOND SECONDS FLIP_EVERY FD...
 
-A process of its own that needs the standard library only. FD are open TUN devices in rank order, FD i being the one
-of address x.x.0.i + 1. It ends when its standard input closes: at the latest with the process that started it.
+It runs as a process of its own, with the standard library only. FD are open TUN devices in rank order; FD i has the
+address x.x.0.i + 1. It ends when its standard input closes: at the latest with the process that started it.
 
 A packet of L bytes that comes in at time t has left its sender when all packets before it have, plus L/rate; its last
 bit arrives `SECONDS` later, and not before L/rate have passed since the packet before it arrived there:
@@ -11,8 +11,8 @@ bit arrives `SECONDS` later, and not before L/rate have passed since the packet 
     left    = max(t, left of the sender's packet before) + L / rate
     arrival = max(left + delay, arrival of the receiver's packet before + L / rate)
 
-With FLIP_EVERY > 0 every so many-th large packet arrives with one bit of its data flipped, which no checksum of TCP's
-shows: it is computed by the receiver's device, as where a switch or a card computes it anew.
+With FLIP_EVERY = n > 0 every n-th large packet arrives with one bit of its data flipped, which TCP's checksum does not
+show: the receiver's device computes it, as when a real switch or network card recomputes it.
 
 So nothing is ever faster than the link, and a late wake-up of this process delays packets without changing the rate.
 """
@@ -33,22 +33,22 @@ VNET_BYTES = 10
 """struct virtio_net_hdr, before each packet: checksum and segmentation left to the receiver."""
 
 LARGE_BYTES = 1000
-"""Packets from here on are corrupted, if any: they carry data, not the transport's own words."""
+"""Smallest packet that may be corrupted: it carries data, not only the transport's own messages."""
 HEADERS_BYTES = 128
-"""Of a packet, which are left as they are."""
+"""Leading bytes of a packet that are never corrupted."""
 
 MOST_BYTES = VNET_BYTES + 65536
 READS = 8
-"""From one port before the others, and what is due, get their turn."""
+"""Packets read from one port before other ports and due deliveries get their turn."""
 
 SPIN_SECONDS = 100e-6
-"""Before a packet that travels alone is due, the clock is looked at for so long: timers are late by as much."""
+"""Time spent polling the clock before a packet that travels alone is due: timers are late by as much."""
 
 REALTIME_PRIORITY = 10
 
 
 class Switch:
-    """Packets on their way. ports: file descriptors of TUN devices. flip_every: see above; 0: none."""
+    """Packets on their way. ports: file descriptors of TUN devices. flip_every: FLIP_EVERY above; 0: none."""
 
     def __init__(self, ports: Sequence[int], *, bytes_per_second: float, seconds: float, flip_every: int = 0) -> None:
         self._ports = list(ports)
@@ -71,7 +71,7 @@ class Switch:
                 self._drain(rank_of[port], port)
 
     def take(self, source: int, packet: bytes, now: float) -> None:
-        """A packet came in from rank `source` at `now`; those for nobody here are lost."""
+        """Accepts a packet from rank `source` at `now`; a packet for no rank here is lost."""
         target = receiver(packet)
         if not 0 <= target < len(self._ports):
             return
@@ -90,7 +90,7 @@ class Switch:
             self.take(source, packet, time.monotonic())
 
     def _deliver(self) -> float | None:
-        """Hands over what has arrived; seconds until the next packet does."""
+        """Delivers packets that are due; returns the seconds until the next one is, None without a next one."""
         travelling = self._travelling
         while travelling:
             wait = travelling[0][0] - time.monotonic()
@@ -116,12 +116,12 @@ class Switch:
 
 
 def receiver(packet: bytes) -> int:
-    """Rank that an IPv4 packet is for, by the last byte of its destination; -1 for other protocols."""
+    """Rank of an IPv4 packet's destination, by the last byte of its address; -1 for other protocols."""
     return packet[VNET_BYTES + 19] - 1 if packet[VNET_BYTES] >> 4 == 4 else -1
 
 
 def wire_bytes(packet: bytes) -> int:
-    """Bytes of IP on the wire: a segment that the kernel has left whole would travel as many, each with its headers."""
+    """Bytes of IP on the wire: a segment that the kernel left whole counts as its packets, each with its headers."""
     nbytes, segment = len(packet) - VNET_BYTES, int.from_bytes(packet[4:6], sys.byteorder)
     if segment == 0:
         return nbytes
@@ -131,7 +131,7 @@ def wire_bytes(packet: bytes) -> int:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Serves as the process's whole life."""
+    """Runs the switch for the process's whole life."""
     rate, seconds, flip_every, *ports = argv
     for interruption in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(interruption, signal.SIG_IGN)  # the starter gets it too, and ends us in its own time

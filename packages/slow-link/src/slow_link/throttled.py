@@ -1,4 +1,4 @@
-"""The throttled transport, on the ranks' side: a communicator whose rounds take α + β·bytes."""
+"""Throttled transport on the ranks' side: a communicator whose rounds take α + β·bytes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ T = TypeVar("T")
 
 
 def behind_link(comm: Any = None) -> Communicator:
-    """A communicator as from `as_communicator`, throttled if this rank was started on a `ThrottledLink`.
+    """Returns `as_communicator(comm)`, throttled if this rank was started on a `ThrottledLink`.
 
-    On an emulated link, and without any, it is the same as `as_communicator`.
+    On an emulated link, and without a link, it is the same as `as_communicator`.
     """
     plain = as_communicator(comm)
     setting = os.environ.get(THROTTLE)
@@ -28,8 +28,8 @@ class Throttled(Communicator):
     """Carries schedules over another communicator, each round no faster than a link would.
 
     A round takes α + β·b, b being the larger of what this rank sends and receives in it (full duplex). In the
-    background a round that waits holds up other rounds of its rank, as on one port. `native_allreduce` has no rounds
-    to hold back, so there is none.
+    background a waiting round delays other rounds of its rank, as on one port. There is no `native_allreduce`: it has
+    no rounds to delay.
     """
 
     def __init__(self, comm: Communicator, link: Link) -> None:
@@ -37,32 +37,29 @@ class Throttled(Communicator):
         self._comm, self._link = comm, link
 
     def run(self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None) -> T:
-        """See `communicators.run`."""
         return self._comm.run(slowed(schedule, self._link), facts=facts, timeout=timeout, device=device)
 
     def start(
         self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None
     ) -> Work[T]:
-        """See `communicators.start`."""
         return self._comm.start(slowed(schedule, self._link), facts=facts, timeout=timeout, device=device)
 
     def clock(self) -> float:
-        """See `Communicator.clock`."""
         return self._comm.clock()
 
     @property
     def bytes_sent(self) -> int:  # type: ignore[override]
-        """See `Communicator`."""
+        """Bytes sent by the wrapped communicator."""
         return self._comm.bytes_sent
 
     @property
     def messages_sent(self) -> int:  # type: ignore[override]
-        """See `Communicator`."""
+        """Messages sent by the wrapped communicator."""
         return self._comm.messages_sent
 
 
 def slowed(schedule: Schedule[T], link: Link) -> Schedule[T]:
-    """The same schedule, waiting after each round until the link would have carried it."""
+    """Makes a schedule wait after each round until the link would have carried it."""
     try:
         action = next(schedule)
         while True:

@@ -15,10 +15,10 @@ _NAME = "slowlink%d"  # the kernel puts in the next free number
 
 
 def open_tun() -> tuple[int, str]:
-    """File descriptor and name of a new device in this namespace; it is gone once the last descriptor closes.
+    """Opens a new device in this namespace: its file descriptor and name; it is gone once the last descriptor closes.
 
-    Checksums and cutting into segments are left undone: a packet goes from one kernel to the same kernel, and a
-    segment of 9,000 bytes costs the switch as much as one of 1,500.
+    Checksums and segmentation are skipped: a packet goes from one kernel to the same kernel, and a segment of 9,000
+    bytes costs the switch as much as one of 1,500.
     """
     device = os.open(PATH, os.O_RDWR | os.O_NONBLOCK)
     try:

@@ -1,4 +1,4 @@
-"""The emulated link without root: this command anew, as root of namespaces of its own (user_namespaces(7))."""
+"""Emulated link without root: executes the command again as root of its own namespaces (user_namespaces(7))."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ mount -t tmpfs slowlink $covered && mkdir -p /run/netns && ip link set lo up && 
 
 
 def enter() -> None:
-    """Begins this process's command anew inside, with the same number; returns where it is root or that cannot be.
+    """Executes this process's command again in its own namespaces, under the same process id.
 
-    To be called first in a program: what it has done so far is done again.
+    Returns if the process is root, or if namespaces are not allowed. Call it first in a program: everything before it
+    runs twice.
     """
     if os.geteuid() != 0 and obstacle() is None:
         sys.stdout.flush()
@@ -27,7 +28,7 @@ def enter() -> None:
 
 
 def obstacle() -> str | None:
-    """Why user namespaces are of no help here, found by entering once; None where they are."""
+    """Reason why user namespaces do not work here, found by entering once; None where they work."""
     if shutil.which(UNSHARE[0]) is None:
         return "no `unshare` on the PATH (package util-linux)"
     done = subprocess.run([*UNSHARE, *_prepared("true")], capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""What does the work here.
+"""Prints what compresses on this machine: the compiled kernels, or NumPy.
 
 python -m sparse_compress
 """

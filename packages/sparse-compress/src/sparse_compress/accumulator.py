@@ -17,9 +17,10 @@ KEYS = {"residuals", "velocities"}
 
 @dataclass(frozen=True, eq=False)
 class Accumulator:
-    """``residual``: what was not sent yet; ``velocity``: the momentum that feeds it, None without momentum.
+    """Residual and velocity of one tensor.
 
-    Both contiguous, of the gradient's shape and device, float32 (float64 for float64 gradients).
+    ``residual``: what was not sent yet; ``velocity``: the momentum that feeds it, None without momentum. Both are
+    contiguous, of the gradient's shape and device, float32 (float64 for float64 gradients).
     """
 
     residual: Tensor
@@ -27,21 +28,21 @@ class Accumulator:
 
     @classmethod
     def zeros(cls, gradient: Tensor, *, momentum: bool) -> Self:
-        """What has accumulated before the first gradient: nothing."""
+        """Accumulator before the first gradient: all zeros."""
         dtype = WIRE_DTYPES[gradient.dtype]
         residual = torch.zeros(gradient.shape, dtype=dtype, device=gradient.device)
         return cls(residual, torch.zeros_like(residual) if momentum else None)
 
     def parts(self) -> list[Tensor]:
-        """The residual, and the velocity where there is one."""
+        """Residual, and velocity where there is one."""
         return [self.residual] if self.velocity is None else [self.residual, self.velocity]
 
     def clone(self) -> Self:
-        """A copy in memory of its own."""
+        """Copy in memory of its own."""
         return type(self)(self.residual.clone(), None if self.velocity is None else self.velocity.clone())
 
     def part(self, span: slice) -> Self:
-        """A span of the flat tensors, over the same memory."""
+        """Span of the flat tensors, over the same memory."""
         velocity = None if self.velocity is None else self.velocity.view(-1)[span]
         return type(self)(self.residual.view(-1)[span], velocity)
 
@@ -50,7 +51,7 @@ class Accumulator:
         return [[tensor[span].clone() for span in spans] for tensor in self.flat()]
 
     def fill(self, spans: Sequence[slice], values: float | list[list[Tensor]]) -> None:
-        """Set spans of the flat tensors, to one number or to ``copies`` of them."""
+        """Sets spans of the flat tensors, to one number or to ``copies`` of them."""
         for i, tensor in enumerate(self.flat()):
             for j, span in enumerate(spans):
                 tensor[span] = values[i][j] if isinstance(values, list) else values
@@ -64,7 +65,7 @@ class Accumulator:
         torch.add(self.residual, step, out=out.residual)
 
     def clear(self, sent: SparseVector) -> None:
-        """Set residual and velocity to zero where entries were sent (DGC's factor masking)."""
+        """Sets residual and velocity to zero where entries were sent (DGC's factor masking)."""
         for tensor in self.flat():
             if tensor.is_cpu:
                 tensor.numpy()[sent.indices.numpy()] = 0
@@ -79,7 +80,7 @@ class Accumulator:
         self.residual.view(-1).index_add_(0, dropped.indices, dropped.values)
 
     def flat(self) -> list[Tensor]:
-        """The parts as 1-D tensors, over the same memory."""
+        """Parts as 1-D tensors, over the same memory."""
         return [part.view(-1) for part in self.parts()]
 
 
@@ -94,7 +95,8 @@ def write_state(accumulators: Mapping[str, Accumulator]) -> dict[str, Any]:
 def read_state(state: Mapping[str, Any], *, momentum: bool, known: Mapping[str, Accumulator]) -> dict[str, Accumulator]:
     """Checked copies of what ``write_state`` wrote, on the devices of those already ``known``.
 
-    Raises ValueError that says what does not fit.
+    Raises:
+        ValueError: The state does not fit; the message says where.
     """
     if not isinstance(state, Mapping) or set(state) != KEYS:
         raise ValueError(f"expected a dict with the keys {sorted(KEYS)}, got {_summary(state)}")

@@ -1,4 +1,4 @@
-"""What callers give, checked at the public edge: what it is, and what was expected."""
+"""Checks of callers' arguments at the public edge: what was given, and what was expected."""
 
 import operator
 from math import isfinite
@@ -14,7 +14,7 @@ from sparse_compress.vector_format import MAX_NUMEL, WIRE_DTYPES
 def integer(value: Any, what: str, *, least: int | None = 0, expected: str) -> int:
     """``value`` as an int of at least ``least``; TypeError for floats, bools and others, ValueError for less.
 
-    ``what`` names it in the message, ``expected`` says what it means.
+    ``what`` names it in the message, ``expected`` describes its meaning.
     """
     range_ = "" if least is None else f", {least} or more"
     try:
@@ -29,7 +29,7 @@ def integer(value: Any, what: str, *, least: int | None = 0, expected: str) -> i
 
 
 def element_count(numel: Any) -> int:
-    """``numel`` as an int; TypeError for what is no integer, ValueError beyond 0 … 2³¹ − 1."""
+    """``numel`` as an int; TypeError for anything but an integer, ValueError beyond 0 … 2³¹ − 1."""
     count = integer(numel, "numel", expected="the number of elements")
     if count > MAX_NUMEL:
         raise ValueError(f"numel is {count}, expected 0 … {MAX_NUMEL} (int32 indices): split the vector")
@@ -37,7 +37,7 @@ def element_count(numel: Any) -> int:
 
 
 def share_of(value: Any, what: str, *, expected: str) -> float:
-    """``value`` as a float of (0, 1]; TypeError for what is no number, ValueError for others."""
+    """``value`` as a float of (0, 1]; TypeError for anything but a number, ValueError for other numbers."""
     if not _is_real(value):
         raise TypeError(f"{what} is {value!r} ({type(value).__name__}), expected {expected}, 0 < {what} ≤ 1")
     if not 0 < value <= 1:
@@ -46,7 +46,7 @@ def share_of(value: Any, what: str, *, expected: str) -> float:
 
 
 def positive(value: Any, what: str, *, expected: str) -> float:
-    """``value`` as a finite float above 0; TypeError for what is no number, ValueError for others."""
+    """``value`` as a finite float above 0; TypeError for anything but a number, ValueError for other numbers."""
     if not _is_real(value):
         raise TypeError(f"{what} is {value!r} ({type(value).__name__}), expected {expected}, {what} > 0")
     if not (value > 0 and isfinite(value)):
@@ -55,7 +55,7 @@ def positive(value: Any, what: str, *, expected: str) -> float:
 
 
 def fraction_below_1(value: Any, what: str) -> float:
-    """``value`` as a float of [0, 1); TypeError for what is no number, ValueError for others."""
+    """``value`` as a float of [0, 1); TypeError for anything but a number, ValueError for other numbers."""
     if not _is_real(value):
         raise TypeError(f"{what} is {value!r} ({type(value).__name__}), expected 0 ≤ {what} < 1")
     if not 0 <= value < 1:
@@ -64,7 +64,7 @@ def fraction_below_1(value: Any, what: str) -> float:
 
 
 def check_compressor(compressor: Any) -> None:
-    """Raises TypeError for what cannot be called with a tensor, as the class in place of a compressor."""
+    """Raises TypeError for what cannot be called with a tensor, such as the class in place of a compressor."""
     if isinstance(compressor, type):
         raise TypeError(
             f"compressor is the class {compressor.__name__}, expected one of it, as {compressor.__name__}()"
@@ -74,7 +74,7 @@ def check_compressor(compressor: Any) -> None:
 
 
 def check_bytes(buffer: Any) -> None:
-    """Raises TypeError for what is no contiguous 1-D uint8 tensor."""
+    """Raises TypeError for anything but a contiguous 1-D uint8 tensor."""
     if not isinstance(buffer, Tensor):
         raise TypeError(f"expected a contiguous 1-D uint8 tensor, got {type(buffer).__name__}")
     if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
@@ -84,14 +84,14 @@ def check_bytes(buffer: Any) -> None:
 def flatten(tensor: Tensor) -> Tensor:
     """``tensor`` without its graph as a 1-D view, row by row; copied only where no such view exists.
 
-    Raises what ``check_dense`` does.
+    Raises the errors of ``check_dense``.
     """
     check_dense(tensor, "tensor")
     return tensor.detach().resolve_neg().reshape(-1)
 
 
 def check_dense(tensor: Tensor, what: str) -> None:
-    """Refuses what is no dense tensor of floats; ``what`` names the culprit in the message.
+    """Refuses anything but a dense tensor of floats; ``what`` names the culprit in the message.
 
     Raises:
         TypeError: No tensor, a nested one, a sparse layout, or another dtype than float16, bfloat16, float32 and

@@ -1,4 +1,4 @@
-"""Some of the entries of a sparse vector, its entries and explicit zeros, and keys in order."""
+"""Some of the entries of a sparse vector, its entries with explicit zeros, and keys in order."""
 
 import numpy as np
 import torch
@@ -14,9 +14,9 @@ MANY = 1 << 15  # keys: from here on torch sorts by radix, in a quarter of the t
 
 
 def larger(sparse: SparseVector, key: int, ties: int = 0) -> SparseVector:
-    """The entries whose key (magnitude as an integer) is larger, and the first ``ties`` of those equal to it.
+    """Entries whose key (magnitude as an integer) is larger, and the first ``ties`` of those equal to it.
 
-    On a device too, from which their number is read back. The vector itself where that is all of them.
+    Works on a device too, from which their number is read back. Returns the vector itself if that is all of them.
     """
     if key < 0:
         return sparse
@@ -31,14 +31,14 @@ def larger(sparse: SparseVector, key: int, ties: int = 0) -> SparseVector:
 
 
 def where(sparse: SparseVector, chosen: Tensor) -> SparseVector:
-    """The entries that a mask chooses. How many they are is read back from the device."""
+    """Entries that a mask chooses; their number is read back from the device."""
     # In NumPy a tenth of what indexing by a mask takes.
     positions = torch.from_numpy(np.flatnonzero(chosen.numpy())) if chosen.is_cpu else chosen.nonzero().view(-1)
     return sparse if len(positions) == len(sparse) else at(sparse, positions)
 
 
 def without(sparse: SparseVector, other: SparseVector) -> SparseVector:
-    """The entries whose index the other vector, of the same dtype, does not have. Their number is read back."""
+    """Entries whose index the other vector, of the same dtype, does not have. Their number is read back."""
     if not sparse.is_cpu:
         return where(sparse, ~torch.isin(sparse.indices, other.indices))
     if not len(sparse):
@@ -55,7 +55,7 @@ def without(sparse: SparseVector, other: SparseVector) -> SparseVector:
 
 
 def at(sparse: SparseVector, positions: Tensor) -> SparseVector:
-    """The entries at positions, int64, which increase."""
+    """Entries at increasing positions, int64."""
     taken = SparseVector.allocate(len(positions), sparse.numel, sparse.dtype, sparse.device)
     for part, out in ((sparse.indices, taken.indices), (sparse.values, taken.values)):
         torch.index_select(part, 0, positions, out=out)
@@ -63,7 +63,7 @@ def at(sparse: SparseVector, positions: Tensor) -> SparseVector:
 
 
 def rising(keys: Tensor, least: int) -> Tensor:
-    """The keys, int32 or int64 and not negative, that are ``least`` or larger, the smallest first; any device."""
+    """Keys, int32 or int64 and not negative, that are ``least`` or larger, the smallest first; any device."""
     if keys.dtype == torch.int32 and ready(keys):
         return compiled.rising(keys, least)
     few = keys.is_cpu and len(keys) < MANY
@@ -72,11 +72,11 @@ def rising(keys: Tensor, least: int) -> Tensor:
 
 
 def pad(vector: SparseVector, count: int) -> SparseVector:
-    """``vector`` with exactly ``count`` entries: explicit zeros are added at the lowest unused indices.
+    """Pads ``vector`` to exactly ``count`` entries: explicit zeros are added at the lowest unused indices.
 
     Args:
-        vector: Of fewer entries, or as many.
-        count: How many it has afterwards.
+        vector: Vector of fewer entries, or as many.
+        count: Number of entries afterwards.
 
     Raises:
         ValueError: Not len(vector) ≤ count ≤ numel.
@@ -93,7 +93,7 @@ def pad(vector: SparseVector, count: int) -> SparseVector:
 
 
 def _pad_on_cpu(vector: SparseVector, count: int) -> SparseVector:
-    """In NumPy, and so in the calling thread."""
+    """Pads in NumPy, and so in the calling thread."""
     indices = vector.indices.numpy()
     used = np.zeros(count, dtype=bool)  # of the lowest `count` indices enough are unused
     used[indices[: np.searchsorted(indices, count)]] = True
@@ -109,7 +109,7 @@ def _pad_on_cpu(vector: SparseVector, count: int) -> SparseVector:
 
 
 def compact(indices: Tensor, values: Tensor, picked: Tensor, count: int, numel: int) -> SparseVector:
-    """The entries that are ``picked``, and explicit zeros at the lowest unused indices: exactly ``count``.
+    """Entries that are ``picked``, and explicit zeros at the lowest unused indices: exactly ``count``.
 
     ``indices``: int32, (m,), increasing where picked. ``picked``: bool, (m,); at most count ≤ numel are True, which
     is trusted. Plain torch on any device, deterministic; nothing is read back.

@@ -1,4 +1,4 @@
-"""Error feedback: what is not sent now is added to what is sent later."""
+"""Error feedback: the residual, which is not sent now, is added to what is sent later."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ from sparse_compress.vector_format import WIRE_DTYPES
 
 
 class ErrorFeedback:
-    """The residuals of named tensors, and the compression that they correct.
+    """Residuals of named tensors, and the compression that they correct.
 
     For every gradient g of a name, with residual v (Seide et al., Interspeech 2014; Stich et al., NeurIPS 2018):
 
@@ -63,19 +63,19 @@ class ErrorFeedback:
         select: Callable[[Tensor], SparseVector] | None = None,
         withhold: Sequence[slice] = (),
     ) -> SparseVector:
-        """Add ``gradient`` to the residual of ``name``, and take out of it what is to be sent.
+        """Adds ``gradient`` to the residual of ``name``, and takes out the entries to send.
 
         Args:
-            name: Whose residual; each has its own.
+            name: Name of the tensor; each has its own residual.
             gradient: Dense, floating, of any shape, the same in every call of a name; it is left as it is.
-            select: Takes the compressor's place where an algorithm prescribes its own selection: it gets the
-                accumulated tensor, 1-D, and returns entries of it with their values. One with a ``step`` is fused with
+            select: Replaces the compressor where an algorithm prescribes its own selection: it gets the accumulated
+                tensor, 1-D, and returns entries of it with their values. One with a ``step`` is fused with
                 accumulating, as compressors are (see ``selection``).
             withhold: Spans of the flat tensor that take no part: they count as zeros in the selection, and their
                 residual and velocity stay as they are (the gradient must be zero there, or is lost).
 
         Returns:
-            What is to be sent, over the flat tensor.
+            The entries to send, over the flat tensor.
 
         Raises:
             TypeError: The gradient is not dense and floating.
@@ -110,10 +110,10 @@ class ErrorFeedback:
         return sent
 
     def is_suspect(self, name: str) -> bool:
-        """Whether `suspects` names it; reads back this one only. False before it was compressed.
+        """Whether `suspects` names a tensor; reads back this one only. False before it was compressed.
 
         Args:
-            name: Of a tensor.
+            name: Name of the tensor.
         """
         finite = self._finite.get(name)
         return finite is not None and not bool(finite)
@@ -121,8 +121,8 @@ class ErrorFeedback:
     def suspects(self) -> list[str]:
         """Names whose accumulated tensor had a NaN or inf when it was compressed last; reads devices back, once each.
 
-        Where the compressor takes the largest magnitudes first it was enough to look at what was sent. What to do
-        about it is for all ranks alike: raise an error, or skip the step by ``rollback`` (``tentative=True``).
+        Where the compressor takes the largest magnitudes first only the sent entries were checked. All ranks must react
+        alike: raise an error, or skip the step by ``rollback`` (``tentative=True``).
         """
         by_device: dict[torch.device, list[str]] = {}
         for name, finite in self._finite.items():
@@ -133,11 +133,11 @@ class ErrorFeedback:
         return [name for name in self._finite if not flags[name]]
 
     def drop(self, name: str, spans: Sequence[slice]) -> None:
-        """Residual and velocity begin anew, at zero: of a gradient that was not finite nothing may be sent later.
+        """Clears residual and velocity, so that nothing of a gradient that was not finite is sent later.
 
         Args:
             name: A known one.
-            spans: Of the flat tensor.
+            spans: Spans of the flat tensor.
 
         Raises:
             KeyError: The name is unknown.
@@ -145,9 +145,9 @@ class ErrorFeedback:
         self._find(name).fill(spans, 0.0)
 
     def adopt(self, name: str, residual: Tensor, velocity: Tensor | None = None) -> None:
-        """Let a name that is not known yet start with this residual (and velocity), as copies.
+        """Starts a name that is not known yet with a copy of this residual (and velocity).
 
-        For tensors whose residual was kept under other names, such as buckets that were cut anew.
+        It serves tensors whose residual was kept under other names, such as buckets that were cut anew.
 
         Args:
             name: A new one.
@@ -163,7 +163,7 @@ class ErrorFeedback:
         self._committed.update(read_state(part, momentum=self.momentum > 0, known={}))
 
     def forget(self, name: str) -> dict[str, Tensor]:
-        """Let go of a name.
+        """Forgets a name.
 
         Args:
             name: A known one.
@@ -182,11 +182,11 @@ class ErrorFeedback:
         return {part: tensors[name] for part, tensors in state.items() if tensors}
 
     def restore(self, name: str, dropped: SparseVector) -> None:
-        """Add what a collective dropped to the residual of ``name``.
+        """Adds what a collective dropped to the residual of ``name``.
 
         Args:
             name: A known one.
-            dropped: Over the flat tensor, of the residual's dtype and device.
+            dropped: Vector over the flat tensor, of the residual's dtype and device.
 
         Raises:
             KeyError: The name is unknown.
@@ -202,7 +202,7 @@ class ErrorFeedback:
         accumulator.restore(dropped)
 
     def residual(self, name: str) -> Tensor:
-        """The residual of ``name`` in the gradient's shape: the live tensor.
+        """Residual of ``name`` in the gradient's shape: the live tensor.
 
         Args:
             name: A known one.
@@ -213,7 +213,7 @@ class ErrorFeedback:
         return self._find(name).residual
 
     def commit(self) -> None:
-        """End a step: what a tentative one did to the residuals stays, and ``suspects`` are forgotten."""
+        """Ends a step: the changes of a tentative one stay, and ``suspects`` are forgotten."""
         for name, after in self._open.items():
             self._spare[name] = self._committed[name]
             self._committed[name] = after
@@ -221,7 +221,7 @@ class ErrorFeedback:
         self._finite.clear()
 
     def rollback(self) -> None:
-        """End a tentative step: residuals and velocities are again what they were before it, bit for bit.
+        """Ends a tentative step: residuals and velocities are as before it, bit for bit.
 
         Raises:
             RuntimeError: Without ``tentative=True``, because then there is nothing to return to.
@@ -237,8 +237,7 @@ class ErrorFeedback:
     def state_dict(self) -> dict[str, Any]:
         """Residuals and velocities by name, as references (clone or save them before the next step).
 
-        And under ``"compressor"`` the state of a compressor that has one. Loadable by
-        ``torch.load(weights_only=True)``.
+        The state of a stateful compressor is under ``"compressor"``. ``torch.load(weights_only=True)`` loads it.
 
         Raises:
             RuntimeError: A tentative step is open.
@@ -250,12 +249,12 @@ class ErrorFeedback:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace all residuals and velocities by copies of those in ``state``, or change nothing and raise.
+        """Replaces all residuals and velocities by copies of those in ``state``, or changes nothing and raises.
 
         Names that are known keep their device; others stay on the device they were loaded to.
 
         Args:
-            state: What ``state_dict`` gave.
+            state: Result of ``state_dict``.
 
         Raises:
             ValueError: It is malformed, fits another ``momentum``, or has other shapes or dtypes than those known.
@@ -297,7 +296,7 @@ class ErrorFeedback:
         self._finite[name] = self._finite[name] & finite if again else finite
 
     def _working_copy(self, name: str, before: Accumulator) -> Accumulator:
-        """Where a tentative step writes: ``before`` itself once the step has begun."""
+        """Accumulator that a tentative step writes to: ``before`` itself once the step has begun."""
         if not self._open and isinstance(self.compressor, StatefulCompressor):
             self._compressor_before = self.compressor.state_dict()
         if name not in self._open:

@@ -24,18 +24,18 @@ Mask = NDArray[np.bool_]
 
 
 def bits_of(x: Tensor) -> Bits:
-    """The bit patterns of a CPU tensor, as an array over the same memory."""
+    """Bit patterns of a CPU tensor, as an array over the same memory."""
     bits: Bits = x.view(TYPE_OF_BITS[x.dtype]).numpy()
     return bits
 
 
 def magnitude_mask(bits: Bits) -> Any:
-    """The pattern with every bit but the sign, of the same width: ``bits & mask`` are the keys."""
+    """Pattern with every bit but the sign, of the same width: ``bits & mask`` are the keys."""
     return bits.dtype.type((1 << 8 * bits.itemsize - 1) - 1)
 
 
 def largest(keys: Keys, k: int) -> Mask:
-    """Which of the keys are the k largest (0 ≤ k ≤ len), ties to the lowest position: exactly k are True."""
+    """Mask of the k largest keys (0 ≤ k ≤ len), ties to the lowest position: exactly k are True."""
     if k == 0:
         return np.zeros(len(keys), bool)
     threshold = np.partition(keys, len(keys) - k)[len(keys) - k]
@@ -46,7 +46,7 @@ def largest(keys: Keys, k: int) -> Mask:
 
 
 def magnitude_keys(x: Tensor) -> Tensor:
-    """The keys of all elements, int16, int32 or int64; any device."""
+    """Keys of all elements, int16, int32 or int64; any device."""
     int_dtype = TYPE_OF_BITS[x.dtype]
     return x.view(int_dtype) & torch.iinfo(int_dtype).max
 

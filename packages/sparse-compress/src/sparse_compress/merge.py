@@ -18,15 +18,15 @@ Array = NDArray[Any]
 
 
 def merge(a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
-    """The k largest entries of a + b, and what was cut: kept + cut = a + b, exactly.
+    """Merges a and b into the k largest entries of a + b, and the cut: kept + cut = a + b, exactly.
 
-    Values are added as a + b. Finite operands commute bit for bit; NaN payloads do not, so all ranks name the
+    Values are added as a + b. Finite operands commute bit for bit; NaN payloads do not, so all ranks pass the
     group of lower ranks first. No scratch grows with numel.
 
     Args:
         a: One vector.
         b: Another of the same numel, dtype and device.
-        k: How many are kept, ≥ 0.
+        k: Number of entries to keep, ≥ 0.
 
     Returns:
         (kept, cut). ``kept`` has exactly min(k, numel) entries: ties go to the lowest index, and where the union of a
@@ -46,7 +46,7 @@ def merge(a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, Spars
 
 
 def add(a: SparseVector, b: SparseVector) -> SparseVector:
-    """a + b with an entry wherever one of them has one, even if the values cancel.
+    """Sum a + b with an entry wherever one of them has one, even if the values cancel.
 
     On a GPU it always has min(len(a) + len(b), numel) entries, explicit zeros included.
 
@@ -62,12 +62,12 @@ def add(a: SparseVector, b: SparseVector) -> SparseVector:
 
 
 def add_all(vectors: Sequence[SparseVector]) -> SparseVector:
-    """The sum of one vector or more, as `add` adds two: neighbours first, then the sums of neighbours.
+    """Sum of one vector or more, as `add` adds two: neighbours first, then the sums of neighbours.
 
         add_all([a, b, c, d, e])        # ((a + b) + (c + d)) + e
 
-    So P vectors of k entries take P·k·⌈log P⌉ entries at most, not the P²k/2 of one after the other. Which values are
-    added first depends on P alone, so whoever adds the same values at an index gets the same bits there.
+    So P vectors of k entries take P·k·⌈log P⌉ entries at most, not the P²k/2 of one after the other. The order of
+    addition depends on P alone, so ranks that add the same values at an index get the same bits there.
 
     Args:
         vectors: At least one, of the same numel, dtype and device.
@@ -91,9 +91,9 @@ def share(cut: SparseVector, member: int, of: int) -> SparseVector:
     every entry returns to one residual and no member collects them all.
 
     Args:
-        cut: The vector that all of them have.
-        member: Whose share, from 0.
-        of: How many members there are.
+        cut: Vector that all members have.
+        member: Number of the member, from 0.
+        of: Number of members.
 
     Raises:
         ValueError: Not 0 ≤ member < of.
@@ -124,7 +124,7 @@ def _check_alike(a: SparseVector, b: SparseVector) -> None:
 
 
 def _merge_cpu(a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
-    """For k < len(a) + len(b)."""
+    """Merges on a CPU, for k < len(a) + len(b)."""
     if k and len(a) and len(b) and takes(a):
         kept_there, cut_there = merged(a, b, k)
         if cut_there is None:
@@ -141,7 +141,7 @@ def _merge_cpu(a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, 
 
 
 def keys_of(values: Array, void: Array) -> Keys:
-    """The keys of values, -1 at the positions that do not count."""
+    """Keys of values, -1 at the positions that do not count."""
     bits = bits_of(torch.from_numpy(values))
     keys: Keys = bits & magnitude_mask(bits)
     keys[void] = -1
@@ -149,7 +149,7 @@ def keys_of(values: Array, void: Array) -> Keys:
 
 
 def _merge_on_device(a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
-    """For k < len(a) + len(b). Plain torch; nothing is read back."""
+    """Merges in plain torch, for k < len(a) + len(b); nothing is read back."""
     indices, values, counts = paired(a, b)
     keys = magnitude_keys(values).masked_fill(~counts, -1)
     best = torch.sort(keys, descending=True, stable=True).indices[:k]
@@ -159,7 +159,7 @@ def _merge_on_device(a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVe
 
 
 def union(a: SparseVector, b: SparseVector) -> SparseVector:
-    """a + b for vectors of the same numel, dtype and device; where both have an index, a's value + b's.
+    """Sum a + b of vectors of the same numel, dtype and device; where both have an index, a's value + b's.
 
     On a CPU exactly the union of their entries; elsewhere min(len(a) + len(b), numel) of them, explicit zeros
     included, so that nothing needs to be read back.
@@ -185,14 +185,14 @@ def paired_cpu(a: SparseVector, b: SparseVector) -> tuple[Array, Array, Array]:
 
 
 def without(positions: Array, length: int) -> Array:
-    """A mask that is False at these positions only."""
+    """Mask that is False at these positions only."""
     mask = np.ones(length, bool)
     mask[positions] = False
     return mask
 
 
 def picked_cpu(indices: Array, values: Array, picked: Array, numel: int) -> SparseVector:
-    """The entries where ``picked`` is True, their indices increasing."""
+    """Entries where ``picked`` is True, their indices increasing."""
     positions = np.flatnonzero(picked)
     vector = SparseVector.allocate(len(positions), numel, torch.from_numpy(values).dtype, torch.device("cpu"))
     indices.take(positions, out=vector.indices.numpy(), mode="clip")  # without a mode, take buffers its output

@@ -27,7 +27,7 @@ def all_finite(x: Tensor) -> Tensor:
 
 
 def entries_finite(sparse: SparseVector) -> Tensor:
-    """`all_finite` of a vector's values."""
+    """Whether all values of a vector are finite, like `all_finite`."""
     if takes(sparse):
         return _constant(finite(sparse.addresses[1], len(sparse)))
     return all_finite(sparse.values)
@@ -35,5 +35,5 @@ def entries_finite(sparse: SparseVector) -> Tensor:
 
 @cache
 def _constant(value: bool) -> Tensor:
-    """As a tensor, which nobody writes into: made anew it takes longer than a thousand values do."""
+    """Constant tensor, which nobody writes into: making one takes longer than checking a thousand values."""
     return torch.tensor(value)

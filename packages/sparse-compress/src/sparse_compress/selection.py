@@ -1,6 +1,6 @@
-"""What an algorithm may prescribe in a compressor's place: the largest, those from a key on, the largest of blocks.
+"""Selections that an algorithm may prescribe instead of a compressor: the largest, all from a key on, blocks' largest.
 
-Each is a callable from what has accumulated, 1-D, to the entries that are sent, and has the fused ``step`` of a
+Each is a callable from the accumulated tensor, 1-D, to the entries that are sent, and has the fused ``step`` of a
 compressor (see ``FusedCompressor``). All take the largest magnitudes first, so NaN and inf are among what they send.
 """
 
@@ -20,18 +20,18 @@ from sparse_compress.vector import SparseVector
 
 
 class Selection(Protocol):
-    """A selection for one call, which error feedback can fuse with accumulating."""
+    """Selection for one call, which error feedback can fuse with accumulating."""
 
     def __call__(self, accumulated: Tensor) -> SparseVector:
         """Entries of a 1-D tensor, with their values."""
 
     def step(self, before: Accumulator, gradient: Tensor, momentum: float, out: Accumulator) -> SparseVector:
-        """The same bits as ``before.advance(gradient, momentum, out)``, a call on ``out.residual``, ``out.clear``."""
+        """Fuses ``before.advance(gradient, momentum, out)``, a call on ``out.residual``, ``out.clear``, bit for bit."""
 
 
 @dataclass(frozen=True)
 class Largest:
-    """The k largest, ties to the lowest index (see ``topk``)."""
+    """Selects the k largest, ties to the lowest index (see ``topk``)."""
 
     k: int
     finds_nonfinite: ClassVar[bool] = True
@@ -40,13 +40,13 @@ class Largest:
         return topk(accumulated, self.k)
 
     def step(self, before: Accumulator, gradient: Tensor, momentum: float, out: Accumulator) -> SparseVector:
-        """See ``Selection.step``."""
+        """Takes the k largest in one sweep."""
         return step_topk(before, gradient, momentum, min(self.k, gradient.numel()), out)
 
 
 @dataclass(frozen=True)
 class Reaching:
-    """Those whose key (magnitude as an integer) is at least ``key``, the k largest of them where they are more."""
+    """Selects entries whose key (magnitude as an integer) is at least ``key``, the k largest where they are more."""
 
     key: int
     k: int
@@ -56,7 +56,7 @@ class Reaching:
         return reaching(accumulated, self.key, self.k)
 
     def step(self, before: Accumulator, gradient: Tensor, momentum: float, out: Accumulator) -> SparseVector:
-        """See ``Selection.step``."""
+        """Takes the entries that reach ``key``, in one sweep where kernels can."""
         residual = out.residual.view(-1)
         if self.k > 0 and take_gradient(gradient):
             key = reachable(self.key, residual.dtype)
@@ -69,9 +69,9 @@ class Reaching:
 
 @dataclass(frozen=True)
 class LargestOfBlocks:
-    """The largest of every block [low, high), as many as its budget; and a NaN or inf of one that has no budget.
+    """Selects the largest of every block [low, high), as many as its budget; of one without budget a NaN or inf.
 
-    ``bounds``: of blocks that make up the tensor, in order. ``budgets``: at most the length of its block each.
+    ``bounds``: bounds of the blocks, which make up the tensor, in order. ``budgets``: each at most the block's length.
     """
 
     bounds: Sequence[tuple[int, int]]
@@ -83,7 +83,7 @@ class LargestOfBlocks:
         return self._join([_largest(block, k) for block, k in zip(blocks, self.budgets, strict=True)])
 
     def step(self, before: Accumulator, gradient: Tensor, momentum: float, out: Accumulator) -> SparseVector:
-        """See ``Selection.step``."""
+        """Takes the largest of every block, fused block by block."""
         if not gradient.is_contiguous():
             before.advance(gradient, momentum, out)
             sent = self(out.residual.view(-1))
@@ -98,7 +98,7 @@ class LargestOfBlocks:
         return self._join([_step(*part, momentum, k) for part, k in zip(parts, self.budgets, strict=True)])
 
     def _compiled_step(self, before: Accumulator, gradient: Tensor, momentum: float, out: Accumulator) -> SparseVector:
-        """Every block straight into the vector of all."""
+        """Writes every block straight into the vector of all."""
         sent = SparseVector.allocate(sum(self.budgets), gradient.numel(), torch.float32, gradient.device)
         step = Step(before, gradient, momentum, out, into=sent)
         for (low, high), budget in zip(self.bounds, self.budgets, strict=True):
@@ -117,9 +117,9 @@ class LargestOfBlocks:
 
 
 def step_topk(before: Accumulator, gradient: Tensor, momentum: float, k: int, out: Accumulator) -> SparseVector:
-    """Advance ``before`` by ``gradient`` into ``out`` (which may be ``before``), take the k largest out of it.
+    """Advances ``before`` by ``gradient`` into ``out`` (which may be ``before``), and takes the k largest out of it.
 
-    The same bits as advance, topk and clear one after another, which it is where no kernel takes the gradient.
+    It gives the bits of advance, topk and clear in turn, and runs those where no kernel takes the gradient.
     """
     if k and kernels_take(gradient):
         return _step_in_triton(before, gradient, momentum, k, out)

@@ -16,7 +16,7 @@ from sparse_compress.vector_format import WIRE_DTYPES
 
 
 def topk(x: Tensor, k: int) -> SparseVector:
-    """The k elements of ``x`` that are largest in magnitude, as a sparse vector over ``x`` flattened.
+    """Selects the k elements of ``x`` largest in magnitude, as a sparse vector over ``x`` flattened.
 
         >>> topk(torch.tensor([0.0, 3.0, -5.0, 3.0]), 2).to_dense()
         tensor([ 0.,  3., -5.,  0.])
@@ -24,13 +24,13 @@ def topk(x: Tensor, k: int) -> SparseVector:
     The order is that of the bits without the sign: finite < inf < NaN, so non-finite elements come first. Ties go to
     the lowest index.
 
-    On a CPU one sweep over x as a rule and no temporary of its size, compiled, for float32; without a compiled file
-    (``native``), or for other dtypes, NumPy's partition with temporaries of x's size. On a GPU radix select in Triton
-    (``gpu``), and without Triton, or for float64, a stable sort with temporaries. No GPU is waited for.
+    On a CPU a compiled kernel takes float32 in one sweep as a rule, without a temporary of x's size; without a compiled
+    file (``native``), or for other dtypes, NumPy partitions with temporaries of x's size. On a GPU Triton does radix
+    select (``gpu``); without Triton, or for float64, torch sorts with temporaries. No GPU is waited for.
 
     Args:
-        x: Of any shape, dense; float16, bfloat16, float32 or float64.
-        k: How many, ≥ 0.
+        x: Dense tensor of any shape; float16, bfloat16, float32 or float64.
+        k: Number of entries, ≥ 0.
 
     Returns:
         Exactly min(k, n) entries, explicit zeros included, so that its size on the wire is known beforehand.
@@ -52,7 +52,7 @@ def topk(x: Tensor, k: int) -> SparseVector:
 
 
 def reaching(flat: Tensor, key: int, k: int) -> SparseVector:
-    """The elements of a 1-D tensor with that key (magnitude as an integer) or a larger one; the k largest, if more.
+    """Selects the elements of a 1-D tensor with that key (magnitude as an integer) or larger; the k largest, if more.
 
     NaN and inf reach any key. On a GPU their number is read back.
     """
@@ -64,7 +64,7 @@ def reaching(flat: Tensor, key: int, k: int) -> SparseVector:
 
 
 def reachable(key: int, dtype: torch.dtype) -> int:
-    """The key, but no larger than that of inf."""
+    """Limits a key to that of inf."""
     return min(key, _key_of_inf(dtype))
 
 
@@ -85,7 +85,7 @@ def _topk_in_triton(flat: Tensor, k: int) -> SparseVector:
 
 
 def gather(flat: Tensor, positions: Tensor) -> SparseVector:
-    """The elements of a 1-D tensor at ``positions`` (int64, increasing)."""
+    """Gathers the elements of a 1-D tensor at ``positions`` (int64, increasing)."""
     selected = SparseVector.allocate(len(positions), len(flat), WIRE_DTYPES[flat.dtype], flat.device)
     selected.indices.copy_(positions)
     selected.values.copy_(flat.index_select(0, positions))

@@ -1,4 +1,4 @@
-"""A sparse vector that always lives in its own wire form."""
+"""Sparse vector that always lives in its own wire form."""
 
 from ctypes import memmove
 from typing import Self
@@ -22,13 +22,13 @@ from sparse_compress.vector_format import (
 
 
 class SparseVector:
-    """``numel`` elements, all zero but for ``values`` at ``indices``.
+    """Vector of ``numel`` elements, all zero but for ``values`` at ``indices``.
 
         >>> SparseVector(torch.tensor([1, 4], dtype=torch.int32), torch.tensor([2.0, -3.0]), 6).to_dense()
         tensor([ 0.,  2.,  0.,  0., -3.,  0.])
 
-    Both tensors are views into one uint8 buffer that has room for the header (``wire``), so ``pack`` and ``unpack``
-    copy nothing. Treat a vector as immutable once it is packed.
+    Both tensors are views into one uint8 buffer that has room for the header (``vector_format``), so ``pack`` and
+    ``unpack`` copy nothing. Treat a vector as immutable once it is packed.
 
     Args:
         indices: int32, (k,), strictly increasing, each in [0, numel). Checked, and copied.
@@ -37,7 +37,7 @@ class SparseVector:
         numel: Elements of the whole vector, at most 2³¹ − 1.
 
     Raises:
-        TypeError: A type or dtype is another.
+        TypeError: An argument has another type or dtype.
         ValueError: Shapes, devices or the order do not fit, or an index is out of range.
     """
 
@@ -48,9 +48,9 @@ class SparseVector:
     """float32 or float64."""
     _entries: int
     _buffer: Tensor
-    _indices: Tensor | None  # made when they are asked for: many vectors are only passed on, in whole
+    _indices: Tensor | None  # made at first use: many vectors are only passed on
     _values: Tensor | None
-    _unwritten: bool  # whether the buffer lacks its header until it is asked for: most vectors never travel
+    _unwritten: bool  # whether the header is still missing from the buffer: most vectors never travel
 
     def __init__(self, indices: Tensor, values: Tensor, numel: int) -> None:
         numel = element_count(numel)
@@ -66,7 +66,7 @@ class SparseVector:
 
     @classmethod
     def _view(cls, buffer: Tensor, header: Header) -> Self:
-        """A vector over the bytes of ``buffer``, which is trusted to hold what the header says."""
+        """Vector over the bytes of ``buffer``, whose contents are trusted to fit the header."""
         self = cls.__new__(cls)
         self._buffer = buffer
         self.numel, self._entries, self.dtype = header
@@ -75,13 +75,13 @@ class SparseVector:
 
     @classmethod
     def allocate(cls, entries: int, numel: int, dtype: torch.dtype, device: torch.device | str) -> Self:
-        """A vector in a new buffer; its indices and values are for the caller to fill. Trusts what it is given.
+        """Allocates a vector in a new buffer; the caller fills in indices and values. Arguments are trusted.
 
         Args:
-            entries: k.
+            entries: Number of entries, k.
             numel: Elements of the whole vector.
             dtype: float32 or float64.
-            device: Where it lives.
+            device: Device of the buffer.
         """
         self = cls.__new__(cls)
         self._allocate(entries, numel, dtype, device)
@@ -89,12 +89,12 @@ class SparseVector:
 
     @classmethod
     def empty(cls, numel: int, dtype: torch.dtype = torch.float32, *, device: torch.device | str | None = None) -> Self:
-        """A vector without entries.
+        """Vector without entries.
 
         Args:
             numel: Elements of the whole vector.
-            dtype: Of a gradient; the vector has the dtype in which such values travel: float16 and bfloat16 as float32.
-            device: Where it lives; default: torch's default device.
+            dtype: A gradient's; the vector has the dtype in which such values travel: float16 and bfloat16 as float32.
+            device: Device of the vector; default: torch's default device.
 
         Raises:
             TypeError: Another dtype.
@@ -108,14 +108,14 @@ class SparseVector:
 
     @property
     def indices(self) -> Tensor:
-        """int32, (k,), strictly increasing."""
+        """Indices of the entries: int32, (k,), strictly increasing."""
         if self._indices is None:
             self._indices = self._buffer[HEADER_BYTES + self._entries * self.dtype.itemsize :].view(torch.int32)
         return self._indices
 
     @property
     def values(self) -> Tensor:
-        """(k,), of ``dtype``."""
+        """Values of the entries: (k,), of ``dtype``."""
         if self._values is None:
             end = HEADER_BYTES + self._entries * self.dtype.itemsize
             self._values = self._buffer[HEADER_BYTES:end].view(self.dtype)
@@ -123,23 +123,23 @@ class SparseVector:
 
     @property
     def addresses(self) -> tuple[int, int]:
-        """Of the first index and the first value, on a CPU."""
+        """Addresses of the first index and the first value, on a CPU."""
         values = self._buffer.data_ptr() + HEADER_BYTES
         return values + self._entries * self.dtype.itemsize, values
 
     @property
     def device(self) -> torch.device:
-        """Where it lives."""
+        """Device of the buffer."""
         return self._buffer.device
 
     @property
     def is_cpu(self) -> bool:
-        """Whether it lives on a CPU."""
+        """Whether the buffer is on a CPU."""
         return self._buffer.is_cpu
 
     @property
     def body(self) -> Tensor:
-        """The entries' part of the wire form, 1-D uint8: values, then indices."""
+        """Body of the wire form, 1-D uint8: values, then indices."""
         return self._buffer[HEADER_BYTES:]
 
     @property
@@ -154,7 +154,7 @@ class SparseVector:
         return f"SparseVector(entries={len(self)}, numel={self.numel}, dtype={self.dtype}, device={self.device})"
 
     def clone(self) -> Self:
-        """A copy in memory of its own."""
+        """Copy in memory of its own."""
         copy = self.allocate(self._entries, self.numel, self.dtype, self.device)
         if self.is_cpu:  # by the C library: a third of what torch takes for some thousands
             memmove(copy.addresses[1], self.addresses[1], self.nbytes - HEADER_BYTES)
@@ -163,15 +163,15 @@ class SparseVector:
         return copy
 
     def to_dense(self) -> Tensor:
-        """The whole vector, shape (numel,)."""
+        """Dense form, shape (numel,)."""
         return self.put(torch.empty(self.numel, dtype=self.dtype, device=self.device))
 
     def put(self, out: Tensor, *, divisor: float = 1.0) -> Tensor:
-        """Overwrites ``out`` with the whole vector divided by ``divisor``, and returns it.
+        """Overwrites ``out`` with the dense form divided by ``divisor``, and returns it.
 
         Args:
             out: numel elements of this dtype and device, of any shape; contiguous.
-            divisor: Such as the number of ranks, for their mean.
+            divisor: Divisor of all values, such as the number of ranks for their mean.
 
         Raises:
             ValueError: ``out`` is of another size, dtype or device, or not contiguous.
@@ -187,7 +187,7 @@ class SparseVector:
         return put(out, self.indices, self.values, divisor=divisor)
 
     def pack(self) -> Tensor:
-        """The wire form, 1-D uint8: this vector's own memory, not a copy."""
+        """Wire form, 1-D uint8: this vector's own memory, not a copy."""
         if self._unwritten:
             write_header(self._buffer, Header(self.numel, self._entries, self.dtype))
             self._unwritten = False
@@ -195,19 +195,19 @@ class SparseVector:
 
     @classmethod
     def unpack(cls, buffer: Tensor, *, like: "SparseVector | None" = None) -> Self:
-        """The vector that ``pack`` put into ``buffer``, as views of it; only a misaligned slice is copied.
+        """Unpacks the vector that ``pack`` put into ``buffer``, as views of it; only a misaligned slice is copied.
 
-        On a CPU the header and the indices are read and checked: what comes back is a valid vector. Indices on a GPU
-        are trusted, because looking at them would wait for it.
+        On a CPU the header and the indices are read and checked, so that the result is a valid vector. Indices on a GPU
+        are trusted, because reading them would wait for it.
 
         Args:
             buffer: uint8, 1-D, contiguous.
-            like: A vector of the numel and dtype that are expected. With it nothing is read back from a GPU: the
-                entries follow from the length of the buffer.
+            like: A vector of the expected numel and dtype. With it nothing is read back from a GPU: the number of
+                entries follows from the length of the buffer.
 
         Raises:
             TypeError: The buffer is no 1-D contiguous uint8 tensor.
-            ValueError: The header is corrupted, or not that of ``like``; or indices do not increase strictly within
+            ValueError: The header is corrupted, or does not fit ``like``; or indices do not increase strictly within
                 numel.
         """
         check_bytes(buffer)
@@ -249,12 +249,12 @@ def _check(indices: Tensor, values: Tensor, numel: int) -> None:
 
 
 def takes(sparse: SparseVector) -> bool:
-    """Whether there are kernels, and they take this vector: float32 on a CPU."""
+    """Whether there are kernels that take this vector: float32 on a CPU."""
     return sparse.dtype == torch.float32 and sparse.is_cpu and kernels() is not None
 
 
 def check_entries(sparse: SparseVector, low: int, high: int) -> None:
-    """`check_indices` of a vector, without making a tensor of its indices where they are as they should be."""
+    """Checks a vector like `check_indices`, without making a tensor of its indices where they are right."""
     if not (sparse.is_cpu and kernels() is not None and dense.increasing(sparse.addresses[0], len(sparse), low, high)):
         check_indices(sparse.indices, low, high)
 
@@ -262,7 +262,7 @@ def check_entries(sparse: SparseVector, low: int, high: int) -> None:
 def check_indices(indices: Tensor, low: int, high: int) -> None:
     """Raises ValueError unless ``indices``, 1-D int32, increase strictly from ``low`` on, and stay below ``high``.
 
-    On a CPU one pass; of a GPU two answers are read back.
+    It takes one pass on a CPU; from a GPU two answers are read back.
     """
     if not len(indices):
         return
@@ -275,7 +275,7 @@ def check_indices(indices: Tensor, low: int, high: int) -> None:
 
 
 def is_increasing(indices: Tensor) -> bool:
-    """Whether ``indices``, 1-D int32, increase strictly; of a GPU the answer is read back."""
+    """Whether ``indices``, 1-D int32, increase strictly; from a GPU the answer is read back."""
     if ready(indices):
         return dense.increasing(indices.data_ptr(), indices.numel(), -MAX_NUMEL - 1, MAX_NUMEL + 1)
     given = indices.numpy() if indices.is_cpu else indices
@@ -283,7 +283,7 @@ def is_increasing(indices: Tensor) -> bool:
 
 
 def put(out: Tensor, indices: Tensor, values: Tensor, *, divisor: float = 1.0) -> Tensor:
-    """out ← 0, and values / divisor at the indices; returns ``out``.
+    """Puts out ← 0, and values / divisor at the indices; returns ``out``.
 
     ``out``: contiguous, of the values' dtype and device. ``indices``: int32, increasing, within ``out``. All trusted.
     """

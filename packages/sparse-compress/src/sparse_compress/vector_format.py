@@ -1,4 +1,4 @@
-"""The wire form of a sparse vector: a header of 32 bytes, then the values, then the int32 indices.
+"""Wire form of a sparse vector: a header of 32 bytes, then the values, then the int32 indices.
 
     byte 0        16      24      28           32           32 + 4k (float64: 8k)
     ├─ slot ──────┼─ numel ┼─ entries ┼─ dtype code ┼─ values … ┼─ indices … ┤
@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 SLOT_BYTES = 16
-"""At the beginning of each message, for the transport's own stamp."""
+"""Slot at the beginning of each message, for the transport's own stamp."""
 HEADER_BYTES = 32
-"""Of a packed vector: the slot, then numel, entries and dtype."""
+"""Header of a packed vector: the slot, then numel, entries and dtype."""
 INDEX_BYTES = 4
 MAX_NUMEL = 2**31 - 1
-"""Elements of a vector at most: what an int32 index, and an int32 count of entries, can express."""
+"""Most elements of a vector: the limit of an int32 index, and of an int32 count of entries."""
 
 WIRE_DTYPES = {
     torch.float16: torch.float32,
@@ -34,7 +34,7 @@ _ENTRY_NBYTES = {dtype: wide.itemsize + INDEX_BYTES for dtype, wide in WIRE_DTYP
 
 
 class Header(NamedTuple):
-    """What a vector's own half of the header says; ``numel`` and ``entries`` count elements."""
+    """Contents of the vector's own half of the header; ``numel`` and ``entries`` count elements."""
 
     numel: int
     entries: int
@@ -50,14 +50,14 @@ def wire_nbytes(entries: int, dtype: torch.dtype = torch.float32) -> int:
     """Bytes of a packed vector, header included: the capacity a receive needs.
 
     Args:
-        entries: How many it has.
+        entries: Number of entries.
         dtype: The gradient's; float16 and bfloat16 travel as float32.
     """
     return HEADER_BYTES + entries * _ENTRY_NBYTES[dtype]
 
 
 def write_header(buffer: Tensor, header: Header) -> None:
-    """Fill the first 32 bytes of a uint8 ``buffer``, with an empty slot; no host synchronisation on a GPU."""
+    """Fills the first 32 bytes of a uint8 ``buffer``, with an empty slot; no host synchronisation on a GPU."""
     sizes = header.entries | _CODES[header.dtype] << 32
     if buffer.is_cpu:
         _WORDS.pack_into(buffer.numpy().data, 0, 0, 0, header.numel, sizes)
@@ -69,9 +69,10 @@ def write_header(buffer: Tensor, header: Header) -> None:
 
 
 def read_header(buffer: Tensor) -> Header:
-    """Read back and check the header of a uint8 ``buffer`` of at least 32 bytes; on a GPU this waits for the device.
+    """Reads back and checks the header of a uint8 ``buffer`` of at least 32 bytes; on a GPU this waits for the device.
 
-    Raises ValueError where it contradicts itself or the length of the buffer.
+    Raises:
+        ValueError: The header contradicts itself or the length of the buffer.
     """
     on_cpu = buffer if buffer.is_cpu else buffer[:HEADER_BYTES].cpu()
     _, _, numel, word = _WORDS.unpack_from(on_cpu.numpy().data)

@@ -1,1 +1,1 @@
-"""One file per algorithm: its equation, and the same equation as code."""
+"""Algorithms, one per file: its equation, and the same equation as code."""

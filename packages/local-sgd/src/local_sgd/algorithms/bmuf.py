@@ -16,24 +16,25 @@ from local_sgd.settings import below_one, positive
 
 
 class BMUF(PeriodicAveraging):
-    """What a block has changed is filtered by momentum before all go on from it.
+    """Filters the change of a block by momentum before all ranks go on from it.
 
         g = z − x̄
         d ← η·d + ζ·g
         z ← z − (ζ·g + η·d)            nesterov=False: z ← z − d
         x ← z                                                          every τ steps
 
-    A steady change is multiplied by ζ/(1 − η), besides what SGD's own momentum inside multiplies it by: so ζ is 1 − η
-    by default, and the learning rate means what it means without BMUF. With the paper's ζ = 1 its η = 1 − 1/m gives m
-    ranks that share the data the step of one that sees all of it. BMUF(block_rate=1, momentum=0) is LocalSGD; with
-    Nesterov's form it is DiLoCo of outer rate ζ and momentum η; without it SlowMo at a constant rate. The model is z.
+    A steady change is multiplied by ζ/(1 − η), on top of the factor of the inner SGD's own momentum. So ζ is 1 − η by
+    default, and the learning rate means the same as without BMUF. With the paper's ζ = 1, η = 1 − 1/m gives m ranks
+    that share the data the step of one rank that sees all of it. BMUF(block_rate=1, momentum=0) is LocalSGD; with
+    Nesterov's form it is DiLoCo of outer rate ζ and momentum η; without it, SlowMo at a constant rate. The model is z.
 
     Args:
         optimizer: See `PeriodicAveraging`.
         sync_every: τ, see `PeriodicAveraging`.
         block_rate: ζ > 0, default 1 − η.
         momentum: 0 ≤ η < 1, default 1 − 1/m, and 0.875 for more than 8 ranks.
-        nesterov: The paper has both; the other form swings more, and learnt badly here at rates that suit plain SGD.
+        nesterov: Whether to use Nesterov's form; the paper has both. The other form oscillates more, and learnt badly
+            here at rates that suit plain SGD.
         **options: See `PeriodicAveraging`.
     """
 
@@ -57,18 +58,18 @@ class BMUF(PeriodicAveraging):
         super().__init__(optimizer, sync_every=sync_every, **options)
 
     def check(self) -> None:
-        """See `PeriodicAveraging.check`."""
+        """Sets the defaults of η, from the number of ranks, and ζ."""
         if math.isnan(self.momentum):
             self.momentum = min(1 - 1 / self.comm.size, 0.875)
         if math.isnan(self.block_rate):
             self.block_rate = 1 - self.momentum
 
     def gain(self) -> float:
-        """See `PeriodicAveraging.gain`."""
+        """ζ/(1 − η); 0 without momentum."""
         return self.block_rate / (1 - self.momentum) if self.momentum else 0.0
 
     def boundary(self, part: Part, x: Tensor, mean: Tensor) -> Tensor:
-        """z − ζ·g is computed as the point at ζ between z and x̄, so that ζ = 1 gives x̄ in all bits."""
+        """Computes z − ζ·g as the point at ζ between z and x̄, so that ζ = 1 gives x̄ bit for bit."""
         z, d, ζ, η = part["anchor"], part["momentum"], self.block_rate, self.momentum
         filtered = d.mul(η).add_(z - mean, alpha=ζ)
         z.lerp_(mean, ζ).sub_(filtered if self.nesterov else d, alpha=η)

@@ -20,12 +20,12 @@ class CoCoDSGD(PeriodicAveraging):
         x ← x + (a − y)
         y ← x;  launch the mean of y                                   every τ steps
 
-    The model is x̄; ranks hold it one block late, and apart by what they did since.
+    The model is x̄; ranks hold it one block late, and differ by their steps since then.
 
     Args:
         optimizer: See `PeriodicAveraging`.
         sync_every: τ, see `PeriodicAveraging`.
-        **options: See `PeriodicAveraging`; `native` is of no use here and refused.
+        **options: See `PeriodicAveraging`; `native` has no use here and is refused.
     """
 
     anchors = ("launched",)
@@ -36,9 +36,9 @@ class CoCoDSGD(PeriodicAveraging):
         super().__init__(optimizer, sync_every=sync_every, **options)
 
     def boundary(self, part: Part, x: Tensor, mean: Tensor) -> Tensor:
-        """See `PeriodicAveraging.boundary`."""
+        """Adds a − y to x, and launches the result."""
         return self.depart(part, x.add_(mean - part["launched"]))
 
     def depart(self, part: Part, x: Tensor) -> Tensor:
-        """See `PeriodicAveraging.depart`."""
+        """Keeps x as y, to be launched."""
         return part["launched"].copy_(x)

@@ -21,7 +21,7 @@ from local_sgd.rounds import MakeRounds, OuterRounds, checked_rounds
 
 
 class DiLoCo(PeriodicAveraging):
-    """What hundreds of steps changed is one gradient of an outer optimizer.
+    """Takes the change of hundreds of steps for one gradient of an outer optimizer.
 
         Δ = z − x̄
         z ← outer(z, Δ)                by default v ← β·v + Δ;  z ← z − η·(Δ + β·v), η = 0.7, β = 0.9
@@ -32,23 +32,22 @@ class DiLoCo(PeriodicAveraging):
         DiLoCo(inner, outer=partial(torch.optim.SGD, lr=0.5, momentum=0.9, nesterov=True),
                outer_scheduler=lambda outer: torch.optim.lr_scheduler.CosineAnnealingLR(outer, T_max=100))
 
-    With `allreduce` and without `compress` Δ is summed in rounds that do not wait for the last rank. Between two
-    `drain()`s ranks may then have taken unlike numbers of outer steps; `finish()` is for good.
+    With `allreduce` and without `compress`, Δ is summed in rounds that do not wait for the last rank. Ranks may then
+    take different numbers of outer steps between two `drain()`s; `finish()` is final.
 
         DiLoCo(inner, allreduce=partial(PartialAllreduce, quorum="majority"))
 
     Args:
-        optimizer: The inner one, AdamW in the paper.
+        optimizer: Inner optimizer, AdamW in the paper.
         sync_every: τ, or two levels, see `LocalSGD`.
         outer: Makes the outer optimizer over the parameters given to it, which are z: one for each of the model's, in
-            32 bits or more; default torch's SGD with Nesterov momentum as above. It is `.outer.optimizer` then; its
-            rates and settings are compared at every boundary, since anchors of ranks would part by others.
-        outer_scheduler: Makes a learning-rate scheduler of it, which takes a step after each of its steps, so one a
-            block.
-        compress: Exchanges Δ in fewer bytes, with what was left out added to the next one: see `Compression`.
-            What was left out takes as much memory as z.
-        allreduce: With `compress` what sums that: see `Compression`. Without it, makes what sums Δ,
-            allreduce(like, comm): see `Rounds` and `OuterRounds`.
+            32 bits or more; default torch's SGD with Nesterov momentum as above. It is then `.outer.optimizer`; its
+            rates and settings are compared at every boundary, because anchors would differ between ranks otherwise.
+        outer_scheduler: Makes a learning-rate scheduler for it, which steps after each outer step, so once a block.
+        compress: Exchanges Δ in fewer bytes, and adds the residual to the next Δ: see `Compression`. The residual takes
+            as much memory as z.
+        allreduce: With `compress`, the sum over ranks of compressed Δ: see `Compression`. Without, makes the rounds
+            that sum Δ, allreduce(like, comm): see `Rounds` and `OuterRounds`.
         **options: See `PeriodicAveraging`.
     """
 
@@ -81,39 +80,39 @@ class DiLoCo(PeriodicAveraging):
             )
 
     def gain(self) -> float:
-        """See `PeriodicAveraging.gain`."""
+        """Gain of the outer optimizer's momentum."""
         return self.outer.gain()
 
     def boundary(self, part: Part, x: Tensor, mean: Tensor) -> Tensor:
-        """See `PeriodicAveraging.boundary`."""
+        """Gives Δ = z − x̄ to the outer optimizer."""
         self.outer.give(part, part["anchor"] - mean)
         return part["anchor"]
 
     def after_boundary(self) -> None:
-        """See `PeriodicAveraging.after_boundary`."""
+        """Steps the outer optimizer."""
         self.outer.step()
 
     def more_state(self) -> dict[str, Any]:
-        """See `PeriodicAveraging.more_state`."""
+        """Adds the state of the outer optimizer, and of rounds."""
         rounds = {} if self._rounds is None else {"rounds": self._rounds.state_dict()}
         return {**super().more_state(), **rounds, "outer": self.outer.state_dict()}
 
     def check_more(self, state: dict[str, Any]) -> None:
-        """See `PeriodicAveraging.check_more`."""
+        """Checks the state of the outer optimizer too."""
         super().check_more(state)
         if ("rounds" in state) != (self._rounds is not None):
             raise ValueError(f"the state is of outer steps {'by' if 'rounds' in state else 'without'} rounds")
         self.outer.check(state["outer"])
 
     def load_more(self, state: dict[str, Any]) -> None:
-        """See `PeriodicAveraging.load_more`."""
+        """Restores the outer optimizer, and the rounds."""
         super().load_more(state)
         self.outer.load_state_dict(state["outer"])
         if self._rounds is not None and not state["drained"]:  # else nothing is in them
             self._rounds.load_state_dict(state["rounds"])
 
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
-        """See `PeriodicAveraging.__exit__`."""
+        """Tells other ranks' rounds of an exception; otherwise calls `finish`."""
         if self._rounds is not None and kind is not None:
             self._rounds.give_up(error[0])
         super().__exit__(kind, *error)

@@ -16,22 +16,22 @@ from local_sgd.settings import number
 
 
 class EASGD(PeriodicAveraging):
-    """Ranks and an anchor pull at each other; ranks stay apart, and explore.
+    """Pulls ranks and an anchor towards each other; ranks stay apart, and explore.
 
         z' = z + α·Σ(x − z)            over all m ranks
         x ← (1 − α)·x + α·z
         z ← z'                                                         every τ steps
 
-    z is not needed before the next boundary, so its exchange overlaps, at no change: what travels is the pulled x, from
-    which Σ(x − z) = Σ(pulled x − z)/(1 − α). A boundary does not change Σx + z. It contracts for 0 < α < 2/(m + 1)
-    only; other values are refused. The model is z.
+    z is not needed before the next boundary, so its exchange overlaps, and changes nothing: ranks send the pulled x,
+    from which Σ(x − z) = Σ(pulled x − z)/(1 − α). A boundary does not change Σx + z. It contracts only for 0 < α < 2/(m
+    + 1); other values are refused. The model is z.
 
     Args:
         optimizer: See `PeriodicAveraging`.
         sync_every: τ, see `PeriodicAveraging`.
         alpha: α, default 0.9/m.
-        **options: See `PeriodicAveraging`. There is no mean to weight: weighted=True is refused, as is `native`, of no
-            use here.
+        **options: See `PeriodicAveraging`. weighted=True is refused, because there is no mean to weight, and so is
+            `native`, which has no use here.
     """
 
     anchors = ("anchor",)
@@ -52,7 +52,7 @@ class EASGD(PeriodicAveraging):
         super().__init__(optimizer, sync_every=sync_every, **options)
 
     def check(self) -> None:
-        """See `PeriodicAveraging.check`."""
+        """Sets α to 0.9/m by default; refuses values that do not contract."""
         m = self.comm.size
         if math.isnan(self.alpha):
             self.alpha = 0.9 / m
@@ -63,11 +63,11 @@ class EASGD(PeriodicAveraging):
             )
 
     def boundary(self, part: Part, x: Tensor, mean: Tensor) -> Tensor:
-        """See `PeriodicAveraging.boundary`."""
+        """Adds α·Σ(x − z) to z, and pulls x."""
         z, α, m = part["anchor"], self.alpha, part.weight
         z.add_(mean - z, alpha=α * m / (1 - α))
         return self.depart(part, x)
 
     def depart(self, part: Part, x: Tensor) -> Tensor:
-        """See `PeriodicAveraging.depart`."""
+        """Pulls x towards z."""
         return x.mul(1 - self.alpha).add_(part["anchor"], alpha=self.alpha)

@@ -17,11 +17,11 @@ from local_sgd.periodic import PeriodicAveraging
 
 
 class LocalSGD(PeriodicAveraging):
-    """Every rank takes τ steps of its own; then all go on from their mean.
+    """Averages the models of all ranks after every τ steps of their own.
 
         x ← x̄                                                          every τ steps
 
-    With sync_every=1 and SGD inside (momentum, Nesterov and weight decay included) it is synchronous SGD within
+    With sync_every=1 and an inner SGD (momentum, Nesterov and weight decay included) it is synchronous SGD within
     rounding. The model is x̄.
 
         LocalSGD(inner, compress="int8")               z ← z + mean(x − z), rounded; x ← z
@@ -29,10 +29,10 @@ class LocalSGD(PeriodicAveraging):
     Args:
         optimizer: See `PeriodicAveraging`.
         sync_every: τ, or two levels: `[(machine, 1), (everybody, 100)]` takes plain means within this rank's small
-            group every step, and goes by the algorithm among all ranks every 100. See "Over slow links".
-        compress: Exchanges the change since the last boundary in fewer bytes, with what was left out added to the next
-            one's: see `Compression`. It keeps z, and as much again for what was left out.
-        allreduce: Sums what was compressed: see `Compression`.
+            group every step, and applies the algorithm among all ranks every 100 steps. See "Over slow links".
+        compress: Exchanges the change since the last boundary in fewer bytes, and adds the residual to the next change:
+            see `Compression`. It keeps z, and as much again for the residual.
+        allreduce: Sums compressed changes over ranks: see `Compression`.
         **options: See `PeriodicAveraging`.
     """
 
@@ -54,7 +54,7 @@ class LocalSGD(PeriodicAveraging):
         super().__init__(optimizer, sync_every=every, **options)
 
     def boundary(self, part: Part, x: Tensor, mean: Tensor) -> Tensor:
-        """See `PeriodicAveraging.boundary`."""
+        """Takes the mean for x and for any anchor."""
         for name in self.anchors:
             part[name].copy_(mean)
         return mean

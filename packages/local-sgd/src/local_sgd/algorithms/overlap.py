@@ -15,23 +15,23 @@ from local_sgd.settings import below_one
 
 
 class OverlapLocalSGD(PeriodicAveraging):
-    """Ranks are pulled to an anchor that is one block old; the next one travels while they compute.
+    """Pulls ranks to an anchor that is one block old, while the next mean travels.
 
         wait for x̄ of the last launch
         v ← β·v + (x̄ − z);  z ← z + v
         x ← (1 − α)·x + α·z
         launch the mean of x                                           every τ steps
 
-    The authors' code divides by the learning rate and multiplies by it again; at a constant rate that is the same, and
-    this survives one that decays. The effective step is (1 − α)/(1 − αβ) of SGD's, 0.69 by default. Ranks stay apart
-    on unlike data: the model is z, see `averaged_model`, never one rank's x.
+    The authors' code divides by the learning rate and multiplies by it again. At a constant rate that is the same; this
+    form also bears a rate that decays. The effective step is (1 − α)/(1 − αβ) of SGD's, 0.69 by default. Ranks with
+    different data stay apart: the model is z (see `averaged_model`), never one rank's x.
 
     Args:
         optimizer: See `PeriodicAveraging`.
         sync_every: τ, see `PeriodicAveraging`.
         alpha: 0 ≤ α < 1; 0 is independent SGD.
         beta: 0 ≤ β < 1.
-        **options: See `PeriodicAveraging`; `native` is of no use here and refused.
+        **options: See `PeriodicAveraging`; `native` has no use here and is refused.
     """
 
     anchors = ("anchor",)
@@ -52,12 +52,12 @@ class OverlapLocalSGD(PeriodicAveraging):
         super().__init__(optimizer, sync_every=sync_every, **options)
 
     def boundary(self, part: Part, x: Tensor, mean: Tensor) -> Tensor:
-        """See `PeriodicAveraging.boundary`."""
+        """Moves z by v, and pulls x towards it."""
         z, v = part["anchor"], part["momentum"]
         v.mul_(self.beta).add_(mean - z)
         z.add_(v)
         return self.depart(part, x)
 
     def depart(self, part: Part, x: Tensor) -> Tensor:
-        """See `PeriodicAveraging.depart`."""
+        """Pulls x towards z."""
         return x.mul(1 - self.alpha).add_(part["anchor"], alpha=self.alpha)

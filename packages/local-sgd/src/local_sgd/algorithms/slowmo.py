@@ -15,17 +15,17 @@ from local_sgd.settings import below_one, positive
 
 
 class SlowMo(PeriodicAveraging):
-    """A slow momentum over blocks, in units of the learning rate γ, the "lr" of each parameter group at the boundary.
+    """Applies slow momentum over blocks, in units of the learning rate γ, each group's "lr" at the boundary.
 
         u ← β·u + (z − x̄)/γ
         z ← z − α·γ·u
         x ← z                                                          every τ steps
 
-    Kept is v = γu, so that nothing is divided by γ: v ← β·(γ/γ of the last boundary)·v + (z − x̄); z ← z − α·v. After
-    a boundary at γ = 0 the momentum begins anew. The model is z.
+    The state is v = γu, so that nothing is divided by γ: v ← β·(γ/γ of the last boundary)·v + (z − x̄); z ← z − α·v.
+    After a boundary at γ = 0 the momentum starts again from zero. The model is z.
 
-    A steady change is multiplied by α/(1 − β), besides what SGD's own momentum inside multiplies it by: so α is 1 − β
-    by default, and the learning rate means what it means without SlowMo. The paper's α = 1 asks for a smaller one.
+    A steady change is multiplied by α/(1 − β), on top of the factor of the inner SGD's own momentum. So α is 1 − β by
+    default, and the learning rate means the same as without SlowMo. The paper's α = 1 asks for a smaller one.
 
     Args:
         optimizer: See `PeriodicAveraging`.
@@ -54,11 +54,11 @@ class SlowMo(PeriodicAveraging):
         super().__init__(optimizer, sync_every=sync_every, **options)
 
     def gain(self) -> float:
-        """See `PeriodicAveraging.gain`."""
+        """α/(1 − β); 0 without momentum."""
         return self.alpha / (1 - self.beta) if self.beta else 0.0
 
     def boundary(self, part: Part, x: Tensor, mean: Tensor) -> Tensor:
-        """See `PeriodicAveraging.boundary`."""
+        """Updates v, and moves z by α·v."""
         z, v, γ, last = part["anchor"], part["momentum"], part.rate, part.last_rate
         v.mul_(self.beta * (γ / last if last else 0.0)).add_(z - mean)
         return z.sub_(v, alpha=self.alpha)

@@ -25,28 +25,29 @@ from local_sgd.settings import below_one, count
 
 
 class StreamingDiLoCo(PeriodicAveraging):
-    """DiLoCo fragment by fragment, so that less travels at a time, while training goes on.
+    """Runs DiLoCo fragment by fragment, so that less travels at a time, while training goes on.
 
         launch the mean of x of the next fragment                      one of F every τ/F steps
         Δ = z − x̄;  z ← outer(z, Δ);  x ← α·x + (1 − α)·z             `delay` steps later
 
     The k-th of F fragments of a block is launched after its step ⌊k·τ/F⌋, and applied `delay` steps later, or before
-    its next launch where that comes earlier. With one fragment, no delay and α = 0 it is DiLoCo, in all bits. The
+    its next launch where that comes earlier. With one fragment, no delay and α = 0 it is DiLoCo, bit for bit. The
     model is z.
 
     Args:
-        optimizer: The inner one, see `PeriodicAveraging`.
+        optimizer: Inner optimizer, see `PeriodicAveraging`.
         sync_every: τ, see `PeriodicAveraging`.
-        fragments: A number, of about as many bytes each in the order of the parameters (at most one a parameter); or a
-            list of modules or lists of names of parameters, one entry a fragment, which leave no parameter out.
-        delay: 0 or more steps.
-        alpha: 0 ≤ α < 1, the weight of what the rank did meanwhile.
-        outer: See `DiLoCo`; every fragment has its own, which steps when it is applied.
-        outer_scheduler: See `DiLoCo`; likewise.
+        fragments: A number of fragments, of about equal bytes in the order of the parameters (at most one per
+            parameter); or a list of modules or lists of parameter names, one entry per fragment, which leave no
+            parameter out.
+        delay: Steps between launch and application, 0 or more.
+        alpha: 0 ≤ α < 1, the weight of the rank's own steps meanwhile.
+        outer: See `DiLoCo`; every fragment has its own, which steps when the fragment is applied.
+        outer_scheduler: See `DiLoCo`; one per fragment, too.
         compress: See `DiLoCo`.
-        allreduce: See `DiLoCo`; one that returns a `Work` is waited for when the fragment is applied.
-        **options: See `PeriodicAveraging`; buffers and inner state are shared as often as all fragments were launched
-            once; `native` is refused.
+        allreduce: See `DiLoCo`; a `Work` that it returns is waited for when the fragment is applied.
+        **options: See `PeriodicAveraging`; buffers and inner state are exchanged each time that all fragments have
+            been launched once; `native` is refused.
     """
 
     anchors = ("anchor",)
@@ -82,17 +83,17 @@ class StreamingDiLoCo(PeriodicAveraging):
         run(barrier(self.comm.rank, self.comm.size), self.comm, facts=facts)
 
     def pieces(self) -> list[dict[str, Tensor]]:
-        """See `PeriodicAveraging.pieces`."""
+        """Parameters by fragment."""
         if not self._cut:
             self._cut = fragments_of(self._trained, self._asked)
         return self._cut
 
     def averagings(self) -> list[Averaging]:
-        """See `PeriodicAveraging.averagings`."""
+        """Exchanges of all fragments."""
         return [fragment.averaging for fragment in self._fragments]
 
     def average(self, weight: float | None = None) -> None:
-        """Counts a step; applies what is due, and launches what is. See `PeriodicAveraging.average`."""
+        """Counts a step, applies fragments that are due, and launches the next; see `PeriodicAveraging.average`."""
         weight = self._counted(weight)
         last = self._block.count(weight)
         for fragment in self._fragments:
@@ -109,21 +110,21 @@ class StreamingDiLoCo(PeriodicAveraging):
             self._launched = 0
 
     def gain(self) -> float:
-        """See `PeriodicAveraging.gain`."""
+        """Gain of the outer optimizer's momentum."""
         return self._fragments[0].outer.gain()
 
     def boundary(self, part: Part, x: Tensor, mean: Tensor) -> Tensor:
-        """x of a fragment, when its outer optimizer has taken its step."""
+        """Mixes a fragment's x with z, once its outer optimizer has stepped."""
         return x.mul_(self.alpha).add_(part["anchor"], alpha=1 - self.alpha)
 
     def more_state(self) -> dict[str, Any]:
-        """See `PeriodicAveraging.more_state`."""
+        """Adds the state of every fragment, and whose turn it is."""
         fragments = {str(turn): fragment.state_dict() for turn, fragment in enumerate(self._fragments)}
         own = {"turn": self._turn, "launched": self._launched, "fragments": fragments}
-        return {**super().more_state(), **own}  # the residuals last: what is under way, and waited for, changes them
+        return {**super().more_state(), **own}  # the residuals last: waiting for what is under way changes them
 
     def check_more(self, state: dict[str, Any]) -> None:
-        """See `PeriodicAveraging.check_more`."""
+        """Checks the state of every fragment too."""
         super().check_more(state)
         if len(state["fragments"]) != len(self._fragments):
             raise ValueError(f"the state is of {len(state['fragments'])} fragments, this is of {len(self._fragments)}")
@@ -131,7 +132,7 @@ class StreamingDiLoCo(PeriodicAveraging):
             fragment.check(state["fragments"][str(turn)])
 
     def load_more(self, state: dict[str, Any]) -> None:
-        """See `PeriodicAveraging.load_more`."""
+        """Restores every fragment, and whose turn it is."""
         for turn, fragment in enumerate(self._fragments):
             fragment.load_state_dict(state["fragments"][str(turn)])
         super().load_more(state)
@@ -142,7 +143,7 @@ class StreamingDiLoCo(PeriodicAveraging):
         return Fragment(parts, self.averaging_of(parts), Outer(parts, list(piece), make, schedule))
 
     def _under_way(self) -> list[Fragment]:
-        """In the order in which they were launched."""
+        """Fragments under way, in the order of their launches."""
         ordered = self._fragments[self._turn :] + self._fragments[: self._turn]
         return [fragment for fragment in ordered if fragment.due is not None]
 
@@ -166,7 +167,7 @@ class StreamingDiLoCo(PeriodicAveraging):
         return fragment
 
     def _take(self, fragment: Fragment) -> int:
-        """Applies what was launched; returns how many ranks had not finished then."""
+        """Applies a launched fragment; returns how many ranks had not finished at its launch."""
         arrived, fragment.due = fragment.averaging.arrived(), None
         refuse_nonfinite(fragment.parts, arrived.means, self.comm, self._what)
         if not arrived.means:
@@ -179,7 +180,7 @@ class StreamingDiLoCo(PeriodicAveraging):
         return arrived.unfinished
 
     def _end(self, *, most: int | None) -> None:
-        """Launches until every fragment was, with all ranks finished; what comes of each is applied at once."""
+        """Launches fragments, and applies each at once, until all were launched with all ranks finished."""
         for fragment in self._under_way():
             self._take(fragment)
         ended = 0

@@ -1,4 +1,4 @@
-"""The mean over ranks of how vectors changed since all agreed."""
+"""Compressed mean over ranks of the change of vectors since all agreed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from local_sgd.parts import Part
 
 
 class CompressedAveraging(Averaging):
-    """z + Σ w·(x − z) / Σ w, where the sum travels compressed, with its residuals, and the weights w exactly.
+    """Computes z + Σ w·(x − z) / Σ w, the sum being compressed, with its residuals, and the weights w exact.
 
     z is the first anchor of each part, the same bits on all ranks. Residuals are in units of the sum. A rank of
     weight 0 sends its residual.
@@ -30,12 +30,11 @@ class CompressedAveraging(Averaging):
         self._began = 0.0
 
     def now(self, vectors: Sequence[Tensor], weight: float, *, finished: bool) -> Arrived:
-        """See `Averaging.now`."""
         self.launch(vectors, weight, finished=finished)
         return self.arrived()
 
     def launch(self, vectors: Sequence[Tensor], weight: float, *, finished: bool) -> None:
-        """See `Averaging.launch`. A sum that does not go on by itself is waited for here."""
+        """Starts the exchange; a sum that does not run in the background is waited for here."""
         with self._keeping_errors():
             self._arrived, self._began = None, self._comm.clock()
             spoilt = False

@@ -1,4 +1,4 @@
-"""What a user asks for: bits, or a compressor and its sum."""
+"""Choice of compression: bits, or a compressor and its sum."""
 
 from __future__ import annotations
 
@@ -16,9 +16,13 @@ BITS = {"int8": 8, "int4": 4}
 
 @dataclass(frozen=True)
 class Compression:
-    """compress: "int8", "int4", a `Sparsifier`, which takes an allreduce, or None: nothing is compressed.
+    """Compression that a user asked for.
 
-    Raises TypeError or ValueError for what is none of these.
+    compress: "int8", "int4", a `Sparsifier`, which takes an allreduce, or None: nothing is compressed.
+
+    Raises:
+        TypeError: `compress` is of another type, or a compressor without an allreduce.
+        ValueError: `compress` is another word, or there is an allreduce but no compressor.
     """
 
     compress: Compress = None
@@ -43,11 +47,11 @@ class Compression:
         return self.compress is not None
 
     def __repr__(self) -> str:
-        """The same on every rank."""
+        """Text that is the same on every rank."""
         return str(self.compress) if _plain(self.compress) else type(self.compress).__name__
 
     def sum_of(self, parts: Sequence[Part], comm: Communicator, what: str) -> CompressedSum:
-        """Of what is compressed."""
+        """Compressed sum of these parts over ranks."""
         if isinstance(self.compress, str):
             return RoundedSum(parts, BITS[self.compress], comm, what)
         assert isinstance(self.compress, Sparsifier)

@@ -1,4 +1,4 @@
-"""What a user gives to exchange sparsely: a compressor that keeps residuals, and a sum over ranks of what it sends."""
+"""Arguments for a sparse exchange: a compressor that keeps residuals, and a sum over ranks of what it sends."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from torch import Tensor
 
 @runtime_checkable
 class Sparsifier(Protocol):
-    """A compressor with error feedback, such as `sparse_compress.ErrorFeedback`. Every name has a residual of its own.
+    """Compressor with error feedback, such as `sparse_compress.ErrorFeedback`; every name has a residual of its own.
 
-    Its law: what is sent and what is kept afterwards are together what was given and what was kept before.
+    Its law: what is sent, plus the residual afterwards, equals what was given, plus the residual before.
     """
 
     def compress(self, name: str, delta: Tensor, /) -> Any:
-        """What is sent of a 1-D tensor and the residual of that name; the rest is the residual from now on."""
+        """Selects what to send of a 1-D tensor plus the residual of that name; the residual keeps the rest."""
 
     def restore(self, name: str, dropped: Any, /) -> None:
-        """Adds to the residual what a sum over ranks did not take."""
+        """Adds to the residual what a sum over ranks dropped."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The residuals."""
+        """All residuals."""
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
-        """Goes on with them."""
+        """Restores the residuals."""
 
 
 class HasDense(Protocol):
-    """A sparse vector."""
+    """Sparse vector with a dense form."""
 
     def to_dense(self) -> Tensor:
-        """All of it, 1-D."""
+        """All elements, 1-D."""
 
 
 class Summed(Protocol):
-    """What comes of a sum, such as `sparse_collectives.Reduction`.
+    """Result of a sum, such as `sparse_collectives.Reduction`.
 
-    total: over ranks, alike on all of them, dense or with `to_dense`. dropped: for `Sparsifier.restore`, or None.
+    total: over ranks, the same on all of them, dense or with `to_dense`. dropped: for `Sparsifier.restore`, or None.
     """
 
     @property
@@ -50,7 +50,7 @@ class Summed(Protocol):
 
 
 class Allreduce(Protocol):
-    """A sum over ranks of what a `Sparsifier` sends; a `Work` goes on while `StreamingDiLoCo` computes."""
+    """Sum over ranks of what a `Sparsifier` sends; a `Work` that it returns runs while `StreamingDiLoCo` computes."""
 
     def __call__(self, sent: Any, comm: Communicator, /) -> Summed | Work[Summed]: ...
 

@@ -1,4 +1,4 @@
-"""How a change travels: rounded block by block, or sparsely."""
+"""Compressed sums of changes: rounded block by block, or sparse."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from local_sgd.parts import Part
 
 @dataclass
 class Launched:
-    """A vector on its way, by its part: what was given, what was sent, what comes."""
+    """Vector under way: its part, what was given, what was sent, and the result."""
 
     part: Part
     given: Tensor
@@ -28,16 +28,16 @@ class Launched:
     result: Any = None
 
     def wait(self) -> Any:
-        """What has come."""
+        """Waits for the result and returns it."""
         if self.work is not None:
             self.result = self.work.wait()
         return self.result
 
 
 class CompressedSum(ABC):
-    """Sums over ranks, a vector a part, each with its residual: what is not sent is added to what is sent next time.
+    """Sums over ranks, a vector per part, each with its residual: what is not sent is added to what is sent next time.
 
-    carries_nan: one reaches every rank, in its own place or block.
+    carries_nan: whether a NaN reaches every rank, in its own place or block.
     """
 
     carries_nan: ClassVar[bool]
@@ -45,15 +45,15 @@ class CompressedSum(ABC):
 
     @abstractmethod
     def launch(self, part: Part, x: Tensor) -> Launched:
-        """Starts the sum of x, and the part's residual. x is its own from now on."""
+        """Starts the sum of x plus the part's residual; takes x over."""
 
     @abstractmethod
     def total(self, launched: Launched) -> Tensor:
-        """The sum, waited for."""
+        """Waits for the sum and returns it."""
 
     @abstractmethod
     def feed_back(self, launched: Launched, *, applied: bool) -> None:
-        """The total is applied, or it is not: then all that was sent goes back, and nothing is lost."""
+        """Updates the residual: if the total is not applied, all that was sent goes back, and nothing is lost."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -65,11 +65,11 @@ class CompressedSum(ABC):
 
     @abstractmethod
     def load_state_dict(self, residuals: Mapping[str, Any]) -> None:
-        """What `check` let pass."""
+        """Restores residuals that `check` accepted."""
 
 
 class RoundedSum(CompressedSum):
-    """8 or 4 bits an element: see `quantised_allreduce`. What float32 rounds off of float64 is in the residual, too."""
+    """Rounds to 8 or 4 bits an element (`quantised_allreduce`). Residuals hold the error of float64 in float32, too."""
 
     carries_nan = True
     kind = "rounded"
@@ -79,7 +79,6 @@ class RoundedSum(CompressedSum):
         self._residuals = {id(part): torch.zeros_like(part.gather()) for part in parts}
 
     def launch(self, part: Part, x: Tensor) -> Launched:
-        """See `CompressedSum.launch`."""
         x += self._residuals[id(part)]
         single = x.float()
         facts = f"{self._what}.average() of {x.numel()} elements, {x.dtype} in {self._bits} bits"
@@ -87,22 +86,19 @@ class RoundedSum(CompressedSum):
         return Launched(part, x, single, start(schedule, self._comm, facts=facts, device=x.device))
 
     def total(self, launched: Launched) -> Tensor:
-        """See `CompressedSum.total`."""
         rounded: Rounded = launched.wait()
         return rounded.total.to(launched.given.dtype)
 
     def feed_back(self, launched: Launched, *, applied: bool) -> None:
-        """See `CompressedSum.feed_back`."""
         if applied:
             rounded: Rounded = launched.wait()
             self._residuals[id(launched.part)] = (launched.given - launched.sent).add_(rounded.rest)
 
     def state_dict(self) -> dict[str, Any]:
-        """See `CompressedSum.state_dict`; by parameter."""
+        """All residuals, by parameter."""
         return {name: view for part in self._parts for name, view in part.by_name(self._residuals[id(part)]).items()}
 
     def check(self, residuals: Mapping[str, Any]) -> None:
-        """See `CompressedSum.check`."""
         saved, own = ({(name, tuple(t.shape)) for name, t in held.items()} for held in (residuals, self.state_dict()))
         if saved != own:
             raise ValueError(
@@ -110,13 +106,12 @@ class RoundedSum(CompressedSum):
             )
 
     def load_state_dict(self, residuals: Mapping[str, Any]) -> None:
-        """See `CompressedSum.load_state_dict`."""
         for name, view in self.state_dict().items():
             view.copy_(residuals[name])
 
 
 class SparseSum(CompressedSum):
-    """By a compressor and a sum that were given."""
+    """Sums with a given compressor and a given allreduce."""
 
     carries_nan = False
     kind = "sparse"
@@ -126,7 +121,6 @@ class SparseSum(CompressedSum):
         self._sparsifier, self._allreduce, self._comm = sparsifier, allreduce, comm
 
     def launch(self, part: Part, x: Tensor) -> Launched:
-        """See `CompressedSum.launch`."""
         with labelled("select"):
             sent = self._sparsifier.compress(part.names[0], x)
         summed = self._allreduce(sent, self._comm)
@@ -134,7 +128,6 @@ class SparseSum(CompressedSum):
         return Launched(part, x, sent, work, summed)
 
     def total(self, launched: Launched) -> Tensor:
-        """See `CompressedSum.total`."""
         summed: Summed = launched.wait()
         total = summed.total if isinstance(summed.total, Tensor) else summed.total.to_dense()
         if total.numel() != launched.given.numel():
@@ -144,22 +137,20 @@ class SparseSum(CompressedSum):
         return total.reshape(-1).to(launched.given)
 
     def feed_back(self, launched: Launched, *, applied: bool) -> None:
-        """See `CompressedSum.feed_back`."""
         back = launched.result.dropped if applied else launched.sent
         if back is not None:
             with labelled("restore"):
                 self._sparsifier.restore(launched.part.names[0], back)
 
     def state_dict(self) -> dict[str, Any]:
-        """See `CompressedSum.state_dict`; with the number of its tensors, because a loader may leave some out.
+        """State of the compressor, and the number of its tensors, because a loader may leave some out.
 
-        And with the cut: residuals are by part, because a compressor chooses among all elements of one.
+        The cut is saved too: residuals are by part, because a compressor selects among all elements of one.
         """
         held = self._sparsifier.state_dict()
         return {"sparsifier": held, "tensors": _tensors(held), "cut": self._cut}
 
     def check(self, residuals: Mapping[str, Any]) -> None:
-        """See `CompressedSum.check`."""
         if sorted(residuals["cut"]) != sorted(self._cut):
             raise ValueError(
                 "the compressor's residuals are by vector, and those were cut otherwise: make the optimizer with the "
@@ -174,7 +165,6 @@ class SparseSum(CompressedSum):
             )
 
     def load_state_dict(self, residuals: Mapping[str, Any]) -> None:
-        """See `CompressedSum.load_state_dict`."""
         self._sparsifier.load_state_dict(residuals["sparsifier"])
 
 

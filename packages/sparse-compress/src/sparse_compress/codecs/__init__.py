@@ -1,4 +1,4 @@
-"""Wire codecs: fewer bytes a value and an index."""
+"""Wire codecs: fewer bytes for values and indices."""
 
 from sparse_compress.codecs.dense_codec import DenseCodec
 from sparse_compress.codecs.wire_codec import WireCodec, index_entropy

@@ -1,4 +1,4 @@
-"""Dense tensors in fewer bytes: what to try before anything sparse."""
+"""Dense tensors in fewer bytes: the first thing to try before anything sparse."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from sparse_compress.codecs.rounding import VALUES, aligned, leftover
 
 
 class DenseCodec:
-    """A wire form of dense float32 tensors: bf16 (half the bytes, the usual first choice), fp16, int8 or fp32.
+    """Wire form of dense float32 tensors: bf16 (half the bytes, the usual first choice), fp16, int8 or fp32.
 
         rounded, error = codec.split(gradient)   # rounded + error = gradient, exactly
         message = codec.encode(rounded)          # decode(message) is rounded, bit for bit
@@ -32,13 +32,13 @@ class DenseCodec:
         return VALUES[self.values].nbytes(numel)
 
     def split(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        """What ``encode`` keeps, and the rest.
+        """Splits a tensor into the values that ``encode`` keeps, and the rounding error.
 
         Args:
             tensor: float32, of any shape.
 
         Returns:
-            (rounded, error), both 1-D float32; rounded + error = tensor, exactly. The rest of NaN and inf is 0.
+            (rounded, error), both 1-D float32; rounded + error = tensor, exactly. The error of NaN and inf is 0.
 
         Raises:
             TypeError: The tensor is not float32.
@@ -47,7 +47,7 @@ class DenseCodec:
         return rounded, leftover(flatten(tensor), rounded)
 
     def encode(self, tensor: Tensor) -> Tensor:
-        """The message.
+        """Encodes a tensor as a message.
 
         Args:
             tensor: float32, of any shape.
@@ -64,7 +64,7 @@ class DenseCodec:
         return VALUES[self.values].pack(flat)
 
     def decode(self, message: Tensor, numel: int) -> Tensor:
-        """The tensor of a message.
+        """Decodes the tensor of a message.
 
         Args:
             message: uint8, 1-D.
@@ -74,8 +74,8 @@ class DenseCodec:
             float32, (numel,), which may share the message's memory.
 
         Raises:
-            TypeError: The message is no bytes.
-            ValueError: It has another length, or on a CPU a corrupted scale.
+            TypeError: The message is no uint8 tensor.
+            ValueError: The message has another length, or on a CPU a corrupted scale.
         """
         check_bytes(message)
         numel = element_count(numel)

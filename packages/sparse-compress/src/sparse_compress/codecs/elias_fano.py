@@ -5,7 +5,7 @@ the bucket index >> l, is stored as the differences between neighbours in unary:
 j-th index. That is k·l + k + (n − 1 >> l) bits, at most 0.6 bits an entry above the entropy bound when n ≫ k,
 and, unlike deltas of a fitted width, the same number for all indices: no round of sizes has to go first.
 
-Low bits stand in planes, bit 0 of all indices first, each filled up to whole bytes; then the unary part.
+Low bits are stored in planes, bit 0 of all indices first, each filled up to whole bytes; then the unary part.
 """
 
 import numpy as np
@@ -23,17 +23,17 @@ def nbytes(numel: int, count: int) -> int:
 
 
 def pack(indices: Tensor, numel: int) -> Tensor:
-    """``indices``, int32, (k,), strictly increasing, as uint8, (nbytes(numel, k),); nothing is read back."""
+    """Packs ``indices``, int32, (k,), strictly increasing, as uint8, (nbytes(numel, k),); nothing is read back."""
     if ready(indices):
         return packing.pack_indices(indices, *_bits(numel, len(indices)), nbytes(numel, len(indices)))
     return _pack_on_cpu(indices, numel) if indices.is_cpu else _pack_on_device(indices, numel)
 
 
 def unpack(data: Tensor, numel: int, count: int, out: Tensor | None = None) -> Tensor:
-    """The indices, int32, (count,), written to ``out`` where that is given; nothing is read back.
+    """Unpacks the indices, int32, (count,), into ``out`` where that is given; nothing is read back.
 
-    Raises ValueError for another length, and on a CPU where there are not ``count`` indices. Whether they increase, and
-    are below ``numel``, is for the caller to look at; on a GPU what is corrupted stays within the memory, no more.
+    Raises ValueError for another length, and on a CPU where there are not ``count`` indices. The caller checks that
+    they increase and are below ``numel``; on a GPU corrupted indices only stay within the memory.
     """
     if data.numel() != nbytes(numel, count):
         raise ValueError(f"{data.numel()} bytes given, but {count} indices below {numel} take {nbytes(numel, count)}")

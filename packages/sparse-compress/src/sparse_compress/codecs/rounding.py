@@ -1,6 +1,6 @@
 """Values in fewer bits: how each kind rounds, packs and unpacks.
 
-A rounding is idempotent, and what it leaves over, x − rounded, is exact in float32, so that rounded + error = x.
+A rounding is idempotent, and its error, x − rounded, is exact in float32, so that rounded + error = x.
 For that, a value too large for the kind is cut to a multiple of its own unit in the last place.
 """
 
@@ -16,23 +16,23 @@ SCALE_BYTES = 8  # of int8: the scale, and room that keeps what follows aligned
 
 
 class Values(Protocol):
-    """One kind of value on the wire."""
+    """Kind of values on the wire."""
 
     def nbytes(self, count: int) -> int:
-        """Bytes of so many values."""
+        """Bytes of ``count`` values."""
 
     def pack(self, x: Tensor) -> Tensor:
-        """``x``, float32, (k,), as uint8, (nbytes(k),); rounded to nearest, ties to even. inf and NaN stay so."""
+        """Packs ``x``, float32, (k,), as uint8, (nbytes(k),); rounds to nearest, ties to even. inf and NaN stay so."""
 
     def unpack(self, data: Tensor, count: int, out: Tensor | None = None) -> Tensor:
-        """float32, (count,), of as many bytes at least; on a CPU ValueError for what cannot have been packed.
+        """Unpacks float32, (count,), from at least as many bytes; on a CPU ValueError for what ``pack`` cannot give.
 
-        ``out``: what it is written to.
+        ``out``: the tensor to write to.
         """
 
 
 class Float32(NamedTuple):
-    """As they are: 4 bytes."""
+    """Values unrounded, in 4 bytes."""
 
     def nbytes(self, count: int) -> int:
         return 4 * count
@@ -45,9 +45,9 @@ class Float32(NamedTuple):
 
 
 class Float16(NamedTuple):
-    """float16 or bfloat16: 2 bytes. What would overflow is clamped (float16: 65,504).
+    """Values in 2 bytes, float16 or bfloat16; those that would overflow are clamped (float16: 65,504).
 
-    There are kernels for bfloat16 alone: torch converts float16 in one pass, by the processor's own instructions.
+    Kernels exist for bfloat16 alone: torch converts float16 in one pass, by the processor's own instructions.
     """
 
     dtype: torch.dtype
@@ -74,9 +74,9 @@ class Float16(NamedTuple):
 
 
 class Int8(NamedTuple):
-    """Multiples −127 … 127 of one power of two per message, the least that holds the largest value: 1 byte.
+    """Values in 1 byte: multiples −127 … 127 of one power of two per message, the least that holds the largest value.
 
-    −128 stands for what is not finite, and becomes NaN.
+    −128 stands for a value that is not finite, and becomes NaN.
     """
 
     def nbytes(self, count: int) -> int:
@@ -116,25 +116,25 @@ VALUES: dict[str, Values] = {
 
 
 def aligned(data: Tensor) -> Tensor:
-    """Bytes that can be viewed as 4-byte numbers: copied only where they lie in the middle of a word."""
+    """Bytes that can be viewed as 4-byte numbers: copied only where they begin in the middle of a word."""
     if not len(data):
         return data.new_empty(0)  # NumPy gives empty ones a stride of 0
     return data.clone() if data.data_ptr() % 4 or data.storage_offset() % 4 else data
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
-    """2^exponent for −126 … 127, made of its bits, so that it is exact on every device."""
+    """2^exponent for −126 … 127, made from its bits, so that it is exact on every device."""
     return ((exponent.int() + 127) << 23).view(torch.float32)
 
 
 def last_place(x: Tensor) -> Tensor:
-    """The unit in the last place of each finite float32: 2^−23 of the power of two at or below |x|."""
+    """Unit in the last place of each finite float32: 2^−23 of the power of two at or below |x|."""
     exponent = (x.view(torch.int32) >> 23 & 0xFF) - 127 - 23
     return power_of_two(exponent.clamp(-126, 127))
 
 
 def leftover(x: Tensor, rounded: Tensor, out: Tensor | None = None) -> Tensor:
-    """x − rounded, 0 where either is not finite; written to ``out`` where that is given."""
+    """Rounding error x − rounded, 0 where either is not finite; written to ``out`` where that is given."""
     if take(x) and take(rounded):
         return packing.leftover(x, rounded, out)
     error = torch.sub(x, rounded, out=out)
@@ -148,7 +148,7 @@ def _into(out: Tensor | None, values: Tensor) -> Tensor:
 
 
 def _known_within(x: Tensor, most: float) -> bool:
-    """Whether no element is NaN or beyond ±most, so that there is nothing to mend; False where a GPU would be asked."""
+    """Whether no element is NaN or beyond ±most, so that nothing needs mending; False on a GPU, which is not asked."""
     if not x.is_cpu:
         return False
     return not x.numel() or bool(-most <= x.numpy().min() and x.numpy().max() <= most)

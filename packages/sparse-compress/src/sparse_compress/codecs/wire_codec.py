@@ -19,17 +19,17 @@ FLOAT32 = 1
 
 
 class WireCodec:
-    """A wire form of sparse vectors with fewer bytes for values, for indices, or for both.
+    """Wire form of sparse vectors with fewer bytes for values, for indices, or for both.
 
         codec = WireCodec(values="bf16", indices="packed")
         rounded, error = codec.split(vector)     # rounded + error = vector, exactly
         message = codec.encode(rounded)          # loses nothing more: decode(message) is rounded, bit for bit
         feedback.restore(name, error)            # one residual keeps it
 
-    Who sends ``rounded`` also computes with it, so that both sides hold the same bits.
+    The sender computes with ``rounded`` too, so that both sides hold the same bits.
 
     Sizes follow from numel and the number of entries, packed indices' too (``elias_fano``), so a receiver needs no
-    round of sizes: ``nbytes``. The first 32 bytes are a header as in ``wire``, the transport's slot first.
+    round of sizes: ``nbytes``. The first 32 bytes are a header as in ``vector_format``, the transport's slot first.
     Nothing is read back from a GPU.
 
     Args:
@@ -52,19 +52,19 @@ class WireCodec:
         """Bytes of a message, header included, a multiple of 4.
 
         Args:
-            entries: How many it holds.
+            entries: Number of entries.
             numel: Elements of the whole vector.
         """
         return HEADER_BYTES + self._sizes(entries, numel).total
 
     def split(self, vector: SparseVector) -> tuple[SparseVector, SparseVector]:
-        """What ``encode`` keeps of a vector, and the rest, entry by entry.
+        """Splits a vector into the values that ``encode`` keeps, and the rounding error, entry by entry.
 
         Args:
             vector: float32.
 
         Returns:
-            (rounded, error) with the vector's indices; rounded + error = vector, exactly. The rest of NaN and inf is 0.
+            (rounded, error) with the vector's indices; rounded + error = vector, exactly; NaN and inf have error 0.
 
         Raises:
             TypeError: The vector is float64.
@@ -76,7 +76,7 @@ class WireCodec:
         return rounded, error
 
     def encode(self, vector: SparseVector) -> Tensor:
-        """The message.
+        """Encodes a vector as a message.
 
         Args:
             vector: float32.
@@ -97,22 +97,22 @@ class WireCodec:
         return message
 
     def decode(self, message: Tensor, numel: int, entries: int | None = None) -> SparseVector:
-        """The vector of a message, in memory of its own.
+        """Decodes the vector of a message, in memory of its own.
 
         Args:
             message: uint8, 1-D.
             numel: Elements of the whole vector.
-            entries: How many it holds; without, its header says so, and a GPU is asked for it.
+            entries: Number of entries; by default it is read from the header, for which a GPU is waited for.
 
         Raises:
-            TypeError: The message is no bytes.
-            ValueError: The length says something else, or on a CPU the header does, or the indices do not increase
-                strictly within numel. On a GPU they are trusted, because looking at them would wait for it.
+            TypeError: The message is no uint8 tensor.
+            ValueError: The length does not fit, or on a CPU the header does not, or the indices do not increase
+                strictly within numel. On a GPU they are trusted, because reading them would wait for it.
         """
         return self.decode_block(message[SLOT_BYTES:], numel, entries)
 
     def decode_block(self, block: Tensor, numel: int, entries: int | None = None) -> SparseVector:
-        """``decode`` of a message without its slot, as when several are sent in one.
+        """Decodes a message without its slot, as when several are sent in one.
 
         Args:
             block: uint8, 1-D.
@@ -162,7 +162,7 @@ class WireCodec:
 
 
 class _Said(NamedTuple):
-    """What a block's header says."""
+    """Contents of a block's header."""
 
     numel: int
     entries: int
@@ -191,11 +191,11 @@ def _read_header(block: Tensor) -> _Said:
 
 
 def index_entropy(entries: int, numel: int) -> float:
-    """log₂ of the number of ways to choose the indices, in bytes an entry: no code is shorter for all of them.
+    """Entropy bound of the indices, in bytes an entry: log₂ of the number of choices; no code is shorter for all.
 
     Args:
-        entries: How many are chosen, at least 1.
-        numel: Of so many elements.
+        entries: Number of chosen indices, at least 1.
+        numel: Number of elements to choose from.
     """
     nats = lgamma(numel + 1) - lgamma(entries + 1) - lgamma(numel - entries + 1)
     return nats / log(2) / 8 / entries
@@ -212,7 +212,7 @@ def _float32(vector: SparseVector) -> Tensor:
 
 
 def _with_indices(like: SparseVector) -> SparseVector:
-    """Of these indices; its values are for the caller to fill."""
+    """Vector of the same indices; the caller fills in the values."""
     vector = SparseVector.allocate(len(like), like.numel, torch.float32, like.device)
     vector.indices.copy_(like.indices)
     return vector

@@ -1,4 +1,4 @@
-"""Selection by a given threshold, cut to a bound: what the threshold compressors share."""
+"""Selection by a given threshold, cut to a bound, shared by the threshold compressors."""
 
 import torch
 from torch import Tensor
@@ -10,10 +10,10 @@ from sparse_compress.vector import SparseVector
 
 
 def select_at_least(x: Tensor, threshold: float, k: int) -> SparseVector:
-    """The elements of ``x`` whose magnitude reaches ``threshold``, the k largest of them where they are more.
+    """Elements of ``x`` whose magnitude reaches ``threshold``, the k largest of them where they are more.
 
-    NaN and inf reach any threshold. A tensor with a non-zero element never gives an empty vector: the largest
-    goes where none reaches; an all-zero one gives none where ``threshold`` > 0. On a GPU the number is read back.
+    NaN and inf reach any threshold. A tensor with a non-zero element never gives an empty vector: the largest is sent
+    where none reaches; an all-zero one gives none where ``threshold`` > 0. On a GPU their number is read back.
     """
     flat = flatten(x)
     if not len(flat) or not k:
@@ -26,13 +26,13 @@ def select_at_least(x: Tensor, threshold: float, k: int) -> SparseVector:
 
 
 def count_at_least(x: Tensor, threshold: float) -> int:
-    """How many elements of ``x`` have a magnitude of at least ``threshold`` > 0; read back from a GPU."""
+    """Number of elements of ``x`` with a magnitude of at least ``threshold`` > 0; read back from a GPU."""
     flat = flatten(x)
     key = threshold_key(threshold, flat.dtype)
     return int((magnitude_keys(flat) >= key).sum())
 
 
 def threshold_key(threshold: float, dtype: torch.dtype) -> int:
-    """The key of the least magnitude of ``dtype`` that is not below ``threshold``."""
+    """Key of the least magnitude of ``dtype`` that is not below ``threshold``."""
     rounded = torch.tensor(threshold, dtype=dtype)
     return int(magnitude_keys(rounded)) + (float(rounded) < threshold)

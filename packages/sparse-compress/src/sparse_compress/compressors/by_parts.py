@@ -1,4 +1,4 @@
-"""Layer by layer, or several tensors as one: how much of a model one selection spans."""
+"""Selection layer by layer, or over several tensors as one: the span of one selection."""
 
 from collections.abc import Sequence
 from math import prod
@@ -12,17 +12,17 @@ from sparse_compress.vector import SparseVector
 
 
 class ByParts:
-    """A compressor for every part of a flat tensor by itself, such as the layers in a bucket or in a model.
+    """Applies a compressor to every part of a flat tensor by itself, such as the layers in a bucket or in a model.
 
     Every part that is not empty (or all zero, with thresholds) sends at least one entry. To select over a bucket or
     over the whole model instead, give its flat tensor to the compressor itself.
 
     Args:
-        compressor: A stateless one: one threshold or one count for all parts would be none of theirs.
-        shapes: Shapes or element counts of the parts, in order; they make up the whole tensor, which a call sees to.
+        compressor: A stateless one, because one threshold or one count for all parts would fit none of them.
+        shapes: Shapes or element counts of the parts, in order; they make up the whole tensor, which a call checks.
 
     Raises:
-        TypeError: The compressor keeps state, or what is no shape was given.
+        TypeError: The compressor keeps state, or an entry is no shape.
         ValueError: A shape is negative; of a call, the tensor is of another size.
     """
 
@@ -39,7 +39,7 @@ class ByParts:
         return concatenate([self.compressor(part) for part in torch.split(flatten(tensor), self.numels)])
 
     def entries(self, numel: int) -> int:
-        """See ``Compressor.entries``: the sum of the parts' bounds."""
+        """Sum of the parts' bounds."""
         self._check(numel)
         return sum(self.compressor.entries(part) for part in self.numels)
 
@@ -62,7 +62,7 @@ def _numels(shapes: Sequence[int | Sequence[int]]) -> list[int]:
 
 
 def concatenate(vectors: Sequence[SparseVector]) -> SparseVector:
-    """The vectors of consecutive parts as one vector of the whole.
+    """Concatenates the vectors of consecutive parts into one vector of the whole.
 
     Args:
         vectors: At least one, of one dtype and device.

@@ -1,4 +1,4 @@
-"""What a compressor is."""
+"""Interfaces of compressors."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
@@ -14,20 +14,20 @@ SHARE = "the fraction of elements to send"
 
 @runtime_checkable
 class Compressor(Protocol):
-    """Chooses the entries of a tensor to send: any callable with ``entries``; see CONTRIBUTING for one of one's own.
+    """Chooses the entries of a tensor to send: any callable with ``entries``; CONTRIBUTING says how to add one.
 
-    One that always takes the largest magnitudes first says so by an attribute ``finds_nonfinite = True``: NaN and
+    One that always takes the largest magnitudes first declares so by an attribute ``finds_nonfinite = True``: NaN and
     inf are then looked for in what it sends. One that returns other values than the tensor's has ``unbiased = True``.
     """
 
     def __call__(self, tensor: Tensor) -> SparseVector:
-        """Chosen entries of ``tensor`` flattened, with their values; at most ``entries(tensor.numel())``.
+        """Entries chosen from ``tensor`` flattened, with their values; at most ``entries(tensor.numel())``.
 
         Not empty, unless the tensor is or all of it is zero.
         """
 
     def entries(self, numel: int) -> int:
-        """k: the most entries that a tensor of ``numel`` elements gives, alike on every rank.
+        """Bound k on the entries that a tensor of ``numel`` elements gives, alike on every rank.
 
         It bounds the capacity of every receive.
 
@@ -38,22 +38,22 @@ class Compressor(Protocol):
 
 @runtime_checkable
 class StatefulCompressor(Protocol):
-    """A compressor that keeps something for each name between calls; error feedback saves it and rolls it back."""
+    """Compressor that keeps state for each name between calls; error feedback saves it and rolls it back."""
 
     def __call__(self, tensor: Tensor, *, name: str = "") -> SparseVector:
-        """As ``Compressor``; tensors of different names know nothing of each other."""
+        """Chosen entries, like ``Compressor``; tensors of different names do not affect each other."""
 
     def entries(self, numel: int) -> int:
-        """As ``Compressor``."""
+        """Bound k on the entries, like ``Compressor.entries``."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers, in memory of their own."""
+        """State as plain numbers, in memory of their own."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was saved.
+        """Goes on where ``state`` was saved.
 
         Args:
-            state: What ``state_dict`` gave.
+            state: Result of ``state_dict``.
 
         Raises:
             ValueError: It is no such state; nothing is changed.
@@ -62,26 +62,26 @@ class StatefulCompressor(Protocol):
 
 @runtime_checkable
 class FusedCompressor(Compressor, Protocol):
-    """A compressor that selects while error feedback accumulates, in fewer sweeps over memory than two steps take."""
+    """Compressor that selects while error feedback accumulates, in fewer sweeps over memory than two steps take."""
 
     def step(self, before: Accumulator, gradient: Tensor, momentum: float, out: Accumulator) -> SparseVector:
-        """The same bits as ``before.advance(gradient, momentum, out)``, a call on ``out.residual``, ``out.clear``.
+        """Fuses ``before.advance(gradient, momentum, out)``, a call on ``out.residual``, ``out.clear``, bit for bit.
 
         Args:
-            before: What has accumulated until now.
+            before: State accumulated until now.
             gradient: Dense, of any shape; left as it is.
             momentum: m of the correction, 0 without.
-            out: Where what has accumulated now is written, without what is sent; may be ``before``.
+            out: Accumulator for the new state, without the entries that are sent; may be ``before``.
 
         Returns:
-            What is to be sent.
+            The entries to send.
         """
 
 
 class Density:
-    """k = max(1, round(density · n)), 0 only for an empty tensor. ``density``: 0 < density ≤ 1, else ValueError.
+    """Density with k = max(1, round(density · n)), 0 only for an empty tensor.
 
-    It may be set anew; TypeError for what is no number.
+    ``density``: 0 < density ≤ 1, else ValueError; TypeError for anything but a number. It may be set anew.
     """
 
     def __init__(self, density: float) -> None:
@@ -89,7 +89,7 @@ class Density:
 
     @property
     def density(self) -> float:
-        """The fraction of elements to send."""
+        """Fraction of elements to send."""
         return self._density
 
     @density.setter
@@ -97,7 +97,7 @@ class Density:
         self._density = share_of(density, "density", expected=SHARE)
 
     def entries(self, numel: int) -> int:
-        """k: the most entries that are sent of ``numel`` elements, alike on every rank."""
+        """Bound k on the entries that are sent of ``numel`` elements, alike on every rank."""
         return min(numel, max(1, round(self.density * numel)))
 
     def __repr__(self) -> str:

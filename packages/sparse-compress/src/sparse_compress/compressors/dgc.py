@@ -14,12 +14,11 @@ from sparse_compress.vector import SparseVector
 
 
 class DGCTopK(Density):
-    """About k of the largest: a threshold from a sample, then what reaches it, cut exactly to k.
+    """Selects about k of the largest: a threshold from a sample, then the elements that reach it, cut exactly to k.
 
     Of n elements every 1/``sample``-th is looked at, but at least enough for 8 of the k; the threshold is the
     sample's own top-k threshold. Where more than k elements reach it, the k largest of them are sent: the paper's
     hierarchical selection. Where fewer do, fewer are sent, at least one of a tensor that is not all zero.
-
     The rest of DGC: momentum correction and factor masking are ``ErrorFeedback(momentum=…)``, clipping is
     ``clip_locally``, the schedule of densities ``WarmUp``.
 
@@ -56,21 +55,21 @@ class DGCTopK(Density):
 
 
 def clip_locally(gradients: Iterable[Tensor], max_norm: float, ranks: int) -> Tensor:
-    """Scale the gradients in place so that their norm together is at most ``max_norm`` / √ranks.
+    """Scales the gradients in place so that their norm together is at most ``max_norm`` / √ranks.
 
-    Before they are accumulated, on every rank by itself: the norm of a sum of ``ranks`` independent gradients grows as
-    √ranks, so the sum is clipped to about ``max_norm`` (Lin et al., ICLR 2018, section 3.2).
+    Call it before they are accumulated, on every rank by itself: the norm of a sum of ``ranks`` independent gradients
+    grows as √ranks, so the sum is clipped to about ``max_norm`` (Lin et al., ICLR 2018, section 3.2).
 
     Args:
         gradients: Dense tensors of any shapes.
-        max_norm: Of the sum over the ranks, > 0.
-        ranks: How many there are, ≥ 1.
+        max_norm: Bound of the norm of the sum over the ranks, > 0.
+        ranks: Number of ranks, ≥ 1.
 
     Returns:
         The norm before, 0-D.
 
     Raises:
-        TypeError: One tensor was given in place of several, or what is no number.
+        TypeError: One tensor was given in place of several, or another argument is no number.
         ValueError: max_norm or ranks is out of range.
     """
     if isinstance(gradients, Tensor):

@@ -15,12 +15,12 @@ CORRECTIONS = 4  # sweeps that may count and correct
 
 
 class GaussianK(Density):
-    """About k of the largest, as if the elements were normal.
+    """Selects about k of the largest, as if the elements were normal.
 
         t = Φ⁻¹(1 − ρ/2) of N(μ, σ), μ and σ those of x; up to four times: count |x| ≥ t;
         fewer than ⅔k: t ← t/2; more than 4/3·k: t ← 3/2·t
 
-    Then the elements that reach t, cut exactly to k where they are more, at least one unless all are zero.
+    Sent are the elements that reach t, cut exactly to k where they are more, at least one unless all are zero.
 
     Source: Shi et al., Understanding Top-k Sparsification in Distributed Deep Learning, 2019, algorithm 1. Differs from
     the paper: |μ| for μ, so that the threshold is positive; the exact cut; where mean or deviation overflow or are not

@@ -15,21 +15,20 @@ from sparse_compress.vector import SparseVector
 
 
 class RandomK(Density):
-    """k random elements, whatever their values: element j of the result comes from [⌊jn/k⌋, ⌊(j+1)n/k⌋).
+    """Selects k random elements, whatever their values: entry j comes from [⌊jn/k⌋, ⌊(j+1)n/k⌋).
 
-    The choice depends on seed, name and how often that name was compressed, on nothing else: ranks that share
-    them choose alike on any device, so indices need not travel (``indices`` tells them; the values can go through
-    a dense allreduce).
+    The choice depends only on seed, name and how often that name was compressed: ranks that share them choose alike
+    on any device, so indices need not travel (``indices`` gives them; the values can go through a dense allreduce).
 
     Differs from the usual choice among all subsets of size k: one element of each stratum of about n/k. Each
-    element is as likely, so mean and E‖x − C(x)‖² are the same; indices are distinct and sorted for nothing.
+    element is as likely, so mean and E‖x − C(x)‖² are the same; indices are distinct and sorted at no cost.
     State: the number of calls by name.
 
     Args:
         density: The share of elements to send, 0 < density ≤ 1.
         seed: Any integer, the same on all ranks.
         unbiased: Every value is divided by its chance to be chosen, which makes E[C(x)] = x. Error feedback refuses
-            that, and takes the biased form (Stich et al., NeurIPS 2018).
+            it, and takes the biased form (Stich et al., NeurIPS 2018).
 
     Raises:
         TypeError: An argument is of another type.
@@ -56,12 +55,12 @@ class RandomK(Density):
         return sparse
 
     def indices(self, numel: int, *, name: str = "", call: int = 0) -> Tensor:
-        """What a call chooses.
+        """Indices that a call chooses.
 
         Args:
             numel: Elements of the tensor.
-            name: Under which it is compressed.
-            call: Its number among those of that name, from 0.
+            name: Name under which the tensor is compressed.
+            call: Number of the call among those of that name, from 0.
 
         Returns:
             int64, (k,), increasing, on the CPU.
@@ -76,7 +75,7 @@ class RandomK(Density):
         return {"calls": dict(self._calls)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See ``StatefulCompressor.load_state_dict``."""
+        """Restores the number of calls by name."""
         self._calls = by_name(state, "calls", integers=True)
 
     def __repr__(self) -> str:
@@ -84,5 +83,5 @@ class RandomK(Density):
 
 
 def _strata(numel: int, k: int) -> Tensor:
-    """The k + 1 bounds ⌊j·numel/k⌋, int64."""
+    """Bounds of the strata, ⌊j·numel/k⌋, int64, (k + 1,)."""
     return torch.arange(k + 1) * numel // max(k, 1)

@@ -1,11 +1,11 @@
-"""What compressors with a state have saved: numbers by name."""
+"""Saved state of compressors: numbers by name."""
 
 from collections.abc import Mapping
 from typing import Any
 
 
 def by_name(state: Mapping[str, Any], part: str, *, integers: bool = False) -> dict[str, Any]:
-    """``state[part]``: numbers from 0 on, by name. Raises ValueError for anything else."""
+    """``state[part]``: numbers from 0 on, by name; ValueError for anything else."""
     found = state.get(part) if isinstance(state, Mapping) else None
     kinds = int if integers else (int, float)
     if not isinstance(found, Mapping) or not all(

@@ -1,4 +1,4 @@
-"""A fixed threshold."""
+"""Selection by a fixed threshold."""
 
 from torch import Tensor
 
@@ -9,15 +9,15 @@ from sparse_compress.vector import SparseVector
 
 
 class Threshold(Density):
-    """All elements with |x| ≥ threshold, the k largest of them where they are more.
+    """Selects all elements with |x| ≥ threshold, the k largest of them where they are more.
 
-    Source: Strom, Interspeech 2015. Differs from the paper: values are sent as they are, not as ± threshold; the bound
-    k = max(1, round(density · n)) makes the size on the wire one that all ranks know; where no element reaches, the
-    largest is sent. Stateless and deterministic.
+    Source: Strom, Interspeech 2015. Differs from the paper: values are sent unchanged, not as ± threshold; the bound
+    k = max(1, round(density · n)) makes the size on the wire known to all ranks; where no element reaches, the largest
+    is sent. Stateless and deterministic.
 
     Args:
         threshold: A magnitude, > 0 and finite.
-        density: The most that is sent, as a share of the elements, 0 < density ≤ 1.
+        density: The largest share of elements to send, 0 < density ≤ 1.
 
     Raises:
         TypeError: One of them is no number.

@@ -1,4 +1,4 @@
-"""An exact threshold, reused for some steps."""
+"""Selection by an exact threshold that is reused for some steps."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,16 +14,16 @@ from sparse_compress.vector import SparseVector
 
 
 class ThresholdReuse(Density):
-    """Exact top-k every ``every`` calls of a name; between them what reaches the k-th magnitude found then.
+    """Selects exact top-k every ``every`` calls of a name; between them the elements that reach its k-th magnitude.
 
-    At most k = max(1, round(density · n)) entries: where more reach, the k largest (Li & Hoefler, PPoPP 2022,
+    It sends at most k = max(1, round(density · n)) entries: where more reach, the k largest (Li & Hoefler, PPoPP 2022,
     whose local selection this is, bound theirs likewise). Gradients change slowly, so about k do.
     On a GPU it saves most of the selection, but reads thresholds and counts back.
     State: threshold and number of calls by name.
 
     Args:
         density: The share of elements to send, 0 < density ≤ 1.
-        every: After so many calls the threshold is found anew, ≥ 1.
+        every: Number of calls after which the threshold is found anew, ≥ 1.
 
     Raises:
         TypeError: One of them is no number.
@@ -55,7 +55,7 @@ class ThresholdReuse(Density):
         return {"calls": dict(self._calls), "thresholds": dict(self._thresholds)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See ``StatefulCompressor.load_state_dict``."""
+        """Restores thresholds and numbers of calls by name."""
         calls, thresholds = by_name(state, "calls", integers=True), by_name(state, "thresholds")
         if set(calls) != set(thresholds):
             raise ValueError(

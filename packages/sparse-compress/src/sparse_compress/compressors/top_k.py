@@ -11,7 +11,7 @@ from sparse_compress.vector import SparseVector
 
 
 class TopK(Density):
-    """The k = max(1, round(density · n)) largest of n elements by magnitude, exactly (see ``topk``).
+    """Selects the k = max(1, round(density · n)) largest of n elements by magnitude, exactly (see ``topk``).
 
     Stateless and deterministic; always k entries.
 
@@ -33,5 +33,5 @@ class TopK(Density):
         return topk(tensor, self.entries(tensor.numel()))
 
     def step(self, before: Accumulator, gradient: Tensor, momentum: float, out: Accumulator) -> SparseVector:
-        """See ``FusedCompressor.step``: accumulates, selects and clears in one sweep."""
+        """Accumulates, selects and clears in one sweep."""
         return step_topk(before, gradient, momentum, self.entries(gradient.numel()), out)

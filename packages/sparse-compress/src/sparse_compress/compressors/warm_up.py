@@ -11,17 +11,17 @@ STAGES = (0.25, 0.0625, 0.015625, 0.004)
 
 @dataclass(frozen=True)
 class WarmUp:
-    """The share of elements to send in a step (from 0 on): large in the first ``steps``, then ``density``.
+    """Share of elements to send in a step (from 0 on): large in the first ``steps``, then ``density``.
 
         DistributedOptimizer(..., density=WarmUp(0.001, steps=500))
 
-    Source: Lin et al., Deep Gradient Compression, ICLR 2018, section 3.3. Whole steps in place of the paper's epochs:
-    ``steps`` = 4 · steps an epoch has gives those at 0.1 %.
+    Source: Lin et al., Deep Gradient Compression, ICLR 2018, section 3.3. Differs from the paper: steps in place of
+    epochs; ``steps`` = 4 · (steps of an epoch) gives the paper's at 0.1 %.
 
     Args:
-        density: What it ends at, 0 < density ≤ 1.
-        steps: How many the warm-up takes, ≥ 0.
-        stages: As many equal parts of ``steps``, and what is sent in each, never below ``density``; default: the
+        density: Final share, 0 < density ≤ 1.
+        steps: Number of steps of the warm-up, ≥ 0.
+        stages: Shares to send, each in an equal part of ``steps``, never below ``density``; default: the
             paper's exponential ones, 25 %, 6.25 %, 1.5625 %, 0.4 %, those of them that are above ``density``.
             ``(1.0,)`` sends all of the first ``steps``.
 
@@ -44,10 +44,10 @@ class WarmUp:
         object.__setattr__(self, "stages", above or (self.density,))
 
     def __call__(self, step: int) -> float:
-        """The density of the step of that number.
+        """Density of a step.
 
         Args:
-            step: From 0 on.
+            step: Number of the step, from 0 on.
         """
         if step >= self.steps:
             return self.density

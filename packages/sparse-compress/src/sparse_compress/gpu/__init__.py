@@ -7,7 +7,7 @@ A step knows every size beforehand, so it never waits for the device and can be 
    16 bits) a lower bound of the k-th largest element: lines below it are not read again. The others are listed, in
    order, so that a block of the list is full of them however rare they are.
 3. Radix select among the elements of the listed lines: the exact k-th largest magnitude.
-4. Count what is selected in each block of the list, add up the counts, write every block's entries into their own
+4. Count the selected elements in each block of the list, add up the counts, write every block's entries into their own
    range of the result in index order, and clear them in v.
 
 Bytes of a step of n elements with a float32 gradient: the floor is 12n, to read g and v and write v once. Maxima
@@ -36,5 +36,5 @@ def _has_triton() -> bool:
 
 
 def kernels_take(x: Tensor) -> bool:
-    """Contiguous tensors of 16 or 32 bits on a GPU, where Triton is installed. All others go the plain torch way."""
+    """Whether Triton is installed and takes this tensor: contiguous, 16 or 32 bits, on a GPU. Others go by torch."""
     return x.is_cuda and x.dtype != torch.float64 and x.is_contiguous() and x.numel() <= MAX_ELEMENTS and _has_triton()

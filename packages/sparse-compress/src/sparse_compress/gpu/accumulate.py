@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 # (Triton's language is not typed.)
-"""The first sweep: accumulate, and find the largest magnitude of every line."""
+"""First sweep: accumulate, and find the largest magnitude of every line."""
 
 import triton
 import triton.language as tl
@@ -31,7 +31,7 @@ def accumulate(
 
 @triton.jit
 def find_maxima(x, maxima, n, BLOCK: tl.constexpr):  # noqa: N803
-    """The maxima of the lines of ``x``."""
+    """Writes the maxima of the lines of ``x``."""
     lines = block_lines(tl.program_id(0), BLOCK)
     at = elements_of(lines)
     store_maxima(maxima, lines, tl.load(x + at, mask=at < n, other=0), n)

@@ -2,10 +2,10 @@
 # (Triton's language is not typed.)
 """Deterministic compaction, in index order: of the lines that reach a bound, then of the k elements that are selected.
 
-Each time one kernel counts what every block has, torch adds the counts up, and another writes each block's into its own
-range: places never overlap and nothing depends on the order in which programs run.
+Each time one kernel counts the entries of every block, torch adds the counts up, and another kernel writes each block's
+into its own range: places never overlap and nothing depends on the order in which programs run.
 
-Selected are all keys above the k-th largest, and the first ``ties`` of those that equal it. ``state`` is radix
+All keys above the k-th largest are selected, and the first ``ties`` of those that equal it. ``state`` is radix
 select's: the k-th largest key, and ``ties``.
 """
 
@@ -19,7 +19,7 @@ ABOVE = tl.constexpr(32)  # bits: a block's two counts are one int64, so that th
 
 @triton.jit
 def count_lines(maxima, bound, counts, lines, BLOCK: tl.constexpr):  # noqa: N803
-    """For each block of BLOCK maxima how many reach the bound."""
+    """Counts, for each block of BLOCK maxima, how many reach the bound."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     reaches = tl.load(maxima + at, mask=at < lines, other=-1) >= tl.load(bound)
     tl.store(counts + tl.program_id(0), tl.sum(reaches.to(tl.int32)))
@@ -27,7 +27,7 @@ def count_lines(maxima, bound, counts, lines, BLOCK: tl.constexpr):  # noqa: N80
 
 @triton.jit
 def list_lines(maxima, bound, counts, listed, lines, BLOCK: tl.constexpr):  # noqa: N803
-    """Write the numbers of the lines that reach the bound; ``counts`` holds inclusive sums over the blocks now."""
+    """Writes the numbers of the lines that reach the bound; ``counts`` now holds inclusive sums over the blocks."""
     block = tl.program_id(0)
     rows = block_lines(block, BLOCK)
     at = elements_of(rows)
@@ -38,7 +38,7 @@ def list_lines(maxima, bound, counts, listed, lines, BLOCK: tl.constexpr):  # no
 
 @triton.jit
 def count_selected(x, listed, total, state, counts, n, blocks, BLOCK: tl.constexpr):  # noqa: N803
-    """For each block of listed lines how many keys are above the k-th largest, times 2³², plus how many equal it."""
+    """Counts the keys above the k-th largest, times 2³², plus those that equal it, for each block of listed lines."""
     kth, lines = tl.load(state), tl.load(total)
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
         both = tl.zeros([], dtype=tl.int64)
@@ -55,7 +55,7 @@ def write_selected(
     x, velocity, listed, total, state, counts, indices, values, n,
     CLEAR: tl.constexpr, MOMENTUM: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    """Write each block's entries to their place, and with CLEAR set x, and velocity with MOMENTUM, to 0 there.
+    """Writes each block's entries to their place; with CLEAR sets x, and velocity with MOMENTUM, to 0 there.
 
     ``counts`` now holds inclusive sums over the blocks. No element of x is touched by two programs.
     """

@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 # (Triton's language is not typed.)
-"""Magnitudes of elements and of lines of elements, and where selected ones go, for the kernels."""
+"""Magnitudes of elements and of lines of elements, and places of selected ones, for the kernels."""
 
 import triton
 import triton.language as tl
@@ -10,7 +10,7 @@ LINE = tl.constexpr(16)  # elements: 64 bytes of float32, what memory fetches at
 
 @triton.jit
 def magnitude_key(x):
-    """Bits without the sign, as in ``magnitude``; those of 16-bit floats in the upper half. int32 are keys already."""
+    """Key of ``magnitude``, the bits without the sign; 16-bit floats in the upper half. int32 are keys already."""
     if x.dtype == tl.int32:
         keys = x
     elif x.dtype == tl.float32:
@@ -22,22 +22,22 @@ def magnitude_key(x):
 
 @triton.jit
 def elements_of(lines):
-    """The numbers of the elements of ``lines``, (lines, LINE), int32.
+    """Numbers of the elements of ``lines``, (lines, LINE), int32.
 
-    32 bits hold any element's number (``available.MAX_ELEMENTS``); bytes are counted by pointers, in 64 bits.
+    32 bits hold any element's number (``gpu.MAX_ELEMENTS``); bytes are counted by pointers, in 64 bits.
     """
     return lines[:, None] * LINE + tl.arange(0, LINE)[None, :]
 
 
 @triton.jit
 def block_lines(block, BLOCK: tl.constexpr):  # noqa: N803
-    """The numbers of the lines of a block of BLOCK elements, (BLOCK / LINE,), int32."""
+    """Numbers of the lines of a block of BLOCK elements, (BLOCK / LINE,), int32."""
     return block * (BLOCK // LINE) + tl.arange(0, BLOCK // LINE)
 
 
 @triton.jit
 def listed_lines(listed, total, block, n, BLOCK: tl.constexpr):  # noqa: N803
-    """Of a block of the ``total`` lines in the list: the numbers of their elements, and which of them there are."""
+    """Numbers of the elements in a block of the ``total`` listed lines, and a mask of those that exist."""
     places = block_lines(block, BLOCK)
     lines = tl.load(listed + places, mask=places < total, other=0)
     at = elements_of(lines)
@@ -46,12 +46,12 @@ def listed_lines(listed, total, block, n, BLOCK: tl.constexpr):  # noqa: N803
 
 @triton.jit
 def store_maxima(maxima, lines, x, n):
-    """Write the largest key of each line of ``x``, (lines, LINE), which holds zeros beyond n."""
+    """Writes the largest key of each line of ``x``, (lines, LINE), which holds zeros beyond n."""
     tl.store(maxima + lines, tl.max(magnitude_key(x), axis=1), mask=lines * LINE < n)
 
 
 @triton.jit
 def rank_of(wanted):
-    """How many are wanted before each, row by row; ``wanted`` is int32 of 0 and 1, (lines, LINE)."""
+    """Number of wanted elements before each, row by row; ``wanted`` is int32 of 0 and 1, (lines, LINE)."""
     of_line = tl.sum(wanted, 1)
     return (tl.cumsum(of_line, 0) - of_line)[:, None] + tl.cumsum(wanted, 1) - wanted

@@ -2,8 +2,8 @@
 # (Triton's language is not typed.)
 """Radix select: the k-th largest key, digit by digit from the top, a launch of each kernel for every digit.
 
-``state`` is int32, (2,): the digits that are known, at their places in the key, and the rank (from 1) of the key
-that is looked for among those that agree with them.
+``state`` is int32, (2,): the known digits, at their places in the key, and the rank (from 1) of the wanted key among
+those that agree with them.
 """
 
 import triton
@@ -19,11 +19,11 @@ def count_digits(
     x, listed, total, state, counts, n,
     SHIFT: tl.constexpr, WIDTH: tl.constexpr, LISTED: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    """Add to ``counts`` how often each digit (bits SHIFT … SHIFT + WIDTH − 1) occurs under the known ones.
+    """Adds to ``counts`` how often each digit (bits SHIFT … SHIFT + WIDTH − 1) occurs under the known ones.
 
-    With LISTED in the ``total`` lines of the list only. Each program adds up many blocks before it adds to ``counts``,
-    where all programs meet. Digit 0 is not counted: nobody asks how many have it, which is why whatever does not
-    belong may be taken for a 0. Integer atomics: any order gives the same counts.
+    With LISTED only the ``total`` lines of the list count. Each program adds up many blocks before it adds to
+    ``counts``, where all programs meet. Digit 0 is not counted, because its count is not needed; so elements that
+    do not belong may pass as a 0. Integer atomics: any order gives the same counts.
     """
     known = tl.load(state) >> (SHIFT + WIDTH)
     elements = n
@@ -45,7 +45,7 @@ def count_digits(
 
 @triton.jit(do_not_specialize=["k"])
 def pick_digit(counts, state, k, SHIFT: tl.constexpr, FIRST: tl.constexpr):  # noqa: N803
-    """Settle the next digit from ``counts``, and clear them; one program. For the FIRST the rank is ``k``."""
+    """Finds the next digit from ``counts``, and clears them; one program. For the FIRST the rank is ``k``."""
     bins = tl.arange(0, BINS)
     found = tl.load(counts + bins)
     tl.store(counts + bins, tl.zeros_like(found))

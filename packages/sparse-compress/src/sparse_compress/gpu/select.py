@@ -26,7 +26,7 @@ DIGITS = {
 
 
 class Tiling(NamedTuple):
-    """How the kernels share the work."""
+    """Division of the work among the kernels' programs."""
 
     block: int = 2048  # elements at a time
     programs: int = 1024  # at most, of the kernels whose programs take several blocks: some 8 a multiprocessor
@@ -36,7 +36,7 @@ TILING = Tiling()
 
 
 class Lines(NamedTuple):
-    """The lines that reach a bound."""
+    """Lines that reach a bound."""
 
     listed: Tensor  # int32: their numbers, in order
     total: Tensor  # int32, (1,): how many they are
@@ -52,7 +52,7 @@ def topk(x: Tensor, k: int, *, tiling: Tiling = TILING) -> SparseVector:
 def step_topk(
     before: Accumulator, gradient: Tensor, momentum: float, k: int, out: Accumulator, *, tiling: Tiling = TILING
 ) -> SparseVector:
-    """``fused.step_topk`` for a contiguous gradient of 16 or 32 bits, 0 < k ≤ n; no host synchronisation.
+    """``selection.step_topk`` for a contiguous gradient of 16 or 32 bits, 0 < k ≤ n; no host synchronisation.
 
     Sums are the same bits as on a CPU, but for the payload of NaNs.
     """
@@ -98,7 +98,7 @@ def _lines_with_largest(maxima: Tensor, k: int, tiling: Tiling) -> Lines:
 def _kth_largest(x: Tensor, lines: Lines | None, k: int, tiling: Tiling) -> Tensor:
     """int32, (2,): the k-th largest key of ``x``, and how many of the keys that equal it are among the k largest.
 
-    It is looked for in ``lines`` only; in whole maxima, int32, only its upper bits, so that it is a bound from below.
+    The search covers ``lines`` only; among maxima, int32, it covers all, but only the upper bits: a bound from below.
     """
     counts = torch.zeros(BINS.value, dtype=torch.int32, device=x.device)
     state = torch.zeros(2, dtype=torch.int32, device=x.device)

@@ -1,8 +1,8 @@
-"""Compiles ``kernels.c`` with the machine's C compiler; the package's build does, and development may.
+"""Compiles ``kernels.c`` with the machine's C compiler, during the package's build or in development.
 
     python -m sparse_compress.native.compiling      # beside kernels.c, unless what is there is up to date
 
-Needs nothing but Python: the build loads this file alone.
+Needs nothing but Python, because the build loads this file alone.
 """
 
 import hashlib
@@ -22,10 +22,10 @@ UNLINKED = ["-nostdlib"]  # no C library is named, so that one file serves them 
 
 
 def compile_kernels(target: Path, *, extra: Sequence[str] = ()) -> str | None:
-    """Compiles to ``target``; why that was not done in one line, or None.
+    """Compiles to ``target``; returns None, or one line that says why not.
 
     ``extra``: more flags, with which the C library is linked too. The compiler is $CC, or what Python was built with,
-    or cc. Not done where $SPARSE_COMPRESS_NATIVE is 0, nor on Windows.
+    or cc. Nothing is compiled where $SPARSE_COMPRESS_NATIVE is 0, nor on Windows.
     """
     if os.environ.get(SWITCH) == "0":
         return f"{SWITCH}=0 is set"
@@ -49,7 +49,7 @@ def compile_kernels(target: Path, *, extra: Sequence[str] = ()) -> str | None:
 
 
 def digest() -> str:
-    """Of the source, as the compiled file tells: whether it is of another one."""
+    """Digest of the source, which is also in the compiled file, so that one of another source is seen."""
     return hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
 
 
@@ -60,7 +60,7 @@ def _compilers() -> list[list[str]]:
 
 
 def main() -> int:
-    """Compiles beside the source; 0 also where it cannot: the package works without."""
+    """Compiles beside the source; returns 0 even on failure, because the package works without kernels."""
     up_to_date = COMPILED.exists() and digest().encode() in COMPILED.read_bytes()
     reason = None if up_to_date else compile_kernels(COMPILED)
     print(f"sparse-compress: {'kernels compiled' if reason is None else f'without kernels, in NumPy: {reason}'}")

@@ -1,4 +1,4 @@
-"""Between sparse and dense, by the kernels."""
+"""Conversions and sums between sparse and dense vectors, by the kernels."""
 
 from torch import Tensor
 
@@ -11,12 +11,12 @@ def put(addresses: tuple[int, int], entries: int, out: Tensor, divisor: float) -
 
 
 def finite(address: int, count: int) -> bool:
-    """Whether so many float32 values there are all finite."""
+    """Whether the ``count`` float32 values at this address are all finite."""
     return bool(kernels().sc_finite(address, count))
 
 
 def increasing(address: int, count: int, low: int, high: int) -> bool:
-    """Whether so many int32 there increase strictly, and lie in low … high − 1."""
+    """Whether the ``count`` int32 at this address increase strictly, and lie in low … high − 1."""
     return bool(kernels().sc_increasing(address, count, low, high))
 
 

@@ -1,7 +1,7 @@
-"""The compiled file, found and loaded when it is first asked for.
+"""Compiled file of the kernels, found and loaded at its first use.
 
-$SPARSE_COMPRESS_NATIVE chooses: 0 for NumPy; c, avx2 or avx512 for the most that the kernels may use; or the path of a
-file that was compiled otherwise.
+$SPARSE_COMPRESS_NATIVE chooses: 0 for NumPy; c, avx2 or avx512 for the highest level that the kernels may use; or the
+path of a file that was compiled otherwise.
 """
 
 import ctypes
@@ -58,7 +58,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 
 class Found(NamedTuple):
-    """The library, or None; and in words what is in use, or why nothing is."""
+    """Library, or None; and words that say which kernels are in use, or why none are."""
 
     library: Any
     words: str
@@ -68,31 +68,31 @@ _chosen: list[Found] = []  # of `using`, the last one counts
 
 
 def kernels() -> Any:
-    """The library, its functions typed, or None. They let go of the GIL."""
+    """Library with typed functions, which release the GIL; None without kernels."""
     return (_chosen[-1] if _chosen else _found()).library
 
 
 def take(tensor: Tensor) -> bool:
-    """Whether there are kernels, and they take this tensor: contiguous float32 on a CPU."""
+    """Whether there are kernels that take this tensor: contiguous float32 on a CPU."""
     return tensor.dtype == torch.float32 and ready(tensor)
 
 
 def ready(tensor: Tensor) -> bool:
-    """Whether there are kernels, and they can read this tensor's memory: contiguous, on a CPU."""
+    """Whether there are kernels that can read this tensor's memory: contiguous, on a CPU."""
     return tensor.is_cpu and kernels() is not None and tensor.is_contiguous()
 
 
 def in_use() -> str:
-    """What runs, in a few words."""
+    """Description of the kernels in use, or of the reason for NumPy."""
     return (_chosen[-1] if _chosen else _found()).words
 
 
 @contextmanager
 def using(level: str) -> Iterator[bool]:
-    """Meanwhile "plain" NumPy, or kernels of one level ("c", "avx2", "avx512"), in all threads: for tests.
+    """Uses "plain" NumPy, or kernels of one level ("c", "avx2", "avx512"), in all threads inside the block: for tests.
 
-    Whether there is such a level here; without it, the best below it runs. Where $SPARSE_COMPRESS_NATIVE is 0 there is
-    none.
+    Yields whether this machine has that level; without it, the best below it runs. Where $SPARSE_COMPRESS_NATIVE is 0
+    there is none.
     """
     plain = level == "plain" or os.environ.get(SWITCH) == "0"
     found = Found(None, "NumPy, as chosen") if plain else _opened(_path(), level)
@@ -156,19 +156,19 @@ def _whole(path: Path) -> bool:
 
 
 class Scratch(threading.local):
-    """One thread's."""
+    """Scratch memory of one thread."""
 
     memory, address = np.empty(0, np.uint8), 0
 
     def of(self, nbytes: int) -> int:
-        """The address of so many bytes, until this thread asks again."""
+        """Address of ``nbytes`` bytes, valid until this thread asks again."""
         if nbytes > len(self.memory):
             self.memory = np.empty(nbytes, np.uint8)
             self.address = self.memory.ctypes.data
         return self.address
 
     def trim(self) -> None:
-        """Gives back what is more than is kept."""
+        """Frees memory beyond the size that a thread keeps."""
         if len(self.memory) > KEPT:
             self.memory, self.address = np.empty(0, np.uint8), 0
 

@@ -15,12 +15,12 @@ KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def take_gradient(gradient: Tensor) -> bool:
-    """Whether a step with this gradient can be theirs: contiguous, on a CPU, of at most 32 bits."""
+    """Whether the kernels take a step with this gradient: contiguous, on a CPU, of at most 32 bits."""
     return gradient.dtype in KINDS and gradient.is_cpu and kernels() is not None and gradient.is_contiguous()
 
 
 def select(flat: Tensor, k: int) -> SparseVector:
-    """The k largest of a 1-D tensor, 0 < k ≤ n."""
+    """Selects the k largest of a 1-D tensor, 0 < k ≤ n."""
     n = flat.numel()
     selected = SparseVector.allocate(k, n, torch.float32, flat.device)
     scratch = SCRATCH.of(_scratch_nbytes(n, k))
@@ -30,7 +30,7 @@ def select(flat: Tensor, k: int) -> SparseVector:
 
 
 def select_reaching(flat: Tensor, key: int, k: int) -> SparseVector:
-    """The elements of a 1-D tensor whose key is ``key`` or larger, the k largest if more."""
+    """Selects the elements of a 1-D tensor whose key is ``key`` or larger, the k largest if more."""
     n = flat.numel()
     size = _scratch_nbytes(n, k)
     scratch = SCRATCH.of(size + 8 * k)
@@ -41,8 +41,8 @@ def select_reaching(flat: Tensor, key: int, k: int) -> SparseVector:
 class Step:
     """One step of error feedback: accumulates, selects and clears, span by span.
 
-    before, after: float32, and contiguous, as they all are; they may be the same. into: what `largest` fills, span by
-    span.
+    before, after: float32 and contiguous, like all accumulators; they may be the same. into: vector that `largest`
+    fills, span by span.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Step:
         self._into, self._filled, self._library = into, 0, kernels()
 
     def largest(self, low: int, high: int, k: int) -> None:
-        """The k largest of elements low … high − 1, 0 < k ≤ high − low, to where the last span ended."""
+        """Selects the k largest of elements low … high − 1, 0 < k ≤ high − low, and appends them to ``into``."""
         assert self._into is not None
         scratch = SCRATCH.of(_scratch_nbytes(high - low, k))
         indices, values = self._into.addresses
@@ -69,7 +69,7 @@ class Step:
         SCRATCH.trim()
 
     def reaching(self, numel: int, key: int, k: int) -> SparseVector:
-        """What reaches ``key``, the k largest if more."""
+        """Selects the elements that reach ``key``, the k largest if more."""
         size = _scratch_nbytes(numel, k)
         scratch = SCRATCH.of(size + 8 * k)
         indices, values = scratch + size, scratch + size + 4 * k
@@ -97,12 +97,12 @@ class Step:
 
 
 def _addresses(kept: Accumulator) -> tuple[int, Any]:
-    """Of residual and velocity; None for no velocity."""
+    """Addresses of residual and velocity; None without velocity."""
     return kept.residual.data_ptr(), None if kept.velocity is None else kept.velocity.data_ptr()
 
 
 @lru_cache(maxsize=1024)
 def _scratch_nbytes(n: int, k: int) -> int:
-    """Bytes that a selection takes; remembered, as a call into a library costs more than a look."""
+    """Bytes of scratch memory of a selection; cached, because a call into the library costs more."""
     nbytes: int = kernels().sc_scratch(n, k)
     return nbytes

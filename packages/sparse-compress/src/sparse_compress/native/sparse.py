@@ -16,7 +16,7 @@ SLACK = 64  # entries that a kernel may write beyond the last one
 
 
 def merged(a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, SparseVector | None]:
-    """The k largest of a + b, 0 < k, and the others; the whole union and None where it has no more than k."""
+    """Merges into the k largest of a + b, 0 < k, and the others; the whole union and None where it has at most k."""
     union = _union(a, b)
     if union.entries <= k:
         return _joined(union, a), None
@@ -28,20 +28,20 @@ def merged(a: SparseVector, b: SparseVector, k: int) -> tuple[SparseVector, Spar
 def merged_to_budgets(
     a: SparseVector, b: SparseVector, highs: Sequence[int], budgets: Sequence[int]
 ) -> tuple[SparseVector, SparseVector] | None:
-    """Of every block of a + b the largest, as many as its budget, and the others; None where a block has fewer.
+    """Merges into the largest of every block of a + b, as its budget says, and the others; None if a block has fewer.
 
-    highs: where the blocks end, in order.
+    highs: ends of the blocks, in order.
     """
     return _parted(_union(a, b), a, highs, budgets)
 
 
 def added(a: SparseVector, b: SparseVector) -> SparseVector:
-    """a + b over the union of their indices."""
+    """Sum a + b over the union of their indices."""
     return _joined(_union(a, b), a)
 
 
 def without(a: SparseVector, b: SparseVector) -> SparseVector:
-    """The entries of a whose index b does not have."""
+    """Entries of a whose index b does not have."""
     pieces, indices, values, _ = _room(a, b)
     entries = kernels().sc_without(*a.addresses, len(a), b.addresses[0], len(b), indices, values, pieces)
     return _joined(_Pieces(pieces, indices, values, entries), a)
@@ -55,9 +55,9 @@ def every(a: SparseVector, first: int, step: int) -> SparseVector:
 
 
 class _Pieces(NamedTuple):
-    """Entries in pieces, in scratch memory: where the pieces', indices' and values' addresses are, and how many.
+    """Entries in pieces, in scratch memory: the addresses of pieces, indices and values, and the number of entries.
 
-    spare: as much memory as the values take.
+    spare: address of as much memory as the values take.
     """
 
     pieces: int
@@ -68,7 +68,7 @@ class _Pieces(NamedTuple):
 
 
 def _room(a: SparseVector, b: SparseVector) -> tuple[int, int, int, int]:
-    """Where pieces, indices and values go, and as much memory as one of them takes."""
+    """Addresses for pieces, indices and values, and of as much memory as one of them takes."""
     most = len(a) + len(b) + 64
     pieces = SCRATCH.of(PIECES_BYTES + 12 * most)
     indices = pieces + PIECES_BYTES
@@ -104,9 +104,9 @@ def _parted(
 
 
 def larger(sparse: SparseVector, key: int, ties: int) -> SparseVector:
-    """The entries of a larger key than that, 0 or more, and the first ``ties`` of those equal to it.
+    """Entries whose key is larger than ``key``, which is 0 or more, and the first ``ties`` of those equal to it.
 
-    The vector itself where that is all of them.
+    Returns the vector itself if that is all of them.
     """
     n = len(sparse)
     room = n + SLACK
@@ -117,7 +117,7 @@ def larger(sparse: SparseVector, key: int, ties: int) -> SparseVector:
 
 
 def rising(keys: Tensor, least: int) -> Tensor:
-    """The keys, int32, that are ``least`` or larger, the smallest first."""
+    """Keys, int32, that are ``least`` or larger, the smallest first."""
     room = len(keys) + SLACK
     sorted_ = torch.empty(room, dtype=torch.int32)
     count = kernels().sc_sorted(keys.data_ptr(), len(keys), least, sorted_.data_ptr(), SCRATCH.of(4 * room))
@@ -126,7 +126,7 @@ def rising(keys: Tensor, least: int) -> Tensor:
 
 
 def copied(indices: int, values: int, count: int, numel: int) -> SparseVector:
-    """float32 entries at these addresses, which may then be written over."""
+    """Vector of float32 entries copied from these addresses, which may then be overwritten."""
     vector = SparseVector.allocate(count, numel, torch.float32, torch.device("cpu"))
     for to, source in zip(vector.addresses, (indices, values), strict=True):
         ctypes.memmove(to, source, 4 * count)

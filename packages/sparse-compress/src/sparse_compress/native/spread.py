@@ -1,4 +1,4 @@
-"""The k-th largest of keys that are spread over ranks, by the kernels; see kth_largest.py of sparse-collectives."""
+"""Search of the k-th largest of keys spread over ranks, by the kernels; see kth_largest.py of sparse-collectives."""
 
 from collections.abc import Sequence
 from ctypes import c_int64
@@ -11,9 +11,9 @@ from sparse_compress.native.sparse import SLACK
 
 
 def bracket(rows: Tensor, ranks: int, k: int) -> tuple[int, int, list[tuple[int, int]]]:
-    """Two keys that enclose the k-th largest, and which of each rank's may be it, the largest first, as [first, last).
+    """Brackets the k-th largest by two keys; [first, last) of each rank's keys, the largest first, may hold it.
 
-    rows: int32, of every rank how many keys it has, and as many samples of them as of any other.
+    rows: int32, for every rank the number of its keys, and as many samples of them as of any other's.
     """
     ends, spans = (c_int64 * 2)(), (c_int64 * (2 * ranks))()
     kernels().sc_bracket(rows.data_ptr(), ranks, len(rows) // ranks - 1, k, ends, spans)
@@ -22,7 +22,7 @@ def bracket(rows: Tensor, ranks: int, k: int) -> tuple[int, int, list[tuple[int,
 
 
 def said(in_order: Tensor, low: int, high: int, span: tuple[int, int]) -> Tensor:
-    """How many keys, int32, the smallest first, are larger than high, equal it, equal low; then those of the span."""
+    """Counts of keys, int32, the smallest first, larger than high, equal to it, equal to low; then the span's keys."""
     first, last = span
     numbers = torch.empty(3 + last - first, dtype=torch.int32)
     kernels().sc_say(in_order.data_ptr(), len(in_order), low, high, first, last, numbers.data_ptr())
@@ -30,9 +30,9 @@ def said(in_order: Tensor, low: int, high: int, span: tuple[int, int]) -> Tensor
 
 
 def settle(rows: Tensor, lengths: Sequence[int], low: int, high: int, k: int) -> tuple[int, list[int], list[int]]:
-    """The k-th largest key, and how many keys of every rank are larger, and equal it.
+    """Finds the k-th largest key, and how many keys of every rank are larger than it, and how many equal it.
 
-    rows: int32, so many numbers of every rank: how many keys are larger than high, equal it, and equal low; then keys.
+    rows: int32, for every rank the numbers of keys larger than high, equal to it, and equal to low; then its keys.
     """
     ranks = len(lengths)
     larger, equal = (c_int64 * ranks)(), (c_int64 * ranks)()
