@@ -74,8 +74,18 @@ def silent(package: Any) -> list[str]:
         each = each.final_target if each.is_alias else each
         members = each.members.values() if each.is_class else ()
         methods = [m for m in members if not m.name.startswith("_") and not m.is_alias and (m.is_function or told(m))]
-        found += [e.path for e in (each, *methods) if not (e.docstring and e.docstring.value.strip())]
+        found += [e.path for e in (each, *methods) if not (said(e) or any(said(base) for base in overridden(each, e)))]
     return found
+
+
+def said(what: Any) -> bool:
+    """Whether it has a docstring."""
+    return bool(what.docstring and what.docstring.value.strip())
+
+
+def overridden(owner: Any, member: Any) -> list[Any]:
+    """Members of the bases that it overrides, whose docstrings it inherits."""
+    return [base.members[member.name] for base in owner.mro() if member.name in base.members] if owner.is_class else []
 
 
 def told(member: Any) -> bool:
