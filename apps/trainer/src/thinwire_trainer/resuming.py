@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from communicators import Communicator
 
@@ -40,10 +41,12 @@ def resume(
     comm: Communicator,
     *,
     steps_of: StepsOf,
+    kept: dict[str, Any] | None = None,
 ) -> int | None:
     """Put `replica` and the metrics back to the checkpoint that --resume names, and return its step.
 
-    replica: one that has taken no step. steps_of: number of ranks -> steps in an epoch.
+    replica: one that has taken no step. steps_of: number of ranks -> steps in an epoch. kept: content of task.json by
+    now, on rank 0; other settings are named before other data.
     None if the run was stopped before its first checkpoint: it then starts from the beginning.
     AgreedError if the checkpoint is damaged, does not fit, or belongs to other settings or another number of ranks than
     --residuals allows: the folder is then as it was, and the replica of no use.
@@ -53,10 +56,13 @@ def resume(
     if chosen is None:
         with all_or_none(comm):
             if comm.rank == 0:
+                folder.require_kept(kept)
                 folder.metrics.truncate(0)
         return None
     with all_or_none(comm), _advising(which):
         manifest = _same_run(chosen, options, comm.size)
+        if comm.rank == 0:
+            folder.require_kept(kept)
         read = _shared_out if options.residuals else _own
         state = read(chosen, manifest, replica, options, comm, steps_of)
         if comm.rank == 0:

@@ -157,17 +157,17 @@ def _replica(task: Task, synchroniser: Synchroniser, meter: Meter, options: Opti
 
 def _begin(app: App, training: Training, device: torch.device, choice: str) -> None:
     """A new folder, or an old one to go on with."""
-    options, folder, comm = training.options, training.folder, training.comm
+    options, folder, comm, kept = training.options, training.folder, training.comm, None
     with all_or_none(comm, advice=_advice(options)):
+        if comm.rank == 0:
+            kept = _kept(training.task)
         if comm.rank == 0 and options.resume is None:
             config = {"app": app.module} | _config(training, device, choice)
-            folder.begin(config, kept=_kept(training.task), overwrite=options.overwrite)
-        elif comm.rank == 0:
-            folder.require_kept(_kept(training.task))
+            folder.begin(config, kept=kept, overwrite=options.overwrite)
     if options.resume is None:
         return
     steps = partial(steps_of, batches_of(training.task), options)
-    step = resume(training.replica, folder, options, comm, steps_of=steps)
+    step = resume(training.replica, folder, options, comm, steps_of=steps, kept=kept)
     none_yet = f"{folder.path} holds no checkpoint yet: starting from the beginning"
     training.note(none_yet if step is None else f"resumed {folder.path} at step {step}")
 
