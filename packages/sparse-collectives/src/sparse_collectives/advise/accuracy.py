@@ -1,4 +1,4 @@
-"""What is known of how models learn with an exchange: from the record of `python -m bench convergence`, kept here.
+"""Accuracy measured for training with an exchange: the record of `python -m bench convergence`.
 
 `accuracy.json` is written by that command (`--accuracy FILE`), never by hand.
 """
@@ -30,10 +30,11 @@ class Known(NamedTuple):
 def known(
     optimizer: str, algorithm: str, density: float, wire: str, ranks: int, *, sends: str = "updates"
 ) -> Known | None:
-    """Of an exchange as it is recommended for that optimizer and what it sends; None where nobody measured it.
+    """Measured accuracy of an exchange with the recommended settings for that optimizer; None if it was not measured.
 
-    Of each task by itself: the number of its ranks that is nearest to `ranks` by ratio, of two as near the larger: most
-    lose more on more ranks. Of its trainings there the longest: what waits, waits as many steps in a short one.
+    For each task, uses the measured number of ranks nearest to `ranks` by ratio, and the larger of two that are equally
+    near, because most tasks lose more on more ranks. Of the trainings on that many ranks it uses the longest: residuals
+    wait as many steps in a short training, which is a larger share of it.
     """
     asked = {"optimizer": optimizer, "algorithm": algorithm, "density": density, "wire": wire, "sends": sends}
     rows = [row for row in _record() if all(row[name] == value for name, value in asked.items())]
@@ -48,7 +49,7 @@ def known(
 
 
 def within_a_point(found: Known) -> bool:
-    """On the worst of its tasks, at most `MOST_BEHIND` behind dense."""
+    """Whether the worst of its tasks is at most `MOST_BEHIND` behind dense."""
     return found.most <= MOST_BEHIND
 
 
@@ -88,7 +89,7 @@ def _models(found: Known) -> str:
 
 
 def _nearest(rows: list[dict[str, Any]], ranks: int) -> dict[str, Any]:
-    """Of one task's rows."""
+    """The row of one task whose number of ranks is nearest, and whose training is longest."""
     return min(rows, key=lambda row: (_ratio(row["ranks"], ranks), -row["ranks"], -row["steps"]))
 
 

@@ -258,17 +258,17 @@ class DistributedOptimizer(Wrapping):
 
     @property
     def choice(self) -> Choice | None:
-        """What "auto" chose, and why; None with an algorithm by name."""
+        """Choice of "auto", with its reason; None if the algorithm was named."""
         return self._chosen.choice
 
     @property
     def selection_seconds(self) -> float:
-        """What choosing, rounding or factoring what is sent has taken until now, by this rank's `comm.clock`."""
+        """Seconds spent selecting, rounding or factoring so far, by this rank's `comm.clock`."""
         return self._exchange.selection_seconds
 
     @property
     def compressor(self) -> Compressor:
-        """What is sent of a gradient."""
+        """Compressor that selects the entries to send."""
         return self._compressor
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -329,26 +329,27 @@ class DistributedOptimizer(Wrapping):
             self._seen.note(self._trained, gradients)
 
     def stats(self) -> Stats:
-        """What training has cost and saved since this optimizer was made, on this rank; nothing is exchanged for it.
+        """Costs and savings of training on this rank since the optimizer was made; needs no communication.
 
         Returns:
-            Plain numbers for any logger; `str` says them in a line. See `communicators.Stats`, and:
+            Plain numbers for any logger; `str` shows them in a line. See `communicators.Stats`, and:
 
-            - bytes_sent: Of exchanges; `verify`, `OwnNoise` and the first parameters are in `comm.bytes_sent` alone.
-            - seconds_selecting: That choosing, rounding or factoring what is sent has taken.
-            - density: The share of elements that a rank sends now; 1 where nothing is selected.
-            - residual_norm: The 2-norm of what waits to be sent, of all parameters. Takes one pass over it.
+            - bytes_sent: Bytes of exchanges; only `comm.bytes_sent` counts `verify`, `OwnNoise` and the first
+              parameters.
+            - seconds_selecting: Seconds of selecting, rounding or factoring.
+            - density: The fraction of elements that a rank sends now; 1 where nothing is selected.
+            - residual_norm: The 2-norm of all parameters' residuals. Takes one pass over them.
         """
         counted = {"steps": self._steps.taken, "skipped": self.skipped}
         return Stats({**counted, **self._exchange.stats(), "density": self._steps.density_of(self._chosen.entry)})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """See torch.optim.Optimizer.zero_grad; also forgets that `synchronize` was called.
+        """Clears gradients like torch.optim.Optimizer.zero_grad, and forgets that `synchronize` was called.
 
-        With `overlap` it also ends a backward that was partial or failed, where nothing has been sent yet.
+        With `overlap` it also ends a partial or failed backward, if nothing has been sent yet.
 
         Args:
-            set_to_none: Whether gradients are let go, in place of being zeroed.
+            set_to_none: Whether gradients are set to None instead of being zeroed.
 
         Raises:
             RuntimeError: Gradients are under way.
@@ -375,28 +376,29 @@ class DistributedOptimizer(Wrapping):
             self._accumulate(outer)
 
     def ahead(self) -> AbstractContextManager[None]:
-        """For sends="updates": inside, parameters are this rank's own, those of all ranks + what waits of its updates.
+        """Context for sends="updates" in which parameters are this rank's own: the common ones + its residuals.
 
             with optimizer.ahead():
                 loss(model(inputs)).backward()
             optimizer.step()
 
-        What waits counts 1/P with Adam and its like, and whole with SGD; see `Ahead`. So gradients know what waits,
-        1 / density steps long. Forward and all of backward go inside,
-        evaluation does not: outside, parameters are alike on all ranks, bit for bit. `step(closure)` does it itself.
+        Residuals are scaled by 1/P with Adam and its like, and by 1 with SGD; see `Ahead`. So gradients take into
+        account the updates that wait, for about 1 / density steps. Forward and all of backward belong inside,
+        evaluation does not: outside, parameters are the same on all ranks, bit for bit. `step(closure)` does this
+        itself.
 
         Raises:
-            RuntimeError: Where gradients are sent, or inside another; so do `step` and states inside. At its end, where
-                a parameter was written to inside, which is undone.
+            RuntimeError: Gradients are sent, or this is inside another `ahead()`; `step` and states raise it inside
+                too. At the end: a parameter was written to inside, which is undone.
         """
         if self._sends != "updates":
             raise RuntimeError('ahead() is for sends="updates": what waits of gradients is no part of parameters')
         return self._ahead.moved()
 
     def join_hook(self, **kwargs: Any) -> Shadow:
-        """For `torch.distributed.algorithms.join.Join([optimizer])`: ranks may have unlike numbers of steps.
+        """Hook of `torch.distributed.algorithms.join.Join([optimizer])`, for ranks with different numbers of steps.
 
-        A rank that has no more takes part in the others' with zeros for gradients: see `Shadow`.
+        A rank that has finished takes part in the others' steps with zero gradients: see `Shadow`.
         """
         if kwargs:
             raise TypeError(f"Join was given {sorted(kwargs)}, but means are over all ranks, as ever: leave it out")
@@ -406,12 +408,12 @@ class DistributedOptimizer(Wrapping):
 
     @property
     def join_device(self) -> torch.device:
-        """For `Join`."""
+        """Device that `Join` uses."""
         return self._trained[0].device
 
     @property
     def join_process_group(self) -> Any:
-        """For `Join`."""
+        """Process group that `Join` uses."""
         return group_for_join(self._group)
 
     def state_dict(self) -> dict[str, Any]:
@@ -517,7 +519,7 @@ class DistributedOptimizer(Wrapping):
         self._means = Means(self._exchange, buckets)
 
     def _cut_by_rates(self, groups: Groups | None = None) -> None:
-        """Between steps: residuals move into the new buckets, and what an algorithm knew of old ones is forgotten."""
+        """Moves residuals into new buckets between steps; the algorithm's state of old buckets is forgotten."""
         if self._rates is not None and self._rates.changed(groups):
             self._cut(self._rates.buckets())
 
@@ -541,7 +543,7 @@ class DistributedOptimizer(Wrapping):
             self._overlap.paused = only
 
     def _start(self, position: int) -> None:
-        """One bucket, in backward."""
+        """Starts the exchange of one bucket during backward."""
         if position == 0:  # nothing has been sent yet
             refuse_changes(self.optimizer, self._named, self._trained, what="DistributedOptimizer")
             self._begin_exchange()

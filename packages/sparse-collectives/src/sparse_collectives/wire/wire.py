@@ -76,7 +76,7 @@ class Wire(Protocol):
         """The values of all elements of a span, as uint8."""
 
     def values(self, dense: Tensor, length: int, like: SparseVector) -> Tensor:
-        """What `dense` was made of."""
+        """Decodes the bytes that `dense` made."""
 
 
 class AsTheyAre:
@@ -120,10 +120,11 @@ class AsTheyAre:
 
 
 class Coded:
-    """In a `WireCodec`. A block is a message without its slot: 16 bytes of header, indices counted from the span's low.
+    """Wire of a `WireCodec`. A block is a message without slot: 16 bytes of header, then indices from the span's low.
 
-    Packed indices in l planes and a unary part are the least of all l of k·(l + 1) + n/2^l bits, which is superadditive
-    in (k, n): blocks apart never take more, but for headers, int8's scale, and what fills up planes, parts and words.
+    Packed indices in l planes and a unary part take the minimum over l of k·(l + 1) + n/2^l bits, which is
+    superadditive in (k, n): separate blocks never take more, except for headers, int8's scale, and the padding of
+    planes, parts and words.
     """
 
     overhead = 16 + 8 + 32 + 8

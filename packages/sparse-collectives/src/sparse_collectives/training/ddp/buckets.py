@@ -68,7 +68,7 @@ class Buckets:
 
 
 def spans_of(bucket: Bucket) -> list[slice]:
-    """Where each member lies in the flat tensor."""
+    """Span of each member in the flat tensor."""
     return [slice(*edge) for edge in pairwise(accumulate((shape.numel() for shape in bucket.shapes), initial=0))]
 
 

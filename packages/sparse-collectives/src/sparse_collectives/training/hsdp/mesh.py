@@ -21,7 +21,7 @@ EXPECTED = (
 
 
 class Place(NamedTuple):
-    """Where a rank is: its number among all ranks, and its place among those of its node."""
+    """Position of a rank: its number among all ranks, and its place among those of its node."""
 
     rank: int
     inside: int
@@ -78,7 +78,7 @@ def _other_places(places: Sequence[Place]) -> str:
 
 
 def _ranks(shard: Shard) -> list[int]:
-    """That a module is sharded over, of all ranks."""
+    """Ranks, of all, that a module is sharded over."""
     return dist.get_process_group_ranks(shard.group.mesh_info.shard_process_group)
 
 

@@ -1,4 +1,4 @@
-"""What FSDP2 has sharded, as the exchange sees it: one flat gradient for each group of parameters."""
+"""FSDP2's shards, as the exchange sees them: one flat gradient for each group of parameters."""
 
 from __future__ import annotations
 
