@@ -182,7 +182,7 @@ def _advance(
     states: Sequence[State] | None,
     settings: dict[str, Any],
 ) -> None:
-    """A call that changes the states."""
+    """Makes a call that advances the states."""
 
     def call(comm: Communicator) -> Reduction:
         state = None if states is None else states[comm.rank]

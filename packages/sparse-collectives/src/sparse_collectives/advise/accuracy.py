@@ -15,9 +15,10 @@ MOST_BEHIND = 1.0
 
 
 class Known(NamedTuple):
-    """least, most: points of accuracy behind dense over the tasks, of text percent of perplexity, means of seeds.
+    """Measured accuracy of an exchange.
 
-    tasks: their names. seeds: of the task with the fewest. ranks: that trained, of each task.
+    least, most: over the tasks, points of accuracy behind dense (for text: percent of perplexity), means of seeds.
+    tasks: their names. seeds: of the task with the fewest. ranks: number of ranks that trained each task.
     """
 
     least: float
@@ -62,12 +63,12 @@ def in_a_column(found: Known | None) -> str:
 
 
 def on_ranks(found: Known) -> str:
-    """How many trained, over the tasks: "on 2 and 8 ranks"."""
+    """Numbers of ranks over the tasks: "on 2 and 8 ranks"."""
     return f"on {' and '.join(map(str, sorted(set(found.ranks))))} ranks"
 
 
 def in_words(found: Known | None, optimizer: str, ranks: int) -> str:
-    """A line of the advice. ranks: of the user."""
+    """Line of the advice about accuracy. ranks: the user's."""
     if found is None:
         return f"How this exchange learns with {optimizer} was not measured: compare the first epochs with dense ones."
     seeds = f"{found.seeds} seed{'s' if found.seeds > 1 else ''}"
@@ -80,7 +81,7 @@ def in_words(found: Known | None, optimizer: str, ranks: int) -> str:
 
 
 def _models(found: Known) -> str:
-    """Which trained on how many: "of cnn, text on 2 ranks and of vit on 8 ranks"."""
+    """Tasks by number of ranks: "of cnn, text on 2 ranks and of vit on 8 ranks"."""
     trained = {
         size: [task for task, own in zip(found.tasks, found.ranks, strict=True) if own == size]
         for size in sorted(set(found.ranks))

@@ -89,7 +89,7 @@ def _users(name: str, doing: str) -> Iterator[None]:
 
 
 def _where(error: BaseException) -> str:
-    """The last frame outside installed packages and this one; a syntax error says itself where."""
+    """Location of the last frame outside installed packages and this one, or of a syntax error."""
     if isinstance(error, SyntaxError) and error.filename:
         return f" ({error.filename}, line {error.lineno})"
     installed = [Path(sysconfig.get_path(kind)) for kind in ("stdlib", "purelib", "platlib")]

@@ -102,7 +102,7 @@ def _learns(situation: Situation, p: Prediction) -> int:
 
 
 def _passed_over(situation: Situation, passed: Steps) -> list[str]:
-    """Why what is faster was not taken: the fastest of each kind."""
+    """Reasons for passing over faster exchanges, one for the fastest of each kind."""
     said = []
     for level in (BADLY, UNKNOWN):
         p, _, mean = next((s for s in passed if _learns(situation, s.prediction) == level), (None, 0.0, 0.0))

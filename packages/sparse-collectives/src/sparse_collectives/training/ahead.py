@@ -88,13 +88,13 @@ class Ahead:
         return self._moved() if used else nullcontext()
 
     def adds(self, member: int) -> None:
-        """A backward goes to this parameter; a gradient that was thrown away counts no longer."""
+        """Notes that a backward reaches this parameter; a gradient that was discarded no longer counts."""
         self._made |= self.now
         if member in self._outside and not self._holds(member):
             self._outside.discard(member)
 
     def added(self, member: int) -> None:
-        """A backward has added to this parameter's gradient; that of `torch.autograd.grad` does not."""
+        """Notes that a backward has added to this parameter's gradient; `torch.autograd.grad` does not."""
         if not self.now:
             self._outside.add(member)
 
@@ -133,7 +133,7 @@ class Ahead:
             warnings.warn(NONE, stacklevel=3)
 
     def _given(self) -> list[tuple[int, int] | None]:
-        """Gradients now, such that a change of them shows."""
+        """Snapshot of the gradients in which a change of them shows."""
         return [None if p.grad is None else (id(p.grad), p.grad._version) for p in self._parameters]
 
     @contextmanager
@@ -156,7 +156,7 @@ class Ahead:
 
 
 def _nodes() -> int:
-    """How many nodes of graphs this thread has made; a forward under no_grad makes none."""
+    """Number of autograd nodes that this thread has made; a forward under no_grad makes none."""
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
 

@@ -20,9 +20,9 @@ from sparse_collectives.training.schemes.whole_gradients import WholeGradients
 
 
 class Chosen(NamedTuple):
-    """algorithm: its name. entry, wire: what is taken. choice: why, where "auto" chose. settings: options, as text.
+    """Scheme for a user's settings. algorithm: its name. choice: that of "auto", if asked. settings: options, as text.
 
-    entry: None for what is no sparse allreduce (a `WholeScheme`).
+    entry: the sparse allreduce, None for a `WholeScheme`. wire: the one in use.
     """
 
     algorithm: str

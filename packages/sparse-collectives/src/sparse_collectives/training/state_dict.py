@@ -37,7 +37,7 @@ def numbered(position: int) -> str:
 
 
 def saved_by(comm: Communicator) -> dict[str, Any]:
-    """Which rank of how many."""
+    """Rank and world size, for a checkpoint."""
     return shared.saved_by(comm, RESHARD)
 
 
@@ -66,12 +66,12 @@ def gathered_state(
 
 
 def own_state(state: Mapping[str, Any], comm: Communicator) -> Mapping[str, Any]:
-    """This rank's of a gathered state, any other as it is. ValueError for one of another number of ranks."""
+    """This rank's part of a gathered state; any other state as it is. ValueError for another number of ranks."""
     return of_rank(state, comm.rank, comm.size, advice=GATHERED_ADVICE)
 
 
 def is_of_several(state: Any) -> bool:
-    """Whether more than one rank saved it."""
+    """Whether the state was saved by more than one rank."""
     own = state.get(KEY) if isinstance(state, Mapping) else None
     return isinstance(own, Mapping) and own.get("world_size", 1) != 1
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class DenseWire(NamedTuple):
-    """dtype: in which gradients are summed; None: their own."""
+    """Wire of dense gradients. dtype: the one that they are summed in; None: their own."""
 
     dtype: torch.dtype | None = None
 

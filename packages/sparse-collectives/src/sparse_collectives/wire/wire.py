@@ -24,7 +24,7 @@ Span = tuple[int, int]
 
 
 class Wire(Protocol):
-    """One way. A message stands alone, with a slot and a header; a block is put into a message by who knows its span.
+    """Encoding of entries. A message stands alone, with slot and header; a block needs a caller that knows its span.
 
     What is sent was rounded before: packing loses nothing. Sizes follow from the number of entries, so where that is
     known nothing is read back from a GPU.
@@ -42,7 +42,7 @@ class Wire(Protocol):
     overhead: int
 
     def rounded(self, sparse: SparseVector) -> tuple[SparseVector, SparseVector]:
-        """(what can be sent, the rest): their sum is the vector, exactly; of NaN and inf there is no rest."""
+        """(values to send, residual): their sum is the vector, exactly; NaN and inf leave no residual."""
 
     def nbytes(self, entries: int, numel: int, dtype: torch.dtype) -> int:
         """Bytes of a message."""

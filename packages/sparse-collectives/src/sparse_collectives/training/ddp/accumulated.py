@@ -58,11 +58,11 @@ class Accumulated:
         return held
 
     def whole(self) -> None:
-        """The last bucket of a backward has been taken."""
+        """Notes that the last bucket of a backward has been taken."""
         self._seen = False
 
     def look(self, member: int) -> None:
-        """A backward is about to add to this parameter's gradient."""
+        """Records this parameter's gradient before a backward adds to it."""
         self._seen = True
         old = self._parameters[member].grad
         marked = member in self._holding or member in self._bases

@@ -452,7 +452,7 @@ class SparseHookState:
         return not (exchange.shapes or exchange.left_over)
 
     def _begin(self) -> None:
-        """The first bucket of a backward."""
+        """Begins a backward at its first bucket."""
         self._registration.end()
         group, comm, _, _ = self._world()
         if self._group is None:

@@ -40,7 +40,7 @@ class Shard:
 
     @property
     def numel(self) -> int:
-        """Elements of this rank's part of what learns, padded."""
+        """Number of elements of this rank's part of the trained parameters, padded."""
         return sum(p.padded_sharded_param_size.numel() for p in self.trained)
 
     def bucket(self, flat: Tensor) -> Bucket:

@@ -346,7 +346,7 @@ class HsdpState:
             self._error = self._error or error
 
     def _begin(self) -> None:
-        """The first gradient of a backward; of a new step unless there are some already."""
+        """Begins a backward at its first gradient; also a new step, unless gradients exist already."""
         self._leave_broken()
         self._error = None
         self._backward.begin()
@@ -360,7 +360,7 @@ class HsdpState:
             self._error = error  # told to all ranks of the node, when they can be asked
 
     def _end(self) -> None:
-        """Backward has ended, on every rank: what is under way is waited for, and all ranks learn how it went."""
+        """Waits, after backward has ended on every rank, for exchanges under way; all ranks learn the outcome."""
         self._exchange.tally.begin_waiting()
         pending, self._pending = self._pending, []
         for work, flat in pending:
@@ -399,7 +399,7 @@ class HsdpState:
             raise RuntimeError(f"{what} in backward: call it after step()")
 
     def _note(self) -> None:
-        """Shows what the optimizer is given to who looks at its steps."""
+        """Shows the optimizer's gradients to the watcher of its steps."""
         if self._seen is not None:
             held = [p for p in self._named.values() if p.grad is not None]
             self._seen.note(held, [part_of(p.grad) for p in held])

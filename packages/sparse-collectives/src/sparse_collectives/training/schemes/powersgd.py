@@ -35,7 +35,7 @@ DENSE_STEPS = 100
 
 
 class LowRank(NamedTuple):
-    """whole: the sum of all members that go whole; by matrix p: P̂, q: Σ Q, own_q: this rank's Q."""
+    """Result of `low_rank_sum`. whole: the sum of all dense members; by matrix p: P̂, q: Σ Q, own_q: this rank's Q."""
 
     whole: Tensor
     p: list[Tensor]
