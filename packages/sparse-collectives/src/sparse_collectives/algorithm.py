@@ -52,7 +52,7 @@ class Algorithm:
     wire: Wire = field(default=PLAIN, kw_only=True)
 
     def check(self, size: int) -> None:
-        """Options fit so many ranks.
+        """Checks that the options fit the number of ranks.
 
         Args:
             size: P.

@@ -217,7 +217,7 @@ def _prepared_array(
     state: State | None,
     wire: str,
 ) -> tuple[Schedule[Any], str, torch.device]:
-    """Selected from, unless it is summed as it is."""
+    """Schedule, facts and device for a dense array: selected from, or summed by "dense"."""
     flat, form = flat_of(array), form_of(array)
     _refuse_empty(len(flat))
     whole = not (isinstance(algorithm, str) and algorithm == AUTO) and not known(algorithm).selects

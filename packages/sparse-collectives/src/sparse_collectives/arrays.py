@@ -51,12 +51,12 @@ class Form(NamedTuple):
 
 
 def is_array(given: object) -> bool:
-    """Whether it is a NumPy array or a tensor, of whatever kind."""
+    """Whether it is a NumPy array or a tensor of any kind."""
     return isinstance(given, (np.ndarray, Tensor))
 
 
 def form_of(array: Tensor | NDArray[np.floating]) -> Form:
-    """What a result is to look like."""
+    """Form that the result takes: that of the array."""
     return Form(tuple(array.shape), array.dtype, isinstance(array, Tensor))
 
 

@@ -1,4 +1,4 @@
-"""What a sparse allreduce returns."""
+"""Result of a sparse allreduce."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """What a sparse allreduce returns. Over all ranks, inputs = total + what was dropped, so nothing is lost.
+    """Result of a sparse allreduce. Over all ranks, inputs = total + dropped, so nothing is lost.
 
     Attributes:
         total: The agreed sum, the same bits on every rank.
-        dropped: What this rank must add to its residual, in units of the sum; another vector on every rank.
-        size: How many ranks the sum is over. `sparse_allreduce` knows; an algorithm leaves it out.
+        dropped: The part that this rank must add to its residual, in units of the sum; differs between ranks.
+        size: Number of ranks in the sum. `sparse_allreduce` sets it; an algorithm leaves it out.
     """
 
     total: SparseVector

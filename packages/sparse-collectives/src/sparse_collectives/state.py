@@ -1,4 +1,4 @@
-"""What an algorithm keeps between calls."""
+"""State that an algorithm keeps between calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ One state serves one call at a time: the next call begins when the last has ende
 
 
 def check_is_state(state: object, algorithm: str) -> None:
-    """Raises TypeError for what is no dict."""
+    """Raises TypeError unless the state is a dict."""
     if not isinstance(state, dict):
         raise TypeError(
             f"state is {type(state).__name__}, expected a dict that all such calls of {algorithm} share: at first what "

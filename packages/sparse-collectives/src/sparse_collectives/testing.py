@@ -144,7 +144,7 @@ def _examples(entries: Mapping[int, Algorithm], most: int | None) -> list[tuple[
 
 
 def _check_calls(algorithm: str | Algorithm, entry: Algorithm, size: int, numel: int, settings: dict[str, Any]) -> None:
-    """Of other numbers of entries than k, then in a row, of what the algorithm selects itself if it does."""
+    """Checks calls on unequal numbers of entries, then successive calls with the algorithm's own selection, if any."""
     k, plain = settings["k"], settings["wire"] == "fp32"
     generator = torch.Generator().manual_seed(size)
     for dtype in (torch.float32, torch.float64) if plain else (torch.float32,):
@@ -182,7 +182,7 @@ def _advance(
     states: Sequence[State] | None,
     settings: dict[str, Any],
 ) -> None:
-    """A call that changes the states."""
+    """Makes a call that advances the states."""
 
     def call(comm: Communicator) -> Reduction:
         state = None if states is None else states[comm.rank]
@@ -259,6 +259,6 @@ def _check_reference(
 
 
 def _integers(size: int, numel: int, generator: torch.Generator, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Of up to 10,000, so that most wires must round them, and with ties."""
+    """Random integers up to 10,000, so that most wires must round them, or up to 4, so that there are ties."""
     most = 10_000 if numel % 2 else 4
     return [torch.randint(-most, most, (numel,), generator=generator).to(dtype) for _ in range(size)]

@@ -1,4 +1,4 @@
-"""What a rank sends in one collective, known beforehand."""
+"""Traffic of a rank in one collective, known beforehand."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from communicators.schedule import SLOT_BYTES, powers_of_two
 
 
 class Traffic(NamedTuple):
-    """What a rank sends in one collective.
+    """Traffic of a rank in one collective.
 
     Attributes:
-        nbytes: Headers included.
-        messages: In so many.
-        rounds: That it takes part in.
+        nbytes: Bytes sent, headers included.
+        messages: Messages sent.
+        rounds: Rounds that the rank takes part in.
     """
 
     nbytes: int
@@ -24,7 +24,7 @@ class Traffic(NamedTuple):
 
 
 def together(*parts: Traffic) -> Traffic:
-    """One after the other."""
+    """Traffic of several collectives, one after the other."""
     return Traffic(*(sum(column) for column in zip(*parts, strict=True)))
 
 

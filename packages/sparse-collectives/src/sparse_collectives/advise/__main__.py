@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _advise(flags: Namespace, comm: Communicator) -> None:
-    """What takes long is told on stderr, so that stdout is the advice alone. Raises NoAdvice."""
+    """Prints the advice on stdout and reports progress on stderr. Raises NoAdvice."""
     say = _say if comm.rank == 0 else _be_silent
     if flags.plot:
         all_or_none(lambda: check_plot(flags.plot) if comm.rank == 0 else None, comm)

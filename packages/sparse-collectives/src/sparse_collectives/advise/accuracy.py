@@ -1,4 +1,4 @@
-"""What is known of how models learn with an exchange: from the record of `python -m bench convergence`, kept here.
+"""Accuracy measured for training with an exchange: the record of `python -m bench convergence`.
 
 `accuracy.json` is written by that command (`--accuracy FILE`), never by hand.
 """
@@ -15,9 +15,10 @@ MOST_BEHIND = 1.0
 
 
 class Known(NamedTuple):
-    """least, most: points of accuracy behind dense over the tasks, of text percent of perplexity, means of seeds.
+    """Measured accuracy of an exchange.
 
-    tasks: their names. seeds: of the task with the fewest. ranks: that trained, of each task.
+    least, most: over the tasks, points of accuracy behind dense (for text: percent of perplexity), means of seeds.
+    tasks: their names. seeds: of the task with the fewest. ranks: number of ranks that trained each task.
     """
 
     least: float
@@ -30,10 +31,11 @@ class Known(NamedTuple):
 def known(
     optimizer: str, algorithm: str, density: float, wire: str, ranks: int, *, sends: str = "updates"
 ) -> Known | None:
-    """Of an exchange as it is recommended for that optimizer and what it sends; None where nobody measured it.
+    """Measured accuracy of an exchange with the recommended settings for that optimizer; None if it was not measured.
 
-    Of each task by itself: the number of its ranks that is nearest to `ranks` by ratio, of two as near the larger: most
-    lose more on more ranks. Of its trainings there the longest: what waits, waits as many steps in a short one.
+    For each task, uses the measured number of ranks nearest to `ranks` by ratio, and the larger of two that are equally
+    near, because most tasks lose more on more ranks. Of the trainings on that many ranks it uses the longest: residuals
+    wait as many steps in a short training, which is a larger share of it.
     """
     asked = {"optimizer": optimizer, "algorithm": algorithm, "density": density, "wire": wire, "sends": sends}
     rows = [row for row in _record() if all(row[name] == value for name, value in asked.items())]
@@ -48,7 +50,7 @@ def known(
 
 
 def within_a_point(found: Known) -> bool:
-    """On the worst of its tasks, at most `MOST_BEHIND` behind dense."""
+    """Whether the worst of its tasks is at most `MOST_BEHIND` behind dense."""
     return found.most <= MOST_BEHIND
 
 
@@ -61,12 +63,12 @@ def in_a_column(found: Known | None) -> str:
 
 
 def on_ranks(found: Known) -> str:
-    """How many trained, over the tasks: "on 2 and 8 ranks"."""
+    """Numbers of ranks over the tasks: "on 2 and 8 ranks"."""
     return f"on {' and '.join(map(str, sorted(set(found.ranks))))} ranks"
 
 
 def in_words(found: Known | None, optimizer: str, ranks: int) -> str:
-    """A line of the advice. ranks: of the user."""
+    """Line of the advice about accuracy. ranks: the user's."""
     if found is None:
         return f"How this exchange learns with {optimizer} was not measured: compare the first epochs with dense ones."
     seeds = f"{found.seeds} seed{'s' if found.seeds > 1 else ''}"
@@ -79,7 +81,7 @@ def in_words(found: Known | None, optimizer: str, ranks: int) -> str:
 
 
 def _models(found: Known) -> str:
-    """Which trained on how many: "of cnn, text on 2 ranks and of vit on 8 ranks"."""
+    """Tasks by number of ranks: "of cnn, text on 2 ranks and of vit on 8 ranks"."""
     trained = {
         size: [task for task, own in zip(found.tasks, found.ranks, strict=True) if own == size]
         for size in sorted(set(found.ranks))
@@ -88,7 +90,7 @@ def _models(found: Known) -> str:
 
 
 def _nearest(rows: list[dict[str, Any]], ranks: int) -> dict[str, Any]:
-    """Of one task's rows."""
+    """The row of one task whose number of ranks is nearest, and whose training is longest."""
     return min(rows, key=lambda row: (_ratio(row["ranks"], ranks), -row["ranks"], -row["steps"]))
 
 

@@ -1,4 +1,4 @@
-"""What goes wrong on one rank ends the command on all of them, with the same reason."""
+"""Errors of one rank end the command on all ranks, with the same reason."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ REASON_BYTES = 1000
 
 
 class NoAdvice(Exception):  # noqa: N818 - it is what the command says
-    """What was asked for cannot be found out; the text says why and what to do."""
+    """No advice can be given; the text says why and what to do."""
 
 
 def all_or_none(attempt: Callable[[], T], comm: Communicator) -> T:
-    """What the attempt returns; collective. Where any rank's raises NoAdvice all do, for the first one's reason."""
+    """The attempt's result; collective. If it raises NoAdvice on any rank, all ranks raise the first one's reason."""
     own: NoAdvice | None = None
     try:
         result = attempt()
@@ -31,7 +31,7 @@ def all_or_none(attempt: Callable[[], T], comm: Communicator) -> T:
 
 
 def _reasons(own: str, comm: Communicator) -> list[str]:
-    """Of all ranks, empty where there is none."""
+    """Gathers the reasons of all ranks, empty for a rank without one."""
     message = own.encode()[:REASON_BYTES]
     padded = torch.frombuffer(bytearray(message.ljust(REASON_BYTES, b"\0")), dtype=torch.uint8)
     gathered = allgather(padded.to(comm.device), comm)

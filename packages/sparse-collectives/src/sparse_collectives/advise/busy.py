@@ -1,4 +1,4 @@
-"""Whether other programs had the cores while this measured."""
+"""Checks whether other programs used the cores during the measurement."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def share_taken(
     clock: Callable[[], float] = time.perf_counter,
     cpu: Callable[[], float] = time.thread_time,
 ) -> float:
-    """Of a moment in which all ranks do nothing but compute, the share in which the scheduler let others run; 0 … 1.
+    """Share of time, 0 … 1, for which the scheduler let others run while all ranks did nothing but compute.
 
-    Collective; of the rank that was held up most. Load averages lag by a minute and count one's own ranks; this counts
-    what a measurement suffers: other programs, too small a quota of a container, more ranks than cores. Programs on
-    other cores do not count.
+    Collective; returns the share of the rank that was held up most. Load averages lag by a minute and count our own
+    ranks; this counts what disturbs a measurement: other programs, a container's quota that is too small, more ranks
+    than cores. Programs on other cores do not count.
     """
     barrier(comm)
     begin, had = clock(), cpu()

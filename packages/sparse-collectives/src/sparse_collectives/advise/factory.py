@@ -24,10 +24,11 @@ Loss = Callable[[], torch.Tensor]
 
 
 def model_seconds(name: str, comm: Communicator, device: torch.device) -> tuple[int, int, float, float]:
-    """What a step of the slowest rank takes.
+    """Size of the user's model, and the duration of the slowest rank's step.
 
-    Trained parameters, those of them in tensors of fewer than `TINY`, seconds of forward and backward, and of backward.
-    Collective. Raises NoAdvice on all ranks where the user's code fails on any.
+    Returns the number of trained parameters, the number of those in tensors of fewer than `TINY` elements, seconds of
+    forward and backward, and seconds of backward. Collective. Raises NoAdvice on all ranks if the user's code fails on
+    any.
     """
     model, loss = all_or_none(lambda: _made(name, device), comm)
     numel = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -45,7 +46,7 @@ def model_seconds(name: str, comm: Communicator, device: torch.device) -> tuple[
 
 
 def _made(name: str, device: torch.device) -> tuple[torch.nn.Module, Loss]:
-    """What FACTORY() returns."""
+    """Calls FACTORY(), and checks its result."""
     module, _, factory = name.partition(":")
     with _users(name, f"importing {module}"):
         imported = importlib.import_module(module)
@@ -74,7 +75,7 @@ def _step_seconds(
 
 @contextmanager
 def _users(name: str, doing: str) -> Iterator[None]:
-    """Around the user's own code: its errors in one line, with its file and line instead of our traceback.
+    """Reports errors of the user's code in one line, with its file and line instead of our traceback.
 
     What it prints goes to stderr, because stdout is the advice.
     """
@@ -88,7 +89,7 @@ def _users(name: str, doing: str) -> Iterator[None]:
 
 
 def _where(error: BaseException) -> str:
-    """The last frame outside installed packages and this one; a syntax error says itself where."""
+    """Location of the last frame outside installed packages and this one, or of a syntax error."""
     if isinstance(error, SyntaxError) and error.filename:
         return f" ({error.filename}, line {error.lineno})"
     installed = [Path(sysconfig.get_path(kind)) for kind in ("stdlib", "purelib", "platlib")]

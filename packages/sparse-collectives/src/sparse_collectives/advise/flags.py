@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _wrong(flags: argparse.Namespace) -> str | None:
-    """What does not go together."""
+    """Reason why the flags contradict each other; None if they do not."""
     own = flags.bandwidth is not None, flags.latency is not None
     if flags.parameters and not flags.step_seconds:
         return "--parameters needs --step-seconds T: what a step takes on one rank without communication"

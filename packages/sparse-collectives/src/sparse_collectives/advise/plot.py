@@ -18,7 +18,7 @@ RANKS = (2, 3, 4, 6, 8, 12, 14, 16, 24, 32, 48, 64, 128)
 
 
 def check_plot(path: Path) -> None:
-    """Before anything is measured: raises NoAdvice where matplotlib is missing or the file could not be written."""
+    """Raises NoAdvice if matplotlib is missing or the file cannot be written; called before anything is measured."""
     _, figure = _axes()
     known, folder = sorted(figure.canvas.get_supported_filetypes()), path.parent
     if path.suffix[1:].lower() not in known:

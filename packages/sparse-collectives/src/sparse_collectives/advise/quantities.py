@@ -27,7 +27,7 @@ def ranks(text: str) -> int:
 
 
 def seconds(text: str) -> float:
-    """More than 0."""
+    """Seconds, more than 0."""
     value = _number(text, "seconds > 0")
     if not 0 < value < math.inf:
         raise ArgumentTypeError(f"{text} given, expected seconds > 0")
@@ -35,7 +35,7 @@ def seconds(text: str) -> float:
 
 
 def density(text: str) -> float:
-    """More than 0, at most 1."""
+    """Density, more than 0 and at most 1."""
     value = _number(text, "0 < density <= 1")
     if not 0 < value <= 1:
         raise ArgumentTypeError(f"{text} given, expected 0 < density <= 1")

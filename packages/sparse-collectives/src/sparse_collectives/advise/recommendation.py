@@ -1,4 +1,4 @@
-"""From predictions to one plain sentence, and to the rule that it follows."""
+"""Recommendation in one plain sentence, and the rule that it follows."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ WELL, UNKNOWN, BADLY = range(3)
 
 
 class Recommendation(NamedTuple):
-    """What to use, "dense" in float32 for nothing.
+    """Recommended algorithm, density and wire; "dense" in float32 means no compression.
 
-    speedup: of a whole training over dense, warm-up included; speedup_after_warm_up: of a step after it. rule:
-    "fastest", "as fast" (see `AS_FAST`), "accuracy" (what is faster loses too much, or nobody knows) or "not
-    worthwhile" (see `WORTHWHILE`). reason: the rule in words. runner_up: the fastest of the others, None where nothing
-    else was predicted. text: all of it, with what to do.
+    speedup: over dense, of the whole training, warm-up included; speedup_after_warm_up: of a step after it. rule:
+    "fastest", "as fast" (see `AS_FAST`), "accuracy" (faster ones lose too much, or were not measured) or "not
+    worthwhile" (see `WORTHWHILE`). reason: the rule in words. runner_up: the fastest of the others, None if nothing
+    else was predicted. text: the full advice, with what to do.
     """
 
     algorithm: str
@@ -46,10 +46,10 @@ def dense_step(steps: Steps) -> float:
 
 
 def recommend(situation: Situation) -> Recommendation:
-    """What to use; of nearly equal ones that which changes least.
+    """Recommends the fastest exchange, or the one that changes least among nearly equal ones.
 
-    Only of those that learn well enough, see `_eligible`. Dense before sparse, more before fewer entries, fp32 before
-    fewer bytes.
+    Considers only those that learn well enough, see `_eligible`. Prefers dense to sparse, more entries to fewer, and
+    fp32 to fewer bytes.
     """
     steps = situation.predictions()
     dense, eligible = dense_step(steps), _eligible(situation, steps)
@@ -102,7 +102,7 @@ def _learns(situation: Situation, p: Prediction) -> int:
 
 
 def _passed_over(situation: Situation, passed: Steps) -> list[str]:
-    """Why what is faster was not taken: the fastest of each kind."""
+    """Reasons for passing over faster exchanges, one for the fastest of each kind."""
     said = []
     for level in (BADLY, UNKNOWN):
         p, _, mean = next((s for s in passed if _learns(situation, s.prediction) == level), (None, 0.0, 0.0))

@@ -40,7 +40,7 @@ LEGEND = (
 
 
 def as_text(situation: Situation) -> str:
-    """What is known, the table, the recommendation. Of each algorithm and density the fastest wire, and fp32."""
+    """Premises, table and recommendation. Shows each algorithm and density with its fastest wire and fp32."""
     steps = situation.predictions()
     dense = dense_step(steps)
     rows = [
@@ -109,12 +109,12 @@ def _accuracy(situation: Situation, p: Prediction) -> dict[str, Any] | None:
 
 
 def is_busy(situation: Situation) -> bool:
-    """Whether others had the cores so much that what was measured is noise."""
+    """Whether other programs used the cores so much that the measurements are noise."""
     return situation.taken >= BUSY
 
 
 def warning(situation: Situation) -> str:
-    """What is wrong with measurements on a busy machine."""
+    """Warning that a busy machine has distorted the measurements."""
     longer = 1 / max(0.01, 1 - situation.taken)
     return (
         f"Warning: the machine was busy. Other processes, or more ranks than it has cores, held a rank up for "

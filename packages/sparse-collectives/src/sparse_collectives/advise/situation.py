@@ -1,4 +1,4 @@
-"""What advise bases its advice on: measured on the ranks that it was started with, or assumed."""
+"""Basis of the advice: costs measured on the ranks that the command was started with, or assumed."""
 
 from __future__ import annotations
 
@@ -73,10 +73,9 @@ class Situation:
 
     @property
     def sends_updates(self) -> bool:
-        """What is selected from are an optimizer's updates, which are there when backward has ended.
+        """Whether the optimizer's updates are sent, which exist only after backward has ended.
 
-        SGD's gradients may be selected from during backward, by a DDP hook, unless that is known to learn badly on so
-        many ranks.
+        With SGD a DDP hook may send gradients during backward, unless that is known to learn badly on this many ranks.
         """
         if self.optimizer != "sgd":
             return True
@@ -84,7 +83,7 @@ class Situation:
         return hook is not None and not within_a_point(hook)
 
     def known(self, p: Prediction) -> Known | None:
-        """How an exchange learns here."""
+        """Measured accuracy of an exchange in this situation."""
         sends = "updates" if self.sends_updates else "gradients"
         return known(self.optimizer, p.algorithm, p.density, p.wire, self.ranks, sends=sends)
 
@@ -108,7 +107,7 @@ class Situation:
         return replace(prediction, density=min(self.handling, key=lambda density: abs(density - prediction.density)))
 
     def _step(self, prediction: Prediction) -> Step:
-        """With the warm-up that is advised beside it; whole gradients have none."""
+        """Step times of an exchange, including the recommended warm-up; dense gradients have none."""
         own, hides = prediction.density, self._hides(prediction)
         seconds = self._seconds(prediction, hides)
         if own == 1:
@@ -126,7 +125,7 @@ class Situation:
         return 0.0 if self.sends_updates and prediction.density < 1 else self.hidden
 
     def _sending(self, like: Prediction, density: float) -> Prediction:
-        """An exchange amid the warm-up. All is sent as a dense sum, whatever the algorithm and wire.
+        """An exchange during the warm-up. Density 1 is a dense sum, whatever the algorithm and wire.
 
         An element and an entry cost what they were measured to at the density that the warm-up ends at.
         """

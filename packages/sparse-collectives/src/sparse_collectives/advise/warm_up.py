@@ -12,7 +12,7 @@ STEPS = 1000
 
 
 def advised(density: float, steps: int) -> WarmUp:
-    """Of a training of so many steps: all in the first tenth; below 1 % DGC's stages over the first fifth.
+    """Recommended warm-up: dense for the first tenth of the steps; below 1 %, DGC's stages for the first fifth.
 
     Measured by `python -m bench convergence`, where "gtopk, dense tenth" is the first at 0.1 % too.
     """
@@ -20,7 +20,7 @@ def advised(density: float, steps: int) -> WarmUp:
 
 
 def in_words(density: float) -> tuple[str, str]:
-    """As it is written in a program, with STEPS, and what those are."""
+    """The warm-up as Python text with STEPS as a placeholder, and the meaning of STEPS."""
     given = f"{density:.2g}, steps=STEPS"
     if density < FEW:
         return f"WarmUp({given})", "STEPS: the first fifth of yours, in which ever less is sent."
@@ -28,6 +28,6 @@ def in_words(density: float) -> tuple[str, str]:
 
 
 def shares(density: float) -> dict[float, float]:
-    """{density: share of the training's steps that send so much}."""
+    """{density: share of the training's steps that use it}."""
     warm_up = advised(density, STEPS)
     return {sent: count / STEPS for sent, count in Counter(map(warm_up, range(STEPS))).items()}

@@ -78,7 +78,7 @@ def _selected(keys: Keys, edges: Sequence[int], budgets: Sequence[int]) -> Mask:
 
 
 def _edges(indices: Array, bounds: Bounds) -> list[int]:
-    """Where each block's entries begin, and where the last one's end."""
+    """Position of each block's first entry, and the end of the last block's entries."""
     lows = np.array([low for low, _ in bounds], np.int32)
     return [*np.searchsorted(indices, lows).tolist(), len(indices)]
 

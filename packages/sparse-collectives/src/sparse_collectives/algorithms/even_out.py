@@ -62,7 +62,7 @@ def even_counts(total: int, size: int) -> list[int]:
 
 
 def shifts(counts: Sequence[int], rank: int) -> dict[int, slice]:
-    """Which of its entries a rank gives to whom, itself included, so that all have about as many, in the same order."""
+    """Entries that this rank gives to each, itself included, so that all have about as many, in the same order."""
     begin, end = list(pairwise(accumulate(counts, initial=0)))[rank]
     edges = pairwise(accumulate(even_counts(sum(counts), len(counts)), initial=0))
     runs = {to: slice(max(low, begin) - begin, min(high, end) - begin) for to, (low, high) in enumerate(edges)}

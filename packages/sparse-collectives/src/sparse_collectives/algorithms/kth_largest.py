@@ -25,7 +25,7 @@ Keys = NDArray[np.signedinteger[Any]]
 
 
 class KthLargest(NamedTuple):
-    """key: the k-th largest. larger, equal: how many of each rank's keys are larger, and how many equal it."""
+    """The k-th largest key. larger, equal: numbers of each rank's keys that are larger, and that equal it."""
 
     key: int
     larger: list[int]
@@ -33,7 +33,7 @@ class KthLargest(NamedTuple):
 
 
 class Bracket(NamedTuple):
-    """low, high: they enclose the k-th largest key. spans: [first, last) of each rank's keys, the largest first.
+    """Keys low and high that enclose the k-th largest. spans: [first, last) of each rank's keys, the largest first.
 
     Outside its span no key of a rank lies strictly between low and high.
     """
@@ -75,14 +75,14 @@ def kth_largest(keys: Tensor, least: int, k: int, rank: int, size: int, *, most:
 
 
 def _enclosed(sampled: Tensor, counts: Sequence[int], k: int) -> Bracket:
-    """`bracket`, of what all ranks have said: their counts and samples."""
+    """Result of `bracket` for all ranks' counts and samples."""
     if sampled.dtype == torch.int32 and ready(sampled):
         return Bracket(*spread.bracket(sampled, len(counts), k))
     return bracket(counts, list(sampled.numpy().reshape(len(counts), -1)[:, 1:]), k)
 
 
 def _said(in_order: Tensor, low: int, high: int, span: tuple[int, int]) -> Tensor:
-    """How many own keys are larger than high, equal it, and equal low; then those of the span."""
+    """Numbers of own keys that are larger than high, equal it, and equal low; then the keys of the span."""
     if in_order.dtype == torch.int32 and ready(in_order):
         return spread.said(in_order, low, high, span)
     m, (first, last) = len(in_order), span
@@ -92,14 +92,14 @@ def _said(in_order: Tensor, low: int, high: int, span: tuple[int, int]) -> Tenso
 
 
 def _settled(gathered: Tensor, lengths: Sequence[int], low: int, high: int, k: int) -> KthLargest:
-    """`settle`, of what all ranks have said of the keys between low and high."""
+    """Result of `settle` for all ranks' keys between low and high."""
     if gathered.dtype == torch.int32 and ready(gathered):
         return KthLargest(*spread.settle(gathered, lengths, low, high, k))
     return settle(np.split(gathered.numpy(), list(accumulate(lengths[:-1]))), low, high, k)
 
 
 def bracket(counts: Sequence[int], samples: Sequence[Keys], k: int) -> Bracket:
-    """Around the k-th largest of `counts` keys of each rank, of which every g-th is among its samples; k < Σ counts.
+    """Bracket of the k-th largest among `counts` keys of each rank, every g-th of which is a sample; k < Σ counts.
 
     Let L(v) count the keys that samples of at least v stand for. L(v) ≤ keys ≥ v ≤ L(v) + Σ (g − 1). So the largest
     sample with L ≥ k is not above the k-th key, and the first with L ≥ k − Σ (g − 1) not below it.

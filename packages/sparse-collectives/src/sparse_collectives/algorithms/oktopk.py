@@ -171,7 +171,7 @@ class OkTopk(Algorithm):
         return min(k, numel) * (size - 1).bit_length()
 
     def reference(self, inputs: Sequence[Array], k: int) -> Array:
-        """At the first call the threshold is new: the k largest of the sum of all selections."""
+        """The k largest entries of the sum of all selections, because a first call estimates a new threshold."""
         return cut(sum_of_selections(inputs, k), k)
 
 

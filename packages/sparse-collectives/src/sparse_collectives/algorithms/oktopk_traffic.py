@@ -1,4 +1,4 @@
-"""What Ok-Topk sends: exactly, where it is known what the ranks hold, and at most."""
+"""Traffic of Ok-Topk: exact where the ranks' entries are known, and its upper bound."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def oktopk_traffic(
     boundaries: bool,
     wire: Wire = PLAIN,
 ) -> Traffic:
-    """What a rank sends in a call with k ≤ n.
+    """Traffic of a rank in a call with k ≤ n.
 
     given: its entries in each region. spans: keys of each rank that may be the k-th largest, as `kth_largest.bracket`
-    finds them; None where no more than k sums reach the threshold. kept: entries of each region that are in the total.
-    edges: of the regions. boundaries: whether they are agreed on anew.
+    finds them; None if at most k sums reach the threshold. kept: entries of each region that are in the total. edges:
+    edges of the regions. boundaries: whether the ranks agree on new ones in this call.
     """
     size, lengths = len(given), [high - low for low, high in pairwise(edges)]
     sizes = [wire.block_nbytes(entries, length, dtype) for entries, length in zip(given, lengths, strict=True)]

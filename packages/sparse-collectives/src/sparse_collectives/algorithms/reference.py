@@ -1,4 +1,4 @@
-"""What the algorithms' references are made of: plain NumPy, without any message. For tests, and to read first."""
+"""Building blocks of the algorithms' references: plain NumPy, no messages. For tests, and to read first."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def cut(x: Array, k: int) -> Array:
 
 
 def tree(sums: Sequence[Array]) -> Array:
-    """Neighbours are added, then the sums of neighbours, as `sparse_compress.add_all` does."""
+    """Adds neighbours, then the sums of neighbours, as `sparse_compress.add_all` does."""
     sums = list(sums)
     while len(sums) > 1:
         pairs = [low + high for low, high in zip(sums[::2], sums[1::2], strict=False)]
@@ -25,5 +25,5 @@ def tree(sums: Sequence[Array]) -> Array:
 
 
 def sum_of_selections(inputs: Sequence[Array], k: int) -> Array:
-    """Every rank's k largest, all added."""
+    """Sum of every rank's k largest entries."""
     return tree([cut(x, k) for x in inputs])

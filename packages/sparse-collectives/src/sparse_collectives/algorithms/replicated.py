@@ -22,23 +22,23 @@ class ReplicatedVector:
         self._dropped: list[SparseVector] = []
 
     def message(self, *, member: int = 0, of: int = 1) -> Tensor:
-        """Its bytes, of `nbytes`; holders go on with what it is rounded to."""
+        """Message of `nbytes` bytes with the vector; all holders continue with its rounded values."""
         if self._wire is not PLAIN:
             self.vector, rest = self._wire.rounded(self.vector)
             self._drop(rest, member, of)
         return self._wire.message(self.vector)
 
     def merge(self, message: Tensor, giver: int, *, member: int = 0, of: int = 1, after: bool = False) -> None:
-        """The k largest of its sum with what another rank holds, who then holds the sum too.
+        """Adds another rank's vector and keeps the k largest; that rank does the same.
 
-        after: this rank's comes second: lower ranks are first everywhere, because NaN payloads do not commute.
+        after: adds this rank's vector second: lower ranks are first everywhere, because NaN payloads do not commute.
         """
         theirs = self._unpacked(message, giver)
         self.vector, cut = merge(theirs, self.vector, self._k) if after else merge(self.vector, theirs, self._k)
         self._drop(cut, member, of)
 
     def replace(self, message: Tensor, giver: int) -> None:
-        """By what another rank holds."""
+        """Replaces this copy by another rank's vector."""
         self.vector = self._unpacked(message, giver)
 
     def reduction(self) -> Reduction:

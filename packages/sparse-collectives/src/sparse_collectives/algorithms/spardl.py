@@ -39,7 +39,7 @@ LEAST = 1
 
 @dataclass(frozen=True)
 class SparDL(Algorithm):
-    """At most k entries of the sum, chosen block by block (Zhao et al., ICDE 2024).
+    """Sum over ranks with at most k entries, selected block by block (Zhao et al., ICDE 2024).
 
     d teams of T = P/d ranks; T blocks of the index range, each with a budget of about k/T entries.
 
@@ -53,8 +53,8 @@ class SparDL(Algorithm):
 
     Args:
         teams: d, divides P.
-        sag: "r-sag" (d a power of two), "b-sag", or "auto": the first where it can be.
-        wire: How vectors travel; what it rounds off stays with the rank that sends it.
+        sag: "r-sag" (d a power of two), "b-sag", or "auto": "r-sag" where possible.
+        wire: Encoding of the vectors; rounding errors stay with the rank that sends.
     """
 
     name = "spardl"
@@ -63,7 +63,7 @@ class SparDL(Algorithm):
     sag: str = "auto"
 
     def check(self, size: int) -> None:
-        """Teams divide P, and sag is possible for them.
+        """Checks that teams divide P, and that sag is possible for them.
 
         Args:
             size: P.
@@ -185,7 +185,7 @@ class SparDL(Algorithm):
 
 
 def spar_reduce_scatter(blocks: Blocks, rank: int, size: int) -> Schedule[None]:
-    """Afterwards rank r holds the sum of block r over all ranks, cut to its budget after every addition; any P.
+    """Leaves on rank r the sum of block r over all ranks, cut to its budget after every addition; any P.
 
     A rank holds partial sums of the blocks rank + j, j < m (m = P at first). With distance D it gives those from D on
     to rank + D, which holds them at j − D, and has D left: every block goes round by ever shorter hops to its owner.

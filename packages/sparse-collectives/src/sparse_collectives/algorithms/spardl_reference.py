@@ -14,7 +14,7 @@ from sparse_collectives.algorithms.spardl_teams import is_recursive
 
 
 def spardl_reference(inputs: Sequence[Array], k: int, *, teams: int, sag: str) -> Array:
-    """What a first call returns. R-SAG: merged pairwise; B-SAG: all at once, and cut."""
+    """Total of a first call. R-SAG merges the teams' sums pairwise; B-SAG adds all at once, then cuts."""
     selected, total = [cut(x, k) for x in inputs], np.zeros_like(inputs[0])
     ranks, n = len(inputs) // teams, len(total)
     owners = [b for b in range(ranks) if (b + 1) * n // ranks > b * n // ranks]

@@ -33,7 +33,7 @@ AUTO = "auto"
 
 
 def known(algorithm: object) -> Algorithm:
-    """The algorithm of that name, or one's own.
+    """The algorithm of that name, or your own.
 
     Raises ValueError that lists the known names, and for one's own whose name stands for another; TypeError for what is
     neither.
@@ -73,7 +73,7 @@ def resolve(
 
 @lru_cache(maxsize=64)
 def _usual(entry: Algorithm, wire: str, size: int, dtype: torch.dtype) -> Algorithm:
-    """Made once: most calls are like the one before."""
+    """Cached algorithm without options: most calls are like the one before."""
     return _resolved(entry, wire, size, dtype)
 
 

@@ -99,7 +99,7 @@ def _encode(block: SparseVector, span: Span, wire: Wire) -> Tensor:
 
 
 def _decode(encoded: Tensor, span: Span, like: SparseVector, wire: Wire, rank: int) -> SparseVector:
-    """What a rank's bytes say; InvalidMessageError where they are no block."""
+    """Decodes a rank's bytes; InvalidMessageError if they are not a block."""
     low, high = span
     dense_nbytes = wire.dense_nbytes(high - low, like.dtype)
     if encoded.numel() > dense_nbytes:
@@ -132,9 +132,10 @@ def topk_dsa_traffic(
     *,
     wire: Wire = PLAIN,
 ) -> Traffic:
-    """What a rank sends, exactly, where it gives so many entries to each block and the sums have so many.
+    """Exact traffic of a rank. given: its entries in each block; summed: entries of each block's sum.
 
-    Its other blocks, then Bruck's share of the sizes and of the sums; (P − 1) + 2⌈log P⌉ messages with a slot each.
+    It sends its other blocks, then Bruck's share of the sizes and of the sums, in (P − 1) + 2⌈log P⌉ messages with a
+    slot each.
     """
     lengths = [high - low for low, high in block_bounds(numel, size)]
     split_nbytes, sum_nbytes = (

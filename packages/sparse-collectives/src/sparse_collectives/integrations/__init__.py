@@ -1,1 +1,1 @@
-"""At home in training frameworks: one module each, which imports its framework; none is a dependency."""
+"""Adapters for training frameworks: one module each, which imports its framework; none is a dependency."""

@@ -43,7 +43,7 @@ def hooked(
 
 
 def left_to_optimizers(model: Any, optimizers: Iterable[Any], *, how: str) -> list[DistributedOptimizer]:
-    """DDP exchanges no gradients any more, because these optimizers do; those of them that do.
+    """Stops DDP from exchanging gradients, because these optimizers do; returns those that do.
 
     Raises TypeError for a module without DDP, and unless all do.
     """
@@ -57,14 +57,14 @@ def left_to_optimizers(model: Any, optimizers: Iterable[Any], *, how: str) -> li
 
 
 def ahead_of(optimizer: Any) -> AbstractContextManager[None]:
-    """Where its gradients are to be made: `DistributedOptimizer.ahead` where updates are sent, once and not twice."""
+    """Context for computing gradients: `DistributedOptimizer.ahead` if updates are sent, entered only once."""
     inner = inner_of(optimizer)
     sends_updates = isinstance(inner, DistributedOptimizer) and inner._sends == "updates"
     return inner.ahead() if sends_updates and not inner._ahead.now else nullcontext()
 
 
 def inner_of(optimizer: Any) -> Any:
-    """What a framework has wrapped once more."""
+    """Unwraps an optimizer that a framework has wrapped."""
     return optimizer if isinstance(optimizer, DistributedOptimizer) else getattr(optimizer, "optimizer", optimizer)
 
 

@@ -49,11 +49,11 @@ class SparseGradients(Callback):  # type: ignore[misc] # Lightning's types are n
             self._loaded = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Of all ranks, on rank 0, which writes it."""
+        """Gathers the states of all ranks on rank 0, which writes them."""
         return {} if self.state is None else self.state.gathered_state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Kept until there is a module to load it for."""
+        """Keeps the state until there is a module to load it into."""
         self._loaded = state_dict
 
 
@@ -88,12 +88,12 @@ class DistributedOptimizers(Callback):  # type: ignore[misc]
         trainer.model.register_forward_pre_hook(go_ahead)  # step(closure) is there; accumulation and a scaler are not
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Parameters are those of all ranks again."""
+        """Restores the parameters that all ranks share."""
         del trainer, pl_module
         self._ahead.close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Also where forward or backward failed, or was interrupted."""
+        """Restores them also if forward or backward failed, or was interrupted."""
         del trainer, pl_module, exception
         self._ahead.close()
 

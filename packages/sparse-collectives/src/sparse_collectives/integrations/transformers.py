@@ -23,7 +23,7 @@ OPTIMIZER_FILE = "optimizer.pt"  # as Trainer calls it
 
 
 class _Exchanging(TrainerCallback):  # type: ignore[misc] # transformers' types are not at hand
-    """What both ways have in common."""
+    """Base of both callbacks."""
 
     def __init__(self, trainer: Trainer) -> None:
         if not isinstance(trainer, Trainer):
@@ -131,7 +131,7 @@ def _folder(args: TrainingArguments, state: TrainerState) -> Path:
 
 
 def _write(state: dict[str, Any], path: Path) -> None:
-    """Whole or not at all."""
+    """Writes the file completely or not at all."""
     part = path.with_suffix(".part")
     torch.save(state, part)
     part.replace(path)

@@ -1,1 +1,1 @@
-"""What an exchange will take: traffic, measured costs, and the choice of the fastest."""
+"""Predicted cost of an exchange: traffic, measured costs, and the choice of the fastest."""

@@ -25,13 +25,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What "auto" takes, alike on every rank. `print(choice)` shows the table.
+    """Choice of "auto", the same on every rank. `print(choice)` shows the table.
 
     Attributes:
-        algorithm: Its name.
+        algorithm: Name of the algorithm.
         options: Its settings.
-        wire: How values travel.
-        predictions: Of all that could have been, fastest first.
+        wire: Encoding of the values.
+        predictions: Predictions for all candidates, fastest first.
         reason: One sentence.
     """
 

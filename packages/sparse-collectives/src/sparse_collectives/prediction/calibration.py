@@ -113,7 +113,7 @@ def seconds_of(call: Callable[[], object], comm: Communicator, device: torch.dev
 def _feedback_step(
     gradient: torch.Tensor, compressor: TopK, select: Callable[[torch.Tensor], SparseVector] | None, size: int
 ) -> Callable[[], object]:
-    """What a step does besides the exchange: select, take back what was dropped, write the mean."""
+    """Work of a step besides the exchange: select, take back what was dropped, write the mean."""
     feedback, mean = ErrorFeedback(compressor), torch.zeros_like(gradient)
     nothing = SparseVector.empty(gradient.numel(), gradient.dtype, device=gradient.device)
 

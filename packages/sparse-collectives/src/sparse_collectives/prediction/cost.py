@@ -1,4 +1,4 @@
-"""What an exchange will take, from what was measured: α, β, and the seconds of selecting and merging.
+"""Predicted time of an exchange, from measured costs: α, β, and the seconds of selecting and merging.
 
     seconds = compression + exchange        exchange = Σ over rounds (α + β·bytes) + merging, of the busiest rank
 
@@ -32,11 +32,11 @@ BACKWARD_SHARE = 2 / 3
 
 
 class Handling(NamedTuple):
-    """What a rank's own work costs, at one k/n.
+    """Cost of a rank's own work at one k/n.
 
-    compress: seconds per element of the gradient to accumulate, select and put back; prescribed: the same, by name, of
-    the algorithms that prescribe the selection. merge: by algorithm and wire (see `on_wire`), seconds per entry that it
-    merges of all that it computes between its rounds.
+    compress: seconds per element of the gradient to accumulate, select and put back; prescribed: the same by name, for
+    algorithms that prescribe the selection. merge: by algorithm and wire (see `on_wire`), seconds of all work between
+    rounds, per merged entry.
     """
 
     compress: float = 0.0
@@ -75,7 +75,7 @@ class Prediction:
 
     @property
     def seconds(self) -> float:
-        """Of a gradient on its whole way."""
+        """Seconds of compression and exchange together."""
         return self.compression + self.exchange
 
     @property
@@ -92,7 +92,7 @@ class Prediction:
 
 
 def on_wire(algorithm: str, wire: str) -> str:
-    """How an algorithm on a wire is called: by its name alone on the usual one."""
+    """Label of an algorithm on a wire: just its name on the usual wire."""
     return algorithm if wire == "fp32" else f"{algorithm} in {wire}"
 
 
@@ -137,7 +137,7 @@ def predict(
 
 
 def with_whole(prediction: Prediction, count: int, *, size: int, link: Link) -> Prediction:
-    """The same where so many elements are summed whole in the same call, in float32, beside a selection.
+    """The same prediction with this many elements summed dense in the same call, in float32, beside the selection.
 
     The sum comes before the selection's rounds; a rank that is the busiest in both is what is reckoned with.
     """
@@ -173,13 +173,13 @@ def predict_all(*, size: int, numel: int, link: Link, handling: dict[float, Hand
 
 
 def predict_variants(algorithm: str, *, size: int, **given: Any) -> list[Prediction]:
-    """`predict` for all settings of the algorithm that are worth a comparison."""
+    """Predictions for all settings of the algorithm that are worth comparing."""
     variants = ALGORITHMS[algorithm].variants(size)
     return [predict(algorithm, size=size, options=options, **given) for options in variants]
 
 
 def fastest_first(predictions: Sequence[Prediction]) -> list[Prediction]:
-    """By seconds; among equals the one that sends more of the gradient, then by name: the same order everywhere."""
+    """Sorts by seconds, then by density, densest first, then by name: the same order on every rank."""
     return sorted(predictions, key=lambda p: (p.seconds, -p.density, p.name))
 
 

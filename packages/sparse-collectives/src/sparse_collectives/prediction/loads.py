@@ -1,4 +1,4 @@
-"""What the ranks of one exchange send and merge; of very many ranks, those between which all others lie."""
+"""Loads of an exchange's ranks, sent and merged; with very many ranks, only those that bound all others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXACT_RANKS = 64
 
 
 class Load(NamedTuple):
-    """Of one rank. merged: entries."""
+    """Load of one rank. merged: entries."""
 
     sent: Traffic
     merged: int
@@ -26,15 +26,15 @@ class Load(NamedTuple):
 def loads(
     algorithm: str, options: Mapping[str, Any], wire: str, *, size: int, numel: int, k: int, dtype: torch.dtype
 ) -> Sequence[Load]:
-    """Of the ranks that `ranks_of_interest` names.
+    """Loads of the ranks that `ranks_of_interest` names.
 
-    Where bytes depend on the data those of random selections, or the most that they can be.
+    If bytes depend on the data, they are those of random selections, or an upper bound.
     """
     return _loads(algorithm, tuple(sorted(options.items())), wire, size, numel, k, dtype)
 
 
 def ranks_of_interest(size: int) -> Sequence[int]:
-    """All ranks, or of very many the first and the last one of each role that an algorithm has.
+    """All ranks or, if there are very many, the first and the last of each role that an algorithm has.
 
     The roles: r < P − Q with a partner that folds into it, Q the largest power of two; other r < Q; r ≥ Q. Ranks of
     one role differ by an entry or an element a message, as blocks fall.

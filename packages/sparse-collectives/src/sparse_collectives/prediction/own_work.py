@@ -1,4 +1,4 @@
-"""What a rank computes between the rounds of an algorithm: measured by running two ranks of it in this process."""
+"""Time that a rank computes between an algorithm's rounds, measured by running two ranks in this process."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from sparse_collectives.algorithms.table import resolve
 def seconds_of_calls(
     algorithm: str, wire: str, gradients: Sequence[Tensor], k: int, clock: Callable[[], float]
 ) -> Iterator[float]:
-    """What rank 0 computes in one call after the other, in seconds; all but the first are as in the midst of training.
+    """Seconds that rank 0 computes in each of successive calls; all but the first are like those amid training.
 
-    gradients: of the two ranks, 1-D; what is selected of them is not counted. clock: seconds, when the device is idle.
+    gradients: those of the two ranks, 1-D; selection is not counted. clock: seconds, read when the device is idle.
     """
     entry = resolve(algorithm, size=2, wire=wire)
     states = [entry.initial_state() for _ in gradients]

@@ -1,1 +1,1 @@
-"""From gradients to their mean: the exchange, and the optimizer and DDP hook that call it."""
+"""Exchange of gradients for their mean, and the optimizer and DDP hook that call it."""

@@ -46,9 +46,9 @@ NONE = (
 
 
 class Ahead:
-    """Moves parameters by what waits of this rank's updates, and back; knows whether gradients were made there.
+    """Moves parameters by this rank's residuals of updates, and back; knows whether gradients were computed there.
 
-    residuals: by name, now. share: a. Memory: a copy of the parameters while they are ahead.
+    residuals: returns the current ones by name. share: a. Memory: a copy of the parameters while they are ahead.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Ahead:
         self._outside: set[int] = set()  # parameters with gradients made elsewhere in this step
 
     def moved(self) -> AbstractContextManager[None]:
-        """Inside, parameters are ahead; afterwards they have the bits that they had before. For gradients."""
+        """Context for computing gradients, in which parameters are ahead; afterwards they have their former bits."""
         if self.now:
             raise RuntimeError("ahead() inside ahead(): parameters are there already, leave out one of the two")
         self._used = True
@@ -71,9 +71,9 @@ class Ahead:
         return self._for_gradients()
 
     def as_for_gradients(self, density: float) -> AbstractContextManager[None]:
-        """For the wrapped optimizer's step: where the gradients were made, so that its weight decay fits them.
+        """Context for the wrapped optimizer's step: parameters are where gradients were computed, for weight decay.
 
-        Warns once where they were made without what waits. density: of the steps to come.
+        Warns once if gradients were computed without the residuals. density: that of the steps to come.
         """
         used, self._used = self._used, False
         outside = any(self._holds(member) for member in self._outside)
@@ -88,13 +88,13 @@ class Ahead:
         return self._moved() if used else nullcontext()
 
     def adds(self, member: int) -> None:
-        """A backward goes to this parameter; a gradient that was thrown away counts no longer."""
+        """Notes that a backward reaches this parameter; a gradient that was discarded no longer counts."""
         self._made |= self.now
         if member in self._outside and not self._holds(member):
             self._outside.discard(member)
 
     def added(self, member: int) -> None:
-        """A backward has added to this parameter's gradient; that of `torch.autograd.grad` does not."""
+        """Notes that a backward has added to this parameter's gradient; `torch.autograd.grad` does not."""
         if not self.now:
             self._outside.add(member)
 
@@ -103,7 +103,7 @@ class Ahead:
         return gradient is not None and bool(gradient.any())
 
     def _watch(self) -> None:
-        """By hooks before and after autograd adds to a gradient, until all is known, or this is gone."""
+        """Sets hooks that run before and after autograd adds to a gradient, until all is known or this object dies."""
         if self._unwatch is not None or self._warned:
             return
         watching, handles = weakref.ref(self), []
@@ -133,7 +133,7 @@ class Ahead:
             warnings.warn(NONE, stacklevel=3)
 
     def _given(self) -> list[tuple[int, int] | None]:
-        """Gradients now, such that a change of them shows."""
+        """Snapshot of the gradients in which a change of them shows."""
         return [None if p.grad is None else (id(p.grad), p.grad._version) for p in self._parameters]
 
     @contextmanager
@@ -156,12 +156,12 @@ class Ahead:
 
 
 def _nodes() -> int:
-    """How many nodes of graphs this thread has made; a forward under no_grad makes none."""
+    """Number of autograd nodes that this thread has made; a forward under no_grad makes none."""
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
 
 def _tell(ahead: weakref.ref[Ahead], look: Callable[[Ahead, int], None], member: int, _: Tensor) -> None:
-    """What a parameter's hooks do: they keep nothing alive."""
+    """Hook of a parameter; holds only a weak reference, so it keeps nothing alive."""
     watching = ahead()
     if watching is not None:
         look(watching, member)

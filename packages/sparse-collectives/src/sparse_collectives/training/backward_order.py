@@ -35,12 +35,12 @@ class BackwardOrder:
         ]
 
     def close(self) -> None:
-        """Watches no longer."""
+        """Stops watching."""
         for hook in self._hooks:
             hook.remove()
 
     def reset(self) -> None:
-        """A new step begins; what backward left unfinished before is forgotten."""
+        """Begins a new step, and forgets what backward left unfinished."""
         self._lacking = [set(members) for members in self._members]
         self._started = 0
 
@@ -56,7 +56,7 @@ class BackwardOrder:
             self._started += 1
 
     def ready(self, member: int) -> None:
-        """This parameter's gradient is there."""
+        """Notes that this parameter's gradient is complete."""
         if self.paused:
             return
         lacking = self._lacking[self._bucket_of[member]]
@@ -73,7 +73,7 @@ class BackwardOrder:
 
 
 def take_over(optimizer: Optimizer, order: BackwardOrder | None) -> None:
-    """Whoever watched before for this optimizer, and may still be held by a scheduler, no longer starts exchanges."""
+    """Closes the optimizer's earlier watcher, which a scheduler may still hold, so that it starts no exchanges."""
     earlier = vars(optimizer).pop("_backward_order", lambda: None)()
     if earlier is not None:
         earlier.close()
@@ -82,7 +82,7 @@ def take_over(optimizer: Optimizer, order: BackwardOrder | None) -> None:
 
 
 def _tell(order: weakref.ref[BackwardOrder], member: int, parameter: Tensor) -> None:
-    """What a parameter's hook does: nothing once the optimizer that set it is gone."""
+    """Hook of a parameter; does nothing once the optimizer that set it is gone."""
     del parameter
     watching = order()
     if watching is not None:

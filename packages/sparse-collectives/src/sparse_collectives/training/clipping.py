@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def check_clip_norm(clip_norm: Any) -> float | None:
-    """TypeError for what is no number, ValueError unless it is positive and finite; None: no clipping."""
+    """Checks clip_norm: TypeError unless it is a number, ValueError unless positive and finite; None: no clipping."""
     if clip_norm is None:
         return None
     if isinstance(clip_norm, bool) or not isinstance(clip_norm, Real):
@@ -27,7 +27,7 @@ def check_clip_norm(clip_norm: Any) -> float | None:
 
 
 def clip_limit(clip_norm: float, ranks: int) -> float:
-    """What one rank's own gradient is held to, so that the mean over ranks is held to about `clip_norm`: that · √P.
+    """Limit of one rank's own gradient norm that keeps the mean over ranks at about `clip_norm`: clip_norm · √P.
 
     DGC clips what a rank adds to the mean, its gradient / P, to clip_norm · P^(−1/2) (Lin et al., ICLR 2018, section
     3.2): the norm of a sum of P independent gradients grows as √P. That is clip_norm · √P of the gradient itself.

@@ -1,7 +1,7 @@
-"""From the gradients of this rank to their mean over all ranks, bucket by bucket: dense in, dense out.
+"""Exchange of this rank's gradients for their mean over all ranks, bucket by bucket: dense in, dense out.
 
-An `Exchange` carries them and ends steps. How a bucket's gradient travels, and what is kept of it between steps, is
-its `Scheme`'s: whole gradients (`WholeGradients`), or selections with error feedback (`Selections`). Another one is
+An `Exchange` carries them and ends steps. Its `Scheme` decides how a bucket's gradient travels, and what is kept
+between steps: dense gradients (`WholeGradients`), or selections with error feedback (`Selections`). A new scheme is
 one file.
 """
 
@@ -30,27 +30,27 @@ class Transfer(Protocol):
 
     @property
     def facts(self) -> str:
-        """What the ranks must share, as text."""
+        """Facts that all ranks share, as text."""
 
     @property
     def schedule(self) -> Schedule[Any]:
-        """What carries it; asked for once."""
+        """Schedule that carries the transfer; read once."""
 
     @property
     def summed(self) -> Tensor | None:
         """A tensor of which R is the plain sum over the ranks, where the transport's own allreduce may do as well."""
 
     def agreed(self, result: Any) -> Tensor:
-        """What of R is the same on every rank: where a NaN or inf of any rank shows."""
+        """The part of R that is the same on every rank, in which any rank's NaN or inf shows."""
 
     def own(self, result: Any) -> Tensor:
-        """What of R only this rank has and keeps: to be finite where `agreed` is."""
+        """The part of R that only this rank has and keeps; must be finite if `agreed` is."""
 
     def suspect(self) -> int:
         """The first element in the bucket of which this rank gave something not finite, −1 if none."""
 
     def end(self, result: Any, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """The mean as `flat` is, which it may overwrite, and of the mean what may be other than zero.
+        """The mean in the form of `flat`, which it may overwrite, and the part of the mean that may be nonzero.
 
         Args:
             result: R.
@@ -69,12 +69,12 @@ class Scheme(Protocol):
     memories: Sequence[str]
 
     def register(self, key: str, bucket: Bucket, kept: Mapping[str, Tensor]) -> None:
-        """A bucket that is not known yet.
+        """Adds a bucket that is not known yet.
 
         Args:
             key: Its name.
             bucket: Its parameters.
-            kept: What was kept of them, flat, by memory; {} if nothing.
+            kept: Their memories, flat, by name; {} if there are none.
         """
 
     def forget(self, key: str) -> dict[str, Tensor]:
@@ -84,7 +84,7 @@ class Scheme(Protocol):
             key: Its name.
 
         Returns:
-            What was kept, flat, by memory.
+            Its memories, flat, by name.
         """
 
     def transfer(self, key: str, flat: Tensor, scale: float, unused: Sequence[slice]) -> Transfer:
@@ -93,27 +93,27 @@ class Scheme(Protocol):
         Args:
             key: Its name.
             flat: The gradient, 1-D, in its own dtype.
-            scale: It is so many times the one that counts.
+            scale: Loss scale of the gradient.
             unused: Spans of it that take no part.
         """
 
     def commit(self) -> None:
-        """The step stands."""
+        """Commits the step."""
 
     def rollback(self) -> None:
-        """As if the step had not been, bit for bit; only where steps may be skipped."""
+        """Undoes the step, bit for bit; only where steps may be skipped."""
 
     def kept(self) -> dict[str, dict[str, Tensor]]:
-        """By memory and bucket: references."""
+        """Memories by name and bucket: references."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What else is kept, in plain values."""
+        """State besides the memories, in plain values."""
 
     def reset(self, state: Mapping[str, Any]) -> None:
-        """Forgets all buckets, and goes on with what `state_dict` gave.
+        """Forgets all buckets, and continues from a `state_dict`.
 
         Args:
-            state: Of another one, with "residuals" and "velocities" by parameter.
+            state: Another scheme's, with "residuals" and "velocities" by parameter.
 
         Raises:
             ValueError: It does not fit; nothing is changed.
@@ -125,31 +125,33 @@ class LooksInside(Protocol):
     """A scheme whose residuals can be looked at while a step is under way, too."""
 
     def residuals_now(self) -> Sequence[Tensor]:
-        """As they are now, of a step that may still be undone as well: references."""
+        """Current residuals, even of a step that may still be undone: references."""
 
 
 @runtime_checkable
 class BeginsWhole(Protocol):
-    """A scheme whose first steps are summed whole, so that they save nothing."""
+    """A scheme whose first steps are summed dense, so that they save nothing."""
 
     @property
     def dense_steps_left(self) -> int:
-        """How many of them are still to come."""
+        """Number of dense steps still to come."""
 
 
 class Exchange:
     """Means of buckets, and the steps that they make up.
 
-    names: of the parameters, which buckets have by position; the list may grow. owner: in messages, whose.
+    names: names of the parameters, which buckets refer to by position; the list may grow. owner: the owner's name in
+        messages.
     nonfinite: "raise": a NaN or inf of any rank is an error on all of them, raised by each `Work`'s wait. "skip":
-        `settle` tells whether the step stands, and undoes it where not. "pass": nobody looks.
-    native: whole sums are left to the transport, where it has one, when their `Work` is waited for.
-    clip_norm: of the mean, which `clip` reaches for by the ranks' own gradients; None: `clip` does nothing.
-    what: is exchanged, in messages.
-    cut: a fact, as text: how parameters were cut into buckets, where ranks could do it otherwise.
-    shared: another, of this step: what ranks must hold alike.
-    selection_seconds: until now, on this rank, by the communicator's clock.
-    tally: what exchanges have cost so far. Who starts them says when it begins to wait for them.
+        `settle` tells whether the step stands, and otherwise undoes it. "pass": nothing is checked.
+    native: dense sums are left to the transport, if it has its own, when their `Work` is waited for.
+    clip_norm: target norm of the mean, which `clip` approaches by clipping ranks' own gradients; None: `clip` does
+        nothing.
+    what: name in messages of the exchanged tensors.
+    cut: a fact, as text: how parameters were cut into buckets, if ranks could differ in that.
+    shared: another fact, about this step: values that ranks must share.
+    selection_seconds: seconds so far on this rank, by the communicator's clock.
+    tally: costs of exchanges so far. The caller that starts them says when it begins to wait for them.
     """
 
     def __init__(
@@ -177,10 +179,10 @@ class Exchange:
         self.tally = Tally(comm.clock)
 
     def clip(self, flats: Sequence[Tensor], *, scale: float = 1.0, of: int | None = None) -> None:
-        """Clips this rank's gradients in place, before they are started; `scale` times those that count.
+        """Clips this rank's gradients, which have the loss scale `scale`, in place before they are started.
 
-        of: elements of the whole model, where these are a part of it. Each part's norm is held to √share of the limit,
-        and so the whole one's to the limit, whatever the parts hold of it (`clip_limit`).
+        of: elements of the whole model, if these are a part of it. Each part's norm is limited to √share of the limit,
+        which limits the whole model's norm however it is spread over the parts (`clip_limit`).
         """
         if self._clip_norm is not None:
             share = 1.0 if of is None else sum(flat.numel() for flat in flats) / of
@@ -189,7 +191,7 @@ class Exchange:
     def start(self, bucket: Bucket, flat: Tensor, *, scale: float = 1.0, unused: Sequence[slice] = ()) -> Work[Tensor]:
         """Starts one bucket: `flat`, 1-D, belongs to the exchange until the work, its mean, has been waited for.
 
-        scale: of the loss; residuals are without it. unused: spans whose residuals wait; their gradient is zero.
+        scale: loss scale; residuals are stored without it. unused: spans whose residuals wait; their gradient is zero.
         """
         key = self.register(bucket)
         began = self.comm.clock()
@@ -204,7 +206,7 @@ class Exchange:
         return _Mean(work, partial(self._end, transfer, flat))
 
     def register(self, bucket: Bucket) -> str:
-        """The name of a bucket; if its parameters were cut otherwise before, what was kept of them moves here."""
+        """Name of a bucket; if its parameters were cut differently before, their memories move here."""
         key = self._names[bucket.members[0]]
         if self._buckets.get(key) == bucket:
             return key
@@ -221,7 +223,7 @@ class Exchange:
         return key
 
     def settle(self) -> bool:
-        """Ends the step, on every rank alike: whether it stands, or was undone because a mean is not finite."""
+        """Ends the step, in the same way on every rank; returns False if it was undone because a mean is not finite."""
         agreed, own = self._agreed, self._own
         self._agreed, self._own = [], []
         if agreed and not bool(torch.stack(agreed).all()):
@@ -233,23 +235,23 @@ class Exchange:
         return True
 
     def finite(self) -> bool:
-        """Whether the means of this step are so far, where steps may be skipped; without ending it."""
+        """Whether all means of this step are finite so far, if steps may be skipped; does not end it."""
         return not self._agreed or bool(torch.stack(self._agreed).all())
 
     def undo(self) -> None:
-        """Ends a step that has failed: what can be taken back is."""
+        """Ends a step that has failed, and takes back what it can."""
         self._agreed, self._own = [], []
         if self._nonfinite == "skip":
             self.scheme.rollback()
 
     @property
     def left_over(self) -> list[str]:
-        """Parameters of which something was loaded, but no bucket has brought them."""
+        """Parameters with loaded residuals that no bucket has brought."""
         return sorted(self._pool["residuals"])
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
-        """Of the parameters that buckets have brought, by name."""
+        """Shapes of the parameters that buckets have brought, by name."""
         return {
             self._names[member]: shape
             for bucket in self._buckets.values()
@@ -257,7 +259,7 @@ class Exchange:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What is kept, by parameter, and the scheme's own state: references."""
+        """Memories by parameter, and the scheme's own state: references."""
         return {**{memory: self.kept(memory) for memory in MEMORIES}, **self.scheme.state_dict()}
 
     def kept(self, memory: str) -> dict[str, Tensor]:
@@ -266,9 +268,9 @@ class Exchange:
         return {**self._pool[memory], **split(by_bucket, self._buckets, self._names)}
 
     def load_state_dict(self, state: Mapping[str, Any], algorithm: str) -> None:
-        """Replaces all by copies of what an adapter's state has. Raises ValueError, before anything is changed.
+        """Replaces everything by copies from an adapter's state. Raises ValueError before anything is changed.
 
-        algorithm: The one in use: what another has learnt about its ranks is left out.
+        algorithm: the one in use; another algorithm's own state is left out.
         """
         if state["algorithm"] != algorithm:
             state = {**state, "algorithm_state": []}
@@ -282,7 +284,7 @@ class Exchange:
             self.register(bucket)
 
     def stats(self) -> dict[str, float]:
-        """What all has cost so far; see `communicators.stats.Stats`."""
+        """Total costs so far; see `communicators.stats.Stats`."""
         whole = {"dense_steps_left": self.scheme.dense_steps_left} if isinstance(self.scheme, BeginsWhole) else {}
         return {
             **self.tally.numbers(),
@@ -297,7 +299,7 @@ class Exchange:
         return math.sqrt(sum(float(torch.linalg.vector_norm(each, dtype=torch.float64)) ** 2 for each in residuals))
 
     def _whole_nbytes(self, whole: Tensor) -> int:
-        """What the best dense allreduces send of it."""
+        """Bytes that the best dense allreduces send for this tensor."""
         return 2 * whole.numel() * whole.element_size() * (self.comm.size - 1) // self.comm.size
 
     def _launch(self, transfer: Transfer, bucket: Bucket, tallied: Exchanged) -> Work[Checked]:
@@ -350,7 +352,7 @@ class Exchange:
 
 
 class _Mean(Work[Tensor]):
-    """A work whose result is put back once, by whoever asks first."""
+    """A work whose result is put back once, at the first request."""
 
     def __init__(self, work: Work[Checked], end: Any) -> None:
         self._work, self._end = work, end
@@ -380,7 +382,7 @@ class _Mean(Work[Tensor]):
 
 
 class _Later(Work[Checked]):
-    """Done when it is waited for."""
+    """A work that runs when it is waited for."""
 
     def __init__(self, call: Callable[[], Checked], clock: Callable[[], float]) -> None:
         self._call, self._clock = call, clock

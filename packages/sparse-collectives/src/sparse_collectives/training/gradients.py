@@ -1,4 +1,4 @@
-"""What backward has left of each parameter, as an exchange takes it."""
+"""Gradients of parameters after backward, in the form that an exchange takes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 def gradients_of(
     parameters: Sequence[Tensor], members: Iterable[int], names: Sequence[str]
 ) -> dict[int, Tensor | None]:
-    """By member; None for what backward has not reached. TypeError for a sparse one, by name."""
+    """Gradients by member; None where backward has not reached. TypeError names the parameter of a sparse one."""
     gradients = {member: parameters[member].grad for member in members}
     for member, gradient in gradients.items():
         if gradient is not None and gradient.layout != torch.strided:
@@ -24,13 +24,13 @@ def gradients_of(
 
 
 def part_of(tensor: Any) -> Tensor:
-    """What this rank has of a DTensor; any other as it is."""
+    """This rank's part of a DTensor; any other tensor as it is."""
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local.detach()
 
 
 def made(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """The gradients of all; where there is none it is made, of whatever values, to be written to."""
+    """Gradients of all parameters; allocates missing ones, uninitialised, to be written to."""
     for p in parameters:
         if p.grad is None:
             p.grad = torch.empty_like(p)
@@ -38,7 +38,7 @@ def made(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 
 def unscale(parameters: Sequence[Tensor], scale: Tensor | None, *, overlap: bool, synchronized: bool) -> None:
-    """Divides by the scale that a GradScaler hands over, unless the user had it unscale the gradients (None).
+    """Divides by a GradScaler's scale; None: the user had it unscale the gradients already.
 
     Raises RuntimeError where scaled ones have been sent already.
     """

@@ -27,11 +27,11 @@ class Means:
             exchange.register(bucket)
 
     def members(self, position: int) -> Sequence[int]:
-        """Which tensors a bucket is made of."""
+        """Members of a bucket."""
         return self._buckets[position].members
 
     def start(self, tensors: Mapping[int, Tensor | None], *, clips: bool) -> None:
-        """All buckets, of tensors by member; all is gathered, and clipped if asked for, before anything is sent."""
+        """Starts all buckets, of tensors by member; gathers all, and clips if asked to, before anything is sent."""
         for bucket, flat in zip(self._buckets, self._flats, strict=True):
             bucket.gather(tensors, out=flat)
         if clips:
@@ -40,14 +40,14 @@ class Means:
             self._works[position] = self._exchange.start(bucket, flat)
 
     def start_one(self, position: int, tensors: Mapping[int, Tensor | None]) -> None:
-        """One bucket, while the others' tensors are not there yet: it is clipped by itself."""
+        """Starts one bucket before the others' tensors exist: it is clipped by itself."""
         bucket = self._buckets[position]
         flat = bucket.gather(tensors, out=self._flats[position])
         self._exchange.clip([flat], of=self._numel)
         self._works[position] = self._exchange.start(bucket, flat)
 
     def after(self, start: Callable[[], None]) -> list[Tensor]:
-        """Calls `start`, which starts what is not yet under way, and ends the step: the means, by bucket."""
+        """Calls `start`, which starts the remaining buckets, and ends the step; returns the means by bucket."""
         try:
             start()
             means = self._finish()
@@ -58,7 +58,7 @@ class Means:
         return means
 
     def put(self, means: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-        """The means into tensors by member."""
+        """Writes the means into tensors by member."""
         for mean, bucket in zip(means, self._buckets, strict=True):
             bucket.scatter(mean, tensors)
 

@@ -1,3 +1,3 @@
-"""What the exchange keeps of gradients between steps."""
+"""Names of the memories that the exchange keeps between steps."""
 
 MEMORIES = ("residuals", "velocities")

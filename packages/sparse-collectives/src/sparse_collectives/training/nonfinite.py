@@ -1,4 +1,4 @@
-"""Which rank and parameter a NaN or inf came from, said alike on every rank."""
+"""Errors that name the rank and parameter of a NaN or inf, the same on every rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Checked = tuple[Any, CollectiveError | None]
 
 
 class Suspected(Protocol):
-    """What `checked` asks of a transfer."""
+    """Interface of a transfer that `checked` needs."""
 
     def agreed(self, result: Any) -> Tensor: ...
     def own(self, result: Any) -> Tensor: ...
@@ -53,7 +53,7 @@ def checked(
 
 
 def unlawful(what: str, rank: int) -> CollectiveError:
-    """For a NaN that would wait in one rank's residual while nobody else hears of it."""
+    """Error for a NaN that would wait in one rank's residual, unknown to the others."""
     return CollectiveError(
         f"{what}: what rank {rank} is to keep is not finite although the total is; an algorithm must let NaN and inf "
         "of any rank show in the total"
@@ -61,7 +61,7 @@ def unlawful(what: str, rank: int) -> CollectiveError:
 
 
 def first_nonfinite(tensor: Tensor) -> int:
-    """Its position in a 1-D tensor, -1 if there is none."""
+    """Position of the first non-finite element of a 1-D tensor, -1 if there is none."""
     positions = (~torch.isfinite(tensor)).nonzero()
     return int(positions[0]) if len(positions) else -1
 
@@ -94,7 +94,7 @@ def _error(culprits: Sequence[int], names: Sequence[str], what: str) -> Collecti
 
 
 def _member(bucket: Bucket, element: int) -> int:
-    """Which tensor an element of the flat bucket belongs to."""
+    """Member that an element of the flat bucket belongs to."""
     for member, shape in zip(bucket.members, bucket.shapes, strict=True):
         if element < shape.numel():
             return member

@@ -87,68 +87,68 @@ class DistributedOptimizer(Wrapping):
     Args:
         optimizer: Built over the live parameters; this object shares its param_groups, state and defaults, so
             learning-rate schedulers take either.
-        named_parameters: Of the whole model. Frozen ones (requires_grad False, now) are left out of the exchange.
-            Freezing, unfreezing or adding some later is an error of the next step: it takes a new DistributedOptimizer.
-            ValueError where none is left.
+        named_parameters: Those of the whole model. Frozen ones (requires_grad False, now) are left out of the exchange.
+            Freezing, unfreezing or adding some later is an error of the next step: make a new DistributedOptimizer.
+            ValueError if none is left.
         comm: See `communicators.as_communicator`; its `timeout` is how long a step waits for a late rank.
         sends: "gradients", as above. "updates": what the wrapped optimizer would do with this rank's own gradients, for
             Adam and other adaptive ones, which learn badly from the few gradients that were sent (see `updates`):
 
                 Δ ← what optimizer.step() adds to p;  acc ← residual + Δ;  s ← compressor(acc);  …;  p ← p + total / P
 
-            The wrapped optimizer's moments are each rank's own, noisier than of the mean gradient: Adam, AdamW, NAdam
-            and RMSprop step the longer for it (see `OwnNoise`), others that divide by the size of gradients are warned
-            about. Waiting in residuals does momentum's work, and momentum adds to the wait: betas=(0.5, 0.999).
-            The step comes before the exchange, and p.grad stays what it was: clip it as in training on one device, or
-            by clip_norm; there is no `synchronize`. Groups of unlike rates are selected from apart, see `rates`:
-            they may change from step to step, alike on all ranks.
-            Forward and backward go into `with optimizer.ahead():`, see there.
-        density: The share of elements that a rank sends, default 0.01, or by step: a function of how many were taken,
-            such as `sparse_compress.WarmUp`; alike on every rank. Where it is 1 all is summed whole, on no wire.
-        compressor: What is sent of a gradient, default TopK(density). "oktopk", "spardl" and "dense" have no use for
-            another selection than TopK, of which they take k.
-        algorithm: A name in `ALGORITHMS`, or an `Algorithm` of one's own. "dense" sums whole gradients, without
-            compressor and residuals; "powersgd", "dense-int8", or a `WholeScheme` of one's own sends something of every
+            The wrapped optimizer's moments are each rank's own, and noisier than those of the mean gradient: Adam,
+            AdamW, NAdam and RMSprop take longer steps to correct for that (see `OwnNoise`); a warning names others that
+            divide by the size of gradients. Waiting in residuals acts like momentum, and momentum prolongs the wait:
+            take betas=(0.5, 0.999). The step comes before the exchange, and p.grad stays as it was: clip it as in
+            training on one device, or by clip_norm; there is no `synchronize`. Groups with different rates have
+            separate selections, see `rates`: rates may change from step to step, in the same way on all ranks.
+            Forward and backward belong inside `with optimizer.ahead():`, see there.
+        density: The fraction of elements that a rank sends, default 0.01, or a schedule: a function of the number of
+            steps taken, such as `sparse_compress.WarmUp`; the same on every rank. Density 1 is a dense sum, on no wire.
+        compressor: The selection, default TopK(density). "oktopk", "spardl" and "dense" accept only TopK, and take its
+            k.
+        algorithm: A name in `ALGORITHMS`, or an `Algorithm` of your own. "dense" sums dense gradients, without
+            compressor and residuals; "powersgd", "dense-int8", or a `WholeScheme` of your own sends something of every
             element, with residuals, without compressor.
-            "auto" measures the ranks now and takes what is predicted to be fastest; `choice` then says what and why.
+            "auto" measures the ranks now and takes the one predicted to be fastest; `choice` says which and why.
         options: The algorithm's own settings, such as {"teams": 2} for "spardl"; "auto" chooses them too.
-        wire: How values travel: "fp32"; fewer bytes for selections, see `WIRES`, where what is rounded off stays in the
-            residual; for "dense" "bf16" or "fp16", where it is lost.
-        momentum: Of DGC's correction, before the selection (see `ErrorFeedback`). The wrapped optimizer's own comes
-            after the exchange and learns badly at small densities: give it here and leave that at 0.
-        clip_norm: Holds the norm of this rank's own gradient, of the whole model, to clip_norm · √P before the
-            selection, so that of the mean to about clip_norm (DGC's local clipping, see `clip_limit`); with `overlap`,
-            bucket by bucket, to √share of that, where a bucket has so large a share of the elements. What it takes away
-            is not kept.
-        dense_below: Tensors of fewer elements, such as biases and norms, are summed whole in the same call, beside the
+        wire: Encoding of the values: "fp32"; for selections also fewer bytes, see `WIRES`, with rounding errors kept in
+            the residual; for "dense" also "bf16" or "fp16", with rounding errors lost.
+        momentum: Momentum of DGC's correction, before the selection (see `ErrorFeedback`). The wrapped optimizer's own
+            comes after the exchange and learns badly at small densities: give it here and leave that at 0.
+        clip_norm: Limits the norm of this rank's own gradient, over the whole model, to clip_norm · √P before the
+            selection, which keeps the mean's at about clip_norm (DGC's local clipping, see `clip_limit`). With
+            `overlap` each bucket is clipped by itself to √share of that limit, where share is its fraction of the
+            elements. The clipped part is not kept.
+        dense_below: Tensors of fewer elements, such as biases and norms, are summed dense in the same call, beside the
             selection from the others; their momentum is plain. 0: none.
-        bucket_bytes: Selection and exchange in buckets of so many bytes; default: over the whole model at once (with
-            sends="updates" over all groups of like rates), with `overlap` BUCKET_BYTES.
+        bucket_bytes: Size of the buckets for selection and exchange; default: the whole model at once (with
+            sends="updates" all groups of similar rates together), with `overlap` BUCKET_BYTES.
         overlap: Each bucket's selection and exchange start during backward, as soon as its gradients are ready, those
             of the last layers first. All but the last backward of a step then belong into `no_sync()`.
         nonfinite: "raise": a NaN or inf in any rank's gradient, or update, is a CollectiveError, on every rank, that
             names rank and parameter; no parameter changes, but what residuals took in that step is lost, and with
             sends="updates" moments may have taken it. "skip": every rank skips the step, counts it in `skipped`, and
             keeps residuals and momenta as they were, bit for bit, for twice their memory; p.grad then holds the
-            non-finite mean on every rank. With sends="updates" the wrapped optimizer's state too is as it was, for a
-            copy of it during step(), and p.grad stays.
-        verify: Every so many steps the ranks compare a hash of the parameters, and where they differ it is a
-            CollectiveError on every rank that says who and where; None: never. Unless it is 0, the first exchange is
-            agreed on with a hash of the parameters, and that of every 100th step with the groups' settings, such as
-            rates, which costs no more than the agreement: unlike ones are a CollectiveError on every rank.
+            non-finite mean on every rank. With sends="updates" the wrapped optimizer's state is restored too, at the
+            cost of a copy during step(), and p.grad stays.
+        verify: Number of steps between comparisons of a hash of the parameters across ranks. A difference is a
+            CollectiveError on every rank that says who and where; None: never. Unless it is 0, the ranks also compare a
+            hash of the parameters in the first exchange, and the groups' settings, such as rates, in that of every
+            100th step, at no extra cost: a difference is a CollectiveError on every rank.
 
-    Settings are fixed at construction; a compressor's own density may change, alike on every rank, where no schedule
-    sets it.
+    Settings are fixed at construction; a compressor's own density may change, in the same way on every rank, unless a
+    schedule sets it.
 
-    The module is a plain one: where DDP wraps it too, DDP exchanges whole gradients first, in vain, which is warned
-    about; under DDP take `SparseHookState`, or `ddp.no_sync()` around all backwards.
+    The module should not be in DDP: DDP would first exchange dense gradients in vain, and a warning says so. Under DDP
+    use `SparseHookState`, or `ddp.no_sync()` around all backwards.
 
     A parameter without a gradient counts as zeros, and gets its part of the mean like the others: all ranks update
     the same parameters, even those that only some of them used.
 
-    With torch's GradScaler take nonfinite="skip" and the usual lines; where `synchronize()` is called by hand,
-    `scaler.unscale_(optimizer)` comes before it. Ranks with unlike numbers of steps: torch's `Join([optimizer])`, see
-    `join_hook`. The wrapped optimizer may need its closure only once (LBFGS: more).
+    With torch's GradScaler take nonfinite="skip" and the usual lines; before a `synchronize()` of your own call
+    `scaler.unscale_(optimizer)`. For ranks with different numbers of steps use torch's `Join([optimizer])`, see
+    `join_hook`. The wrapped optimizer must need its closure only once (LBFGS needs it more often).
     """
 
     _step_supports_amp_scaling = True  # so that GradScaler calls step() on every rank, also where it found inf
@@ -258,17 +258,17 @@ class DistributedOptimizer(Wrapping):
 
     @property
     def choice(self) -> Choice | None:
-        """What "auto" chose, and why; None with an algorithm by name."""
+        """Choice of "auto", with its reason; None if the algorithm was named."""
         return self._chosen.choice
 
     @property
     def selection_seconds(self) -> float:
-        """What choosing, rounding or factoring what is sent has taken until now, by this rank's `comm.clock`."""
+        """Seconds spent selecting, rounding or factoring so far, by this rank's `comm.clock`."""
         return self._exchange.selection_seconds
 
     @property
     def compressor(self) -> Compressor:
-        """What is sent of a gradient."""
+        """Compressor that selects the entries to send."""
         return self._compressor
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -329,26 +329,27 @@ class DistributedOptimizer(Wrapping):
             self._seen.note(self._trained, gradients)
 
     def stats(self) -> Stats:
-        """What training has cost and saved since this optimizer was made, on this rank; nothing is exchanged for it.
+        """Costs and savings of training on this rank since the optimizer was made; needs no communication.
 
         Returns:
-            Plain numbers for any logger; `str` says them in a line. See `communicators.Stats`, and:
+            Plain numbers for any logger; `str` shows them in a line. See `communicators.Stats`, and:
 
-            - bytes_sent: Of exchanges; `verify`, `OwnNoise` and the first parameters are in `comm.bytes_sent` alone.
-            - seconds_selecting: That choosing, rounding or factoring what is sent has taken.
-            - density: The share of elements that a rank sends now; 1 where nothing is selected.
-            - residual_norm: The 2-norm of what waits to be sent, of all parameters. Takes one pass over it.
+            - bytes_sent: Bytes of exchanges; only `comm.bytes_sent` counts `verify`, `OwnNoise` and the first
+              parameters.
+            - seconds_selecting: Seconds of selecting, rounding or factoring.
+            - density: The fraction of elements that a rank sends now; 1 where nothing is selected.
+            - residual_norm: The 2-norm of all parameters' residuals. Takes one pass over them.
         """
         counted = {"steps": self._steps.taken, "skipped": self.skipped}
         return Stats({**counted, **self._exchange.stats(), "density": self._steps.density_of(self._chosen.entry)})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """See torch.optim.Optimizer.zero_grad; also forgets that `synchronize` was called.
+        """Clears gradients like torch.optim.Optimizer.zero_grad, and forgets that `synchronize` was called.
 
-        With `overlap` it also ends a backward that was partial or failed, where nothing has been sent yet.
+        With `overlap` it also ends a partial or failed backward, if nothing has been sent yet.
 
         Args:
-            set_to_none: Whether gradients are let go, in place of being zeroed.
+            set_to_none: Whether gradients are set to None instead of being zeroed.
 
         Raises:
             RuntimeError: Gradients are under way.
@@ -375,28 +376,29 @@ class DistributedOptimizer(Wrapping):
             self._accumulate(outer)
 
     def ahead(self) -> AbstractContextManager[None]:
-        """For sends="updates": inside, parameters are this rank's own, those of all ranks + what waits of its updates.
+        """Context for sends="updates" in which parameters are this rank's own: the common ones + its residuals.
 
             with optimizer.ahead():
                 loss(model(inputs)).backward()
             optimizer.step()
 
-        What waits counts 1/P with Adam and its like, and whole with SGD; see `Ahead`. So gradients know what waits,
-        1 / density steps long. Forward and all of backward go inside,
-        evaluation does not: outside, parameters are alike on all ranks, bit for bit. `step(closure)` does it itself.
+        Residuals are scaled by 1/P with Adam and its like, and by 1 with SGD; see `Ahead`. So gradients take into
+        account the updates that wait, for about 1 / density steps. Forward and all of backward belong inside,
+        evaluation does not: outside, parameters are the same on all ranks, bit for bit. `step(closure)` does this
+        itself.
 
         Raises:
-            RuntimeError: Where gradients are sent, or inside another; so do `step` and states inside. At its end, where
-                a parameter was written to inside, which is undone.
+            RuntimeError: Gradients are sent, or this is inside another `ahead()`; `step` and states raise it inside
+                too. At the end: a parameter was written to inside, which is undone.
         """
         if self._sends != "updates":
             raise RuntimeError('ahead() is for sends="updates": what waits of gradients is no part of parameters')
         return self._ahead.moved()
 
     def join_hook(self, **kwargs: Any) -> Shadow:
-        """For `torch.distributed.algorithms.join.Join([optimizer])`: ranks may have unlike numbers of steps.
+        """Hook of `torch.distributed.algorithms.join.Join([optimizer])`, for ranks with different numbers of steps.
 
-        A rank that has no more takes part in the others' with zeros for gradients: see `Shadow`.
+        A rank that has finished takes part in the others' steps with zero gradients: see `Shadow`.
         """
         if kwargs:
             raise TypeError(f"Join was given {sorted(kwargs)}, but means are over all ranks, as ever: leave it out")
@@ -406,12 +408,12 @@ class DistributedOptimizer(Wrapping):
 
     @property
     def join_device(self) -> torch.device:
-        """For `Join`."""
+        """Device that `Join` uses."""
         return self._trained[0].device
 
     @property
     def join_process_group(self) -> Any:
-        """For `Join`."""
+        """Process group that `Join` uses."""
         return group_for_join(self._group)
 
     def state_dict(self) -> dict[str, Any]:
@@ -517,7 +519,7 @@ class DistributedOptimizer(Wrapping):
         self._means = Means(self._exchange, buckets)
 
     def _cut_by_rates(self, groups: Groups | None = None) -> None:
-        """Between steps: residuals move into the new buckets, and what an algorithm knew of old ones is forgotten."""
+        """Moves residuals into new buckets between steps; the algorithm's state of old buckets is forgotten."""
         if self._rates is not None and self._rates.changed(groups):
             self._cut(self._rates.buckets())
 
@@ -541,7 +543,7 @@ class DistributedOptimizer(Wrapping):
             self._overlap.paused = only
 
     def _start(self, position: int) -> None:
-        """One bucket, in backward."""
+        """Starts the exchange of one bucket during backward."""
         if position == 0:  # nothing has been sent yet
             refuse_changes(self.optimizer, self._named, self._trained, what="DistributedOptimizer")
             self._begin_exchange()

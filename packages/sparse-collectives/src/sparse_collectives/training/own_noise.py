@@ -1,4 +1,4 @@
-"""What the noise of a rank's own gradient does to the steps of an Adam, made good.
+"""Correction of Adam's step length for the noise of a rank's own gradient.
 
 A rank's own gradient is μ + σ·noise, the mean over P ranks μ + σ/√P·noise. Adam divides by the root of the second
 moment, μ² + σ² of the one and μ² + σ²/P of the other. So where ranks step by their own moments, the mean of their steps
@@ -6,14 +6,14 @@ is shorter than the step by the mean gradient, by
 
     √c,  c = ‖mean of g‖² / mean of ‖g‖² = f + (1 − f)/P,  f = μ² / (μ² + σ²),
 
-down to 1/√P. c is measured. In each step a rank makes a sketch of an eighth of its gradients, `WIDTH` numbers of which
-the squares sum up to ‖g‖² in the mean over random signs (Alon, Matias and Szegedy, STOC 1996); every `EVERY` steps the
-ranks sum these sketches, in one message, and f is taken from sums over steps in which older ones count as much as they
-do in the second moment itself. One f for the whole model: found tensor by tensor it did no better. f does not depend on
-P, so it stays where a state goes to another number of ranks.
+down to 1/√P. c is measured. In each step a rank makes a sketch of an eighth of its gradients: `WIDTH` numbers whose
+squares sum to ‖g‖² in the mean over random signs (Alon, Matias and Szegedy, STOC 1996). Every `EVERY` steps the ranks
+sum these sketches, in one message, and f comes from sums over steps, in which older steps have the same weight as in
+the second moment itself. There is one f for the whole model: one per tensor did no better. f does not depend on P, so
+it stays valid when a state moves to another number of ranks.
 
-Left out: an eps beside which √v is small (there steps are not divided by their size, and come out too long), and a
-weight decay that is added to gradients (what it does to v is common to all ranks, and is not seen).
+Not covered: an eps that is large beside √v (steps are then not divided by their size, and come out too long), and a
+weight decay that is added to gradients (its effect on v is common to all ranks, and is not seen).
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ SMALL = 4096
 
 
 def knows(optimizer: Optimizer) -> bool:
-    """Whether the mean of its steps by ranks' own gradients is made as long as its step by the mean gradient."""
+    """Whether the mean of ranks' own steps is made as long as the optimizer's step by the mean gradient."""
     return isinstance(optimizer, (*LINEAR, *CORRECTED))
 
 
 def ahead_by(optimizer: Optimizer, ranks: int) -> float:
-    """a of `Ahead`: 1 of what is linear in the gradient, else 1/P."""
+    """a of `Ahead`: 1 for optimizers that are linear in the gradient, else 1/P."""
     return 1.0 if isinstance(optimizer, LINEAR) else 1 / ranks
 
 
 class OwnNoise:
-    """How much of ranks' own gradients is common to all, and steps that are the longer for the rest.
+    """Measures the part of ranks' gradients that is common to all, and lengthens steps to correct for the other part.
 
-    One rank, gradients that are sent, and an optimizer that is not `CORRECTED`, are left as they are, and cost nothing.
+    Does nothing, at no cost, with one rank, with sends="gradients", and for an optimizer that is not `CORRECTED`.
     """
 
     def __init__(self, optimizer: Optimizer, comm: Communicator, *, sends: str) -> None:
@@ -72,19 +72,19 @@ class OwnNoise:
         return min(1.0, max(0.0, common / whole)) if whole > 0 else 1.0
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Nothing where it has nothing to do."""
+        """Measured sums and sketches; empty if nothing is corrected."""
         return {"own_noise": {"sums": self._sums.clone(), "looks": self._looks.clone()}} if self._concerned else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Of what has `state_dict` in it, or is of one that had nothing to do."""
+        """Loads from a mapping that contains a `state_dict`; starts afresh if that was empty."""
         own = state.get("own_noise", {"sums": torch.zeros(2, dtype=torch.float64), "looks": _no_looks()})
         self._sums, self._looks = own["sums"].cpu().clone(), own["looks"].cpu().clone()
 
     @torch.no_grad()
     def look(self, parameters: Sequence[Tensor], step: int) -> None:
-        """At this rank's gradients; for all ranks to call in the same steps. Every so many the ranks speak of it.
+        """Sketches this rank's gradients, and sums sketches over ranks every `EVERY` steps; all ranks call it together.
 
-        A step in which a gradient of any rank is not finite does not count, nor a rank without any gradient.
+        A step with a non-finite gradient on any rank does not count, nor does a rank without any gradient.
         """
         if not self._concerned:
             return
@@ -101,9 +101,9 @@ class OwnNoise:
     def lengthen(self, updates: Mapping[Tensor, Tensor]) -> None:
         """Multiplies by 1/√c, in place, what the optimizer has just added to each parameter.
 
-        Decoupled weight decay is as long on one rank as on many, and stays; but of parameters of 16 bits, in which most
-        of it is rounded off, so that what is left of it is not known.
-        updates: by parameter; the parameters are where they were before that step.
+        Decoupled weight decay is the same on one rank as on many, and is left as it is; except for 16-bit parameters,
+        where most of it is rounded off, so that the remainder is not known.
+        updates: by parameter; the parameters have their values from before that step.
         """
         if not self._concerned:
             return
@@ -118,7 +118,7 @@ class OwnNoise:
                     update.add_(adapted, alpha=more)
 
     def _decay(self) -> float:
-        """By which the second moment of most elements forgets a step."""
+        """Decay factor per step of the second moment, for most elements."""
         name = next(name for kind, name in CORRECTED.items() if isinstance(self._optimizer, kind))
         groups = self._optimizer.param_groups
         setting: Any = max(groups, key=lambda group: sum(p.numel() for p in group["params"]))[name]
@@ -126,13 +126,13 @@ class OwnNoise:
 
 
 def without_looks(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What has a `state_dict` in it, for another number of ranks: one rank's looks are not another's."""
+    """Copy of a mapping that contains a `state_dict`, for another number of ranks: without one rank's sketches."""
     own = {"own_noise": {**state["own_noise"], "looks": _no_looks()}} if "own_noise" in state else {}
     return {**state, **own}
 
 
 def _no_looks() -> Tensor:
-    """By step: a sketch, its square, and whether there is one."""
+    """Empty table of sketches, one row a step: the sketch, its square, and whether there is one."""
     return torch.zeros(EVERY, WIDTH + 2, dtype=torch.float64)
 
 

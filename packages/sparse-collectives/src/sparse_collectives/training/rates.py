@@ -1,4 +1,4 @@
-"""Updates go by learning rates, so groups of unlike ones are selected from apart.
+"""Separate selections for groups with different learning rates, because updates are proportional to the rate.
 
 In one selection by magnitude a group with a hundredth of another's rate would wait until it has saved up a hundred
 times as many updates: at 1 % it stood still for a thousand steps and more, as the body of a model does that is
@@ -23,30 +23,30 @@ Groups = Sequence[Mapping[str, Any]]
 
 
 class ByRates:
-    """Cuts parameters into buckets of alike rates, and anew when the rates, as they are then, fall apart otherwise."""
+    """Cuts parameters into buckets of similar rates, and again when the rates change enough for other buckets."""
 
     def __init__(self, optimizer: Optimizer, parameters: Sequence[Tensor], nbytes: int | None) -> None:
         self._optimizer, self._parameters, self._nbytes = optimizer, parameters, nbytes
         self._classes = self._classes_of(optimizer.param_groups)
 
     def changed(self, groups: Groups | None = None) -> bool:
-        """Looks at the rates, of the optimizer's groups or of those that it is about to get: whether to cut anew."""
+        """Whether the rates, of the optimizer's groups or of those that it is about to get, ask for other buckets."""
         before, self._classes = self._classes, self._classes_of(groups or self._optimizer.param_groups)
         return self._classes != before
 
     def buckets(self) -> list[Bucket]:
-        """As `buckets_of`, class by class; highest rates first."""
+        """Buckets as `buckets_of` cuts them, class by class; highest rates first."""
         return [bucket for members in self._classes for bucket in self._buckets_of(members)]
 
     @property
     def facts(self) -> str:
-        """What all ranks must share of the cut, as text: nothing where all rates are alike."""
+        """Facts of the cut that all ranks share, as text; empty if all rates are similar."""
         if len(self._classes) <= 1:
             return ""
         return f", cut by learning rates into {len(self._classes)} ({zlib.crc32(repr(self._classes).encode()):08x})"
 
     def _classes_of(self, groups: Groups) -> list[list[int]]:
-        """Members whose rates are alike."""
+        """Classes of members with similar rates."""
         pairs = zip(groups, self._optimizer.param_groups, strict=False)  # a state's other groups are refused elsewhere
         rates = {id(p): _rate(group) for group, own in pairs for p in own["params"]}
         members = [(-rates.get(id(p), 1.0), member) for member, p in enumerate(self._parameters)]
@@ -63,5 +63,5 @@ class ByRates:
 
 
 def _rate(group: Mapping[str, Any]) -> float:
-    """As it is, or, where a scheduler has set it to 0, what that began with. Without any rate 1."""
+    """Learning rate of a group; its initial one if a scheduler has set it to 0; 1 if it has none."""
     return float(group.get("lr", 1.0)) or float(group.get("initial_lr", 0.0))

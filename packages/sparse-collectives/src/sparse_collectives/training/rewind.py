@@ -1,4 +1,4 @@
-"""A wrapped optimizer's state as it was before a step that is not to have been."""
+"""Restores a wrapped optimizer's state from before a step that is undone."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 
 
 def remembered(optimizer: Optimizer) -> Callable[[], None]:
-    """What brings its state, and what its groups hold beside parameters, back to now, bit for bit.
+    """Function that restores, bit for bit, the optimizer's present state and its groups' settings.
 
-    Tensors are written back into, so that who refers to them sees it. What an optimizer keeps in attributes of its own
-    is not seen. Memory: a copy of the state, while the result lives.
+    Writes into the same tensors, so that other references to them see it. Attributes that an optimizer sets on itself
+    are not restored. Memory: a copy of the state, while the result lives.
     """
     state = {p: _copied(kept) for p, kept in optimizer.state.items()}
     groups = [_copied({name: v for name, v in group.items() if name != "params"}) for group in optimizer.param_groups]
@@ -29,7 +29,7 @@ def remembered(optimizer: Optimizer) -> Callable[[], None]:
 
 
 def _copied(kept: Any) -> dict[str, tuple[Any, Any]]:
-    """By name: the object itself, and a copy of what is in it."""
+    """Each object by name, with a copy of its content."""
     return {name: (v, v.detach().clone() if isinstance(v, Tensor) else copy.deepcopy(v)) for name, v in kept.items()}
 
 

@@ -1,4 +1,4 @@
-"""From settings to the way in which gradients become means."""
+"""Choice of a scheme from the user's settings."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from sparse_collectives.training.schemes.whole_gradients import WholeGradients
 
 
 class Chosen(NamedTuple):
-    """algorithm: its name. entry, wire: what is taken. choice: why, where "auto" chose. settings: options, as text.
+    """Scheme for a user's settings. algorithm: its name. choice: that of "auto", if asked. settings: options, as text.
 
-    entry: None for what is no sparse allreduce (a `WholeScheme`).
+    entry: the sparse allreduce, None for a `WholeScheme`. wire: the one in use.
     """
 
     algorithm: str
@@ -51,12 +51,12 @@ def choose_scheme(
     parameters: Sequence[Tensor],
     tentative: bool,
 ) -> Chosen:
-    """For settings that `check_settings` has passed; "auto" measures the ranks, so all of them call together.
+    """Makes the scheme for settings that `check_settings` has passed; "auto" measures, so all ranks call together.
 
-    dense_below: where it selects, tensors of fewer elements are summed whole beside it.
-    selects: whether "auto" has to take one that selects, as with momentum.
+    dense_below: beside a selection, tensors of fewer elements are summed dense.
+    selects: whether "auto" must take an algorithm that selects, as with momentum.
 
-    Raises ValueError for options that do not fit so many ranks, and without parameters to choose for.
+    Raises ValueError for options that do not fit the number of ranks, and without parameters to choose for.
     """
     choice = None
     if (own := known_whole(algorithm)) is not None:

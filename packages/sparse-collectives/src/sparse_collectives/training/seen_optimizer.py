@@ -27,9 +27,9 @@ class SeenOptimizer:
     """Compares the gradients that an optimizer has stepped with to those that the exchange gave, and judges it.
 
     Args:
-        steps: Of the training; every `EVERY`-th is looked at.
-        judge: What there is to say against an optimizer, None if nothing.
-        owner: What takes clip_norm=. None: gradients are scaled for a GradScaler, so norms tell nothing of clipping.
+        steps: The training's steps; every `EVERY`-th is checked.
+        judge: Returns a warning about an optimizer, None if there is none.
+        owner: The class that takes clip_norm=. None: gradients are scaled for a GradScaler, so norms tell nothing.
     """
 
     def __init__(self, steps: Steps, judge: Callable[[Optimizer], str | None], *, owner: str | None) -> None:
@@ -47,7 +47,7 @@ class SeenOptimizer:
         self._given.update(zip(parameters, _norms(gradients) if compares else [None] * len(gradients), strict=True))
 
     def look(self, optimizer: Optimizer) -> None:
-        """At an optimizer that has stepped, and left gradients as it took them."""
+        """Checks an optimizer that has stepped, and left its gradients in place."""
         if not self._given:
             return
         held = [p for group in optimizer.param_groups for p in group["params"] if p in self._given]
@@ -59,7 +59,7 @@ class SeenOptimizer:
             self.say(CLIPPED.format(owner=self._owner), stacklevel=5)
 
     def say(self, text: str | None, *, stacklevel: int) -> None:
-        """A UserWarning, unless it was said before."""
+        """Issues a UserWarning, unless it was issued before."""
         if text is not None and text not in self._said:
             self._said.add(text)
             warnings.warn(text, stacklevel=stacklevel)

@@ -1,4 +1,4 @@
-"""What a user sets for training, checked once at the edge, alike for the optimizer and the DDP hook."""
+"""Checks of a user's training settings, once at the edge, the same for the optimizer and the DDP hook."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ DENSITY = 0.01
 
 
 def check_compressor(compressor: Any, density: Any = None) -> Compressor:
-    """What is sent of a gradient: the compressor, or TopK of the density. TypeError or ValueError, also for both.
+    """The given compressor, or TopK of the density. TypeError or ValueError, also if both are given.
 
-    density: a share, or a schedule of shares by step, which a compressor that has a density bears too (`Steps` sets
-    it).
+    density: a fraction, or a schedule of fractions by step, which may come with a compressor that has a density
+    (`Steps` sets it).
     """
     if callable(density):
         compressor = TopK(1.0) if compressor is None else compressor
@@ -61,7 +61,7 @@ def _no_effect(why: str, compressor: Compressor) -> ValueError:
 
 
 def check_momentum(momentum: Any) -> float:
-    """Of the correction before the selection; TypeError or ValueError unless 0 ≤ momentum < 1."""
+    """Momentum of the correction before the selection; TypeError or ValueError unless 0 ≤ momentum < 1."""
     if isinstance(momentum, bool) or not isinstance(momentum, Real):
         raise TypeError(f"momentum is {momentum!r}, expected a number, 0 ≤ momentum < 1")
     if not 0 <= float(momentum) < 1:
@@ -72,9 +72,9 @@ def check_momentum(momentum: Any) -> float:
 def check_settings(
     algorithm: Any, options: Any, wire: Any, compressor: Compressor, momentum: float, optimizer: str
 ) -> None:
-    """What can be told of them before the ranks are known. Raises TypeError or ValueError.
+    """Checks settings as far as possible before the ranks are known. Raises TypeError or ValueError.
 
-    optimizer: where momentum belongs when nothing is selected, for the message.
+    optimizer: the place where momentum belongs when nothing is selected, for the message.
     """
     check_text("wire", wire, "fp32")
     if options is not None and not isinstance(options, Mapping):
@@ -104,7 +104,7 @@ def check_settings(
 
 
 def check_optimizer(optimizer: Any, nonfinite: Any) -> None:
-    """What is wrapped, and what becomes of a step that is not finite; TypeError or ValueError."""
+    """Checks the wrapped optimizer and nonfinite; TypeError or ValueError."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer is {type(optimizer).__name__}, expected a torch.optim.Optimizer")
     check_text("nonfinite", nonfinite, "raise")
@@ -134,7 +134,7 @@ def to_train(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def check_dense_below(dense_below: Any, algorithm: Any) -> int:
-    """Of so few elements tensors are summed whole; TypeError or ValueError, also where nothing is selected anyway."""
+    """Checks dense_below; TypeError or ValueError, also if the algorithm selects nothing anyway."""
     count = check_count("dense_below", dense_below, "elements", least=0) or 0
     if count and not (isinstance(algorithm, str) and algorithm == AUTO) and not _selects(algorithm):
         raise ValueError(f"dense_below={count} is for algorithms that select; this one sends all whole: leave it out")
@@ -142,7 +142,7 @@ def check_dense_below(dense_below: Any, algorithm: Any) -> int:
 
 
 def check_sends(sends: Any, algorithm: Any, optimizer: Optimizer, *, momentum: float, overlap: bool) -> None:
-    """What is exchanged; TypeError or ValueError, also for settings that updates have no use for."""
+    """Checks sends; TypeError or ValueError, also for settings that have no effect on updates."""
     check_text("sends", sends, "updates")
     if sends not in ("gradients", "updates"):
         raise ValueError(f"sends is {sends!r}, expected 'gradients' or 'updates'")
@@ -163,7 +163,7 @@ def _selects(algorithm: Any) -> bool:
 
 
 def check_text(name: str, value: Any, example: str) -> None:
-    """Raises TypeError for a setting that is no text."""
+    """Raises TypeError for a setting that is not text."""
     if not isinstance(value, str):
         raise TypeError(f"{name} is {value!r}, expected text such as {example!r}")
 
@@ -186,5 +186,5 @@ def said(owner: str, given: Mapping[str, Any], ranks: str) -> str:
 
 
 def fixed(owner: str, name: str) -> AttributeError:
-    """For a setting that is set after construction, where it would have no effect."""
+    """Error for a setting that is assigned after construction, when it would have no effect."""
     return AttributeError(f"{name} of a {owner} is fixed when that is made: set now it would do nothing")

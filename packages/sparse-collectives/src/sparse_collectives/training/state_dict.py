@@ -1,6 +1,6 @@
-"""What distributed training adds to a checkpoint: residuals and velocities by parameter, one state a rank.
+"""State that distributed training adds to a checkpoint: residuals and velocities by parameter, one state a rank.
 
-By parameter, not by bucket, so that a checkpoint outlives another cut of the buckets.
+They are stored by parameter, not by bucket, so that a checkpoint stays valid when buckets change.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ SCHEDULED = ("initial_lr", "swa_lr", "max_lr", "min_lr", "max_momentum", "base_m
 
 
 def numbered(position: int) -> str:
-    """How a parameter is called that nobody has named."""
+    """Name of a parameter that was given none."""
     return f"parameter {position}"
 
 
 def saved_by(comm: Communicator) -> dict[str, Any]:
-    """Which rank of how many."""
+    """Rank and world size, for a checkpoint."""
     return shared.saved_by(comm, RESHARD)
 
 
@@ -66,18 +66,18 @@ def gathered_state(
 
 
 def own_state(state: Mapping[str, Any], comm: Communicator) -> Mapping[str, Any]:
-    """This rank's of a gathered state, any other as it is. ValueError for one of another number of ranks."""
+    """This rank's part of a gathered state; any other state as it is. ValueError for another number of ranks."""
     return of_rank(state, comm.rank, comm.size, advice=GATHERED_ADVICE)
 
 
 def is_of_several(state: Any) -> bool:
-    """Whether more than one rank saved it."""
+    """Whether the state was saved by more than one rank."""
     own = state.get(KEY) if isinstance(state, Mapping) else None
     return isinstance(own, Mapping) and own.get("world_size", 1) != 1
 
 
 def sending(sends: str) -> dict[str, str]:
-    """What residuals are of: nothing for gradients, so that states from before there was anything else still fit."""
+    """Entry for the kind of residuals; empty for gradients, so that older states, which had only those, still fit."""
     return {} if sends == "gradients" else {"sends": sends}
 
 
@@ -224,7 +224,7 @@ def _total(
 
 
 def _whole(own: Mapping[str, Any]) -> dict[str, Any]:
-    """With the memories that are empty, which torch.distributed.checkpoint does not write."""
+    """State with its empty memories, which torch.distributed.checkpoint does not write."""
     return {**{memory: {} for memory in MEMORIES}, **own}
 
 

@@ -1,7 +1,7 @@
-"""Objects that look at the steps of every optimizer, because nobody tells them which one holds their parameters.
+"""Objects that watch the steps of every optimizer, because they are not told which one holds their parameters.
 
-torch goes through its hooks while it calls them, so that none may be taken out in a step, nor whenever the garbage of
-one is found: there is a single hook, and it stays.
+torch iterates over its hooks while it calls them, so no hook may be removed during a step, or whenever one is
+garbage-collected: there is a single hook, and it stays.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
 class Watcher(Protocol):
-    """Is not kept alive by being one."""
+    """Object that is told of optimizers' steps, by weak reference: watching does not keep it alive."""
 
     def look(self, optimizer: Optimizer) -> None:
-        """At an optimizer that has stepped."""
+        """Checks an optimizer that has stepped."""
 
 
 _WATCHERS: WeakSet[Watcher] = WeakSet()
 
 
 def watch(watcher: Watcher) -> None:
-    """From now on it looks, until `unwatch` or it is gone."""
+    """Starts telling the watcher of steps, until `unwatch` or its end."""
     _hooked()
     _WATCHERS.add(watcher)
 
 
 def unwatch(watcher: Watcher) -> None:
-    """It looks no longer."""
+    """Stops telling the watcher of steps."""
     _WATCHERS.discard(watcher)
 
 

@@ -1,4 +1,4 @@
-"""What goes by the number of a step: the density, and whether replicas are compared."""
+"""Settings that depend on the step number: the density, and whether replicas are compared."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Schedule = Callable[[int], float]
 
 
 class Steps:
-    """Counts steps. Sets a compressor's density before each; without a schedule it leaves that alone.
+    """Counts steps, and sets the compressor's density before each if there is a schedule.
 
-    verify: every so many steps the ranks' parameters are compared; None or 0: never, but see `shared`.
+    verify: number of steps between comparisons of the ranks' parameters; None or 0: never, but see `shared`.
 
-    Only the count belongs into a checkpoint: a density depends on it alone, so a run that is resumed goes on with it.
+    Only the count belongs in a checkpoint: the density depends on nothing else, so a resumed run continues with it.
     """
 
     def __init__(self, compressor: Compressor, density: Any, verify: int | None) -> None:
@@ -38,30 +38,30 @@ class Steps:
 
     @property
     def last_density(self) -> float:
-        """What it ends at, where that can be told: a compressor's own density, or what a schedule calls its; else 1."""
+        """Final density if it is known: the `density` of the schedule or of the compressor; else 1."""
         return float(getattr(self._schedule or self._compressor, "density", 1.0))
 
     def density_of(self, entry: Algorithm | None) -> float:
-        """What an algorithm sends now, as a share; 1 where it selects nothing, and where a compressor does not tell."""
+        """Fraction that an algorithm sends now; 1 if it selects nothing, or if the compressor has no density."""
         selects = entry is not None and entry.selects
         return float(getattr(self._compressor, "density", 1.0)) if selects else 1.0
 
     def selects_from(self, numel: int) -> bool:
-        """Whether less than all of so many elements is sent now."""
+        """Whether fewer than all of `numel` elements are sent now."""
         return bool(self._compressor.entries(numel) < numel)
 
     @property
     def matter(self) -> bool:
-        """Whether a run that is resumed needs the count to go on with the same bits."""
+        """Whether a resumed run needs the count to continue with the same bits."""
         return self._schedule is not None
 
     def begin(self) -> None:
-        """Before a step's first selection. Raises what the compressor raises for what is no density."""
+        """Sets the density before a step's first selection. Raises the compressor's errors for an invalid one."""
         if self._schedule is not None:
             self._compressor.density = self._schedule(self.taken)
 
     def resume(self, taken: int) -> None:
-        """After so many, with parameters that may have been loaded."""
+        """Resumes after `taken` steps, with parameters that may have been loaded."""
         self.taken, self._begins = taken, True
 
     def shared(self, parameters: Mapping[str, Tensor], optimizer: Optimizer) -> str:
@@ -76,7 +76,7 @@ class Steps:
         return f"{begun}, step {self.taken} with {shared_settings(optimizer)}"
 
     def count(self, parameters: Mapping[str, Tensor], comm: Communicator) -> None:
-        """One more. Raises CollectiveError, on every rank, where it is time to compare and parameters differ."""
+        """Counts a step. Raises CollectiveError on every rank if a comparison is due and parameters differ."""
         self.taken += 1
         if self._verify and self.taken % self._verify == 0:
             refuse_unlike(parameters, comm)

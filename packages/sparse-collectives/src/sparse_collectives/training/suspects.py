@@ -1,4 +1,4 @@
-"""NaN and inf in what a rank has accumulated, so that all ranks learn of them, also where they were not selected."""
+"""NaN and inf in a rank's accumulated gradient, made known to all ranks even if they were not selected."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from sparse_collectives.training.nonfinite import first_nonfinite
 
 
 def marked(sent: SparseVector, feedback: ErrorFeedback, name: str, spans: Sequence[slice]) -> tuple[SparseVector, int]:
-    """What is sent, and the first element that was not finite in what had accumulated; -1 if none.
+    """The entries to send, and the first element of the accumulated gradient that was not finite; -1 if none.
 
-    Where there is one all that is sent is NaN, whatever was selected: so it shows in the total however an algorithm
-    cuts, rounds and compares. The step is lost anyway; that later ones are not, the parameters in question begin anew:
-    nothing of them waits, not even what is finite, which beside an inf may be just as far out.
+    If there is one, all values sent are NaN, whatever was selected: so it shows in the total, however an algorithm
+    cuts, rounds and compares. The step is lost anyway; to save later ones, the parameters in question lose their whole
+    residual, even its finite values, which beside an inf may be just as far off.
 
-    spans: of the parameters in the flat tensor.
+    spans: spans of the parameters in the flat tensor.
     """
     if not feedback.is_suspect(name):
         return sent, -1
@@ -31,7 +31,7 @@ def marked(sent: SparseVector, feedback: ErrorFeedback, name: str, spans: Sequen
 
 
 def suspect_element(sent: SparseVector, residual: Tensor) -> int:
-    """The first element of which this rank selected, or has left in its residual, something not finite; -1 if none."""
+    """First element whose value, selected by this rank or left in its residual, is not finite; -1 if none."""
     position, left_behind = first_nonfinite(sent.values), first_nonfinite(residual.view(-1))
     found = [element for element in (left_behind, int(sent.indices[position]) if position >= 0 else -1) if element >= 0]
     return min(found, default=-1)

@@ -1,4 +1,4 @@
-"""What exchanges cost this rank: bytes as they are given to the network, and seconds, waited for or hidden."""
+"""Cost of exchanges for this rank: bytes handed to the network, and seconds, waited for or hidden."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Exchanged:
 
     @property
     def is_over(self) -> bool:
-        """Also where it failed before it was under way."""
+        """Whether it has ended, or failed before it was under way."""
         return self.work is None or self.work.ended is not None
 
     def counted(self, schedule: Schedule[R]) -> Schedule[R]:
@@ -49,12 +49,12 @@ class Exchanged:
 
 
 class Tally:
-    """Of all exchanges since it was made.
+    """Tally of all exchanges since it was made.
 
-    Those of a step are kept one by one until the next step begins, or until all of them are over: what begins later
-    shares no second with them.
+    A step's exchanges are kept one by one until the next step begins, or until all of them are over: later ones do not
+    overlap with them.
 
-    dense: bytes that whole gradients would have taken.
+    dense: bytes that dense gradients would have taken.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -64,7 +64,7 @@ class Tally:
         self._sent, self._dense, self._under_way, self._waited = 0, 0, 0.0, 0.0
 
     def begin(self, *, dense: int) -> Exchanged:
-        """One more; the first after a wait belongs to the next step."""
+        """Adds an exchange; the first after a wait belongs to the next step."""
         if self._waiting_since is not None or all(one.is_over for one in self._step):
             self._sent += sum(one.sent for one in self._step)
             under_way, waited = self._seconds()
@@ -75,12 +75,12 @@ class Tally:
         return one
 
     def begin_waiting(self) -> None:
-        """From now on this rank only waits for what was begun."""
+        """Notes that this rank does nothing but wait from now on."""
         if self._waiting_since is None:
             self._waiting_since = self._clock()
 
     def numbers(self) -> dict[str, float]:
-        """See `communicators.stats.Stats`."""
+        """Bytes and seconds so far, by the names of `communicators.stats.Stats`."""
         under_way, waited = self._seconds()
         under_way, waited = self._under_way + under_way, self._waited + waited
         return {
@@ -92,7 +92,7 @@ class Tally:
         }
 
     def _seconds(self) -> tuple[float, float]:
-        """Of this step: in which something was under way, and of those the ones in which this rank waited."""
+        """Seconds of this step with an exchange under way, and those of them in which this rank waited."""
         now = self._clock()
         works = [one.work for one in self._step if one.work is not None]
         spans = [(work.began, now if work.ended is None else work.ended) for work in works]

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 
 def group_for_join(given: Any) -> dist.ProcessGroup:
-    """Of what an optimizer was given as comm; TypeError for what torch's `Join` cannot use."""
+    """Process group of an optimizer's comm; TypeError if torch's `Join` cannot use it."""
     group = default_group() if given is None else given
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(
@@ -35,19 +35,19 @@ class Shadow(JoinHook):
         self._optimizer, self._tells = optimizer, True
 
     def tell(self) -> None:
-        """A step begins: `Join` learns of this rank's own."""
+        """Tells `Join` that a step of this rank begins."""
         if self._tells:
             Join.notify_join_context(self._optimizer)
 
     def main_hook(self) -> None:
-        """A step of the others."""
+        """Takes part in a step of the others."""
         self._tells = False
         self._optimizer.zero_grad()
         self._optimizer.step(_no_gradients)  # a closure: the optimizer calls it where gradients are to be made
         self._optimizer.zero_grad()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """All ranks have joined, and nobody counts from now on."""
+        """Takes over the last joiner's parameters and state, once all ranks have joined."""
         self._tells = False
         comm, inner = self._optimizer.comm, self._optimizer.optimizer
         last = torch.zeros(comm.size)
@@ -68,7 +68,7 @@ def _tensors_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _take_over(source: int, tensors: list[Tensor], comm: Communicator) -> None:
-    """As a sum in which all others are zeros: their number and shapes are facts, and so errors where they differ."""
+    """Broadcasts tensors as a sum with zeros from all other ranks: differing numbers or shapes are errors, as facts."""
     for bucket in buckets_of(tensors):
         flat = bucket.gather(tensors)
         bucket.scatter(allreduce(flat if comm.rank == source else torch.zeros_like(flat), comm), tensors)

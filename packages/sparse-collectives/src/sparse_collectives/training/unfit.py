@@ -47,10 +47,10 @@ def unfit(
     ranks: int = 1,
     behind: str | None = None,
 ) -> str | None:
-    """What is known to learn badly where gradients are selected from, and what to do; None for any other optimizer.
+    """Warning, with a remedy, about an optimizer known to learn badly from selections; None for any other.
 
-    behind: what to do instead, of an optimizer that is not wrapped. density: what is sent in the end. Adam alone is
-    remarked on below `ENOUGH`. ranks: that send updates.
+    behind: the remedy for an optimizer that is not wrapped. density: the final one. Adam alone is warned about only
+    below `ENOUGH`. ranks: number of ranks that send updates.
     """
     name, groups = type(optimizer).__name__, optimizer.param_groups
     if sends == "updates":

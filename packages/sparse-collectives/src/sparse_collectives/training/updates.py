@@ -1,9 +1,9 @@
-"""What a wrapped optimizer would do with this rank's own gradients: that is exchanged, in place of the gradients.
+"""Updates of the wrapped optimizer from this rank's own gradients, exchanged in place of the gradients.
 
-An adaptive optimizer divides by the size of what it is fed. Of a sparse exchange that comes in bursts: an entry that
-is sent every T steps brings T gradients at once, its second moment is T times what it is of dense gradients, and its
-steps are √T times too short. So the optimizer runs before the selection, on the rank's own dense gradients, and what
-it would add to the parameters is selected from, with error feedback (as in SparseLoCo, Sarfi et al. 2025, with an
+An adaptive optimizer divides by the size of its input, which comes in bursts from a sparse exchange: an entry that is
+sent every T steps brings T gradients at once, its second moment is T times that of dense gradients, and its steps are
+√T times too short. So the optimizer runs before the selection, on the rank's own dense gradients, and its updates of
+the parameters are selected from, with error feedback (as in SparseLoCo, Sarfi et al. 2025, with an
 exchange after every step, and without its decay of the residuals, which would lose a part of them).
 """
 
@@ -35,7 +35,7 @@ def taken(optimizer: Optimizer, parameters: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _are_finite(parameters: Sequence[Tensor]) -> bool:
-    """Whether every gradient of this rank is."""
+    """Whether every gradient of this rank is finite."""
     flags = [all_finite(p.grad) for p in parameters if p.grad is not None]
     return not flags or bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all())  # one look at a GPU
 
@@ -56,7 +56,7 @@ def mean_of_states(states: Sequence[Mapping[str, Any]]) -> dict[Any, Any]:
 
 
 def _mean(values: Sequence[Any]) -> Any:
-    """Of tensors; what is a counter, and the same on all ranks, stays as it is."""
+    """Mean of tensors; a counter, which is the same on all ranks, stays as it is."""
     first = values[0]
     if not isinstance(first, Tensor) or not first.is_floating_point() or first.dim() == 0:
         return first

@@ -12,12 +12,12 @@ from torch import Tensor
 
 
 class DenseWire(NamedTuple):
-    """dtype: in which gradients are summed; None: their own."""
+    """Wire of dense gradients. dtype: the one that they are summed in; None: their own."""
 
     dtype: torch.dtype | None = None
 
     def given(self, gradient: Tensor, size: int) -> Tensor:
-        """What this rank gives to the sum. TypeError for float64, of which most would be lost."""
+        """This rank's contribution to the sum. TypeError for float64, which would lose most of its bits."""
         if self.dtype is not None and gradient.dtype == torch.float64:
             raise TypeError(f"a dense sum in {self.dtype} was asked for, but gradients are float64: take wire='fp32'")
         return gradient if self.dtype is None or size == 1 else (gradient / size).to(self.dtype)

@@ -1,4 +1,4 @@
-"""Bytes from another rank that are no message as agreed: said of whom they are, and never used."""
+"""Invalid messages from another rank: the error names the sender, and the bytes are never used."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from types import TracebackType
 
 
 class InvalidMessageError(ValueError):
-    """rank: whose bytes they are, as the schedule numbers its peers; None where it is what several gave together."""
+    """Invalid bytes. rank: their sender, as the schedule numbers its peers; None if several ranks made them."""
 
     def __init__(self, rank: int | None, problem: str) -> None:
         whose = "what the ranks gave together" if rank is None else f"rank {rank} gave what"
@@ -15,7 +15,7 @@ class InvalidMessageError(ValueError):
 
 
 class given_by:  # noqa: N801 - reads as what it does
-    """A ValueError inside is said to be of this rank's bytes: an InvalidMessageError takes its place, which is one.
+    """Context that blames a rank's bytes for a ValueError, by raising an InvalidMessageError, which is one, instead.
 
     Args:
         rank: As the schedule numbers its peers.

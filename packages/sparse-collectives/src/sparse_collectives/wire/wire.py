@@ -24,7 +24,7 @@ Span = tuple[int, int]
 
 
 class Wire(Protocol):
-    """One way. A message stands alone, with a slot and a header; a block is put into a message by who knows its span.
+    """Encoding of entries. A message stands alone, with slot and header; a block needs a caller that knows its span.
 
     What is sent was rounded before: packing loses nothing. Sizes follow from the number of entries, so where that is
     known nothing is read back from a GPU.
@@ -42,7 +42,7 @@ class Wire(Protocol):
     overhead: int
 
     def rounded(self, sparse: SparseVector) -> tuple[SparseVector, SparseVector]:
-        """(what can be sent, the rest): their sum is the vector, exactly; of NaN and inf there is no rest."""
+        """(values to send, residual): their sum is the vector, exactly; NaN and inf leave no residual."""
 
     def nbytes(self, entries: int, numel: int, dtype: torch.dtype) -> int:
         """Bytes of a message."""
@@ -76,7 +76,7 @@ class Wire(Protocol):
         """The values of all elements of a span, as uint8."""
 
     def values(self, dense: Tensor, length: int, like: SparseVector) -> Tensor:
-        """What `dense` was made of."""
+        """Decodes the bytes that `dense` made."""
 
 
 class AsTheyAre:
@@ -120,10 +120,11 @@ class AsTheyAre:
 
 
 class Coded:
-    """In a `WireCodec`. A block is a message without its slot: 16 bytes of header, indices counted from the span's low.
+    """Wire of a `WireCodec`. A block is a message without slot: 16 bytes of header, then indices from the span's low.
 
-    Packed indices in l planes and a unary part are the least of all l of k·(l + 1) + n/2^l bits, which is superadditive
-    in (k, n): blocks apart never take more, but for headers, int8's scale, and what fills up planes, parts and words.
+    Packed indices in l planes and a unary part take the minimum over l of k·(l + 1) + n/2^l bits, which is
+    superadditive in (k, n): separate blocks never take more, except for headers, int8's scale, and the padding of
+    planes, parts and words.
     """
 
     overhead = 16 + 8 + 32 + 8

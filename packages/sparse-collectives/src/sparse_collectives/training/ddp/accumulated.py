@@ -1,7 +1,7 @@
-"""What p.grad held already when a backward began: a mean that ranks share, of earlier backwards of the same step.
+"""Content of p.grad when a backward begins: the mean, shared by all ranks, of earlier backwards of the same step.
 
-DDP exchanges all of p.grad in every synchronised backward. In a mean of whole gradients what was there before comes out
-as it was; a selection with error feedback would take it in once more. So only what is new may be exchanged.
+DDP exchanges all of p.grad in every synchronised backward. A mean of dense gradients leaves that content as it was; a
+selection with error feedback would count it twice. So only the new part may be exchanged.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Accumulated:
         self._seen = False  # whether any hook ran since the last whole exchange
 
     def watch(self, members: Sequence[int], parameters: Sequence[Tensor]) -> None:
-        """These parameters from now on, each once."""
+        """Starts watching these parameters, each once."""
         for member, p in zip(members, parameters, strict=True):
             if member not in self._parameters:
                 self._parameters[member] = p
@@ -44,9 +44,9 @@ class Accumulated:
         return len(self._bases) > len(self._doubtful)
 
     def take_out(self, bucket: Bucket, flat: Tensor) -> dict[int, Tensor]:
-        """Leaves in a bucket only what is new; what it held, by position in the bucket.
+        """Leaves only the new part in a bucket; returns the earlier content by position in the bucket.
 
-        Raises RuntimeError where that cannot be told.
+        Raises RuntimeError if the two cannot be told apart.
         """
         held: dict[int, Tensor] = {}
         if self._bases or not self._holding.isdisjoint(bucket.members):
@@ -58,11 +58,11 @@ class Accumulated:
         return held
 
     def whole(self) -> None:
-        """The last bucket of a backward has been taken."""
+        """Notes that the last bucket of a backward has been taken."""
         self._seen = False
 
     def look(self, member: int) -> None:
-        """A backward is about to add to this parameter's gradient."""
+        """Records this parameter's gradient before a backward adds to it."""
         self._seen = True
         old = self._parameters[member].grad
         marked = member in self._holding or member in self._bases
@@ -104,7 +104,7 @@ def put_back(bucket: Bucket, mean: Tensor, held: Mapping[int, Tensor]) -> Tensor
 
 
 def _tell(accumulated: weakref.ref[Accumulated], member: int, gradient: Tensor) -> None:
-    """What a parameter's hook does: nothing once the state that set it is gone."""
+    """Hook of a parameter; does nothing once the state that set it is gone."""
     del gradient
     watching = accumulated()
     if watching is not None:

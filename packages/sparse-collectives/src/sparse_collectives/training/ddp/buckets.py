@@ -13,7 +13,7 @@ from sparse_collectives.training.state_dict import numbered
 
 
 class Buckets:
-    """names: of all parameters by position; those that nobody named are numbered as DDP first brings them."""
+    """Buckets of DDP. names: of all parameters by position; unnamed ones are numbered as DDP first brings them."""
 
     def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
         self.names = [name for name, _ in named]
@@ -23,7 +23,7 @@ class Buckets:
         self._known: dict[tuple[int, ...], tuple[Bucket, list[slice]]] = {}
 
     def know(self, named: Sequence[tuple[str, Tensor]]) -> None:
-        """Parameters that DDP has brought another one like this."""
+        """Adds parameters that DDP has brought to the state that this one is copied from."""
         for name, p in named:
             if id(p) not in self._positions:
                 self._positions[id(p)] = len(self.names)
@@ -32,7 +32,7 @@ class Buckets:
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """All that are known, by name."""
+        """Known parameters by name."""
         return dict(zip(self.names, self._parameters, strict=True))
 
     def of(self, parameters: Sequence[Tensor], flat: Tensor) -> tuple[Bucket, list[slice]]:
@@ -68,12 +68,12 @@ class Buckets:
 
 
 def spans_of(bucket: Bucket) -> list[slice]:
-    """Where each member lies in the flat tensor."""
+    """Span of each member in the flat tensor."""
     return [slice(*edge) for edge in pairwise(accumulate((shape.numel() for shape in bucket.shapes), initial=0))]
 
 
 def unused_spans(spans: Sequence[slice], flat: Tensor) -> list[slice]:
-    """Those of the members' spans that are all zeros. Most are seen not to be at their first elements."""
+    """Spans of members that are all zeros. For most others the first elements show that they are not."""
     if not flat.is_cpu:  # one look for all of them, because each waits for the device
         used = torch.stack([flat[span].any() for span in spans]).tolist()
         return [span for span, any_used in zip(spans, used, strict=True) if not any_used]
@@ -81,7 +81,7 @@ def unused_spans(spans: Sequence[slice], flat: Tensor) -> list[slice]:
 
 
 def _strides_in_bucket(parameter: Tensor) -> tuple[int, ...]:
-    """How DDP lays its gradient into a bucket: as the parameter lies in memory if that has no gaps, else row by row."""
+    """Strides of a gradient in DDP's bucket: those of the parameter if it has no gaps in memory, else row by row."""
     dense = torch.empty_like(parameter, device="meta")  # keeps the strides exactly where there are no gaps
     return dense.stride() if dense.stride() == parameter.stride() else dense.contiguous().stride()
 

@@ -29,7 +29,7 @@ class Failures:
         return backward != -1
 
     def add(self, error: Exception) -> None:
-        """Keeps an error to be raised; the first one is."""
+        """Keeps an error; the first one is raised."""
         self._error = self._error or error
 
     def _raise(self) -> None:

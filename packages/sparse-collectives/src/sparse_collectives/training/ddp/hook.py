@@ -66,57 +66,59 @@ NOT_BROUGHT = (
 
 
 class SparseHookState:
-    """What `sparse_hook` keeps between steps: residuals and momenta by parameter, and the algorithm's own state.
+    """State of `sparse_hook` between steps: residuals and momenta by parameter, and the algorithm's own state.
 
     Args:
-        process_group: The one that the DDP module uses, default the default group. The state cannot see DDP's: with
-            another group the means are over that one's ranks. Made before there is a group, it finds it once used.
-            Every rank makes, and first uses, the state at the same point.
-        density: The share of each bucket's elements that a rank sends, default 0.01, or by step: a function of how many
-            were taken, such as `sparse_compress.WarmUp`, alike on every rank.
-        compressor: In density's place for another selection (with a schedule: beside it), which "oktopk", "spardl" and
-            "dense" have no use for.
-        algorithm: A name in `ALGORITHMS`, an `Algorithm` of one's own, "powersgd", "dense-int8" or a `WholeScheme` (see
-            `DistributedOptimizer`), or "auto": measures the ranks at the first use, and takes what is predicted to be
-            fastest for the module's `named_parameters`, which it needs; `choice` then says what and why.
+        process_group: The DDP module's group, by default the default group. The state cannot see DDP's group: with
+            another one, means are over that one's ranks. A state made before the group exists finds it at first use.
+            Every rank makes the state, and first uses it, at the same point.
+        density: The fraction of each bucket's elements that a rank sends, default 0.01, or a schedule: a function of
+            the number of steps taken, such as `sparse_compress.WarmUp`, the same on every rank.
+        compressor: Another selection, instead of density (with a schedule: beside it). "oktopk", "spardl" and "dense"
+            have no use for one.
+        algorithm: A name in `ALGORITHMS`, an `Algorithm` of your own, "powersgd", "dense-int8" or a `WholeScheme` (see
+            `DistributedOptimizer`), or "auto": measures the ranks at first use, and takes the one predicted to be
+            fastest for the module's `named_parameters`, which it needs; `choice` then says which and why.
         options: The algorithm's own settings, such as {"teams": 2} for "spardl"; "auto" chooses them too.
-        wire: How values travel: "fp32"; fewer bytes for selections, see `WIRES`, where what is rounded off stays in the
-            residual; for "dense" "bf16" or "fp16", where it is lost.
+        wire: Encoding of the values: "fp32"; for selections also fewer bytes, see `WIRES`, with rounding errors kept in
+            the residual; for "dense" also "bf16" or "fp16", with rounding errors lost.
         momentum: DGC's correction before the selection; then give the optimizer none (see the README).
-        clip_norm: Holds the norm of this rank's own gradient to clip_norm · √P before the selection, so that of the
-            mean to about clip_norm (DGC's local clipping, see `clip_limit`): each bucket by itself to √share of that,
-            where it has so large a share of the elements of `named_parameters`, which are needed for it. What it takes
-            away is not kept. `clip_grad_norm_` after backward would clip what few entries have saved up: it loses that,
-            and learns badly. Beside `momentum` take twice the learning rate: it is cleared where entries are sent, and
-            clipped gradients do not grow to make up for that.
-        dense_below: Tensors of fewer elements, such as biases and norms, are summed whole in the same call, beside the
-            selection from the others, of which `density` is; their momentum is plain. 0: none.
+        clip_norm: Limits the norm of this rank's own gradient to clip_norm · √P before the selection, which keeps the
+            mean's at about clip_norm (DGC's local clipping, see `clip_limit`). Each bucket is clipped by itself to
+            √share of that limit, where share is its fraction of the elements of `named_parameters`, which clipping
+            needs. The clipped part is not kept. `clip_grad_norm_` after backward would clip entries that have
+            accumulated over many steps: that part is lost, and the model learns badly. With `momentum`, double the
+            learning rate: momentum is cleared where entries are sent, and clipped gradients do not grow to make up for
+            that.
+        dense_below: Tensors of fewer elements, such as biases and norms, are summed dense in the same call, beside the
+            selection from the others, which alone `density` refers to; their momentum is plain. 0: none.
         grad_scaler: The GradScaler of mixed-precision training. Residuals are then kept unscaled, and a step that it
-            skips leaves them as they were, bit for bit, for twice their memory; one optimizer for all parameters,
-            because the scaler skips by optimizer. Without a scaler, a gradient that is not finite is an error on every
-            rank that names rank and parameter: a CollectiveError out of backward(), as all that fails in an exchange.
-        named_parameters: Of the module, all of them, so that errors and checkpoints name parameters; without them they
-            are numbered in the order in which DDP first brings them, and a new state is no template for
+            skips leaves them as they were, bit for bit, at the cost of twice their memory; use one optimizer for all
+            parameters, because the scaler skips by optimizer. Without a scaler, a non-finite gradient is an error on
+            every rank that names rank and parameter: a CollectiveError out of backward(), like every failure of an
+            exchange.
+        named_parameters: All parameters of the module, so that errors and checkpoints name them; without this they are
+            numbered in the order in which DDP first brings them, and a new state cannot be a template for
             torch.distributed.checkpoint.
-        verify: Every so many steps the ranks compare a hash of the parameters (those that DDP brings; with
-            named_parameters all of them), and where they differ it is an error on every rank that says who and where;
-            None or 0: never.
+        verify: Number of steps between comparisons of a hash of the parameters across ranks (those that DDP brings;
+            with named_parameters all of them). A difference is an error on every rank that says who and where; None or
+            0: never.
 
-    DDP may cut its buckets anew (it does after the first step): residuals follow their parameters, also into a new DDP
+    DDP may change its buckets (it does after the first step): residuals follow their parameters, also into a new DDP
     module that this state is registered with, as after freezing or unfreezing some by requires_grad_. A parameter whose
     gradient is all zeros on this rank (unused) is left out of the selection, and its residual waits, because DDP
-    throws the result away where it is unused on all ranks.
+    discards the result if the parameter is unused on all ranks.
 
-    Gradients may accumulate over several backwards, in `no_sync()` or not: only what is new is exchanged. With
-    `no_sync()` that is one exchange a step, without it one a backward, which sends as many entries each: with
-    `no_sync()` take so many times the density.
+    Gradients may accumulate over several backwards, in `no_sync()` or not: only the new part is exchanged. With
+    `no_sync()` there is one exchange a step, without it one per backward, each of which sends as many entries: with
+    `no_sync()`, multiply the density by the number of backwards.
 
-    What a backward brings is sent sooner or later, also where the training loop throws the gradient away, such as the
-    generator's loss in the discriminator of a GAN. Freeze what must not learn with requires_grad_(False) meanwhile.
+    Every gradient of a backward is sent sooner or later, even if the training loop discards it, such as the gradient of
+    a GAN's generator loss in its discriminator. Freeze parameters that must not learn with requires_grad_(False).
 
-    Settings are fixed when the state is made; a compressor's own density may change, alike on every rank, where no
-    schedule sets it. What the optimizer does with the means is looked at every seven steps: momentum in both places,
-    Adam, and clipping after the exchange are warned about, because they were measured to learn badly.
+    Settings are fixed when the state is made; a compressor's own density may change, in the same way on every rank,
+    unless a schedule sets it. The state checks every seven steps how the optimizer uses the means, and warns about
+    momentum in both places, Adam, and clipping after the exchange, because they were measured to learn badly.
 
     `copy.deepcopy`, `torch.save` and `AveragedModel` take a DDP module with this state; see `copied`.
     """
@@ -181,7 +183,7 @@ class SparseHookState:
             self._world()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """See `copied`: with the process group and the GradScaler of this one, which cannot be copied."""
+        """Copies all but the process group and the GradScaler, which are shared; see `copied`."""
         made = type(self).__new__(type(self))
         memo[id(self)] = made
         memo[id(self._grad_scaler)] = self._grad_scaler
@@ -189,7 +191,7 @@ class SparseHookState:
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickle, and so for torch.save of a DDP module; see `copied`."""
+        """Picklable parts of the state, also for torch.save of a DDP module; see `copied`."""
         refuse_pickled(self._group, self._grad_scaler)
         return self._parts()
 
@@ -202,7 +204,7 @@ class SparseHookState:
         super().__setattr__(name, value)
 
     def __repr__(self) -> str:
-        """Settings; asks nobody, so "auto" stays that until it has chosen."""
+        """Settings; measures nothing, so "auto" is shown as such until it has chosen."""
         algorithm, options, wire = self._given if self._found is None else (self.algorithm, self._given[1], self.wire)
         compressor = self._compressor if self._found is None or self._found[2].selects else None
         given: dict[str, Any] = {"algorithm": algorithm, "options": options, "compressor": compressor}
@@ -214,17 +216,17 @@ class SparseHookState:
 
     @property
     def comm(self) -> Communicator:
-        """The ranks; looks them up if that was not yet done, as do `algorithm`, `entry`, `wire` and `choice`."""
+        """Communicator; looked up at first use, also by `algorithm`, `entry`, `wire` and `choice`."""
         return self._world()[1]
 
     @property
     def compressor(self) -> Compressor:
-        """What is sent of a gradient."""
+        """Compressor that selects the entries to send."""
         return self._compressor
 
     @property
     def algorithm(self) -> str:
-        """Its name; of "auto" what was chosen."""
+        """Name of the algorithm; with "auto", of the one that was chosen."""
         return self._world()[2].algorithm
 
     @property
@@ -234,12 +236,12 @@ class SparseHookState:
 
     @property
     def wire(self) -> str:
-        """How values travel."""
+        """Encoding of the values."""
         return self._world()[2].wire
 
     @property
     def choice(self) -> Choice | None:
-        """What "auto" chose, and why; None with an algorithm by name."""
+        """Choice of "auto", with its reason; None if the algorithm was named."""
         return self._world()[2].choice
 
     def state_dict(self) -> dict[str, Any]:
@@ -304,16 +306,16 @@ class SparseHookState:
         self._cut, self._resumed = [], Resumed(layout) if layout else None
 
     def stats(self) -> Stats:
-        """What training has cost and saved since this state was made, on this rank; nothing is exchanged for it.
+        """Costs and savings of training on this rank since the state was made; needs no communication.
 
         Returns:
-            Plain numbers for any logger; `str` says them in a line. See `communicators.Stats`, and:
+            Plain numbers for any logger; `str` shows them in a line. See `communicators.Stats`, and:
 
             - skipped: Steps that the grad_scaler left out; the last one is counted when the next begins.
-            - seconds_selecting: That choosing, rounding or factoring what is sent has taken.
-            - seconds_waited: From when backward has nothing more to give until the last mean has come.
-            - density: The share of elements that a rank sends now; 1 where nothing is selected.
-            - residual_norm: The 2-norm of what waits to be sent, of all parameters. Takes one pass over it.
+            - seconds_selecting: Seconds of selecting, rounding or factoring.
+            - seconds_waited: Seconds from the end of backward until the last mean has come.
+            - density: The fraction of elements that a rank sends now; 1 where nothing is selected.
+            - residual_norm: The 2-norm of all parameters' residuals. Takes one pass over them.
         """
         counted = {"steps": self._steps.taken, "skipped": self._skipped}
         if self._found is None:  # before the first step: the ranks are not looked up for this
@@ -359,7 +361,7 @@ class SparseHookState:
             exchange.tally.begin_waiting()
 
         def whole(_: torch.futures.Future[Any]) -> Tensor:
-            """In the bucket's own buffer: DDP takes no tensor that begins amid its storage."""
+            """The mean in the bucket's own buffer, because DDP takes no tensor that begins amid its storage."""
             try:
                 found = take()
             except Exception as error:
@@ -388,7 +390,7 @@ class SparseHookState:
         return [[self._buckets.names[member] for member in bucket.members] for bucket in self._cut]
 
     def _parts(self) -> dict[str, Any]:
-        """What a copy is made of. Parameters go along with the module's, to which they belong."""
+        """Parts that a copy is made of. Parameters are copied together with their module."""
         kept = self._waiting if self._found is None else self.state_dict()
         return {
             "settings": {**self._settings, "grad_scaler": self._grad_scaler},
@@ -443,14 +445,14 @@ class SparseHookState:
         return self._found
 
     def _only_looked(self) -> bool:
-        """Whether there was no group when the ranks were looked up, and nothing was exchanged or loaded since."""
+        """Whether no group existed when the ranks were looked up, and nothing was exchanged or loaded since."""
         if self._group is not None or self._found is None or self._found[0] is not None:
             return False
         exchange = self._found[3]
         return not (exchange.shapes or exchange.left_over)
 
     def _begin(self) -> None:
-        """The first bucket of a backward."""
+        """Begins a backward at its first bucket."""
         self._registration.end()
         group, comm, _, _ = self._world()
         if self._group is None:
@@ -469,7 +471,7 @@ class SparseHookState:
         return sum(p.numel() for p in self._parameters.values() if p.requires_grad)
 
     def _refuse_left_over(self, exchange: Exchange) -> None:
-        """After a backward's last bucket; residuals of frozen parameters may wait."""
+        """Raises ValueError if a backward has left residuals without a bucket, except those of frozen parameters."""
         if left := exchange.left_over:
             known = self._buckets.parameters
             if lost := [name for name in left if name not in known or known[name].requires_grad]:

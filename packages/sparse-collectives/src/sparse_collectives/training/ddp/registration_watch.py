@@ -31,11 +31,11 @@ class RegistrationWatch:
             watch(self)
 
     def end(self) -> None:
-        """Looks no longer."""
+        """Stops watching."""
         unwatch(self)
 
     def look(self, optimizer: Optimizer) -> None:
-        """At an optimizer that has stepped: its closure may have been what ran backward."""
+        """Checks an optimizer that has stepped: its closure may have run backward."""
         group = default_group()
         if group is None or group.size() == 1:
             return

@@ -15,7 +15,7 @@ BACKWARDS = 2
 
 
 class Resumed:
-    """Collects what DDP brings, and has it exchanged in the buckets of before once the last has come.
+    """Collects DDP's buckets, and exchanges them in the checkpoint's layout once the last has come.
 
     What is selected, and who keeps what is cut, goes by bucket. A new DDP module begins with other buckets than those
     that it cuts when it has seen in which order gradients come; so a run that goes on from a checkpoint would have
@@ -32,7 +32,7 @@ class Resumed:
         self._gates: list[torch.futures.Future[CollectiveError | None]] = []
 
     def begin(self) -> bool:
-        """A backward begins; whether it still is one of the first."""
+        """Begins a backward; returns whether it is still one of the first."""
         self._brought, self._gates = [], []
         self._backwards += 1
         return self._backwards <= BACKWARDS
@@ -40,16 +40,16 @@ class Resumed:
     def hold(
         self, bucket: Bucket, flat: Tensor
     ) -> tuple[torch.futures.Future[CollectiveError | None], Callable[[], Tensor]]:
-        """Until `release`, which puts the mean into `flat`: a future of that, and what then gives `flat` or raises."""
+        """Holds a bucket until `release` puts the mean into `flat`; returns that future, and a getter of `flat`."""
         gate: torch.futures.Future[CollectiveError | None] = torch.futures.Future(devices=devices_of(bucket.device))
         self._brought.append((bucket, flat))
         self._gates.append(gate)
         return gate, lambda: _raised(gate.wait(), flat)
 
     def release(self, names: Sequence[str], start: Callable[[Bucket, Tensor], Work[Tensor]]) -> list[Bucket]:
-        """The last bucket has come: starts the exchange of all, and waits for it. How they were cut.
+        """Exchanges all buckets once the last has come, waits for them, and returns how they were cut.
 
-        names: of members. All ranks hold alike, so they start alike.
+        names: names of the members. All ranks hold the same buckets, so they start in the same order.
         """
         brought = [bucket for bucket, _ in self._brought]
         there: dict[int, Tensor] = {}
@@ -74,7 +74,7 @@ class Resumed:
 
 
 def check_layout(layout: Any) -> list[list[str]]:
-    """What a checkpoint holds of buckets; ValueError for what is no such thing."""
+    """Checks the bucket layout of a checkpoint; ValueError if it is none."""
     if not isinstance(layout, list) or not all(
         isinstance(names, list) and names and all(isinstance(name, str) for name in names) for names in layout
     ):

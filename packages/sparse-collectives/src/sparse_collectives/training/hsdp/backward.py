@@ -1,4 +1,4 @@
-"""Whether a backward goes on, and what follows when it has ended."""
+"""Watch on a running backward, and the call that follows its end."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ BROKEN = (
 
 
 class Backward:
-    """The one that goes on, if any does.
+    """The running backward, if any.
 
-    That one does is an object which autograd alone keeps, beside whatever else it keeps of a backward. It lets go of it
-    also where an exception breaks backward off, such as a hook's or ctrl-C; nobody is called then.
+    An object that only autograd holds stands for it. Autograd drops that object also when an exception, such as a
+    hook's or ctrl-C, breaks backward off; no callback runs then.
 
     ended: called when backward has ended.
     """
@@ -44,13 +44,13 @@ class Backward:
         return self._now is not None and self._now() is None
 
     def begin(self) -> None:
-        """Inside a backward: it goes on until it ends."""
+        """Begins, inside a backward, to wait for its end."""
         end = _End(self)
         self._now = weakref.ref(end)
         at_the_end()(end)
 
     def over(self) -> None:
-        """None goes on."""
+        """Notes that no backward is running."""
         self._now = None
 
     def _has_ended(self) -> None:
@@ -59,7 +59,7 @@ class Backward:
 
 
 def refuse_after_break(model: nn.Module, shards: Sequence[Shard]) -> None:
-    """From now on a forward raises RuntimeError where FSDP has missed the end of a backward, and would go wrong."""
+    """Makes forward raise RuntimeError if FSDP has missed the end of a backward, and would go wrong."""
 
     def look(*given: Any) -> None:
         del given
@@ -70,7 +70,7 @@ def refuse_after_break(model: nn.Module, shards: Sequence[Shard]) -> None:
 
 
 class _End:
-    """What autograd calls."""
+    """Callback that autograd calls at the end of a backward."""
 
     def __init__(self, backward: Backward) -> None:
         self._backward = backward
@@ -80,10 +80,10 @@ class _End:
 
 
 def at_the_end() -> Callable[[Callable[[], None]], None]:
-    """What takes a call for the end of the backward that goes on; RuntimeError where this torch has none.
+    """Function that queues a callback for the end of the running backward; RuntimeError if this torch has none.
 
-    It is private. FSDP2 and DDP know the end by the same; public hooks are on tensors of the graph, in which the
-    sharded parameters are not.
+    It is private. FSDP2 and DDP use the same; public hooks are on tensors of the graph, which does not contain the
+    sharded parameters.
     """
     engine: Any = getattr(Variable, "_execution_engine", None)
     queue: Callable[[Callable[[], None]], None] | None = getattr(engine, "queue_callback", None)

@@ -21,7 +21,7 @@ EXPECTED = (
 
 
 class Place(NamedTuple):
-    """Where a rank is: its number among all ranks, and its place among those of its node."""
+    """Position of a rank: its number among all ranks, and its place among those of its node."""
 
     rank: int
     inside: int
@@ -55,7 +55,7 @@ def joined(shards: Sequence[Shard], between: Any) -> tuple[Communicator, Communi
 
 
 def _unlike(shards: Sequence[Shard]) -> str:
-    """All modules are to be sharded over the same ranks."""
+    """Complaint if modules are sharded over different ranks, else ""."""
     first = _ranks(shards[0])
     for shard in shards:
         if (other := _ranks(shard)) != first:
@@ -64,7 +64,7 @@ def _unlike(shards: Sequence[Shard]) -> str:
 
 
 def _overlap(places: Sequence[Place], node: Sequence[int]) -> str:
-    """Two ranks of a node have different parts of a parameter, so none of them may be a copy of the other."""
+    """Complaint if two ranks of a node, which have different parts of a parameter, would exchange them, else ""."""
     ranks = [place.rank for place in places]
     if len(shared := [rank for rank in ranks if rank in node]) == 1:
         return ""
@@ -72,13 +72,13 @@ def _overlap(places: Sequence[Place], node: Sequence[int]) -> str:
 
 
 def _other_places(places: Sequence[Place]) -> str:
-    """Ranks that are to hold the same part have the same place in nodes of the same size."""
+    """Complaint if ranks that should hold the same part differ in place, or in the size of their node, else ""."""
     other = next((place for place in places if place[1:] != places[0][1:]), None)
     return "" if other is None else f"between joins ranks that hold different parts: {places[0]}, {other}"
 
 
 def _ranks(shard: Shard) -> list[int]:
-    """That a module is sharded over, of all ranks."""
+    """Ranks, of all, that a module is sharded over."""
     return dist.get_process_group_ranks(shard.group.mesh_info.shard_process_group)
 
 

@@ -1,4 +1,4 @@
-"""How a backward went, told to all ranks of a node: each exchanged another part with other nodes."""
+"""Outcome of a backward, shared by all ranks of a node: each exchanged another part with other nodes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ REASON_BYTES = 1024
 
 
 class Outcome(NamedTuple):
-    """error: of this rank's exchanges. finite: whether all that it got is."""
+    """Outcome of a backward. error: that of this rank's exchanges. finite: whether all their results are."""
 
     error: CollectiveError | None
     finite: bool
 
 
 def agreed(own: Outcome, inside: Communicator) -> Outcome:
-    """The same on all ranks: the error of the first that has one. One message of a byte, more only after an error."""
+    """Outcome common to all ranks, with the first error. One message of a byte, more only after an error."""
     flags = torch.tensor([2 * (own.error is not None) + (not own.finite)], dtype=torch.uint8)
     found = [int(flag) for flag in _gathered(flags, inside)]
     if not any(flag & 2 for flag in found):
@@ -28,7 +28,7 @@ def agreed(own: Outcome, inside: Communicator) -> Outcome:
 
 
 def told(own: str, inside: Communicator) -> str:
-    """The first rank's words that has any, on all ranks; "" where nobody has. What is beyond `REASON_BYTES` is cut."""
+    """Text of the first rank that has any, on all ranks; "" if none has. It is cut at `REASON_BYTES`."""
     said = own.encode()[:REASON_BYTES]
     reasons = _gathered(torch.frombuffer(bytearray(said.ljust(REASON_BYTES)), dtype=torch.uint8), inside)
     words = (bytes(reason.tolist()).decode(errors="ignore").rstrip() for reason in reasons)

@@ -1,4 +1,4 @@
-"""What FSDP2 has sharded, as the exchange sees it: one flat gradient for each group of parameters."""
+"""FSDP2's shards, as the exchange sees them: one flat gradient for each group of parameters."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Shard:
 
     @property
     def numel(self) -> int:
-        """Elements of this rank's part of what learns, padded."""
+        """Number of elements of this rank's part of the trained parameters, padded."""
         return sum(p.padded_sharded_param_size.numel() for p in self.trained)
 
     def bucket(self, flat: Tensor) -> Bucket:

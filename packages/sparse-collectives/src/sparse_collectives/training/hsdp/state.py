@@ -126,37 +126,38 @@ def sparse_hsdp(
 
 
 class HsdpState:
-    """What is kept between the steps of a sharded model: residuals and momenta of this rank's part of each parameter.
+    """State of a sharded model's exchange between steps: residuals and momenta of this rank's part of each parameter.
 
-    `sparse_hsdp` makes it, and says what happens. Settings are fixed then; a compressor's own density may change, alike
-    on every rank, where no schedule sets it. What the optimizer does with the means is looked at, and
-    warned about as with `SparseHookState`.
+    Made by `sparse_hsdp`, which describes the exchange. Settings are fixed then; a compressor's own density may change,
+    in the same way on every rank, unless a schedule sets it. The state checks how the optimizer uses the means, and
+    warns as `SparseHookState` does.
 
-    After an exception in backward, such as ctrl-C or a hook's, call zero_grad(), no step(): `p.grad` may hold part of
-    it. The next backward, or state_dict(), takes back what was under way; with nonfinite="skip" nothing of it stays in
-    the residuals, with "raise" what was selected in it is lost. FSDP itself goes on
-    after `reset_iter_state()` of its root module only, where torch has that: a forward without it is an error.
+    After an exception in backward, such as ctrl-C or a hook's, call zero_grad(), not step(): `p.grad` may hold a part
+    of that backward. The next backward, or state_dict(), takes back what was under way; with nonfinite="skip" nothing
+    of it stays in the residuals, with "raise" the entries selected in it are lost. FSDP itself continues only after
+    `reset_iter_state()` of its root module, if torch has that: a forward without it is an error.
 
     Args:
-        model: All of whose parameters are in some `fully_shard`, on the mesh inside a node. For every rank to call.
+        model: The sharded model: each parameter is in some `fully_shard`, on the mesh inside a node. Every rank calls.
         between: The ranks that hold the same part as this one: a `DeviceMesh` of one dimension, a process group, or
-            what else `as_communicator` takes.
-        density: The share of each part's elements that a rank sends, or by step; see `SparseHookState`.
-        compressor: In density's place for another selection.
+            anything else that `as_communicator` takes.
+        density: The fraction of each part's elements that a rank sends, or a schedule; see `SparseHookState`.
+        compressor: Another selection, instead of density.
         algorithm: A name in `ALGORITHMS`, an `Algorithm` or a `WholeScheme`; not "auto".
         options: The algorithm's own settings.
         wire: How values travel; see `WIRES`.
         momentum: DGC's correction before the selection; then give the optimizer none.
-        clip_norm: Holds the norm of a node's own gradient to clip_norm · √nodes before the selection, so that of the
-            mean to about clip_norm (DGC's local clipping, see `clip_limit`): each rank's part of each `fully_shard`
-            by itself to √share of that, where it has so large a share of the elements. What it takes away is not kept.
-            `clip_grad_norm_` after backward loses what few entries have saved up.
-        dense_below: Tensors whose parts have fewer elements are summed whole. 0: none.
+        clip_norm: Limits the norm of a node's own gradient to clip_norm · √nodes before the selection, which keeps the
+            mean's at about clip_norm (DGC's local clipping, see `clip_limit`). Each rank's part of each `fully_shard`
+            is clipped by itself to √share of that limit, where share is its fraction of the elements. The clipped part
+            is not kept. `clip_grad_norm_` after backward clips entries that have accumulated over many steps, and
+            loses that part.
+        dense_below: Tensors whose parts have fewer elements are summed dense. 0: none.
         nonfinite: "raise": a NaN or inf in any rank's gradient is a CollectiveError out of backward(), on every rank,
             that names rank and parameter. "skip": every rank then has no gradients (p.grad is None), so that
             optimizer.step() does nothing (unless a later backward of the same step brings gradients), counts it in
-            `skipped`, and keeps residuals as they were before the step, for twice their memory.
-        verify: Every so many steps the nodes compare a hash of the parameters, and where they differ it is a
+            `skipped`, and keeps residuals as they were before the step, at the cost of twice their memory.
+        verify: Number of steps between comparisons of a hash of the parameters across nodes. A difference is a
             CollectiveError out of backward(), on every rank, that says who and where; None or 0: never.
 
     Raises:
@@ -243,21 +244,21 @@ class HsdpState:
 
     @property
     def skipped(self) -> int:
-        """Steps that were, with nonfinite="skip"."""
+        """Number of steps that nonfinite="skip" left out."""
         return self._skipped
 
     def stats(self) -> Stats:
-        """What training has cost and saved since this state was made, on this rank; nothing is exchanged for it.
+        """Costs and savings of training on this rank since the state was made; needs no communication.
 
         Returns:
-            Plain numbers for any logger; `str` says them in a line. See `communicators.Stats`, and:
+            Plain numbers for any logger; `str` shows them in a line. See `communicators.Stats`, and:
 
-            - bytes_sent: Between nodes, by exchanges; what FSDP sends inside a node is not counted.
+            - bytes_sent: Bytes of exchanges between nodes; FSDP's traffic inside a node is not counted.
             - skipped: Steps that nonfinite="skip" left out.
-            - seconds_selecting: That choosing, rounding or factoring what is sent has taken.
-            - seconds_waited: From when backward has nothing more to give until the last mean has come.
-            - density: The share of elements that a rank sends now; 1 where nothing is selected.
-            - residual_norm: The 2-norm of what waits to be sent, of this rank's parts. Takes one pass over it.
+            - seconds_selecting: Seconds of selecting, rounding or factoring.
+            - seconds_waited: Seconds from the end of backward until the last mean has come.
+            - density: The fraction of elements that a rank sends now; 1 where nothing is selected.
+            - residual_norm: The 2-norm of the residuals of this rank's parts. Takes one pass over them.
         """
         counted = {"steps": self._steps.taken, "skipped": self._skipped}
         return Stats({**counted, **self._exchange.stats(), "density": self._steps.density_of(self._chosen.entry)})
@@ -345,7 +346,7 @@ class HsdpState:
             self._error = self._error or error
 
     def _begin(self) -> None:
-        """The first gradient of a backward; of a new step unless there are some already."""
+        """Begins a backward at its first gradient; also a new step, unless gradients exist already."""
         self._leave_broken()
         self._error = None
         self._backward.begin()
@@ -359,7 +360,7 @@ class HsdpState:
             self._error = error  # told to all ranks of the node, when they can be asked
 
     def _end(self) -> None:
-        """Backward has ended, on every rank: what is under way is waited for, and all ranks learn how it went."""
+        """Waits, after backward has ended on every rank, for exchanges under way; all ranks learn the outcome."""
         self._exchange.tally.begin_waiting()
         pending, self._pending = self._pending, []
         for work, flat in pending:
@@ -398,7 +399,7 @@ class HsdpState:
             raise RuntimeError(f"{what} in backward: call it after step()")
 
     def _note(self) -> None:
-        """Shows what the optimizer is given to who looks at its steps."""
+        """Shows the optimizer's gradients to the watcher of its steps."""
         if self._seen is not None:
             held = [p for p in self._named.values() if p.grad is not None]
             self._seen.note(held, [part_of(p.grad) for p in held])
@@ -410,11 +411,11 @@ class HsdpState:
             flat.copy_(mean)
 
     def _parts(self) -> dict[str, Tensor]:
-        """What this rank has of each parameter."""
+        """This rank's part of each parameter."""
         return {name: part_of(p) for name, p in self._named.items()}
 
     def _shapes(self) -> dict[str, tuple[torch.Size, torch.device]]:
-        """Of the padded parts that learn, by name."""
+        """Shapes and devices of the padded parts that learn, by name."""
         names = {id(p): name for name, p in self._named.items()}
         return {
             names[id(p.sharded_param)]: (p.padded_sharded_param_size, p.sharded_param.device)

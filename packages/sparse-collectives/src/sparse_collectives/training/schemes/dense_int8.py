@@ -1,4 +1,4 @@
-"""The sum of whole gradients in int8: a quarter of the bytes, with what is rounded off fed back into the next step.
+"""The sum of dense gradients in int8: a quarter of the bytes, with rounding errors fed back into the next step.
 
 See `communicators.quantised`: DoubleSqueeze (Tang et al., ICML 2019), block by block.
 """
@@ -23,7 +23,7 @@ from sparse_collectives.training.schemes.residuals import Residuals, in_units
 
 
 class Int8Sum:
-    """See `Scheme`.
+    """Scheme that sums dense gradients in int8, with error feedback.
 
     With this rank's residual e, and Q that rounds to int8 block by block:
 
@@ -40,47 +40,47 @@ class Int8Sum:
         self._facts: dict[str, str] = {}
 
     def register(self, key: str, bucket: Bucket, kept: Mapping[str, Tensor]) -> None:
-        """What ranks must share is put into words once. TypeError for float64, of which most would wait for long."""
+        """Adds a bucket and its facts. TypeError for float64, most of whose bits would wait in the residuals."""
         if bucket.dtype == torch.float64:
             raise TypeError("dense-int8 carries float32 values, but gradients are float64: take algorithm='dense'")
         self._residuals.register(key, kept)
         self._facts[key] = f"dense-int8(numel={bucket.numel})"
 
     def forget(self, key: str) -> dict[str, Tensor]:
-        """See `Scheme.forget`."""
+        """Forgets the bucket, and returns its residual."""
         del self._facts[key]
         return self._residuals.forget(key)
 
     def transfer(self, key: str, flat: Tensor, scale: float, unused: Sequence[slice]) -> Transfer:
-        """Of what has accumulated."""
+        """Transfer of the accumulated gradient."""
         total = self._residuals.accumulated(key, in_units(flat, scale), unused)
         return _Quantised(self._facts[key], self._residuals, self._comm, key, total, scale, unused)
 
     def commit(self) -> None:
-        """See `Scheme.commit`."""
+        """Keeps this step's residuals."""
         self._residuals.commit()
 
     def rollback(self) -> None:
-        """See `Scheme.rollback`."""
+        """Restores the residuals from before the step."""
         self._residuals.rollback()
 
     def kept(self) -> dict[str, dict[str, Tensor]]:
-        """See `Scheme.kept`."""
+        """Residuals by bucket: references."""
         return self._residuals.kept()
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing but residuals."""
+        """Empty: there is no state besides residuals."""
         return {"algorithm_state": []}
 
     def reset(self, state: Mapping[str, Any]) -> None:
-        """See `Scheme.reset`."""
+        """Forgets all buckets."""
         self._residuals.reset(state)
         self._facts = {}
 
 
 @dataclass(frozen=True, eq=False)
 class _Quantised:
-    """See `Transfer`. given: what has accumulated, flat."""
+    """Transfer of a bucket in int8. given: the accumulated gradient, flat."""
 
     facts: str
     residuals: Residuals
@@ -105,14 +105,14 @@ class _Quantised:
         return first_nonfinite(self.given)
 
     def end(self, result: Rounded, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """The mean as an optimizer will see it: scaled, and in the gradient's own dtype, which may overflow."""
+        """The mean for the optimizer: scaled, and in the gradient's own dtype, which may overflow."""
         self.residuals.put(self.key, result.rest, self.unused)
         mean = (result.total / self.comm.size * self.scale).to(flat.dtype)
         return mean, mean
 
 
 def dense_int8_sent(rank: int, size: int, numel: int) -> Traffic:
-    """What a rank sends, exactly: all spans but its own, then Bruck's share of all."""
+    """Exact traffic of a rank: all spans but its own, then Bruck's share of all."""
     if size == 1:
         return Traffic(0, 0, 0)
     nbytes = [packed_nbytes(high - low) for low, high in spans_of(numel, size)]

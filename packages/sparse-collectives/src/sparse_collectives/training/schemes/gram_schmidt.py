@@ -16,10 +16,10 @@ DEPENDENT = 1e-12
 
 
 def orthonormal(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Of each (n, r), its columns by modified Gram-Schmidt, twice, in float64; r is the same in all.
+    """Orthonormalises the columns of (n, r) matrices by modified Gram-Schmidt, twice, in float64; r is common to all.
 
-    Columns that depend on earlier ones become zeros; NaN and inf make all that follow them NaN. Matrices of like length
-    go together, filled up with zeros: few operations, at most twice the memory.
+    Columns that depend on earlier ones become zeros; NaN and inf make all later columns NaN. Matrices of similar length
+    are processed together, padded with zeros: few operations, at most twice the memory.
     """
     done: dict[int, Tensor] = {}
     by_length: dict[int, list[int]] = {}

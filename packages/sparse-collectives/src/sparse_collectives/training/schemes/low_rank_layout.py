@@ -1,4 +1,4 @@
-"""Which members of a bucket PowerSGD takes as matrices, and where the others lie: what shapes alone decide."""
+"""Layout of a bucket for PowerSGD, decided by shapes alone: members taken as matrices, and spans of the others."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Shapes = Sequence[torch.Size]
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Of one bucket, made once.
+    """Layout of one bucket, made once.
 
-    low_rank: by member, whether it is a matrix. matrices: their positions in the optimizer's list. spans: of what goes
-    whole, [low, high) in the bucket and where it begins in the message. facts: what the ranks must share.
+    low_rank: by member, whether it is a matrix. matrices: their positions in the optimizer's list. spans: of each dense
+    member, [low, high) in the bucket and its start in the message. facts: facts that all ranks share.
     """
 
     bucket: Bucket
@@ -33,7 +33,7 @@ class Layout:
         return [view for view, found in zip(self.bucket.views(flat), self.low_rank, strict=True) if found]
 
     def whole(self, flat: Tensor) -> Tensor:
-        """All else, one after the other."""
+        """Dense members, one after the other."""
         return torch.cat([flat[:0], *(flat[low:high] for low, high, _ in self.spans)])
 
 

@@ -35,7 +35,7 @@ DENSE_STEPS = 100
 
 
 class LowRank(NamedTuple):
-    """whole: the sum of all members that go whole; by matrix p: P̂, q: Σ Q, own_q: this rank's Q."""
+    """Result of `low_rank_sum`. whole: the sum of all dense members; by matrix p: P̂, q: Σ Q, own_q: this rank's Q."""
 
     whole: Tensor
     p: list[Tensor]
@@ -44,7 +44,7 @@ class LowRank(NamedTuple):
 
 
 class PowerSGD:
-    """See `Scheme`.
+    """Scheme that sends low-rank approximations of gradients, with error feedback.
 
     For every matrix M (n × m) of a bucket, with this rank's residual E:
 
@@ -52,14 +52,15 @@ class PowerSGD:
         mean ← P̂ Qᵀ / ranks;  E ← M − P̂ Q_ownᵀ
 
     A tensor of more than two dimensions is a matrix of its first by the others. Vectors, and matrices whose P and Q
-    would have as many elements as they have, are summed whole, in the message that P's of the bucket go in.
+    would have as many elements as they have, are summed dense, in the same message as the bucket's P's.
 
     Differs from the paper: Q is orthonormalised before it is used, as torch's powerSGD_hook does, so that P keeps
     within the gradients' range; a direction that has died out (its gradients were zero) begins anew.
 
-    Residuals need no agreement about Q: with other Q's on a rank, nothing is lost either.
-    rank: r, columns of P and Q. dense_steps: the first so many steps that stand are summed whole, as torch's hook does
-    until its start_powerSGD_iter: gradients change fastest then, and directions of the step before tell least of them.
+    Residuals need no agreement about Q: with different Q's on a rank, nothing is lost either.
+    rank: r, columns of P and Q. dense_steps: number of first steps, of those that stand, that are summed dense, as in
+    torch's hook before its start_powerSGD_iter: gradients change fastest then, and the last step's directions fit
+    least.
     """
 
     memories: Sequence[str] = MEMORIES[:1]
@@ -75,7 +76,7 @@ class PowerSGD:
         self._open: dict[int, Tensor] = {}
 
     def register(self, key: str, bucket: Bucket, kept: Mapping[str, Tensor]) -> None:
-        """Matrices that are new begin with directions of their own, drawn alike on every rank."""
+        """Adds a bucket; new matrices get random directions, the same on every rank."""
         self._residuals.register(key, kept)
         layout = self._layouts[key] = layout_of(bucket, self._columns)
         self._without[key] = layout_of(bucket, None)
@@ -87,12 +88,12 @@ class PowerSGD:
             self._q[member] = self._known(member, start).to(bucket.device, dtype)
 
     def forget(self, key: str) -> dict[str, Tensor]:
-        """See `Scheme.forget`. Directions belong to matrices, so they outlive their bucket."""
+        """Forgets the bucket, and returns its residual. Directions belong to matrices, so they outlive their bucket."""
         del self._layouts[key], self._without[key]
         return self._residuals.forget(key)
 
     def transfer(self, key: str, flat: Tensor, scale: float, unused: Sequence[slice]) -> Transfer:
-        """Directions from the step before meet what has accumulated."""
+        """Transfer of the accumulated gradient, along the last step's directions."""
         layout = (self._without if self._stood < self._dense_steps else self._layouts)[key]
         self._begun = True
         total = self._residuals.accumulated(key, in_units(flat, scale), unused)
@@ -100,25 +101,25 @@ class PowerSGD:
         return _Factored(self, key, layout, total, directions, scale, unused)
 
     def put(self, key: str, rest: Tensor, unused: Sequence[slice], q: Mapping[int, Tensor]) -> None:
-        """What an exchange leaves for the next step."""
+        """Stores a transfer's residual and directions for the next step."""
         self._residuals.put(key, rest, unused)
         self._open.update(q)
 
     def commit(self) -> None:
-        """See `Scheme.commit`."""
+        """Keeps this step's residuals and directions."""
         self._residuals.commit()
         self._q.update(self._open)
         self._open.clear()
         self._stood, self._begun = self._stood + self._begun, False
 
     def rollback(self) -> None:
-        """See `Scheme.rollback`."""
+        """Restores the residuals and directions from before the step."""
         self._residuals.rollback()
         self._open.clear()
         self._begun = False
 
     def kept(self) -> dict[str, dict[str, Tensor]]:
-        """See `Scheme.kept`."""
+        """Residuals by bucket: references."""
         return self._residuals.kept()
 
     def state_dict(self) -> dict[str, Any]:
@@ -131,7 +132,7 @@ class PowerSGD:
         return {"algorithm_state": [], "directions": directions, "stood": self._stood}
 
     def reset(self, state: Mapping[str, Any]) -> None:
-        """See `Scheme.reset`. ValueError for directions of another rank."""
+        """Forgets all buckets, and loads directions. ValueError for those of another r."""
         saved = state.get("directions", ())  # absent from another algorithm's state
         loaded = {member: torch.tensor(q, dtype=getattr(torch, dtype)) for member, dtype, q in saved}
         if wrong := sorted({q.shape[1] for q in loaded.values()} - {self._columns}):
@@ -145,7 +146,7 @@ class PowerSGD:
 
     @property
     def dense_steps_left(self) -> int:
-        """See `BeginsWhole`."""
+        """Number of dense steps still to come."""
         return max(0, self._dense_steps - self._stood)
 
     @property
@@ -160,7 +161,7 @@ class PowerSGD:
         return known
 
     def _alive(self, member: int) -> Tensor:
-        """Its directions; where one has become zeros, which it would stay, its start. Without asking a GPU for it."""
+        """Directions of a matrix, with its start in place of any that has become zero. Does not wait for a GPU."""
         q = self._open.get(member, self._q[member])
         return torch.where(q.any(0), q, self._starts[member])
 
@@ -171,7 +172,7 @@ class PowerSGD:
 
 @dataclass(frozen=True, eq=False)
 class _Factored:
-    """See `Transfer`. total: what has accumulated, flat; becomes the residual. directions: Q, by matrix."""
+    """Transfer in low rank. total: the accumulated gradient, flat; becomes the residual. directions: Q, by matrix."""
 
     scheme: PowerSGD
     key: str
@@ -202,7 +203,7 @@ class _Factored:
         return first_nonfinite(self.total)
 
     def end(self, result: LowRank, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """The mean as an optimizer will see it: scaled, and in the gradient's own dtype, which may overflow."""
+        """The mean for the optimizer: scaled, and in the gradient's own dtype, which may overflow."""
         size, sums = self.scheme.comm.size, torch.empty_like(self.total)
         for low, high, at in self.layout.spans:
             sums[low:high] = result.whole[at : at + high - low]
@@ -240,9 +241,9 @@ def low_rank_sum(
 def powersgd_sent(
     rank: int, size: int, shapes: Shapes, columns: int | None, *, dtype: torch.dtype = torch.float32
 ) -> Traffic:
-    """What a rank sends for a bucket of these shapes, exactly: two dense sums, or one without matrices.
+    """Exact traffic of a rank for a bucket of these shapes: two dense sums, or one without matrices.
 
-    columns: r; None: in a step that is summed whole.
+    columns: r; None: in a step that is summed dense.
     """
     sums = [numel for i, numel in enumerate(powersgd_elements(shapes, columns)) if i == 0 or numel]
     return together(*(Dense().sent(rank, size, 0, numel, dtype) for numel in sums))

@@ -14,7 +14,7 @@ from sparse_collectives.training.memories import MEMORIES
 
 
 class Residuals:
-    """By bucket, flat, in float32 (float64 gradients: in that). What a step leaves is kept beside them until it ends.
+    """Residuals by bucket, flat, in float32 (float64 for such gradients); new ones stand beside them until a step ends.
 
     Memory: 4 bytes a parameter, and as much again between an exchange and the step's end.
     """
@@ -24,17 +24,17 @@ class Residuals:
         self._open: dict[str, Tensor] = {}
 
     def register(self, key: str, kept: Mapping[str, Tensor]) -> None:
-        """A bucket that begins with what was kept of its parameters.
+        """Adds a bucket with the memories of its parameters.
 
         Args:
             key: Its name.
-            kept: By memory, flat; {} if nothing.
+            kept: Memories by name, flat; {} if there are none.
         """
         if kept:
             self._kept[key] = kept["residuals"]
 
     def forget(self, key: str) -> dict[str, Tensor]:
-        """Lets go of a bucket; what was kept, by memory. A step that may still be undone has ended before that."""
+        """Forgets a bucket, and returns its memories. A step that may still be undone must have ended."""
         before, after = self._kept.pop(key, None), self._open.pop(key, None)
         latest = before if after is None else after
         return {} if latest is None else {"residuals": latest}
@@ -56,11 +56,11 @@ class Residuals:
         return total
 
     def put(self, key: str, rest: Tensor, unused: Sequence[slice]) -> None:
-        """What was not sent of the accumulated.
+        """Stores the part of the accumulated gradient that was not sent.
 
         Args:
             key: The bucket's name.
-            rest: Flat; it is this object's from now on.
+            rest: That part, flat; this object owns it from now on.
             unused: As in `accumulated`.
         """
         if (before := self._before(key)) is not None:
@@ -69,16 +69,16 @@ class Residuals:
         self._open[key] = rest
 
     def commit(self) -> None:
-        """The step stands."""
+        """Keeps this step's residuals."""
         self._kept.update(self._open)
         self._open.clear()
 
     def rollback(self) -> None:
-        """As before the step, bit for bit."""
+        """Restores the residuals from before the step, bit for bit."""
         self._open.clear()
 
     def kept(self) -> dict[str, dict[str, Tensor]]:
-        """By memory and bucket: references."""
+        """Memories by name and bucket: references."""
         return {**{memory: {} for memory in MEMORIES}, "residuals": self._kept}
 
     def reset(self, state: Mapping[str, Any]) -> None:
@@ -102,7 +102,7 @@ class Residuals:
 
 
 def in_units(flat: Tensor, scale: float) -> Tensor:
-    """A gradient that is `scale` times the one that counts, as the latter, in float32 (float64: in that)."""
+    """Gradient divided by its loss scale, in float32 (float64 stays)."""
     gradient = flat.to(torch.promote_types(flat.dtype, torch.float32))
     return gradient if scale == 1.0 else gradient / scale
 

@@ -26,11 +26,11 @@ from sparse_collectives.wire.wire import wire_named
 
 
 class Selections:
-    """See `Scheme`. The algorithm's own selection takes the compressor's place where it has one.
+    """Scheme that sends selections, with error feedback. An algorithm's own selection replaces the compressor.
 
-    Where TopK's k is all of a bucket's elements they are summed as "dense" sums them, whatever the algorithm and wire.
+    If TopK's k is all of a bucket's elements, they are summed as "dense" sums them, whatever the algorithm and wire.
 
-    algorithm: with its options and wire. wire: the latter's name. tentative: steps can be rolled back, for
+    algorithm: with its options and wire. wire: the wire's name. tentative: steps can be rolled back, at the cost of
     twice the memory.
     """
 
@@ -55,7 +55,7 @@ class Selections:
         self._facts: dict[tuple[int, torch.dtype, int, bool], str] = {}
 
     def register(self, key: str, bucket: Bucket, kept: Mapping[str, Tensor]) -> None:
-        """See `Scheme.register`. TypeError for float64 gradients on a wire of fewer bytes."""
+        """Adds a bucket. TypeError for float64 gradients on a wire of fewer bytes."""
         wire_named(self._wire, dtype=torch.promote_types(bucket.dtype, torch.float32))
         if (initial := self._entry.initial_state()) is not None:
             self._states.setdefault(key, initial)
@@ -65,7 +65,7 @@ class Selections:
             self._known.add(key)
 
     def forget(self, key: str) -> dict[str, Tensor]:
-        """See `Scheme.forget`."""
+        """Forgets the bucket, and returns its memories."""
         self._states.pop(key, None)
         self._known.discard(key)
         self._spans.pop(key, None)
@@ -75,7 +75,7 @@ class Selections:
             return {}
 
     def transfer(self, key: str, flat: Tensor, scale: float, unused: Sequence[slice]) -> Transfer:
-        """Selects from what has accumulated."""
+        """Transfer of the entries selected from the accumulated gradient."""
         gradient = flat.to(torch.promote_types(flat.dtype, torch.float32)) / scale if scale != 1.0 else flat
         state, k = self._states.get(key), self._compressor.entries(gradient.numel())
         if self._tentative and state is not None:
@@ -93,23 +93,23 @@ class Selections:
         return _Selected(self._facts_of(sent, k, whole=whole), schedule, self._feedback, key, size, scale, culprit)
 
     def commit(self) -> None:
-        """See `Scheme.commit`."""
+        """Keeps this step's memories and algorithm states."""
         self._feedback.commit()
         self._before.clear()
 
     def rollback(self) -> None:
-        """See `Scheme.rollback`."""
+        """Restores the memories and algorithm states from before the step."""
         self._feedback.rollback()
         self._states.update(self._before)
         self._before.clear()
 
     def kept(self) -> dict[str, dict[str, Tensor]]:
-        """See `Scheme.kept`."""
+        """Residuals and velocities by bucket: references."""
         state = self._feedback.state_dict()
         return {memory: state[memory] for memory in MEMORIES}
 
     def residuals_now(self) -> list[Tensor]:
-        """As they are now: references."""
+        """Current residuals: references."""
         return [self._feedback.residual(key) for key in self._known]
 
     def state_dict(self) -> dict[str, Any]:
@@ -120,7 +120,7 @@ class Selections:
         return state
 
     def reset(self, state: Mapping[str, Any]) -> None:
-        """See `Scheme.reset`."""
+        """Forgets all buckets, and loads states of the algorithm and compressor."""
         if state["residuals"] and bool(state["velocities"]) != (self._momentum > 0):
             raise ValueError("the state was saved with another momentum setting: with momentum there are velocities")
         if ("compressor" in state) != isinstance(self._compressor, StatefulCompressor):
@@ -145,7 +145,7 @@ class Selections:
 
 
 def _summed_whole(sent: SparseVector, rank: int, size: int) -> Schedule[Reduction]:
-    """Of all elements, as in a warm-up, the dense sum, in full precision: indices would double its bytes."""
+    """Dense sum in full precision when all elements are sent, as in a warm-up: indices would double its bytes."""
     own = torch.zeros(sent.numel, dtype=sent.dtype, device=sent.device)
     total = yield from allreduce(put(own, sent.indices, sent.values), rank, size)
     every = torch.arange(sent.numel, dtype=sent.indices.dtype, device=sent.device)
@@ -155,7 +155,7 @@ def _summed_whole(sent: SparseVector, rank: int, size: int) -> Schedule[Reductio
 
 @dataclass(frozen=True, eq=False)
 class _Selected:
-    """See `Transfer`."""
+    """Transfer of a bucket's selected entries."""
 
     facts: str
     schedule: Schedule[Reduction]
@@ -176,7 +176,7 @@ class _Selected:
         return self.culprit
 
     def end(self, result: Reduction, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """The mean as an optimizer will see it: scaled, and in the gradient's own dtype, which may overflow."""
+        """The mean for the optimizer: scaled, and in the gradient's own dtype, which may overflow."""
         self.feedback.restore(self.key, result.dropped)
         mean = (result.total.values / self.size * self.scale).to(flat.dtype)
         return put(flat, result.total.indices, mean), mean

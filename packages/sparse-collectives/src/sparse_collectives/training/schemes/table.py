@@ -20,13 +20,13 @@ from sparse_collectives.training.schemes.powersgd import DENSE_STEPS, PowerSGD, 
 
 @dataclass(frozen=True, slots=True)
 class WholeScheme:
-    """What the rest of the package asks of a scheme, one of ours or one's own (see CONTRIBUTING).
+    """Entry of a dense scheme, built in or your own (see CONTRIBUTING).
 
     Attributes:
-        make: (comm, **options) -> a new `Scheme`, for gradients of these ranks.
-        options: Its own settings, with their defaults, whose types they have.
+        make: (comm, **options) -> a new `Scheme` for the gradients of these ranks.
+        options: Its own settings with their defaults, which also fix their types.
         check: (**options); raises a ValueError for settings that do not fit.
-        name: What errors and checkpoints call it; default: the key in `WHOLE`, else the name of what makes it.
+        name: Name in errors and checkpoints; default: the key in `WHOLE`, else the name of `make`.
     """
 
     make: Callable[..., Scheme]
@@ -42,9 +42,9 @@ WHOLE: dict[str, WholeScheme] = {
 
 
 def known_whole(algorithm: object) -> WholeScheme | None:
-    """The scheme of that name, or one's own, with its name set; None for what is something else.
+    """The scheme of that name, or your own, with its name set; None for anything else.
 
-    Raises TypeError or ValueError for one's own that has no name, that of another, or nothing that makes it.
+    Raises TypeError or ValueError for one of your own that has no name, a name in use, or no callable `make`.
     """
     if isinstance(algorithm, str):
         return replace(WHOLE[algorithm], name=algorithm) if algorithm in WHOLE else None
@@ -70,7 +70,7 @@ def known_whole(algorithm: object) -> WholeScheme | None:
 def check_whole(
     entry: WholeScheme, options: Mapping[str, Any] | None, wire: str, momentum: float, optimizer: str
 ) -> None:
-    """What a user set for one. Raises TypeError or ValueError; `optimizer`: where momentum belongs."""
+    """Checks a user's settings for one. Raises TypeError or ValueError; optimizer: the place where momentum belongs."""
     name = entry.name
     _options(entry, options)
     if wire != "fp32":

@@ -23,10 +23,10 @@ from sparse_collectives.training.schemes.selections import Selections
 
 
 class TinyWhole:
-    """See `Scheme`. Of a bucket, members of fewer than `below` elements are summed whole, in the same call.
+    """Scheme that sums a bucket's members of fewer than `below` elements dense, in the same call as the selection.
 
-    To the selection they are zeros, so they have no residuals, and nothing of its k. momentum: theirs is plain,
-    u ← m·u + g, send u; nothing is cleared, because nothing waits. The wire is the selection's alone.
+    The selection sees zeros in their place, so they have no residuals, and take nothing of its k. momentum: theirs is
+    plain, u ← m·u + g, send u; nothing is cleared, because nothing waits. Only the selection uses the wire.
     """
 
     def __init__(self, selections: Selections, comm: Communicator, *, below: int, momentum: float) -> None:
@@ -38,7 +38,7 @@ class TinyWhole:
         self._open: dict[str, Tensor] = {}  # as this step leaves them
 
     def register(self, key: str, bucket: Bucket, kept: Mapping[str, Tensor]) -> None:
-        """See `Scheme.register`."""
+        """Adds a bucket, with its small members apart."""
         spans = [(low, high) for low, high in laid_out(bucket) if high - low < self._below] or [(0, 0)]
         self._tiny[key] = tiny = torch.cat([torch.arange(low, high, device=bucket.device) for low, high in spans])
         if "velocities" in kept:
@@ -47,7 +47,7 @@ class TinyWhole:
         self._selections.register(key, bucket, kept)
 
     def forget(self, key: str) -> dict[str, Tensor]:
-        """See `Scheme.forget`."""
+        """Forgets the bucket, and returns its memories."""
         kept, tiny = self._selections.forget(key), self._tiny.pop(key)
         before, after = self._velocities.pop(key, None), self._open.pop(key, None)
         velocity = before if after is None else after
@@ -56,7 +56,7 @@ class TinyWhole:
         return kept
 
     def transfer(self, key: str, flat: Tensor, scale: float, unused: Sequence[slice]) -> Transfer:
-        """Takes what is tiny out of the gradient, and selects from the rest."""
+        """Takes small members out of the gradient, and selects from the others."""
         tiny = self._tiny[key]
         if not len(tiny):
             return self._selections.transfer(key, flat, scale, unused)
@@ -70,18 +70,18 @@ class TinyWhole:
         return _Both(selected, whole, tiny, self._comm.rank, self._comm.size, scale, keep)
 
     def commit(self) -> None:
-        """See `Scheme.commit`."""
+        """Keeps this step's memories."""
         self._selections.commit()
         self._velocities.update(self._open)
         self._open.clear()
 
     def rollback(self) -> None:
-        """See `Scheme.rollback`."""
+        """Restores the memories from before the step."""
         self._selections.rollback()
         self._open.clear()
 
     def kept(self) -> dict[str, dict[str, Tensor]]:
-        """See `Scheme.kept`."""
+        """Residuals and velocities by bucket, small members included."""
         kept = self._selections.kept()
         for key, velocity in {**self._velocities, **self._open}.items():
             together = kept["velocities"][key].clone()
@@ -90,15 +90,15 @@ class TinyWhole:
         return kept
 
     def residuals_now(self) -> list[Tensor]:
-        """As they are now: references."""
+        """Current residuals: references."""
         return self._selections.residuals_now()
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Scheme.state_dict`."""
+        """State of the selection."""
         return self._selections.state_dict()
 
     def reset(self, state: Mapping[str, Any]) -> None:
-        """See `Scheme.reset`."""
+        """Forgets all buckets, and resets the selection."""
         self._selections.reset(state)
         self._tiny, self._velocities, self._open = {}, {}, {}
 
@@ -116,7 +116,7 @@ class TinyWhole:
 
 @dataclass(frozen=True, eq=False)
 class _Both:
-    """See `Transfer`. Its schedule returns what the selection's does, and the sum of what is tiny."""
+    """Transfer of a selection and small members. Its schedule returns the selection's result, and their dense sum."""
 
     selected: Transfer
     whole: Tensor

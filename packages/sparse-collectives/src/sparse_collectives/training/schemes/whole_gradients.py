@@ -19,9 +19,9 @@ from sparse_collectives.wire.half import DenseWire, dense_wire
 
 
 class WholeGradients:
-    """See `Scheme`. Half-precision gradients are summed in float32.
+    """Scheme that sums dense gradients, half-precision ones in float32.
 
-    wire: "bf16" or "fp16": gradients are divided by P, rounded, and summed in that; what is rounded off is lost.
+    wire: "bf16" or "fp16": gradients are divided by P, rounded, and summed in that; rounding errors are lost.
     """
 
     memories: Sequence[str] = ()
@@ -31,13 +31,13 @@ class WholeGradients:
         self._facts: dict[str, str] = {}
 
     def register(self, key: str, bucket: Bucket, kept: Mapping[str, Tensor]) -> None:
-        """What ranks must share is put into words once."""
+        """Adds a bucket and its facts."""
         del kept
         dtype = torch.promote_types(bucket.dtype, torch.float32)
         self._facts[key] = f"dense(numel={bucket.numel}, {dtype}, wire={self._wire_name})"
 
     def forget(self, key: str) -> dict[str, Tensor]:
-        """Nothing was kept."""
+        """Forgets nothing: no memories are kept."""
         del self._facts[key]
         return {}
 
@@ -64,14 +64,14 @@ class WholeGradients:
         return {"algorithm_state": []}
 
     def reset(self, state: Mapping[str, Any]) -> None:
-        """ValueError for residuals that are not zero, which would be lost here."""
+        """Raises ValueError for nonzero residuals, which would be lost here."""
         refuse_residuals(state["residuals"])
         self._facts = {}
 
 
 @dataclass(frozen=True, eq=False)
 class _Sum:
-    """See `Transfer`."""
+    """Transfer of a bucket's dense gradient."""
 
     facts: str
     schedule: Schedule[Tensor]
