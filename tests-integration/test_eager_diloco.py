@@ -229,3 +229,21 @@ def test_the_example_learns():
         )
         assert accuracy > 0.8
         assert eagerly < 0.95 * waiting
+
+
+def test_weights_loaded_behind_rounds_are_an_error():
+    """The rounds of allreduce= compare nothing, so that ranks would part for good."""
+
+    def body(comm):
+        p = torch.nn.Parameter(torch.zeros(3))
+        inner = torch.optim.SGD([p], lr=0.1)
+        make = partial(PartialAllreduce, quorum=comm.size)
+        optimizer = DiLoCo(inner, comm=comm, sync_every=1, allreduce=make)
+        if comm.rank == 0:
+            p.data += 1
+        p.grad = torch.ones(3)
+        optimizer.step()
+        optimizer.average()
+
+    with pytest.raises(RuntimeError, match="other weights than those that its ranks ended with"):
+        SimulatedWorld(2).run(body)

@@ -182,10 +182,23 @@ def plateau(comm, **options):
 
 @pytest.mark.parametrize("options", [{}, {"overlap": True}, {"sends": "updates", "density": 1.0}])
 def test_a_rate_that_goes_by_a_ranks_own_loss_is_an_error_within_a_hundred_steps(options):
-    with pytest.raises(CollectiveError, match=r"step 100 with parameter groups of lr 0.1,.*rank 1 calls .*of lr \S*e-"):
+    with pytest.raises(CollectiveError, match=r"with parameter groups of lr 0.1,.*rank 1 calls .*of lr \S*e-"):
         SimulatedWorld(2).run(lambda comm: plateau(comm, **options))
 
 
 def test_with_verify_0_nothing_is_compared():
     one, other = SimulatedWorld(2).run(lambda comm: plateau(comm, verify=0))
     assert not torch.equal(one, other)
+
+
+def test_what_an_optimizer_adapts_in_its_groups_is_each_ranks_own():
+    """As Prodigy and D-Adaptation keep their estimates; a tensor too."""
+
+    def body(comm):
+        model, optimizer = made(comm)
+        optimizer.param_groups[0] |= {"d": 0.1 * comm.rank, "buffer": torch.full((3,), float(comm.rank))}
+        train_step(model, optimizer)
+        return flat(model)
+
+    one, other = SimulatedWorld(2).run(body)
+    assert torch.equal(one, other)

@@ -175,7 +175,7 @@ class EagerSGD(Wrapping):
         self._replaced.refuse()
         refuse_changes(self.optimizer, self._named, self._trained, what="EagerSGD")
         gradients = [p.grad for p in self._trained]
-        self._unended.steps += 1
+        self._unended.steps += self._comm.size > 1
         self._apply(self._rounds.allreduce([bucket.gather(gradients) for bucket in self._buckets], weight=weight))
         return loss
 

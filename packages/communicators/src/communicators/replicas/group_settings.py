@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-_HOW = ("foreach", "fused", "differentiable", "capturable")
+SHARED = ("lr", "momentum", "betas", "weight_decay")
+"""Settings that all ranks share, whatever else an optimizer keeps in its groups: some keep values that they adapt."""
 
 
 def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -23,10 +24,16 @@ def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def shared_settings(optimizer: Optimizer) -> str:
-    """Settings that ranks must share, as a fact: numbers and texts, without how a step is computed ("foreach", …)."""
-    plain = (int, float, str, tuple, list)
+    """`SHARED` settings of all parameter groups, as a fact."""
     groups = [
-        ", ".join(f"{name} {v}" for name, v in group.items() if name not in _HOW and isinstance(v, plain) and v)
-        for group in settings_of(optimizer)
+        ", ".join(f"{name} {_said(group[name])}" for name in SHARED if group.get(name))
+        for group in optimizer.param_groups
     ]
     return f"parameter groups of {'; '.join(groups)}"
+
+
+def _said(value: Any) -> str:
+    """Numbers alone: a tensor's representation rounds, and names its device."""
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(_said, value))})"
+    return repr(value.tolist() if isinstance(value, Tensor) else value)

@@ -23,7 +23,7 @@ class Replaced:
 
     def __init__(self, named: Mapping[str, Tensor], owner: str) -> None:
         self._names, self._owner = {id(p): name for name, p in named.items()}, owner
-        self._gone: dict[int, str] = {}
+        self._gone: dict[int, tuple[str, Tensor]] = {}
         _hooked()
         _WATCHING.add(self)
 
@@ -31,12 +31,16 @@ class Replaced:
         """Notes that a module has `new` in the place of `old` from now on."""
         self._gone.pop(id(new), None)
         if id(old) in self._names and id(new) not in self._names:
-            self._gone[id(old)] = self._names[id(old)]
+            self._gone[id(old)] = self._names[id(old)], old
 
     def refuse(self) -> None:
-        """Raises ValueError where parameters were replaced, before they are stepped."""
-        if self._gone:
-            first, more = next(iter(self._gone.values())), len(self._gone) - 1
+        """Raises ValueError where parameters were replaced, before they are stepped.
+
+        One that still gets gradients is in use: another module that shared it has let go of it.
+        """
+        lost = [name for name, p in self._gone.values() if p.grad is None or not bool(p.grad.any())]
+        if lost:
+            first, more = lost[0], len(lost) - 1
             raise ValueError(
                 f"the model has other parameters now than this {self._owner} was made of: {first!r}"
                 f"{f' and {more} more' if more else ''} of {len(self._names)} were replaced, as "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Unpack, cast
 
+import torch
 from communicators import Communicator, run
 from communicators.dense_schedules import barrier
 from torch import Tensor
@@ -116,6 +117,17 @@ class DiLoCo(PeriodicAveraging):
         if self._rounds is not None and kind is not None:
             self._rounds.give_up(error[0])
         super().__exit__(kind, *error)
+
+    def _depart(self) -> None:
+        if self._rounds is None:
+            super()._depart()
+        elif self._drained:
+            if any(not torch.equal(part["anchor"], part.gather()) for part in self._parts):
+                raise RuntimeError(
+                    "the model has other weights than those that its ranks ended with, which the rounds of allreduce= "
+                    "do not compare: load weights on all ranks before the DiLoCo is made"
+                )
+            self._drained = False
 
     def _sync_all(self) -> None:
         if self._rounds is None:

@@ -326,7 +326,7 @@ class Exchange:
         return checked(schedule, transfer, bucket, self._names, *place, where=where, what=self._what)
 
     def _facts(self, transfer: Transfer) -> str:
-        return f"{transfer.facts} in {self._owner}{self._loaded}{self.cut}{self.shared}"
+        return f"{transfer.facts} in {self._owner}{self.shared}{self._loaded}{self.cut}"
 
     def _end(self, transfer: Transfer, flat: Tensor, outcome: Checked) -> Tensor:
         result, error = outcome

@@ -73,7 +73,7 @@ class Steps:
         if begins:
             digest = int(hash_bits(torch.stack([hash_bits(p).cpu() for p in parameters.values()])))
             begun = f", begun with parameters of hash {digest % 2**64:016x} (load weights on all ranks alike)"
-        return f"{begun}, step {self.taken} with {shared_settings(optimizer)}"
+        return f" with {shared_settings(optimizer)}{begun}"
 
     def count(self, parameters: Mapping[str, Tensor], comm: Communicator) -> None:
         """Counts a step. Raises CollectiveError on every rank if a comparison is due and parameters differ."""
