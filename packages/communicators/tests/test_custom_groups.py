@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from communicators import CollectiveError, SimulatedWorld, allreduce, as_communicator
 from communicators.worlds.alone import Alone
-from ranks_on_threads import on_all
+from ranks_on_threads import on_all, soon
 
 
 class Own(dist.ProcessGroup):
@@ -83,6 +83,26 @@ def test_a_communicator_that_has_failed_is_not_handed_out():
         as_communicator(groups[0])
     groups[1] = Own(1, 2)
     assert [total for _, total in on_threads(groups, store)] == [[3.0] * 3] * 2
+
+
+def test_a_rank_between_calls_is_told_before_the_ranks_meet_anew():
+    """Else its next call would be summed with one that another rank made later."""
+    groups, store = [Own(rank, 2) for rank in range(2)], dist.HashStore()
+    failed = [comm for comm, _ in on_threads(groups, store)]
+
+    def sum_of(rank, value, timeout=20):
+        comm = as_communicator(groups[rank], store=store, timeout=timeout)
+        return allreduce(torch.full((3,), value), comm).tolist()
+
+    with pytest.raises(CollectiveError, match="timed out after 1 s") as first:
+        sum_of(0, 1.0, timeout=1)
+    assert soon(lambda: failed[1].control.abort_reason)  # while its caller computes
+    with ThreadPoolExecutor(1) as thread:
+        anew = thread.submit(sum_of, 0, 10.0)
+        with pytest.raises(CollectiveError) as second:
+            sum_of(1, 100.0)
+        assert str(second.value) == str(first.value)
+        assert sum_of(1, 1000.0) == anew.result() == [1010.0] * 3
 
 
 def test_a_store_for_what_needs_none_is_refused():

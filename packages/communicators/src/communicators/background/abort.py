@@ -30,14 +30,15 @@ ControlMessages = list[tuple[int, bytes]]  # to whom, what
 class Control:
     """Abort protocol of one rank.
 
-    abort_reason: reason that all ranks raise, once there is one. departed: ranks that have left, and why. ended_calls:
-    how many of the first calls each of those had ended: what it sent in them may still be in flight. lost: ranks that
-    cannot be reached any more.
+    abort_reason: reason that all ranks raise, once there is one. told: whether a call of this rank has raised it.
+    departed: ranks that have left, and why. ended_calls: how many of the first calls each of those had ended: what it
+    sent in them may still be in flight. lost: ranks that cannot be reached any more.
     """
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.abort_reason: str | None = None
+        self.told = False
         self.departed: dict[int, str] = {}
         self.ended_calls: dict[int, int] = {}
         self.lost: set[int] = set()

@@ -164,11 +164,13 @@ class OutstandingCall:
     def interrupted(self, error: BaseException) -> None:
         """Ends the call on all ranks after an interrupt of its waiting rank: later calls would be out of step."""
         self.abandon()
+        self.comm.control.told = True  # by the interrupt itself
         self.comm.request_abort(errors.failed(self.comm.rank, self.call.facts, error))
 
     def result(self) -> Any:
         """The schedule's result, or its error."""
         if self.error is not None:
+            self.comm.control.told = True
             raise CollectiveError(str(self.error)) from self._cause
         return self.call.value
 

@@ -236,6 +236,7 @@ class TransportCommunicator(Communicator):
     ) -> OutstandingCall:
         if self.closed or self.control.abort_reason is not None:
             schedule.close()
+            self.control.told = True
             raise CollectiveError(self.control.abort_reason or "this communicator is closed")
         device = with_index(device if device is not None else self.device)
         untagged = self.transport.untagged(device)

@@ -63,7 +63,7 @@ def from_process_group(
     """Our communicator for a process group; made once for each. Collective over its ranks at the first use.
 
     store: where its ranks meet, default the group's own. Another store than before, a group that was set up anew, as
-    after a rank was lost, and a communicator that has failed make a new communicator.
+    after a rank was lost, and a communicator whose failure this rank has raised make a new communicator.
 
     Its `timeout` is what the group was made with, TIMEOUT_SECONDS where that is torch's default.
     patience: seconds that the first use waits for the other ranks, default that `timeout`. transport: "nccl" for data
@@ -77,7 +77,8 @@ def from_process_group(
     if made is not None and (reason := made.control.abort_reason) is not None:
         if made.gone and store is None:
             raise CollectiveError(f"{reason}; {REMEDY}")
-        made = None
+        if made.control.told:  # a rank between calls would meet others in another call than theirs
+            made = None
     if made is not None and transport not in (None, made.transport.name):
         raise ValueError(f"transport={transport!r}, but this process group is in use with {made.transport.name!r}")
     if made is None:
