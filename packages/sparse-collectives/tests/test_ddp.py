@@ -9,6 +9,7 @@ from communicators import CollectiveError
 from sparse_collectives import SparseHookState, sparse_hook
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -54,6 +55,57 @@ def test_an_error_comes_out_of_backward_as_itself_and_the_next_backward_is_fine(
             with pytest.raises(CollectiveError, match=r"^rank 0: the gradient of '.*' is not finite") as raised:
                 backward(ddp, step, factor)
             assert "\n" not in str(raised.value)
+
+
+def test_errors_of_two_modules_in_one_backward_do_not_return_in_the_next():
+    """What one module raises ends autograd's final callbacks, so that the other's is not called."""
+    models = [wrapped(*made()), wrapped(*made())]
+
+    def joint(factor):
+        for ddp in models:
+            ddp.zero_grad()
+        inputs = torch.randn(5, 8, generator=torch.Generator().manual_seed(0)) * factor
+        sum(ddp(inputs).square().sum() for ddp in models).backward()
+
+    for factor in [1.0, float("nan"), 1.0, float("nan"), 1.0]:
+        if factor == 1.0:
+            joint(factor)
+        else:
+            with pytest.raises(CollectiveError, match="is not finite"):
+                joint(factor)
+
+
+class Checkpointed(nn.Module):
+    """Runs one of three linear layers again in an inner backward."""
+
+    def __init__(self, inner):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.layers = inner, nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+
+    def forward(self, inputs):
+        inputs = inputs.requires_grad_()
+        for at, layer in enumerate(self.layers):
+            inputs = checkpoint(layer, inputs, use_reentrant=True) if at == self.inner else layer(inputs)
+        return inputs
+
+
+@pytest.mark.parametrize("inner", [0, 1, 2])
+@pytest.mark.parametrize("bad", [0, 1, 2])
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}])
+def test_an_error_waits_for_the_last_bucket_where_a_checkpoint_has_a_backward_of_its_own(inner, bad, options):
+    """Raised at the end of the inner backward, it would break off DDP's."""
+    model = Checkpointed(inner)
+    ddp = wrapped(model, SparseHookState(density=0.1, named_parameters=model.named_parameters()), **options)
+    factor = 1.0
+    model.layers[bad].bias.register_hook(lambda grad: grad * factor)
+    for step, factor in enumerate([1.0, float("nan"), 1.0, 1.0, float("nan"), 1.0]):
+        if factor == 1.0:
+            backward(ddp, step)
+            assert all(bool(p.grad.isfinite().all()) for p in model.parameters())
+        else:
+            with pytest.raises(CollectiveError, match=rf"^rank 0: the gradient of 'layers.{bad}.bias' is not finite"):
+                backward(ddp, step)
 
 
 def test_a_layer_is_frozen_half_way_and_trained_again():

@@ -13,26 +13,29 @@ from sparse_collectives.training.hsdp.backward import at_the_end
 
 
 class Failures:
-    """Raises the first error of a backward's buckets when DDP has ended it."""
+    """Errors of one backward's buckets: the first is raised when DDP has ended it."""
 
     def __init__(self) -> None:
         self._error: Exception | None = None
-        self._backward = -1
 
-    def raised_at_the_end(self) -> bool:
-        """Whether `add` will do in this bucket's exchange: not outside a backward, as in DDP's `join()`."""
-        backward = torch._C._current_graph_task_id()
-        if backward not in (-1, self._backward):
+    def raised_at_the_end(self, *, last: bool) -> bool:
+        """Whether `add` will do in this bucket's exchange: not outside a backward, as in DDP's `join()`.
+
+        Args:
+            last: This is the last bucket: DDP ends in the same backward, of several that are nested by a checkpoint.
+        """
+        if torch._C._current_graph_task_id() == -1:
+            return False
+        if last:
             queue = at_the_end()
             queue(lambda: queue(self._raise))  # twice, because DDP queues its own end after the last bucket
-        self._backward = backward
-        return backward != -1
+        return True
 
     def add(self, error: Exception) -> None:
         """Keeps an error; the first one is raised."""
         self._error = self._error or error
 
     def _raise(self) -> None:
-        error, self._error, self._backward = self._error, None, -1
+        error, self._error = self._error, None
         if error is not None:
             raise error

@@ -170,7 +170,7 @@ class SparseHookState:
         self._parameters = dict(named)
         self._buckets = Buckets(named)
         self._accumulated = Accumulated()
-        self._failures = Failures()
+        self._failures = Failures()  # of this backward
         self._cut: list[Bucket] = []  # as the last backward was exchanged, in order
         self._resumed: Resumed | None = None  # the first backwards after a checkpoint
         self._scale = 1.0  # of this step: a GPU is asked for it once
@@ -345,7 +345,8 @@ class SparseHookState:
         held = self._accumulated.take_out(known, flat)
         if bucket.is_last():
             self._accumulated.whole()
-        later = self._failures.raised_at_the_end()
+        failures = self._failures
+        later = failures.raised_at_the_end(last=bucket.is_last())
         over: torch.futures.Future[Any]
         take: Callable[[], Tensor]
         if self._resumed is None:
@@ -367,7 +368,7 @@ class SparseHookState:
             except Exception as error:
                 if not later:
                     raise
-                self._failures.add(error)
+                failures.add(error)
                 return flat
             given = put_back(known, found if found is flat else flat.copy_(found), held)
             if chosen.selects:
@@ -453,6 +454,7 @@ class SparseHookState:
 
     def _begin(self) -> None:
         """Begins a backward at its first bucket."""
+        self._failures = Failures()
         self._registration.end()
         group, comm, _, _ = self._world()
         if self._group is None:
