@@ -170,9 +170,8 @@ class PeriodicAveraging(Boundaries):
         self._refuse_other_parameters()
         self._inside_ddp.look()
         self._unseen += 1
-        if self._comm.size > 1:
-            self._unended.steps += 1
-            self._warn_unseen()
+        self._unended.steps += self._comm.size > 1
+        self._warn_unseen()
         return self.optimizer.step(closure) if closure is not None else self.optimizer.step()
 
     def average(self, weight: float | None = None) -> None:
