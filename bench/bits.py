@@ -26,17 +26,10 @@ from typing import Any
 
 import torch
 from communicators import Communicator, SimulatedWorld, as_communicator
+from data_parallel import DistributedOptimizer, SparseHookState, sparse_hook, sparse_hsdp
 from local_sgd import ALGORITHMS as PERIODIC
 from partial_collectives import EagerSGD
-from sparse_collectives import (
-    ALGORITHMS,
-    WIRES,
-    DistributedOptimizer,
-    SparseHookState,
-    sparse_allreduce,
-    sparse_hook,
-    sparse_hsdp,
-)
+from sparse_collectives import ALGORITHMS, WIRES, sparse_allreduce
 from sparse_compress import SparseVector, topk
 from torch import Tensor, nn
 

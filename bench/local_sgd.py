@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from communicators import Communicator, allreduce, barrier
+from data_parallel import DistributedOptimizer
 from local_sgd import ALGORITHMS, PeriodicAveraging
 from slow_link import open_link
 from slow_link.throttled import behind_link
-from sparse_collectives import DistributedOptimizer
 from torch import nn
 
 from bench.form import asked, parser_of

@@ -20,9 +20,10 @@ from typing import Any, TypeVar
 
 import torch
 from communicators import Communicator, Schedule, Work, allgather, as_communicator, barrier, buckets_of
+from data_parallel import DistributedOptimizer
+from data_parallel.backward_order import BUCKET_BYTES
 from slow_link import open_link
-from sparse_collectives import DistributedOptimizer, sparse_allreduce_async
-from sparse_collectives.training.backward_order import BUCKET_BYTES
+from sparse_collectives import sparse_allreduce_async
 from sparse_compress import TopK, topk
 from torch import nn
 

@@ -22,9 +22,9 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from data_parallel.backward_order import BUCKET_BYTES
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from slow_link.check import TOLERANCE
-from sparse_collectives.training.backward_order import BUCKET_BYTES
 from sparse_compress import HEADER_BYTES, WireCodec, index_entropy
 
 from bench.advise import shown

@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from data_parallel import DistributedOptimizer, SparseHookState, sparse_hook
 from local_sgd import LocalSGD, OverlapLocalSGD
 from partial_collectives import EagerSGD
 from slow_link import SlowLink, ThrottledLink
 from slow_link.__main__ import add_link
-from sparse_collectives import DistributedOptimizer, SparseHookState, sparse_hook
 from sparse_compress import WarmUp
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook

@@ -18,9 +18,10 @@ from typing import Any, TypeAlias
 
 import torch
 from communicators import Communicator, barrier, buckets_of
+from data_parallel import DistributedOptimizer
 from slow_link import open_link
 from slow_link.throttled import behind_link
-from sparse_collectives import ALGORITHMS, DistributedOptimizer
+from sparse_collectives import ALGORITHMS
 from sparse_collectives.prediction.calibration import measure_handling, measure_traffic, slowest
 from sparse_collectives.prediction.cost import Handling, predict, step_seconds
 from sparse_compress import TopK

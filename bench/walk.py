@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from sparse_collectives import SparseHookState, sparse_hook
+from data_parallel import SparseHookState, sparse_hook
 from sparse_collectives.prediction.plain_table import table
 from torch import nn
 from torch.multiprocessing.spawn import spawn
@@ -30,7 +30,7 @@ from bench.form import asked, parser_of
 from bench.real_ranks import process_group
 from bench.record import record
 
-PACKAGES = ("communicators", "sparse_compress", "sparse_collectives")
+PACKAGES = ("communicators", "sparse_compress", "sparse_collectives", "replicas", "data_parallel")
 COLUMNS = ("package", "files", "functions", "calls")
 WARM = 5  # steps; DDP cuts its buckets anew after the first
 

@@ -11,8 +11,8 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 from communicators import Stats
+from data_parallel import SparseHookState, sparse_hook
 from ddp_digits import digits
-from sparse_collectives import SparseHookState, sparse_hook
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from data_parallel import SparseHookState, reshard_residuals, sparse_hook
 from ddp_digits import BATCH, digits
-from sparse_collectives import SparseHookState, reshard_residuals, sparse_hook
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader

@@ -9,8 +9,8 @@ import sys
 
 import torch
 import torch.distributed as dist
+from data_parallel import SparseHookState, sparse_hook
 from sklearn.datasets import load_digits
-from sparse_collectives import SparseHookState, sparse_hook
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset

@@ -8,7 +8,7 @@ import sys
 import torch
 import torch.distributed as dist
 from communicators.tracing import recording, write_trace
-from sparse_collectives import SparseHookState, sparse_hook
+from data_parallel import SparseHookState, sparse_hook
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

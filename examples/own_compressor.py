@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from communicators import Communicator, SimulatedWorld
+from data_parallel import DistributedOptimizer
 from ddp_digits import digits
-from sparse_collectives import DistributedOptimizer
 from sparse_compress import (
     ByParts,
     Compressor,

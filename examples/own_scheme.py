@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from communicators import Bucket, Communicator, Schedule, SimulatedWorld
 from communicators.dense_schedules import allgather_blocks
+from data_parallel import DistributedOptimizer, Residuals, Scheme, Transfer, WholeScheme
 from ddp_digits import digits
-from sparse_collectives import DistributedOptimizer, Residuals, Scheme, Transfer, WholeScheme
 from torch import Tensor, nn
 
 RANKS, STEPS, BATCH = 2, 150, 16

@@ -13,9 +13,9 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs
 from by_hand import RATE, SETTINGS, UPDATES
+from data_parallel import DistributedOptimizer, SparseHookState, sparse_hook
+from data_parallel.integrations.accelerate import distributed_optimizer, sparse_gradients
 from items import collector
-from sparse_collectives import DistributedOptimizer, SparseHookState, sparse_hook
-from sparse_collectives.integrations.accelerate import distributed_optimizer, sparse_gradients
 
 ITEMS = []
 item = collector("Accelerate", ITEMS)

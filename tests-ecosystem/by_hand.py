@@ -6,8 +6,8 @@ from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
+from data_parallel import DistributedOptimizer, SparseHookState, sparse_hook
 from sklearn.datasets import load_digits
-from sparse_collectives import DistributedOptimizer, SparseHookState, sparse_hook
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset

@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from by_hand import RATE, SETTINGS, UPDATES
+from data_parallel import DistributedOptimizer, SparseHookState, sparse_hook
+from data_parallel.integrations.lightning import DistributedOptimizers, SparseGradients
 from items import collector
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
-from sparse_collectives import DistributedOptimizer, SparseHookState, sparse_hook
-from sparse_collectives.integrations.lightning import DistributedOptimizers, SparseGradients
 
 ITEMS = []
 item = collector("Lightning", ITEMS)

@@ -54,7 +54,7 @@ def not_what_they_wrap(folder):
 
 @item("`DistributedOptimizer` on a quorum", "ranks agree bit for bit, before and after `configure`")
 def an_optimizer_on_a_quorum(folder):
-    from sparse_collectives import DistributedOptimizer
+    from data_parallel import DistributedOptimizer
 
     model = nn.Linear(20, 10)
     for group in groups():

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from by_hand import RATE, SETTINGS, UPDATES
+from data_parallel import DistributedOptimizer
+from data_parallel.integrations.transformers import DistributedOptimizers, SparseGradients
 from items import collector
-from sparse_collectives import DistributedOptimizer
-from sparse_collectives.integrations.transformers import DistributedOptimizers, SparseGradients
 from torch import nn
 from transformers import Trainer, TrainingArguments
 

@@ -11,10 +11,11 @@ from itertools import cycle, product
 import pytest
 import torch
 import torch.distributed as dist
+from data_parallel import SparseHookState, sparse_hook
+from data_parallel.schemes.table import WHOLE
 from ddp_cases import SHAPES, Run, gradients_of
 from sklearn.datasets import load_digits
-from sparse_collectives import ALGORITHMS, SparseHookState, sparse_hook
-from sparse_collectives.training.schemes.table import WHOLE
+from sparse_collectives import ALGORITHMS
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

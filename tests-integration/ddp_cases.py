@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from communicators import CollectiveError
-from sparse_collectives import ALGORITHMS, SparseHookState, reshard_residuals, sparse_hook
-from sparse_collectives.training.schemes.table import WHOLE
+from data_parallel import SparseHookState, reshard_residuals, sparse_hook
+from data_parallel.schemes.table import WHOLE
+from sparse_collectives import ALGORITHMS
 from sparse_compress import RandomK
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel

@@ -8,8 +8,8 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from data_parallel import SparseHookState, sparse_hook
 from ddp_cases import SHAPES, Run, gradients_of
-from sparse_collectives import SparseHookState, sparse_hook
 from sparse_compress import WarmUp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from data_parallel import DistributedOptimizer, SparseHookState, reshard_residuals, sparse_hook
+from data_parallel.schemes.table import WHOLE
 from ddp_cases import Run, all_steps, gradients_of
-from sparse_collectives import DistributedOptimizer, SparseHookState, reshard_residuals, sparse_hook
-from sparse_collectives.training.schemes.table import WHOLE
 from sparse_compress import RandomK
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException

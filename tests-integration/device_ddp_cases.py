@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from data_parallel import SparseHookState, sparse_hook
 from device_cases import integers
-from sparse_collectives import SparseHookState, sparse_hook
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

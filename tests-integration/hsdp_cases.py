@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from communicators import CollectiveError
-from sparse_collectives import DistributedOptimizer, reshard_residuals, sparse_hsdp
+from data_parallel import DistributedOptimizer, reshard_residuals, sparse_hsdp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from sparse_collectives import DistributedOptimizer, SparseHookState, sparse_hook
+from data_parallel import DistributedOptimizer, SparseHookState, sparse_hook
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel

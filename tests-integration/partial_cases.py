@@ -7,8 +7,9 @@ import threading
 import time
 
 import torch
-from communicators import CollectiveError, allgather, barrier, refuse_unlike
+from communicators import CollectiveError, allgather, barrier
 from partial_collectives import EagerSGD, PartialAllreduce
+from replicas import refuse_unlike
 
 STEPS = 12
 

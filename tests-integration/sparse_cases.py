@@ -7,9 +7,10 @@ import time
 import pytest
 import torch
 from communicators import SimulatedWorld, allgather, testing
-from sparse_collectives import ALGORITHMS, DistributedOptimizer, sparse_allreduce, sparse_allreduce_async
+from data_parallel import DistributedOptimizer
+from data_parallel.schemes.table import WHOLE
+from sparse_collectives import ALGORITHMS, sparse_allreduce, sparse_allreduce_async
 from sparse_collectives.algorithms.table import resolve
-from sparse_collectives.training.schemes.table import WHOLE
 from sparse_compress import SparseVector, TopK, topk
 from torch import nn
 

@@ -4,8 +4,8 @@ import json
 import re
 
 import pytest
+from data_parallel.unfit import UNDER_DDP
 from sparse_collectives.advise.__main__ import main
-from sparse_collectives.training.unfit import UNDER_DDP
 
 from bench.advise import LEFT_OUT, advised
 from bench.form import RESULTS, ROOT

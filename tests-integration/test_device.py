@@ -5,8 +5,9 @@ import copy
 import pytest
 import torch
 from communicators import SimulatedWorld
+from data_parallel import SparseHookState, sparse_hook
 from devices import CPU, DEVICE, needs_pretend
-from sparse_collectives import ALGORITHMS, SparseHookState, sparse_allreduce, sparse_hook
+from sparse_collectives import ALGORITHMS, sparse_allreduce
 from sparse_compress import SparseVector, topk
 from torch import nn
 

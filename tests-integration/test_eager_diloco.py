@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from communicators import CollectiveError, SimulatedWorld, allreduce, barrier, refuse_unlike
+from communicators import CollectiveError, SimulatedWorld, allreduce, barrier
 from hypothesis import given
 from hypothesis import strategies as st
 from local_sgd import DiLoCo
 from partial_collectives import PartialAllreduce
+from replicas import refuse_unlike
 
 PATH = Path(__file__).parent.parent / "examples" / "eager_diloco.py"
 PLAIN = partial(torch.optim.SGD, lr=1.0)

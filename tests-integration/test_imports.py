@@ -11,13 +11,23 @@ import pytest
 from imported_modules import imported
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = {"communicators", "sparse_compress", "sparse_collectives", "local_sgd", "partial_collectives"}
+PACKAGES = {
+    "communicators",
+    "sparse_compress",
+    "sparse_collectives",
+    "replicas",
+    "data_parallel",
+    "local_sgd",
+    "partial_collectives",
+}
 ALLOWED = {
     "communicators": set(),
     "sparse_compress": set(),
     "sparse_collectives": {"communicators", "sparse_compress"},
-    "local_sgd": {"communicators"},
-    "partial_collectives": {"communicators"},
+    "replicas": {"communicators"},
+    "data_parallel": {"communicators", "sparse_compress", "sparse_collectives", "replicas"},
+    "local_sgd": {"communicators", "replicas"},
+    "partial_collectives": {"communicators", "replicas"},
     "thinwire_trainer": PACKAGES,
     "thinwire_cifar": {"thinwire_trainer", *PACKAGES},
     "thinwire_deepspeech": {"thinwire_trainer", *PACKAGES},
@@ -117,7 +127,7 @@ def test_packages_need_neither_mpi_nor_triton_nor_hypothesis():
     code = (
         "import importlib, sys, threading\n"
         "for absent in ('mpi4py', 'triton', 'hypothesis'): sys.modules[absent] = None\n"
-        "for name in ('communicators', 'sparse_compress', 'sparse_collectives', 'local_sgd', 'partial_collectives'):\n"
+        f"for name in {sorted(PACKAGES)}:\n"
         "    importlib.import_module(name)\n"
         "    assert threading.active_count() == 1, (name, threading.enumerate())\n"
     )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from data_parallel.schemes.table import WHOLE
 from local_sgd import ALGORITHMS as PERIODIC
 from sparse_collectives import ALGORITHMS
-from sparse_collectives.training.schemes.table import WHOLE
 
 from release.packages import ROOT
 from website.pictures import FOLDER, QUORUMS, pictures

@@ -9,7 +9,7 @@ SCRIPT = """
 import json, sys
 import torch, torch.distributed as dist
 from communicators.tracing import recording, write_trace
-from sparse_collectives import SparseHookState, sparse_hook
+from data_parallel import SparseHookState, sparse_hook
 from torch import nn
 
 dist.init_process_group("gloo")

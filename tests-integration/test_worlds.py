@@ -298,7 +298,8 @@ RAW_GROUPS = """
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
-from communicators import allgather, allreduce, allreduce_async, barrier, broadcast, measure_link, refuse_unlike
+from communicators import allgather, allreduce, allreduce_async, barrier, broadcast, measure_link
+from replicas import refuse_unlike
 world = MPI.COMM_WORLD
 address = world.bcast(None if world.rank else ADDRESS)
 dist.init_process_group("gloo", address, rank=world.rank, world_size=world.size)

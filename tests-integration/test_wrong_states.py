@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from data_parallel import DistributedOptimizer, SparseHookState
 from local_sgd import LocalSGD, OverlapLocalSGD
 from partial_collectives import EagerSGD
-from sparse_collectives import DistributedOptimizer, SparseHookState
 from torch import nn
 
 

@@ -8,9 +8,9 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 from communicators import as_communicator
+from data_parallel import DistributedOptimizer
 from local_sgd import LocalSGD
 from partial_collectives import EagerSGD
-from sparse_collectives import DistributedOptimizer
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook

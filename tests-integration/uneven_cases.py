@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from communicators import as_communicator
+from data_parallel import DistributedOptimizer
 from ddp_cases import Linear, Run, gradients_of
-from sparse_collectives import DistributedOptimizer
 from torch.distributed.algorithms.join import Join
 
 

@@ -18,7 +18,16 @@ log = logging.getLogger("mkdocs.hooks.website")
 ROOT = Path(__file__).parent.parent
 LINK = re.compile(r"(?<![\w\])])(!?\[(?:[^\[\]]|\[[^\[\]]*\])*\])\(([^)\s]+)\)")
 CODE = re.compile(r"^( *```.*?^ *```)", re.MULTILINE | re.DOTALL)
-PACKAGES = ("communicators", "sparse_compress", "sparse_collectives", "local_sgd", "partial_collectives", "slow_link")
+PACKAGES = (
+    "communicators",
+    "sparse_compress",
+    "sparse_collectives",
+    "replicas",
+    "data_parallel",
+    "local_sgd",
+    "partial_collectives",
+    "slow_link",
+)
 
 
 RECORDS = "bench/results"

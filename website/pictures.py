@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from communicators import Communicator, Link
+from data_parallel import DistributedOptimizer
 from local_sgd import ALGORITHMS as PERIODIC
 from partial_collectives import PartialAllreduce
-from sparse_collectives import ALGORITHMS, DistributedOptimizer, sparse_allreduce
+from sparse_collectives import ALGORITHMS, sparse_allreduce
 from sparse_compress import topk
 
 from website.drawing import drawn, short

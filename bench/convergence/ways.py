@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from communicators import Communicator
-from sparse_collectives import DistributedOptimizer
+from data_parallel import DistributedOptimizer
 from sparse_collectives.advise import warm_up
 from sparse_compress import DGCTopK, WarmUp
 from torch import nn

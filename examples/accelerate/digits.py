@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from data_parallel.integrations.accelerate import sparse_gradients
 from sklearn.datasets import load_digits
-from sparse_collectives.integrations.accelerate import sparse_gradients
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 

@@ -9,8 +9,8 @@ import sys
 
 import torch
 import torch.distributed as dist
+from data_parallel import HsdpState, sparse_hsdp
 from sklearn.datasets import load_digits
-from sparse_collectives import HsdpState, sparse_hsdp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -7,9 +7,9 @@ Without Lightning's callback it is plain DDP; the line that makes it sparse is m
 """
 
 import torch
+from data_parallel.integrations.lightning import SparseGradients
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from sklearn.datasets import load_digits
-from sparse_collectives.integrations.lightning import SparseGradients
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 

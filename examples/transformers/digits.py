@@ -9,9 +9,9 @@ Trainer's Adam sees each rank's own gradients, and what it would do with them is
 import tempfile
 
 import torch
+from data_parallel import DistributedOptimizer
+from data_parallel.integrations.transformers import DistributedOptimizers
 from sklearn.datasets import load_digits
-from sparse_collectives import DistributedOptimizer
-from sparse_collectives.integrations.transformers import DistributedOptimizers
 from torch import nn
 from transformers import Trainer, TrainingArguments, ViTConfig, ViTForImageClassification
 

@@ -12,9 +12,10 @@ from typing import Any, NoReturn
 import pytest
 import torch
 from communicators import as_communicator
+from data_parallel import DistributedOptimizer
+from data_parallel.schemes.table import WHOLE
 from partial_collectives import injected_delays
-from sparse_collectives import ALGORITHMS, DistributedOptimizer
-from sparse_collectives.training.schemes.table import WHOLE
+from sparse_collectives import ALGORITHMS
 from sparse_collectives.wire.half import DENSE_WIRES as KNOWN_DENSE_WIRES
 from sparse_collectives.wire.wire import WIRES as KNOWN_WIRES
 from sparse_compress import DGCTopK, GaussianK, RandomK, Threshold, TopK

@@ -6,8 +6,8 @@ from itertools import count
 import pytest
 import torch
 from communicators import as_communicator
+from data_parallel.schemes.selections import Selections
 from resumed_runs import train
-from sparse_collectives.training.schemes.selections import Selections
 from thinwire_trainer import run as run_module
 from thinwire_trainer.app import App
 from thinwire_trainer.command_line.options import Options

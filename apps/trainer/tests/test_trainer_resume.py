@@ -100,7 +100,7 @@ def test_an_exchange_that_overlaps_is_killed_anywhere_and_resumed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In buckets of one parameter, so that some are under way while others are computed."""
-    monkeypatch.setattr("sparse_collectives.training.optimizer.BUCKET_BYTES", 1)
+    monkeypatch.setattr("data_parallel.optimizer.BUCKET_BYTES", 1)
     flags = {"algorithm": algorithm, "momentum": 0.9, "overlap": True}
     straight = options(output=tmp_path / "straight", **flags)
     train(app, straight, 2)

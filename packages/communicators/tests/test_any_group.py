@@ -7,18 +7,9 @@ import sys
 
 import pytest
 import torch
-from communicators import (
-    allgather,
-    allreduce,
-    allreduce_async,
-    barrier,
-    broadcast,
-    measure_link,
-    refuse_unlike,
-    run,
-    start,
-)
+from communicators import allgather, allreduce, allreduce_async, barrier, broadcast, measure_link, run, start
 from communicators.dense_schedules import ring_allreduce
+from replicas import refuse_unlike
 
 ONES = torch.ones(3)
 COLLECTIVES = {

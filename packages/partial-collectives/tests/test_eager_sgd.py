@@ -8,11 +8,12 @@ import warnings
 
 import pytest
 import torch
-from communicators import CollectiveError, SimulatedWorld, barrier, refuse_unlike
-from communicators.replicas.saved_by import KEY
+from communicators import CollectiveError, SimulatedWorld, barrier
 from hypothesis import given
 from hypothesis import strategies as st
 from partial_collectives import EagerSGD, until_deadline
+from replicas import refuse_unlike
+from replicas.saved_by import KEY
 
 
 def network(seed=0):

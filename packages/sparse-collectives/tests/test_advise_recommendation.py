@@ -6,9 +6,10 @@ from importlib.resources import files
 import pytest
 import torch
 from communicators import Link, SimulatedWorld
+from data_parallel import DistributedOptimizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_collectives import ALGORITHMS, DistributedOptimizer
+from sparse_collectives import ALGORITHMS
 from sparse_collectives.advise import accuracy
 from sparse_collectives.advise.accuracy import Known, in_a_column, known
 from sparse_collectives.advise.busy import PROBE_SECONDS, share_taken

@@ -7,7 +7,8 @@ import threading
 import pytest
 import torch
 from communicators import Link, SimulatedWorld, as_communicator
-from sparse_collectives import ALGORITHMS, DistributedOptimizer, SparseHookState, choose, sparse_allreduce
+from data_parallel import DistributedOptimizer, SparseHookState
+from sparse_collectives import ALGORITHMS, choose, sparse_allreduce
 from sparse_collectives.algorithms.table import resolve
 from sparse_collectives.prediction.cost import Handling
 from sparse_compress import TopK, topk

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 from communicators import CollectiveError, Dies, SimulatedWorld, run, testing
+from data_parallel import DistributedOptimizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_collectives import ALGORITHMS, DistributedOptimizer, sparse_allreduce
+from sparse_collectives import ALGORITHMS, sparse_allreduce
 from sparse_collectives.algorithms.even_out import even_counts, gather_evenly, is_uneven
 from sparse_collectives.algorithms.kth_largest import KthLargest, bracket, kth_largest, kth_largest_sent, sample_count
 from sparse_collectives.algorithms.oktopk import OkTopk

@@ -6,14 +6,8 @@ import pytest
 import torch
 from communicators import CollectiveError, SimulatedWorld
 from communicators.worlds.alone import Alone
-from sparse_collectives import (
-    Algorithm,
-    DistributedOptimizer,
-    Reduction,
-    SparseHookState,
-    sparse_allreduce,
-    sparse_allreduce_async,
-)
+from data_parallel import DistributedOptimizer, SparseHookState
+from sparse_collectives import Algorithm, Reduction, sparse_allreduce, sparse_allreduce_async
 from sparse_collectives.algorithms.gtopk import GTopK
 from sparse_collectives.algorithms.table import resolve
 from sparse_collectives.algorithms.topk_allgather import TopKAllgather

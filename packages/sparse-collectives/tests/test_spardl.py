@@ -5,9 +5,10 @@ import copy
 import pytest
 import torch
 from communicators import CollectiveError, Dies, SimulatedWorld, testing
+from data_parallel import DistributedOptimizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_collectives import DistributedOptimizer, sparse_allreduce
+from sparse_collectives import sparse_allreduce
 from sparse_collectives.algorithms.budgets import block_budgets
 from sparse_collectives.algorithms.spardl import SparDL
 from sparse_compress import SparseVector, topk

@@ -4,9 +4,10 @@ import pytest
 import torch
 from communicators import CollectiveError, Corrupts, Link, SimulatedWorld, testing
 from communicators.worlds.alone import Alone
+from data_parallel import DistributedOptimizer, SparseHookState
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_collectives import ALGORITHMS, DistributedOptimizer, SparseHookState, sparse_allreduce
+from sparse_collectives import ALGORITHMS, sparse_allreduce
 from sparse_collectives.algorithms.table import resolve
 from sparse_collectives.prediction.cost import Handling, predict
 from sparse_collectives.testing import check_sparse_call

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from communicators import Communicator, as_communicator
-from sparse_collectives import DistributedOptimizer
+from data_parallel import DistributedOptimizer
 from sparse_compress import TopK
 from torch import nn
 

@@ -8,7 +8,6 @@ from communicators.errors import CollectiveError
 from communicators.link import Link
 from communicators.measure import measure_link
 from communicators.origin import as_communicator
-from communicators.replicas.unlike import hash_bits, refuse_unlike
 from communicators.schedule import SLOT_BYTES, Elapse, Round, Schedule, body, frame, framed_nbytes
 from communicators.signals import Signals
 from communicators.simulated.faults import Corrupts, Dies
@@ -42,10 +41,8 @@ __all__ = [
     "buckets_of",
     "frame",
     "framed_nbytes",
-    "hash_bits",
     "leave",
     "measure_link",
-    "refuse_unlike",
     "run",
     "start",
 ]

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from typing import Any, ClassVar
 
 from communicators import Communicator
-from communicators.replicas.wrapping import Wrapping
+from replicas.wrapping import Wrapping
 from torch import Tensor
 
 from local_sgd.averaging import Averaging

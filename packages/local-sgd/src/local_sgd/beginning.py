@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
-from communicators import Communicator, refuse_unlike, run
+from communicators import Communicator, run
 from communicators.dense_schedules import barrier
-from communicators.replicas.averaging import copy_from_first
-from communicators.replicas.first_broadcast import broadcast_parameters
-from communicators.replicas.parameters import name_parameters
+from replicas import refuse_unlike
+from replicas.averaging import copy_from_first
+from replicas.first_broadcast import broadcast_parameters
+from replicas.parameters import name_parameters
 from torch import Tensor, nn
 from torch.optim import Optimizer
 

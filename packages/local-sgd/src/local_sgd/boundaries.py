@@ -7,10 +7,10 @@ import math
 import torch
 from communicators import Communicator, run
 from communicators.dense_schedules import allreduce
-from communicators.replicas.buffers import Buffers
-from communicators.replicas.default_group import refuse_alone
-from communicators.replicas.parameters import refuse_changes
-from communicators.replicas.unended import Unended
+from replicas.buffers import Buffers
+from replicas.default_group import refuse_alone
+from replicas.parameters import refuse_changes
+from replicas.unended import Unended
 from torch import Tensor
 
 from local_sgd.algorithm import Algorithm

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 from communicators import Communicator
-from communicators.replicas.averaging import average
-from communicators.replicas.wrapped_state import foreseen_state
+from replicas.averaging import average
+from replicas.wrapped_state import foreseen_state
 from torch import Tensor
 from torch.optim import Optimizer
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from communicators.replicas.wrapped_state import check_loaded, wrapped_state
+from replicas.wrapped_state import check_loaded, wrapped_state
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler

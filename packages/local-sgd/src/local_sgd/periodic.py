@@ -11,12 +11,12 @@ from typing import Any, Self
 
 import torch
 from communicators import Stats, as_communicator
-from communicators.replicas.buffers import Buffers
-from communicators.replicas.gathered import gathered_state
-from communicators.replicas.inside_ddp import InsideDDP
-from communicators.replicas.replaced import Replaced
-from communicators.replicas.unended import Unended
-from communicators.replicas.wrapped_state import refuse_torch_helpers
+from replicas.buffers import Buffers
+from replicas.gathered import gathered_state
+from replicas.inside_ddp import InsideDDP
+from replicas.replaced import Replaced
+from replicas.unended import Unended
+from replicas.wrapped_state import refuse_torch_helpers
 from torch import nn
 from torch.optim import Optimizer
 

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
-from communicators import Communicator, hash_bits
-from communicators.replicas.gathered import of_rank
-from communicators.replicas.saved_by import KEY, check_saved_by, saved_by
-from communicators.replicas.wrapped_state import wrapped_part, wrapped_state
+from communicators import Communicator
+from replicas import hash_bits
+from replicas.gathered import of_rank
+from replicas.saved_by import KEY, check_saved_by, saved_by
+from replicas.wrapped_state import wrapped_part, wrapped_state
 from torch import Tensor
 from torch.optim import Optimizer
 

@@ -10,19 +10,19 @@ import torch
 from communicators import CollectiveError, Communicator, as_communicator, buckets_of, run
 from communicators.buckets import Bucket
 from communicators.dense_schedules import allreduce
-from communicators.replicas.averaging import copy_from_first
-from communicators.replicas.buffers import Buffers
-from communicators.replicas.default_group import refuse_alone
-from communicators.replicas.first_broadcast import broadcast_parameters
-from communicators.replicas.gathered import gathered_state, of_rank
-from communicators.replicas.group_settings import settings_of
-from communicators.replicas.inside_ddp import InsideDDP
-from communicators.replicas.parameters import name_parameters, refuse_changes
-from communicators.replicas.replaced import Replaced
-from communicators.replicas.saved_by import KEY, check_saved_by, saved_by
-from communicators.replicas.unended import Unended
-from communicators.replicas.wrapped_state import refuse_torch_helpers, wrapped_part, wrapped_state
-from communicators.replicas.wrapping import Wrapping
+from replicas.averaging import copy_from_first
+from replicas.buffers import Buffers
+from replicas.default_group import refuse_alone
+from replicas.first_broadcast import broadcast_parameters
+from replicas.gathered import gathered_state, of_rank
+from replicas.group_settings import settings_of
+from replicas.inside_ddp import InsideDDP
+from replicas.parameters import name_parameters, refuse_changes
+from replicas.replaced import Replaced
+from replicas.saved_by import KEY, check_saved_by, saved_by
+from replicas.unended import Unended
+from replicas.wrapped_state import refuse_torch_helpers, wrapped_part, wrapped_state
+from replicas.wrapping import Wrapping
 from torch import Tensor, nn
 from torch.optim import Optimizer
 

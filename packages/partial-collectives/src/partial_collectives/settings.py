@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from communicators.replicas.group_settings import settings_of
+from replicas.group_settings import settings_of
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 

@@ -11,9 +11,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from communicators import Communicator
-from communicators.replicas.saved_by import KEY
+from data_parallel.clipping import clip_limit
 from partial_collectives import EagerSGD
-from sparse_collectives.training.clipping import clip_limit
+from replicas.saved_by import KEY
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 

@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any
 
 from communicators import Communicator
-from communicators.replicas.saved_by import KEY
 from local_sgd import ALGORITHMS, PeriodicAveraging
+from replicas.saved_by import KEY
 from torch import nn
 from torch.optim import SGD
 

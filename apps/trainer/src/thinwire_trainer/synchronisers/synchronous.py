@@ -15,8 +15,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from communicators import Communicator
-from communicators.replicas.saved_by import KEY
-from sparse_collectives import DistributedOptimizer, reshard_residuals
+from data_parallel import DistributedOptimizer, reshard_residuals
+from replicas.saved_by import KEY
 from sparse_compress import Compressor, DGCTopK, GaussianK, RandomK, Threshold, TopK, WarmUp
 from torch import nn
 from torch.optim import SGD, Optimizer

@@ -1,0 +1,95 @@
+"""Watch on a running backward, and the call that follows its end."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+
+from data_parallel.hsdp.shards import Shard
+
+BROKEN = (
+    "an exception has broken off the last backward, and FSDP, which did not see its end, would leave out gradients "
+    "from now on: after such an exception call reset_iter_state() of its root module, or, where torch lacks that, go "
+    "on from a checkpoint in a new model"
+)
+
+
+class Backward:
+    """The running backward, if any.
+
+    An object that only autograd holds stands for it. Autograd drops that object also when an exception, such as a
+    hook's or ctrl-C, breaks backward off; no callback runs then.
+
+    ended: called when backward has ended.
+    """
+
+    def __init__(self, ended: Callable[[], None]) -> None:
+        at_the_end()  # said now, if there is none
+        self._ended = ended
+        self._now: weakref.ref[_End] | None = None
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether this is inside a backward that has begun."""
+        return self._now is not None and self._now() is not None
+
+    @property
+    def broke_off(self) -> bool:
+        """Whether an exception ended the last one; until `over`."""
+        return self._now is not None and self._now() is None
+
+    def begin(self) -> None:
+        """Begins, inside a backward, to wait for its end."""
+        end = _End(self)
+        self._now = weakref.ref(end)
+        at_the_end()(end)
+
+    def over(self) -> None:
+        """Notes that no backward is running."""
+        self._now = None
+
+    def _has_ended(self) -> None:
+        self.over()
+        self._ended()
+
+
+def refuse_after_break(model: nn.Module, shards: Sequence[Shard]) -> None:
+    """Makes forward raise RuntimeError if FSDP has missed the end of a backward, and would go wrong."""
+
+    def look(*given: Any) -> None:
+        del given
+        if torch._C._current_graph_task_id() == -1 and any(shard.waits_for_end for shard in shards):
+            raise RuntimeError(BROKEN)
+
+    model.register_forward_pre_hook(look, prepend=True)
+
+
+class _End:
+    """Callback that autograd calls at the end of a backward."""
+
+    def __init__(self, backward: Backward) -> None:
+        self._backward = backward
+
+    def __call__(self) -> None:
+        self._backward._has_ended()
+
+
+def at_the_end() -> Callable[[Callable[[], None]], None]:
+    """Function that queues a callback for the end of the running backward; RuntimeError if this torch has none.
+
+    It is private. FSDP2 and DDP use the same; public hooks are on tensors of the graph, which does not contain the
+    sharded parameters.
+    """
+    engine: Any = getattr(Variable, "_execution_engine", None)
+    queue: Callable[[Callable[[], None]], None] | None = getattr(engine, "queue_callback", None)
+    if queue is None:
+        raise RuntimeError(
+            f"torch {torch.__version__} lacks Variable._execution_engine.queue_callback, by which sparse_hook and "
+            "sparse_hsdp learn that backward has ended: take a version that has it, 2.6 to 2.13 do"
+        )
+    return queue

@@ -1,0 +1,88 @@
+"""Whether the ranks between nodes and those inside one make a grid; looked at before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from communicators import Communicator, as_communicator, run
+from communicators.dense_schedules import allgather_blocks
+from torch.distributed.device_mesh import DeviceMesh
+
+from data_parallel.hsdp.outcome import told
+from data_parallel.hsdp.shards import Shard
+
+EXPECTED = (
+    "expected fully_shard(module, mesh=mesh['inside']) for every module and sparse_hsdp(model, mesh['between']), where "
+    "mesh = init_device_mesh(device, (nodes, ranks), mesh_dim_names=('between', 'inside'))"
+)
+
+
+class Place(NamedTuple):
+    """Position of a rank: its number among all ranks, and its place among those of its node."""
+
+    rank: int
+    inside: int
+    size: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} has place {self.inside} of {self.size} inside its node"
+
+
+def joined(shards: Sequence[Shard], between: Any) -> tuple[Communicator, Communicator]:
+    """The ranks with this one's part, and those of its node. ValueError on every rank where they make no grid."""
+    if isinstance(between, DeviceMesh):
+        if between.ndim != 1:
+            names = between.mesh_dim_names
+            raise ValueError(f"between is a DeviceMesh of {between.ndim} dimensions {names}, expected one; {EXPECTED}")
+        between = between.get_group()
+    comm = as_communicator(between)
+    inside = as_communicator(shards[0].group.mesh_info.shard_process_group)
+    node = _ranks(shards[0])
+    places = _gathered(Place(dist.get_rank(), inside.rank, inside.size), comm)
+    wrong = _unlike(shards) or _overlap(places, node) or _other_places(places)
+    if wrong := told(wrong, inside):
+        raise ValueError(f"{wrong}; {EXPECTED}")
+    here = [place.inside for place in _gathered(Place(dist.get_rank(), comm.rank, comm.size), inside)]
+    if len(set(here)) > 1:
+        raise ValueError(
+            f"the ranks {node} of one node are number {here} of those between nodes, expected the same number for all: "
+            f"give them the nodes in the same order; {EXPECTED}"
+        )
+    return comm, inside
+
+
+def _unlike(shards: Sequence[Shard]) -> str:
+    """Complaint if modules are sharded over different ranks, else ""."""
+    first = _ranks(shards[0])
+    for shard in shards:
+        if (other := _ranks(shard)) != first:
+            return f"module {shard.name!r} is sharded over the ranks {other}, but {shards[0].name!r} over {first}"
+    return ""
+
+
+def _overlap(places: Sequence[Place], node: Sequence[int]) -> str:
+    """Complaint if two ranks of a node, which have different parts of a parameter, would exchange them, else ""."""
+    ranks = [place.rank for place in places]
+    if len(shared := [rank for rank in ranks if rank in node]) == 1:
+        return ""
+    return f"between has the ranks {ranks}, of which {shared} share the parameters of this model as {list(node)}"
+
+
+def _other_places(places: Sequence[Place]) -> str:
+    """Complaint if ranks that should hold the same part differ in place, or in the size of their node, else ""."""
+    other = next((place for place in places if place[1:] != places[0][1:]), None)
+    return "" if other is None else f"between joins ranks that hold different parts: {places[0]}, {other}"
+
+
+def _ranks(shard: Shard) -> list[int]:
+    """Ranks, of all, that a module is sharded over."""
+    return dist.get_process_group_ranks(shard.group.mesh_info.shard_process_group)
+
+
+def _gathered(own: Place, comm: Communicator) -> list[Place]:
+    given = torch.tensor(own).view(torch.uint8)
+    blocks = allgather_blocks(given, [given.numel()] * comm.size, comm.rank, comm.size)
+    return [Place(*block.clone().view(torch.int64).tolist()) for block in run(blocks, comm, facts="places of ranks")]

@@ -1,0 +1,87 @@
+"""Accelerate: a call after accelerator.prepare, with save_state and load_state that hold every rank's state."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from accelerate import Accelerator
+from torch import Tensor
+from torch.optim import Optimizer
+
+from data_parallel.ddp.hook import SparseHookState
+from data_parallel.integrations.attaching import hooked
+from data_parallel.optimizer import DistributedOptimizer
+
+logger = logging.getLogger(__name__)
+
+HOW = "give what accelerator.prepare(model) returned, with the distributed type MULTI_GPU or MULTI_CPU"
+
+
+def sparse_gradients(accelerator: Accelerator, model: Any, **settings: Any) -> SparseHookState | None:
+    """Gradients of a prepared model are exchanged by `sparse_hook`.
+
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        sparse_gradients(accelerator, model, density=0.01, momentum=0.9)
+
+    settings: of `SparseHookState`; its group, names and scaler are found. accelerator.clip_grad_norm_ would come after
+        the exchange: give clip_norm here in its place.
+
+    accelerator.save_state and load_state then hold the states of all ranks. Call it before load_state.
+    Returns the state; with a single process nothing is exchanged, and it is None.
+    Raises TypeError for a model that is not in DDP.
+    """
+    if accelerator.num_processes == 1:
+        logger.info("one process: nothing is exchanged")
+        return None
+    state = hooked(model, accelerator._optimizers, settings, grad_scaler=accelerator.scaler, how=HOW)
+    accelerator.register_for_checkpointing(_OfAllRanks(state))
+    return state
+
+
+def distributed_optimizer(
+    accelerator: Accelerator,
+    optimizer: Optimizer,
+    named_parameters: Iterable[tuple[str, Tensor]],
+    **settings: Any,
+) -> Any:
+    """The optimizer in a `DistributedOptimizer`, prepared; the model is prepared without DDP.
+
+        model = accelerator.prepare_model(model, evaluation_mode=True)
+        optimizer = distributed_optimizer(accelerator, optimizer, model.named_parameters(), sends="updates")
+        ...
+        with optimizer.ahead():
+            accelerator.backward(loss(model(inputs)))
+        optimizer.step()
+
+    settings: of `DistributedOptimizer`. accelerator.clip_grad_norm_ holds each rank's own gradient. With fp16 a step
+    that the scaler skips is skipped on every rank. accelerator.save_state and load_state hold the states of all ranks.
+    """
+    if accelerator.scaler is not None:
+        settings = {"nonfinite": "skip", **settings}
+    exchanging = _SavedByRank0(optimizer, named_parameters, **settings)
+    # device_placement would save and load its state now
+    prepared = accelerator.prepare_optimizer(exchanging, device_placement=False)
+    prepared.ahead = exchanging.ahead
+    return prepared
+
+
+class _OfAllRanks:
+    """A state as Accelerate saves it: every rank is asked, and rank 0's answer is written."""
+
+    def __init__(self, state: SparseHookState) -> None:
+        self._state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._state.gathered_state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._state.load_state_dict(state_dict)
+
+
+class _SavedByRank0(DistributedOptimizer):
+    """Every rank is asked for its state, and rank 0's answer is written."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.gathered_state_dict()

@@ -1,0 +1,76 @@
+"""The exchange on a module that a framework has wrapped in DistributedDataParallel; one way of two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from data_parallel.ddp.hook import SparseHookState, sparse_hook
+from data_parallel.optimizer import DistributedOptimizer
+
+
+def hooked(
+    model: Any,
+    optimizers: Iterable[Any],
+    settings: Mapping[str, Any],
+    *,
+    grad_scaler: torch.amp.GradScaler | None,
+    how: str,
+) -> SparseHookState:
+    """The hook, with the module's own names and group; see `SparseHookState` for the settings.
+
+    how: what the user writes so that the framework wraps the module in DDP.
+
+    Raises TypeError for a module without DDP, and where an optimizer exchanges too.
+    """
+    ddp = _ddp_of(model, how)
+    if any(isinstance(inner_of(optimizer), DistributedOptimizer) for optimizer in optimizers):
+        raise TypeError(
+            "a DistributedOptimizer exchanges gradients itself: take DistributedOptimizers in place of "
+            "SparseGradients, or the hook with a plain optimizer"
+        )
+    state = SparseHookState(
+        ddp.process_group, grad_scaler=grad_scaler, named_parameters=ddp.module.named_parameters(), **settings
+    )
+    ddp.register_comm_hook(state, sparse_hook)
+    return state
+
+
+def left_to_optimizers(model: Any, optimizers: Iterable[Any], *, how: str) -> list[DistributedOptimizer]:
+    """Stops DDP from exchanging gradients, because these optimizers do; returns those that do.
+
+    Raises TypeError for a module without DDP, and unless all do.
+    """
+    ddp, inner = _ddp_of(model, how), [inner_of(optimizer) for optimizer in optimizers]
+    found = [optimizer for optimizer in inner if isinstance(optimizer, DistributedOptimizer)]
+    if not found or len(found) < len(inner):
+        kinds = [type(optimizer).__name__ for optimizer in inner]
+        raise TypeError(f"the optimizers are {kinds}, expected DistributedOptimizer for each: DDP leaves it to them")
+    ddp.register_comm_hook(None, noop_hook)
+    return found
+
+
+def ahead_of(optimizer: Any) -> AbstractContextManager[None]:
+    """Context for computing gradients: `DistributedOptimizer.ahead` if updates are sent, entered only once."""
+    inner = inner_of(optimizer)
+    sends_updates = isinstance(inner, DistributedOptimizer) and inner._sends == "updates"
+    return inner.ahead() if sends_updates and not inner._ahead.now else nullcontext()
+
+
+def inner_of(optimizer: Any) -> Any:
+    """Unwraps an optimizer that a framework has wrapped."""
+    return optimizer if isinstance(optimizer, DistributedOptimizer) else getattr(optimizer, "optimizer", optimizer)
+
+
+def _ddp_of(model: Any, how: str) -> DistributedDataParallel:
+    model = getattr(model, "_orig_mod", model)  # torch.compile's
+    if not isinstance(model, DistributedDataParallel):
+        what = type(model).__name__ if isinstance(model, nn.Module) else repr(model)
+        raise TypeError(f"the model is {what}, expected DistributedDataParallel around it: {how}")
+    return model

@@ -1,0 +1,105 @@
+"""Lightning: callbacks for Trainer(strategy="ddp"), on CPUs too, with checkpoints that hold every rank's state."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from data_parallel.ddp.hook import SparseHookState
+from data_parallel.integrations.attaching import ahead_of, hooked, left_to_optimizers
+from data_parallel.optimizer import DistributedOptimizer
+
+logger = logging.getLogger(__name__)
+
+HOW = 'Trainer(strategy="ddp"), or a DDPStrategy without a hook of its own'
+ALONE = "one rank: nothing is exchanged"
+
+
+class SparseGradients(Callback):  # type: ignore[misc] # Lightning's types are not at hand
+    """Gradients are exchanged by `sparse_hook`.
+
+        Trainer(strategy="ddp", callbacks=[SparseGradients(density=0.01, momentum=0.9)])
+
+    settings: of `SparseHookState`; its group, names and scaler are found. Lightning's own gradient_clip_val comes after
+        the exchange: give clip_norm here in its place.
+
+    Lightning's checkpoints hold the states of all ranks, and trainer.fit(ckpt_path=…) goes on from them. So every rank
+    takes part in saving one, as Lightning asks for. With a single device nothing is exchanged.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        self.state: SparseHookState | None = None
+        self._settings = settings
+        self._loaded: dict[str, Any] = {}
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """DDP has been made; what a checkpoint held has been read."""
+        del pl_module
+        if trainer.world_size == 1 and not self._loaded:
+            logger.info(ALONE)
+            return
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        self.state = hooked(trainer.model, trainer.optimizers, self._settings, grad_scaler=scaler, how=HOW)
+        if self._loaded:
+            self.state.load_state_dict(self._loaded)
+            self._loaded = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Gathers the states of all ranks on rank 0, which writes them."""
+        return {} if self.state is None else self.state.gathered_state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keeps the state until there is a module to load it into."""
+        self._loaded = state_dict
+
+
+class DistributedOptimizers(Callback):  # type: ignore[misc]
+    """Gradients are exchanged by the `DistributedOptimizer`s that configure_optimizers returns, and not by DDP.
+
+        Trainer(strategy="ddp", callbacks=[DistributedOptimizers()])
+
+    gradient_clip_val holds each rank's own gradient, before the exchange. Checkpoints: as with `SparseGradients`.
+    With sends="updates" gradients are made inside `DistributedOptimizer.ahead`; in manual optimization by hand:
+
+        with self.optimizers().ahead():
+            self.manual_backward(loss)
+    """
+
+    def __init__(self) -> None:
+        self._ahead = ExitStack()
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """DDP and optimizers have been made."""
+        if trainer.world_size == 1:
+            logger.info(ALONE)
+            return
+        found = left_to_optimizers(trainer.model, trainer.optimizers, how=HOW)
+        if not pl_module.automatic_optimization:
+            return
+
+        def go_ahead(*_: Any) -> None:
+            if torch.is_grad_enabled():  # or it is for evaluation
+                self._ahead.enter_context(ahead_of(found[0]))
+
+        trainer.model.register_forward_pre_hook(go_ahead)  # step(closure) is there; accumulation and a scaler are not
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Restores the parameters that all ranks share."""
+        del trainer, pl_module
+        self._ahead.close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Restores them also if forward or backward failed, or was interrupted."""
+        del trainer, pl_module, exception
+        self._ahead.close()
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Puts the states of all ranks where Lightning has put this rank's."""
+        del pl_module
+        for position, optimizer in enumerate(trainer.optimizers):
+            if isinstance(optimizer, DistributedOptimizer):
+                checkpoint["optimizer_states"][position] = optimizer.gathered_state_dict()

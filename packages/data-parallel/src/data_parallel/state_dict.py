@@ -1,0 +1,242 @@
+"""State that distributed training adds to a checkpoint: residuals and velocities by parameter, one state a rank.
+
+They are stored by parameter, not by bucket, so that a checkpoint stays valid when buckets change.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from communicators import Communicator
+from replicas import gathered
+from replicas import saved_by as shared
+from replicas.gathered import is_gathered, of_all, of_rank
+from replicas.saved_by import KEY
+from torch import Tensor
+from torch.optim import Optimizer
+
+from data_parallel.memories import MEMORIES
+from data_parallel.own_noise import without_looks
+from data_parallel.updates import mean_of_states
+
+RESHARD = "a state of another number of ranks goes through reshard_residuals"
+CARRY = "carry the residuals over, or drop them, with reshard_residuals"
+GATHERED_ADVICE = "give each rank its own of reshard_residuals(state, size), which carries residuals over or drops them"
+DENSE_ADVICE = "drop them with reshard_residuals(states, size, drop=True)"
+
+SCHEDULED = ("initial_lr", "swa_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "param_names")
+"""What schedulers, and named parameters, add to groups."""
+
+
+def numbered(position: int) -> str:
+    """Name of a parameter that was given none."""
+    return f"parameter {position}"
+
+
+def saved_by(comm: Communicator) -> dict[str, Any]:
+    """Rank and world size, for a checkpoint."""
+    return shared.saved_by(comm, RESHARD)
+
+
+def check_saved_by(state: Mapping[str, Any], rank: int, size: int) -> Mapping[str, Any]:
+    """This part of a state_dict; ValueError unless it is of this rank and this world size."""
+    shared.check_saved_by(
+        state,
+        rank,
+        size,
+        of="a DistributedOptimizer, a SparseHookState or an HsdpState",
+        needs=("algorithm", "algorithm_state"),
+        advice=CARRY,
+        one_file="; where rank 0 alone writes, save what gathered_state_dict() gives on every rank",
+    )
+    return _whole(state[KEY])
+
+
+def gathered_state(
+    take: Callable[[], Mapping[str, Any]], comm: Communicator, *, alike: bool, advice: str = RESHARD
+) -> dict[str, Any]:
+    """The states of all ranks in one on rank 0, {} elsewhere; collective.
+
+    alike: what the wrapped optimizer keeps is the same on all ranks, and held once. advice: on other numbers of ranks.
+    """
+    return gathered.gathered_state(take, comm, advice=advice, alike=alike)
+
+
+def own_state(state: Mapping[str, Any], comm: Communicator) -> Mapping[str, Any]:
+    """This rank's part of a gathered state; any other state as it is. ValueError for another number of ranks."""
+    return of_rank(state, comm.rank, comm.size, advice=GATHERED_ADVICE)
+
+
+def is_of_several(state: Any) -> bool:
+    """Whether the state was saved by more than one rank."""
+    own = state.get(KEY) if isinstance(state, Mapping) else None
+    return isinstance(own, Mapping) and own.get("world_size", 1) != 1
+
+
+def sending(sends: str) -> dict[str, str]:
+    """Entry for the kind of residuals; empty for gradients, so that older states, which had only those, still fit."""
+    return {} if sends == "gradients" else {"sends": sends}
+
+
+def check_sent(own: Mapping[str, Any], sends: str) -> None:
+    """Raises ValueError for residuals of updates where gradients are sent, or the other way round."""
+    saved = own.get("sends", "gradients")
+    if saved != sends:
+        raise ValueError(
+            f'the state was saved with sends="{saved}", and its residuals and moments are of {saved}: '
+            f'load it with that, or begin anew with sends="{sends}"'
+        )
+
+
+def check_groups(wrapped: Mapping[str, Any], optimizer: Optimizer) -> None:
+    """Raises ValueError for the groups of another kind of optimizer: they lack settings, and have some of their own.
+
+    Lacking alone may be a state from before torch had that setting, and a scheduler leaves some behind.
+    """
+    saved = set().union(*wrapped["param_groups"])
+    missing = sorted(set(optimizer.defaults) - saved)
+    own = sorted(name for name in saved - set(optimizer.param_groups[0]) if name not in SCHEDULED)
+    if missing and own:
+        raise ValueError(
+            f"the state's groups have {own} and lack the settings {missing}, expected those of a "
+            f"{type(optimizer).__name__}: load it into an optimizer of the kind that it was saved from"
+        )
+
+
+def complete(
+    kept: Mapping[str, Mapping[str, Tensor]], memories: Sequence[str], trained: Iterable[tuple[str, Tensor]]
+) -> dict[str, dict[str, Tensor]]:
+    """Every memory of every trained parameter, zeros where nothing is kept yet.
+
+    So that a new state is a complete template: torch.distributed.checkpoint loads only what it finds there.
+    """
+    found = {memory: dict(kept[memory]) for memory in MEMORIES}
+    for name, p in trained:
+        for memory in memories:
+            if name not in found[memory]:
+                dtype = torch.promote_types(p.dtype, torch.float32)
+                found[memory][name] = torch.zeros(p.shape, dtype=dtype, device=p.device)
+    return found
+
+
+def check_fit(
+    own: Mapping[str, Any], shapes: Mapping[str, torch.Size], *, frozen: Mapping[str, torch.Size] | None = None
+) -> None:
+    """Raises ValueError that names the parameters for memories of others than those of `shapes`; none is fine.
+
+    frozen: of parameters that may have some, which wait until they are trained again.
+    """
+    possible = {**(frozen or {}), **shapes}
+    for memory in MEMORIES:
+        if not (tensors := own[memory]):
+            continue
+        _check_numbering(tensors, shapes)
+        if wrong := sorted((set(shapes) - set(tensors)) | (set(tensors) - set(possible))):
+            raise ValueError(f"{memory}: only the checkpoint, or only the model, has {wrong}")
+        wrong = [
+            f"{name}: {tuple(tensors[name].shape)}, not {tuple(shape)}"
+            for name, shape in possible.items()
+            if name in tensors and tensors[name].shape != shape
+        ]
+        if wrong:
+            raise ValueError(f"{memory} of other shapes than the parameters: {wrong}")
+
+
+def refuse_residuals(residuals: Mapping[str, Tensor]) -> None:
+    """Raises ValueError for residuals that are not zero: a dense sum would lose them."""
+    if any(bool(residual.any()) for residual in residuals.values()):
+        raise ValueError(f"the state holds residuals, which a dense exchange has no use for: {DENSE_ADVICE}")
+
+
+def reshard_residuals(
+    states: Sequence[Mapping[str, Any]] | Mapping[str, Any], size: int, *, drop: bool = False
+) -> list[dict[str, Any]]:
+    """States for `size` ranks out of those of all P ranks before, so that training goes on with another world size.
+
+        states = [torch.load(f"rank{r}.pt") for r in range(4)]
+        optimizer.load_state_dict(reshard_residuals(states, size=2)[rank])
+
+    Residuals and velocities of old rank r go to rank r mod size, times size/P because updates are means over ranks:
+    what is still to be applied stays the same. The wrapped optimizer's state, which is the same on all ranks, goes to
+    every rank (with sends="updates" each rank has its own, and all get their mean); what an algorithm learnt about P
+    ranks is forgotten.
+
+    Args:
+        states: `DistributedOptimizer.state_dict()` or `SparseHookState.state_dict()` of ranks 0 … P − 1, in order;
+            or what `gathered_state_dict()` gave. Nothing is written to them.
+        size: The new number of ranks.
+        drop: Residuals and velocities all start at zero instead.
+
+    Returns:
+        One state for each new rank, in order.
+
+    Raises:
+        TypeError: It is one rank's state.
+        ValueError: States are missing, or of several runs.
+    """
+    states = of_all(states) if isinstance(states, Mapping) and is_gathered(states) else states
+    if isinstance(states, Mapping):
+        raise TypeError("one rank's state given, expected those of all ranks in rank order, or a gathered one")
+    if any(is_gathered(state) for state in states):
+        raise TypeError(
+            "a gathered state of sparse_hsdp given: its residuals belong to places inside a node, so take one place's, "
+            "reshard_residuals(state['distributed']['ranks'][place], nodes)[node]"
+        )
+    owns = [_whole(state[KEY]) for state in states]
+    places = [(own["rank"], own["world_size"]) for own in owns]
+    if size < 1 or not owns or places != [(rank, len(states)) for rank in range(len(states))]:
+        raise ValueError(
+            f"size={size} and states of (rank, world size) {places} given, expected size of 1 or more, "
+            "and the states of all ranks of one run in rank order"
+        )
+    wrapped = states[0]
+    if owns[0].get("sends") == "updates":  # then the moments are each rank's own
+        wrapped = {**wrapped, "state": mean_of_states([state["state"] for state in states])}
+    return [{**wrapped, KEY: _reshard(owns, rank, size, drop=drop)} for rank in range(size)]
+
+
+def _reshard(owns: Sequence[Mapping[str, Any]], rank: int, size: int, *, drop: bool) -> dict[str, Any]:
+    heirs = [] if drop else owns[rank::size]
+    memories = {
+        memory: {name: _total(name, memory, owns, heirs, size) for name in owns[0][memory]} for memory in MEMORIES
+    }
+    rest = {key: value for key, value in owns[0].items() if key != shared.size_key(len(owns), RESHARD)}
+    return {
+        shared.size_key(size, RESHARD): True,
+        **without_looks(rest),
+        **memories,
+        "rank": rank,
+        "world_size": size,
+        "algorithm_state": [],
+    }
+
+
+def _total(
+    name: str, memory: str, owns: Sequence[Mapping[str, Any]], heirs: Sequence[Mapping[str, Any]], size: int
+) -> Tensor:
+    total = torch.zeros_like(owns[0][memory][name])
+    for heir in heirs:
+        total += heir[memory][name]
+    return total.mul_(size).div_(len(owns))
+
+
+def _whole(own: Mapping[str, Any]) -> dict[str, Any]:
+    """State with its empty memories, which torch.distributed.checkpoint does not write."""
+    return {**{memory: {} for memory in MEMORIES}, **own}
+
+
+def _check_numbering(tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
+    saved, here = (all(re.fullmatch(r"parameter \d+", name) for name in names) for names in (tensors, shapes))
+    if saved and not here:
+        raise ValueError(
+            "the state was saved without named_parameters, so it numbers parameters in the order in which DDP brought "
+            "them: load it into a new SparseHookState without named_parameters, or drop its residuals"
+        )
+    if here and not saved:
+        raise ValueError(
+            "the state was saved with named_parameters: give this SparseHookState "
+            "named_parameters=model.named_parameters() too"
+        )

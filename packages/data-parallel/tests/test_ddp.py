@@ -1,0 +1,167 @@
+"""The hook under DistributedDataParallel, on a group of one rank; tests-integration has the laws on several."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from communicators import CollectiveError
+from data_parallel import SparseHookState, sparse_hook
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def made(named=True, **settings):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 2))
+    names = {"named_parameters": model.named_parameters()} if named else {}
+    return model, SparseHookState(density=0.1, **{**names, **settings})
+
+
+def wrapped(model, state, **options):
+    ddp = DistributedDataParallel(model, bucket_cap_mb=1e-4, **options)  # several buckets
+    ddp.register_comm_hook(state, sparse_hook)
+    return ddp
+
+
+def backward(ddp, seed, factor=1.0):
+    ddp.zero_grad()
+    inputs = torch.randn(5, 8, generator=torch.Generator().manual_seed(seed)) * factor
+    ddp(inputs).square().sum().backward()
+
+
+def residuals(state):
+    return {name: kept.clone() for name, kept in state.state_dict()["distributed"]["residuals"].items()}
+
+
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"find_unused_parameters": True}])
+def test_an_error_comes_out_of_backward_as_itself_and_the_next_backward_is_fine(options):
+    """DDP makes a RuntimeError of what a hook's future raises, with the text of every callback on its way."""
+    model, state = made()
+    ddp = wrapped(model, state, **options)
+    for step, factor in enumerate([1.0, float("nan"), 1.0, 1.0, float("nan"), 1.0]):
+        if factor == 1.0:
+            backward(ddp, step)
+            assert all(bool(p.grad.isfinite().all()) for p in model.parameters())
+        else:
+            with pytest.raises(CollectiveError, match=r"^rank 0: the gradient of '.*' is not finite") as raised:
+                backward(ddp, step, factor)
+            assert "\n" not in str(raised.value)
+
+
+def test_errors_of_two_modules_in_one_backward_do_not_return_in_the_next():
+    """What one module raises ends autograd's final callbacks, so that the other's is not called."""
+    models = [wrapped(*made()), wrapped(*made())]
+
+    def joint(factor):
+        for ddp in models:
+            ddp.zero_grad()
+        inputs = torch.randn(5, 8, generator=torch.Generator().manual_seed(0)) * factor
+        sum(ddp(inputs).square().sum() for ddp in models).backward()
+
+    for factor in [1.0, float("nan"), 1.0, float("nan"), 1.0]:
+        if factor == 1.0:
+            joint(factor)
+        else:
+            with pytest.raises(CollectiveError, match="is not finite"):
+                joint(factor)
+
+
+class Checkpointed(nn.Module):
+    """Runs one of three linear layers again in an inner backward."""
+
+    def __init__(self, inner):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.layers = inner, nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+
+    def forward(self, inputs):
+        inputs = inputs.requires_grad_()
+        for at, layer in enumerate(self.layers):
+            inputs = checkpoint(layer, inputs, use_reentrant=True) if at == self.inner else layer(inputs)
+        return inputs
+
+
+@pytest.mark.parametrize("inner", [0, 1, 2])
+@pytest.mark.parametrize("bad", [0, 1, 2])
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}])
+def test_an_error_waits_for_the_last_bucket_where_a_checkpoint_has_a_backward_of_its_own(inner, bad, options):
+    """Raised at the end of the inner backward, it would break off DDP's."""
+    model = Checkpointed(inner)
+    ddp = wrapped(model, SparseHookState(density=0.1, named_parameters=model.named_parameters()), **options)
+    factor = 1.0
+    model.layers[bad].bias.register_hook(lambda grad: grad * factor)
+    for step, factor in enumerate([1.0, float("nan"), 1.0, 1.0, float("nan"), 1.0]):
+        if factor == 1.0:
+            backward(ddp, step)
+            assert all(bool(p.grad.isfinite().all()) for p in model.parameters())
+        else:
+            with pytest.raises(CollectiveError, match=rf"^rank 0: the gradient of 'layers.{bad}.bias' is not finite"):
+                backward(ddp, step)
+
+
+def test_a_layer_is_frozen_half_way_and_trained_again():
+    """With a new DDP and the same state: what waits of it goes on waiting, is saved, and is sent when it is trained."""
+    for named in (True, False):
+        model, state = made(named=named, momentum=0.5)
+        ddp = wrapped(model, state)
+        for step in range(3):
+            backward(ddp, step)
+        before = residuals(state)
+        frozen = {name for name, residual in before.items() if residual.shape[0] == 4}  # the layer in the middle
+        model[2].requires_grad_(False)
+        ddp = wrapped(model, state)
+        for step in range(3, 6):
+            backward(ddp, step)
+        resting = residuals(state)
+        assert all(torch.equal(resting[name], before[name]) for name in frozen)
+        copies = copy.deepcopy(ddp)._comm_hooks[0][1]
+        assert all(torch.equal(kept, resting[name]) for name, kept in residuals(copies).items())
+        model[2].requires_grad_(True)
+        ddp = wrapped(model, state)
+        for step in range(6, 9):
+            backward(ddp, step)
+        assert not any(torch.equal(kept, resting[name]) for name, kept in residuals(state).items() if name in frozen)
+
+
+def test_a_run_with_a_frozen_layer_is_resumed():
+    """Saved before it was frozen, and after: what waits of it is loaded, and is not lost when that is saved again."""
+    model, state = made(momentum=0.5)
+    ddp = wrapped(model, state)
+    for step in range(3):
+        backward(ddp, step)
+    for freeze in (False, True):
+        model[2].requires_grad_(not freeze)
+        ddp = wrapped(model, state)
+        for step in range(3, 6):
+            backward(ddp, step)
+        saved, (other, resumed) = copy.deepcopy(state.state_dict()), made(momentum=0.5)
+        before = saved["distributed"]["residuals"]
+        other.load_state_dict(model.state_dict())
+        other[2].requires_grad_(False)
+        resumed.load_state_dict(saved)
+        backward(wrapped(other, resumed), 6)
+        resting = residuals(resumed)
+        assert all(torch.equal(resting[name], before[name]) for name in ("2.weight", "2.bias"))
+    wrong = {**before, "2.bias": torch.ones(3)}
+    with pytest.raises(ValueError, match=r"of other shapes than the parameters: \['2.bias: \(3,\), not \(4,\)'\]"):
+        resumed.load_state_dict({"distributed": {**saved["distributed"], "residuals": wrong}})
+
+
+def test_a_layer_that_is_trained_again_without_a_new_ddp_is_named():
+    model, state = made()
+    backward(wrapped(model, state), 0)
+    model[2].requires_grad_(False)
+    ddp = wrapped(model, state)
+    backward(ddp, 1)
+    model[2].requires_grad_(True)
+    with pytest.raises(ValueError, match=r"DDP does not bring: \['2.bias', '2.weight'\]\. After requires_grad_"):
+        backward(ddp, 2)

@@ -1,0 +1,129 @@
+"""Settings that are wrong, or would have no effect, are told at once, by the optimizer and the hook's state alike."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from data_parallel import DistributedOptimizer, SparseHookState
+from data_parallel.schemes.table import WHOLE
+from sparse_collectives import ALGORITHMS
+from sparse_collectives.algorithms.gtopk import GTopK
+from sparse_collectives.algorithms.table import resolve
+from sparse_compress import DGCTopK, RandomK, TopK, WarmUp
+from torch import nn
+
+
+def optimizer_of(**settings):
+    model = nn.Linear(3, 2)
+    return DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), **settings)
+
+
+def state_of(**settings):
+    return SparseHookState(named_parameters=nn.Linear(3, 2).named_parameters(), **settings)
+
+
+either = pytest.mark.parametrize("make", [optimizer_of, state_of])
+
+
+@either
+@pytest.mark.parametrize("algorithm", ["oktopk", "spardl", "dense", "auto"])
+def test_a_compressor_that_would_be_ignored(make, algorithm):
+    for compressor in (RandomK(0.1), DGCTopK(0.1)):
+        with pytest.raises(ValueError, match=r"would have no effect but its k: give TopK\(density\), or none"):
+            make(algorithm=algorithm, compressor=compressor)
+    make(algorithm=algorithm, compressor=TopK(0.1))
+
+
+def test_density_and_compressor():
+    with pytest.raises(ValueError, match=r"density=0.1 and compressor=TopK\(density=0.2\) were given"):
+        state_of(density=0.1, compressor=TopK(0.2))
+    assert state_of().compressor.density == 0.01
+    assert state_of(density=1).compressor.density == 1
+    for wrong, error in ((2.0, ValueError), (0, ValueError), ("0.1", TypeError), (True, TypeError)):
+        with pytest.raises(error, match=r"density is .*0 < density ≤ 1"):
+            state_of(density=wrong)
+
+
+@either
+@pytest.mark.parametrize(
+    ("settings", "error", "says"),
+    [
+        ({"momentum": "0.9"}, TypeError, "momentum is '0.9', expected a number"),
+        ({"momentum": True}, TypeError, "momentum is True"),
+        ({"momentum": float("nan")}, ValueError, "momentum is nan, expected 0 ≤ momentum < 1"),
+        ({"momentum": 1}, ValueError, "momentum is 1, expected 0 ≤ momentum < 1"),
+        ({"momentum": None}, TypeError, "momentum is None"),
+        ({"verify": 1.5}, TypeError, "verify is 1.5, expected a whole number of steps, or None"),
+        ({"verify": True}, TypeError, "verify is True"),
+        ({"verify": -1}, ValueError, "verify is -1, expected 0 or more steps"),
+        ({"wire": 32}, TypeError, "wire is 32, expected text such as 'fp32'"),
+        ({"wire": None}, TypeError, "wire is None"),
+        ({"wire": "fp8"}, ValueError, "unknown wire 'fp8'"),
+        ({"wire": "int8", "algorithm": "dense"}, ValueError, "one of fp32, bf16, fp16"),
+        (
+            {"algorithm": "top"},
+            ValueError,
+            f"unknown algorithm 'top'; known: {', '.join([*ALGORITHMS, *WHOLE, 'auto'])}",
+        ),
+        ({"algorithm": None}, TypeError, "algorithm is None, expected a name"),
+        ({"algorithm": "dense", "momentum": 0.9}, ValueError, "momentum=0.9 belongs into the"),
+        ({"options": ["teams"]}, TypeError, r"options is \['teams'\], expected a mapping"),
+        ({"compressor": 0.01}, TypeError, r"compressor is 0.01, expected one such as TopK\(0.01\)"),
+        ({"compressor": TopK}, TypeError, r"expected one such as TopK\(0.01\)"),
+    ],
+)
+def test_wrong_settings(make, settings, error, says):
+    with pytest.raises(error, match=says):
+        make(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "says"),
+    [
+        ({"bucket_bytes": 1e6}, TypeError, "bucket_bytes is 1000000.0, expected a whole number of bytes, or None"),
+        ({"bucket_bytes": 0}, ValueError, "bucket_bytes is 0, expected 1 or more bytes"),
+        ({"nonfinite": True}, TypeError, "nonfinite is True, expected text such as 'raise'"),
+        ({"nonfinite": "ignore"}, ValueError, "expected 'raise' or 'skip'"),
+    ],
+)
+def test_wrong_settings_of_the_optimizer(settings, error, says):
+    with pytest.raises(error, match=says):
+        optimizer_of(**settings)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["compressor", "algorithm", "wire", "momentum", "comm", "choice", "verify", "density", "options"],
+)
+@either
+def test_settings_are_fixed_afterwards(make, name):
+    made = make()
+    with pytest.raises(AttributeError, match=f"{name} of a .* is fixed when that is made"):
+        setattr(made, name, None)
+
+
+@either
+def test_a_compressors_own_density_may_change(make):
+    """As in a warm-up."""
+    compressor = TopK(0.1)
+    made = make(compressor=compressor)
+    compressor.density = WarmUp(0.1, steps=4)(0)
+    assert made.compressor.density == 0.25
+
+
+def test_torch_may_set_what_it_needs():
+    """A learning-rate scheduler replaces step(), a GradScaler hands over its scale."""
+    optimizer = optimizer_of(nonfinite="skip")
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    optimizer.grad_scale = None
+    optimizer.skipped = 0
+
+
+def test_what_was_resolved_before_is_of_the_entry_as_it_is_now():
+    assert resolve("gtopk", size=2, wire="bf16") is resolve("gtopk", size=2, wire="bf16")
+    other = type("Other", (GTopK,), {})()
+    with patch.dict(ALGORITHMS, {"gtopk": other}):  # puts the table's order back too, which messages go by
+        assert resolve("gtopk", size=2) is other
+        del ALGORITHMS["gtopk"]
+        with pytest.raises(ValueError, match="unknown algorithm 'gtopk'"):
+            resolve("gtopk", size=2)

@@ -1,0 +1,114 @@
+"""Check that ranks still hold the same: one small number a tensor is compared, not its elements."""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from communicators.collectives import allgather
+from communicators.communicator import run
+from communicators.dense_schedules import allgather_blocks
+from communicators.errors import CollectiveError
+from communicators.origin import as_communicator
+from communicators.schedule import Schedule
+from torch import Tensor
+
+CHUNK_BYTES = 1 << 21
+_FACTORS = (-0x61C8864680B583EB, -0x3D4D51C2D82B14B1, 0x165667B19E3779F9)  # odd, of xxHash
+
+
+def refuse_unlike(named: Mapping[str, Tensor], comm: Any) -> None:
+    """Does nothing where all ranks hold the same bits; for every rank to call.
+
+        refuse_unlike(dict(model.named_parameters()), comm)
+
+    One pass over the tensors, and ⌈log P⌉ messages of 8 bytes a rank; where ranks differ, 8 bytes a tensor more.
+
+    Args:
+        named: Tensors by name; names, shapes and dtypes are the same on every rank.
+        comm: See `communicators.as_communicator`.
+
+    Raises:
+        CollectiveError: The same on every rank: names the ranks that differ from most of the others, and for each its
+            first tensor that does. Without a majority the lowest rank counts as right.
+    """
+    comm = as_communicator(comm)
+    if comm.size == 1:
+        return
+    own = torch.stack([hash_bits(tensor).cpu() for tensor in named.values()]) if named else torch.zeros(0).long()
+    listed = ";".join(f"{name} {tuple(t.shape)} {t.dtype}" for name, t in named.items())
+    facts = f"refuse_unlike({len(named)} tensors, names and shapes {zlib.crc32(listed.encode()):08x})"
+    digests = run(_gathered(hash_bits(own), comm.rank, comm.size), comm, facts=facts, device=torch.device("cpu"))
+    if len(set(digests)) == 1:
+        return
+    hashes = torch.stack(allgather(own, comm))  # P × tensors
+    raise CollectiveError(_report(hashes.tolist(), list(named)))
+
+
+def hash_bits(tensor: Tensor) -> Tensor:
+    """Hash of a tensor's bits and their places, in 64 bits; NaNs count as the bits that they are.
+
+        h ← Σ mix(word + place) over each chunk of 64-bit words, chunks joined by h ← f·h + chunk, modulo 2⁶⁴
+
+    The last word is filled up with zeros. The same on every device. Not meant to withstand somebody who wants a
+    collision.
+
+    Args:
+        tensor: Tensor of any shape and dtype.
+
+    Returns:
+        int64, 0-D, on the tensor's device.
+    """
+    data = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    total = torch.full((), data.numel(), dtype=torch.int64, device=data.device)
+    places = torch.arange(min(CHUNK_BYTES // 8, -(-data.numel() // 8)), device=data.device) * _FACTORS[0]
+    for chunk in torch.split(data, CHUNK_BYTES):
+        words = _words(chunk)
+        total = total * _FACTORS[1] + _mixed(words + places[: words.numel()]).sum()
+    return total
+
+
+def _words(chunk: Tensor) -> Tensor:
+    """Words of a chunk as int64, filled up with zero bytes."""
+    if rest := -chunk.numel() % 8:
+        chunk = torch.cat([chunk, chunk.new_zeros(rest)])
+    elif chunk.storage_offset() % 8:
+        chunk = chunk.clone()
+    return chunk.view(torch.int64)
+
+
+def _mixed(words: Tensor) -> Tensor:
+    """Mixes every bit of a word into every bit of the result, so that sums tell apart what plain sums do not."""
+    for factor in _FACTORS[1:]:
+        words = words ^ (words >> 32)
+        words = words * factor
+    return words ^ (words >> 29)
+
+
+def _gathered(digest: Tensor, rank: int, size: int) -> Schedule[list[int]]:
+    own = digest.view(1).view(torch.uint8)
+    blocks = yield from allgather_blocks(own, [own.numel()] * size, rank, size)
+    return [int(block.clone().view(torch.int64)) for block in blocks]
+
+
+def _report(hashes: Sequence[Sequence[int]], names: Sequence[str]) -> str:
+    first: dict[int, str] = {}  # of each rank that differs
+    counts: Counter[int] = Counter()
+    for name, column in zip(names, zip(*hashes, strict=True), strict=True):
+        value, votes = Counter(column).most_common(1)[0]  # of equals the first, which is the lowest rank's
+        if 2 * votes <= len(column):
+            value = column[0]
+        for rank, held in enumerate(column):
+            if held != value:
+                first.setdefault(rank, name)
+                counts[rank] += 1
+    more = {r: f" and {counts[r] - 1} more" if counts[r] > 1 else "" for r in first}
+    told = [f"rank {r} in {first[r]!r}{more[r]}" for r in sorted(first)]
+    return (
+        f"replicas differ: {', '.join(told)} of {len(names)} tensors, against "
+        f"{'most' if 2 * len(first) < len(hashes) else 'rank 0'} of the {len(hashes)} ranks; something changed them on "
+        "some ranks only, such as a step, a load or an initialisation that the others did not make alike"
+    )
