@@ -13,8 +13,7 @@ from functools import partial
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
-from communicators import Bucket, Communicator, Schedule, Work, run, start
-from communicators.labels import labelled
+from communicators import Bucket, Communicator, Schedule, Work, run, start, tracing
 from replicas.by_parameter import empty_like, split
 from sparse_compress.nonfinite import all_finite
 from torch import Tensor
@@ -195,7 +194,7 @@ class Exchange:
         """
         key = self.register(bucket)
         began = self.comm.clock()
-        with labelled("select"):
+        with tracing.labelled("select"):
             transfer = self.scheme.transfer(key, flat, scale, unused)
         self.selection_seconds += self.comm.clock() - began
         native, dense = self._native and transfer.summed is not None, self._whole_nbytes(flat)
@@ -284,7 +283,7 @@ class Exchange:
             self.register(bucket)
 
     def stats(self) -> dict[str, float]:
-        """Total costs so far; see `communicators.stats.Stats`."""
+        """Total costs so far; see `communicators.Stats`."""
         whole = {"dense_steps_left": self.scheme.dense_steps_left} if isinstance(self.scheme, BeginsWhole) else {}
         return {
             **self.tally.numbers(),
@@ -332,7 +331,7 @@ class Exchange:
         result, error = outcome
         if error is not None:
             raise error
-        with labelled("restore"):
+        with tracing.labelled("restore"):
             mean, seen = transfer.end(result, flat)
         if self._nonfinite == "skip":
             self._agreed.append(all_finite(seen))
