@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from communicators import Communicator, Link, Round, Schedule, Work, as_communicator
 
-from slow_link.fallback import THROTTLE
+from slow_link.link import THROTTLE
 
 T = TypeVar("T")
 
