@@ -23,13 +23,13 @@ from sparse_compress import Compressor
 from torch import Tensor
 from torch.optim import Optimizer
 
+from data_parallel.adam_step_correction import AdamStepCorrection, ahead_by
 from data_parallel.ahead import Ahead
 from data_parallel.backward_order import BUCKET_BYTES, BackwardOrder, take_over
 from data_parallel.clipping import check_clip_norm
 from data_parallel.exchange import Exchange
 from data_parallel.gradients import gradients_of, made, unscale
 from data_parallel.means import Means
-from data_parallel.own_noise import OwnNoise, ahead_by
 from data_parallel.rates import ByRates, Groups
 from data_parallel.rewind import remembered
 from data_parallel.schemes.choose import choose_scheme
@@ -97,7 +97,7 @@ class DistributedOptimizer(Wrapping):
                 Δ ← what optimizer.step() adds to p;  acc ← residual + Δ;  s ← compressor(acc);  …;  p ← p + total / P
 
             The wrapped optimizer's moments are each rank's own, and noisier than those of the mean gradient: Adam,
-            AdamW, NAdam and RMSprop take longer steps to correct for that (see `OwnNoise`); a warning names others that
+            AdamW, NAdam and RMSprop take longer steps to correct for that (see `AdamStepCorrection`); a warning names others that
             divide by the size of gradients. Waiting in residuals acts like momentum, and momentum prolongs the wait:
             take betas=(0.5, 0.999). The step comes before the exchange, and p.grad stays as it was: clip it as in
             training on one device, or by clip_norm; there is no `synchronize`. Groups with different rates have
@@ -225,7 +225,7 @@ class DistributedOptimizer(Wrapping):
             clip_norm=clip_norm,
             what=sends.removesuffix("s"),
         )
-        share, self._own_noise = ahead_by(optimizer, comm.size), OwnNoise(optimizer, comm, sends=sends)
+        share, self._step_correction = ahead_by(optimizer, comm.size), AdamStepCorrection(optimizer, comm, sends=sends)
         self._ahead = Ahead(trained, partial(self._exchange.error_state, "residuals"), share=share)
         self._rates = ByRates(optimizer, self._trained, bucket_bytes) if sends == "updates" else None
         buckets = buckets_of(self._trained, bucket_bytes) if self._rates is None else self._rates.buckets()
@@ -334,7 +334,7 @@ class DistributedOptimizer(Wrapping):
         Returns:
             Plain numbers for any logger; `str` shows them in a line. See `communicators.Stats`, and:
 
-            - bytes_sent: Bytes of exchanges; only `comm.bytes_sent` counts `verify`, `OwnNoise` and the first
+            - bytes_sent: Bytes of exchanges; only `comm.bytes_sent` counts `verify`, `AdamStepCorrection` and the first
               parameters.
             - seconds_selecting: Seconds of selecting, rounding or factoring.
             - density: The fraction of elements that a rank sends now; 1 where nothing is selected.
@@ -434,7 +434,7 @@ class DistributedOptimizer(Wrapping):
             "algorithm": self._scheme.name,
             "skipped": self.skipped,
             "steps": self._steps.taken,
-            **self._own_noise.state_dict(),
+            **self._step_correction.state_dict(),
             **kept,
             **complete(kept, self._scheme.keeps, zip(self._names, self._trained, strict=True)),
         }
@@ -481,7 +481,7 @@ class DistributedOptimizer(Wrapping):
         self.optimizer.load_state_dict(wrapped)
         self.skipped = own["skipped"]
         self._steps.resume(own.get("steps", 0))
-        self._own_noise.load_state_dict(own)
+        self._step_correction.load_state_dict(own)
         self._synchronized = False
 
     def _step_by_gradients(self) -> None:
@@ -499,15 +499,15 @@ class DistributedOptimizer(Wrapping):
         self._begin_exchange()  # before anything changes, in case the schedule gives what is no density
         self._exchange.clip([p.grad for p in self._trained if p.grad is not None])
         undo = remembered(self.optimizer) if self._nonfinite == "skip" else None
-        noise = self._own_noise.state_dict()
-        self._own_noise.look(self._trained, self._steps.taken)
+        noise = self._step_correction.state_dict()
+        self._step_correction.look(self._trained, self._steps.taken)
         with where:
             updates = taken(self.optimizer, self._trained)
-            self._own_noise.lengthen(dict(zip(self._trained, updates, strict=True)))
+            self._step_correction.lengthen(dict(zip(self._trained, updates, strict=True)))
         means = self._means.after(partial(self._means.start, dict(enumerate(updates)), clips=False))
         if undo is not None and not self._means.stands:
             undo()
-            self._own_noise.load_state_dict(noise)
+            self._step_correction.load_state_dict(noise)
             self.skipped += 1
             return
         self._means.put(means, updates)
