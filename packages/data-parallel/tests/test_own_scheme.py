@@ -13,7 +13,7 @@ from torch import nn
 class Rounded:
     """Gradients in steps of 1 / `per_unit`; what is rounded off waits for the next step."""
 
-    memories = ("residuals",)
+    keeps = ("residuals",)
 
     def __init__(self, comm, *, per_unit=1):
         self.comm, self.per_unit, self.residuals, self.facts = comm, per_unit, Residuals(), {}

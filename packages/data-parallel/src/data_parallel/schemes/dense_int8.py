@@ -31,7 +31,7 @@ class Int8Sum:
     Scales are powers of two, so sums of what is rounded and of what is left over are exact where float32 is.
     """
 
-    memories: Sequence[str] = MEMORIES[:1]
+    keeps: Sequence[str] = MEMORIES[:1]
 
     def __init__(self, comm: Communicator) -> None:
         self._comm, self._residuals = comm, Residuals()

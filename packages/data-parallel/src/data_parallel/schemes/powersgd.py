@@ -62,7 +62,7 @@ class PowerSGD:
     least.
     """
 
-    memories: Sequence[str] = MEMORIES[:1]
+    keeps: Sequence[str] = MEMORIES[:1]
 
     def __init__(self, comm: Communicator, *, rank: int, dense_steps: int) -> None:
         self._comm, self._columns, self._dense_steps = comm, rank, dense_steps

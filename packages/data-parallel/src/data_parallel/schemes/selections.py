@@ -45,7 +45,7 @@ class Selections:
     ) -> None:
         self._comm, self._entry, self._wire = comm, algorithm, wire
         self._compressor, self._momentum, self._tentative = compressor, momentum, tentative
-        self.memories: Sequence[str] = MEMORIES if momentum else MEMORIES[:1]
+        self.keeps: Sequence[str] = MEMORIES if momentum else MEMORIES[:1]
         self._feedback = self._new_feedback()
         self._known: set[str] = set()  # buckets that have residuals
         self._spans: dict[str, list[slice]] = {}  # of the parameters, by bucket

@@ -31,7 +31,7 @@ class TinyWhole:
     def __init__(self, selections: Selections, comm: Communicator, *, below: int, momentum: float) -> None:
         self._selections, self._comm = selections, comm
         self._below, self._momentum = below, momentum
-        self.memories = selections.memories
+        self.keeps = selections.keeps
         self._tiny: dict[str, Tensor] = {}  # by bucket: which elements
         self._velocities: dict[str, Tensor] = {}
         self._open: dict[str, Tensor] = {}  # as this step leaves them

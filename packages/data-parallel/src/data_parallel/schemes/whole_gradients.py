@@ -23,7 +23,7 @@ class WholeGradients:
     wire: "bf16" or "fp16": gradients are divided by P, rounded, and summed in that; rounding errors are lost.
     """
 
-    memories: Sequence[str] = ()
+    keeps: Sequence[str] = ()
 
     def __init__(self, comm: Communicator, *, wire: str = "fp32") -> None:
         self._rank, self._size, self._wire_name, self._wire = comm.rank, comm.size, wire, dense_wire(wire)
