@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from communicators.background.transport_communicator import TransportCommunicator
-from communicators.worlds.nccl.untagged import UntaggedTransport
-from communicators.worlds.process_group import ProcessGroupTransport, Rendezvous
-from communicators.worlds.stores import store_of
-from communicators.worlds.waiters import WAIT, Waiters
+from communicators.worlds.gloo import WAIT, Waiters
+from communicators.worlds.nccl import UntaggedTransport
+from communicators.worlds.process_group import ProcessGroupTransport, Rendezvous, store_of
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
 TAG = 0

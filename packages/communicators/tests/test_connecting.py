@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import pytest
 import torch.distributed as dist
 from communicators.worlds import process_group
-from communicators.worlds.gloo_group import GlooGroup
+from communicators.worlds.gloo import GlooGroup
 from communicators.worlds.process_group import ProcessGroupTransport, Rendezvous
 
 

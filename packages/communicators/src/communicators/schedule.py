@@ -6,7 +6,7 @@ received; its return value is the result of the collective. A communicator carri
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
@@ -124,3 +124,44 @@ class Elapse:
 
 Schedule: TypeAlias = Generator[Round | Elapse, Received, T]
 """Generator that yields rounds, gets what was received in each (payloads by rank), and returns a T."""
+
+
+def among(schedule: Schedule[T], members: Sequence[int], facts: str) -> Schedule[T]:
+    """The schedule with the ranks `members`, in order, in place of 0, 1, …; facts: for errors."""
+    positions = {member: position for position, member in enumerate(members)}
+    received: Received | None = None
+    try:
+        while True:
+            try:
+                action = next(schedule) if received is None else schedule.send(received)
+            except StopIteration as stop:
+                result: T = stop.value
+                return result
+            received = {
+                positions[member]: payload for member, payload in (yield _named(action, members, facts)).items()
+            }
+    finally:
+        schedule.close()
+
+
+def _named(action: Round | Elapse, members: Sequence[int], facts: str) -> Round | Elapse:
+    if not isinstance(action, Round):
+        return action
+    if strangers := [peer for peer in (*action.sends, *action.recvs) if not 0 <= peer < len(members)]:
+        raise ValueError(f"{facts}: a group of {len(members)} ranks has no ranks {strangers}")
+    sends = {members[peer]: payload for peer, payload in action.sends.items()}
+    recvs = {members[peer]: nbytes for peer, nbytes in action.recvs.items()}
+    return Round(sends, recvs, bounded=action.bounded)
+
+
+def powers_of_two(*, below: int) -> Iterator[int]:
+    """1, 2, 4, … less than `below`."""
+    power = 1
+    while power < below:
+        yield power
+        power *= 2
+
+
+def largest_power_of_two(size: int) -> int:
+    """The largest power of two that is at most `size`."""
+    return 1 << (size.bit_length() - 1)

@@ -6,50 +6,76 @@ import heapq
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from functools import partial
 from itertools import count
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
+
+import torch
 
 from communicators import errors
 from communicators.background.call import Call
+from communicators.communicator import Work
 from communicators.errors import CollectiveError
-from communicators.link import Link
 from communicators.schedule import Elapse, Payload, Received, Round, Schedule
-from communicators.simulated.baton import RankThread
-from communicators.simulated.faults import Corrupts, Dies
-from communicators.simulated.ports import Message, Ports
-from communicators.simulated.signals_in_flight import Context, SignalsInFlight
-from communicators.simulated.waiting import Action, Name, SimulatedCall, Watch
+from communicators.simulated.network import Corrupts, Dies, Message, Ports
+from communicators.simulated.ranks import RankThread
+from communicators.simulated.signals import Context, SignalsInFlight, Watch
+
+if TYPE_CHECKING:
+    from communicators.simulated.world import SimulatedWorld
 
 T = TypeVar("T")
+Action: TypeAlias = Callable[[], None]
+Name: TypeAlias = tuple[Context, int]
+"""Name of a call: its communicator, and its number there."""
 Address = tuple[int, Name, int]  # sender, call, tag
+POLL_SECONDS = 50e-6
+"""Virtual cost of one `is_completed()`."""
 
 
-class Conditions(Protocol):
-    """World whose events the loop runs, such as `SimulatedWorld`."""
+class SimulatedCall(Work[Any]):
+    """A call in the loop: what its current round still lacks, and who waits for its end.
+
+    Waiting for it, or for its futures, lets the other ranks go on; seconds are virtual.
+    """
+
+    began, ended, error, bytes_sent = 0.0, cast(float | None, None), cast(CollectiveError | None, None), 0
+
+    def __init__(self, loop: EventLoop, call: Call, context: Context) -> None:
+        self._loop, self.call, self.context, self.began = loop, call, context, loop.now
+        self.done = False
+        self.lacks: dict[int, tuple[int, int]] = {}  # peer -> tag, capacity
+        self.unsent = -1  # -1: not in a round
+        self.received: Received = {}
+        self.waiter: Action | None = None
+        self.callbacks: list[Action] = []
+
+    def wait(self, timeout: float | None = None) -> Any:
+        self._loop.wait(self.call.rank, self, timeout)
+        if self.error is not None:
+            raise CollectiveError(str(self.error)) from self.error.__cause__
+        return self.call.value
+
+    def is_completed(self) -> bool:
+        self._loop.sleep(self.call.rank, POLL_SECONDS)
+        return self.done
+
+    def when_over(self, callback: Action) -> None:
+        self._loop.wish(lambda: callback() if self.done else self.callbacks.append(callback))
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return _SimulatedFuture(self.wait)
 
     @property
-    def size(self) -> int: ...
+    def name(self) -> Name:
+        """Communicator and number of the call."""
+        return self.context, self.call.number
 
-    @property
-    def link(self) -> Link: ...
-
-    @property
-    def slowdown(self) -> Sequence[float]: ...
-
-    @property
-    def jitter(self) -> float: ...
-
-    @property
-    def deaths(self) -> Sequence[tuple[int, float]]: ...
-
-    def fault(self, rank: int, message: int) -> Dies | Corrupts | None:
-        """Fault of this message of this rank, if any."""
-
-    def turn(self, rank: int) -> Callable[[], AbstractContextManager[None]]:
-        """Makes the context that each turn of this rank's thread is inside of."""
+    def waits(self) -> str:
+        """Phrase that says who waits for whom."""
+        call = self.call
+        return errors.waits(call.rank, call.number, call.facts, call.turn, list(self.lacks))
 
 
 class EventLoop:
@@ -59,7 +85,7 @@ class EventLoop:
     as it has the baton back, so that `draw` is always called there (hypothesis asks for that).
     """
 
-    def __init__(self, world: Conditions, draw: Callable[[], float]) -> None:
+    def __init__(self, world: SimulatedWorld, draw: Callable[[], float]) -> None:
         self.world, self._draw = world, draw
         self.now = 0.0
         self.bytes_sent, self.messages_sent = [0] * world.size, [0] * world.size
@@ -92,7 +118,7 @@ class EventLoop:
             raise CollectiveError(str(poison)) from poison.__cause__
         call = Call(schedule, rank=rank, size=self.world.size, facts=facts, number=self._calls[rank][context])
         self._calls[rank][context] += 1
-        outstanding = SimulatedCall(call, context, self.now)
+        outstanding = SimulatedCall(self, call, context)
         self._wishes.append(lambda: self._begin(outstanding, timeout))
         return outstanding
 
@@ -413,3 +439,23 @@ class EventLoop:
                 raise CollectiveError(
                     f"rank {source} sent a message to rank {rank} in call {name[1]}, {facts}, which was never received"
                 )
+
+
+class _SimulatedFuture(torch.futures.Future[T]):
+    """Completes when somebody waits for it: in a simulated world nothing happens in between."""
+
+    def __init__(self, compute: Callable[[], T]) -> None:
+        super().__init__()
+        self._compute = compute
+
+    def wait(self) -> T:
+        if not self.done():
+            self.set_result(self._compute())
+        return super().wait()
+
+    def then(self, callback: Callable[..., Any]) -> torch.futures.Future[Any]:
+        def after() -> Any:
+            self.wait()
+            return callback(self)
+
+        return _SimulatedFuture(after)

@@ -6,8 +6,10 @@ meet. CUDA payloads are staged through pinned host memory, unless NCCL is asked 
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
+import uuid
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -18,23 +20,112 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 
-from communicators.background.abort import CONTROL_BYTES
 from communicators.background.call import TAG_BITS, Call
-from communicators.background.transport import SIGNAL_BYTES, PeerLost, Pending, Transport
+from communicators.background.control import CONTROL_BYTES
+from communicators.background.transport import (
+    SIGNAL_BYTES,
+    PeerLost,
+    Pending,
+    PendingSum,
+    Transport,
+    host_payload,
+    to_device,
+    to_host,
+)
 from communicators.background.transport_communicator import TransportCommunicator
 from communicators.communicator import TIMEOUT_SECONDS
 from communicators.errors import CollectiveError
 from communicators.schedule import Payload, Received, Round
-from communicators.worlds.gloo_group import GlooGroup
-from communicators.worlds.mailbox import GlooSignalLine, Mailbox
-from communicators.worlds.nccl.point_to_point import NCCL, uses_nccl
-from communicators.worlds.nccl.untagged import UntaggedTransport
-from communicators.worlds.staging import host_payload, to_device, to_host
-from communicators.worlds.stores import REMEDY, meet, reconnected, store_of
-from communicators.worlds.waiters import Wait, Waiters
+from communicators.worlds.gloo import GlooGroup, GlooSignalLine, Mailbox, Wait, Waiters
+from communicators.worlds.nccl import NCCL, UntaggedTransport, uses_nccl
+
+FAKE = ("FakeStore", "Store")
+"""Types of a Store that keeps nothing, the second as torch shows it before 2.15 where only C++ holds it."""
+LONGEST_NAP_SECONDS = 0.05
+REMEDY = (
+    "where some are gone, set up the group anew without them or with others, and have its ranks meet in a Store that "
+    "all of them reach: as_communicator(group, store=...)"
+)
+
+
+def store_of(group: dist.ProcessGroup) -> Store:
+    """The Store of this group; TypeError for a group that has none, as many that are written in Python."""
+    own: Any = getattr(group, "get_group_store", None)
+    try:
+        store: Any = own() if own is not None else distributed_c10d._get_process_group_store(group)
+    except KeyError:  # torch does not know the group
+        store = None
+    if store is None:
+        raise TypeError(
+            f"the process group, a {type(group).__name__}, has no Store by which its ranks could meet: give them one "
+            "that they share, such as a TCPStore, as_communicator(group, store=...)"
+        )
+    return cast(Store, store)
+
+
+def reconnected(store: Any) -> Store:
+    """The same keys by a client of our own: a call that blocks holds up every other use of its client.
+
+    Raises TypeError for the Store of a fake group, which keeps nothing.
+    """
+    bottom = store
+    while isinstance(bottom, PrefixStore):
+        bottom = bottom.underlying_store
+    if type(bottom).__name__ in FAKE:
+        raise TypeError(
+            "the Store keeps nothing, as that of a fake process group, so no other rank can be met there: for many "
+            "ranks in one process take a SimulatedWorld"
+        )
+    if hasattr(store, "clone"):
+        return cast(Store, store.clone())
+    prefix = store.compare_set("communicators/elsewhere", "", uuid.uuid4().hex).decode()  # that of who was first
+    if isinstance(bottom, TCPStore):
+        other: Store = TCPStore(bottom.host, bottom.port, wait_for_workers=False)
+    elif isinstance(bottom, FileStore):
+        other = FileStore(cast(Any, bottom).path)
+    else:
+        other = bottom
+    return PrefixStore(prefix, other)
+
+
+def meet(store: Store, rank: int, size: int, timeout: float) -> str:
+    """A name that the ranks which are here share, and none before them had: for keys that are theirs alone.
+
+    Each rank writes a word that is new, and beside it a hash of all words, as it reads them. Where all hashes are alike
+    every rank is here, since a rank that is gone has not read the new words. So what others left in the Store does not
+    count, nor how often a rank has met others in it.
+
+    Raises CollectiveError after `timeout` seconds: connecting would wait for a missing rank without end or word.
+    """
+    begin, nap, keys = time.monotonic(), 1e-3, [f"here/{peer}" for peer in range(size)]
+    mine, name = uuid.uuid4().hex, ""
+    words, names = ("",) * size, ("none yet",) * size
+    store.set(keys[rank], f"{mine} ")
+    while set(names) != {name}:
+        if store.check(keys):
+            words, names = zip(*(said.decode().split(" ") for said in store.multi_get(keys)), strict=True)
+            read = hashlib.sha256(" ".join(words).encode()).hexdigest()
+            if read != name:
+                name = read
+                store.set(keys[rank], f"{mine} {name}")
+                continue
+        if time.monotonic() - begin > timeout:
+            store.set(keys[rank], " ")  # whoever comes later shall not connect to this rank
+            unlike = [peer for peer, theirs in enumerate(names) if theirs != name]
+            missing = [peer for peer in range(size) if not store.check([keys[peer]])]
+            missing = missing or [peer for peer in unlike if words[peer]] or unlike  # last those that have given up
+            raise CollectiveError(
+                f"timed out after {timeout:g} s: rank {rank} waits for ranks {missing} in the first call with this "
+                f"process group, which all of its ranks must make; {REMEDY}"
+            )
+        time.sleep(nap)
+        nap = min(2 * nap, LONGEST_NAP_SECONDS)
+    return name
+
 
 T = TypeVar("T")
 
@@ -282,28 +373,23 @@ class _PendingRound(Pending):
         self._transport.abandon([wait for _, wait in self._waits])
 
 
-class _PendingSum(Pending):
+class _PendingSum(PendingSum):
     def __init__(self, wait: Wait, transport: ProcessGroupTransport) -> None:
-        self._wait, self._transport, self._failed = wait, transport, 0.0
+        super().__init__(transport)
+        self._wait, self._group, self._failed = wait, transport, 0.0
 
     def done(self) -> bool:
         if self._wait.error is None:
             return self._wait.done
-        if (lost := self._transport.lost()) is not None:  # gloo does not say which rank it was
+        if (lost := self._group.lost()) is not None:  # gloo does not say which rank it was
             raise lost
         self._failed = self._failed or time.monotonic()
         if time.monotonic() - self._failed > LOST_SECONDS:
             raise self._wait.error
         return False
 
-    def received(self) -> Received:
-        return {}
-
-    def missing(self) -> list[int]:
-        return [peer for peer in range(self._transport.size) if peer != self._transport.rank]
-
     def cancel(self) -> None:
-        self._transport.abandon([self._wait])
+        self._group.abandon([self._wait])
 
 
 def _end(data: GlooGroup, waiters: Waiters, control: Mailbox, abandoned: list[Wait], timeout: float) -> None:
