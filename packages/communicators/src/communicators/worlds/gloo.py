@@ -1,19 +1,200 @@
-"""Short messages by gloo, beside the data: a receive from every peer is always posted, and tells when one is gone."""
+"""torch.distributed by point-to-point, on a gloo group of our own; control messages travel there too.
+
+gloo's `is_completed()` turns true only inside `wait()`, so threads block there (`Waiters`). Short messages beside the
+data have a receive always posted from every peer, which tells when one is gone (`Mailbox`).
+"""
 
 from __future__ import annotations
 
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions, ProcessGroupGloo, Store
 
-from communicators.background.transport import PeerLost, SignalLine
+from communicators.background.call import TAG_BITS, Call
+from communicators.background.control import CONTROL_BYTES
+from communicators.background.transport import (
+    SIGNAL_BYTES,
+    PeerLost,
+    Pending,
+    PendingSum,
+    SignalLine,
+    Transport,
+    host_payload,
+    to_device,
+    to_host,
+)
+from communicators.communicator import TIMEOUT_SECONDS
+from communicators.schedule import Payload, Received, Round
+from communicators.worlds.meeting import Rendezvous, in_time
+
+WAIT = timedelta(days=1)  # the engine watches the clock; a wait that times out closes the connection for good
+GIVE_UP = timedelta(milliseconds=1)
+
+
+LENGTH_BYTES = 4
+FLUSH_POLL_SECONDS = 1e-3
+CLOSE_SECONDS = 1.0
+"""Longest time that the control messages of a closed communicator may take to be sent."""
+LOST_SECONDS = 1.0
+"""Longest time after a failure of gloo's own sum to find out whose connection was lost."""
+CONTROL_TAG = 1 << TAG_BITS
+SIGNAL_TAG = CONTROL_TAG + 1
+_SUMMED = {torch.float32, torch.float64, torch.int8, torch.int32, torch.int64, torch.uint8}
+
+
+class GlooTransport(Transport):
+    """A gloo group of our own, for payloads and for control messages."""
+
+    threaded = outlives_ranks = True
+    departure_seconds = 2.0  # nothing of gloo waits for anybody at the end
+
+    def __init__(self, rendezvous: Rendezvous, patience: float = TIMEOUT_SECONDS) -> None:
+        self.rank, self.size = rendezvous.rank, rendezvous.size
+        self.device = torch.device("cpu")
+        self.rendezvous = rendezvous.met(patience)
+        self._data = GlooGroup(self.rendezvous.shared, self.rank, self.size)
+        self.rendezvous.met(patience)  # to a rank that closes at once, others could be connecting yet
+        self._waiters = Waiters()
+        self._control = self._mailbox(CONTROL_TAG, CONTROL_BYTES)
+        self._abandoned: list[Wait] = []
+        ending = (self._data, self._waiters, self._control, self._abandoned)
+        self._end = weakref.finalize(self, _end, *ending, timeout=1.0)  # without close(): of a destroyed group
+        self._end.atexit = False
+
+    def post(self, call: Call, action: Round, device: torch.device) -> Pending:
+        buffers = {peer: host_payload(nbytes, device) for peer, nbytes in action.recvs.items()}
+        receives = {peer: self._receive(buffer, peer, call.incoming_tag(peer)) for peer, buffer in buffers.items()}
+        sends = {peer: self._send(call, to_host(payload), peer) for peer, payload in action.sends.items()}
+        return _PendingRound(self, call, receives, sends, buffers, device)
+
+    def duplicate(self, patience: float) -> GlooTransport:
+        self.duplicates += 1
+        there = self.rendezvous.elsewhere(f"duplicate/{self.duplicates}")
+        return in_time(lambda: GlooTransport(there, patience), self.rank, patience)
+
+    def can_sum(self, tensor: Tensor) -> bool:
+        """Whether gloo can sum this tensor: on the CPU, of a dtype that it knows."""
+        return tensor.device.type == "cpu" and tensor.dtype in _SUMMED
+
+    def post_sum(self, tensor: Tensor) -> Pending:
+        """Posts gloo's own sum, which aborts the process if ranks' sizes differ: they have agreed on them here."""
+        return _PendingSum(self._waiters.wait_for(self._data.allreduce([tensor])), self)
+
+    def nap(self, seconds: float) -> None:
+        """Waits at most `seconds` for a waiter to have news."""
+        self._waiters.news.wait(seconds)
+        self._waiters.news.clear()
+
+    def send_control(self, peer: int, message: bytes) -> None:
+        self._control.write(peer, message)
+
+    def read_control(self) -> list[bytes]:
+        return [message for _, message in self._control.read()]
+
+    def unreachable(self) -> list[int]:
+        return self._control.unreachable()
+
+    def lost(self) -> PeerLost | None:
+        return self._control.lost()
+
+    def close(self) -> None:
+        self._control.flush(CLOSE_SECONDS)
+        self._end()
+
+    def abandon(self, waits: list[Wait]) -> None:
+        """Keeps waits that nobody asks for any more. Giving them up would end connections of control messages."""
+        self._abandoned += [wait for wait in waits if not wait.done]
+
+    def signal_line(self) -> GlooSignalLine:
+        return GlooSignalLine(self._mailbox(SIGNAL_TAG, SIGNAL_BYTES), self.abandon)
+
+    def _mailbox(self, tag: int, nbytes: int) -> Mailbox:
+        return Mailbox(self._data, self.rank, self.size, self._waiters, tag=tag, nbytes=nbytes)
+
+    def _send(self, call: Call, payload: Payload, peer: int) -> Wait:
+        call.stamp(payload)
+        tag = call.outgoing_tag(peer)
+        return self._waiters.posted(lambda: self._data.send([payload.memory], peer, tag))
+
+    def _receive(self, buffer: Payload, peer: int, tag: int) -> Wait:
+        return self._waiters.posted(lambda: self._data.recv([buffer.memory], peer, tag))
+
+
+class _PendingRound(Pending):
+    def __init__(
+        self,
+        transport: GlooTransport,
+        call: Call,
+        receives: dict[int, Wait],
+        sends: dict[int, Wait],
+        buffers: dict[int, Payload],
+        device: torch.device,
+    ) -> None:
+        self._transport, self._call, self._buffers, self._device = transport, call, buffers, device
+        self._receives, self._waits = receives, [*receives.items(), *sends.items()]
+
+    def arrived(self) -> bool:
+        self._raise_lost()
+        return all(wait.done for wait in self._receives.values())
+
+    def done(self) -> bool:
+        self._raise_lost()
+        return all(wait.done for _, wait in self._waits)
+
+    def _raise_lost(self) -> None:
+        for peer, wait in self._waits:
+            if wait.error is not None:
+                raise PeerLost(peer, wait.error)
+
+    def received(self) -> Received:
+        received = {}
+        for peer, buffer in self._buffers.items():
+            payload = self._call.cut(buffer)  # gloo does not say how much has come
+            self._call.accept(peer, payload, buffer.nbytes)
+            received[peer] = to_device(payload, self._device)
+        return received
+
+    def missing(self) -> list[int]:
+        return sorted({peer for peer, wait in self._waits if not wait.done or wait.error is not None})
+
+    def cancel(self) -> None:
+        self._transport.abandon([wait for _, wait in self._waits])
+
+
+class _PendingSum(PendingSum):
+    def __init__(self, wait: Wait, transport: GlooTransport) -> None:
+        super().__init__(transport)
+        self._wait, self._group, self._failed = wait, transport, 0.0
+
+    def done(self) -> bool:
+        if self._wait.error is None:
+            return self._wait.done
+        if (lost := self._group.lost()) is not None:  # gloo does not say which rank it was
+            raise lost
+        self._failed = self._failed or time.monotonic()
+        if time.monotonic() - self._failed > LOST_SECONDS:
+            raise self._wait.error
+        return False
+
+    def cancel(self) -> None:
+        self._group.abandon([self._wait])
+
+
+def _end(data: GlooGroup, waiters: Waiters, control: Mailbox, abandoned: list[Wait], timeout: float) -> None:
+    """Lets the threads go, then the group: a thread that still waits when the interpreter ends would abort it."""
+    control.close()
+    for wait in abandoned:
+        wait.give_up()
+    waiters.close(timeout)
+    data.close()
 
 
 class GlooGroup:
@@ -26,17 +207,17 @@ class GlooGroup:
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self._made: Any = ProcessGroupGloo(store, rank, size, WAIT)
 
-    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Waitable:
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
         """Posts a message."""
-        work: Waitable = self._open().send(tensors, peer, tag)
+        work: Any = self._open().send(tensors, peer, tag)
         return work
 
-    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Waitable:
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
         """Posts room for a message."""
-        work: Waitable = self._open().recv(tensors, peer, tag)
+        work: Any = self._open().recv(tensors, peer, tag)
         return work
 
-    def allreduce(self, tensors: list[Tensor]) -> Waitable:
+    def allreduce(self, tensors: list[Tensor]) -> Any:
         """Starts a sum, which outlives `close`."""
         made = self._open()
         return _Sum(made.allreduce(tensors, AllreduceOptions()).wait, made)
@@ -59,24 +240,13 @@ class _Sum:
         self.wait, self._group = wait, group
 
 
-WAIT = timedelta(days=1)  # the engine watches the clock; a wait that times out closes the connection for good
-GIVE_UP = timedelta(milliseconds=1)
-
-
-class Waitable(Protocol):
-    """A work of torch.distributed."""
-
-    def wait(self, timeout: timedelta) -> bool:
-        """Blocks until the message is sent or received."""
-
-
 class Wait:
     """One message in flight: `done`, with an `error` if it failed.
 
     Its error names no frames: they would keep its caller alive, and so the group with its threads and connections.
     """
 
-    def __init__(self, work: Waitable | None, news: threading.Event, error: BaseException | None = None) -> None:
+    def __init__(self, work: Any, news: threading.Event, error: BaseException | None = None) -> None:
         self._work = work  # none once it is done: see `Waiters.close`
         self.done = work is None
         self._news = news
@@ -115,7 +285,7 @@ class Waiters:
         self._threads: list[threading.Thread] = []
         self._busy = 0
 
-    def posted(self, post: Callable[[], Waitable]) -> Wait:
+    def posted(self, post: Callable[[], Any]) -> Wait:
         """Posts a message and starts to wait; one that cannot be posted has failed."""
         try:
             return self.wait_for(post())
@@ -123,7 +293,7 @@ class Waiters:
             self.news.set()
             return Wait(None, self.news, error.with_traceback(None))
 
-    def wait_for(self, work: Waitable) -> Wait:
+    def wait_for(self, work: Any) -> Wait:
         """Starts to wait for a work."""
         wait = Wait(work, self.news)
         with self._lock:
@@ -153,10 +323,6 @@ class Waiters:
             del wait
             with self._lock:
                 self._busy -= 1
-
-
-LENGTH_BYTES = 4
-FLUSH_POLL_SECONDS = 1e-3
 
 
 class Mailbox:
