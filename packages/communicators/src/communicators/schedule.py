@@ -10,6 +10,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -89,6 +90,26 @@ class Payload:
     def clone(self) -> Payload:
         """Copy in memory of its own."""
         return Payload(self.memory.clone())
+
+    @classmethod
+    def on_host(cls, nbytes: int, *, pinned: bool) -> Payload:
+        """Allocates a payload in host memory.
+
+        Args:
+            nbytes: Bytes of the body.
+            pinned: Whether what it holds comes from, or goes to, a GPU of CUDA.
+        """
+        if pinned:
+            return cls(torch.empty(SLOT_BYTES + nbytes, dtype=torch.uint8, pin_memory=True))
+        return cls(torch.from_numpy(np.empty(SLOT_BYTES + nbytes, dtype=np.uint8)))
+
+    def to_host(self) -> Payload:
+        """The payload in host memory: itself if it is there."""
+        if self.memory.is_cpu:
+            return self
+        host = Payload.on_host(self.nbytes, pinned=self.memory.is_cuda)
+        host.memory.copy_(self.memory)
+        return host
 
 
 Received: TypeAlias = dict[int, Payload]

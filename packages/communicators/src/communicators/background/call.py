@@ -82,8 +82,8 @@ class Call:
         self._rounds: Schedule[Any] = schedule if prelude is None else prelude
         self._sent: dict[int, int] = {}  # messages so far, by peer
         self._heard: dict[int, int] = {}
-        self._doubts: list[Tensor] = []
-        self._hashed = _hash_of(facts if self.counted else "agreement", number)
+        self.doubts: list[Tensor] = []
+        self._hashed = zlib.crc32(f"{facts if self.counted else 'agreement'}|{number}|".encode())  # begins each hash
 
     def step(self, received: Received) -> Round | Elapse | NativeSum | None:
         """Hands over what the last round received; returns what comes next, None at the end (`value` is then set)."""
@@ -96,7 +96,7 @@ class Call:
             self._rounds, self.counted, self.turn = self._schedule, True, -1
             self._sent.clear()
             self._heard.clear()
-            self._hashed = _hash_of(self.facts, self.number)
+            self._hashed = zlib.crc32(f"{self.facts}|{self.number}|".encode())
             return self.step({})
         self.turn += 1
         if isinstance(action, Round):
@@ -173,11 +173,11 @@ class Call:
     def accept_unread(self, source: int, payload: Payload) -> None:
         """Like `accept`, for a payload of the right size; the host does not wait: `settle` raises what is wrong."""
         expected = self._slot(source, payload).to(payload.memory.device, non_blocking=True)
-        self._doubts.append((payload.memory[:SLOT_BYTES] != expected).any())
+        self.doubts.append((payload.memory[:SLOT_BYTES] != expected).any())
 
     def settle(self) -> None:
         """Raises CollectiveError if an unread payload was not of this call; at the end only, because it reads back."""
-        if self._doubts and bool(torch.stack(self._doubts).any()):
+        if bool(torch.stack(self.doubts).any()):
             raise CollectiveError(f"corrupted header: rank {self.rank} got a message of another call in {self.facts}")
 
     def _slot(self, sender: int, payload: Payload) -> Tensor:
@@ -208,11 +208,6 @@ class Call:
                     f"{self.facts}: the payload for rank {peer} is {type(payload).__name__}: make it by "
                     "Payload.of(tensor)"
                 )
-
-
-def _hash_of(facts: str, number: int) -> int:
-    """The beginning of the hash of every message of a call."""
-    return zlib.crc32(f"{facts}|{number}|".encode())
 
 
 def _memory(payload: Payload) -> Any:

@@ -170,6 +170,7 @@ class CallOwner:
     def __init__(self, transport: Transport, engine: Engine) -> None:
         self.rank, self.size, self.transport, self.engine = transport.rank, transport.size, transport, engine
         self.control = Control(self.rank, self.size)
+        self.released = False  # the transport, which nobody uses from then on
         self.lock = threading.RLock()  # the engine's thread listens while the caller's thread calls
 
     def count(self, nbytes: int, messages: int) -> None:
@@ -182,7 +183,6 @@ class CallOwner:
 
     def over(self, call: Call) -> None:
         """Notes that a call has ended, or failed."""
-        self.transport.ended(call)
 
     def request_abort(self, reason: str) -> None:
         """Tells the arbiter why a collective cannot proceed."""
@@ -205,7 +205,7 @@ class CallOwner:
             self._write(self.control.waits(call.number, call.facts, peers))
 
     def _write(self, messages: ControlMessages) -> None:
-        for peer, message in messages:
+        for peer, message in () if self.released else messages:
             self.transport.send_control(peer, message)
 
 

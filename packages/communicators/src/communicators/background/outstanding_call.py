@@ -57,19 +57,19 @@ class OutstandingCall(Work[Any]):
         self.progressed = self._turn_came = time.monotonic()
 
     def wait(self, timeout: float | None = None) -> Any:
-        if not self._over_within(timeout):
+        if not self.comm.engine.wait(self.finished, timeout):
             call = self.call
             waiting = errors.waits(call.rank, call.number, call.facts, call.turn, sorted(set(self._peers)))
             raise TimeoutError(f"not completed within {timeout} s: {waiting}")
         return self.result() if self.side is None else owned_here(self.result(), self.device)
 
     def is_completed(self) -> bool:
-        return self._over_within(0.0)
+        return self.comm.engine.wait(self.finished, 0.0)
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A torch future of the result, waited for without the engine's thread: nothing would complete it later."""
         if self.comm.engine.inline:
-            self._over_within(None)
+            self.comm.engine.wait(self.finished, None)
         done: torch.futures.Future[None] = torch.futures.Future(devices=[] if self.side is None else [self.device])
         self.when_over(lambda: done.set_result(None))
         return done.then(lambda _: self.result())  # what is raised here surfaces as itself
@@ -117,7 +117,7 @@ class OutstandingCall(Work[Any]):
 
     def watch(self) -> None:
         """Looks at the clock; called every few milliseconds while it does not advance."""
-        if self._pending is not None and self._pending.waits_its_turn():
+        if self._pending is not None and self._pending.waits_its_turn:
             self._turn_came = time.monotonic()
         waited = time.monotonic() - max(self.progressed, self._turn_came)
         if self._requested is not None or self._pending is None or waited < GRACE_SECONDS:
@@ -171,7 +171,8 @@ class OutstandingCall(Work[Any]):
                 self._post(action)
         if self.side is not None and not self.side.is_idle():
             return False
-        self.call.settle()
+        if self.call.doubts:
+            self.call.settle()
         return True
 
     def _see_off(self) -> None:
@@ -222,9 +223,6 @@ class OutstandingCall(Work[Any]):
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback()
-
-    def _over_within(self, timeout: float | None) -> bool:
-        return self.comm.engine.wait(self.finished, timeout)
 
 
 class Unsent(Pending):

@@ -6,12 +6,11 @@ import math
 import time
 from abc import ABC, abstractmethod
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from communicators.background.call import Call
-from communicators.schedule import SLOT_BYTES, Payload, Received, Round
+from communicators.schedule import Received, Round
 
 
 class PeerLost(Exception):  # noqa: N818 - news, not yet an error: a control message may say why it left
@@ -23,7 +22,12 @@ class PeerLost(Exception):  # noqa: N818 - news, not yet an error: a control mes
 
 
 class Pending(ABC):
-    """Messages in flight."""
+    """Messages in flight.
+
+    waits_its_turn: whether nothing is in flight yet because an earlier call is, whose clock counts.
+    """
+
+    waits_its_turn: bool = False
 
     @abstractmethod
     def done(self) -> bool:
@@ -44,10 +48,6 @@ class Pending(ABC):
     @abstractmethod
     def missing(self) -> list[int]:
         """The peers that this rank still waits for."""
-
-    def waits_its_turn(self) -> bool:
-        """Whether nothing is in flight yet because an earlier call is, whose clock counts."""
-        return False
 
     @abstractmethod
     def cancel(self) -> None:
@@ -170,25 +170,3 @@ class Transport(ABC):
 
     def close(self) -> None:  # noqa: B027 - most have nothing to do
         """Releases what would keep the process from ending."""
-
-
-def host_payload(nbytes: int, device: torch.device) -> Payload:
-    """An uninitialised payload in host memory, pinned if what it holds comes from, or goes to, a GPU of CUDA."""
-    if device.type == "cuda":
-        return Payload(torch.empty(SLOT_BYTES + nbytes, dtype=torch.uint8, pin_memory=True))
-    return Payload(torch.from_numpy(np.empty(SLOT_BYTES + nbytes, dtype=np.uint8)))
-
-
-def to_host(payload: Payload) -> Payload:
-    """The payload in host memory: itself if it is there."""
-    memory = payload.memory
-    if memory.device.type == "cpu":
-        return payload
-    host = host_payload(payload.nbytes, memory.device)
-    host.memory.copy_(memory)
-    return host
-
-
-def to_device(payload: Payload, device: torch.device) -> Payload:
-    """The payload on a device: itself if it is there."""
-    return payload if device.type == "cpu" else Payload(payload.memory.to(device))

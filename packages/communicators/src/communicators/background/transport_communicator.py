@@ -16,7 +16,7 @@ from torch import Tensor
 
 from communicators import errors
 from communicators.background.call import Call, NativeSum, agreement
-from communicators.background.control import CallOwner, ControlMessages
+from communicators.background.control import CallOwner
 from communicators.background.engine import FAILED_DEPARTURE_SECONDS, depart, engine
 from communicators.background.outstanding_call import DetachedSends, OutstandingCall
 from communicators.background.signals import TransportSignals
@@ -47,7 +47,7 @@ class TransportCommunicator(CallOwner, Communicator):
         self._in_flight: set[int] = set()  # numbers of calls that are not over
         self._facts: set[str] = set()
         self._streams = SideStreams()
-        self.closed = self.released = False
+        self.closed = False
         self._outstanding: weakref.WeakSet[OutstandingCall] = weakref.WeakSet()
         self._duplicates: list[TransportCommunicator] = []  # alive until closed: peers wait for their departure
         self.threaded, self.outlives_ranks = transport.threaded, transport.outlives_ranks
@@ -75,9 +75,7 @@ class TransportCommunicator(CallOwner, Communicator):
         self.engine.add(outstanding)
         return outstanding
 
-    def clock(self) -> float:
-        """Seconds, monotonic."""
-        return time.perf_counter()
+    clock = staticmethod(time.perf_counter)
 
     def native_allreduce(self, tensor: Tensor, *, facts: str) -> Tensor | None:
         """Transport's own sum, if it has one; counted as the 2(P − 1)/P of its bytes that the best algorithms send."""
@@ -134,7 +132,8 @@ class TransportCommunicator(CallOwner, Communicator):
     def over(self, call: Call) -> None:
         with self.lock:
             self._in_flight.discard(call.number)
-            super().over(call)
+            if self.transport.untagged is not None:
+                self.transport.ended(call)
 
     def release(self) -> None:
         """Closes the transport, which nobody uses from then on."""
@@ -226,7 +225,3 @@ class TransportCommunicator(CallOwner, Communicator):
         """Native sum behind a barrier: without tags it must meet no other call's, nor wait for a rank that is gone."""
         yield from barrier(self.rank, self.size)
         yield NativeSum(self.transport.post_sum(total))
-
-    def _write(self, messages: ControlMessages) -> None:
-        if not self.released:
-            super()._write(messages)

@@ -27,9 +27,6 @@ from communicators.background.transport import (
     PendingSum,
     SignalLine,
     Transport,
-    host_payload,
-    to_device,
-    to_host,
 )
 from communicators.communicator import TIMEOUT_SECONDS
 from communicators.schedule import Payload, Received, Round
@@ -70,9 +67,10 @@ class GlooTransport(Transport):
         self._end.atexit = False
 
     def post(self, call: Call, action: Round, device: torch.device) -> Pending:
-        buffers = {peer: host_payload(nbytes, device) for peer, nbytes in action.recvs.items()}
+        pinned = device.type == "cuda"
+        buffers = {peer: Payload.on_host(nbytes, pinned=pinned) for peer, nbytes in action.recvs.items()}
         receives = {peer: self._receive(buffer, peer, call.incoming_tag(peer)) for peer, buffer in buffers.items()}
-        sends = {peer: self._send(call, to_host(payload), peer) for peer, payload in action.sends.items()}
+        sends = {peer: self._send(call, payload.to_host(), peer) for peer, payload in action.sends.items()}
         return _PendingRound(self, call, receives, sends, buffers, device)
 
     def duplicate(self, patience: float) -> GlooTransport:
@@ -122,10 +120,10 @@ class GlooTransport(Transport):
     def _send(self, call: Call, payload: Payload, peer: int) -> Wait:
         call.stamp(payload)
         tag = call.outgoing_tag(peer)
-        return self._waiters.posted(lambda: self._data.send([payload.memory], peer, tag))
+        return self._waiters.posted(lambda: self._data.group.send([payload.memory], peer, tag))
 
     def _receive(self, buffer: Payload, peer: int, tag: int) -> Wait:
-        return self._waiters.posted(lambda: self._data.recv([buffer.memory], peer, tag))
+        return self._waiters.posted(lambda: self._data.group.recv([buffer.memory], peer, tag))
 
 
 class _PendingRound(Pending):
@@ -159,7 +157,7 @@ class _PendingRound(Pending):
         for peer, buffer in self._buffers.items():
             payload = self._call.cut(buffer)  # gloo does not say how much has come
             self._call.accept(peer, payload, buffer.nbytes)
-            received[peer] = to_device(payload, self._device)
+            received[peer] = payload if self._device.type == "cpu" else Payload(payload.memory.to(self._device))
         return received
 
     def missing(self) -> list[int]:
@@ -207,26 +205,18 @@ class GlooGroup:
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self._made: Any = ProcessGroupGloo(store, rank, size, WAIT)
 
-    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
-        """Posts a message."""
-        work: Any = self._open().send(tensors, peer, tag)
-        return work
-
-    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
-        """Posts room for a message."""
-        work: Any = self._open().recv(tensors, peer, tag)
-        return work
-
     def allreduce(self, tensors: list[Tensor]) -> Any:
         """Starts a sum, which outlives `close`."""
-        made = self._open()
+        made = self.group
         return _Sum(made.allreduce(tensors, AllreduceOptions()).wait, made)
 
     def close(self) -> None:
         """Lets go of torch's group, and of its threads and connections once no sum is under way."""
         self._made = None
 
-    def _open(self) -> Any:
+    @property
+    def group(self) -> Any:
+        """Torch's group, while it is open."""
         made = self._made  # read once: another thread may close it
         if made is None:
             raise RuntimeError("this communicator is closed")
@@ -340,7 +330,7 @@ class Mailbox:
     def write(self, peer: int, message: bytes) -> Wait:
         """Sends a message; does not block."""
         framed = torch.frombuffer(bytearray(len(message).to_bytes(LENGTH_BYTES, "little") + message), dtype=torch.uint8)
-        wait = self._waiters.posted(lambda: self._data.send([framed], peer, self._tag))
+        wait = self._waiters.posted(lambda: self._data.group.send([framed], peer, self._tag))
         self._written = [*(written for written in self._written if not written.done), wait]
         return wait
 
@@ -379,7 +369,7 @@ class Mailbox:
 
     def _post(self, peer: int) -> tuple[Tensor, Wait]:
         room = torch.zeros(LENGTH_BYTES + self._nbytes, dtype=torch.uint8)
-        return room, self._waiters.posted(lambda: self._data.recv([room], peer, self._tag))
+        return room, self._waiters.posted(lambda: self._data.group.recv([room], peer, self._tag))
 
 
 class GlooSignalLine(SignalLine):

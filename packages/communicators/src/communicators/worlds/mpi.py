@@ -26,9 +26,6 @@ from communicators.background.transport import (
     PendingSum,
     SignalLine,
     Transport,
-    host_payload,
-    to_device,
-    to_host,
 )
 from communicators.background.transport_communicator import TransportCommunicator
 from communicators.communicator import TIMEOUT_SECONDS
@@ -127,11 +124,12 @@ class MPITransport(Transport):
         self._abandoned: list[object] = []
 
     def post(self, call: Call, action: Round, device: torch.device) -> Pending:
-        buffers = {peer: host_payload(nbytes, device) for peer, nbytes in action.recvs.items()}
+        pinned = device.type == "cuda"
+        buffers = {peer: Payload.on_host(nbytes, pinned=pinned) for peer, nbytes in action.recvs.items()}
         receives = {
             peer: self._data.Irecv(_bytes_of(buffer), peer, call.incoming_tag(peer)) for peer, buffer in buffers.items()
         }
-        payloads = {peer: to_host(payload) for peer, payload in action.sends.items()}
+        payloads = {peer: payload.to_host() for peer, payload in action.sends.items()}
         sends = {}
         for peer, payload in payloads.items():
             call.stamp(payload)
@@ -235,7 +233,7 @@ class _PendingRound(Pending):
             nbytes = self._statuses[peer].Get_count(MPI.BYTE)
             payload = buffer if nbytes == buffer.wire_nbytes else Payload(buffer.memory[:nbytes])
             self._call.accept(peer, payload, buffer.nbytes)
-            received[peer] = to_device(payload, self._device)
+            received[peer] = payload if self._device.type == "cpu" else Payload(payload.memory.to(self._device))
         return received
 
     def missing(self) -> list[int]:

@@ -163,7 +163,7 @@ class _PendingRound(Pending):
         self._buffers: Received = {}
 
     def done(self) -> bool:
-        if self._launched is None and not self.waits_its_turn() and self._transport.line.ready(self._device):
+        if self._launched is None and not self.waits_its_turn and self._transport.line.ready(self._device):
             self._launched = self._launch()
         return self._transport.is_over(self._launched)
 
@@ -177,7 +177,8 @@ class _PendingRound(Pending):
     def missing(self) -> list[int]:
         return sorted({*self._action.sends, *self._action.recvs})
 
-    def waits_its_turn(self) -> bool:
+    @property
+    def waits_its_turn(self) -> bool:  # type: ignore[override]
         return not self._transport.has_turn(self._call)
 
     def cancel(self) -> None:
