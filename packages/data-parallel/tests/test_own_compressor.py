@@ -1,93 +1,55 @@
-"""A scheme of one's own that sends something of every element: a `WholeScheme`, wherever an Algorithm may stand."""
+"""A `DenseCompressor` of one's own, which sends something of every element, wherever an Algorithm may stand."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
 from communicators import CollectiveError, SimulatedWorld
 from communicators.dense_schedules import allreduce
 from communicators.worlds.alone import Alone
-from data_parallel import DistributedOptimizer, Residuals, SparseHookState, WholeScheme
+from data_parallel import DenseCompressor, DistributedOptimizer, SparseHookState
+from sparse_collectives import DenseReduction
 from sparse_collectives.algorithms.gtopk import GTopK
 from torch import nn
 
 
-class Rounded:
+@dataclass(frozen=True)
+class Rounded(DenseCompressor):
     """Gradients in steps of 1 / `per_unit`; what is rounded off waits for the next step."""
 
-    keeps = ("residuals",)
+    name = "rounded"
+    per_unit: int = 1
 
-    def __init__(self, comm, *, per_unit=1):
-        self.comm, self.per_unit, self.residuals, self.facts = comm, per_unit, Residuals(), {}
+    def __post_init__(self):
+        if self.per_unit < 1:
+            raise ValueError(f"per_unit is {self.per_unit}, expected 1 or more")
 
-    def register(self, key, bucket, kept):
-        self.residuals.register(key, kept)
-        self.facts[key] = f"rounded(numel={bucket.numel}, per_unit={self.per_unit})"
-
-    def forget(self, key):
-        del self.facts[key]
-        return self.residuals.forget(key)
-
-    def transfer(self, key, flat, scale, unused):
-        total = self.residuals.accumulated(key, flat / scale, unused)
-        return OnItsWay(self, key, total, (total * self.per_unit).round() / self.per_unit, scale, unused)
-
-    def commit(self):
-        self.residuals.commit()
-
-    def rollback(self):
-        self.residuals.rollback()
-
-    def kept(self):
-        return self.residuals.kept()
-
-    def state_dict(self):
-        return {"algorithm_state": []}
-
-    def reset(self, state):
-        self.residuals.reset(state)
-        self.facts = {}
+    def schedule(self, accumulated, rank, size):
+        sent = (accumulated * self.per_unit).round() / self.per_unit
+        total = yield from allreduce(sent, rank, size)
+        return DenseReduction(total, accumulated - sent)
 
 
-@dataclass
-class OnItsWay:
-    scheme: Rounded
-    key: str
-    total: torch.Tensor
-    summed: torch.Tensor
-    scale: float
-    unused: list
+class Alternating(Rounded):
+    """Coarser in every other step of those that stand."""
 
-    @property
-    def facts(self):
-        return self.scheme.facts[self.key]
+    name = "alternating"
 
-    @property
-    def schedule(self):
-        return allreduce(self.summed, self.scheme.comm.rank, self.scheme.comm.size)
+    def initial_state(self, numel):
+        return {"steps": 0, "numel": numel}
 
-    def agreed(self, result):
-        return result
-
-    def own(self, result):
-        return result[:0]
-
-    def suspect(self):
-        bad = (~self.total.isfinite()).nonzero()
-        return int(bad[0]) if len(bad) else -1
-
-    def end(self, result, flat):
-        self.scheme.residuals.put(self.key, self.total - self.summed, self.unused)
-        mean = result / self.scheme.comm.size * self.scale
-        return mean, mean
+    def schedule(self, accumulated, rank, size, state):
+        sent = (accumulated / (1 + state["steps"] % 2)).round() * (1 + state["steps"] % 2)
+        total = yield from allreduce(sent, rank, size)
+        state["steps"] += 1
+        return DenseReduction(total, accumulated - sent)
 
 
-ROUNDED = WholeScheme(Rounded, options={"per_unit": 1})
+ROUNDED = Rounded()
 
 
-def positive(per_unit):
-    if per_unit < 1:
-        raise ValueError(f"per_unit is {per_unit}, expected 1 or more")
+def named(name, **methods):
+    return type("Mine", (Rounded,), {"name": name, **methods})()
 
 
 def train(comm, steps, *, algorithm=ROUNDED, saved=None, bad=(), **options):
@@ -117,7 +79,9 @@ def train(comm, steps, *, algorithm=ROUNDED, saved=None, bad=(), **options):
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 @pytest.mark.parametrize(
-    "options", [{}, {"overlap": True}, {"bucket_bytes": 24}, {"options": {"per_unit": 2}}], ids=str
+    "options",
+    [{}, {"overlap": True}, {"bucket_bytes": 24}, {"options": {"per_unit": 2}}, {"algorithm": Alternating()}],
+    ids=str,
 )
 def test_nothing_is_lost_and_all_agree(size, options):
     results = SimulatedWorld(size).run(lambda comm: train(comm, range(5), **options))
@@ -127,15 +91,15 @@ def test_nothing_is_lost_and_all_agree(size, options):
         assert torch.equal(given, applied + rests)
 
 
-def test_a_resumed_run_has_the_same_bits_and_a_skipped_step_leaves_no_trace():
+@pytest.mark.parametrize("own", [ROUNDED, Alternating()], ids=lambda own: own.name)
+def test_a_resumed_run_has_the_same_bits_and_a_skipped_step_leaves_no_trace(own):
     def run(steps, saved=None, bad=()):
-        return SimulatedWorld(3).run(
-            lambda comm: train(comm, steps, saved=saved and saved[comm.rank], bad=bad, nonfinite="skip")
-        )
+        given = {"algorithm": own, "bad": bad, "nonfinite": "skip"}
+        return SimulatedWorld(3).run(lambda comm: train(comm, steps, saved=saved and saved[comm.rank], **given))
 
     whole, resumed, skipping = run(range(5)), run(range(2, 5), run(range(2))), run([0, 9, *range(1, 5)], bad={9})
     for one, *others in zip(whole, resumed, skipping, strict=True):
-        assert one[3]["distributed"]["algorithm"] == "Rounded"
+        assert one[3]["distributed"]["algorithm"] == own.name
         for other in others:
             assert torch.equal(one[1], other[1])
             assert torch.equal(one[2], other[2])
@@ -158,25 +122,30 @@ def test_errors_name_the_rank_and_the_settings_of_the_others():
 
 
 def test_the_hook_takes_it():
-    state = SparseHookState(Alone(), algorithm=replace(ROUNDED, name="mine"))
+    state = SparseHookState(Alone(), algorithm=named("mine"))
     assert (state.algorithm, state.entry) == ("mine", None)
 
 
 @pytest.mark.parametrize(
     ("settings", "error", "says"),
     [
-        ({"algorithm": replace(ROUNDED, name="gtopk")}, ValueError, "'gtopk', which is another's"),
-        ({"algorithm": replace(ROUNDED, name="powersgd")}, ValueError, "'powersgd', which is another's"),
-        ({"algorithm": replace(ROUNDED, name=3)}, TypeError, "name is 3, expected text"),
-        ({"algorithm": WholeScheme(lambda comm: Rounded(comm))}, ValueError, "no name: give it one"),
-        ({"algorithm": WholeScheme(None, name="mine")}, TypeError, "make is None, expected a function"),
-        ({"algorithm": ROUNDED, "options": {"k": 1}}, ValueError, "Rounded has no option k; it takes: per_unit"),
+        ({"algorithm": named("gtopk")}, ValueError, "'gtopk', which is another's"),
+        ({"algorithm": named("powersgd")}, ValueError, "'powersgd', which is another's"),
+        ({"algorithm": named(3)}, TypeError, "name of Mine is 3, expected text"),
+        ({"algorithm": named("")}, ValueError, "Mine has no name: give it one"),
+        ({"algorithm": Rounded}, TypeError, r"the class Rounded, expected one of it, as Rounded\(\)"),
+        ({"algorithm": named("mine", schedule=DenseCompressor.schedule)}, TypeError, "Mine has no schedule"),
+        ({"algorithm": ROUNDED, "options": {"k": 1}}, ValueError, "rounded has no option k; it takes: per_unit"),
         ({"algorithm": ROUNDED, "options": {"per_unit": 0.5}}, TypeError, "per_unit is 0.5"),
-        ({"algorithm": replace(ROUNDED, check=positive), "options": {"per_unit": 0}}, ValueError, "expected 1 or more"),
-        ({"algorithm": ROUNDED, "wire": "bf16"}, ValueError, "Rounded has a wire of its own"),
-        ({"algorithm": ROUNDED, "momentum": 0.9}, ValueError, "Rounded selects nothing"),
+        ({"algorithm": ROUNDED, "options": {"per_unit": 0}}, ValueError, "expected 1 or more"),
+        ({"algorithm": ROUNDED, "wire": "bf16"}, ValueError, "rounded has a wire of its own"),
+        ({"algorithm": ROUNDED, "momentum": 0.9}, ValueError, "rounded selects nothing"),
         ({"algorithm": type("Mine", (GTopK,), {"name": "powersgd"})()}, ValueError, "'powersgd', which is another's"),
-        ({"algorithm": type("Mine", (GTopK,), {"name": "mine", "selects": False})()}, ValueError, "is a WholeScheme"),
+        (
+            {"algorithm": type("Mine", (GTopK,), {"name": "mine", "selects": False})()},
+            ValueError,
+            "is a DenseCompressor",
+        ),
     ],
 )
 def test_what_cannot_be_used(settings, error, says):
