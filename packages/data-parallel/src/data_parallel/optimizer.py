@@ -27,13 +27,12 @@ from data_parallel.adam_step_correction import AdamStepCorrection, ahead_by
 from data_parallel.ahead import Ahead
 from data_parallel.backward_order import BUCKET_BYTES, BackwardOrder, take_over
 from data_parallel.clipping import check_clip_norm
-from data_parallel.exchange import Exchange
+from data_parallel.exchange import Exchange, Means
 from data_parallel.gradients import gradients_of, made, unscale
-from data_parallel.means import Means
 from data_parallel.rates import ByRates, Groups
 from data_parallel.rewind import remembered
 from data_parallel.schemes.choose import choose_scheme
-from data_parallel.schemes.table import WholeScheme
+from data_parallel.schemes.dense import DenseCompressor
 from data_parallel.seen_optimizer import SeenOptimizer
 from data_parallel.settings import (
     check_compressor,
@@ -97,9 +96,9 @@ class DistributedOptimizer(Wrapping):
                 Δ ← what optimizer.step() adds to p;  acc ← residual + Δ;  s ← compressor(acc);  …;  p ← p + total / P
 
             The wrapped optimizer's moments are each rank's own, and noisier than those of the mean gradient: Adam,
-            AdamW, NAdam and RMSprop take longer steps to correct for that (see `AdamStepCorrection`); a warning names others that
-            divide by the size of gradients. Waiting in residuals acts like momentum, and momentum prolongs the wait:
-            take betas=(0.5, 0.999). The step comes before the exchange, and p.grad stays as it was: clip it as in
+            AdamW, NAdam and RMSprop take longer steps to correct for that (see `AdamStepCorrection`); a warning names
+            others that divide by the size of gradients. Waiting in residuals acts like momentum, and momentum prolongs
+            the wait: take betas=(0.5, 0.999). The step comes before the exchange, and p.grad stays as it was: clip it as in
             training on one device, or by clip_norm; there is no `synchronize`. Groups with different rates have
             separate selections, see `rates`: rates may change from step to step, in the same way on all ranks.
             Forward and backward belong inside `with optimizer.ahead():`, see there.
@@ -108,8 +107,8 @@ class DistributedOptimizer(Wrapping):
         compressor: The selection, default TopK(density). "oktopk", "spardl" and "dense" accept only TopK, and take its
             k.
         algorithm: A name in `ALGORITHMS`, or an `Algorithm` of your own. "dense" sums dense gradients, without
-            compressor and residuals; "powersgd", "dense-int8", or a `WholeScheme` of your own sends something of every
-            element, with residuals, without compressor.
+            compressor and residuals; "powersgd", "dense-int8", or a `DenseCompressor` of your own sends something of
+            every element, with residuals, without compressor.
             "auto" measures the ranks now and takes the one predicted to be fastest; `choice` says which and why.
         options: The algorithm's own settings, such as {"teams": 2} for "spardl"; "auto" chooses them too.
         wire: Encoding of the values: "fp32"; for selections also fewer bytes, see `WIRES`, with rounding errors kept in
@@ -162,7 +161,7 @@ class DistributedOptimizer(Wrapping):
         sends: str = "gradients",
         density: float | Schedule | None = None,
         compressor: Compressor | None = None,
-        algorithm: str | Algorithm | WholeScheme = "gtopk",
+        algorithm: str | Algorithm | DenseCompressor = "gtopk",
         options: Mapping[str, Any] | None = None,
         wire: str = "fp32",
         momentum: float = 0.0,

@@ -15,7 +15,7 @@ from sparse_compress import Compressor, TopK
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from data_parallel.schemes.table import WHOLE, check_whole, known_whole
+from data_parallel.schemes.choose import COMPRESSORS, check_compressed, known_compressor
 
 DENSITY = 0.01
 
@@ -84,15 +84,15 @@ def check_settings(
         wire_named(wire)
         check_selects(compressor, None)
         return
-    if (whole := known_whole(algorithm)) is not None:
-        check_whole(whole, options, wire, momentum, optimizer)
+    if (whole := known_compressor(algorithm)) is not None:
+        check_compressed(whole, options, wire, momentum, optimizer)
         if type(compressor) is not TopK:
             raise _no_effect(f"{whole.name} selects nothing", compressor)
         return
     if isinstance(algorithm, str) and algorithm not in ALGORITHMS:
-        raise ValueError(f"unknown algorithm {algorithm!r}; known: {', '.join([*ALGORITHMS, *WHOLE, AUTO])}")
+        raise ValueError(f"unknown algorithm {algorithm!r}; known: {', '.join([*ALGORITHMS, *COMPRESSORS, AUTO])}")
     entry = known(algorithm)
-    if entry.name in WHOLE:
+    if entry.name in COMPRESSORS:
         raise ValueError(f"the name of your Algorithm is {entry.name!r}, which is another's: give it one of its own")
     if momentum and not entry.selects:
         raise ValueError(f"{entry.name} selects nothing, so momentum={momentum} belongs into {optimizer}")
@@ -159,7 +159,7 @@ def check_sends(sends: Any, algorithm: Any, optimizer: Optimizer, *, momentum: f
 
 
 def _selects(algorithm: Any) -> bool:
-    return known_whole(algorithm) is None and known(algorithm).selects
+    return known_compressor(algorithm) is None and known(algorithm).selects
 
 
 def check_text(name: str, value: Any, example: str) -> None:

@@ -9,8 +9,7 @@ exchange after every step, and without its decay of the residuals, which would l
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from sparse_compress.nonfinite import all_finite
@@ -43,24 +42,3 @@ def _are_finite(parameters: Sequence[Tensor]) -> bool:
 def _only_nonfinite(p: Tensor) -> Tensor:
     update = torch.zeros_like(p, requires_grad=False)
     return update if p.grad is None else update.masked_fill_(~p.grad.isfinite(), torch.nan)
-
-
-def mean_of_states(states: Sequence[Mapping[str, Any]]) -> dict[Any, Any]:
-    """The wrapped optimizers' state by parameter, each rank's own: their mean, for ranks of another number."""
-    merged: dict[Any, Any] = {}
-    for state in states:
-        for parameter, kept in state.items():
-            for name, value in kept.items():
-                merged.setdefault(parameter, {}).setdefault(name, []).append(value)
-    return {p: {name: _mean(values) for name, values in kept.items()} for p, kept in merged.items()}
-
-
-def _mean(values: Sequence[Any]) -> Any:
-    """Mean of tensors; a counter, which is the same on all ranks, stays as it is."""
-    first = values[0]
-    if not isinstance(first, Tensor) or not first.is_floating_point() or first.dim() == 0:
-        return first
-    total = torch.zeros_like(first, dtype=torch.promote_types(first.dtype, torch.float32))
-    for value in values:
-        total += value.to(total.device)
-    return (total / len(values)).to(first.dtype)

@@ -32,7 +32,7 @@ from data_parallel.ddp.registration_watch import RegistrationWatch
 from data_parallel.ddp.resumed import Resumed, check_layout
 from data_parallel.exchange import Exchange
 from data_parallel.schemes.choose import choose_scheme
-from data_parallel.schemes.table import WholeScheme
+from data_parallel.schemes.dense import DenseCompressor
 from data_parallel.seen_optimizer import SeenOptimizer
 from data_parallel.settings import (
     check_compressor,
@@ -76,8 +76,8 @@ class SparseHookState:
             the number of steps taken, such as `sparse_compress.WarmUp`, the same on every rank.
         compressor: Another selection, instead of density (with a schedule: beside it). "oktopk", "spardl" and "dense"
             have no use for one.
-        algorithm: A name in `ALGORITHMS`, an `Algorithm` of your own, "powersgd", "dense-int8" or a `WholeScheme` (see
-            `DistributedOptimizer`), or "auto": measures the ranks at first use, and takes the one predicted to be
+        algorithm: A name in `ALGORITHMS`, an `Algorithm` of your own, "powersgd", "dense-int8" or a `DenseCompressor`
+            (see `DistributedOptimizer`), or "auto": measures the ranks at first use, and takes the one predicted to be
             fastest for the module's `named_parameters`, which it needs; `choice` then says which and why.
         options: The algorithm's own settings, such as {"teams": 2} for "spardl"; "auto" chooses them too.
         wire: Encoding of the values: "fp32"; for selections also fewer bytes, see `WIRES`, with rounding errors kept in
@@ -130,7 +130,7 @@ class SparseHookState:
         process_group: Any = None,
         *,
         density: float | Schedule | None = None,
-        algorithm: str | Algorithm | WholeScheme = "gtopk",
+        algorithm: str | Algorithm | DenseCompressor = "gtopk",
         options: Mapping[str, Any] | None = None,
         wire: str = "fp32",
         momentum: float = 0.0,
@@ -206,7 +206,7 @@ class SparseHookState:
     def __repr__(self) -> str:
         """Settings; measures nothing, so "auto" is shown as such until it has chosen."""
         algorithm, options, wire = self._given if self._found is None else (self.algorithm, self._given[1], self.wire)
-        compressor = self._compressor if self._found is None or self._found[2].selects else None
+        compressor = self._compressor if self._found is None or self._found[3].scheme.selects else None
         given: dict[str, Any] = {"algorithm": algorithm, "options": options, "compressor": compressor}
         given |= {"wire": wire, "momentum": self._momentum, "clip_norm": self._clip_norm}
         given |= {"dense_below": self._dense_below, "grad_scaler": self._grad_scaler and type(self._grad_scaler)}
@@ -231,7 +231,7 @@ class SparseHookState:
 
     @property
     def entry(self) -> Algorithm | None:
-        """The algorithm with its options; None for what is no sparse allreduce (a `WholeScheme`)."""
+        """The algorithm with its options; None for what is no sparse allreduce (a `DenseCompressor`)."""
         return self._world()[3].scheme.entry
 
     @property

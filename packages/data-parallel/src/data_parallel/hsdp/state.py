@@ -27,7 +27,7 @@ from data_parallel.hsdp.mesh import joined
 from data_parallel.hsdp.outcome import Outcome, agreed
 from data_parallel.hsdp.shards import Shard, shards_of
 from data_parallel.schemes.choose import choose_scheme
-from data_parallel.schemes.table import WholeScheme
+from data_parallel.schemes.dense import DenseCompressor
 from data_parallel.seen_optimizer import SeenOptimizer
 from data_parallel.settings import (
     check_compressor,
@@ -59,7 +59,7 @@ def sparse_hsdp(
     *,
     density: float | Schedule | None = None,
     compressor: Compressor | None = None,
-    algorithm: str | Algorithm | WholeScheme = "gtopk",
+    algorithm: str | Algorithm | DenseCompressor = "gtopk",
     options: Mapping[str, Any] | None = None,
     wire: str = "fp32",
     momentum: float = 0.0,
@@ -85,7 +85,7 @@ def sparse_hsdp(
             what else `as_communicator` takes.
         density: The share of each part's elements that a rank sends, or by step; see `SparseHookState`.
         compressor: In density's place for another selection.
-        algorithm: A name in `ALGORITHMS`, an `Algorithm` or a `WholeScheme`; not "auto".
+        algorithm: A name in `ALGORITHMS`, an `Algorithm` or a `DenseCompressor`; not "auto".
         options: The algorithm's own settings.
         wire: How values travel; see `WIRES`.
         momentum: DGC's correction before the selection; then give the optimizer none.
@@ -143,7 +143,7 @@ class HsdpState:
             anything else that `as_communicator` takes.
         density: The fraction of each part's elements that a rank sends, or a schedule; see `SparseHookState`.
         compressor: Another selection, instead of density.
-        algorithm: A name in `ALGORITHMS`, an `Algorithm` or a `WholeScheme`; not "auto".
+        algorithm: A name in `ALGORITHMS`, an `Algorithm` or a `DenseCompressor`; not "auto".
         options: The algorithm's own settings.
         wire: How values travel; see `WIRES`.
         momentum: DGC's correction before the selection; then give the optimizer none.
@@ -172,7 +172,7 @@ class HsdpState:
         *,
         density: float | Schedule | None = None,
         compressor: Compressor | None = None,
-        algorithm: str | Algorithm | WholeScheme = "gtopk",
+        algorithm: str | Algorithm | DenseCompressor = "gtopk",
         options: Mapping[str, Any] | None = None,
         wire: str = "fp32",
         momentum: float = 0.0,
