@@ -116,7 +116,6 @@ def test_torch_may_set_what_it_needs():
     optimizer = optimizer_of(nonfinite="skip")
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
     optimizer.grad_scale = None
-    optimizer.skipped = 0
 
 
 def test_what_was_resolved_before_is_of_the_entry_as_it_is_now():

@@ -76,7 +76,7 @@ def is_of_several(state: Any) -> bool:
 
 
 def sending(sends: str) -> dict[str, str]:
-    """Entry for the kind of residuals; empty for gradients, so that older states, which had only those, still fit."""
+    """Entry for the kind of residuals; empty for gradients."""
     return {} if sends == "gradients" else {"sends": sends}
 
 
@@ -84,9 +84,10 @@ def check_sent(own: Mapping[str, Any], sends: str) -> None:
     """Raises ValueError for residuals of updates where gradients are sent, or the other way round."""
     saved = own.get("sends", "gradients")
     if saved != sends:
+        savers = {"gradients": "a DistributedOptimizer, DDP's hook or HSDP", "updates": "an UpdateOptimizer"}
         raise ValueError(
-            f'the state was saved with sends="{saved}", and its residuals and moments are of {saved}: '
-            f'load it with that, or begin anew with sends="{sends}"'
+            f"the residuals and moments of the state are of {saved}, saved by {savers.get(saved, saved)}, and not of "
+            f"{sends}: load it where {saved} are exchanged, or begin anew"
         )
 
 
