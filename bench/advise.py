@@ -24,8 +24,7 @@ from sparse_collectives.prediction.cost import BACKWARD_SHARE, Handling
 from sparse_collectives.prediction.plain_table import table
 from sparse_collectives.wire.wire import WIRES
 
-from bench.form import asked, parser_of
-from bench.record import record
+from bench.record import asked, parser_of, record
 
 PARAMETERS, RANKS, STEP_SECONDS = 25_000_000, 32, 0.25
 """The training whose advice is shown."""

@@ -20,8 +20,7 @@ from typing import Any
 from partial_collectives.protocol.rules import Rules
 
 from bench.cluster_model import Cluster
-from bench.form import asked, parser_of
-from bench.record import record
+from bench.record import asked, parser_of, record
 
 AGAINST = "ranks that never wait, are late or die"
 

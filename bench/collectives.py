@@ -27,9 +27,8 @@ from sparse_collectives.prediction.calibration import measure_traffic
 from sparse_compress import TopK
 
 from bench.collectives_calls import Times, Training, counted, medians_of, sparse, whole
-from bench.form import asked, parser_of
 from bench.real_ranks import found_by, process_group, tell, unhindered
-from bench.record import as_text, record
+from bench.record import as_text, asked, parser_of, record
 
 QUICK = ((2, 10**6, 0.01), (2, 10**6, 0.001), (2, 25 * 10**6, 0.01), (4, 10**6, 0.01))
 FULL = tuple((size, n, density) for size in (2, 4) for n in (10**6, 25 * 10**6) for density in (0.01, 0.001))

@@ -20,8 +20,7 @@ from sparse_compress import ErrorFeedback, SparseVector, TopK, merge, topk
 from torch import Tensor
 
 from bench import compress_levels
-from bench.form import asked, parser_of
-from bench.record import record, with_quantiles
+from bench.record import asked, parser_of, record, with_quantiles
 
 Call = Callable[[], object]
 

@@ -17,8 +17,7 @@ import torch
 from sparse_compress import ErrorFeedback, TopK, topk
 
 from bench.compress import Call, torch_feedback_step, torch_topk
-from bench.form import asked, parser_of
-from bench.record import as_text, record
+from bench.record import as_text, asked, parser_of, record
 
 LABELS = ("what", "n", "k")
 AGAINST = "torch.topk(x.abs()), the same step written with it, and one copy of the input"

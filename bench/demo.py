@@ -24,8 +24,7 @@ from thinwire_cifar.data.digits import TEST_SIZE
 from thinwire_trainer.records.metrics import read_metrics
 from thinwire_trainer.records.run_folder import RunFolder
 
-from bench.form import asked, parser_of
-from bench.record import record
+from bench.record import asked, parser_of, record
 
 AGAINST = "dense, with the same seed"
 

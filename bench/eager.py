@@ -23,8 +23,7 @@ from partial_collectives.protocol.rules import Quorum
 
 from bench.eager_on_ranks import on_ranks
 from bench.eager_tasks import TASKS, Task
-from bench.form import asked, parser_of
-from bench.record import record
+from bench.record import asked, parser_of, record
 
 COLUMNS = ("seconds", "whole", "accuracy", "rounds")
 

@@ -28,8 +28,7 @@ from thinwire_trainer.launching.device import clock_of, own_device
 from thinwire_trainer.training.batches import train_input
 from torch import Tensor
 
-from bench.form import asked, parser_of
-from bench.record import record
+from bench.record import asked, parser_of, record
 
 COLUMNS = ("model", "dataset", "batch", "readers", "input", "need", "fed", "waits")
 MODELS = {  # -> data set, batch

@@ -25,8 +25,7 @@ from typing import Any
 
 import torch
 
-from bench.form import asked, parser_of
-from bench.record import record
+from bench.record import asked, parser_of, record
 
 ALGORITHMS = {
     "dense": [],

@@ -23,9 +23,8 @@ from slow_link import open_link
 from slow_link.throttled import behind_link
 from torch import nn
 
-from bench.form import asked, parser_of
 from bench.real_ranks import found_by, tell
-from bench.record import as_text, record
+from bench.record import as_text, asked, parser_of, record
 
 WIDTH, LAYERS, EVERY = 256, 4, 2
 WARM, STEPS = EVERY, 4 * EVERY

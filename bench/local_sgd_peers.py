@@ -29,9 +29,8 @@ import torch.distributed as dist
 from local_sgd import DiLoCo, LocalSGD
 from torch import Tensor, nn
 
-from bench.form import asked, parser_of
 from bench.real_ranks import process_group
-from bench.record import as_text, record
+from bench.record import as_text, asked, parser_of, record
 
 RANKS, EVERY, WIDTH, LAYERS = 2, 4, 256, 8
 COLUMNS = ("algorithm", "library", "difference", "boundary", "bytes", "step")

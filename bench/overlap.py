@@ -27,9 +27,8 @@ from sparse_collectives import sparse_allreduce_async
 from sparse_compress import TopK, topk
 from torch import nn
 
-from bench.form import asked, parser_of
 from bench.real_ranks import found_by, tell
-from bench.record import as_text, record
+from bench.record import as_text, asked, parser_of, record
 
 T = TypeVar("T")
 MIB = 1 << 20

@@ -20,9 +20,8 @@ from communicators import Communicator, allreduce, as_communicator, barrier
 from partial_collectives import PartialAllreduce
 from partial_collectives.protocol.rules import Quorum
 
-from bench.form import asked, parser_of
 from bench.real_ranks import found_by, tell, unhindered
-from bench.record import record
+from bench.record import asked, parser_of, record
 
 RANKS = 4
 NUMEL = 100_000

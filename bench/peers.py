@@ -35,9 +35,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
-from bench.form import asked, parser_of
 from bench.real_ranks import behind, found_by, named, tell, unhindered
-from bench.record import as_text, record
+from bench.record import as_text, asked, parser_of, record
 
 AGAINST = "torch's DistributedDataParallel, its bf16 and PowerSGD hooks, and PostLocalSGDOptimizer"
 COLUMNS = ("way", "library", "P", "step_ms", "over_ddp", "whole_over_ddp", "accuracy")

@@ -27,9 +27,8 @@ from sparse_collectives.prediction.cost import Handling, predict, step_seconds
 from sparse_compress import TopK
 from torch import nn
 
-from bench.form import asked, parser_of
 from bench.real_ranks import found_by, tell
-from bench.record import as_text, record, with_quantiles
+from bench.record import as_text, asked, parser_of, record, with_quantiles
 
 COLUMNS = ("algorithm", "P", "density", "wire", "compute_ms", "predicted_ms", "measured_ms", "ratio")
 FIRST_CHOICE, STEP = 0.10, 0.20

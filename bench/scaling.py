@@ -29,9 +29,8 @@ from sparse_collectives.prediction.calibration import measure_handling
 from sparse_collectives.prediction.cost import Handling, predict
 from sparse_compress import SparseVector, TopK
 
-from bench.form import asked, parser_of
 from bench.published import Model, gtopk_link, gtopk_models, published
-from bench.record import as_text, record
+from bench.record import as_text, asked, parser_of, record
 
 AGAINST = "the throughputs that gTop-k's authors measured on 32 workers"
 SPARSE = ("topk-allgather", "topk-dsa", "gtopk", "oktopk", "spardl")

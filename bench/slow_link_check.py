@@ -13,8 +13,7 @@ from typing import Any
 from slow_link.__main__ import add_link
 from slow_link.check import Row, check, good
 
-from bench.form import asked, parser_of
-from bench.record import record
+from bench.record import asked, parser_of, record
 
 AGAINST = "α + β·bytes of the same link, and the same over loopback"
 

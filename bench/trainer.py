@@ -38,8 +38,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 
-from bench.form import asked, parser_of
-from bench.record import record
+from bench.record import asked, parser_of, record
 
 ALGORITHMS = {"dense": [], "local-sgd": [], "gtopk": ["--density", "0.01"]}
 PIXELS = (32, 8)

@@ -4,8 +4,8 @@
 
 hook: one gradient from DDP's hook to the parameter and back, gTop-k on two gloo ranks, a model of one bucket, in a step
 amid training: backward, with all that the hook and the background do for it. average: `LocalSGD.average()` at a
-boundary, over MPI on two ranks, from the call to its return. cifar: files of the apps from `python -m cifar` to the first
-optimizer step; cifar-2: the same with --nworkers 2. Counted on rank 0, on all its threads, by Python's own
+boundary, over MPI on two ranks, from the call to its return. cifar: files of the apps from `python -m cifar` to the
+first optimizer step; cifar-2: the same with --nworkers 2. Counted on rank 0, on all its threads, by Python's own
 profiler. calls: a mean of steps; polling by the background is in it, so that it differs from run to run by some.
 """
 
@@ -30,9 +30,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.entered import FOUND, Entered
-from bench.form import ROOT, asked, parser_of
 from bench.real_ranks import found_by, tell, unhindered
-from bench.record import as_text, record
+from bench.record import ROOT, as_text, asked, parser_of, record
 
 Calls = dict[tuple[str, str, str], int]
 """By package, file and function, how often it was entered in a step."""

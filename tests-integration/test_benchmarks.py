@@ -26,10 +26,9 @@ from bench.cluster_model import Ranks, one_round
 from bench.convergence.curves import points
 from bench.convergence.training import trained
 from bench.convergence.ways import Run
-from bench.form import QUICK, RESULTS, asked, commit, parser_of
 from bench.learning import TASKS, asking
 from bench.published import gtopk_link
-from bench.record import record, with_quantiles
+from bench.record import QUICK, RESULTS, asked, commit, parser_of, record, with_quantiles
 
 
 @pytest.mark.parametrize("name", [name for name in BENCHMARKS if name != "bits"])  # which compares, and records nothing
@@ -71,7 +70,7 @@ def test_a_quick_run_leaves_the_committed_records_alone():
 
 
 def test_new_records_and_pages_of_them_make_no_tree_dirty_and_code_does(tmp_path, monkeypatch):
-    monkeypatch.setattr("bench.form.ROOT", tmp_path)
+    monkeypatch.setattr("bench.record.ROOT", tmp_path)
     files = [tmp_path / name for name in ("bench/results/a.json", "docs/results.md", "README.md", "bench/a.py")]
     for file in files:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -26,8 +26,7 @@ from bench.convergence import curves, densities
 from bench.convergence.tasks import TASKS
 from bench.convergence.training import trained
 from bench.convergence.ways import WAYS, Run
-from bench.form import asked, parser_of
-from bench.record import as_text, record
+from bench.record import as_text, asked, parser_of, record
 
 DENSE, FIRST, RECOMMENDED = "dense", "gtopk, as first written", "gtopk"
 LABELS = ("task", "optimizer", "clip", "way", "density", "ranks", "steps")

@@ -20,8 +20,7 @@ from communicators.errors import CollectiveError
 
 from bench.convergence.training import trained
 from bench.convergence.ways import Run, Way
-from bench.form import asked, parser_of
-from bench.record import as_text, record
+from bench.record import as_text, asked, parser_of, record
 from bench.sweeps.delta import Observed
 from bench.sweeps.picture import draw
 from bench.sweeps.settings import DENSE, OURS, Setting, observed, settings
