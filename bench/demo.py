@@ -70,7 +70,3 @@ def rows_of(found: Sequence[Mapping[str, Summary]]) -> list[dict[str, Any]]:
         row["bytes_a_step"] = statistics.mean(one[name].nbytes for one in found)
         rows.append(row | {"accuracy_samples": scores, "behind_samples": behind})
     return rows
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))

@@ -22,7 +22,7 @@ from partial_collectives import EagerSGD
 from partial_collectives.protocol.rules import Quorum
 
 from bench.eager_on_ranks import on_ranks
-from bench.eager_tasks import TASKS, Task
+from bench.eager_tasks import TASKS, Task, ideal
 from bench.record import asked, parser_of, record
 
 COLUMNS = ("seconds", "whole", "accuracy", "rounds")
@@ -51,17 +51,17 @@ def ways(ranks: int) -> dict[str, Quorum]:
 
 def _compared(task: Task, seeds: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    ideal = statistics.median(task.ideal(seed) for seed in range(seeds))
+    bound = statistics.median(ideal(task, seed) for seed in range(seeds))
     for how, quorum in ways(task.ranks).items():
         runs = [_trained(task, quorum, seed) for seed in range(seeds)]
         row: dict[str, Any] = dict(zip(COLUMNS, map(statistics.median, zip(*runs, strict=True)), strict=True))
         row |= {f"{name}_samples": [run[place] for run in runs] for place, name in enumerate(COLUMNS[:3])}
         first = rows[0] if rows else row
         row |= {"speedup": first["seconds"] / row["seconds"], "whole_speedup": first["whole"] / row["whole"]}
-        rows.append({"task": task.name, "how": how, **row, "ideal": ideal})
+        rows.append({"task": task.name, "how": how, **row, "ideal": bound})
         print(
             f"{task.name}, {how:>11}: {row['seconds']:6.1f} s to {task.target:.0%}, speed-up {row['speedup']:.2f}; "
-            f"{row['whole']:6.1f} s in all, {row['whole_speedup']:.2f} (ideal {ideal:.2f}); "
+            f"{row['whole']:6.1f} s in all, {row['whole_speedup']:.2f} (ideal {bound:.2f}); "
             f"{row['rounds']:.0f} rounds; final {row['accuracy']:.1%}",
             flush=True,
         )

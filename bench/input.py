@@ -155,7 +155,3 @@ def _write_imagenet(folder: Path) -> None:
             smooth = np.asarray(rough.resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC), dtype=np.int16)
             noisy = smooth + drawn.normal(0, 8, (HEIGHT, WIDTH, 1)).astype(np.int16)
             Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(target / f"{number}.JPEG", quality=90)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
