@@ -142,8 +142,7 @@ class Speech(Imbalanced):
 
     def accuracy(self, model: nn.Module) -> float:
         """On the test samples."""
-        from thinwire_deepspeech.error_rates import errors
-        from thinwire_deepspeech.recognition import heard_in
+        from thinwire_deepspeech.recognition import errors, heard_in
 
         with torch.no_grad():
             log_probabilities, lengths, heard = self._heard(model.eval(), _speech()[2], torch.arange(50))
