@@ -44,7 +44,7 @@ def main(argv: Sequence[str] = ()) -> int:
     """Starts the ranks, prints the table; returns the exit status."""
     parser = parser_of("collectives", __doc__, full="every size, density and number of ranks: minutes")
     parser.add_argument("--repeats", type=int, default=7, help="default 7")
-    options, facts = asked(parser, argv)
+    options = asked(parser, argv)
     cases = FULL if options.full else QUICK
     rows: list[dict[str, Any]] = []
     for size in sorted({size for size, _, _ in cases}):
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] = ()) -> int:
         with unhindered(size) as ranks:
             rows += found_by(ranks, on_rank, options.repeats, mine, mpi=True, timeout=1800)
     print(as_text(rows, (*LABELS, *(f"{part}_ms" for part in (*PARTS, "whole")), *RATIOS, *COUNTS)))
-    record(options.output, "collectives", rows, labels=LABELS, values=("x_mpi",), facts=facts, against=AGAINST)
+    record(options, rows, labels=LABELS, values=("x_mpi",), against=AGAINST)
     return 0
 
 

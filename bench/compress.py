@@ -58,13 +58,13 @@ AGAINST = "torch.topk(x.abs()) and the same step written with it"
 def main(argv: Sequence[str] = ()) -> int:
     """Print the table, line by line as it is measured; returns the exit status."""
     parser = parser_of("compress", __doc__, full="more rounds and n = 10⁸: minutes")
-    options, facts = asked(parser, argv)
+    options = asked(parser, argv)
     torch.set_num_threads(1)
-    print(", ".join(f"{name} {value}" for name, value in facts.items()))
+    print(", ".join(f"{name} {value}" for name, value in options.facts.items()))
     print(f"{'':30}{'n':>12}{'k':>11}{'ours':>10}{'torch':>10}{'faster':>9}{'sweeps':>8}")
-    rows = []
+    measured = []
     for row in measure(full=options.full):
-        rows.append(row)
+        measured.append(row)
         print(
             f"{row.what:30}{row.n:12,}{row.k:11,}{row.ours_ms:7.2f} ms{row.torch_ms:7.1f} ms"
             f"{row.speedup:8.1f}×{row.sweeps:8.1f}",
@@ -72,10 +72,10 @@ def main(argv: Sequence[str] = ()) -> int:
         )
     threads = list(report_threads())
     levels = list(compress_levels.report(full=options.full))
-    shown: dict[str, Any] = {"labels": ("what", "n", "k"), "values": ("speedup",), "facts": facts, "against": AGAINST}
-    shown["threads"] = [{**row._asdict(), **with_quantiles(row._asdict())} for row in threads]
-    shown["levels"] = [row._asdict() for row in levels]
-    record(options.output, "compress", [row._asdict() for row in rows], **shown)
+    more: dict[str, Any] = {"threads": [{**row._asdict(), **with_quantiles(row._asdict())} for row in threads]}
+    more["levels"] = [row._asdict() for row in levels]
+    rows = [row._asdict() for row in measured]
+    record(options, rows, labels=("what", "n", "k"), values=("speedup",), against=AGAINST, **more)
     return 0
 
 

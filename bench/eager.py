@@ -25,7 +25,7 @@ from bench.eager_on_ranks import on_ranks
 from bench.eager_tasks import TASKS, Task, ideal
 from bench.record import asked, parser_of, record
 
-COLUMNS = ("seconds", "whole", "accuracy", "rounds")
+COLUMNS, VALUES = ("seconds", "whole", "accuracy", "rounds"), ("speedup", "whole_speedup", "ideal")
 
 AGAINST = "synchronous SGD with the same delays, and the bound for them"
 
@@ -36,11 +36,10 @@ def main(argv: Sequence[str] = ()) -> int:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="default: all")
     parser.add_argument("--seeds", type=int, help="default 1, with --full 3")
     parser.add_argument("--steps", type=int, help="of real ranks; default 40, with --full 200; 0: none")
-    options, facts = asked(parser, argv, seeds=(1, 3), steps=(40, 200))
+    options = asked(parser, argv, seeds=(1, 3), steps=(40, 200))
     rows = [row for name in options.tasks for row in _compared(TASKS[name], options.seeds)]
-    shown: dict[str, Any] = {"labels": ("task", "how"), "values": ("speedup", "whole_speedup", "ideal")}
     more: dict[str, Any] = {"ranks": on_ranks(options.steps)} if options.steps else {}
-    record(options.output, "eager", rows, **shown, facts=facts, against=AGAINST, **more)
+    record(options, rows, labels=("task", "how"), values=VALUES, against=AGAINST, **more)
     return 0
 
 

@@ -48,7 +48,7 @@ def main(argv: Sequence[str] = ()) -> int:
     parser.add_argument("--models", nargs="+", choices=MODELS, help="default resnet20, resnet18; with --full all")
     parser.add_argument("--readers", type=int, nargs="+", default=[0, 1, 2, 4], help="default 0 1 2 4")
     parser.add_argument("--seconds", type=float, help="a measurement at least; default 1, with --full 5")
-    options, facts = asked(parser, argv, seconds=(1.0, 5.0), models=(["resnet20", "resnet18"], list(MODELS)))
+    options = asked(parser, argv, seconds=(1.0, 5.0), models=(["resnet20", "resnet18"], list(MODELS)))
     rows = list[dict[str, Any]]()
     print("  ".join(f"{name:>10}" for name in COLUMNS), flush=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -56,15 +56,7 @@ def main(argv: Sequence[str] = ()) -> int:
         _write_imagenet(Path(folder))
         for model in options.models:
             rows += _measured(model, Path(folder), options.readers, options.seconds)
-    record(
-        options.output,
-        "input",
-        rows,
-        labels=("model", "readers"),
-        values=("input", "need"),
-        facts=facts,
-        against=AGAINST,
-    )
+    record(options, rows, labels=("model", "readers"), values=("input", "need"), against=AGAINST)
     return 0
 
 

@@ -118,7 +118,7 @@ def main(argv: Sequence[str] = ()) -> int:
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs side by side; they change no bit")
     chosen = TASKS[parser.parse_args(argv).task]
     of_task = {name: (getattr(chosen, name),) * 2 for name in ("ranks", "epochs", "algorithms")}
-    options, facts = asked(parser, argv, seeds=(1, chosen.seeds), **of_task)
+    options = asked(parser, argv, seeds=(1, chosen.seeds), **of_task)
     task, seeds, rows = TASKS[options.task], options.seeds, list[dict[str, Any]]()
     labels = ("case",) * (len(task.cases) > 1) + COLUMNS[:1]
     columns = labels + COLUMNS[1:]
@@ -141,7 +141,7 @@ def main(argv: Sequence[str] = ()) -> int:
             print("  ".join(f"{cell:>17}" for cell in cells), flush=True)
     against = f"{task.first}, with the same settings and seeds"
     kept = [{name: value for name, value in row.items() if name != "case" or value} for row in rows]
-    record(options.output, task.name, kept, labels=labels, values=("mean",), facts=facts, against=against)
+    record(options, kept, name=task.name, labels=labels, values=("mean",), against=against)
     return 0
 
 

@@ -215,7 +215,7 @@ def main(argv: Sequence[str] = ()) -> int:
     """Starts the ranks, prints the table; returns the exit status."""
     parser = parser_of("local-sgd-peers", __doc__, full="four times as many")
     parser.add_argument("--boundaries", type=int, help="default 12, with --full 48")
-    options, facts = asked(parser, argv, boundaries=(12, 48))
+    options = asked(parser, argv, boundaries=(12, 48))
     missing = sorted({needs for *_, needs in WAYS if importlib.util.find_spec(needs) is None})
     if missing:
         print(f"left out, because not installed: {', '.join(missing)} (hatch run peers:bench local-sgd-peers has them)")
@@ -230,8 +230,7 @@ def main(argv: Sequence[str] = ()) -> int:
         return done.returncode
     rows = json.loads(done.stdout.splitlines()[-1])
     print(as_text(rows, COLUMNS))
-    measured: dict[str, Any] = {"labels": COLUMNS[:2], "values": ("boundary", "step")}
-    record(options.output, "local-sgd-peers", rows, **measured, facts=facts, against=AGAINST)
+    record(options, rows, labels=COLUMNS[:2], values=("boundary", "step"), against=AGAINST)
     return 0
 
 

@@ -50,10 +50,10 @@ def parser_of(name: str, doc: str | None, *, full: str) -> argparse.ArgumentPars
     return made
 
 
-def asked(
-    parser: argparse.ArgumentParser, argv: Sequence[str], **defaults: tuple[Any, Any]
-) -> tuple[argparse.Namespace, dict[str, Any]]:
-    """The options, and the circumstances: the machine, the command, all options, the commit, the seeds, and the time.
+def asked(parser: argparse.ArgumentParser, argv: Sequence[str], **defaults: tuple[Any, Any]) -> argparse.Namespace:
+    """The options, with `name`, the benchmark's, and `facts`: the circumstances.
+
+    These are the machine, the command, all options, the commit, the seeds, and the time.
 
     defaults: by option, what it is where it was not given: in the quick form, and with --full.
     """
@@ -64,7 +64,9 @@ def asked(
             setattr(options, name, full if options.full else quick)
     facts: dict[str, Any] = {**machine(), "command": " ".join([parser.prog, *argv]), "commit": commit()}
     facts["options"] = {name: _plain(value) for name, value in vars(options).items() if name != "output"}
-    return options, facts | {"seeds": _seeds(options), BEGAN: datetime.now(UTC).isoformat(timespec="seconds")}
+    options.facts = facts | {"seeds": _seeds(options), BEGAN: datetime.now(UTC).isoformat(timespec="seconds")}
+    options.name = parser.prog.rpartition(" ")[2]
+    return options
 
 
 def _seeds(options: argparse.Namespace) -> list[int] | str:
@@ -106,23 +108,24 @@ def machine() -> dict[str, str]:
 
 
 def record(
-    folder: Path,
-    name: str,
+    options: argparse.Namespace,
     rows: Sequence[Row],
     *,
     labels: Sequence[str],
     values: Sequence[str],
-    facts: Mapping[str, Any],
     against: str,
+    name: str = "",
     draw: Callable[[Path], None] | None = None,
     **more: Any,
 ) -> None:
-    """Writes folder/name.csv (the rows), .json (with the circumstances, single measurements, and `more`) and .png.
+    """Writes NAME.csv (the rows), .json (with the circumstances, single measurements, and `more`) and .png.
 
-    labels: the columns that say what a row is. values: those whose bars are drawn. facts: the circumstances, asked for
-    before the benchmark made the machine busy. against: what the numbers are compared with; printed. draw: makes
-    another picture. A list `x_samples` of a row becomes the columns x_p20, x_p50 and x_p80, and stands in the .json.
+    options: as `asked` gave them, before the benchmark made the machine busy. labels: the columns that say what a row
+    is. values: those whose bars are drawn. against: what the numbers are compared with; printed. name: other than the
+    benchmark's. draw: makes another picture. A list `x_samples` of a row becomes the columns x_p20, x_p50 and x_p80,
+    and stands in the .json.
     """
+    folder, name = options.output, name or options.name
     folder.mkdir(parents=True, exist_ok=True)
     table = [with_quantiles(row) for row in rows]
     with (folder / f"{name}.csv").open("w", newline="") as file:
@@ -130,7 +133,8 @@ def record(
         writer.writeheader()
         writer.writerows(table)
     samples = [{key: value for key, value in row.items() if key.endswith(SAMPLES)} for row in rows]
-    content = {"circumstances": {**facts, "seconds": _since(facts[BEGAN])}, "against": against, "rows": table, **more}
+    circumstances = {**options.facts, "seconds": _since(options.facts[BEGAN])}
+    content = {"circumstances": circumstances, "against": against, "rows": table, **more}
     content |= {"samples": samples} if any(samples) else {}
     (folder / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
     (draw or partial(_bars, name=name, rows=table, labels=labels, values=values))(folder / f"{name}.png")

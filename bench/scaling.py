@@ -49,7 +49,7 @@ SHOWN = ("model", "P", "algorithm", "how", *MILLISECONDS, *OVER)
 def main(argv: Sequence[str] = ()) -> int:
     """Prints the table; returns the exit status."""
     parser = parser_of("scaling", __doc__, full="also other P than 32, of gtopk up to 1,024")
-    options, facts = asked(parser, argv)
+    options = asked(parser, argv)
     torch.set_num_threads(1)
     models, link = gtopk_models(), gtopk_link()
     rows = [row for model in models for row in _of_gtopk(model, link, RANKS if options.full else (PAPERS,))]
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] = ()) -> int:
     print(as_text(rows, SHOWN))
     labels, values = ("model", "P", "algorithm"), ("over_ring", "published_over_dense")
     draw = partial(_draw, rows=rows, models=models)
-    record(options.output, "scaling", rows, labels=labels, values=values, facts=facts, against=AGAINST, draw=draw)
+    record(options, rows, labels=labels, values=values, against=AGAINST, draw=draw)
     return 0
 
 

@@ -24,12 +24,12 @@ def main(argv: Sequence[str] = ()) -> int:
     add_link(parser)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], metavar="P", help="even; default 2 4")
     parser.add_argument("--repeats", type=int, metavar="N", help="of each measurement; default 15, with --full 60")
-    options, facts = asked(parser, argv, repeats=(15, 60))
+    options = asked(parser, argv, repeats=(15, 60))
     link = {"mbit_per_second": options.rate, "milliseconds": options.delay}
     found = check(**link, ranks=options.ranks, repeats=options.repeats)
     labels, values = ("P", "by", "what", "bytes"), ("measured_less_software_to_model",)
     rows = [_row(row) for row in found]
-    record(options.output, "slow-link", rows, labels=labels, values=values, facts=facts, against=AGAINST)
+    record(options, rows, labels=labels, values=values, against=AGAINST)
     return 0 if good(found) else 1
 
 

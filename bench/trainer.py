@@ -179,7 +179,7 @@ def main(argv: Sequence[str] = ()) -> int:
     """Prints a line for each algorithm; returns the exit status."""
     parser = parser_of("trainer", __doc__, full="five times as many")
     parser.add_argument("--epochs", type=int, help="of 45 steps; default 2, with --full 10")
-    options, facts = asked(parser, argv, epochs=(2, 10))
+    options = asked(parser, argv, epochs=(2, 10))
     keep_freed_memory()
     rows = [
         row_of(algorithm, pixels, measured(algorithm, own, options.epochs, pixels))
@@ -193,5 +193,5 @@ def main(argv: Sequence[str] = ()) -> int:
             f"{row['loop_percent']:.1f} %, all {row['overhead_percent']:.1f} % ({row['steps']} steps)"
         )
     values = ("bare_ms", "same_ms", "trainer_ms")
-    record(options.output, "trainer", rows, labels=("algorithm", "pixels"), values=values, facts=facts, against=AGAINST)
+    record(options, rows, labels=("algorithm", "pixels"), values=values, against=AGAINST)
     return 0

@@ -47,7 +47,7 @@ def main(argv: Sequence[str] = ()) -> int:
     parser.add_argument("--steps", type=int, help="of hook and average, counted; default 1, with --full 20")
     parser.add_argument("--only", choices=WAYS, help="this way alone")
     parser.add_argument("--list", action="store_true", help="every function, with how often it was entered")
-    options, facts = asked(parser, argv, steps=(1, 20))
+    options = asked(parser, argv, steps=(1, 20))
     rows: list[dict[str, Any]] = []
     for way in [options.only] if options.only else WAYS:
         steps = WAYS[way](options.steps)
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] = ()) -> int:
         for (_, file, name), count in sorted(Counter(steps[0]).items()) if options.list else ():
             print(f"{way:8} {file} {name} {count}")
     print(as_text(rows, (*LABELS, *COUNTS)))
-    record(options.output, "walk", rows, labels=LABELS, values=COUNTS[2:], facts=facts, against=AGAINST)
+    record(options, rows, labels=LABELS, values=COUNTS[2:], against=AGAINST)
     return 0
 
 

@@ -47,9 +47,9 @@ def test_every_benchmark_takes_full_and_says_where_its_record_goes(name, capsys)
 def test_a_record_tells_its_circumstances_and_keeps_every_measurement(measured):
     rows = [{"way": f"way {number}", "ms_samples": samples} for number, samples in enumerate(measured)]
     with tempfile.TemporaryDirectory() as folder:
-        options, facts = asked(parser_of("try", "Tries.", full="more"), ["--output", folder])
+        options = asked(parser_of("try", "Tries.", full="more"), ["--output", folder])
         shown = {"labels": ("way",), "values": ("ms_p50",)}
-        record(options.output, "try", rows, **shown, facts=facts, against="nothing")
+        record(options, rows, **shown, against="nothing")
         found = json.loads((options.output / "try.json").read_text())
         table = list(csv.DictReader((options.output / "try.csv").read_text().splitlines()))
         assert (options.output / "try.png").exists()
@@ -65,8 +65,8 @@ def test_a_record_tells_its_circumstances_and_keeps_every_measurement(measured):
 
 def test_a_quick_run_leaves_the_committed_records_alone():
     parser = parser_of("try", "Tries.", full="more")
-    assert asked(parser, [])[0].output == QUICK
-    assert asked(parser, ["--full"])[0].output == RESULTS
+    assert asked(parser, []).output == QUICK
+    assert asked(parser, ["--full"]).output == RESULTS
 
 
 def test_new_records_and_pages_of_them_make_no_tree_dirty_and_code_does(tmp_path, monkeypatch):
@@ -92,10 +92,10 @@ def test_the_circumstances_have_every_option_as_it_was_used(words, seeds):
     parser = parser_of("try", "Tries.", full="more")
     parser.add_argument("--seeds", type=int)
     parser.add_argument("--rate", type=float, default=2.5)
-    options, facts = asked(parser, words, seeds=(1, 5))
+    options = asked(parser, words, seeds=(1, 5))
     assert options.seeds == seeds
-    assert facts["seeds"] == list(range(seeds))
-    assert facts["options"] == {"full": "--full" in words, "seeds": seeds, "rate": 2.5}
+    assert options.facts["seeds"] == list(range(seeds))
+    assert options.facts["options"] == {"full": "--full" in words, "seeds": seeds, "rate": 2.5}
 
 
 @pytest.mark.parametrize("algorithm", ["topk-allgather", "gtopk", "spardl"])
