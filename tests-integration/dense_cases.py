@@ -22,10 +22,10 @@ from communicators import (
     frame,
     framed_nbytes,
     run,
+    schedules,
     start,
     testing,
 )
-from communicators import dense_schedules as schedules
 
 
 def integers(comm, seed, numel):

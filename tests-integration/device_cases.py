@@ -12,9 +12,9 @@ from communicators import (
     allreduce,
     frame,
     run,
+    schedules,
     start,
 )
-from communicators import dense_schedules as schedules
 from sparse_collectives import ALGORITHMS, sparse_allreduce, sparse_allreduce_async
 from sparse_compress import topk
 

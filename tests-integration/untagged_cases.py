@@ -7,8 +7,7 @@ import time
 import dense_cases
 import sparse_cases
 import torch
-from communicators import Round, body, frame, framed_nbytes, run, start
-from communicators import dense_schedules as schedules
+from communicators import Round, body, frame, framed_nbytes, run, schedules, start
 
 
 def sizes_that_depend_on_data(comm):

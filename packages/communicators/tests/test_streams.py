@@ -14,8 +14,8 @@ from communicators.background.call import Call
 from communicators.background.engine import Engine
 from communicators.background.outstanding_call import OutstandingCall, TransportWork
 from communicators.background.streams import SideStreams, devices_of, given, owned_here, with_index
-from communicators.dense_schedules import ring_allreduce
 from communicators.errors import CollectiveError
+from communicators.schedules.dense import ring_allreduce
 
 CPU = torch.device("cpu")
 

@@ -6,8 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from communicators import Link, SimulatedWorld, Stats
-from communicators.worlds.alone import Alone
+from communicators import Alone, Link, SimulatedWorld, Stats
 from data_parallel import DistributedOptimizer, SparseHookState
 from data_parallel.tally import Tally, covered
 from hypothesis import given

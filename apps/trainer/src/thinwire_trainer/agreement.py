@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
-from communicators import Communicator, Round, Schedule, Work, allgather, dense_schedules, start
+from communicators import Communicator, Round, Schedule, Work, allgather, schedules, start
 from torch import Tensor
 
 from thinwire_trainer.errors import GO_ON, AgreedError, RunError, told
@@ -193,6 +193,6 @@ class AgreedStop:
         now, number = self._clock(), self._asked()
         seconds = (now - self._began) / (step - self._last)
         told = torch.tensor([*(float(number == one) for one in SIGNALS), seconds], dtype=torch.float64)
-        schedule = dense_schedules.allreduce(told, self._comm.rank, self._comm.size)
+        schedule = schedules.allreduce(told, self._comm.rank, self._comm.size)
         self._sum = start(schedule, self._comm, facts="whether to stop", device=told.device)
         self._last, self._began, self._next = step, now, step + self._ahead

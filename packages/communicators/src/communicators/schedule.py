@@ -6,7 +6,7 @@ received; its return value is the result of the collective. A communicator carri
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
@@ -83,11 +83,3 @@ def body(payload: Tensor, dtype: torch.dtype) -> Tensor:
 def framed_nbytes(numel: int, dtype: torch.dtype) -> int:
     """Bytes of a payload that frames `numel` elements: the capacity to receive it."""
     return SLOT_BYTES + numel * dtype.itemsize
-
-
-def powers_of_two(*, below: int) -> Iterator[int]:
-    """1, 2, 4, … less than `below`."""
-    power = 1
-    while power < below:
-        yield power
-        power *= 2

@@ -80,7 +80,7 @@ class Tally:
             self._waiting_since = self._clock()
 
     def numbers(self) -> dict[str, float]:
-        """Bytes and seconds so far, by the names of `communicators.stats.Stats`."""
+        """Bytes and seconds so far, by the names of `communicators.Stats`."""
         under_way, waited = self._seconds()
         under_way, waited = self._under_way + under_way, self._waited + waited
         return {

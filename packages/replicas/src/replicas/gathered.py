@@ -7,10 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from communicators.collectives import allgather
-from communicators.communicator import Communicator, run
-from communicators.errors import CollectiveError
-from communicators.schedule import Round, Schedule, body, frame, framed_nbytes
+from communicators import CollectiveError, Communicator, Round, Schedule, allgather, body, frame, framed_nbytes, run
 from torch import Tensor
 
 from replicas.saved_by import KEY, check_is_state, size_key

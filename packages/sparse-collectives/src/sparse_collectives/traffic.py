@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from communicators.dense_schedules import largest_power_of_two
-from communicators.schedule import SLOT_BYTES, powers_of_two
+from communicators import SLOT_BYTES, schedules
 
 
 class Traffic(NamedTuple):
@@ -35,7 +34,9 @@ def bruck_sent(nbytes: Sequence[int], rank: int) -> Traffic:
     """
     size = len(nbytes)
     onwards = [*nbytes[rank:], *nbytes[:rank]]
-    sent = [SLOT_BYTES + sum(onwards[: min(distance, size - distance)]) for distance in powers_of_two(below=size)]
+    sent = [
+        SLOT_BYTES + sum(onwards[: min(distance, size - distance)]) for distance in schedules.powers_of_two(below=size)
+    ]
     return Traffic(sum(sent), len(sent), len(sent))
 
 
@@ -45,7 +46,7 @@ def sum_sent(rank: int, size: int, nbytes: int) -> Traffic:
     2·(Q − 1)/Q of the bytes in 2 log Q messages; all of them once more from a rank with a folded partner, whose own
     message is its only one.
     """
-    group = largest_power_of_two(size)
+    group = schedules.largest_power_of_two(size)
     if rank >= group:
         return Traffic(nbytes + SLOT_BYTES, 1, 2)
     levels, has_partner = group.bit_length() - 1, rank + group < size

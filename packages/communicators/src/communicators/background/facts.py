@@ -10,7 +10,8 @@ import torch
 
 from communicators import errors
 from communicators.errors import CollectiveError
-from communicators.schedule import Round, Schedule, body, frame, framed_nbytes, powers_of_two
+from communicators.schedule import Round, Schedule, body, frame, framed_nbytes
+from communicators.schedules.dense import powers_of_two
 
 FACTS_BYTES = 244
 _SIDE = struct.Struct(f"<i{FACTS_BYTES}s")  # rank (-1: nobody), facts

@@ -18,8 +18,8 @@ from communicators.background.streams import SideStream, devices_of, owned_here
 from communicators.background.transport import PeerLost, Pending, Transport, Unsent
 from communicators.communicator import Work
 from communicators.errors import CollectiveError
-from communicators.labels import labelled
 from communicators.schedule import Elapse, Received, Round
+from communicators.tracing import labelled
 
 T = TypeVar("T")
 

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 import torch
 
 from communicators.communicator import Communicator, Work, refuse_too_many
-from communicators.dense_schedules import allgather, barrier
 from communicators.errors import CollectiveError
 from communicators.link import Link
 from communicators.schedule import Schedule
+from communicators.schedules.dense import allgather, barrier
 from communicators.signals import OnSignal, Signals
 from communicators.simulated.event_loop import EventLoop
 from communicators.simulated.faults import Corrupts, Dies

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from communicators.dense_schedules import allgather_blocks
-from communicators.schedule import SLOT_BYTES, Round, Schedule, frame
+from communicators import SLOT_BYTES, Round, Schedule, frame, schedules
 from sparse_compress import SparseVector, add
 
 from sparse_collectives.reduction import Reduction
@@ -29,7 +28,7 @@ def gather_evenly(
         mine, rest = wire.rounded((yield from _even_out(mine, counts, rank, size, wire)))  # int8 scales may differ
         dropped, counts = add(dropped, rest), even_counts(sum(counts), size)
     nbytes = [wire.block_nbytes(count, mine.numel, mine.dtype) for count in counts]
-    blocks = yield from allgather_blocks(wire.block(mine, span), nbytes, rank, size)
+    blocks = yield from schedules.allgather_blocks(wire.block(mine, span), nbytes, rank, size)
     return Reduction(joined(wire, blocks, [span] * size, counts, mine, range(size)), dropped)
 
 

@@ -8,8 +8,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-from communicators.dense_schedules import halving_doubling_allreduce, largest_power_of_two
-from communicators.schedule import SLOT_BYTES, Round, Schedule, frame
+from communicators import SLOT_BYTES, Round, Schedule, frame, schedules
 from sparse_compress import SparseVector, add_all
 from sparse_compress.entries import larger, without
 from sparse_compress.magnitude import magnitude_keys
@@ -180,9 +179,9 @@ def _agree_on_boundaries(own: SparseVector, rank: int, size: int) -> Schedule[li
     n, m = own.numel, len(own)
     indices = own.indices.tolist()
     proposal = [indices[b * m // size] if m else b * n // size for b in range(1, size)]
-    padded = torch.zeros(2 * largest_power_of_two(size), dtype=torch.int64)
+    padded = torch.zeros(2 * schedules.largest_power_of_two(size), dtype=torch.int64)
     padded[: size - 1] = torch.tensor(proposal, dtype=torch.int64)
-    sums = yield from halving_doubling_allreduce(padded.to(own.device), rank, size)
+    sums = yield from schedules.halving_doubling_allreduce(padded.to(own.device), rank, size)
     boundaries = [0, *(total // size for total in sums[: size - 1].tolist()), n]
     if not _are_edges(boundaries, n, size):
         raise InvalidMessageError(None, f"boundaries of regions {boundaries}, expected increasing ones")

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
-from communicators.dense_schedules import largest_power_of_two
-from communicators.schedule import SLOT_BYTES
+from communicators import SLOT_BYTES, schedules
 
 from sparse_collectives.algorithms.even_out import even_counts, is_uneven, shifts
 from sparse_collectives.algorithms.kth_largest import kth_largest_sent
@@ -44,7 +43,7 @@ def oktopk_traffic(
         _gather(rank, dtype, kept, edges[-1], wire),
     ]
     if boundaries:
-        parts.append(sum_sent(rank, size, 16 * largest_power_of_two(size)))
+        parts.append(sum_sent(rank, size, 16 * schedules.largest_power_of_two(size)))
     return together(*parts)
 
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from communicators.dense_schedules import allgather_blocks
-from communicators.schedule import SLOT_BYTES, Schedule
+from communicators import SLOT_BYTES, Schedule, schedules
 from sparse_compress import SparseVector, add_all
 
 from sparse_collectives.algorithm import Algorithm, Array
@@ -36,7 +35,7 @@ class TopKAllgather(Algorithm):
     ) -> Schedule[Reduction]:
         own, rounded_off = self.wire.rounded(sparse)
         nbytes = self.wire.nbytes(len(sparse), sparse.numel, sparse.dtype)
-        messages = yield from allgather_blocks(self.wire.message(own), [nbytes] * size, rank, size)
+        messages = yield from schedules.allgather_blocks(self.wire.message(own), [nbytes] * size, rank, size)
         vectors = [own] * size
         for source in (source for source in range(size) if source != rank):
             with given_by(source):

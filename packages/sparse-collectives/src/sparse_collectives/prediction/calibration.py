@@ -10,8 +10,7 @@ import statistics
 from collections.abc import Callable, Collection
 
 import torch
-from communicators import SLOT_BYTES, Communicator, Link, Round, Schedule, allgather, barrier, run
-from communicators.schedule import powers_of_two
+from communicators import SLOT_BYTES, Communicator, Link, Round, Schedule, allgather, barrier, run, schedules
 from sparse_compress import ErrorFeedback, SparseVector, TopK
 
 from sparse_collectives.algorithms.table import ALGORITHMS, resolve
@@ -146,7 +145,7 @@ def _merging(
 
 def _round_seconds(comm: Communicator, nbytes: int, repeats: int) -> float:
     """Median seconds of a round. Short ones come in a row, so that it does not matter who leaves the barrier last."""
-    distances = list(powers_of_two(below=comm.size)) * (1 if nbytes > SLOT_BYTES else SHORT_ROUNDS)
+    distances = list(schedules.powers_of_two(below=comm.size)) * (1 if nbytes > SLOT_BYTES else SHORT_ROUNDS)
     payload = torch.zeros(nbytes, dtype=torch.uint8)
 
     def shift() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-from communicators.schedule import SLOT_BYTES
+from communicators import SLOT_BYTES
 from sparse_compress import SparseVector, WireCodec, wire_nbytes
 from sparse_compress.codecs.rounding import VALUES
 from sparse_compress.vector_format import WIRE_DTYPES
