@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from communicators import Round, frame
+from communicators import Payload, Round
 from communicators.background.call import Call
 from communicators.background.engine import Engine
 from communicators.background.outstanding_call import OutstandingCall, TransportWork
@@ -121,7 +121,7 @@ def test_a_stream_that_fails_fails_the_call():
 
 
 def stamped(call, sender, numel=3):
-    payload = frame(torch.ones(numel))
+    payload = Payload.of(torch.ones(numel))
     Call(iter(()), rank=sender, size=2, facts=call.facts, number=call.number).stamp(payload)
     return payload
 

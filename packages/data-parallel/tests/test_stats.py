@@ -96,7 +96,7 @@ class Span:
     """Of something that was under way."""
 
     def __init__(self, began, ended):
-        self.began, self.ended = began, ended
+        self.began, self.ended, self.bytes_sent = began, ended, 0
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=30))

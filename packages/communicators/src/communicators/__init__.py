@@ -9,7 +9,7 @@ from communicators.errors import CollectiveError
 from communicators.link import Link
 from communicators.measure import measure_link
 from communicators.origin import as_communicator
-from communicators.schedule import SLOT_BYTES, Elapse, Received, Round, Schedule, body, frame, framed_nbytes
+from communicators.schedule import SLOT_BYTES, Elapse, Payload, Received, Round, Schedule
 from communicators.signals import Attempt, Signals
 from communicators.simulated.faults import Corrupts, Dies
 from communicators.simulated.world import SimulatedWorld
@@ -28,6 +28,7 @@ __all__ = [
     "Dies",
     "Elapse",
     "Link",
+    "Payload",
     "Received",
     "Round",
     "Schedule",
@@ -41,11 +42,8 @@ __all__ = [
     "allreduce_async",
     "as_communicator",
     "barrier",
-    "body",
     "broadcast",
     "buckets_of",
-    "frame",
-    "framed_nbytes",
     "leave",
     "measure_link",
     "run",

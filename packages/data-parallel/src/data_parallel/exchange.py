@@ -215,7 +215,7 @@ class Exchange:
         native, dense = self._native and transfer.summed is not None, self._whole_nbytes(flat)
         tallied = self.tally.begin(dense=dense)
         later = partial(self._sum, transfer, bucket, tallied)
-        work: Work[Checked] = _Later(later, self.comm.clock) if native else self._launch(transfer, bucket, tallied)
+        work: Work[Checked] = _Later(later, self.comm.clock) if native else self._launch(transfer, bucket)
         tallied.work = work
         return _Mean(work, partial(self._end, transfer, flat))
 
@@ -320,9 +320,9 @@ class Exchange:
         """Bytes that the best dense allreduces send for this tensor."""
         return 2 * whole.numel() * whole.element_size() * (self.comm.size - 1) // self.comm.size
 
-    def _launch(self, transfer: Transfer, bucket: Bucket, tallied: Exchanged) -> Work[Checked]:
+    def _launch(self, transfer: Transfer, bucket: Bucket) -> Work[Checked]:
         facts = self._facts(transfer)
-        schedule = tallied.counted(self._looked_at(transfer.schedule, transfer, bucket))
+        schedule = self._looked_at(transfer.schedule, transfer, bucket)
         return start(schedule, self.comm, facts=facts, device=bucket.device)
 
     def _sum(self, transfer: Transfer, bucket: Bucket, tallied: Exchanged) -> Checked:
@@ -330,7 +330,10 @@ class Exchange:
         assert transfer.summed is not None
         total = self.comm.native_allreduce(transfer.summed, facts=self._facts(transfer))
         if total is None:
-            return self._launch(transfer, bucket, tallied).wait()
+            work = self._launch(transfer, bucket)
+            outcome = work.wait()
+            tallied.sent += work.bytes_sent
+            return outcome
         tallied.sent += self._whole_nbytes(total)
         if self._nonfinite != "raise" or bool(all_finite(total)):
             return total, None
@@ -400,7 +403,9 @@ class _Mean(Work[Tensor]):
 
 
 class _Later(Work[Checked]):
-    """A work that runs when it is waited for."""
+    """A work that runs when it is waited for; its call counts its bytes."""
+
+    bytes_sent = 0
 
     def __init__(self, call: Callable[[], Checked], clock: Callable[[], float]) -> None:
         self._call, self._clock = call, clock

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
-from communicators import SLOT_BYTES, Communicator, Round, Schedule, allreduce, run
+from communicators import SLOT_BYTES, Communicator, Payload, Round, Schedule, allreduce, run
 
 from slow_link.throttled import Throttled, behind_link
 
@@ -104,9 +104,9 @@ def _our_ping_pong(comm: Communicator, nbytes: int) -> None:
 
 def _rally(rank: int, nbytes: int) -> Schedule[None]:
     """Ping-pong as a schedule, a round each way."""
-    peer, ball = rank ^ 1, torch.zeros(nbytes, dtype=torch.uint8)
+    peer, ball = rank ^ 1, Payload.of(torch.zeros(nbytes - SLOT_BYTES, dtype=torch.uint8))
     for serving in (0, 1):
-        yield Round({peer: ball}) if rank % 2 == serving else Round(recvs={peer: nbytes})
+        yield Round({peer: ball}) if rank % 2 == serving else Round(recvs={peer: ball.nbytes})
 
 
 def _times(repeats: int, once: Callable[[], object], before: Callable[[], object] = lambda: None) -> list[float]:

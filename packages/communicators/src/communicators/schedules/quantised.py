@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from communicators.schedule import SLOT_BYTES, Round, Schedule, body, frame
+from communicators.schedule import Payload, Round, Schedule
 from communicators.schedules.dense import allgather_blocks, block_bounds
 
 BLOCK = 1024
@@ -58,12 +58,11 @@ def quantised_allreduce(x: Tensor, rank: int, size: int, *, bits: int = 8) -> Sc
         gives[peer] = packed(x[span], bits)
         dropped[span] = x[span] - unpacked(gives[peer], len(x[span]), bits)
     own = slice(*spans[rank])
-    capacity = SLOT_BYTES + quantised_nbytes(len(x[own]), bits)
-    sends = {peer: frame(given) for peer, given in gives.items()}
-    received = yield Round(sends, dict.fromkeys(sends, capacity))
+    sends = {peer: Payload.of(given) for peer, given in gives.items()}
+    received = yield Round(sends, dict.fromkeys(sends, quantised_nbytes(len(x[own]), bits)))
     total = x[own].clone()
     for peer in sorted(received):
-        total += unpacked(body(received[peer], torch.int8), len(total), bits)
+        total += unpacked(received[peer].view(torch.int8), len(total), bits)
     coded = packed(total, bits)
     dropped[own] = total - unpacked(coded, len(total), bits)
     lengths = [high - low for low, high in spans]

@@ -203,6 +203,10 @@ class SimulatedWork(Work[T]):
         return self._outstanding.ended if self._outstanding.done else None
 
     @property
+    def bytes_sent(self) -> int:
+        return self._outstanding.bytes_sent
+
+    @property
     def error(self) -> CollectiveError | None:
         return self._outstanding.error
 

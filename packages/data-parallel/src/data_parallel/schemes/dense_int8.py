@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from communicators import SLOT_BYTES, Bucket, Communicator, Schedule, schedules
+from communicators import Bucket, Communicator, Schedule, schedules
 from sparse_collectives.traffic import Traffic, bruck_sent, together
 from torch import Tensor
 
@@ -114,5 +114,5 @@ def dense_int8_sent(rank: int, size: int, numel: int) -> Traffic:
     if size == 1:
         return Traffic(0, 0, 0)
     nbytes = [schedules.quantised_nbytes(high - low) for low, high in schedules.quantised_spans(numel, size)]
-    split = sum(nbytes) - nbytes[rank] + (size - 1) * SLOT_BYTES
-    return together(Traffic(split, size - 1, 1), bruck_sent(nbytes, rank))
+    split = Traffic.of_bodies(sum(nbytes) - nbytes[rank], size - 1, 1)
+    return together(split, bruck_sent(nbytes, rank))

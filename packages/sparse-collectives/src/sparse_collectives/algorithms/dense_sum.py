@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from communicators import SLOT_BYTES, Schedule, schedules
+from communicators import Schedule, schedules
 from sparse_compress import SparseVector, topk
 
 from sparse_collectives.algorithm import Algorithm, Array
@@ -55,7 +55,7 @@ class Dense(Algorithm):
             elements = numel - spans[-1] + sum(spans[1:]) + has_partner * numel
             messages = 2 * (len(spans) - 1) + has_partner
             rounds = messages + has_partner
-        return Traffic(elements * dtype.itemsize + messages * SLOT_BYTES, messages, rounds)
+        return Traffic.of_bodies(elements * dtype.itemsize, messages, rounds)
 
     def merged(self, rank: int, size: int, k: int, numel: int) -> int:
         """None: adding dense vectors costs next to nothing."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from communicators import SLOT_BYTES, Round, Schedule, frame, schedules
+from communicators import Payload, Round, Schedule, schedules
 from sparse_compress import SparseVector, add
 
 from sparse_collectives.reduction import Reduction
@@ -37,13 +37,13 @@ def _even_out(mine: SparseVector, counts: Sequence[int], rank: int, size: int, w
     runs, span = shifts(counts, rank), (0, mine.numel)
     sources = {other: shifts(counts, other).get(rank) for other in range(size) if other != rank}
     coming = {other: run.stop - run.start for other, run in sources.items() if run is not None}
-    sends = {to: frame(wire.block(take(mine, [run]), span)) for to, run in runs.items() if to != rank}
-    recvs = {other: SLOT_BYTES + wire.block_nbytes(n, mine.numel, mine.dtype) for other, n in coming.items()}
+    sends = {to: Payload.of(wire.block(take(mine, [run]), span)) for to, run in runs.items() if to != rank}
+    recvs = {other: wire.block_nbytes(n, mine.numel, mine.dtype) for other, n in coming.items()}
     received = (yield Round(sends, recvs)) if sends or recvs else {}
     parts = {rank: take(mine, [runs.get(rank, slice(0, 0))])}
     for other, payload in received.items():
         with given_by(other):
-            parts[other] = wire.entries(payload[SLOT_BYTES:], span, mine, coming[other])
+            parts[other] = wire.entries(payload.body, span, mine, coming[other])
     return join_in_order([(other, parts[other]) for other in sorted(parts)])
 
 

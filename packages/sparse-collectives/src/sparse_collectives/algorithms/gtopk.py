@@ -69,7 +69,7 @@ class GTopK(Algorithm):
         group = schedules.largest_power_of_two(size)
         levels, has_partner = group.bit_length() - 1, rank + group < size
         messages, rounds = (1, 2) if rank >= group else (levels + has_partner, levels + 2 * has_partner)
-        return Traffic(messages * self.wire.nbytes(min(k, numel), numel, dtype), messages, rounds)
+        return Traffic.of_bodies(messages * self.wire.nbytes(min(k, numel), numel, dtype), messages, rounds)
 
     def merged(self, rank: int, size: int, k: int, numel: int) -> int:
         """Two vectors for each merge of this rank."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from communicators import SLOT_BYTES, Round, Schedule, frame, schedules
+from communicators import Payload, Round, Schedule, schedules
 from sparse_compress import SparseVector
 from sparse_compress.nonfinite import all_finite
 from sparse_compress.selection import LargestOfBlocks, Selection
@@ -147,7 +147,7 @@ class SparDL(Algorithm):
         sizes = [wire.block_nbytes(b, last - first, dtype) for b, (first, last) in zip(budgets, bounds, strict=True)]
         gather = bruck_sent(sizes, position)
         given = [wire.block_nbytes(entries, numel, dtype) for entries in _given(budgets, position)]
-        scatter = Traffic(sum(given) + len(given) * SLOT_BYTES, len(given), len(given))
+        scatter = Traffic.of_bodies(sum(given), len(given), len(given))
         if self.teams == 1:
             return together(scatter, gather)
         before = state["entries"] if state["of"] == [k, size, self.teams] else None
@@ -194,8 +194,8 @@ def spar_reduce_scatter(blocks: Blocks, rank: int, size: int) -> Schedule[None]:
         to, source = (rank + distance) % size, (rank - distance) % size
         gives = [(rank + j) % size for j in range(distance, held)]
         takes = [(rank + j) % size for j in range(held - distance)]
-        received = yield Round({to: frame(blocks.give(gives))}, {source: SLOT_BYTES + blocks.nbytes(takes)})
-        blocks.add(received[source][SLOT_BYTES:], takes, source)
+        received = yield Round({to: Payload.of(blocks.give(gives))}, {source: blocks.nbytes(takes)})
+        blocks.add(received[source].body, takes, source)
         held = distance
 
 

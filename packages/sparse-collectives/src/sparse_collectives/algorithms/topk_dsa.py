@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from communicators import SLOT_BYTES, Round, Schedule, frame, schedules
+from communicators import Payload, Round, Schedule, schedules
 from sparse_compress import SparseVector, add
 from torch import Tensor
 
@@ -46,12 +46,12 @@ class TopKDSA(Algorithm):
         bounds = schedules.block_bounds(sparse.numel, size)
         blocks, (low, high) = split(own, bounds), bounds[rank]
         given = {rank: blocks[rank]}
-        capacity = SLOT_BYTES + block_nbytes(len(own), high - low, sparse.dtype, wire) + wire.overhead
+        capacity = block_nbytes(len(own), high - low, sparse.dtype, wire) + wire.overhead
         for distance in range(1, size):  # so that no two ranks send to the same one at a time
             to, source = (rank + distance) % size, (rank - distance) % size
-            payload = frame(_encode(blocks[to], bounds[to], wire))
+            payload = Payload.of(_encode(blocks[to], bounds[to], wire))
             received = yield Round({to: payload}, {source: capacity}, bounded=True)
-            given[source] = _decode(received[source][SLOT_BYTES:], bounds[rank], sparse, wire, source)
+            given[source] = _decode(received[source].body, bounds[rank], sparse, wire, source)
         total, rounded_off = wire.rounded(union_of([given[source] for source in range(size)]))
         lengths = [wire.dense_nbytes(high - low, sparse.dtype) for low, high in bounds]
         sums = yield from _gather(_encode(total, bounds[rank], wire), lengths, rank, size)
@@ -141,5 +141,5 @@ def topk_dsa_traffic(
         [block_nbytes(entries, length, dtype, wire) for entries, length in zip(counts, lengths, strict=True)]
         for counts in (given, summed)
     )
-    splits = sum(split_nbytes) - split_nbytes[rank] + (size - 1) * SLOT_BYTES
-    return together(Traffic(splits, size - 1, size - 1), bruck_sent([8] * size, rank), bruck_sent(sum_nbytes, rank))
+    splits = Traffic.of_bodies(sum(split_nbytes) - split_nbytes[rank], size - 1, size - 1)
+    return together(splits, bruck_sent([8] * size, rank), bruck_sent(sum_nbytes, rank))
