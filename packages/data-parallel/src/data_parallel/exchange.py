@@ -15,10 +15,10 @@ from typing import Any, Protocol, cast, runtime_checkable
 import torch
 from communicators import Bucket, Communicator, Schedule, Work, run, start
 from communicators.labels import labelled
-from replicas.by_parameter import empty_like, split
 from sparse_compress.nonfinite import all_finite
 from torch import Tensor
 
+from data_parallel.by_parameter import empty_like, split
 from data_parallel.clipping import clip_limit, clip_together
 from data_parallel.memories import MEMORIES
 from data_parallel.nonfinite import Checked, checked, refuse_nonfinite, unlawful

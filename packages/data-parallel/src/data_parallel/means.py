@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from communicators import Bucket, CollectiveError, Work
-from replicas.by_parameter import empty_like
 from torch import Tensor
 
+from data_parallel.by_parameter import empty_like
 from data_parallel.exchange import Exchange
 
 

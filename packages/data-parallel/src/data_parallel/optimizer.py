@@ -8,15 +8,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from communicators import Bucket, Communicator, Stats, as_communicator, buckets_of
-from replicas.default_group import refuse_alone
-from replicas.first_broadcast import broadcast_parameters
-from replicas.inside_ddp import InsideDDP
-from replicas.parameters import name_parameters, refuse_changes
-from replicas.replaced import Replaced
-from replicas.saved_by import KEY
-from replicas.wrapped_state import refuse_torch_helpers, wrapped_part, wrapped_state
-from replicas.wrapping import Wrapping
+from communicators import Bucket, Stats, buckets_of
+from replicas import STATE_KEY as KEY
+from replicas import Wrapping, check_loaded
 from sparse_collectives.algorithm import Algorithm
 from sparse_collectives.prediction.auto import Choice
 from sparse_compress import Compressor
@@ -44,10 +38,9 @@ from data_parallel.settings import (
     check_sends,
     check_settings,
     fixed,
-    refuse_sharded,
-    to_train,
 )
 from data_parallel.state_dict import (
+    RESHARD,
     check_fit,
     check_groups,
     check_saved_by,
@@ -55,7 +48,6 @@ from data_parallel.state_dict import (
     complete,
     gathered_state,
     own_state,
-    saved_by,
     sending,
 )
 from data_parallel.steps import Schedule, Steps
@@ -63,6 +55,7 @@ from data_parallel.uneven import Shadow, group_for_join
 from data_parallel.unfit import unfit
 from data_parallel.updates import taken
 
+BETWEEN_NODES = "exchange between nodes by sparse_hsdp(model, mesh['between']), and step a plain optimizer"
 UNDER_DDP = "; or wrap no optimizer, but ddp.register_comm_hook(SparseHookState(...), sparse_hook)"
 SETTINGS = frozenset(
     {"algorithm", "bucket_bytes", "choice", "clip_norm", "comm", "compressor", "dense_below", "density", "momentum"}
@@ -140,8 +133,8 @@ class DistributedOptimizer(Wrapping):
     Settings are fixed at construction; a compressor's own density may change, in the same way on every rank, unless a
     schedule sets it.
 
-    The module should not be in DDP: DDP would first exchange dense gradients in vain, and a warning says so. Under DDP
-    use `SparseHookState`, or `ddp.no_sync()` around all backwards.
+    The module should not be in DDP: DDP would first exchange dense gradients in vain, and a warning says so where all
+    names begin with "module.", as DDP's do. Under DDP use `SparseHookState`, or `ddp.no_sync()` around all backwards.
 
     A parameter without a gradient counts as zeros, and gets its part of the mean like the others: all ranks update
     the same parameters, even those that only some of them used.
@@ -151,6 +144,7 @@ class DistributedOptimizer(Wrapping):
     `join_hook`. The wrapped optimizer must need its closure only once (LBFGS needs it more often).
     """
 
+    advice, instead_of_ddp, instead_of_shards = RESHARD, UNDER_DDP, BETWEEN_NODES
     _step_supports_amp_scaling = True  # so that GradScaler calls step() on every rank, also where it found inf
 
     def __init__(
@@ -180,10 +174,8 @@ class DistributedOptimizer(Wrapping):
         check_optimizer(optimizer, nonfinite)
         dense_below = check_dense_below(dense_below, algorithm)
         check_sends(sends, algorithm, optimizer, momentum=momentum, overlap=overlap)
-        named = name_parameters(optimizer, named_parameters)
-        refuse_sharded(named)
-        given, comm = comm, as_communicator(comm)
-        trained = to_train(named)
+        super().__init__(optimizer, named_parameters, comm)
+        given, comm, trained = comm, self._comm, self.trained
         chosen = choose_scheme(
             comm,
             algorithm=algorithm,
@@ -196,7 +188,6 @@ class DistributedOptimizer(Wrapping):
             parameters=list(trained.values()),
             tentative=nonfinite == "skip",
         )
-        super().__init__(optimizer)
         self._sends, self._steps = sends, Steps(compressor, density, verify)
         self._seen: SeenOptimizer | None = None
         if chosen.selects:
@@ -204,17 +195,14 @@ class DistributedOptimizer(Wrapping):
             judge: Callable[[Optimizer], str | None] = partial(unfit, **known)
             self._seen = SeenOptimizer(self._steps, judge, owner=type(self).__name__)
             self._seen.say(judge(optimizer), stacklevel=3)
-        self._group, self._by_default = given, given is None
-        self._comm, self._chosen, self._nonfinite = comm, chosen, nonfinite
+        self._group = given
+        self._chosen, self._nonfinite = chosen, nonfinite
         self._compressor, self.skipped = compressor, 0
         if overlap:  # gradients come in about the reverse order of the parameters
             trained, bucket_bytes = dict(reversed(trained.items())), bucket_bytes or BUCKET_BYTES
         self._names, self._trained = list(trained), list(trained.values())
-        self._all, self._named = named, {id(p): name for name, p in named.items()}
-        self._replaced = Replaced(trained, "DistributedOptimizer")
         self._synchronized = self._accumulates = False
         self._shadow: Shadow | None = None
-        self._inside_ddp = InsideDDP(self._trained, given, owner="DistributedOptimizer", instead=UNDER_DDP)
         self._exchange = Exchange(
             chosen.scheme,
             comm,
@@ -237,7 +225,7 @@ class DistributedOptimizer(Wrapping):
         more += [f"{sends=}, {clip_norm=}"] if clip_norm or sends != "gradients" else []
         settings = self._settings = ", ".join([settings, *more, *chosen.settings])
         settings += self._exchange.cut
-        broadcast_parameters(named, comm, what="DistributedOptimizer", settings=settings)
+        self.start_alike(settings)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in SETTINGS:
@@ -249,12 +237,6 @@ class DistributedOptimizer(Wrapping):
         ranks = f"rank {self._comm.rank} of {self._comm.size}"
         compressor = f"compressor={self._compressor}, " if self._chosen.selects else ""
         return f"{type(self).__name__}({self._settings}, {compressor}{ranks}, {self.optimizer!r})"
-
-    @property
-    def comm(self) -> Communicator:
-        """The ranks."""
-        ranks: Communicator = self._comm
-        return ranks
 
     @property
     def choice(self) -> Choice | None:
@@ -284,7 +266,7 @@ class DistributedOptimizer(Wrapping):
             CollectiveError: As `synchronize`.
             RuntimeError: Inside `no_sync`, or a closure was given after `synchronize`.
         """
-        refuse_torch_helpers("DistributedOptimizer")
+        self.check_step()
         self._refuse_no_sync("step()")
         self._refuse_ahead("step()")
         loss = None
@@ -300,7 +282,7 @@ class DistributedOptimizer(Wrapping):
         else:
             self._step_by_gradients()
         self._synchronized = False
-        self._steps.count(self._all, self._comm)
+        self._steps.count(self.named, self._comm)
         return loss
 
     def synchronize(self) -> None:
@@ -424,12 +406,10 @@ class DistributedOptimizer(Wrapping):
         Raises:
             RuntimeError: Between backward, or synchronize(), and step(): what is under way belongs to neither.
         """
-        refuse_torch_helpers("DistributedOptimizer")
         self._refuse_mid_step("state_dict()")
         self._cut_by_rates()  # as the next step would
         kept = self._exchange.state_dict()
         own = {
-            **saved_by(self._comm),
             **sending(self._sends),
             "algorithm": self._chosen.algorithm,
             "skipped": self.skipped,
@@ -438,8 +418,7 @@ class DistributedOptimizer(Wrapping):
             **kept,
             **complete(kept, self._chosen.scheme.memories, zip(self._names, self._trained, strict=True)),
         }
-        wrapped, own["wrapped"] = wrapped_state(self.optimizer, stepped=self._steps.taken > self.skipped)
-        return {**wrapped, KEY: own}
+        return self.state_with(own, stepped=self._steps.taken > self.skipped)
 
     def gathered_state_dict(self) -> dict[str, Any]:
         """The states of all ranks in one, for a checkpoint that rank 0 alone writes; for every rank to call.
@@ -465,14 +444,13 @@ class DistributedOptimizer(Wrapping):
                 parameters do not fit.
             RuntimeError: Gradients are under way.
         """
-        refuse_torch_helpers("DistributedOptimizer")
         self._refuse_ahead("load_state_dict()")
         if self._overlap is not None and self._overlap.under_way:
             raise RuntimeError("load_state_dict() while gradients are under way: call step() first")
         state_dict = own_state(state_dict, self._comm)
         own = check_saved_by(state_dict, self._comm.rank, self._comm.size)
         check_sent(own, self._sends)
-        wrapped = wrapped_part(state_dict)
+        wrapped = check_loaded({key: held for key, held in state_dict.items() if key != KEY}, own.get("wrapped"))
         check_groups(wrapped, self.optimizer)
         if self._chosen.scheme.memories:
             check_fit(own, {name: p.shape for name, p in zip(self._names, self._trained, strict=True)})
@@ -526,16 +504,12 @@ class DistributedOptimizer(Wrapping):
     def _begin_step(self) -> None:
         if self._shadow is not None:
             self._shadow.tell()
-        if self._by_default and self._comm.size == 1:
-            refuse_alone("a DistributedOptimizer")
-        self._inside_ddp.look()
-        self._replaced.refuse()
-        refuse_changes(self.optimizer, self._named, self._trained, what="DistributedOptimizer")
+        self.check_exchange()
 
     def _begin_exchange(self) -> None:
         self._steps.begin()
         if self._shadow is None:  # in `Join` a rank that has no more steps does not schedule its rate either
-            self._exchange.shared = self._steps.shared(self._all, self.optimizer)
+            self._exchange.shared = self._steps.shared(self.named, self.optimizer)
 
     def _accumulate(self, only: bool) -> None:
         self._accumulates = only
@@ -545,7 +519,7 @@ class DistributedOptimizer(Wrapping):
     def _start(self, position: int) -> None:
         """Starts the exchange of one bucket during backward."""
         if position == 0:  # nothing has been sent yet
-            refuse_changes(self.optimizer, self._named, self._trained, what="DistributedOptimizer")
+            self.check_exchange()
             self._begin_exchange()
         members = self._means.members(position)
         self._means.start_one(position, gradients_of(self._trained, members, self._names))

@@ -12,7 +12,6 @@ from sparse_collectives.prediction.auto import refuse_options
 from sparse_collectives.wire.half import dense_wire
 from sparse_collectives.wire.wire import PLAIN, wire_named
 from sparse_compress import Compressor, TopK
-from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from data_parallel.schemes.table import WHOLE, check_whole, known_whole
@@ -110,27 +109,6 @@ def check_optimizer(optimizer: Any, nonfinite: Any) -> None:
     check_text("nonfinite", nonfinite, "raise")
     if nonfinite not in ("raise", "skip"):
         raise ValueError(f"nonfinite is {nonfinite!r}, expected 'raise' or 'skip'")
-
-
-def refuse_sharded(named: Mapping[str, Any]) -> None:
-    """Raises TypeError for parameters of which each rank holds a part."""
-    if names := [name for name, p in named.items() if hasattr(p, "to_local")]:
-        raise TypeError(
-            f"parameters {names} are DTensors, of which each rank holds another part, so there is no mean to take over "
-            "ranks: exchange between nodes by sparse_hsdp(model, mesh['between']), and step a plain optimizer"
-        )
-
-
-def to_train(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Parameters that are exchanged: neither frozen nor empty. ValueError where there are none."""
-    trained = {name: p for name, p in named.items() if p.requires_grad and p.numel()}
-    if not trained:
-        frozen = sum(not p.requires_grad for p in named.values())
-        raise ValueError(
-            f"of the {len(named)} parameters given none can be trained, {frozen} frozen, {len(named) - frozen} empty: "
-            "call requires_grad_(True) on those to be trained before a DistributedOptimizer is made of them"
-        )
-    return trained
 
 
 def check_dense_below(dense_below: Any, algorithm: Any) -> int:

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from communicators import Communicator
 from replicas import hash_bits, refuse_unlike
-from replicas.group_settings import shared_settings
 from sparse_collectives.algorithm import Algorithm
 from sparse_compress import Compressor
 from torch import Tensor
 from torch.optim import Optimizer
+
+from data_parallel.group_settings import shared_settings
 
 SETTINGS_EVERY = 100
 """Steps between two comparisons of parameter groups' settings, the first of which is in the first step."""

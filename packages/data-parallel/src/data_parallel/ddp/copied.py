@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from replicas.default_group import default_group
+from replicas import default_group
 
 
 def refuse_pickled(group: Any, grad_scaler: Any) -> None:

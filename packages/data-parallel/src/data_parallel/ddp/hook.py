@@ -13,9 +13,8 @@ from typing import Any, Self
 
 import torch
 from communicators import Bucket, Communicator, Stats, Work, as_communicator
-from replicas.default_group import default_group, refuse_other_world
-from replicas.parameters import check_pairs
-from replicas.saved_by import KEY
+from replicas import STATE_KEY as KEY
+from replicas import check_named_parameters, default_group
 from sparse_collectives.algorithm import Algorithm
 from sparse_collectives.algorithms.table import AUTO
 from sparse_collectives.prediction.auto import Choice
@@ -28,6 +27,7 @@ from data_parallel.ddp.accumulated import Accumulated, put_back
 from data_parallel.ddp.buckets import Buckets, spans_of, unused_spans
 from data_parallel.ddp.copied import refuse_pickled
 from data_parallel.ddp.failures import Failures
+from data_parallel.ddp.other_world import refuse_other_world
 from data_parallel.ddp.registration_watch import RegistrationWatch
 from data_parallel.ddp.resumed import Resumed, check_layout
 from data_parallel.exchange import Exchange
@@ -147,7 +147,7 @@ class SparseHookState:
         self._momentum, self._clip_norm = check_momentum(momentum), check_clip_norm(clip_norm)
         self._steps = Steps(self._compressor, density, check_count("verify", verify, "steps", least=0))
         named = list(named_parameters)
-        check_pairs(named)
+        check_named_parameters(named)
         check_settings(algorithm, options, wire, self._compressor, self._momentum, "the optimizer")
         self._dense_below = check_dense_below(dense_below, algorithm)
         if isinstance(algorithm, str) and algorithm == AUTO and not any(p.numel() for _, p in named):

@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import Iterable
 
-from replicas.default_group import default_group
+from replicas import default_group
 from torch import Tensor
 from torch.optim import Optimizer
 

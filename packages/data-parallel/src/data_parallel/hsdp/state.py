@@ -9,10 +9,8 @@ from typing import Any
 
 import torch
 from communicators import CollectiveError, Communicator, Stats, Work
-from replicas.first_broadcast import broadcast_parameters
-from replicas.gathered import of_rank
-from replicas.parameters import check_pairs
-from replicas.saved_by import KEY
+from replicas import STATE_KEY as KEY
+from replicas import broadcast_parameters, check_named_parameters, state_of_rank
 from sparse_collectives.algorithm import Algorithm
 from sparse_collectives.algorithms.table import AUTO
 from sparse_compress import Compressor
@@ -191,7 +189,7 @@ class HsdpState:
         dense_below = check_dense_below(dense_below, algorithm)
         self._backward = Backward(self._end)
         self._shards, self._named = shards_of(model)
-        check_pairs(list(self._named.items()))
+        check_named_parameters(list(self._named.items()))
         self._comm, self._inside = joined(self._shards, between)
         self._steps, self._clip_norm, self._skipped = Steps(compressor, density, verify), clip_norm, 0
         chosen = self._chosen = choose_scheme(
@@ -319,7 +317,7 @@ class HsdpState:
             RuntimeError: It is called in backward.
         """
         self._refuse_in_backward("load_state_dict()")
-        of_place = of_rank(state_dict, self._inside.rank, self._inside.size, advice=OTHER_NODES)
+        of_place = state_of_rank(state_dict, self._inside.rank, self._inside.size, advice=OTHER_NODES)
         own = check_saved_by(own_state(of_place, self._comm), self._comm.rank, self._comm.size)
         here = [self._inside.rank, self._inside.size]
         if own.get("inside") != here:
