@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import threading
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from functools import partial
 from itertools import count
@@ -20,7 +20,7 @@ from communicators.errors import CollectiveError
 from communicators.schedule import Elapse, Payload, Received, Round, Schedule
 from communicators.simulated.network import Corrupts, Dies, Message, Ports
 from communicators.simulated.ranks import RankThread
-from communicators.simulated.signals import Context, SignalsInFlight, Watch
+from communicators.simulated.signals import Context, SignalGroup, Watch
 
 if TYPE_CHECKING:
     from communicators.simulated.world import SimulatedWorld
@@ -67,6 +67,10 @@ class SimulatedCall(Work[Any]):
     def get_future(self) -> torch.futures.Future[Any]:
         return _SimulatedFuture(self.wait)
 
+    def leave(self) -> None:
+        """Leaves the call on this rank alone; it does not fail for it."""
+        self._loop.wish(lambda: self._loop.tear(self))
+
     @property
     def name(self) -> Name:
         """Communicator and number of the call."""
@@ -106,7 +110,7 @@ class EventLoop:
         self._watches: dict[int, Watch] = {}
         self._inboxes: list[dict[Address, Payload]] = [{} for _ in range(world.size)]
         self._ports = Ports(world.size, self.after, self.seconds_for)
-        self.signals = SignalsInFlight(self)
+        self.signals: defaultdict[Context, SignalGroup] = defaultdict(SignalGroup)
         self._thread = threading.current_thread()
 
     # Called in a rank's thread.
@@ -125,12 +129,6 @@ class EventLoop:
     def outlives(self, context: Context) -> None:
         """Marks a communicator that goes on where a rank has died."""
         self._outliving.add(context)
-
-    def leave(self, outstanding: SimulatedCall) -> None:
-        """Leaves a call on this rank alone; the call does not fail for it."""
-        self._torn.add(outstanding.context)
-        if not outstanding.done:
-            self._end(outstanding, CollectiveError("it was cancelled"))
 
     def wish(self, action: Action) -> None:
         """Has the loop's thread do this as soon as it has the baton."""
@@ -249,6 +247,12 @@ class EventLoop:
         seconds = self.world.link.seconds(nbytes)
         return seconds + self.world.jitter * self._draw() if self.world.jitter else seconds
 
+    def tear(self, outstanding: SimulatedCall, reason: str = "it was cancelled") -> None:
+        """Ends a call on its rank alone."""
+        self._torn.add(outstanding.context)
+        if not outstanding.done:
+            self._end(outstanding, CollectiveError(reason))
+
     def _lives(self, rank: int) -> bool:
         return rank not in self.ended_ranks() and not all(thread.over or thread.dead for thread in self._ranks)
 
@@ -260,8 +264,7 @@ class EventLoop:
         for outstanding in list(self._outstanding[rank].values()):
             outstanding.callbacks.clear()
             outstanding.waiter = None
-            self._torn.add(outstanding.context)
-            self._end(outstanding, CollectiveError(reason))
+            self.tear(outstanding, reason)
         self._bereaved = self._bereaved or CollectiveError(reason)
         for calls in self._outstanding:
             for outstanding in list(calls.values()):
