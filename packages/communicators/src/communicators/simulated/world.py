@@ -128,9 +128,6 @@ class SimulatedCommunicator(Communicator):
         """Messages that this rank sent so far."""
         return self.loop.messages_sent[self._place]
 
-    def run(self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None) -> T:
-        return self.start(schedule, facts=facts, timeout=timeout, device=device).wait()
-
     def start(
         self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None
     ) -> Work[T]:
