@@ -41,25 +41,20 @@ class Outer:
         self._steps = 0
 
     def __str__(self) -> str:
+        """Settings and rates, which ranks must share at every outer step."""
         schedule = "" if self.scheduler is None else f", {type(self.scheduler).__name__}"
         return " ".join(str(self.optimizer).split()) + schedule
-
-    def alike(self) -> str:
-        """Settings and rates, as text that ranks must share at every outer step."""
-        return f", outer optimizer {self}"
 
     def gain(self) -> float:
         """Factor by which SGD's momentum multiplies a steady change, its rate included; 0 without momentum."""
         momenta = [(float(group["lr"]), sgd_momentum(group)) for group in self.optimizer.param_groups]
         return max((rate / (1 - momentum) for rate, momentum in momenta if momentum), default=0.0)
 
-    def give(self, part: Part, delta: Tensor) -> None:
-        """Sets Δ of a part as the gradient of its anchor."""
-        for name, view in part.by_name(delta).items():
-            self._parameters[name].grad = view
-
-    def step(self) -> None:
-        """Steps the optimizer, then the scheduler."""
+    def step(self, parts: Sequence[Part], deltas: Sequence[Tensor]) -> None:
+        """Steps the optimizer with Δ as the gradient of each part's anchor, then the scheduler."""
+        for part, delta in zip(parts, deltas, strict=True):
+            for name, view in part.by_name(delta).items():
+                self._parameters[name].grad = view
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self._steps += 1

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from communicators import Bucket, buckets_of
+from replicas import hash_bits
 from torch import Tensor
 
 
@@ -16,10 +17,16 @@ from torch import Tensor
 class Part:
     """Parameters of one group, dtype and device as one vector x of at least 32 bits an element.
 
-    kept: the algorithm's state between boundaries, by its name there.
-    remainder: rounding error of x in parameters of fewer bits, which belongs to x; None where there is none.
-    weight: sum over ranks in the mean at this boundary: the number of ranks that gave one, where they are not weighted.
-    rate, last_rate: the group's learning rate at this boundary and the last one; NaN where it has none.
+    Attributes:
+        names: Names of the parameters.
+        tensors: Parameters.
+        bucket: Places of the parameters in the vector.
+        group: Number of the optimizer's parameter group.
+        kept: The rule's state between boundaries, by name; `part["anchor"]` is short for it.
+        remainder: Rounding error of x in parameters of fewer bits, which belongs to x; None where there is none.
+        weight: Sum over ranks in the mean at this boundary; of ranks that gave one, where they are not weighted.
+        rate: The group's learning rate at this boundary; NaN where it has none.
+        last_rate: The learning rate at the last boundary.
     """
 
     names: list[str]
@@ -77,6 +84,30 @@ def parts_of(
             tensors = [members[m] for m in bucket.members]
             parts.append(_part([names[id(p)] for p in tensors], tensors, bucket, position, device))
     return parts
+
+
+def by_name(parts: Sequence[Part], flats: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Views of vectors, one for each part, by parameter."""
+    return {name: view for part, flat in zip(parts, flats, strict=True) for name, view in part.by_name(flat).items()}
+
+
+def copy_by_name(tensors: Mapping[str, Tensor], part: Part, flat: Tensor) -> None:
+    """Copies tensors by parameter into a vector of a part."""
+    for name, view in part.by_name(flat).items():
+        view.copy_(tensors[name])
+
+
+def refuse_other_shapes(what: str, tensors: Mapping[str, Tensor], parts: Sequence[Part]) -> None:
+    """Raises ValueError for saved tensors that are not one for each parameter, in its shape."""
+    saved = {(name, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    own = {(name, tuple(p.shape)) for part in parts for name, p in zip(part.names, part.tensors, strict=True)}
+    if wrong := sorted(saved ^ own):
+        raise ValueError(f"{what}: only the checkpoint, or only the model, has (name, shape) {wrong}")
+
+
+def digest(named: Mapping[str, Tensor]) -> int:
+    """Hash of all bits of the parameters, in the order of their names."""
+    return int(hash_bits(torch.stack([hash_bits(named[name]).cpu() for name in sorted(named)])))
 
 
 @contextmanager
