@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from communicators import Communicator, run
 from communicators import dense_schedules as dense
-from replicas import Buffers
+from replicas import Buffers, Wrapping
 from torch import Tensor
 
 from local_sgd.averaging import Arrived, Averaging, refuse_nonfinite
@@ -19,11 +19,9 @@ from local_sgd.compression import CompressedAveraging, Compression
 from local_sgd.inner_state import InnerState
 from local_sgd.levels import Inner, Near
 from local_sgd.parts import Part, digest, parts_of, refuse_other_shapes
+from local_sgd.rule import Rule
+from local_sgd.settings import Settings
 from local_sgd.two_momenta import warn_of_two_momenta
-
-if TYPE_CHECKING:
-    from local_sgd.periodic import PeriodicAveraging
-    from local_sgd.settings import Settings
 
 
 class Driver(ABC):
@@ -44,9 +42,9 @@ class Driver(ABC):
         shared: dict[str, Any] = {"compress": self.compression} if self.compression else {}
         return shared | ({"levels": self.inner} if self.inner else {})
 
-    def begin(self, owner: PeriodicAveraging, block: Block, buffers: Buffers, settings: Settings) -> None:
+    def begin(self, owner: Wrapping, rule: Rule, block: Block, buffers: Buffers, settings: Settings) -> None:
         """Starts the rule's state from x, the model, which all ranks hold; nothing is launched yet."""
-        self.owner, self.rule, self.comm, self.what = owner, owner.rule, owner.comm, owner.what
+        self.owner, self.rule, self.comm, self.what = owner, rule, owner.comm, owner.what
         self.block, self.buffers = block, buffers
         self._weighted, self._native = settings.get("weighted", False), settings.get("native", False)
         device = None if settings.get("anchor_device") is None else torch.device(str(settings["anchor_device"]))

@@ -100,7 +100,7 @@ class PeriodicAveraging(Wrapping):
         agreed = {**self._said, "bucket_bytes": settings.get("bucket_bytes")}
         text = ", ".join(f"{name}={value!r}" for name, value in agreed.items())
         self.start_alike(text, model=model, broadcast=settings.get("broadcast", True))
-        self._driver.begin(self, self._block, buffers, settings)
+        self._driver.begin(self, rule, self._block, buffers, settings)
         optimizer.register_step_pre_hook(partial(_departs, weakref.ref(self)))
         self._sent_before, self._steps_before = self._sent, 0
         self._showing, self._unseen, self._warned = False, 0, False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from communicators import CollectiveError, Communicator
@@ -12,10 +12,8 @@ from torch import Tensor
 
 from local_sgd.averaging import Averaging
 from local_sgd.driver import Driver
+from local_sgd.outer import OuterStep
 from local_sgd.settings import Settings
-
-if TYPE_CHECKING:
-    from local_sgd.algorithms.diloco import OuterStep
 
 
 class Rounds(Protocol):
@@ -160,6 +158,6 @@ class OuterRounds(Driver):
             divisor = one.weight if self._weighted else self.comm.size
             totals = [one.total] if isinstance(one.total, Tensor) else one.total
             deltas = [(t / divisor).to(part["anchor"].device) for part, t in zip(self.parts, totals, strict=True)]
-            self.rule.outer.step(self.parts, deltas)
+            self.rule.step(self.parts, deltas)
         for part in self.parts:
             part.put(part["anchor"])

@@ -2,62 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Unpack
+from typing import Unpack
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 from local_sgd.block import Every
 from local_sgd.compression import Allreduce, Compress, Compression
 from local_sgd.driver import Boundaries, Driver
 from local_sgd.levels import Levels, two_levels
-from local_sgd.outer import NESTEROV, MakeOptimizer, MakeScheduler, Outer
-from local_sgd.parts import Part
+from local_sgd.outer import NESTEROV, MakeOptimizer, MakeScheduler, OuterStep
 from local_sgd.periodic import PeriodicAveraging
 from local_sgd.rounds import MakeRounds, OuterRounds
-from local_sgd.rule import Rule
 from local_sgd.settings import Settings
-
-
-@dataclass
-class OuterStep(Rule):
-    """Rule of `DiLoCo`: a step of an outer optimizer, made when training begins."""
-
-    make: MakeOptimizer = field(repr=False)
-    schedule: MakeScheduler | None = field(repr=False)
-    outer: Outer = field(init=False, repr=False)
-    anchors = ("anchor",)
-
-    def begin(self, parts: Sequence[Part], names: Sequence[str]) -> None:
-        """Makes the outer optimizer over the anchors."""
-        self.outer = Outer(parts, names, self.make, self.schedule)
-
-    def apply(self, parts: Sequence[Part], xs: Sequence[Tensor], means: Sequence[Tensor]) -> list[Tensor]:
-        """Gives Δ = z − x̄ to the outer optimizer, and takes z."""
-        self.outer.step(parts, [part["anchor"] - mean for part, mean in zip(parts, means, strict=True)])
-        return [part["anchor"] for part in parts]
-
-    def gain(self) -> float:
-        """Gain of the outer optimizer's momentum."""
-        return self.outer.gain()
-
-    def alike(self) -> str:
-        """Outer optimizer's settings and rates."""
-        return f", outer optimizer {self.outer}"
-
-    def state_dict(self) -> dict[str, Any]:
-        """State of the outer optimizer."""
-        return {"outer": self.outer.state_dict()}
-
-    def check(self, state: Mapping[str, Any]) -> None:
-        """Checks the state of the outer optimizer."""
-        self.outer.check(state["outer"])
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the outer optimizer."""
-        self.outer.load_state_dict(state["outer"])
 
 
 class DiLoCo(PeriodicAveraging):
@@ -81,9 +37,8 @@ class DiLoCo(PeriodicAveraging):
         optimizer: Inner optimizer, AdamW in the paper.
         sync_every: τ, or two levels, see `LocalSGD`.
         outer: Makes the outer optimizer over the parameters given to it, which are z: one for each of the model's, in
-            32 bits or more; default torch's SGD with Nesterov momentum as above. It is then
-            `optimizer.rule.outer.optimizer`; its rates and settings are compared at every boundary, because anchors
-            would differ between ranks otherwise.
+            32 bits or more; default torch's SGD with Nesterov momentum as above. It is then `optimizer.rule.outer`; its
+            rates and settings are compared at every boundary, because anchors would differ between ranks otherwise.
         outer_scheduler: Makes a learning-rate scheduler for it, which steps after each outer step, so once a block.
         compress: Exchanges Δ in fewer bytes, and adds the residual to the next Δ: see `Compression`. The residual takes
             as much memory as z.

@@ -9,11 +9,10 @@ from typing import Unpack
 from torch import Tensor
 from torch.optim import Optimizer
 
-from local_sgd.algorithms.diloco import OuterStep
 from local_sgd.block import Every
 from local_sgd.compression import Allreduce, Compress, Compression
 from local_sgd.fragments import ByFragment, Fragments
-from local_sgd.outer import NESTEROV, MakeOptimizer, MakeScheduler
+from local_sgd.outer import NESTEROV, MakeOptimizer, MakeScheduler, OuterStep
 from local_sgd.parts import Part
 from local_sgd.periodic import PeriodicAveraging
 from local_sgd.settings import Settings, below_one, whole
