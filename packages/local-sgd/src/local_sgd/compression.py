@@ -7,10 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
 import torch
-from communicators import Communicator, Work, start
-from communicators import dense_schedules as dense
-from communicators.labels import labelled
-from communicators.quantised.allreduce import quantised_allreduce
+from communicators import Communicator, Work, schedules, start, tracing
 from torch import Tensor
 
 from local_sgd.averaging import Arrived, Averaging, all_finite
@@ -126,7 +123,7 @@ class RoundedSum:
         x += self._residuals[id(part)]
         single = x.float()
         facts = f"{self._what}.average() of {x.numel()} elements, {x.dtype} in {self._bits} bits"
-        schedule = quantised_allreduce(single, self._comm.rank, self._comm.size, bits=self._bits)
+        schedule = schedules.quantised_allreduce(single, self._comm.rank, self._comm.size, bits=self._bits)
         return Launched(part, x, single, start(schedule, self._comm, facts=facts, device=x.device))
 
     def total(self, launched: Launched) -> Tensor:
@@ -137,8 +134,8 @@ class RoundedSum:
     def feed_back(self, launched: Launched, *, applied: bool) -> None:
         """Updates the residual; if the total is not applied, the old one stays, and nothing is lost."""
         if applied:
-            rest = launched.wait().rest
-            self._residuals[id(launched.part)] = (launched.given - launched.sent).add_(rest)
+            dropped = launched.wait().dropped
+            self._residuals[id(launched.part)] = (launched.given - launched.sent).add_(dropped)
 
     def state_dict(self) -> dict[str, Any]:
         """All residuals, by parameter."""
@@ -170,7 +167,7 @@ class SparseSum:
 
     def launch(self, part: Part, x: Tensor) -> Launched:
         """Starts the sum of x plus the part's residual; takes x over."""
-        with labelled("select"):
+        with tracing.labelled("select"):
             sent = self._sparsifier.compress(part.names[0], x)
         summed = self._allreduce(sent, self._comm)
         work = summed if isinstance(summed, Work) else None
@@ -190,7 +187,7 @@ class SparseSum:
         """Updates the residual; if the total is not applied, all that was sent goes back, and nothing is lost."""
         back = launched.result.dropped if applied else launched.sent
         if back is not None:
-            with labelled("restore"):
+            with tracing.labelled("restore"):
                 self._sparsifier.restore(launched.part.names[0], back)
 
     def state_dict(self) -> dict[str, Any]:
@@ -257,7 +254,7 @@ class CompressedAveraging(Averaging):
 
     def _start_head(self, weight: float, finished: bool) -> Work[Tensor]:
         head = torch.tensor([weight, float(not finished)], dtype=torch.float64)
-        schedule = dense.allreduce(head, self._comm.rank, self._comm.size)
+        schedule = schedules.allreduce(head, self._comm.rank, self._comm.size)
         facts = (
             f"{self._what}.average(){self._since}: weights{self.alike()} "
             "(all ranks call it alike; one with fewer batches ends with finish())"

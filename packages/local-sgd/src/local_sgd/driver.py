@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from communicators import Communicator, run
-from communicators import dense_schedules as dense
+from communicators import Communicator, run, schedules
 from replicas import Buffers, Wrapping
 from torch import Tensor
 
@@ -109,7 +108,7 @@ class Driver(ABC):
     def agree(self, facts: str) -> None:
         """Compares facts that are known only after the rule has begun; "" is none."""
         if facts:
-            run(dense.barrier(self.comm.rank, self.comm.size), self.comm, facts=f"{self.what}{facts}")
+            run(schedules.barrier(self.comm.rank, self.comm.size), self.comm, facts=f"{self.what}{facts}")
 
     def averaging_of(self, parts: list[Part]) -> Averaging:
         """Exchange of these parts, compressed where compression is asked for."""
@@ -290,7 +289,7 @@ class Boundaries(Driver):
         own = [float(group.get("lr", math.nan)) for group in self.owner.param_groups]
         if not self.rule.needs_rate:
             return own
-        schedule = dense.allreduce(torch.tensor(own, dtype=torch.float64), self.comm.rank, self.comm.size)
+        schedule = schedules.allreduce(torch.tensor(own, dtype=torch.float64), self.comm.rank, self.comm.size)
         total = run(schedule, self.comm, facts=f"learning rates of {self.what}", device=torch.device("cpu"))
         return [float(rate) for rate in total / self.comm.size]
 

@@ -1,0 +1,171 @@
+"""Gradients where this rank would be, had its own updates been applied: parameters + a · residual.
+
+At density ρ an entry of an update waits about 1/ρ steps. Meanwhile gradients at the shared parameters, which know
+nothing of what waits, ask for the same again. What will be added is the mean over ranks of the residuals, and a rank
+knows one of them. Two guesses, which are one on a single rank:
+
+    a = 1      what waits elsewhere is like its own. The mean over ranks of p + r is p + the mean of what waits: the
+               parameters of a training in which nothing waits.
+    a = 1/P    what waits elsewhere is unknown: p + r/P is p once all of its own has been sent.
+
+The first is right of signal, the second of noise, which differs from rank to rank. An optimizer that divides by the
+size of its gradients makes its updates alike in size, so that most of a residual is noise: it takes the second. For
+SGD, in whose residuals the large entries are signal, the first was measured to be better. (Errors that are applied
+locally: CSER, Xie et al., NeurIPS 2020; a step ahead of the error: Xu et al., AAAI 2021.)
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+LOOKS = 100
+"""At so many first steps that use ahead(): a regulariser may have a backward at every 16th only."""
+LATE = (
+    "the gradients of this step were made without what waits in the residuals: at a density of {density:g} an entry "
+    "of an update waits about {wait:,.0f} steps, and until then each gradient asks for it again, so training goes on "
+    "more slowly or not as far. Put forward and backward into `with optimizer.ahead():`"
+)
+BOTH = (
+    "of this step some gradients were made inside ahead(), others outside, without what waits in the residuals: put "
+    "every forward and backward of a step into `with optimizer.ahead():`"
+)
+NONE = (
+    "something was computed inside ahead(), but no gradient: outside parameters are others again, so that its backward "
+    "fails there, with torch's 'modified by an inplace operation'. Put forward and backward of a step into `with "
+    "optimizer.ahead():`"
+)
+
+
+class ErrorLookahead:
+    """Moves parameters by this rank's residuals of updates, and back; knows whether gradients were computed there.
+
+    residuals: returns the current ones by name. share: a. Memory: a copy of the parameters while they are ahead.
+    """
+
+    def __init__(
+        self, named: Mapping[str, Tensor], residuals: Callable[[], Mapping[str, Tensor]], *, share: float
+    ) -> None:
+        self._names, self._parameters = list(named), list(named.values())
+        self._residuals, self._share = residuals, share
+        self.now = False
+        self._used = self._warned = self._made = self._told = False
+        self._looks = LOOKS
+        self._unwatch: weakref.finalize[..., Any] | None = None  # removes the hooks
+        self._outside: set[int] = set()  # parameters with gradients made elsewhere in this step
+
+    @contextmanager
+    def for_gradients(self) -> Iterator[None]:
+        """Context for computing gradients, in which parameters are ahead; afterwards they have their former bits."""
+        if self.now:
+            raise RuntimeError("ahead() inside ahead(): parameters are there already, leave out one of the two")
+        self._used = True
+        self._watch()
+        with self._moved():
+            versions = [p._version for p in self._parameters]
+            self._made, computed, given = False, _nodes(), self._given()
+            yield
+            self._made |= given != self._given()
+            computes = computed != _nodes()
+            now = [p._version for p in self._parameters]
+        written = [name for name, old, new in zip(self._names, versions, now, strict=True) if old != new]
+        if written:
+            raise RuntimeError(
+                f"{written[0]!r} was written to inside ahead(), where parameters are not those of all ranks, and has "
+                "the value of before again: load, clamp or change parameters outside"
+            )
+        if computes and not self._made and not self._told and self._unwatch is not None and self._unwatch.alive:
+            self._told = True
+            warnings.warn(NONE, stacklevel=3)
+
+    def for_step(self, density: float) -> AbstractContextManager[None]:
+        """Context for the wrapped optimizer's step: parameters are where gradients were computed, for weight decay.
+
+        Warns once if gradients were computed without the residuals. density: that of the steps to come.
+        """
+        used, self._used = self._used, False
+        outside = any(self._holds(member) for member in self._outside)
+        self._outside.clear()
+        self._looks -= used
+        warns = density < 1 and not self._warned and (outside or not used)
+        self._warned |= warns
+        if self._unwatch is not None and (self._warned or self._looks <= 0):
+            self._unwatch()
+        if warns:
+            warnings.warn(BOTH if used else LATE.format(density=density, wait=1 / density), stacklevel=5)
+        return self._moved() if used else nullcontext()
+
+    def adds(self, member: int) -> None:
+        """Notes that a backward reaches this parameter; a gradient that was discarded no longer counts."""
+        self._made |= self.now
+        if member in self._outside and not self._holds(member):
+            self._outside.discard(member)
+
+    def added(self, member: int) -> None:
+        """Notes that a backward has added to this parameter's gradient; `torch.autograd.grad` does not."""
+        if not self.now:
+            self._outside.add(member)
+
+    def _holds(self, member: int) -> bool:
+        gradient = self._parameters[member].grad
+        return gradient is not None and bool(gradient.any())
+
+    def _watch(self) -> None:
+        """Sets hooks that run before and after autograd adds to a gradient, until all is known or this object dies."""
+        if self._unwatch is not None or self._warned:
+            return
+        watching, handles = weakref.ref(self), []
+        for member, p in enumerate(self._parameters):
+            before, after = (
+                partial(_tell, watching, look, member) for look in (ErrorLookahead.adds, ErrorLookahead.added)
+            )
+            handles.append(p.register_hook(before))  # type: ignore[no-untyped-call]
+            handles.append(p.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
+        self._unwatch = weakref.finalize(self, _remove, handles)
+
+    def _given(self) -> list[tuple[int, int] | None]:
+        """Snapshot of the gradients in which a change of them shows."""
+        return [None if p.grad is None else (id(p.grad), p.grad._version) for p in self._parameters]
+
+    @contextmanager
+    def _moved(self) -> Iterator[None]:
+        shared = [p.detach().clone() for p in self._parameters]
+        residuals = self._residuals()
+        with torch.no_grad():
+            for name, p in zip(self._names, self._parameters, strict=True):
+                if name in residuals:
+                    p.add_(residuals[name].to(p.dtype), alpha=self._share)
+        self.now = True
+        try:
+            yield
+        finally:
+            self.now = False
+            with torch.no_grad():
+                torch._foreach_copy_(self._parameters, shared)
+
+
+def _nodes() -> int:
+    """Number of autograd nodes that this thread has made; a forward under no_grad makes none."""
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+
+def _tell(
+    ahead: weakref.ref[ErrorLookahead], look: Callable[[ErrorLookahead, int], None], member: int, _: Tensor
+) -> None:
+    """Hook of a parameter; holds only a weak reference, so it keeps nothing alive."""
+    watching = ahead()
+    if watching is not None:
+        look(watching, member)
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
