@@ -10,9 +10,8 @@ from local_sgd.algorithms.local_sgd import LocalSGD
 from local_sgd.algorithms.overlap import OverlapLocalSGD
 from local_sgd.algorithms.slowmo import SlowMo
 from local_sgd.algorithms.streaming_diloco import StreamingDiLoCo
-from local_sgd.parts import Part
 from local_sgd.periodic import PeriodicAveraging
-from local_sgd.rule import Rule
+from local_sgd.rule import Part, Rule
 from local_sgd.version import __version__
 
 ALGORITHMS: dict[str, Callable[..., PeriodicAveraging]] = {

@@ -11,7 +11,8 @@ import torch
 from communicators import CollectiveError, Communicator, Work, allgather, allreduce, run, schedules, start
 from torch import Tensor
 
-from local_sgd.parts import Part, by_name, copy_by_name
+from local_sgd.parts import by_name, copy_by_name
+from local_sgd.rule import Part
 
 
 @dataclass

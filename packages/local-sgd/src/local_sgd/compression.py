@@ -11,7 +11,7 @@ from communicators import Communicator, Work, schedules, start, tracing
 from torch import Tensor
 
 from local_sgd.averaging import Arrived, Averaging, all_finite
-from local_sgd.parts import Part
+from local_sgd.rule import Part
 
 BITS = {"int8": 8, "int4": 4}
 

@@ -17,8 +17,8 @@ from local_sgd.block import Block
 from local_sgd.compression import CompressedAveraging, Compression
 from local_sgd.inner_state import InnerState
 from local_sgd.levels import Inner, Near
-from local_sgd.parts import Part, digest, parts_of, refuse_other_shapes
-from local_sgd.rule import Rule
+from local_sgd.parts import digest, parts_of, refuse_other_shapes
+from local_sgd.rule import Part, Rule
 from local_sgd.settings import Settings
 from local_sgd.two_momenta import warn_of_two_momenta
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from local_sgd.averaging import Arrived, Averaging, refuse_nonfinite
 from local_sgd.compression import Compression
 from local_sgd.driver import Driver
-from local_sgd.parts import Part, refuse_other_shapes
-from local_sgd.rule import Rule
+from local_sgd.parts import refuse_other_shapes
+from local_sgd.rule import Part, Rule
 from local_sgd.settings import whole
 
 Fragments: TypeAlias = int | Sequence[nn.Module | Iterable[str]]

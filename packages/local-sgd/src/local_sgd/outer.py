@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from local_sgd.parts import Part
-from local_sgd.rule import Rule
+from local_sgd.rule import Part, Rule
 from local_sgd.two_momenta import sgd_momentum
 
 MakeOptimizer: TypeAlias = Callable[[list[nn.Parameter]], Optimizer]

@@ -1,14 +1,67 @@
-"""Rule of periodic averaging: the state that an algorithm keeps, and its equation at a boundary."""
+"""Rule of periodic averaging: the state that an algorithm keeps of each part of a model, and its equation."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
+from communicators import Bucket
 from torch import Tensor
 
-from local_sgd.parts import Part
+
+@dataclass
+class Part:
+    """Parameters of one group, dtype and device as one vector x of at least 32 bits an element.
+
+    Attributes:
+        names: Names of the parameters.
+        tensors: Parameters.
+        bucket: Places of the parameters in the vector.
+        group: Number of the optimizer's parameter group.
+        kept: The rule's state between boundaries, by name; `part["anchor"]` is short for it.
+        remainder: Rounding error of x in parameters of fewer bits, which belongs to x; None where there is none.
+        weight: Sum over ranks in the mean at this boundary; of ranks that gave one, where they are not weighted.
+        rate: The group's learning rate at this boundary; NaN where it has none.
+        last_rate: The learning rate at the last boundary.
+    """
+
+    names: list[str]
+    tensors: list[Tensor]
+    bucket: Bucket
+    group: int
+    kept: dict[str, Tensor] = field(default_factory=dict)
+    remainder: Tensor | None = None
+    weight: float = 0.0
+    rate: float = math.nan
+    last_rate: float = 0.0
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.kept[name]
+
+    def gather(self) -> Tensor:
+        """Copies x out of the parameters."""
+        x = self.bucket.gather(self.tensors)
+        return x if self.remainder is None else x.add_(self.remainder)
+
+    def put(self, x: Tensor) -> None:
+        """Copies x into the parameters."""
+        self.show(x)
+        if self.remainder is not None:
+            self.remainder = x - self.bucket.gather(self.tensors)
+
+    def show(self, x: Tensor) -> None:
+        """Copies x into the parameters for a while only: its rounding error is forgotten."""
+        self.bucket.scatter(x, self.tensors)
+
+    def draft(self) -> Part:
+        """Copies the part with its state, which may then be changed without consequence."""
+        return replace(self, kept={name: flat.clone() for name, flat in self.kept.items()})
+
+    def by_name(self, flat: Tensor) -> dict[str, Tensor]:
+        """Views of a vector, by parameter."""
+        return dict(zip(self.names, self.bucket.views(flat), strict=True))
 
 
 class Rule:
@@ -107,7 +160,7 @@ class Rule:
 
     def shared(self) -> dict[str, Any]:
         """Settings that ranks must share, by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.repr}  # type: ignore[arg-type]
+        return {one.name: getattr(self, one.name) for one in fields(self) if one.repr}  # type: ignore[arg-type]
 
     def state_dict(self) -> dict[str, Any]:
         """State beside anchors and momenta, by names of its own."""

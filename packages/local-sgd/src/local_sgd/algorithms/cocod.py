@@ -9,9 +9,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from local_sgd.block import Every
-from local_sgd.parts import Part
 from local_sgd.periodic import PeriodicAveraging
-from local_sgd.rule import Rule
+from local_sgd.rule import Part, Rule
 from local_sgd.settings import Settings
 
 

@@ -12,9 +12,8 @@ from local_sgd.block import Every
 from local_sgd.compression import Allreduce, Compress, Compression
 from local_sgd.driver import Boundaries
 from local_sgd.levels import Levels, two_levels
-from local_sgd.parts import Part
 from local_sgd.periodic import PeriodicAveraging
-from local_sgd.rule import Rule
+from local_sgd.rule import Part, Rule
 from local_sgd.settings import Settings
 
 

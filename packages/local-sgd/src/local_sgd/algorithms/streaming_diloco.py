@@ -13,8 +13,8 @@ from local_sgd.block import Every
 from local_sgd.compression import Allreduce, Compress, Compression
 from local_sgd.fragments import ByFragment, Fragments
 from local_sgd.outer import NESTEROV, MakeOptimizer, MakeScheduler, OuterStep
-from local_sgd.parts import Part
 from local_sgd.periodic import PeriodicAveraging
+from local_sgd.rule import Part
 from local_sgd.settings import Settings, below_one, whole
 
 
