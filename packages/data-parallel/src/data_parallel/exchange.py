@@ -16,7 +16,7 @@ import torch
 from communicators import Bucket, Communicator, Schedule, Work, run, start
 from communicators.labels import labelled
 from replicas.by_parameter import empty_like, split
-from sparse_compress.nonfinite import all_finite
+from sparse_compress import all_finite
 from torch import Tensor
 
 from data_parallel.clipping import clip_limit, clip_together

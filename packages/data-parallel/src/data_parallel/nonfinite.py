@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from communicators import Bucket, CollectiveError, Schedule
 from communicators.dense_schedules import allgather_blocks
-from sparse_compress.nonfinite import all_finite
+from sparse_compress import all_finite
 from torch import Tensor
 
 from data_parallel.memories import MEMORIES

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from communicators import Communicator
-from sparse_collectives.algorithm import Algorithm
-from sparse_collectives.algorithms.table import AUTO, known, resolve
-from sparse_collectives.prediction.auto import Choice, choose_for_training
+from sparse_collectives import ALGORITHMS, Algorithm, Choice, choose, resolve
 from sparse_compress import Compressor
 from torch import Tensor
 
@@ -17,6 +16,8 @@ from data_parallel.schemes.selections import Selections
 from data_parallel.schemes.table import WholeScheme, known_whole, whole_scheme
 from data_parallel.schemes.tiny_whole import TinyWhole
 from data_parallel.schemes.whole_gradients import WholeGradients
+
+logger = logging.getLogger(__name__)
 
 
 class Chosen(NamedTuple):
@@ -63,10 +64,10 @@ def choose_scheme(
         whole, settings = whole_scheme(own, options, comm)
         return Chosen(own.name, None, wire, choice, whole, settings)
     assert not isinstance(algorithm, WholeScheme)
-    if isinstance(algorithm, str) and algorithm == AUTO:
+    if algorithm == "auto":
         choice = choose_for_training(parameters, comm, compressor, dense=not (momentum or selects), wire=wire)
         algorithm, options, wire = choice.algorithm, choice.options, choice.wire
-    if not known(algorithm).selects:
+    if not resolve(algorithm).selects:
         entry = resolve(algorithm, options, size=comm.size)
         return Chosen(entry.name, entry, wire, choice, WholeGradients(comm, wire=wire), entry.settings)
     entry = resolve(algorithm, options, size=comm.size, wire=wire)
@@ -82,3 +83,23 @@ def choose_scheme(
         return Chosen(entry.name, entry, wire, choice, scheme, entry.settings)
     both = TinyWhole(scheme, comm, below=dense_below, momentum=momentum)
     return Chosen(entry.name, entry, wire, choice, both, [*entry.settings, f"{dense_below=}"])
+
+
+def choose_for_training(
+    parameters: Sequence[Tensor], comm: Communicator, compressor: Compressor, *, dense: bool, wire: str
+) -> Choice:
+    """The choice for a model's gradients, logged on rank 0.
+
+    dense: whether that may be chosen; not where momentum before the selection, or exchanged updates, need one.
+    Raises ValueError without parameters.
+    """
+    sizes = [(p.numel(), p.device) for p in parameters if p.numel()]
+    if not sizes:
+        raise ValueError('algorithm="auto" chooses by the size of the model: give named_parameters')
+    numel = sum(count for count, _ in sizes)
+    k, device = compressor.entries(numel), sizes[0][1]
+    choice = choose(comm, numel=numel, k=k, device=device, dense=dense, wire=wire)
+    if comm.rank == 0:
+        unexpected = not ALGORITHMS[choice.predictions[0].algorithm].selects
+        logger.log(logging.WARNING if unexpected and comm.size > 1 else logging.INFO, "algorithm auto\n%s", choice)
+    return choice

@@ -6,16 +6,13 @@ from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
-from sparse_collectives.algorithm import Algorithm
-from sparse_collectives.algorithms.table import ALGORITHMS, AUTO, check_takes_wire, known
-from sparse_collectives.prediction.auto import refuse_options
-from sparse_collectives.wire.half import dense_wire
-from sparse_collectives.wire.wire import PLAIN, wire_named
+from sparse_collectives import ALGORITHMS, Algorithm, resolve
 from sparse_compress import Compressor, TopK
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from data_parallel.schemes.table import WHOLE, check_whole, known_whole
+from data_parallel.schemes.whole_gradients import dense_wire
 
 DENSITY = 0.01
 
@@ -52,7 +49,7 @@ def check_selects(compressor: Compressor, entry: Algorithm | None) -> None:
     if type(compressor) is TopK or (entry is not None and entry.selects and not entry.prescribes):
         return
     if entry is None:
-        raise _no_effect(f"algorithm={AUTO!r} may take one that prescribes its selection", compressor)
+        raise _no_effect("algorithm='auto' may take one that prescribes its selection", compressor)
     raise _no_effect(f"{entry.name} {'prescribes its selection' if entry.selects else 'selects nothing'}", compressor)
 
 
@@ -79,9 +76,12 @@ def check_settings(
     check_text("wire", wire, "fp32")
     if options is not None and not isinstance(options, Mapping):
         raise TypeError(f"options is {options!r}, expected a mapping such as {{'teams': 2}}")
-    if isinstance(algorithm, str) and algorithm == AUTO:
-        refuse_options(options)
-        wire_named(wire)
+    if algorithm == "auto":
+        if options:
+            raise ValueError(
+                f'algorithm="auto" chooses options too, but {dict(options)} was given: name their algorithm'
+            )
+        resolve("gtopk", wire=wire)
         check_selects(compressor, None)
         return
     if (whole := known_whole(algorithm)) is not None:
@@ -90,17 +90,17 @@ def check_settings(
             raise _no_effect(f"{whole.name} selects nothing", compressor)
         return
     if isinstance(algorithm, str) and algorithm not in ALGORITHMS:
-        raise ValueError(f"unknown algorithm {algorithm!r}; known: {', '.join([*ALGORITHMS, *WHOLE, AUTO])}")
-    entry = known(algorithm)
+        raise ValueError(f"unknown algorithm {algorithm!r}; known: {', '.join([*ALGORITHMS, *WHOLE, 'auto'])}")
+    entry = resolve(algorithm)
     if entry.name in WHOLE:
         raise ValueError(f"the name of your Algorithm is {entry.name!r}, which is another's: give it one of its own")
     if momentum and not entry.selects:
         raise ValueError(f"{entry.name} selects nothing, so momentum={momentum} belongs into {optimizer}")
     check_selects(compressor, entry)
-    if not entry.selects:
+    if entry.selects:
+        resolve(algorithm, wire=wire)
+    else:
         dense_wire(wire)
-    elif wire_named(wire) is not PLAIN:
-        check_takes_wire(entry)
 
 
 def check_optimizer(optimizer: Any, nonfinite: Any) -> None:
@@ -136,7 +136,7 @@ def to_train(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def check_dense_below(dense_below: Any, algorithm: Any) -> int:
     """Checks dense_below; TypeError or ValueError, also if the algorithm selects nothing anyway."""
     count = check_count("dense_below", dense_below, "elements", least=0) or 0
-    if count and not (isinstance(algorithm, str) and algorithm == AUTO) and not _selects(algorithm):
+    if count and algorithm != "auto" and not _selects(algorithm):
         raise ValueError(f"dense_below={count} is for algorithms that select; this one sends all whole: leave it out")
     return count
 
@@ -154,12 +154,12 @@ def check_sends(sends: Any, algorithm: Any, optimizer: Optimizer, *, momentum: f
         raise ValueError(f'with sends="updates" momentum={momentum} belongs into the wrapped optimizer')
     if overlap:
         raise ValueError('sends="updates" has nothing to send before backward has ended: leave out overlap=True')
-    if not (isinstance(algorithm, str) and algorithm == AUTO) and not _selects(algorithm):
+    if algorithm != "auto" and not _selects(algorithm):
         raise ValueError('sends="updates" is for algorithms that select; whole gradients need it not: leave it out')
 
 
 def _selects(algorithm: Any) -> bool:
-    return known_whole(algorithm) is None and known(algorithm).selects
+    return known_whole(algorithm) is None and resolve(algorithm).selects
 
 
 def check_text(name: str, value: Any, example: str) -> None:

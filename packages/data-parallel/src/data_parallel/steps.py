@@ -9,7 +9,7 @@ import torch
 from communicators import Communicator
 from replicas import hash_bits, refuse_unlike
 from replicas.group_settings import shared_settings
-from sparse_collectives.algorithm import Algorithm
+from sparse_collectives import Algorithm
 from sparse_compress import Compressor
 from torch import Tensor
 from torch.optim import Optimizer

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from sparse_compress import ErrorFeedback, SparseVector
-from sparse_compress.nonfinite import all_finite
+from sparse_compress import ErrorFeedback, SparseVector, all_finite
 from torch import Tensor
 
 from data_parallel.nonfinite import first_nonfinite

@@ -19,8 +19,9 @@ from sparse_compress.compressors import (
 from sparse_compress.entries import pad
 from sparse_compress.error_feedback import ErrorFeedback
 from sparse_compress.merge import add, add_all, merge, share
+from sparse_compress.nonfinite import all_finite
 from sparse_compress.topk import topk
-from sparse_compress.vector import SparseVector
+from sparse_compress.vector import SparseVector, put
 from sparse_compress.vector_format import HEADER_BYTES, MAX_NUMEL, SLOT_BYTES, wire_nbytes
 from sparse_compress.version import __version__
 
@@ -46,11 +47,13 @@ __all__ = [
     "__version__",
     "add",
     "add_all",
+    "all_finite",
     "clip_locally",
     "concatenate",
     "index_entropy",
     "merge",
     "pad",
+    "put",
     "share",
     "topk",
     "wire_nbytes",

@@ -16,9 +16,7 @@ from communicators import Bucket, Communicator, Stats, Work, as_communicator
 from replicas.default_group import default_group, refuse_other_world
 from replicas.parameters import check_pairs
 from replicas.saved_by import KEY
-from sparse_collectives.algorithm import Algorithm
-from sparse_collectives.algorithms.table import AUTO
-from sparse_collectives.prediction.auto import Choice
+from sparse_collectives import Algorithm, Choice
 from sparse_compress import Compressor
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket  # torch.distributed has it, but not for type checkers
@@ -150,7 +148,7 @@ class SparseHookState:
         check_pairs(named)
         check_settings(algorithm, options, wire, self._compressor, self._momentum, "the optimizer")
         self._dense_below = check_dense_below(dense_below, algorithm)
-        if isinstance(algorithm, str) and algorithm == AUTO and not any(p.numel() for _, p in named):
+        if algorithm == "auto" and not any(p.numel() for _, p in named):
             raise ValueError('algorithm="auto" chooses by the size of the model: give named_parameters')
         if self._clip_norm is not None and not named:
             raise ValueError("clip_norm is shared out among buckets by the size of the model: give named_parameters")

@@ -13,8 +13,7 @@ from replicas.first_broadcast import broadcast_parameters
 from replicas.gathered import of_rank
 from replicas.parameters import check_pairs
 from replicas.saved_by import KEY
-from sparse_collectives.algorithm import Algorithm
-from sparse_collectives.algorithms.table import AUTO
+from sparse_collectives import Algorithm
 from sparse_compress import Compressor
 from torch import Tensor, nn
 
@@ -183,8 +182,8 @@ class HsdpState:
     ) -> None:
         if nonfinite not in ("raise", "skip"):
             raise ValueError(f"nonfinite is {nonfinite!r}, expected 'raise' or 'skip'")
-        if isinstance(algorithm, str) and algorithm == AUTO:
-            raise ValueError(f"algorithm={AUTO!r} measures replicas of a whole model: name one, such as 'gtopk'")
+        if algorithm == "auto":
+            raise ValueError("algorithm='auto' measures replicas of a whole model: name one, such as 'gtopk'")
         compressor, momentum = check_compressor(compressor, density), check_momentum(momentum)
         clip_norm, verify = check_clip_norm(clip_norm), check_count("verify", verify, "steps", least=0)
         check_settings(algorithm, options, wire, compressor, momentum, "the optimizer")

@@ -13,7 +13,7 @@ import torch
 from communicators import SLOT_BYTES, Bucket, Communicator, Schedule
 from communicators.quantised.allreduce import Rounded, quantised_allreduce, spans_of
 from communicators.quantised.blocks import packed_nbytes
-from sparse_collectives.traffic import Traffic, bruck_sent, together
+from sparse_collectives import Traffic
 from torch import Tensor
 
 from data_parallel.exchange import Transfer
@@ -117,4 +117,4 @@ def dense_int8_sent(rank: int, size: int, numel: int) -> Traffic:
         return Traffic(0, 0, 0)
     nbytes = [packed_nbytes(high - low) for low, high in spans_of(numel, size)]
     split = sum(nbytes) - nbytes[rank] + (size - 1) * SLOT_BYTES
-    return together(Traffic(split, size - 1, 1), bruck_sent(nbytes, rank))
+    return Traffic.total(Traffic(split, size - 1, 1), Traffic.allgather(nbytes, rank))

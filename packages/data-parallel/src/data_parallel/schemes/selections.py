@@ -10,13 +10,8 @@ from typing import Any
 import torch
 from communicators import Bucket, Communicator, Schedule
 from communicators.dense_schedules import allreduce
-from sparse_collectives.algorithm import Algorithm
-from sparse_collectives.allreduce import scheduled
-from sparse_collectives.reduction import Reduction
-from sparse_collectives.state import State
-from sparse_collectives.wire.wire import wire_named
-from sparse_compress import Compressor, ErrorFeedback, SparseVector, StatefulCompressor, TopK
-from sparse_compress.vector import put
+from sparse_collectives import Algorithm, Reduction, resolve
+from sparse_compress import Compressor, ErrorFeedback, SparseVector, StatefulCompressor, TopK, put
 from torch import Tensor
 
 from data_parallel.exchange import Transfer
@@ -50,13 +45,13 @@ class Selections:
         self._feedback = self._new_feedback()
         self._known: set[str] = set()  # buckets that have residuals
         self._spans: dict[str, list[slice]] = {}  # of the parameters, by bucket
-        self._states: dict[str, State] = {}
-        self._before: dict[str, State] = {}  # tentative: of the buckets that this step has brought
+        self._states: dict[str, dict[str, Any]] = {}
+        self._before: dict[str, dict[str, Any]] = {}  # tentative: of the buckets that this step has brought
         self._facts: dict[tuple[int, torch.dtype, int, bool], str] = {}
 
     def register(self, key: str, bucket: Bucket, kept: Mapping[str, Tensor]) -> None:
         """Adds a bucket. TypeError for float64 gradients on a wire of fewer bytes."""
-        wire_named(self._wire, dtype=torch.promote_types(bucket.dtype, torch.float32))
+        resolve(self._entry, wire=self._wire, dtype=torch.promote_types(bucket.dtype, torch.float32))
         if (initial := self._entry.initial_state()) is not None:
             self._states.setdefault(key, initial)
         self._spans[key] = [slice(low, high) for low, high in laid_out(bucket)]
@@ -86,10 +81,7 @@ class Selections:
         self._known.add(key)
         given, culprit = marked(sent, self._feedback, key, self._spans[key])
         whole = k >= sent.numel and isinstance(self._compressor, TopK)
-        if whole:
-            schedule = _summed_whole(given, rank, size)
-        else:
-            schedule = scheduled(given, self._comm, k, self._entry, {} if state is None else {"state": state})
+        schedule = _summed_whole(given, rank, size) if whole else self._entry.call(given, self._comm, k, state)
         return _Selected(self._facts_of(sent, k, whole=whole), schedule, self._feedback, key, size, scale, culprit)
 
     def commit(self) -> None:
@@ -147,7 +139,7 @@ class Selections:
 def _summed_whole(sent: SparseVector, rank: int, size: int) -> Schedule[Reduction]:
     """Dense sum in full precision when all elements are sent, as in a warm-up: indices would double its bytes."""
     own = torch.zeros(sent.numel, dtype=sent.dtype, device=sent.device)
-    total = yield from allreduce(put(own, sent.indices, sent.values), rank, size)
+    total = yield from allreduce(sent.put(own), rank, size)
     every = torch.arange(sent.numel, dtype=sent.indices.dtype, device=sent.device)
     nothing = SparseVector.empty(sent.numel, sent.dtype, device=sent.device)
     return Reduction(SparseVector(every, total, sent.numel), nothing)

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from communicators import Communicator
-from sparse_collectives.algorithm import settings_of
-from sparse_collectives.algorithms.table import ALGORITHMS, AUTO
+from sparse_collectives import ALGORITHMS, check_options
 
 from data_parallel.exchange import Scheme
 from data_parallel.schemes.dense_int8 import Int8Sum
@@ -62,7 +61,7 @@ def known_whole(algorithm: object) -> WholeScheme | None:
         raise ValueError(
             f"the WholeScheme of {algorithm.make!r} has no name: give it one, WholeScheme(..., name='mine')"
         )
-    if name in ALGORITHMS or name in WHOLE or name == AUTO:
+    if name in ALGORITHMS or name in WHOLE or name == "auto":
         raise ValueError(f"the name of your WholeScheme is {name!r}, which is another's: give it one of its own, name=")
     return replace(algorithm, name=name)
 
@@ -86,7 +85,7 @@ def whole_scheme(entry: WholeScheme, options: Mapping[str, Any] | None, comm: Co
 
 
 def _options(entry: WholeScheme, given: Mapping[str, Any] | None) -> dict[str, Any]:
-    settings = settings_of(entry.name, entry.options, given or {})
+    settings = check_options(entry.name, entry.options, given or {})
     if entry.check is not None:
         entry.check(**settings)
     return settings

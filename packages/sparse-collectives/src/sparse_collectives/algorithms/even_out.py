@@ -11,7 +11,7 @@ from sparse_compress import SparseVector, add
 
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.wire.entries import join_in_order, take
-from sparse_collectives.wire.invalid import given_by
+from sparse_collectives.wire.invalid import blame_rank
 from sparse_collectives.wire.wire import PLAIN, Wire, joined
 
 
@@ -43,7 +43,7 @@ def _even_out(mine: SparseVector, counts: Sequence[int], rank: int, size: int, w
     received = (yield Round(sends, recvs)) if sends or recvs else {}
     parts = {rank: take(mine, [runs.get(rank, slice(0, 0))])}
     for other, payload in received.items():
-        with given_by(other):
+        with blame_rank(other):
             parts[other] = wire.entries(payload[SLOT_BYTES:], span, mine, coming[other])
     return join_in_order([(other, parts[other]) for other in sorted(parts)])
 

@@ -18,7 +18,7 @@ from sparse_compress.native.library import ready
 from sparse_compress.vector_format import WIRE_DTYPES
 from torch import Tensor
 
-from sparse_collectives.traffic import Traffic, bruck_sent, together
+from sparse_collectives.traffic import Traffic
 from sparse_collectives.wire.invalid import InvalidMessageError
 
 Keys = NDArray[np.signedinteger[Any]]
@@ -127,10 +127,10 @@ def sample_count(k: int) -> int:
 
 def kth_largest_sent(rank: int, k: int, dtype: torch.dtype, spans: Sequence[int] | None, size: int) -> Traffic:
     """Bruck's share of P times 1 + S keys, as wide as the values; then of 3 + what each rank's span has, if any do."""
-    sampled = bruck_sent([WIRE_DTYPES[dtype].itemsize * (1 + sample_count(k))] * size, rank)
+    sampled = Traffic.allgather([WIRE_DTYPES[dtype].itemsize * (1 + sample_count(k))] * size, rank)
     if spans is None:
         return sampled
-    return together(sampled, bruck_sent([WIRE_DTYPES[dtype].itemsize * (3 + span) for span in spans], rank))
+    return Traffic.total(sampled, Traffic.allgather([WIRE_DTYPES[dtype].itemsize * (3 + span) for span in spans], rank))
 
 
 def settle(gathered: Sequence[Keys], low: int, high: int, k: int) -> KthLargest:

@@ -25,9 +25,9 @@ from sparse_collectives.algorithms.oktopk_traffic import SPAN, oktopk_traffic
 from sparse_collectives.algorithms.reference import cut, sum_of_selections
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.state import State, check_values, is_count
-from sparse_collectives.traffic import Traffic, together
+from sparse_collectives.traffic import Traffic
 from sparse_collectives.wire.entries import split, union_of
-from sparse_collectives.wire.invalid import InvalidMessageError, given_by
+from sparse_collectives.wire.invalid import InvalidMessageError, blame_rank
 from sparse_collectives.wire.wire import Wire
 
 
@@ -151,7 +151,7 @@ class OkTopk(Algorithm):
         between = (size - 1).bit_length() * size * sample_count(k) * WIRE_DTYPES[dtype].itemsize
         moved = wire.block_nbytes(k, numel, dtype) + wire.block_nbytes(k, (size - 1) * numel, dtype)
         nbytes = moved + between + (size - 1) * SLOT_BYTES + (3 * size + 1) * wire.overhead
-        return together(first, Traffic(nbytes, size - 1, 1))
+        return Traffic.total(first, Traffic(nbytes, size - 1, 1))
 
     def typical(self, rank: int, size: int, k: int, numel: int, dtype: torch.dtype) -> Traffic:
         """A call between two agreements on regions, where these are balanced.
@@ -206,7 +206,7 @@ def _split_and_reduce(
         to, source = (rank + distance) % size, (rank - distance) % size
         payload = frame(wire.block(parts[to], regions[to]))
         received = yield Round({to: payload}, {source: capacity}, bounded=True)
-        with given_by(source):
+        with blame_rank(source):
             given[source] = wire.entries(received[source][SLOT_BYTES:], regions[rank], own)
     return union_of([given[source] for source in range(size)])
 

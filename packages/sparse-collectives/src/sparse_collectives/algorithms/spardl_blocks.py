@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparse_collectives.algorithms.budgets import block_budgets, cut_to_budgets, merge_to_budgets
 from sparse_collectives.wire.entries import take
-from sparse_collectives.wire.invalid import given_by
+from sparse_collectives.wire.invalid import blame_rank
 from sparse_collectives.wire.wire import PLAIN, Wire
 
 
@@ -55,7 +55,7 @@ class Blocks:
 
         InvalidMessageError where it is not that; on a GPU it is trusted to be.
         """
-        with given_by(source):
+        with blame_rank(source):
             theirs = self.wire.entries(body, self.everywhere, self.kept, self._entries(members))
             self._check(theirs, members)
         bounds, budgets = zip(*((self.bounds[b], self.budgets[b]) for b in self.held), strict=True)

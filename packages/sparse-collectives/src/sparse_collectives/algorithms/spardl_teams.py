@@ -9,9 +9,9 @@ from sparse_compress import SparseVector, add_all, merge, share
 
 from sparse_collectives.algorithms.gtopk import GTopK
 from sparse_collectives.algorithms.spardl_blocks import Blocks
-from sparse_collectives.traffic import Traffic, bruck_sent
+from sparse_collectives.traffic import Traffic
 from sparse_collectives.wire.entries import assemble
-from sparse_collectives.wire.invalid import given_by
+from sparse_collectives.wire.invalid import blame_rank
 from sparse_collectives.wire.wire import PLAIN, Wire
 
 SAG = ("auto", "r-sag", "b-sag")
@@ -73,7 +73,7 @@ def b_sag(
     bodies = yield from allgather_blocks(wire.block(given, span), nbytes, team, teams)
     vectors = []
     for source, body in enumerate(bodies):
-        with given_by(source):
+        with blame_rank(source):
             vectors.append(wire.entries(body, span, block, h))
     total, cut = merge(add_all(vectors), _nothing(block), budget)
     union = len(torch.unique(torch.cat([vector.indices for vector in vectors])))  # on a GPU this reads back
@@ -99,7 +99,7 @@ def combine_sent(
     """R-SAG: log d messages of B entries, with headers. B-SAG: (d − 1)·h entries in ⌈log d⌉ messages with a slot."""
     if is_recursive(teams, sag):
         return GTopK(wire=wire).sent(team, teams, budget, length, dtype)
-    return bruck_sent([wire.block_nbytes(sent_entries(before, budget, teams), length, dtype)] * teams, team)
+    return Traffic.allgather([wire.block_nbytes(sent_entries(before, budget, teams), length, dtype)] * teams, team)
 
 
 def _nothing(block: SparseVector) -> SparseVector:

@@ -15,7 +15,7 @@ from sparse_collectives.algorithms.reference import sum_of_selections
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.state import State
 from sparse_collectives.traffic import Traffic
-from sparse_collectives.wire.invalid import given_by
+from sparse_collectives.wire.invalid import blame_rank
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class TopKAllgather(Algorithm):
         messages = yield from allgather_blocks(self.wire.message(own), [nbytes] * size, rank, size)
         vectors = [own] * size
         for source in (source for source in range(size) if source != rank):
-            with given_by(source):
+            with blame_rank(source):
                 vectors[source] = self.wire.vector(messages[source], len(sparse), sparse)
         return Reduction(add_all(vectors), rounded_off)
 

@@ -15,9 +15,9 @@ from sparse_collectives.algorithm import Algorithm, Array
 from sparse_collectives.algorithms.reference import sum_of_selections
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.state import State
-from sparse_collectives.traffic import Traffic, bruck_sent, together
+from sparse_collectives.traffic import Traffic
 from sparse_collectives.wire.entries import assemble, join, split, union_of
-from sparse_collectives.wire.invalid import InvalidMessageError, given_by
+from sparse_collectives.wire.invalid import InvalidMessageError, blame_rank
 from sparse_collectives.wire.wire import PLAIN, Span, Wire
 
 
@@ -104,7 +104,7 @@ def _decode(encoded: Tensor, span: Span, like: SparseVector, wire: Wire, rank: i
     dense_nbytes = wire.dense_nbytes(high - low, like.dtype)
     if encoded.numel() > dense_nbytes:
         raise InvalidMessageError(rank, f"a block of {encoded.numel()} bytes, expected at most {dense_nbytes}")
-    with given_by(rank):
+    with blame_rank(rank):
         if encoded.numel() < dense_nbytes:
             return wire.entries(encoded, span, like)
         indices = torch.arange(low, high, dtype=torch.int32, device=encoded.device)
@@ -143,4 +143,5 @@ def topk_dsa_traffic(
         for counts in (given, summed)
     )
     splits = sum(split_nbytes) - split_nbytes[rank] + (size - 1) * SLOT_BYTES
-    return together(Traffic(splits, size - 1, size - 1), bruck_sent([8] * size, rank), bruck_sent(sum_nbytes, rank))
+    split = Traffic(splits, size - 1, size - 1)
+    return Traffic.total(split, Traffic.allgather([8] * size, rank), Traffic.allgather(sum_nbytes, rank))
