@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from communicators import Communicator, Schedule
 from numpy.typing import NDArray
-from sparse_compress import SparseVector, add, merge
+from sparse_compress import Selection, SparseVector, add, merge
 from sparse_compress.arguments import integer
-from sparse_compress.selection import Selection
 from sparse_compress.vector_format import entry_nbytes
 from torch import Tensor
 

@@ -9,16 +9,13 @@ from typing import Any
 import torch
 from communicators.dense_schedules import allgather_blocks, block_bounds
 from communicators.schedule import SLOT_BYTES, Round, Schedule, frame, powers_of_two
-from sparse_compress import SparseVector
-from sparse_compress.nonfinite import all_finite
-from sparse_compress.selection import LargestOfBlocks, Selection
+from sparse_compress import LargestOfBlocks, Selection, SparseVector, all_finite
 from torch import Tensor
 
 from sparse_collectives.algorithm import Algorithm, Array
 from sparse_collectives.algorithms.among import among
-from sparse_collectives.algorithms.budgets import block_budgets
 from sparse_collectives.algorithms.gtopk import GTopK
-from sparse_collectives.algorithms.spardl_blocks import Blocks
+from sparse_collectives.algorithms.spardl_blocks import Blocks, block_budgets
 from sparse_collectives.algorithms.spardl_reference import spardl_reference
 from sparse_collectives.algorithms.spardl_teams import (
     SAG,

@@ -11,12 +11,12 @@ from typing import Protocol
 
 import torch
 from communicators.schedule import SLOT_BYTES
-from sparse_compress import SparseVector, WireCodec, wire_nbytes
+from sparse_compress import SparseVector, WireCodec, vectors, wire_nbytes
 from sparse_compress.codecs.rounding import VALUES
 from sparse_compress.vector_format import WIRE_DTYPES
 from torch import Tensor
 
-from sparse_collectives.wire.entries import assemble, body_nbytes, from_body, join_bodies, join_in_order
+from sparse_collectives.wire.entries import body_nbytes, from_body, join_bodies, join_in_order
 from sparse_collectives.wire.invalid import blame_rank
 
 Span = tuple[int, int]
@@ -152,12 +152,12 @@ class Coded:
 
     def block(self, sparse: SparseVector, span: Span) -> Tensor:
         low, high = span
-        return self._codec.encode(assemble(sparse.indices - low, sparse.values, high - low))[SLOT_BYTES:]
+        return self._codec.encode(vectors.of_entries(sparse.indices - low, sparse.values, high - low))[SLOT_BYTES:]
 
     def entries(self, block: Tensor, span: Span, like: SparseVector, count: int | None = None) -> SparseVector:
         low, high = span
         sparse = self._codec.decode_block(block, high - low, count)
-        return assemble(sparse.indices + low, sparse.values, like.numel)
+        return vectors.of_entries(sparse.indices + low, sparse.values, like.numel)
 
     def dense_nbytes(self, length: int, dtype: torch.dtype) -> int:
         return self._kind.nbytes(length)
