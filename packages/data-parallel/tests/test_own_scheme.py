@@ -4,9 +4,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from communicators import CollectiveError, SimulatedWorld
-from communicators.dense_schedules import allreduce
-from communicators.worlds.alone import Alone
+from communicators import Alone, CollectiveError, SimulatedWorld, schedules
 from data_parallel import DistributedOptimizer, Residuals, SparseHookState, WholeScheme
 from sparse_collectives.algorithms.gtopk import GTopK
 from torch import nn
@@ -15,7 +13,7 @@ from torch import nn
 class Rounded:
     """Gradients in steps of 1 / `per_unit`; what is rounded off waits for the next step."""
 
-    memories = ("residuals",)
+    keeps = ("residuals",)
 
     def __init__(self, comm, *, per_unit=1):
         self.comm, self.per_unit, self.residuals, self.facts = comm, per_unit, Residuals(), {}
@@ -64,7 +62,7 @@ class OnItsWay:
 
     @property
     def schedule(self):
-        return allreduce(self.summed, self.scheme.comm.rank, self.scheme.comm.size)
+        return schedules.allreduce(self.summed, self.scheme.comm.rank, self.scheme.comm.size)
 
     def agreed(self, result):
         return result

@@ -13,9 +13,9 @@ from functools import partial
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
-from communicators import Bucket, Communicator, Schedule, Work, run, start
-from communicators.labels import labelled
+from communicators import Bucket, Communicator, Schedule, Work, run, start, tracing
 from replicas.by_parameter import empty_like, split
+from sparse_collectives import Algorithm
 from sparse_compress import all_finite
 from torch import Tensor
 
@@ -62,11 +62,24 @@ class Scheme(Protocol):
     """How gradients become means, and what is kept between steps, by bucket; keys name buckets.
 
     Attributes:
-        memories: Which of "residuals" and "velocities" are kept, tensors of a bucket's shape that belong to its
+        name: The algorithm's, in facts, errors and checkpoints.
+        settings: Its options, as text that all ranks must share.
+        wire: The one in use.
+        entry: The sparse allreduce, or that of "dense"; None for one that sends something of every element.
+        keeps: Which of "residuals" and "velocities" are kept, tensors of a bucket's shape that belong to its
             parameters.
     """
 
-    memories: Sequence[str]
+    name: str
+    settings: Sequence[str]
+    wire: str
+    entry: Algorithm | None
+    keeps: Sequence[str]
+
+    @property
+    def selects(self) -> bool:
+        """Whether entries are selected, as many as the compressor says."""
+        return self.entry is not None and self.entry.selects
 
     def register(self, key: str, bucket: Bucket, kept: Mapping[str, Tensor]) -> None:
         """Adds a bucket that is not known yet.
@@ -143,7 +156,7 @@ class Exchange:
     names: names of the parameters, which buckets refer to by position; the list may grow. owner: the owner's name in
         messages.
     nonfinite: "raise": a NaN or inf of any rank is an error on all of them, raised by each `Work`'s wait. "skip":
-        `settle` tells whether the step stands, and otherwise undoes it. "pass": nothing is checked.
+        `commit_or_rollback` tells whether the step stands, and otherwise undoes it. "pass": nothing is checked.
     native: dense sums are left to the transport, if it has its own, when their `Work` is waited for.
     clip_norm: target norm of the mean, which `clip` approaches by clipping ranks' own gradients; None: `clip` does
         nothing.
@@ -167,6 +180,7 @@ class Exchange:
         what: str = "gradient",
     ) -> None:
         self.scheme, self.comm, self._what = scheme, comm, what
+        self.keeps = scheme.keeps
         self._clip_norm = clip_norm
         self._names, self._owner, self._nonfinite, self._native = names, owner, nonfinite, native
         self._loaded = ""  # a fact: residuals that only some ranks have loaded are lost on the others
@@ -195,13 +209,13 @@ class Exchange:
         """
         key = self.register(bucket)
         began = self.comm.clock()
-        with labelled("select"):
+        with tracing.labelled("select"):
             transfer = self.scheme.transfer(key, flat, scale, unused)
         self.selection_seconds += self.comm.clock() - began
         native, dense = self._native and transfer.summed is not None, self._whole_nbytes(flat)
         tallied = self.tally.begin(dense=dense)
         later = partial(self._sum, transfer, bucket, tallied)
-        work: Work[Checked] = _Later(later, self.comm.clock) if native else self._launch(transfer, bucket, tallied)
+        work: Work[Checked] = _Later(later, self.comm.clock) if native else self._launch(transfer, bucket)
         tallied.work = work
         return _Mean(work, partial(self._end, transfer, flat))
 
@@ -213,16 +227,16 @@ class Exchange:
         for old_key, old in list(self._buckets.items()):
             if set(old.members) & set(bucket.members):
                 if self._agreed:  # a skipped step could not be undone in other buckets
-                    self.settle()
+                    self.commit_or_rollback()
                 for memory, flat in self.scheme.forget(old_key).items():
                     self._pool[memory].update(split({old_key: flat}, self._buckets, self._names))
                 del self._buckets[old_key]
-        kept = {memory: self._out_of_pool(bucket, memory) for memory in self.scheme.memories}
+        kept = {memory: self._out_of_pool(bucket, memory) for memory in self.keeps}
         self.scheme.register(key, bucket, {memory: flat for memory, flat in kept.items() if flat is not None})
         self._buckets[key] = bucket
         return key
 
-    def settle(self) -> bool:
+    def commit_or_rollback(self) -> bool:
         """Ends the step, in the same way on every rank; returns False if it was undone because a mean is not finite."""
         agreed, own = self._agreed, self._own
         self._agreed, self._own = [], []
@@ -244,6 +258,10 @@ class Exchange:
         if self._nonfinite == "skip":
             self.scheme.rollback()
 
+    def begin_waiting(self) -> None:
+        """Notes that this rank does nothing but wait from now on."""
+        self.tally.begin_waiting()
+
     @property
     def left_over(self) -> list[str]:
         """Parameters with loaded residuals that no bucket has brought."""
@@ -260,19 +278,19 @@ class Exchange:
 
     def state_dict(self) -> dict[str, Any]:
         """Memories by parameter, and the scheme's own state: references."""
-        return {**{memory: self.kept(memory) for memory in MEMORIES}, **self.scheme.state_dict()}
+        return {**{memory: self.error_state(memory) for memory in MEMORIES}, **self.scheme.state_dict()}
 
-    def kept(self, memory: str) -> dict[str, Tensor]:
+    def error_state(self, memory: str) -> dict[str, Tensor]:
         """One of `MEMORIES`, by parameter: references."""
         by_bucket = self.scheme.kept().get(memory, {})
         return {**self._pool[memory], **split(by_bucket, self._buckets, self._names)}
 
-    def load_state_dict(self, state: Mapping[str, Any], algorithm: str) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replaces everything by copies from an adapter's state. Raises ValueError before anything is changed.
 
-        algorithm: the one in use; another algorithm's own state is left out.
+        Another algorithm's own state is left out.
         """
-        if state["algorithm"] != algorithm:
+        if state["algorithm"] != self.scheme.name:
             state = {**state, "algorithm_state": []}
         refuse_nonfinite(state)
         pool = {memory: {name: tensor.clone() for name, tensor in state[memory].items()} for memory in MEMORIES}
@@ -284,7 +302,7 @@ class Exchange:
             self.register(bucket)
 
     def stats(self) -> dict[str, float]:
-        """Total costs so far; see `communicators.stats.Stats`."""
+        """Total costs so far; see `communicators.Stats`."""
         whole = {"dense_steps_left": self.scheme.dense_steps_left} if isinstance(self.scheme, BeginsWhole) else {}
         return {
             **self.tally.numbers(),
@@ -302,9 +320,9 @@ class Exchange:
         """Bytes that the best dense allreduces send for this tensor."""
         return 2 * whole.numel() * whole.element_size() * (self.comm.size - 1) // self.comm.size
 
-    def _launch(self, transfer: Transfer, bucket: Bucket, tallied: Exchanged) -> Work[Checked]:
+    def _launch(self, transfer: Transfer, bucket: Bucket) -> Work[Checked]:
         facts = self._facts(transfer)
-        schedule = tallied.counted(self._looked_at(transfer.schedule, transfer, bucket))
+        schedule = self._looked_at(transfer.schedule, transfer, bucket)
         return start(schedule, self.comm, facts=facts, device=bucket.device)
 
     def _sum(self, transfer: Transfer, bucket: Bucket, tallied: Exchanged) -> Checked:
@@ -312,7 +330,10 @@ class Exchange:
         assert transfer.summed is not None
         total = self.comm.native_allreduce(transfer.summed, facts=self._facts(transfer))
         if total is None:
-            return self._launch(transfer, bucket, tallied).wait()
+            work = self._launch(transfer, bucket)
+            outcome = work.wait()
+            tallied.sent += work.bytes_sent
+            return outcome
         tallied.sent += self._whole_nbytes(total)
         if self._nonfinite != "raise" or bool(all_finite(total)):
             return total, None
@@ -332,7 +353,7 @@ class Exchange:
         result, error = outcome
         if error is not None:
             raise error
-        with labelled("restore"):
+        with tracing.labelled("restore"):
             mean, seen = transfer.end(result, flat)
         if self._nonfinite == "skip":
             self._agreed.append(all_finite(seen))
@@ -382,7 +403,9 @@ class _Mean(Work[Tensor]):
 
 
 class _Later(Work[Checked]):
-    """A work that runs when it is waited for."""
+    """A work that runs when it is waited for; its call counts its bytes."""
+
+    bytes_sent = 0
 
     def __init__(self, call: Callable[[], Checked], clock: Callable[[], float]) -> None:
         self._call, self._clock = call, clock

@@ -51,7 +51,7 @@ class Means:
         try:
             start()
             means = self._finish()
-            self.stands = self._exchange.settle()
+            self.stands = self._exchange.commit_or_rollback()
         except Exception:
             self._exchange.undo()
             raise
@@ -64,7 +64,7 @@ class Means:
 
     def _finish(self) -> list[Tensor]:
         """The means of all buckets; the first error once all of them are over, so that none is under way after it."""
-        self._exchange.tally.begin_waiting()
+        self._exchange.begin_waiting()
         works, self._works = self._works, {}
         means, errors = [], []
         for position in sorted(works):

@@ -22,16 +22,16 @@ from sparse_compress import Compressor
 from torch import Tensor
 from torch.optim import Optimizer
 
+from data_parallel.adam_step_correction import AdamStepCorrection, ahead_by
 from data_parallel.ahead import Ahead
 from data_parallel.backward_order import BUCKET_BYTES, BackwardOrder, take_over
 from data_parallel.clipping import check_clip_norm
 from data_parallel.exchange import Exchange
 from data_parallel.gradients import gradients_of, made, unscale
 from data_parallel.means import Means
-from data_parallel.own_noise import OwnNoise, ahead_by
 from data_parallel.rates import ByRates, Groups
 from data_parallel.rewind import remembered
-from data_parallel.scheme import choose_scheme
+from data_parallel.schemes.choose import choose_scheme
 from data_parallel.schemes.table import WholeScheme
 from data_parallel.seen_optimizer import SeenOptimizer
 from data_parallel.settings import (
@@ -96,7 +96,7 @@ class DistributedOptimizer(Wrapping):
                 Δ ← what optimizer.step() adds to p;  acc ← residual + Δ;  s ← compressor(acc);  …;  p ← p + total / P
 
             The wrapped optimizer's moments are each rank's own, and noisier than those of the mean gradient: Adam,
-            AdamW, NAdam and RMSprop take longer steps to correct for that (see `OwnNoise`); a warning names others that
+            AdamW, NAdam and RMSprop take longer steps to correct for that (see `AdamStepCorrection`); a warning names others that
             divide by the size of gradients. Waiting in residuals acts like momentum, and momentum prolongs the wait:
             take betas=(0.5, 0.999). The step comes before the exchange, and p.grad stays as it was: clip it as in
             training on one device, or by clip_norm; there is no `synchronize`. Groups with different rates have
@@ -183,7 +183,7 @@ class DistributedOptimizer(Wrapping):
         refuse_sharded(named)
         given, comm = comm, as_communicator(comm)
         trained = to_train(named)
-        chosen = choose_scheme(
+        scheme, self._choice = choose_scheme(
             comm,
             algorithm=algorithm,
             options=options,
@@ -198,13 +198,13 @@ class DistributedOptimizer(Wrapping):
         super().__init__(optimizer)
         self._sends, self._steps = sends, Steps(compressor, density, verify)
         self._seen: SeenOptimizer | None = None
-        if chosen.selects:
+        if scheme.selects:
             known = {"momentum": momentum, "density": self._steps.last_density, "sends": sends, "ranks": comm.size}
             judge: Callable[[Optimizer], str | None] = partial(unfit, **known)
             self._seen = SeenOptimizer(self._steps, judge, owner=type(self).__name__)
             self._seen.say(judge(optimizer), stacklevel=3)
         self._group, self._by_default = given, given is None
-        self._comm, self._chosen, self._nonfinite = comm, chosen, nonfinite
+        self._comm, self._scheme, self._nonfinite = comm, scheme, nonfinite
         self._compressor, self.skipped = compressor, 0
         if overlap:  # gradients come in about the reverse order of the parameters
             trained, bucket_bytes = dict(reversed(trained.items())), bucket_bytes or BUCKET_BYTES
@@ -215,7 +215,7 @@ class DistributedOptimizer(Wrapping):
         self._shadow: Shadow | None = None
         self._inside_ddp = InsideDDP(self._trained, given, owner="DistributedOptimizer", instead=UNDER_DDP)
         self._exchange = Exchange(
-            chosen.scheme,
+            scheme,
             comm,
             self._names,
             owner="a DistributedOptimizer",
@@ -224,17 +224,17 @@ class DistributedOptimizer(Wrapping):
             clip_norm=clip_norm,
             what=sends.removesuffix("s"),
         )
-        share, self._own_noise = ahead_by(optimizer, comm.size), OwnNoise(optimizer, comm, sends=sends)
-        self._ahead = Ahead(trained, partial(self._exchange.kept, "residuals"), share=share)
+        share, self._step_correction = ahead_by(optimizer, comm.size), AdamStepCorrection(optimizer, comm, sends=sends)
+        self._ahead = Ahead(trained, partial(self._exchange.error_state, "residuals"), share=share)
         self._rates = ByRates(optimizer, self._trained, bucket_bytes) if sends == "updates" else None
         buckets = buckets_of(self._trained, bucket_bytes) if self._rates is None else self._rates.buckets()
         self._cut(buckets)
         self._overlap = BackwardOrder(self._trained, buckets, self._start) if overlap else None
         take_over(optimizer, self._overlap)
-        settings = f"{chosen.algorithm}, wire={chosen.wire!r}, {momentum=}, {bucket_bytes=}, {overlap=}, {nonfinite=}"
+        settings = f"{scheme.name}, wire={scheme.wire!r}, {momentum=}, {bucket_bytes=}, {overlap=}, {nonfinite=}"
         more = [] if verify is None else [f"{verify=}"]
         more += [f"{sends=}, {clip_norm=}"] if clip_norm or sends != "gradients" else []
-        settings = self._settings = ", ".join([settings, *more, *chosen.settings])
+        settings = self._settings = ", ".join([settings, *more, *scheme.settings])
         settings += self._exchange.cut
         broadcast_parameters(named, comm, what="DistributedOptimizer", settings=settings)
 
@@ -246,7 +246,7 @@ class DistributedOptimizer(Wrapping):
     def __repr__(self) -> str:
         """Settings, of the wrapped optimizer too."""
         ranks = f"rank {self._comm.rank} of {self._comm.size}"
-        compressor = f"compressor={self._compressor}, " if self._chosen.selects else ""
+        compressor = f"compressor={self._compressor}, " if self._scheme.selects else ""
         return f"{type(self).__name__}({self._settings}, {compressor}{ranks}, {self.optimizer!r})"
 
     @property
@@ -258,7 +258,7 @@ class DistributedOptimizer(Wrapping):
     @property
     def choice(self) -> Choice | None:
         """Choice of "auto", with its reason; None if the algorithm was named."""
-        return self._chosen.choice
+        return self._choice
 
     @property
     def selection_seconds(self) -> float:
@@ -333,14 +333,14 @@ class DistributedOptimizer(Wrapping):
         Returns:
             Plain numbers for any logger; `str` shows them in a line. See `communicators.Stats`, and:
 
-            - bytes_sent: Bytes of exchanges; only `comm.bytes_sent` counts `verify`, `OwnNoise` and the first
+            - bytes_sent: Bytes of exchanges; only `comm.bytes_sent` counts `verify`, `AdamStepCorrection` and the first
               parameters.
             - seconds_selecting: Seconds of selecting, rounding or factoring.
             - density: The fraction of elements that a rank sends now; 1 where nothing is selected.
             - residual_norm: The 2-norm of all parameters' residuals. Takes one pass over them.
         """
         counted = {"steps": self._steps.taken, "skipped": self.skipped}
-        return Stats({**counted, **self._exchange.stats(), "density": self._steps.density_of(self._chosen.entry)})
+        return Stats({**counted, **self._exchange.stats(), "density": self._steps.density_of(self._scheme.entry)})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients like torch.optim.Optimizer.zero_grad, and forgets that `synchronize` was called.
@@ -430,12 +430,12 @@ class DistributedOptimizer(Wrapping):
         own = {
             **saved_by(self._comm),
             **sending(self._sends),
-            "algorithm": self._chosen.algorithm,
+            "algorithm": self._scheme.name,
             "skipped": self.skipped,
             "steps": self._steps.taken,
-            **self._own_noise.state_dict(),
+            **self._step_correction.state_dict(),
             **kept,
-            **complete(kept, self._chosen.scheme.memories, zip(self._names, self._trained, strict=True)),
+            **complete(kept, self._scheme.keeps, zip(self._names, self._trained, strict=True)),
         }
         wrapped, own["wrapped"] = wrapped_state(self.optimizer, stepped=self._steps.taken > self.skipped)
         return {**wrapped, KEY: own}
@@ -473,14 +473,14 @@ class DistributedOptimizer(Wrapping):
         check_sent(own, self._sends)
         wrapped = wrapped_part(state_dict)
         check_groups(wrapped, self.optimizer)
-        if self._chosen.scheme.memories:
+        if self._scheme.keeps:
             check_fit(own, {name: p.shape for name, p in zip(self._names, self._trained, strict=True)})
         self._cut_by_rates(wrapped["param_groups"])
-        self._exchange.load_state_dict(own, self._chosen.algorithm)
+        self._exchange.load_state_dict(own)
         self.optimizer.load_state_dict(wrapped)
         self.skipped = own["skipped"]
         self._steps.resume(own.get("steps", 0))
-        self._own_noise.load_state_dict(own)
+        self._step_correction.load_state_dict(own)
         self._synchronized = False
 
     def _step_by_gradients(self) -> None:
@@ -498,15 +498,15 @@ class DistributedOptimizer(Wrapping):
         self._begin_exchange()  # before anything changes, in case the schedule gives what is no density
         self._exchange.clip([p.grad for p in self._trained if p.grad is not None])
         undo = remembered(self.optimizer) if self._nonfinite == "skip" else None
-        noise = self._own_noise.state_dict()
-        self._own_noise.look(self._trained, self._steps.taken)
+        noise = self._step_correction.state_dict()
+        self._step_correction.look(self._trained, self._steps.taken)
         with where:
             updates = taken(self.optimizer, self._trained)
-            self._own_noise.lengthen(dict(zip(self._trained, updates, strict=True)))
+            self._step_correction.lengthen(dict(zip(self._trained, updates, strict=True)))
         means = self._means.after(partial(self._means.start, dict(enumerate(updates)), clips=False))
         if undo is not None and not self._means.stands:
             undo()
-            self._own_noise.load_state_dict(noise)
+            self._step_correction.load_state_dict(noise)
             self.skipped += 1
             return
         self._means.put(means, updates)

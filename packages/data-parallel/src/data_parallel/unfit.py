@@ -6,7 +6,7 @@ import math
 
 from torch.optim import Optimizer
 
-from data_parallel.own_noise import knows
+from data_parallel.adam_step_correction import knows
 
 TWICE = (
     "momentum is on twice: before the selection (momentum=) and in the {optimizer}, after it, where it repeats the few "

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypedDict, Unpack
 
-from communicators import Communicator, Work, run, start
-from communicators.origin import found
-from communicators.schedule import Schedule
+from communicators import Communicator, Schedule, Work, as_communicator, run, start
 from sparse_compress import SparseVector
 from sparse_compress.arguments import integer
 
@@ -69,7 +67,7 @@ def sparse_allreduce(
         ValueError: An argument does not fit, likewise.
         CollectiveError: The same on every rank: ranks disagree, or one of them fails.
     """
-    comm = found(comm, patience=timeout)
+    comm = as_communicator(comm, patience=timeout)
     schedule, facts = prepare(sparse, comm, k, **settings)
     return run(schedule, comm, facts=facts, timeout=timeout, device=sparse.device)
 
@@ -93,7 +91,7 @@ def sparse_allreduce_async(
         TypeError: As `sparse_allreduce`.
         ValueError: As `sparse_allreduce`. What happens later is raised by `wait()`.
     """
-    comm = found(comm, patience=timeout)
+    comm = as_communicator(comm, patience=timeout)
     schedule, facts = prepare(sparse, comm, k, **settings)
     return start(schedule, comm, facts=facts, timeout=timeout, device=sparse.device)
 

@@ -7,10 +7,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, Unpack
 
 import numpy as np
 import torch
-from communicators import Communicator, Work, run, start
-from communicators.dense_schedules import allreduce
-from communicators.origin import found
-from communicators.schedule import Schedule
+from communicators import Communicator, Schedule, Work, as_communicator, run, schedules, start
 from numpy.typing import NDArray
 from sparse_compress import SparseVector, topk
 from sparse_compress.arguments import flatten
@@ -65,7 +62,7 @@ def sparse_allreduce_array(
         ValueError: An argument does not fit, likewise.
         CollectiveError: The same on every rank: ranks disagree, or one of them fails.
     """
-    comm = found(comm, patience=timeout)
+    comm = as_communicator(comm, patience=timeout)
     schedule, facts, device = _prepared(array, comm, k, **settings)
     return run(schedule, comm, facts=facts, timeout=timeout, device=device)
 
@@ -88,7 +85,7 @@ def sparse_allreduce_array_async(
         TypeError: As `sparse_allreduce_array`.
         ValueError: As `sparse_allreduce_array`. What happens later is raised by `wait()`.
     """
-    comm = found(comm, patience=timeout)
+    comm = as_communicator(comm, patience=timeout)
     schedule, facts, device = _prepared(array, comm, k, **settings)
     return start(schedule, comm, facts=facts, timeout=timeout, device=device)
 
@@ -138,7 +135,7 @@ def _densified(schedule: Schedule[Reduction], unsent: Tensor, form: _Form) -> Sc
 
 def _summed(own: Tensor, comm: Communicator, form: _Form) -> Schedule[DenseReduction[Any]]:
     """Schedule for the sum of all elements; nothing is dropped."""
-    total = yield from allreduce(own, comm.rank, comm.size)
+    total = yield from schedules.allreduce(own, comm.rank, comm.size)
     return DenseReduction(form.made_of(total), form.made_of(torch.zeros_like(total)))
 
 

@@ -15,14 +15,13 @@ from sparse_compress.magnitude import magnitude_keys
 from sparse_compress.merge import add, add_all, cut_to_budgets, merge, merge_to_budgets, share, union_of
 from sparse_compress.selection import Largest, LargestOfBlocks, Reaching, Selection, all_finite, topk
 from sparse_compress.vector import SparseVector, put
-from sparse_compress.vector_format import HEADER_BYTES, MAX_NUMEL, SLOT_BYTES, wire_nbytes
+from sparse_compress.vector_format import HEADER_BYTES, MAX_NUMEL, wire_nbytes
 from sparse_compress.vectors import pad
 from sparse_compress.version import __version__
 
 __all__ = [
     "HEADER_BYTES",
     "MAX_NUMEL",
-    "SLOT_BYTES",
     "ByParts",
     "Compressor",
     "DGCTopK",

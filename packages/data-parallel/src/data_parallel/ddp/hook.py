@@ -29,7 +29,7 @@ from data_parallel.ddp.failures import Failures
 from data_parallel.ddp.registration_watch import RegistrationWatch
 from data_parallel.ddp.resumed import Resumed, check_layout
 from data_parallel.exchange import Exchange
-from data_parallel.scheme import Chosen, choose_scheme
+from data_parallel.schemes.choose import choose_scheme
 from data_parallel.schemes.table import WholeScheme
 from data_parallel.seen_optimizer import SeenOptimizer
 from data_parallel.settings import (
@@ -175,7 +175,7 @@ class SparseHookState:
         judge = partial(unfit, momentum=self._momentum, density=self._steps.last_density, behind=UNDER_DDP)
         self._seen = SeenOptimizer(self._steps, judge, owner="SparseHookState" if grad_scaler is None else None)
         self._registration = RegistrationWatch(self._parameters.values(), state=self)
-        self._found: tuple[Any, Communicator, Chosen, Exchange] | None = None
+        self._found: tuple[Any, Communicator, Choice | None, Exchange] | None = None
         self._waiting: dict[str, Any] | None = None  # a copy's state, until its ranks are looked up
         if self._looks_up_at_once and (process_group is not None or default_group() is not None):
             self._world()
@@ -225,22 +225,22 @@ class SparseHookState:
     @property
     def algorithm(self) -> str:
         """Name of the algorithm; with "auto", of the one that was chosen."""
-        return self._world()[2].algorithm
+        return self._world()[3].scheme.name
 
     @property
     def entry(self) -> Algorithm | None:
         """The algorithm with its options; None for what is no sparse allreduce (a `WholeScheme`)."""
-        return self._world()[2].entry
+        return self._world()[3].scheme.entry
 
     @property
     def wire(self) -> str:
         """Encoding of the values."""
-        return self._world()[2].wire
+        return self._world()[3].scheme.wire
 
     @property
     def choice(self) -> Choice | None:
         """Choice of "auto", with its reason; None if the algorithm was named."""
-        return self._world()[2].choice
+        return self._world()[2]
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals and momenta by parameter, and the algorithm's state by bucket.
@@ -251,13 +251,13 @@ class SparseHookState:
         state is empty, and nothing would be loaded. DCP merges equal keys of the ranks, so the key holds the rank:
         dcp.save({f"hook {rank}": state}), dcp.load({f"hook {rank}": state}).
         """
-        _, comm, chosen, exchange = self._world()
+        _, comm, _, exchange = self._world()
         self._settle()
         kept = exchange.state_dict()
         trained = [(name, p) for name, p in self._parameters.items() if p.requires_grad]
-        memories = complete(kept, exchange.scheme.memories, trained)
+        memories = complete(kept, exchange.keeps, trained)
         counted = {"steps": self._steps.taken} if self._steps.matter else {}
-        own = {"algorithm": chosen.algorithm, "buckets": self._layout(), **counted, **kept, **memories}
+        own = {"algorithm": exchange.scheme.name, "buckets": self._layout(), **counted, **kept, **memories}
         return {KEY: {**saved_by(comm), **own}}
 
     def gathered_state_dict(self) -> dict[str, Any]:
@@ -287,19 +287,19 @@ class SparseHookState:
                 for, or that a dense sum has no use for. Where neither is known yet, without `named_parameters` and
                 before the first step, residuals that are left over are an error of the first backward.
         """
-        _, comm, chosen, exchange = self._world()
+        _, comm, _, exchange = self._world()
         if self._only_looked() and comm.size == 1 and is_of_several(state_dict):
             raise RuntimeError("load_state_dict() before there is a process group: call it after init_process_group()")
         own = check_saved_by(own_state(state_dict, comm), comm.rank, comm.size)
         layout = check_layout(own.get("buckets", []))
-        if chosen.scheme.memories:
+        if exchange.keeps:
             trained = {name: p.shape for name, p in self._parameters.items() if p.requires_grad}
             if shapes := trained or exchange.shapes:
                 check_fit(own, shapes, frozen={n: p.shape for n, p in self._parameters.items() if not p.requires_grad})
         else:
             refuse_residuals(own["residuals"])
             own = {**own, "residuals": {}, "velocities": {}}
-        exchange.load_state_dict(own, chosen.algorithm)
+        exchange.load_state_dict(own)
         self._steps.taken = own.get("steps", self._steps.taken)
         self._cut, self._resumed = [], Resumed(layout) if layout else None
 
@@ -318,8 +318,8 @@ class SparseHookState:
         counted = {"steps": self._steps.taken, "skipped": self._skipped}
         if self._found is None:  # before the first step: the ranks are not looked up for this
             return Stats(counted)
-        _, _, chosen, exchange = self._found
-        return Stats({**counted, **exchange.stats(), "density": self._steps.density_of(chosen.entry)})
+        exchange = self._found[3]
+        return Stats({**counted, **exchange.stats(), "density": self._steps.density_of(exchange.scheme.entry)})
 
     def exchange(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Starts the exchange of one bucket; the future holds the mean, in the bucket's buffer.
@@ -332,7 +332,7 @@ class SparseHookState:
             ValueError: DDP brings a parameter that is not among `named_parameters`.
             CollectiveError: What was exchanged before has failed.
         """
-        _, _, chosen, exchange = self._world()
+        exchange = self._world()[3]
         if bucket.index() == 0:
             self._begin()
         flat = bucket.buffer()
@@ -357,7 +357,7 @@ class SparseHookState:
                 self._cut = self._resumed.release(self._buckets.names, self._start)
         if bucket.is_last():
             self._refuse_left_over(exchange)
-            exchange.tally.begin_waiting()
+            exchange.begin_waiting()
 
         def whole(_: torch.futures.Future[Any]) -> Tensor:
             """The mean in the bucket's own buffer, because DDP takes no tensor that begins amid its storage."""
@@ -369,7 +369,7 @@ class SparseHookState:
                 failures.add(error)
                 return flat
             given = put_back(known, found if found is flat else flat.copy_(found), held)
-            if chosen.selects:
+            if exchange.scheme.selects:
                 self._seen.note(parameters, known.views(given))
             return given
 
@@ -379,7 +379,7 @@ class SparseHookState:
         exchange = self._world()[3]
         if self._clip_norm is not None:
             exchange.clip([flat], scale=self._scale, of=self._numel())
-        unused = unused_spans(spans or spans_of(bucket), flat) if exchange.scheme.memories else ()
+        unused = unused_spans(spans or spans_of(bucket), flat) if exchange.keeps else ()
         return exchange.start(bucket, flat, scale=self._scale, unused=unused)
 
     def _layout(self) -> list[list[str]]:
@@ -406,7 +406,7 @@ class SparseHookState:
         self._registration.end()
         self._registration = RegistrationWatch(self._buckets.parameters.values(), state=None)
 
-    def _world(self) -> tuple[Any, Communicator, Chosen, Exchange]:
+    def _world(self) -> tuple[Any, Communicator, Choice | None, Exchange]:
         """The default group, the ranks, the algorithm, and the exchange among them: looked up and made once.
 
         Who only looks before there is a group sees one rank; the group is found when it is there.
@@ -416,7 +416,7 @@ class SparseHookState:
         if self._found is None:
             group, comm = default_group(), as_communicator(self._group)
             algorithm, options, wire = self._given
-            chosen = choose_scheme(
+            scheme, choice = choose_scheme(
                 comm,
                 algorithm=algorithm,
                 options=options,
@@ -427,17 +427,17 @@ class SparseHookState:
                 parameters=list(self._parameters.values()),
                 tentative=self._grad_scaler is not None,
             )
-            nonfinite = "raise" if self._grad_scaler is None else "skip" if chosen.scheme.memories else "pass"
+            nonfinite = "raise" if self._grad_scaler is None else "skip" if scheme.keeps else "pass"
             clips = "" if self._clip_norm is None else f" with clip_norm={self._clip_norm}"
             exchange = Exchange(
-                chosen.scheme,
+                scheme,
                 comm,
                 self._buckets.names,
                 owner=OWNER + clips,
                 nonfinite=nonfinite,
                 clip_norm=self._clip_norm,
             )
-            self._found = group, comm, chosen, exchange
+            self._found = group, comm, choice, exchange
             if (kept := self._waiting) is not None:
                 self._waiting = None
                 self.load_state_dict(kept)
@@ -479,7 +479,7 @@ class SparseHookState:
 
     def _settle(self) -> None:
         """Ends the last step: with a GradScaler it stands only if every bucket was finite, alike on every rank."""
-        if not self._world()[3].settle():
+        if not self._world()[3].commit_or_rollback():
             self._skipped += 1
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from communicators import Bucket, CollectiveError, Work
-from communicators.background.streams import devices_of
 from torch import Tensor
 
 BACKWARDS = 2
@@ -41,7 +40,8 @@ class Resumed:
         self, bucket: Bucket, flat: Tensor
     ) -> tuple[torch.futures.Future[CollectiveError | None], Callable[[], Tensor]]:
         """Holds a bucket until `release` puts the mean into `flat`; returns that future, and a getter of `flat`."""
-        gate: torch.futures.Future[CollectiveError | None] = torch.futures.Future(devices=devices_of(bucket.device))
+        devices: list[int | str | torch.device] = [bucket.device] if bucket.device.type == "cuda" else []
+        gate: torch.futures.Future[CollectiveError | None] = torch.futures.Future(devices=devices)
         self._brought.append((bucket, flat))
         self._gates.append(gate)
         return gate, lambda: _raised(gate.wait(), flat)

@@ -25,7 +25,7 @@ from data_parallel.hsdp.backward import Backward, refuse_after_break
 from data_parallel.hsdp.mesh import joined
 from data_parallel.hsdp.outcome import Outcome, agreed
 from data_parallel.hsdp.shards import Shard, shards_of
-from data_parallel.scheme import choose_scheme
+from data_parallel.schemes.choose import choose_scheme
 from data_parallel.schemes.table import WholeScheme
 from data_parallel.seen_optimizer import SeenOptimizer
 from data_parallel.settings import (
@@ -193,7 +193,7 @@ class HsdpState:
         check_pairs(list(self._named.items()))
         self._comm, self._inside = joined(self._shards, between)
         self._steps, self._clip_norm, self._skipped = Steps(compressor, density, verify), clip_norm, 0
-        chosen = self._chosen = choose_scheme(
+        self._scheme, _ = choose_scheme(
             self._comm,
             algorithm=algorithm,
             options=options,
@@ -204,20 +204,21 @@ class HsdpState:
             parameters=[],
             tentative=nonfinite == "skip",
         )
-        self._given: dict[str, Any] = {"algorithm": chosen.algorithm, "options": options}
-        self._given |= {"compressor": compressor if chosen.selects else None}
+        scheme = self._scheme
+        self._given: dict[str, Any] = {"algorithm": scheme.name, "options": options}
+        self._given |= {"compressor": compressor if scheme.selects else None}
         self._given |= {"wire": wire, "momentum": momentum, "clip_norm": clip_norm, "dense_below": dense_below}
         self._given |= {"nonfinite": nonfinite, "verify": verify}
         clips = "" if clip_norm is None else f" with {clip_norm=}"
         self._exchange = Exchange(
-            chosen.scheme, self._comm, list(self._named), owner=OWNER + clips, nonfinite=nonfinite, clip_norm=clip_norm
+            scheme, self._comm, list(self._named), owner=OWNER + clips, nonfinite=nonfinite, clip_norm=clip_norm
         )
         self._pending: list[tuple[Work[Tensor], Tensor]] = []
         self._error: CollectiveError | None = None
-        settings = f"{chosen.algorithm}, {wire=}, {momentum=}, {nonfinite=}, {verify=}, {', '.join(chosen.settings)}"
+        settings = f"{scheme.name}, {wire=}, {momentum=}, {nonfinite=}, {verify=}, {', '.join(scheme.settings)}"
         broadcast_parameters(self._parts(), self._comm, what=OWNER, settings=settings)
         self._seen: SeenOptimizer | None = None  # kept here, because nobody else does
-        if chosen.selects:
+        if scheme.selects:
             judge = partial(unfit, momentum=momentum, density=self._steps.last_density, behind=UNDER_FSDP)
             self._seen = SeenOptimizer(self._steps, judge, owner=OWNER)
         for shard in self._shards:
@@ -260,7 +261,7 @@ class HsdpState:
             - residual_norm: The 2-norm of the residuals of this rank's parts. Takes one pass over them.
         """
         counted = {"steps": self._steps.taken, "skipped": self._skipped}
-        return Stats({**counted, **self._exchange.stats(), "density": self._steps.density_of(self._chosen.entry)})
+        return Stats({**counted, **self._exchange.stats(), "density": self._steps.density_of(self._scheme.entry)})
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's residuals and momenta by parameter, and the algorithm's state. Another one on every rank.
@@ -271,18 +272,18 @@ class HsdpState:
             RuntimeError: It is called in backward.
         """
         self._refuse_in_backward("state_dict()")
-        self._exchange.settle()
+        self._exchange.commit_or_rollback()
         kept = self._exchange.state_dict()
         padded = [(name, torch.empty(shape, device=device)) for name, (shape, device) in self._shapes().items()]
         return {
             KEY: {
                 **saved_by(self._comm),
-                "algorithm": self._chosen.algorithm,
+                "algorithm": self._scheme.name,
                 "steps": self._steps.taken,
                 "skipped": self._skipped,
                 "inside": [self._inside.rank, self._inside.size],
                 **kept,
-                **complete(kept, self._chosen.scheme.memories, padded),
+                **complete(kept, self._scheme.keeps, padded),
             }
         }
 
@@ -323,9 +324,9 @@ class HsdpState:
         here = [self._inside.rank, self._inside.size]
         if own.get("inside") != here:
             raise ValueError(f"the state is of (rank, ranks) {own.get('inside')} inside a node, but this is {here}")
-        if self._chosen.scheme.memories:
+        if self._scheme.keeps:
             check_fit(own, {name: shape for name, (shape, _) in self._shapes().items()})
-        self._exchange.load_state_dict(own, self._chosen.algorithm)
+        self._exchange.load_state_dict(own)
         self._steps.taken, self._skipped = own["steps"], own["skipped"]
 
     def _reduced(self, shard: Shard, flat: Tensor) -> None:
@@ -333,7 +334,7 @@ class HsdpState:
         if not self._backward.goes_on:
             self._begin()
         bucket = shard.bucket(flat)
-        unused = unused_spans(spans_of(bucket), flat) if self._exchange.scheme.memories else ()
+        unused = unused_spans(spans_of(bucket), flat) if self._exchange.keeps else ()
         waits = shard.may_wait(flat)
         if self._clip_norm is not None:
             self._exchange.clip([flat], of=self._inside.size * sum(one.numel for one in self._shards))
@@ -351,7 +352,7 @@ class HsdpState:
         self._backward.begin()
         if any(p.grad is not None and bool(part_of(p.grad).any()) for p in self._named.values()):
             return
-        self._exchange.settle()
+        self._exchange.commit_or_rollback()
         self._steps.begin()
         try:
             self._steps.count(self._parts(), self._comm)
@@ -360,7 +361,7 @@ class HsdpState:
 
     def _end(self) -> None:
         """Waits, after backward has ended on every rank, for exchanges under way; all ranks learn the outcome."""
-        self._exchange.tally.begin_waiting()
+        self._exchange.begin_waiting()
         pending, self._pending = self._pending, []
         for work, flat in pending:
             try:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from communicators import Bucket, Communicator, Schedule
-from communicators.dense_schedules import allreduce
+from communicators import Bucket, Communicator, Schedule, schedules
 from sparse_collectives import Algorithm, Reduction, resolve
 from sparse_compress import Compressor, ErrorFeedback, SparseVector, StatefulCompressor, TopK, put
 from torch import Tensor
@@ -41,7 +40,7 @@ class Selections:
     ) -> None:
         self._comm, self._entry, self._wire = comm, algorithm, wire
         self._compressor, self._momentum, self._tentative = compressor, momentum, tentative
-        self.memories: Sequence[str] = MEMORIES if momentum else MEMORIES[:1]
+        self.keeps: Sequence[str] = MEMORIES if momentum else MEMORIES[:1]
         self._feedback = self._new_feedback()
         self._known: set[str] = set()  # buckets that have residuals
         self._spans: dict[str, list[slice]] = {}  # of the parameters, by bucket
@@ -139,7 +138,7 @@ class Selections:
 def _summed_whole(sent: SparseVector, rank: int, size: int) -> Schedule[Reduction]:
     """Dense sum in full precision when all elements are sent, as in a warm-up: indices would double its bytes."""
     own = torch.zeros(sent.numel, dtype=sent.dtype, device=sent.device)
-    total = yield from allreduce(sent.put(own), rank, size)
+    total = yield from schedules.allreduce(sent.put(own), rank, size)
     every = torch.arange(sent.numel, dtype=sent.indices.dtype, device=sent.device)
     nothing = SparseVector.empty(sent.numel, sent.dtype, device=sent.device)
     return Reduction(SparseVector(every, total, sent.numel), nothing)

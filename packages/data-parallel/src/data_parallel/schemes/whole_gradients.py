@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from communicators import Bucket, Communicator, Schedule
-from communicators.dense_schedules import allreduce
+from communicators import Bucket, Communicator, Schedule, schedules
 from sparse_collectives import DENSE_WIRES
 from torch import Tensor
 
@@ -51,7 +50,7 @@ class WholeGradients:
     wire: "bf16" or "fp16": gradients are divided by P, rounded, and summed in that; rounding errors are lost.
     """
 
-    memories: Sequence[str] = ()
+    keeps: Sequence[str] = ()
 
     def __init__(self, comm: Communicator, *, wire: str = "fp32") -> None:
         self._rank, self._size, self._wire_name, self._wire = comm.rank, comm.size, wire, dense_wire(wire)
@@ -73,7 +72,7 @@ class WholeGradients:
         del scale, unused
         gradient = flat.to(torch.promote_types(flat.dtype, torch.float32))
         given = self._wire.given(gradient, self._size)
-        schedule = allreduce(given, self._rank, self._size)
+        schedule = schedules.allreduce(given, self._rank, self._size)
         return _Sum(self._facts[key], schedule, given, gradient, self._wire, self._size)
 
     def commit(self) -> None:

@@ -7,8 +7,7 @@ from itertools import accumulate
 from math import isqrt
 
 import torch
-from communicators.dense_schedules import allgather_blocks
-from communicators.schedule import Schedule
+from communicators import Schedule, schedules
 from sparse_compress import spread_keys
 from torch import Tensor
 
@@ -83,5 +82,5 @@ def _check_found(found: spread_keys.KthLargest, counts: Sequence[int], k: int) -
 def _gathered(mine: Tensor, lengths: Sequence[int], rank: int, size: int) -> Schedule[Tensor]:
     """All ranks' numbers, `lengths` of them, in rank order, on the CPU."""
     nbytes = [length * mine.dtype.itemsize for length in lengths]
-    blocks = yield from allgather_blocks(mine.view(torch.uint8), nbytes, rank, size)
+    blocks = yield from schedules.allgather_blocks(mine.view(torch.uint8), nbytes, rank, size)
     return torch.cat(blocks).view(mine.dtype).cpu()  # one copy from the device

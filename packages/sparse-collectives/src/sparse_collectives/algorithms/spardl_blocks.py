@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from communicators.dense_schedules import block_bounds
+from communicators import schedules
 from sparse_compress import SparseVector, add_all, all_finite, cut_to_budgets, merge_to_budgets, share, vectors
 from torch import Tensor
 
@@ -25,7 +25,7 @@ class Blocks:
 
     def __init__(self, sparse: SparseVector, blocks: int, k: int, step: int, wire: Wire = PLAIN) -> None:
         self.wire, self.everywhere = wire, (0, sparse.numel)
-        self.bounds = block_bounds(sparse.numel, blocks)
+        self.bounds = schedules.block_bounds(sparse.numel, blocks)
         self.budgets = block_budgets(k, sparse.numel, blocks, step)
         self.held = list(range(blocks))
         self.kept, cut = cut_to_budgets(sparse, self.bounds, self.budgets)
@@ -93,7 +93,7 @@ def block_budgets(k: int, numel: int, blocks: int, step: int) -> list[int]:
     T: blocks that have elements, numbered b. o: 0 where k ≥ T, else the step number, so that every block gets its turn.
     """
     k, budgets = min(k, numel), [0] * blocks
-    filled = [(b, high - low) for b, (low, high) in enumerate(block_bounds(numel, blocks)) if high > low]
+    filled = [(b, high - low) for b, (low, high) in enumerate(schedules.block_bounds(numel, blocks)) if high > low]
     o = 0 if k >= len(filled) else step
     for j, (b, length) in enumerate(filled):
         budgets[b] = min((j + 1 + o) * k // len(filled) - (j + o) * k // len(filled), length)

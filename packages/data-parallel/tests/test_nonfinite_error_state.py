@@ -14,7 +14,7 @@ import torch
 from communicators import Bucket, CollectiveError, SimulatedWorld
 from data_parallel.exchange import Exchange
 from data_parallel.memories import MEMORIES
-from data_parallel.scheme import choose_scheme
+from data_parallel.schemes.choose import choose_scheme
 from hypothesis import given
 from hypothesis import strategies as st
 from sparse_collectives.algorithms.table import ALGORITHMS
@@ -28,7 +28,7 @@ VALUES = st.sampled_from([float("nan"), float("inf"), -float("inf"), FAR_OUT])
 
 
 def exchange_of(comm, nonfinite, *, algorithm, momentum, dense_below, compressor, wire):
-    chosen = choose_scheme(
+    scheme, _ = choose_scheme(
         comm,
         algorithm=algorithm,
         options={"dense_steps": 0} if algorithm == "powersgd" else None,
@@ -39,7 +39,7 @@ def exchange_of(comm, nonfinite, *, algorithm, momentum, dense_below, compressor
         parameters=[],
         tentative=nonfinite == "skip",
     )
-    return Exchange(chosen.scheme, comm, list(SHAPES), owner="a test", nonfinite=nonfinite)
+    return Exchange(scheme, comm, list(SHAPES), owner="a test", nonfinite=nonfinite)
 
 
 def step(exchange, buckets, number, bad):
@@ -83,7 +83,7 @@ def run(comm, bad, *, nonfinite, ends, together, settings):
         means, errors = step(exchange, buckets, number, its)
         stands = False
         if not errors or ends == "settle":
-            stands = exchange.settle()
+            stands = exchange.commit_or_rollback()
         elif ends == "undo":
             exchange.undo()
         if stands and not errors:
@@ -97,7 +97,7 @@ def run(comm, bad, *, nonfinite, ends, together, settings):
 
 
 def memories(exchange):
-    return {(memory, name): t for memory in MEMORIES for name, t in exchange.kept(memory).items()}
+    return {(memory, name): t for memory in MEMORIES for name, t in exchange.error_state(memory).items()}
 
 
 def spoiled(rank, bad):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from communicators import Communicator
 from sparse_collectives import ALGORITHMS, Algorithm, Choice, choose, resolve
@@ -20,25 +20,6 @@ from data_parallel.schemes.whole_gradients import WholeGradients
 logger = logging.getLogger(__name__)
 
 
-class Chosen(NamedTuple):
-    """Scheme for a user's settings. algorithm: its name. choice: that of "auto", if asked. settings: options, as text.
-
-    entry: the sparse allreduce, None for a `WholeScheme`. wire: the one in use.
-    """
-
-    algorithm: str
-    entry: Algorithm | None
-    wire: str
-    choice: Choice | None
-    scheme: Scheme
-    settings: list[str]
-
-    @property
-    def selects(self) -> bool:
-        """Whether entries are selected, as many as the compressor says."""
-        return self.entry is not None and self.entry.selects
-
-
 def choose_scheme(
     comm: Communicator,
     *,
@@ -51,25 +32,26 @@ def choose_scheme(
     selects: bool = False,
     parameters: Sequence[Tensor],
     tentative: bool,
-) -> Chosen:
+) -> tuple[Scheme, Choice | None]:
     """Makes the scheme for settings that `check_settings` has passed; "auto" measures, so all ranks call together.
 
     dense_below: beside a selection, tensors of fewer elements are summed dense.
     selects: whether "auto" must take an algorithm that selects, as with momentum.
 
+    Returns the scheme, and the choice of "auto" if asked.
     Raises ValueError for options that do not fit the number of ranks, and without parameters to choose for.
     """
     choice = None
     if (own := known_whole(algorithm)) is not None:
         whole, settings = whole_scheme(own, options, comm)
-        return Chosen(own.name, None, wire, choice, whole, settings)
+        return _with(whole, own.name, None, wire, settings), choice
     assert not isinstance(algorithm, WholeScheme)
     if algorithm == "auto":
         choice = choose_for_training(parameters, comm, compressor, dense=not (momentum or selects), wire=wire)
         algorithm, options, wire = choice.algorithm, choice.options, choice.wire
     if not resolve(algorithm).selects:
         entry = resolve(algorithm, options, size=comm.size)
-        return Chosen(entry.name, entry, wire, choice, WholeGradients(comm, wire=wire), entry.settings)
+        return _with(WholeGradients(comm, wire=wire), entry.name, entry, wire, entry.settings), choice
     entry = resolve(algorithm, options, size=comm.size, wire=wire)
     scheme = Selections(
         comm,
@@ -80,9 +62,15 @@ def choose_scheme(
         tentative=tentative,
     )
     if not dense_below:
-        return Chosen(entry.name, entry, wire, choice, scheme, entry.settings)
+        return _with(scheme, entry.name, entry, wire, entry.settings), choice
     both = TinyWhole(scheme, comm, below=dense_below, momentum=momentum)
-    return Chosen(entry.name, entry, wire, choice, both, [*entry.settings, f"{dense_below=}"])
+    return _with(both, entry.name, entry, wire, [*entry.settings, f"{dense_below=}"]), choice
+
+
+def _with(scheme: Any, name: str, entry: Algorithm | None, wire: str, settings: Sequence[str]) -> Scheme:
+    scheme.name, scheme.entry, scheme.wire, scheme.settings = name, entry, wire, settings
+    scheme.selects = entry is not None and entry.selects
+    return scheme  # type: ignore[no-any-return]
 
 
 def choose_for_training(
