@@ -9,8 +9,8 @@ from data_parallel import DistributedOptimizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_collectives import sparse_allreduce
-from sparse_collectives.algorithms.budgets import block_budgets
 from sparse_collectives.algorithms.spardl import SparDL
+from sparse_collectives.algorithms.spardl_blocks import block_budgets
 from sparse_compress import SparseVector, topk
 from torch import nn
 

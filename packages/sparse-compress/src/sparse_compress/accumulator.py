@@ -7,9 +7,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from sparse_compress.arguments import WIRE_DTYPES
 from sparse_compress.native.library import kernels, takes
 from sparse_compress.vector import SparseVector
-from sparse_compress.vector_format import WIRE_DTYPES
 
 
 @dataclass(frozen=True, eq=False)

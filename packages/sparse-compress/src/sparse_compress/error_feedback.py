@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 
 from sparse_compress.accumulator import Accumulator, read_state, write_state
-from sparse_compress.arguments import check_compressor, check_dense, fraction_below_1
+from sparse_compress.arguments import WIRE_DTYPES, check_compressor, check_dense, fraction_below_1
 from sparse_compress.compressors.compressor import Compressor, StatefulCompressor
 from sparse_compress.selection import all_finite
 from sparse_compress.vector import SparseVector
-from sparse_compress.vector_format import WIRE_DTYPES
 
 
 class ErrorFeedback:

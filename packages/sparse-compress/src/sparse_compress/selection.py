@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from sparse_compress.accumulator import Accumulator
-from sparse_compress.arguments import flatten, integer
+from sparse_compress.arguments import WIRE_DTYPES, flatten, integer
 from sparse_compress.gpu import kernels_take
 from sparse_compress.magnitude import largest, largest_on_device, magnitude_keys, positions, reachable
 from sparse_compress.native.library import SCRATCH, kernels, takes
 from sparse_compress.vector import SparseVector
-from sparse_compress.vector_format import WIRE_DTYPES
 from sparse_compress.vectors import join, of_entries, take
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

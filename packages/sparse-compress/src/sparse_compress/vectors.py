@@ -16,7 +16,21 @@ from torch import Tensor
 from sparse_compress.arguments import integer
 from sparse_compress.magnitude import magnitude_keys, positions
 from sparse_compress.native.library import SCRATCH, SLACK, kernels, takes
-from sparse_compress.vector import SparseVector
+from sparse_compress.vector import SparseVector, check_entries
+
+__all__ = [
+    "check_entries",
+    "compact",
+    "copied_runs",
+    "join",
+    "larger",
+    "of_entries",
+    "pad",
+    "split",
+    "take",
+    "where",
+    "without",
+]
 
 PIECES_BYTES = 64  # where each of four pieces begins and ends
 

@@ -6,8 +6,7 @@ from communicators import Payload
 from sparse_compress import SparseVector, add_all, merge, share
 
 from sparse_collectives.reduction import Reduction
-from sparse_collectives.wire.invalid import blame_rank
-from sparse_collectives.wire.wire import PLAIN, Wire
+from sparse_collectives.wire import RAW, Wire, blame_rank
 
 
 class ReplicatedVector:
@@ -23,7 +22,7 @@ class ReplicatedVector:
 
     def message(self, *, member: int = 0, of: int = 1) -> Payload:
         """Message whose body has `nbytes` bytes, with the vector; all holders continue with its rounded values."""
-        if self._wire is not PLAIN:
+        if self._wire is not RAW:
             self.vector, rest = self._wire.rounded(self.vector)
             self._drop(rest, member, of)
         return self._wire.message(self.vector)

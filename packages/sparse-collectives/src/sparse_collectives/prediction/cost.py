@@ -21,7 +21,7 @@ from sparse_compress import TopK
 from sparse_collectives.algorithms.table import ALGORITHMS
 from sparse_collectives.prediction.loads import loads
 from sparse_collectives.traffic import Traffic
-from sparse_collectives.wire.wire import DENSE_WIRES, WIRES
+from sparse_collectives.wire import DENSE_WIRES, WIRES
 
 DDP_BUCKET_BYTES = 25 << 20
 """DistributedDataParallel's default `bucket_cap_mb`."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from communicators import Received, Round, Schedule
-from sparse_compress.selection import Largest
+from sparse_compress import Largest
 from torch import Tensor
 
 from sparse_collectives.algorithms.table import resolve
