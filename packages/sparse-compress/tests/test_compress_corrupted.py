@@ -160,7 +160,7 @@ def test_what_a_receiver_expects_is_checked_too(codec):
 def test_a_header_of_another_kind_of_value():
     message = WireCodec().encode(topk(torch.randn(9), 3))
     message[28] = 2
-    with pytest.raises(ValueError, match=r"torch\.float64, expected"):
+    with pytest.raises(ValueError, match=r"torch\.float64 values, expected"):
         WireCodec().decode(message, 9, 3)
 
 

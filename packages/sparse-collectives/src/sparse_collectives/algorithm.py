@@ -39,6 +39,7 @@ class Algorithm:
         takes_wire: Whether `schedule` and `sent` heed `wire`; others are for "fp32" only.
         exact: Whether `sent` is what a call sends, not only its bound.
         selects: Whether entries of a gradient are selected before it is sent; always so in one's own.
+        prescribes: Whether it has a `select` of its own; set by itself.
         wire: How vectors travel; set by who resolves a user's settings.
     """
 
@@ -46,7 +47,12 @@ class Algorithm:
     takes_wire: ClassVar[bool] = False
     exact: ClassVar[bool] = True
     selects: ClassVar[bool] = True
+    prescribes: ClassVar[bool] = False
     wire: Wire = field(default=RAW, kw_only=True)
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.prescribes = cls.select is not Algorithm.select
 
     def check(self, size: int) -> None:
         """Checks that the options fit the number of ranks.
@@ -177,11 +183,6 @@ class Algorithm:
             k: The most entries that a rank contributes.
         """
         raise NotImplementedError
-
-    @property
-    def prescribes(self) -> bool:
-        """Whether it has a `select` of its own."""
-        return type(self).select is not Algorithm.select
 
     @property
     def options(self) -> dict[str, Any]:

@@ -152,11 +152,12 @@ class WireCodec:
                 f"{FREE_BYTES + block.numel()} bytes given, but {entries} entries of {numel} "
                 f"take {HEADER_BYTES + sizes.total}"
             )
-        if said is not None and said != (numel, entries, torch.float32):
+        if said is not None and said[:2] != (numel, entries):
             raise ValueError(
-                f"the message holds {said.entries} entries of {said.numel} elements, {said.dtype}, expected {entries} "
-                f"of {numel}, torch.float32"
+                f"the message holds {said.entries} entries of {said.numel} elements, expected {entries} of {numel}"
             )
+        if said is not None and said.dtype != torch.float32:
+            raise ValueError(f"corrupted header: {said.dtype} values, expected torch.float32")
         body = block[header:]
         vector = SparseVector.allocate(entries, numel, torch.float32, block.device)
         VALUES[self.values].unpack(body, entries, out=vector.values)
