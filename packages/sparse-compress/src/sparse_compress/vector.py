@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sparse_compress.arguments import MAX_NUMEL, WIRE_DTYPES, check_bytes, element_count
-from sparse_compress.native.library import kernels, takes
+from sparse_compress.native.library import kernels
 
 HEADER_BYTES = 32
 """Header of a packed vector: the free half, then numel, entries and dtype."""
@@ -47,11 +47,13 @@ class SparseVector:
         ValueError: Shapes, devices or the order do not fit, or an index is out of range.
     """
 
-    __slots__ = ("_buffer", "_entries", "_indices", "_unwritten", "_values", "dtype", "is_cpu", "numel")
+    __slots__ = ("_buffer", "_entries", "_indices", "_unwritten", "_values", "device", "dtype", "is_cpu", "numel")
 
     numel: int
     dtype: torch.dtype
     """float32 or float64."""
+    device: torch.device
+    """Device of the buffer."""
     is_cpu: bool
     """Whether the buffer is on a CPU."""
     _entries: int
@@ -71,7 +73,8 @@ class SparseVector:
 
     def _set(self, buffer: Tensor, entries: int, numel: int, dtype: torch.dtype, *, unwritten: bool = True) -> None:
         self._buffer, self._entries, self.numel, self.dtype = buffer, entries, numel, dtype
-        self.is_cpu, self._unwritten, self._indices, self._values = buffer.is_cpu, unwritten, None, None
+        self.device, self.is_cpu = buffer.device, buffer.is_cpu
+        self._unwritten, self._indices, self._values = unwritten, None, None
 
     @classmethod
     def allocate(cls, entries: int, numel: int, dtype: torch.dtype, device: torch.device | str) -> Self:
@@ -127,11 +130,6 @@ class SparseVector:
         """Addresses of the first index and the first value, on a CPU."""
         values = self._buffer.data_ptr() + HEADER_BYTES
         return values + self._entries * self.dtype.itemsize, values
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the buffer."""
-        return self._buffer.device
 
     @property
     def body(self) -> Tensor:
@@ -250,9 +248,9 @@ def _check(indices: Tensor, values: Tensor, numel: int) -> None:
 
 def check_entries(sparse: SparseVector, low: int, high: int) -> None:
     """Checks a vector like `check_indices`, without making a tensor of its indices where they are right."""
-    if sparse.is_cpu and kernels() is not None and kernels().sc_increasing(sparse.addresses[0], len(sparse), low, high):
-        return
-    check_indices(sparse.indices, low, high)
+    library = kernels() if sparse.is_cpu else None
+    if library is None or not library.sc_increasing(sparse.addresses[0], len(sparse), low, high):
+        check_indices(sparse.indices, low, high)
 
 
 def check_indices(indices: Tensor, low: int, high: int) -> None:
@@ -272,7 +270,7 @@ def check_indices(indices: Tensor, low: int, high: int) -> None:
 
 def is_increasing(indices: Tensor) -> bool:
     """Whether ``indices``, 1-D int32, increase strictly; from a GPU the answer is read back."""
-    if takes(indices, (torch.int32,)):
+    if kernels(indices, (torch.int32,)):
         return bool(kernels().sc_increasing(indices.data_ptr(), indices.numel(), -MAX_NUMEL - 1, MAX_NUMEL + 1))
     given = indices.numpy() if indices.is_cpu else indices
     return bool((given[1:] > given[:-1]).all())
@@ -287,7 +285,7 @@ def put(out: Tensor, indices: Tensor, values: Tensor, *, divisor: float = 1.0) -
         values: (k,).
         divisor: Divisor of all values, such as the number of ranks for their mean.
     """
-    if takes(out):
+    if kernels(out):
         given = indices.data_ptr(), values.data_ptr(), indices.numel()
         kernels().sc_put(out.data_ptr(), out.numel(), *given, divisor)
         return out
