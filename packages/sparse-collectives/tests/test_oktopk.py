@@ -365,16 +365,6 @@ def test_what_shrinks_is_still_sent(every, share, size):
     assert min(SimulatedWorld(size).run(body)) >= share * 100 * k
 
 
-@pytest.mark.parametrize("half", [1, 2, 3])
-def test_a_resumed_run_has_the_same_bits_wherever_the_counters_stand(half, train):
-    options = {"algorithm": "oktopk", "options": OFTEN}
-    whole = SimulatedWorld(3).run(lambda c: train(c, range(6), **options))
-    first = SimulatedWorld(3).run(lambda c: train(c, range(half), **options))
-    rest = SimulatedWorld(3).run(lambda c: train(c, range(half, 6), saved=first[c.rank], **options))
-    for (model, _), (other, _) in zip(whole, rest, strict=True):
-        assert all(torch.equal(model[name], other[name]) for name in model)
-
-
 @pytest.mark.parametrize("options", [{"thresholds_every": 0}, {"boundaries_every": -1}])
 def test_wrong_options(options):
     with pytest.raises(ValueError, match="expected 1 call or more"):
