@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from communicators import Bucket, Schedule
-from sparse_collectives.algorithm import Algorithm
+from sparse_collectives import Algorithm
 from torch import Tensor
 
 ERROR_STATE = ("residuals", "velocities")

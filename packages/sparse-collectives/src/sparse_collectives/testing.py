@@ -24,7 +24,7 @@ from sparse_collectives.algorithms.table import resolve
 from sparse_collectives.allreduce import sparse_allreduce
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.state import State
-from sparse_collectives.wire.wire import WIRES
+from sparse_collectives.wire import WIRES
 
 SIZES = (1, 2, 3, 5, 8)
 """Numbers of ranks: powers of two, and not."""

@@ -16,8 +16,7 @@ import torch
 from communicators import Bucket, Communicator, Stats, Work, as_communicator
 from replicas import STATE_KEY as KEY
 from replicas import check_named_parameters, default_group
-from sparse_collectives.algorithm import Algorithm
-from sparse_collectives.prediction.auto import Choice
+from sparse_collectives import Algorithm, Choice
 from sparse_compress import Compressor
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket  # torch.distributed has it, but not for type checkers

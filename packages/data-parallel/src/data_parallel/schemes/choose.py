@@ -5,13 +5,12 @@ Dense compressors are for training only, since they live by error feedback. A ne
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from communicators import Communicator
-from sparse_collectives.algorithm import Algorithm
-from sparse_collectives.algorithms.table import ALGORITHMS, AUTO, known, resolve
-from sparse_collectives.prediction.auto import Choice, choose_for_training
+from sparse_collectives import ALGORITHMS, Algorithm, Choice, choose, resolve
 from sparse_compress import Compressor
 from torch import Tensor
 
@@ -21,6 +20,8 @@ from data_parallel.schemes.dense_int8 import DenseInt8
 from data_parallel.schemes.powersgd import PowerSGD
 from data_parallel.schemes.small_tensors import DenseSmallTensors
 from data_parallel.schemes.sparse import SparseScheme
+
+logger = logging.getLogger(__name__)
 
 COMPRESSORS: dict[str, DenseCompressor] = {"powersgd": PowerSGD(), "dense-int8": DenseInt8()}
 
@@ -50,14 +51,34 @@ def choose_scheme(
     if (own := known_compressor(algorithm)) is not None:
         return own.given(options).scheme(comm), choice
     assert not isinstance(algorithm, DenseCompressor)
-    if isinstance(algorithm, str) and algorithm == AUTO:
+    if isinstance(algorithm, str) and algorithm == "auto":
         choice = choose_for_training(parameters, comm, compressor, dense=not (momentum or selects), wire=wire)
         algorithm, options, wire = choice.algorithm, choice.options, choice.wire
-    if not known(algorithm).selects:
+    if not resolve(algorithm).selects:
         return DenseScheme(comm, resolve(algorithm, options, size=comm.size), wire=wire), choice
     entry = resolve(algorithm, options, size=comm.size, wire=wire)
     sparse = SparseScheme(comm, entry, compressor, wire=wire, momentum=momentum, tentative=tentative)
     return DenseSmallTensors(sparse, below=dense_below) if dense_below else sparse, choice
+
+
+def choose_for_training(
+    parameters: Sequence[Tensor], comm: Communicator, compressor: Compressor, *, dense: bool, wire: str
+) -> Choice:
+    """The choice for a model's gradients, logged on rank 0.
+
+    dense: whether that may be chosen; not where momentum before the selection, or exchanged updates, need one.
+    Raises ValueError without parameters.
+    """
+    sizes = [(p.numel(), p.device) for p in parameters if p.numel()]
+    if not sizes:
+        raise ValueError('algorithm="auto" chooses by the size of the model: give named_parameters')
+    numel = sum(count for count, _ in sizes)
+    k, device = compressor.entries(numel), sizes[0][1]
+    choice = choose(comm, numel=numel, k=k, device=device, dense=dense, wire=wire)
+    if comm.rank == 0:
+        unexpected = not ALGORITHMS[choice.predictions[0].algorithm].selects
+        logger.log(logging.WARNING if unexpected and comm.size > 1 else logging.INFO, "algorithm auto\n%s", choice)
+    return choice
 
 
 def known_compressor(algorithm: object) -> DenseCompressor | None:
@@ -96,5 +117,5 @@ def _check_own(own: DenseCompressor) -> None:
         raise TypeError(f"the name of {kind.__name__} is {own.name!r}, expected text")
     if not own.name:
         raise ValueError(f"{kind.__name__} has no name: give it one, name = 'mine'")
-    if own.name in ALGORITHMS or own.name in COMPRESSORS or own.name == AUTO:
+    if own.name in ALGORITHMS or own.name in COMPRESSORS or own.name == "auto":
         raise ValueError(f"the name of {kind.__name__} is {own.name!r}, which is another's: give it one of its own")
