@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from communicators import Bucket, Communicator, Schedule, SimulatedWorld
-from communicators.dense_schedules import allgather_blocks
+from communicators import Bucket, Communicator, Schedule, SimulatedWorld, schedules
 from data_parallel import DistributedOptimizer, Residuals, Scheme, Transfer, WholeScheme
 from ddp_digits import digits
 from torch import Tensor, nn
@@ -84,7 +83,7 @@ class SignsUnderWay:
     def schedule(self) -> Schedule[Tensor]:
         """Every rank's message to all; its sum, in the order of ranks, has the same bits everywhere."""
         message, size = packed(self.given), self.scheme.comm.size
-        blocks = yield from allgather_blocks(message, [len(message)] * size, self.scheme.comm.rank, size)
+        blocks = yield from schedules.allgather_blocks(message, [len(message)] * size, self.scheme.comm.rank, size)
         return torch.stack([unpacked(block, len(self.given)) for block in blocks]).sum(0)
 
     def agreed(self, result: Tensor) -> Tensor:

@@ -4,9 +4,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from communicators import CollectiveError, SimulatedWorld
-from communicators.dense_schedules import allreduce
-from communicators.worlds.alone import Alone
+from communicators import Alone, CollectiveError, SimulatedWorld, schedules
 from data_parallel import DistributedOptimizer, Residuals, SparseHookState, WholeScheme
 from sparse_collectives.algorithms.gtopk import GTopK
 from torch import nn
@@ -64,7 +62,7 @@ class OnItsWay:
 
     @property
     def schedule(self):
-        return allreduce(self.summed, self.scheme.comm.rank, self.scheme.comm.size)
+        return schedules.allreduce(self.summed, self.scheme.comm.rank, self.scheme.comm.size)
 
     def agreed(self, result):
         return result

@@ -13,8 +13,7 @@ from functools import partial
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
-from communicators import Bucket, Communicator, Schedule, Work, run, start
-from communicators.labels import labelled
+from communicators import Bucket, Communicator, Schedule, Work, run, start, tracing
 from replicas.by_parameter import empty_like, split
 from sparse_collectives.algorithm import Algorithm
 from sparse_compress.nonfinite import all_finite
@@ -210,13 +209,13 @@ class Exchange:
         """
         key = self.register(bucket)
         began = self.comm.clock()
-        with labelled("select"):
+        with tracing.labelled("select"):
             transfer = self.scheme.transfer(key, flat, scale, unused)
         self.selection_seconds += self.comm.clock() - began
         native, dense = self._native and transfer.summed is not None, self._whole_nbytes(flat)
         tallied = self.tally.begin(dense=dense)
         later = partial(self._sum, transfer, bucket, tallied)
-        work: Work[Checked] = _Later(later, self.comm.clock) if native else self._launch(transfer, bucket, tallied)
+        work: Work[Checked] = _Later(later, self.comm.clock) if native else self._launch(transfer, bucket)
         tallied.work = work
         return _Mean(work, partial(self._end, transfer, flat))
 
@@ -303,7 +302,7 @@ class Exchange:
             self.register(bucket)
 
     def stats(self) -> dict[str, float]:
-        """Total costs so far; see `communicators.stats.Stats`."""
+        """Total costs so far; see `communicators.Stats`."""
         whole = {"dense_steps_left": self.scheme.dense_steps_left} if isinstance(self.scheme, BeginsWhole) else {}
         return {
             **self.tally.numbers(),
@@ -321,9 +320,9 @@ class Exchange:
         """Bytes that the best dense allreduces send for this tensor."""
         return 2 * whole.numel() * whole.element_size() * (self.comm.size - 1) // self.comm.size
 
-    def _launch(self, transfer: Transfer, bucket: Bucket, tallied: Exchanged) -> Work[Checked]:
+    def _launch(self, transfer: Transfer, bucket: Bucket) -> Work[Checked]:
         facts = self._facts(transfer)
-        schedule = tallied.counted(self._looked_at(transfer.schedule, transfer, bucket))
+        schedule = self._looked_at(transfer.schedule, transfer, bucket)
         return start(schedule, self.comm, facts=facts, device=bucket.device)
 
     def _sum(self, transfer: Transfer, bucket: Bucket, tallied: Exchanged) -> Checked:
@@ -331,7 +330,10 @@ class Exchange:
         assert transfer.summed is not None
         total = self.comm.native_allreduce(transfer.summed, facts=self._facts(transfer))
         if total is None:
-            return self._launch(transfer, bucket, tallied).wait()
+            work = self._launch(transfer, bucket)
+            outcome = work.wait()
+            tallied.sent += work.bytes_sent
+            return outcome
         tallied.sent += self._whole_nbytes(total)
         if self._nonfinite != "raise" or bool(all_finite(total)):
             return total, None
@@ -351,7 +353,7 @@ class Exchange:
         result, error = outcome
         if error is not None:
             raise error
-        with labelled("restore"):
+        with tracing.labelled("restore"):
             mean, seen = transfer.end(result, flat)
         if self._nonfinite == "skip":
             self._agreed.append(all_finite(seen))
@@ -401,7 +403,9 @@ class _Mean(Work[Tensor]):
 
 
 class _Later(Work[Checked]):
-    """A work that runs when it is waited for."""
+    """A work that runs when it is waited for; its call counts its bytes."""
+
+    bytes_sent = 0
 
     def __init__(self, call: Callable[[], Checked], clock: Callable[[], float]) -> None:
         self._call, self._clock = call, clock

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from communicators import Bucket, CollectiveError, Schedule
-from communicators.dense_schedules import allgather_blocks
+from communicators import Bucket, CollectiveError, Schedule, schedules
 from sparse_compress.nonfinite import all_finite
 from torch import Tensor
 
@@ -48,7 +47,7 @@ def checked(
         return result, None
     found = transfer.suspect()
     own = torch.tensor([-1 if found < 0 else _member(bucket, found)], device=bucket.device).view(torch.uint8)
-    blocks = yield from allgather_blocks(own, [own.numel()] * size, rank, size)
+    blocks = yield from schedules.allgather_blocks(own, [own.numel()] * size, rank, size)
     return result, _error([int(block.clone().view(torch.int64)) for block in blocks], names, what)
 
 

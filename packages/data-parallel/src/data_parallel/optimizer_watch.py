@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from data_parallel.own_noise import knows
+from data_parallel.adam_step_correction import knows
 from data_parallel.settings import Settings
 
 EVERY = 7

@@ -18,8 +18,8 @@ from replicas.saved_by import KEY
 from torch import Tensor
 from torch.optim import Optimizer
 
+from data_parallel.adam_step_correction import without_looks
 from data_parallel.memories import MEMORIES
-from data_parallel.own_noise import without_looks
 from data_parallel.updates import mean_of_states
 
 RESHARD = "a state of another number of ranks goes through reshard_residuals"

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
-
-from communicators import Round, Schedule
-
-R = TypeVar("R")
+from typing import Protocol
 
 
 class Timed(Protocol):
     """When something was under way, in seconds by the communicator's clock; `ended` is None while it is."""
 
+    @property
+    def bytes_sent(self) -> int: ...
     @property
     def began(self) -> float: ...
     @property
@@ -22,7 +20,7 @@ class Timed(Protocol):
 
 @dataclass(eq=False)
 class Exchanged:
-    """One bucket's exchange."""
+    """One bucket's exchange. sent: bytes besides those of its work."""
 
     sent: int = 0
     work: Timed | None = None
@@ -32,20 +30,10 @@ class Exchanged:
         """Whether it has ended, or failed before it was under way."""
         return self.work is None or self.work.ended is not None
 
-    def counted(self, schedule: Schedule[R]) -> Schedule[R]:
-        """The same schedule; what its rounds send is counted, by whichever thread carries them."""
-        received: Any = None
-        try:
-            while True:
-                action = schedule.send(received)
-                if isinstance(action, Round):
-                    self.sent += sum(payload.numel() for payload in action.sends.values())
-                received = yield action
-        except StopIteration as end:
-            result: R = end.value
-            return result
-        finally:
-            schedule.close()
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes sent so far, by its work and by the transport's own sum."""
+        return self.sent + (0 if self.work is None else self.work.bytes_sent)
 
 
 class Tally:
@@ -66,7 +54,7 @@ class Tally:
     def begin(self, *, dense: int) -> Exchanged:
         """Adds an exchange; the first after a wait belongs to the next step."""
         if self._waiting_since is not None or all(one.is_over for one in self._step):
-            self._sent += sum(one.sent for one in self._step)
+            self._sent += sum(one.bytes_sent for one in self._step)
             under_way, waited = self._seconds()
             self._under_way, self._waited = self._under_way + under_way, self._waited + waited
             self._step, self._waiting_since = [], None
@@ -80,11 +68,11 @@ class Tally:
             self._waiting_since = self._clock()
 
     def numbers(self) -> dict[str, float]:
-        """Bytes and seconds so far, by the names of `communicators.stats.Stats`."""
+        """Bytes and seconds so far, by the names of `communicators.Stats`."""
         under_way, waited = self._seconds()
         under_way, waited = self._under_way + under_way, self._waited + waited
         return {
-            "bytes_sent": self._sent + sum(one.sent for one in self._step),
+            "bytes_sent": self._sent + sum(one.bytes_sent for one in self._step),
             "bytes_dense": self._dense,
             "seconds_exchanging": under_way,
             "seconds_waited": waited,

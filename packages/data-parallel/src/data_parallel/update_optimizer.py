@@ -21,11 +21,11 @@ from sparse_compress.nonfinite import all_finite
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from data_parallel.adam_step_correction import AdamStepCorrection, ahead_by
 from data_parallel.backward_order import take_over
 from data_parallel.lookahead import ErrorLookahead
 from data_parallel.optimizer import ExchangingOptimizer
 from data_parallel.optimizer_watch import too_short
-from data_parallel.own_noise import OwnNoise, ahead_by
 from data_parallel.rates import ByRates
 from data_parallel.rewind import remembered
 from data_parallel.settings import ExchangeSettings, Settings, check_count
@@ -98,7 +98,7 @@ class UpdateOptimizer(ExchangingOptimizer):
         self._skips = nonfinite == "skip"
         if (said := too_short(optimizer, self._comm.size)) is not None:
             warnings.warn(said, stacklevel=2)
-        self._own_noise = OwnNoise(optimizer, self._comm, sends="updates")
+        self._step_correction = AdamStepCorrection(optimizer, self._comm, sends="updates")
         named = dict(zip(self._names, self._trained, strict=True))
         share = ahead_by(optimizer, self._comm.size)
         self._lookahead = ErrorLookahead(named, partial(self._exchange.error_state, "residuals"), share=share)
@@ -141,14 +141,14 @@ class UpdateOptimizer(ExchangingOptimizer):
         self._refuse_mid_step("state_dict()")
         self._cut_by_rates()  # as the next step would
         state = super().state_dict()
-        state[KEY] |= self._own_noise.state_dict()
+        state[KEY] |= self._step_correction.state_dict()
         return state
 
     def _load(self, own: Mapping[str, Any], wrapped: Mapping[str, Any]) -> None:
         self._refuse_mid_step("load_state_dict()")
         self._cut_by_rates(wrapped["param_groups"])
         super()._load(own, wrapped)
-        self._own_noise.load_state_dict(own)
+        self._step_correction.load_state_dict(own)
 
     def _for_step(self, closure: bool) -> AbstractContextManager[None]:
         self._refuse_mid_step("step()")
@@ -161,15 +161,15 @@ class UpdateOptimizer(ExchangingOptimizer):
         self._begin_exchange()  # before anything changes, in case the schedule gives what is no density
         self._exchange.clip([p.grad for p in self._trained if p.grad is not None])
         undo = remembered(self.optimizer) if self._skips else None
-        noise = self._own_noise.state_dict()
-        self._own_noise.look(self._trained, self._training.taken)
+        noise = self._step_correction.state_dict()
+        self._step_correction.look(self._trained, self._training.taken)
         with where:
             updates = updates_of(self.optimizer, self._trained)
-            self._own_noise.lengthen(dict(zip(self._trained, updates, strict=True)))
+            self._step_correction.lengthen(dict(zip(self._trained, updates, strict=True)))
         means = self._means.after(partial(self._means.start, dict(enumerate(updates)), clips=False))
         if undo is not None and not self._means.stands:
             undo()
-            self._own_noise.load_state_dict(noise)
+            self._step_correction.load_state_dict(noise)
             self._training.skipped += 1
             return
         self._means.put(means, updates)

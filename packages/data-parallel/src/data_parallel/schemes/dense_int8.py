@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from communicators import SLOT_BYTES, Bucket, Communicator, Schedule
-from communicators.quantised.allreduce import Rounded, quantised_allreduce, spans_of
-from communicators.quantised.blocks import packed_nbytes
+from communicators import Bucket, Communicator, Schedule, schedules
 from sparse_collectives.traffic import Traffic, bruck_sent, together
 from torch import Tensor
 
@@ -92,21 +90,21 @@ class _Quantised:
     summed: None = None
 
     @property
-    def schedule(self) -> Schedule[Rounded]:
-        return quantised_allreduce(self.given, self.comm.rank, self.comm.size)
+    def schedule(self) -> Schedule[schedules.Rounded]:
+        return schedules.quantised_allreduce(self.given, self.comm.rank, self.comm.size)
 
-    def agreed(self, result: Rounded) -> Tensor:
+    def agreed(self, result: schedules.Rounded) -> Tensor:
         return result.total
 
-    def own(self, result: Rounded) -> Tensor:
-        return result.rest
+    def own(self, result: schedules.Rounded) -> Tensor:
+        return result.dropped
 
     def suspect(self) -> int:
         return first_nonfinite(self.given)
 
-    def end(self, result: Rounded, flat: Tensor) -> tuple[Tensor, Tensor]:
+    def end(self, result: schedules.Rounded, flat: Tensor) -> tuple[Tensor, Tensor]:
         """The mean for the optimizer: scaled, and in the gradient's own dtype, which may overflow."""
-        self.residuals.put(self.key, result.rest, self.unused)
+        self.residuals.put(self.key, result.dropped, self.unused)
         mean = (result.total / self.comm.size * self.scale).to(flat.dtype)
         return mean, mean
 
@@ -115,6 +113,6 @@ def dense_int8_sent(rank: int, size: int, numel: int) -> Traffic:
     """Exact traffic of a rank: all spans but its own, then Bruck's share of all."""
     if size == 1:
         return Traffic(0, 0, 0)
-    nbytes = [packed_nbytes(high - low) for low, high in spans_of(numel, size)]
-    split = sum(nbytes) - nbytes[rank] + (size - 1) * SLOT_BYTES
-    return together(Traffic(split, size - 1, 1), bruck_sent(nbytes, rank))
+    nbytes = [schedules.quantised_nbytes(high - low) for low, high in schedules.quantised_spans(numel, size)]
+    split = Traffic.of_bodies(sum(nbytes) - nbytes[rank], size - 1, 1)
+    return together(split, bruck_sent(nbytes, rank))

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from communicators import Bucket, Communicator, Schedule
-from communicators.dense_schedules import allreduce
+from communicators import Bucket, Communicator, Schedule, schedules
 from sparse_collectives.algorithms.dense_sum import Dense
 from sparse_collectives.traffic import Traffic, together
 from torch import Tensor
@@ -227,13 +226,13 @@ def low_rank_sum(
     matrices: (n, m) each; directions: (m, r) each.
     """
     own_p = [matrix @ q for matrix, q in zip(matrices, directions, strict=True)]
-    first = yield from allreduce(_joined(own_p, whole), comm.rank, comm.size)
+    first = yield from schedules.allreduce(_joined(own_p, whole), comm.rank, comm.size)
     *sums, whole = first.split_with_sizes([*(p.numel() for p in own_p), whole.numel()])
     if not matrices:
         return LowRank(whole, [], [], [])
     p = orthonormal([flat.view(own.shape) for flat, own in zip(sums, own_p, strict=True)])
     own_q = [matrix.T @ basis for matrix, basis in zip(matrices, p, strict=True)]
-    second = yield from allreduce(_joined(own_q), comm.rank, comm.size)
+    second = yield from schedules.allreduce(_joined(own_q), comm.rank, comm.size)
     q = second.split_with_sizes([own.numel() for own in own_q])
     return LowRank(whole, p, [flat.view(own.shape) for flat, own in zip(q, own_q, strict=True)], own_q)
 

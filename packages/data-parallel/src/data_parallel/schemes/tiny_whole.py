@@ -12,8 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from communicators import Bucket, Communicator, Schedule
-from communicators.dense_schedules import allreduce
+from communicators import Bucket, Communicator, Schedule, schedules
 from torch import Tensor
 
 from data_parallel.exchange import Transfer
@@ -133,7 +132,7 @@ class _Both:
 
     @property
     def schedule(self) -> Schedule[tuple[Any, Tensor]]:
-        total = yield from allreduce(self.whole, self.rank, self.size)
+        total = yield from schedules.allreduce(self.whole, self.rank, self.size)
         return (yield from self.selected.schedule), total
 
     def agreed(self, result: tuple[Any, Tensor]) -> Tensor:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from communicators import Bucket, Communicator, Schedule
-from communicators.dense_schedules import allreduce
+from communicators import Bucket, Communicator, Schedule, schedules
 from sparse_collectives.wire.half import DenseWire, dense_wire
 from torch import Tensor
 
@@ -46,7 +45,7 @@ class WholeGradients:
         del scale, unused
         gradient = flat.to(torch.promote_types(flat.dtype, torch.float32))
         given = self._wire.given(gradient, self._size)
-        schedule = allreduce(given, self._rank, self._size)
+        schedule = schedules.allreduce(given, self._rank, self._size)
         return _Sum(self._facts[key], schedule, given, gradient, self._wire, self._size)
 
     def commit(self) -> None:

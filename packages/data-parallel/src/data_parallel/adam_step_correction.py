@@ -53,7 +53,7 @@ def ahead_by(optimizer: Optimizer, ranks: int) -> float:
     return 1.0 if isinstance(optimizer, LINEAR) else 1 / ranks
 
 
-class OwnNoise:
+class AdamStepCorrection:
     """Measures the part of ranks' gradients that is common to all, and lengthens steps to correct for the other part.
 
     Does nothing, at no cost, with one rank, with sends="gradients", and for an optimizer that is not `CORRECTED`.

@@ -7,7 +7,7 @@ import pytest
 import torch
 from communicators import CollectiveError, SimulatedWorld
 from data_parallel import DistributedOptimizer, UpdateOptimizer, reshard_residuals
-from data_parallel.own_noise import CORRECTED, EVERY, WIDTH, sketch
+from data_parallel.adam_step_correction import CORRECTED, EVERY, WIDTH, sketch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
