@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pkgutil import resolve_name
 
-from slow_link import user_namespaces
+from slow_link import enter_user_namespaces
 
 BENCHMARKS = {
     "advise": "bench.advise:main",
@@ -53,5 +53,5 @@ def _run(name: str, options: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    user_namespaces.enter()  # where links are emulated, if this is not root
+    enter_user_namespaces()  # where links are emulated, if this is not root
     raise SystemExit(main(sys.argv[1:]))

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from communicators import Communicator, Round, Schedule, run
-from communicators.schedule import Received
+from communicators import Communicator, Received, Round, Schedule, run
 from sparse_collectives import Algorithm
 from sparse_collectives.allreduce import prepare
 from sparse_compress import ErrorFeedback, TopK

@@ -7,7 +7,7 @@ import sys
 
 import torch
 import torch.distributed as dist
-from communicators.tracing import recording, write_trace
+from communicators import tracing
 from data_parallel import SparseHookState, sparse_hook
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -31,11 +31,11 @@ def main(path: str) -> None:
 
     for _ in range(WARM_UP):
         step()
-    with recording() as recorded:
+    with tracing.recording() as recorded:
         for _ in range(STEPS):
             step()
     if dist.get_rank() == 0:
-        write_trace(recorded, path)
+        tracing.write_trace(recorded, path)
         print(f"{path}: {state.stats()}")
 
 

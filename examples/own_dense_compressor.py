@@ -12,8 +12,7 @@ from functools import partial
 
 import numpy as np
 import torch
-from communicators import Communicator, Schedule, SimulatedWorld
-from communicators.dense_schedules import allgather_blocks
+from communicators import Communicator, Schedule, SimulatedWorld, schedules
 from data_parallel import DenseCompressor, DistributedOptimizer
 from ddp_digits import digits
 from sparse_collectives import DenseReduction
@@ -33,7 +32,7 @@ class Signs(DenseCompressor):
     ) -> Schedule[DenseReduction[Tensor]]:
         """Every rank's message to all; its sum, in the order of ranks, has the same bits everywhere."""
         message, numel = packed(accumulated), len(accumulated)
-        blocks = yield from allgather_blocks(message, [len(message)] * size, rank, size)
+        blocks = yield from schedules.allgather_blocks(message, [len(message)] * size, rank, size)
         total = torch.stack([unpacked(block, numel) for block in blocks]).sum(0)
         return DenseReduction(total, accumulated - unpacked(message, numel))
 
@@ -69,5 +68,6 @@ def train(comm: Communicator, algorithm: str | DenseCompressor) -> str:
 
 
 if __name__ == "__main__":
-    for name, way in {"dense": "dense", "signs": Signs()}.items():
+    ways: dict[str, str | DenseCompressor] = {"dense": "dense", "signs": Signs()}
+    for name, way in ways.items():
         print(f"{name}: {SimulatedWorld(RANKS).run(partial(train, algorithm=way))[0]}")

@@ -11,21 +11,19 @@ import torch
 import torch.distributed as dist
 from communicators import (
     CollectiveError,
+    Payload,
     Round,
     allgather,
     allreduce,
     allreduce_async,
     as_communicator,
     barrier,
-    body,
     broadcast,
-    frame,
-    framed_nbytes,
     run,
+    schedules,
     start,
     testing,
 )
-from communicators import dense_schedules as schedules
 
 
 def integers(comm, seed, numel):
@@ -81,8 +79,8 @@ def late(comm):
     to, source = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     if comm.size == 1:
         return source
-    received = yield Round({to: frame(torch.tensor([comm.rank]))}, {source: framed_nbytes(1, torch.int64)})
-    return int(body(received[source], torch.int64))
+    received = yield Round({to: Payload.of(torch.tensor([comm.rank]))}, {source: 8})
+    return int(received[source].view(torch.int64))
 
 
 def other_sizes(comm):

@@ -6,15 +6,15 @@ import time
 
 import torch
 from communicators import (
+    Payload,
     Round,
     SimulatedWorld,
     allgather,
     allreduce,
-    frame,
     run,
+    schedules,
     start,
 )
-from communicators import dense_schedules as schedules
 from sparse_collectives import ALGORITHMS, sparse_allreduce, sparse_allreduce_async
 from sparse_compress import topk
 
@@ -101,8 +101,10 @@ def a_rank_leaves_a_round(comm, device):
         for turn in range(2):
             if turn and last(comm):
                 raise ZeroDivisionError("by hand")
-            payloads = {peer: frame(torch.ones(3, device=device)) for peer in range(comm.size) if peer != comm.rank}
-            yield Round(payloads, {peer: payload.numel() for peer, payload in payloads.items()})
+            payloads = {
+                peer: Payload.of(torch.ones(3, device=device)) for peer in range(comm.size) if peer != comm.rank
+            }
+            yield Round(payloads, {peer: payload.nbytes for peer, payload in payloads.items()})
 
     try:
         run(schedule(), comm, facts="broken", device=device)

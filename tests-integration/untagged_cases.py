@@ -7,8 +7,7 @@ import time
 import dense_cases
 import sparse_cases
 import torch
-from communicators import Round, body, frame, framed_nbytes, run, start
-from communicators import dense_schedules as schedules
+from communicators import Payload, Round, run, schedules, start
 
 
 def sizes_that_depend_on_data(comm):
@@ -19,8 +18,8 @@ def sizes_that_depend_on_data(comm):
         got = []
         for bounded in (False, True, False):
             x = torch.full((comm.rank + 1 if bounded else 5,), float(comm.rank))
-            received = yield Round({after: frame(x)}, {before: framed_nbytes(5, x.dtype)}, bounded=bounded)
-            got += body(received[before], x.dtype).tolist()
+            received = yield Round({after: Payload.of(x)}, {before: 5 * x.dtype.itemsize}, bounded=bounded)
+            got += received[before].view(x.dtype).tolist()
         return got
 
     assert run(schedule(), comm) == [float(before)] * (5 + before + 1 + 5)
@@ -59,8 +58,8 @@ class Delayed:
 
 def shift(comm):
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    received = yield Round({after: frame(torch.tensor([comm.rank]))}, {before: framed_nbytes(1, torch.int64)})
-    return body(received[before], torch.int64).tolist()
+    received = yield Round({after: Payload.of(torch.tensor([comm.rank]))}, {before: 8})
+    return received[before].view(torch.int64).tolist()
 
 
 def other_order_in_background(comm):
@@ -78,10 +77,10 @@ def a_rank_leaves_a_round(comm):
     """The others have launched messages that nobody will match."""
 
     def schedule():
-        yield Round({(comm.rank + 1) % comm.size: frame(torch.ones(3))}, {(comm.rank - 1) % comm.size: 28})
+        yield Round({(comm.rank + 1) % comm.size: Payload.of(torch.ones(3))}, {(comm.rank - 1) % comm.size: 12})
         if comm.rank == comm.size - 1:
             raise ZeroDivisionError("by hand")
-        yield Round({(comm.rank + 1) % comm.size: frame(torch.ones(3))}, {(comm.rank - 1) % comm.size: 28})
+        yield Round({(comm.rank + 1) % comm.size: Payload.of(torch.ones(3))}, {(comm.rank - 1) % comm.size: 12})
 
     run(schedule(), comm, facts="broken")
 

@@ -83,7 +83,7 @@ def record(body: Callable[[Communicator, Recording], Any], *, size: int = 4, lin
             delivered, loop = message.delivered, self._after.__self__  # type: ignore[attr-defined]
 
             def arrived() -> None:
-                nbytes = message.payload.numel()
+                nbytes = message.payload.wire_nbytes
                 began = loop.now - self._seconds_for(nbytes)
                 recording.sent.append(Sent(message.source, message.target, nbytes, began, loop.now))
                 delivered()

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from communicators.errors import CollectiveError
+from communicators import CollectiveError
 
 from bench.convergence.training import trained
 from bench.convergence.ways import Run, Way

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from communicators.schedule import Schedule
+from communicators import Schedule
 from sparse_collectives import GTopK, Reduction
 from sparse_compress import SparseVector, topk
 from torch import Tensor

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from communicators.schedule import Schedule
+from communicators import Schedule
 from sparse_collectives import ALGORITHMS, Algorithm, Reduction
 from sparse_compress import SparseVector
 

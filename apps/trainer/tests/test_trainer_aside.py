@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from communicators import Communicator, Round, Schedule, Work
-from thinwire_trainer.agreement import Aside, Meter
+from communicators import Communicator, Payload, Round, Schedule, Work
+from thinwire_trainer.agreement import ControlCommunicator, Meter
 
 
 class Posting(Communicator):
@@ -19,11 +19,12 @@ class Posting(Communicator):
     def start(self, schedule: Schedule[Any], **named: Any) -> Work[Any]:
         action = next(schedule)
         assert isinstance(action, Round)
-        nbytes = sum(payload.numel() for payload in action.sends.values())
+        nbytes = sum(payload.wire_nbytes for payload in action.sends.values())
 
-        def post() -> None:
+        def post() -> int:
             self.bytes_sent += nbytes
             schedule.close()
+            return nbytes
 
         return Posted(post)
 
@@ -32,15 +33,14 @@ class Posting(Communicator):
 
 
 class Posted(Work[None]):
-    began, ended = 0.0, None
+    began, ended, bytes_sent = 0.0, None, 0
 
-    def __init__(self, post: Callable[[], None]) -> None:
+    def __init__(self, post: Callable[[], int]) -> None:
         self._post, self._done = post, False
 
     def wait(self, timeout: float | None = None) -> None:
         if not self._done:
-            self._done = True
-            self._post()
+            self._done, self.bytes_sent = True, self._post()
 
     def is_completed(self) -> bool:
         return self._done
@@ -50,13 +50,13 @@ class Posted(Work[None]):
 
 
 def told() -> Schedule[None]:
-    yield Round(sends={1: torch.zeros(24, dtype=torch.uint8)})
+    yield Round(sends={1: Payload.of(torch.zeros(8, dtype=torch.uint8))})
 
 
 def test_what_is_just_being_sent_aside_is_no_byte_of_training() -> None:
     """Else an epoch's bytes_sent depends on when it ended, and a run that was killed has other metrics."""
     comm = Posting()
-    aside = Aside(comm)
+    aside = ControlCommunicator(comm)
     meter, read = Meter(comm, aside, lambda: 0), []
     for _ in range(3):
         work = aside.start(told(), facts="whether to stop", timeout=1.0)

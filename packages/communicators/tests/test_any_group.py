@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from communicators import allgather, allreduce, allreduce_async, barrier, broadcast, measure_link, run, start
-from communicators.dense_schedules import ring_allreduce
+from communicators.schedules.dense import ring_allreduce
 from replicas import refuse_unlike
 
 ONES = torch.ones(3)

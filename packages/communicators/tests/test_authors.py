@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from communicators import CollectiveError, Round, SimulatedWorld, allreduce, allreduce_async, frame, run, start
+from communicators import CollectiveError, Payload, Round, SimulatedWorld, allreduce, allreduce_async, run, start
 from communicators.worlds.alone import Alone
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,7 +36,7 @@ def test_what_is_no_schedule(begin, schedule):
         SimulatedWorld(2).run(lambda comm: begin(schedule, comm))
 
 
-@pytest.mark.parametrize("action", [None, torch.ones(3), {1: frame(torch.ones(1))}, yielding(Round())])
+@pytest.mark.parametrize("action", [None, torch.ones(3), {1: Payload.of(torch.ones(1))}, yielding(Round())])
 def test_a_yield_that_is_no_round(action):
     assert "the schedule yielded" in mistaken(lambda peer: yielding(action))
 
@@ -44,14 +44,13 @@ def test_a_yield_that_is_no_round(action):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda peer: Round({peer: torch.arange(1, 40, dtype=torch.uint8)}), "has data in its first 16 bytes"),
-        (lambda peer: Round({peer: torch.ones(9).view(torch.uint8)}), "has data in its first 16 bytes"),
-        (lambda peer: Round({peer: torch.ones(9)}), "expected 1-D uint8 with a slot"),
+        (lambda peer: Round({peer: torch.arange(1, 40, dtype=torch.uint8)}), "make it by Payload.of(tensor)"),
+        (lambda peer: Round({peer: torch.ones(9)}), "make it by Payload.of(tensor)"),
         (lambda peer: Round({peer: b"bytes" * 10}), "the payload for rank"),
-        (lambda peer: Round({peer: frame(torch.ones(1))}, {peer: 15}), "15 bytes to receive"),
-        (lambda peer: Round({peer: frame(torch.ones(1))}, {peer: 20.0}), "20.0 bytes to receive"),
-        (lambda peer: Round({1 - peer: frame(torch.ones(1))}), "cannot exchange with rank"),
-        (lambda peer: Round({float(peer): frame(torch.ones(1))}), "cannot exchange with rank"),
+        (lambda peer: Round({peer: Payload.of(torch.ones(1))}, {peer: -1}), "-1 bytes to receive"),
+        (lambda peer: Round({peer: Payload.of(torch.ones(1))}, {peer: 20.0}), "20.0 bytes to receive"),
+        (lambda peer: Round({1 - peer: Payload.of(torch.ones(1))}), "cannot exchange with rank"),
+        (lambda peer: Round({float(peer): Payload.of(torch.ones(1))}), "cannot exchange with rank"),
     ],
 )
 def test_a_round_that_cannot_be(make, said):
@@ -63,10 +62,10 @@ def test_what_was_received_may_be_handed_on():
 
     def ring(x, rank, size):
         after, before = (rank + 1) % size, (rank - 1) % size
-        payload = frame(x)
+        payload = Payload.of(x)
         for _ in range(size):
-            payload = (yield Round({after: payload}, {before: payload.numel()}))[before]
-        return payload[16:].view(torch.float32)
+            payload = (yield Round({after: payload}, {before: payload.nbytes}))[before]
+        return payload.view(torch.float32)
 
     for rank, got in enumerate(SimulatedWorld(3).run(lambda c: run(ring(torch.ones(4) * c.rank, c.rank, 3), c))):
         assert got.tolist() == [rank] * 4

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from communicators import Link, Round, SimulatedWorld, allreduce, as_communicator, barrier, measure_link, run, start
-from communicators.dense_schedules import ring_allreduce
+from communicators.schedules.dense import ring_allreduce
 from communicators.worlds.alone import Alone
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from communicators import SLOT_BYTES, SimulatedWorld, allgather, allreduce, broadcast, run, testing
-from communicators import dense_schedules as schedules
+from communicators import SLOT_BYTES, SimulatedWorld, allgather, allreduce, broadcast, run, schedules, testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -1,6 +1,6 @@
 """Names on a profiler's trace."""
 
-from communicators.labels import labelled
+from communicators.tracing import labelled
 from torch.profiler import ProfilerActivity, profile
 
 

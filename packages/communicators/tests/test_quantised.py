@@ -3,8 +3,15 @@
 import pytest
 import torch
 from communicators import SLOT_BYTES, CollectiveError, SimulatedWorld, run, testing
-from communicators.quantised.allreduce import quantised_allreduce, spans_of
-from communicators.quantised.blocks import BITS, BLOCK, packed, packed_nbytes, unpacked
+from communicators.schedules.quantised import (
+    BITS,
+    BLOCK,
+    packed,
+    quantised_allreduce,
+    quantised_nbytes,
+    quantised_spans,
+    unpacked,
+)
 from communicators.testing import Traffic
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +27,7 @@ def test_what_is_sent_and_what_is_left_are_the_input_exactly(bits, values):
     code = packed(x, bits)
     rounded = unpacked(code, len(x), bits)
     assert code.dtype == torch.int8
-    assert len(code) == packed_nbytes(len(x), bits) == -(-len(x) * bits // 8) + -(-len(x) // BLOCK)
+    assert len(code) == quantised_nbytes(len(x), bits) == -(-len(x) * bits // 8) + -(-len(x) // BLOCK)
     assert torch.equal((x - rounded).double() + rounded.double(), x.double())
     for block, rest in zip(x.split(BLOCK), (x - rounded).split(BLOCK), strict=True):
         largest = float(block.abs().max())
@@ -55,14 +62,14 @@ def test_laws(bits, data):
         lambda comm, x: run(quantised_allreduce(x, comm.rank, comm.size, bits=bits), comm),
         inputs,
         total=lambda rounded: rounded.total,
-        dropped=lambda rounded: rounded.rest,
+        dropped=lambda rounded: rounded.dropped,
         traffic=lambda rank, size: _sent(rank, size, numel, bits),
     )
 
 
 def _sent(rank, size, numel, bits):
     """All spans but its own, then Bruck: round i forwards min(2^i, P − 2^i) blocks, from its own downwards."""
-    sizes = [packed_nbytes(high - low, bits) for low, high in spans_of(numel, size)]
+    sizes = [quantised_nbytes(high - low, bits) for low, high in quantised_spans(numel, size)]
     nbytes, messages, distance = sum(sizes) - sizes[rank] + (size - 1) * SLOT_BYTES, size - 1, 1
     while distance < size:
         nbytes += SLOT_BYTES + sum(sizes[(rank + i) % size] for i in range(min(distance, size - distance)))

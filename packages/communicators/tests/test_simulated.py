@@ -5,17 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from communicators import (
+    SLOT_BYTES,
     CollectiveError,
     Corrupts,
     Dies,
     Elapse,
     Link,
+    Payload,
     Round,
     SimulatedWorld,
     allreduce,
-    body,
-    frame,
-    framed_nbytes,
     run,
     start,
     testing,
@@ -23,13 +22,13 @@ from communicators import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-ROOM = framed_nbytes(4, torch.float32)
+ROOM = 16
 
 
 def exchange(peer, x, seconds=0.0):
     yield Elapse(seconds)
-    received = yield Round({peer: frame(x)}, {peer: framed_nbytes(x.numel(), x.dtype)})
-    return body(received[peer], x.dtype)
+    received = yield Round({peer: Payload.of(x)}, {peer: x.nbytes})
+    return received[peer].view(x.dtype)
 
 
 def reasons(world, fn):
@@ -56,7 +55,7 @@ def test_one_message_costs_alpha_plus_beta_bytes():
 def test_a_rank_sends_one_message_at_a_time():
     def fan_out(comm):
         if comm.rank == 0:
-            run((_ for _ in [Round(sends={peer: frame(torch.ones(4)) for peer in (1, 2, 3)})]), comm, facts="fan")
+            run((_ for _ in [Round(sends={peer: Payload.of(torch.ones(4)) for peer in (1, 2, 3)})]), comm, facts="fan")
         else:
             run((_ for _ in [Round(recvs={0: ROOM})]), comm, facts="fan")
         return comm.clock()
@@ -70,7 +69,7 @@ def test_a_rank_receives_one_message_at_a_time():
         if comm.rank == 0:
             run((_ for _ in [Round(recvs=dict.fromkeys((1, 2, 3), ROOM))]), comm, facts="fan")
         else:
-            run((_ for _ in [Round(sends={0: frame(torch.ones(4))})]), comm, facts="fan")
+            run((_ for _ in [Round(sends={0: Payload.of(torch.ones(4))})]), comm, facts="fan")
         return comm.clock()
 
     assert sorted(SimulatedWorld(4, Link(alpha=1.0, beta=0.0)).run(fan_in)) == [1.0, 2.0, 3.0, 3.0]
@@ -224,21 +223,21 @@ def test_after_a_failure_later_calls_raise_the_same():
 
 def test_a_message_longer_than_its_receiver_expects():
     def long(comm):
-        yield Round({1 - comm.rank: frame(torch.ones(4))}, {1 - comm.rank: ROOM - 4 * comm.rank})
+        yield Round({1 - comm.rank: Payload.of(torch.ones(4))}, {1 - comm.rank: ROOM - 4 * comm.rank})
 
     got = reasons(SimulatedWorld(2), lambda comm: run(long(comm), comm, facts="long"))
     assert got[0] == got[1]
-    assert got[0].startswith("message too long: rank 0 sent 32 bytes, rank 1 has room for 28")
+    assert got[0].startswith("message too long: rank 0 sent 16 bytes, rank 1 has room for 12")
 
 
 def test_a_message_shorter_than_its_receiver_expects_is_one_where_sizes_are_bounds():
     def short(comm, bounded):
-        received = yield Round({1 - comm.rank: frame(torch.ones(3))}, {1 - comm.rank: ROOM}, bounded=bounded)
-        return body(received[1 - comm.rank], torch.float32).tolist()
+        received = yield Round({1 - comm.rank: Payload.of(torch.ones(3))}, {1 - comm.rank: ROOM}, bounded=bounded)
+        return received[1 - comm.rank].view(torch.float32).tolist()
 
     got = reasons(SimulatedWorld(2), lambda comm: run(short(comm, False), comm, facts="short"))
     assert got[0] == got[1]
-    assert got[0].startswith("message too short: rank 0 sent 28 bytes, rank 1 expects 32 in round 0 of short")
+    assert got[0].startswith("message too short: rank 0 sent 12 bytes, rank 1 expects 16 in round 0 of short")
     assert SimulatedWorld(2).run(lambda comm: run(short(comm, True), comm)) == [[1.0] * 3] * 2
 
 
@@ -246,15 +245,15 @@ def test_a_payload_changed_after_it_was_yielded_shows():
     """Messages travel without a copy, as with MPI: writing too early is an error of the schedule that must show."""
 
     def hasty(comm):
-        payload = frame(torch.ones(1))
+        payload = Payload.of(torch.ones(1))
 
         def schedule():
-            received = yield Round({1 - comm.rank: payload}, {1 - comm.rank: payload.numel()})
-            return body(received[1 - comm.rank], torch.float32).item()
+            received = yield Round({1 - comm.rank: payload}, {1 - comm.rank: payload.nbytes})
+            return received[1 - comm.rank].view(torch.float32).item()
 
         work = start(schedule(), comm, facts="hasty")
         comm.elapse(0.5)
-        body(payload, torch.float32).fill_(7.0)
+        payload.view(torch.float32).fill_(7.0)
         return work.wait()
 
     with pytest.raises(CollectiveError, match="a schedule that has changed a payload after it yielded it"):
@@ -264,7 +263,7 @@ def test_a_payload_changed_after_it_was_yielded_shows():
 def test_what_nobody_receives_is_an_error():
     def send_only(comm):
         if comm.rank == 0:
-            yield Round(sends={1: frame(torch.ones(1))})
+            yield Round(sends={1: Payload.of(torch.ones(1))})
         else:
             yield Round()
 
@@ -277,10 +276,33 @@ def test_what_never_completes_is_an_error():
         SimulatedWorld(2).run(lambda comm: comm.rank or start(exchange(1, torch.ones(1)), comm))
 
 
-@pytest.mark.parametrize("payload", [torch.ones(3), torch.zeros(2, dtype=torch.uint8), frame(torch.ones(2, 2))[None]])
-def test_payloads_are_checked(payload):
-    with pytest.raises(CollectiveError, match="expected 1-D uint8 with a slot of 16 bytes"):
-        SimulatedWorld(2).run(lambda comm: run((_ for _ in [Round({1 - comm.rank: payload})]), comm, facts="bad"))
+@pytest.mark.parametrize("memory", [torch.ones(3), torch.zeros(2, dtype=torch.uint8), torch.zeros(1, 20).byte()])
+def test_the_memory_of_payloads_is_checked(memory):
+    with pytest.raises(ValueError, match="expected 1-D uint8 that begins with a free slot of 16 bytes"):
+        Payload(memory)
+
+
+def test_a_payload_is_a_body_behind_a_slot():
+    x = torch.arange(6.0).view(2, 3)
+    payload = Payload.of(x)
+    assert (payload.nbytes, payload.wire_nbytes) == (24, 24 + SLOT_BYTES)
+    assert payload.view(torch.float32).tolist() == x.view(-1).tolist()
+    copy = payload.clone()
+    copy.body.zero_()
+    assert payload.view(torch.float32).tolist() == x.view(-1).tolist()
+    assert Payload.allocate(5).body.shape == (5,)
+
+
+def test_work_says_what_this_rank_has_sent():
+    def body(comm):
+        before = comm.bytes_sent
+        works = [start(exchange(comm.rank ^ 1, torch.ones(n)), comm) for n in (1, 100)]
+        for work in works:
+            work.wait()
+        assert comm.bytes_sent - before == sum(work.bytes_sent for work in works)
+        return [work.bytes_sent for work in works]
+
+    assert SimulatedWorld(2).run(body) == [[4 + SLOT_BYTES, 400 + SLOT_BYTES]] * 2
 
 
 @pytest.mark.parametrize("peer", [-1, 2, 0])

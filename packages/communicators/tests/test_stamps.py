@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import torch
 from communicators.background.call import Call
-from communicators.schedule import SLOT_BYTES
+from communicators.schedule import SLOT_BYTES, Payload
 
 
 def schedule():
@@ -15,9 +15,9 @@ def schedule():
 def test_a_payload_that_is_sent_again_has_its_stamp_at_every_moment():
     """The last message with it may be under way still, and a transport reads it without Python's lock."""
     call = Call(schedule(), rank=1, size=3, facts="facts", number=5)
-    payload = torch.zeros(SLOT_BYTES + 8, dtype=torch.uint8)
+    payload = Payload.of(torch.zeros(8, dtype=torch.uint8))
     call.stamp(payload)
-    words = payload[:SLOT_BYTES].numpy().view(np.uint32)
+    words = payload.memory[:SLOT_BYTES].numpy().view(np.uint32)
     read_often = np.lib.stride_tricks.as_strided(words, (10**6, len(words)), (0, 4))
     stamped, differ = words.copy(), []
 

@@ -9,13 +9,13 @@ import weakref
 
 import pytest
 import torch
-from communicators import Round, frame
+from communicators import Payload, Round
 from communicators.background.call import Call
 from communicators.background.engine import Engine
 from communicators.background.outstanding_call import OutstandingCall, TransportWork
 from communicators.background.streams import SideStreams, devices_of, given, owned_here, with_index
-from communicators.dense_schedules import ring_allreduce
 from communicators.errors import CollectiveError
+from communicators.schedules.dense import ring_allreduce
 
 CPU = torch.device("cpu")
 
@@ -121,7 +121,7 @@ def test_a_stream_that_fails_fails_the_call():
 
 
 def stamped(call, sender, numel=3):
-    payload = frame(torch.ones(numel))
+    payload = Payload.of(torch.ones(numel))
     Call(iter(()), rank=sender, size=2, facts=call.facts, number=call.number).stamp(payload)
     return payload
 

@@ -12,11 +12,10 @@ import pytest
 import torch
 from communicators import (
     CollectiveError,
+    Payload,
     Round,
     allreduce,
-    body,
     broadcast,
-    frame,
     run,
     start,
 )
@@ -30,8 +29,8 @@ from ranks_on_threads import Threads, Waiting, on_all, ranks, soon
 def ping(comm):
     """Each rank's number, one place further."""
     to, source = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    received = yield Round({to: frame(torch.tensor([comm.rank]))}, {source: 24})
-    return int(body(received[source], torch.int64))
+    received = yield Round({to: Payload.of(torch.tensor([comm.rank]))}, {source: 8})
+    return int(received[source].view(torch.int64))
 
 
 def test_calls_and_background_calls():

@@ -5,8 +5,7 @@ Whatever the algorithm, wire and compressor; and nothing of it waits in a residu
 
 import pytest
 import torch
-from communicators import CollectiveError, SimulatedWorld
-from communicators.schedule import Schedule
+from communicators import CollectiveError, Schedule, SimulatedWorld
 from data_parallel import DistributedOptimizer
 from hypothesis import given, settings
 from hypothesis import strategies as st

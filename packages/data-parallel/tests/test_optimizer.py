@@ -4,8 +4,7 @@ import sys
 
 import pytest
 import torch
-from communicators import SimulatedWorld
-from communicators.worlds.alone import Alone
+from communicators import Alone, SimulatedWorld
 from data_parallel import DistributedOptimizer, UpdateOptimizer
 from sparse_collectives import ALGORITHMS
 from sparse_collectives.algorithms.gtopk import GTopK

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from communicators import CollectiveError, SimulatedWorld
-from communicators.dense_schedules import allreduce
+from communicators import CollectiveError, SimulatedWorld, schedules
 from communicators.worlds.alone import Alone
 from data_parallel import DenseCompressor, DistributedOptimizer, SparseHookState
 from sparse_collectives import DenseReduction
@@ -26,7 +25,7 @@ class Rounded(DenseCompressor):
 
     def schedule(self, accumulated, rank, size):
         sent = (accumulated * self.per_unit).round() / self.per_unit
-        total = yield from allreduce(sent, rank, size)
+        total = yield from schedules.allreduce(sent, rank, size)
         return DenseReduction(total, accumulated - sent)
 
 
@@ -40,7 +39,7 @@ class Alternating(Rounded):
 
     def schedule(self, accumulated, rank, size, state):
         sent = (accumulated / (1 + state["steps"] % 2)).round() * (1 + state["steps"] % 2)
-        total = yield from allreduce(sent, rank, size)
+        total = yield from schedules.allreduce(sent, rank, size)
         state["steps"] += 1
         return DenseReduction(total, accumulated - sent)
 

@@ -6,8 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from communicators import Link, SimulatedWorld, Stats
-from communicators.worlds.alone import Alone
+from communicators import Alone, Link, SimulatedWorld, Stats
 from data_parallel import DistributedOptimizer, SparseHookState, UpdateOptimizer
 from data_parallel.tally import Tally, covered
 from hypothesis import given
@@ -96,10 +95,8 @@ def test_what_spans_cover_is_counted_once(spans):
 class Span:
     """Of something that was under way."""
 
-    bytes_sent = 2
-
     def __init__(self, began, ended):
-        self.began, self.ended = began, ended
+        self.began, self.ended, self.bytes_sent = began, ended, 2
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=30))

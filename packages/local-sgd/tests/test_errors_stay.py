@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from communicators import CollectiveError, SimulatedWorld, dense_schedules, start
+from communicators import CollectiveError, SimulatedWorld, schedules, start
 from local_sgd import CoCoDSGD, OverlapLocalSGD, StreamingDiLoCo
 
 
@@ -30,7 +30,7 @@ class Everything:
 
 
 def in_the_background(sent, comm):
-    schedule = dense_schedules.allreduce(sent, comm.rank, comm.size)
+    schedule = schedules.allreduce(sent, comm.rank, comm.size)
     return start(total_of(schedule), comm, facts="sum")
 
 

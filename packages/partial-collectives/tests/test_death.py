@@ -6,8 +6,7 @@ from contextlib import suppress
 
 import pytest
 import torch
-from communicators import CollectiveError, Dies, SimulatedWorld, barrier
-from communicators.communicator import Communicator
+from communicators import CollectiveError, Communicator, Dies, SimulatedWorld, barrier
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from partial_collectives import EagerSGD, PartialAllreduce

@@ -6,8 +6,7 @@ import threading
 
 import pytest
 import torch
-from communicators import CollectiveError, SimulatedWorld, allreduce, barrier
-from communicators.worlds.alone import Alone
+from communicators import Alone, CollectiveError, SimulatedWorld, allreduce, barrier
 from hypothesis import given
 from hypothesis import strategies as st
 from partial_collectives import PartialAllreduce

@@ -11,7 +11,6 @@ import pytest
 import torch
 from communicators import Link, SimulatedWorld, allreduce
 from slow_link import SlowLink, ThrottledLink, Unavailable, missing, open_link, sweep
-from slow_link import fallback as slow_fallback
 from slow_link import link as slow_link_module
 from slow_link.switch import VNET_BYTES, Switch, receiver, wire_bytes
 from slow_link.throttled import Throttled, behind_link
@@ -233,8 +232,7 @@ def test_throttled_rounds_take_the_modelled_time():
 
 
 def test_throttled_link_says_so(monkeypatch, capsys):
-    for module in (slow_fallback, slow_link_module):
-        monkeypatch.setattr(module, "missing", lambda: ["network namespaces need root"])
+    monkeypatch.setattr(slow_link_module, "missing", lambda: ["network namespaces need root"])
     with open_link(ranks=1, mbit_per_second=100, milliseconds=1.0) as net:
         assert isinstance(net, ThrottledLink)
         [done] = net.processes([sys.executable, "-c", "import os; print(os.environ['SLOW_LINK_THROTTLE'])"], timeout=30)

@@ -6,7 +6,8 @@ import subprocess
 import sys
 
 import pytest
-from slow_link import missing, user_namespaces
+from slow_link import missing
+from slow_link.missing import obstacle
 
 LACKING = missing()
 emulated = pytest.mark.skipif(bool(LACKING), reason=f"no emulated link here: {'; '.join(LACKING)}")
@@ -79,7 +80,7 @@ def test_where_it_cannot_be_made_the_reason_is_told(tmp_path):
 
 def test_no_unshare_is_an_obstacle(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert user_namespaces.obstacle() == "no `unshare` on the PATH (package util-linux)"
+    assert obstacle() == "no `unshare` on the PATH (package util-linux)"
 
 
 @pytest.mark.parametrize(

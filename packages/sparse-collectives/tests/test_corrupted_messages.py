@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from communicators import SLOT_BYTES, CollectiveError, Elapse, SimulatedWorld, run
+from communicators import CollectiveError, Elapse, SimulatedWorld, run
 from hypothesis import settings
 from sparse_collectives import ALGORITHMS, WIRES
 from sparse_collectives.algorithms.table import resolve
@@ -23,7 +23,7 @@ class Damage:
 
     def __call__(self, payload):
         self.seen += 1
-        body = payload[SLOT_BYTES:].numpy()
+        body = payload.body.numpy()
         if self.seen - 1 != self.at or not len(body):
             return
         self.done, kind = True, self.rng.integers(4)
@@ -110,7 +110,7 @@ def test_the_error_names_the_rank_that_it_came_from(name):
 
         def __call__(self, payload):
             if self.seen == self.only:
-                payload[SLOT_BYTES:] = payload[SLOT_BYTES:].flip(0)
+                payload.body.copy_(payload.body.flip(0))
             self.seen += 1
 
     sparse = [topk(torch.randn(50, generator=torch.Generator().manual_seed(rank)), 8) for rank in range(2)]
@@ -130,7 +130,7 @@ def test_ranks_in_teams_are_named_as_they_are_in_the_world():
 
         def damage(payload, at=at, seen=[0]):  # noqa: B006 - one count for each
             if seen[0] == at:
-                payload[SLOT_BYTES:] = payload[SLOT_BYTES:].flip(0)
+                payload.body.copy_(payload.body.flip(0))
             seen[0] += 1
 
         outcomes = call(4, sparse, 16, "spardl", {"teams": 2}, "fp32", [None] * 4, 2, damage)

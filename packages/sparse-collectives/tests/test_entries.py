@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from communicators.dense_schedules import block_bounds
+from communicators import schedules
 from hypothesis import given
 from hypothesis import strategies as st
 from sparse_collectives.algorithms.budgets import block_budgets, cut_to_budgets, merge_to_budgets
@@ -34,7 +34,7 @@ def test_where_and_without(numel, share):
 @given(seed=st.integers(0, 99), numel=st.integers(1, 90), blocks=st.integers(1, 5), data=st.data())
 def test_merging_to_budgets_is_adding_and_cutting(seed, numel, blocks, data):
     """Some blocks of a range, as a rank of SparDL holds them; one of the two has the budgets, the other anything."""
-    bounds, k = block_bounds(numel, blocks), data.draw(st.integers(1, numel))
+    bounds, k = schedules.block_bounds(numel, blocks), data.draw(st.integers(1, numel))
     budgets = block_budgets(k, numel, blocks, seed)
     mine, _ = cut_to_budgets(topk(integers(numel, seed), k), bounds, budgets)
     theirs = topk(integers(numel, seed + 1), data.draw(st.integers(0, numel)))

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from communicators import CollectiveError, SimulatedWorld
-from communicators.worlds.alone import Alone
+from communicators import Alone, CollectiveError, SimulatedWorld
 from data_parallel import DistributedOptimizer, SparseHookState
 from sparse_collectives import Algorithm, Reduction, sparse_allreduce, sparse_allreduce_async
 from sparse_collectives.algorithms.gtopk import GTopK

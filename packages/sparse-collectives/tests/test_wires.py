@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from communicators import CollectiveError, Corrupts, Link, SimulatedWorld, testing
-from communicators.worlds.alone import Alone
+from communicators import Alone, CollectiveError, Corrupts, Link, SimulatedWorld, testing
 from data_parallel import DistributedOptimizer, SparseHookState
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_compress import HEADER_BYTES, MAX_NUMEL, SLOT_BYTES, SparseVector, merge, topk, wire_nbytes
+from sparse_compress import HEADER_BYTES, MAX_NUMEL, SparseVector, merge, topk, wire_nbytes
 
 DTYPES = [torch.float32, torch.float64]
 
@@ -38,7 +38,7 @@ def test_round_trip(dtype, data):
 
 
 def test_bytes_are_a_header_and_8_or_12_an_entry():
-    assert (SLOT_BYTES, HEADER_BYTES) == (16, 32)
+    assert HEADER_BYTES == 32
     for dtype, entry in ((torch.float16, 8), (torch.bfloat16, 8), (torch.float32, 8), (torch.float64, 12)):
         assert wire_nbytes(7, dtype) == 32 + 7 * entry
         assert topk(torch.randn(50).to(dtype), 7).pack().shape == (32 + 7 * entry,)
@@ -65,14 +65,14 @@ def test_header_layout_and_slot():
     assert buffer[:HEADER_BYTES].view(torch.int64).tolist() == [0, 0, 3, 2 | 1 << 32]
     assert buffer[HEADER_BYTES : HEADER_BYTES + 8].view(torch.float32).tolist() == [5, -7]
     assert buffer[HEADER_BYTES + 8 :].view(torch.int32).tolist() == [0, 2]
-    buffer[:SLOT_BYTES] = 255
+    buffer[:16] = 255
     assert SparseVector.unpack(buffer).to_dense().tolist() == [5, 0, -7]
 
 
 def test_packing_again_leaves_the_slot_alone():
     sparse = SparseVector(torch.tensor([2], dtype=torch.int32), torch.ones(1), 5)
-    sparse.pack()[:SLOT_BYTES] = 7
-    assert sparse.pack()[:SLOT_BYTES].eq(7).all()
+    sparse.pack()[:16] = 7
+    assert sparse.pack()[:16].eq(7).all()
 
 
 @pytest.mark.parametrize("offset", [4, 8, 1])

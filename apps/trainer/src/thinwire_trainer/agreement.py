@@ -11,10 +11,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
-from weakref import WeakSet
 
 import torch
-from communicators import Communicator, Round, Schedule, Work, allgather, dense_schedules, start
+from communicators import Communicator, Schedule, Work, allgather, schedules, start
 from torch import Tensor
 
 from thinwire_trainer.errors import GO_ON, AgreedError, RunError, told
@@ -61,10 +60,9 @@ def require_same(flags: Mapping[str, object], comm: Communicator) -> None:
 T = TypeVar("T")
 
 
-class Aside(Communicator):
-    """The same ranks by the same communicator, whose messages are training's and these.
+class ControlCommunicator(Communicator):
+    """The same ranks by the same communicator, for what is not training: metrics, checkpoints, agreements.
 
-    bytes_sent, messages_sent: of what was called through this object, exactly, whatever goes on in the background.
     Sums go by our own schedule, so that metrics have the same bits in every world.
     """
 
@@ -72,25 +70,31 @@ class Aside(Communicator):
         self._comm = comm
         self.rank, self.size, self.device = comm.rank, comm.size, comm.device
         self._timeout = comm.timeout
-        self._started: WeakSet[Work[Any]] = WeakSet()
+        self._over, self._started = 0, list[Work[Any]]()
+
+    @property
+    def bytes_sent(self) -> int:  # type: ignore[override]
+        """Bytes of what was called through this object, exactly, whatever goes on in the background."""
+        return self._over + sum(work.bytes_sent for work in self._started)
 
     def run(self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None) -> T:
         """Run a schedule (`communicators.run`)."""
-        return self._comm.run(self._counted(schedule), facts=facts, timeout=timeout, device=device)
+        return self.start(schedule, facts=facts, timeout=timeout, device=device).wait()
 
     def start(
         self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None
     ) -> Work[T]:
         """Start a schedule (`communicators.start`)."""
-        work = self._comm.start(self._counted(schedule), facts=facts, timeout=timeout, device=device)
-        self._started.add(work)
+        self._over += sum(work.bytes_sent for work in self._started if work.ended is not None)
+        self._started = [work for work in self._started if work.ended is None]
+        work = self._comm.start(schedule, facts=facts, timeout=timeout, device=device)
+        self._started.append(work)
         return work
 
     def settle(self) -> None:
         """Waits for what was started, so that both sides have counted it: where it is just being sent, one has."""
-        for work in list(self._started):
+        for work in self._started:
             work.wait()
-        self._started.clear()
 
     def clock(self) -> float:
         """Seconds by the communicator's clock."""
@@ -100,25 +104,11 @@ class Aside(Communicator):
         """Let virtual time pass (`Communicator.elapse`)."""
         self._comm.elapse(seconds)
 
-    def _counted(self, schedule: Schedule[T]) -> Schedule[T]:
-        try:
-            action = next(schedule)
-            while True:
-                if isinstance(action, Round):
-                    self.bytes_sent += sum(payload.numel() for payload in action.sends.values())
-                    self.messages_sent += len(action.sends)
-                action = schedule.send((yield action))
-        except StopIteration as end:
-            result: T = end.value
-            return result
-        finally:
-            schedule.close()
-
 
 class Meter:
     """Bytes that this rank sends for training: all that `comm` counts, and what goes elsewhere, but for `aside`."""
 
-    def __init__(self, comm: Communicator, aside: Aside, elsewhere: Callable[[], int]) -> None:
+    def __init__(self, comm: Communicator, aside: ControlCommunicator, elsewhere: Callable[[], int]) -> None:
         self._comm, self._aside, self._elsewhere = comm, aside, elsewhere
         self._read = self._total()
 
@@ -193,6 +183,6 @@ class AgreedStop:
         now, number = self._clock(), self._asked()
         seconds = (now - self._began) / (step - self._last)
         told = torch.tensor([*(float(number == one) for one in SIGNALS), seconds], dtype=torch.float64)
-        schedule = dense_schedules.allreduce(told, self._comm.rank, self._comm.size)
+        schedule = schedules.allreduce(told, self._comm.rank, self._comm.size)
         self._sum = start(schedule, self._comm, facts="whether to stop", device=told.device)
         self._last, self._began, self._next = step, now, step + self._ahead

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from communicators import Communicator
 
-from thinwire_trainer.agreement import AgreedStop, Aside, Meter, all_or_none, require_same
+from thinwire_trainer.agreement import AgreedStop, ControlCommunicator, Meter, all_or_none, require_same
 from thinwire_trainer.app import App, Carries, Keeps, LeavesOut, Task
 from thinwire_trainer.command_line.flags import table_of
 from thinwire_trainer.command_line.options import Options
@@ -50,7 +50,7 @@ def run(
     request: how signals reach the loop; of all ranks, or of none.
     AgreedError where a user can mend what is wrong; Stopped, on all ranks, where a signal asked for the end.
     """
-    aside, choice = Aside(comm), ""
+    aside, choice = ControlCommunicator(comm), ""
     require_same(options.alike(), aside)
     torch.manual_seed(options.seed)  # the model starts alike on all ranks
     with all_or_none(aside):

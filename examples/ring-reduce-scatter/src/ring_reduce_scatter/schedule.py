@@ -60,7 +60,8 @@ class Ring(Algorithm):
         nbytes = [self.wire.nbytes(budgets[b], edges[b + 1] - edges[b], dtype) for b in range(size)]
         if size == 1:
             return Traffic(0, 0, 0)
-        return Traffic(2 * sum(nbytes) - nbytes[(rank + 1) % size] - nbytes[(rank + 2) % size], messages, messages)
+        given = 2 * sum(nbytes) - nbytes[(rank + 1) % size] - nbytes[(rank + 2) % size]
+        return Traffic.of_bodies(given, messages, messages)
 
     def merged(self, rank: int, size: int, k: int, numel: int) -> int:
         """Entries that the merges of a rank take in: two blocks each, of all blocks but its own."""

@@ -1,5 +1,6 @@
 """Collectives written as schedules, carried by MPI, torch.distributed or a simulated world."""
 
+from communicators import schedules, tracing
 from communicators.background.engine import leave
 from communicators.buckets import Bucket, buckets_of
 from communicators.collectives import allgather, allreduce, allreduce_async, barrier, broadcast
@@ -8,15 +9,18 @@ from communicators.errors import CollectiveError
 from communicators.link import Link
 from communicators.measure import measure_link
 from communicators.origin import as_communicator
-from communicators.schedule import SLOT_BYTES, Elapse, Round, Schedule, body, frame, framed_nbytes
-from communicators.signals import Signals
+from communicators.schedule import SLOT_BYTES, Elapse, Payload, Received, Round, Schedule
+from communicators.signals import Attempt, Signals
 from communicators.simulated.faults import Corrupts, Dies
 from communicators.simulated.world import SimulatedWorld
 from communicators.stats import Stats
 from communicators.version import __version__
+from communicators.worlds.alone import Alone
 
 __all__ = [
     "SLOT_BYTES",
+    "Alone",
+    "Attempt",
     "Bucket",
     "CollectiveError",
     "Communicator",
@@ -24,6 +28,8 @@ __all__ = [
     "Dies",
     "Elapse",
     "Link",
+    "Payload",
+    "Received",
     "Round",
     "Schedule",
     "Signals",
@@ -36,13 +42,12 @@ __all__ = [
     "allreduce_async",
     "as_communicator",
     "barrier",
-    "body",
     "broadcast",
     "buckets_of",
-    "frame",
-    "framed_nbytes",
     "leave",
     "measure_link",
     "run",
+    "schedules",
     "start",
+    "tracing",
 ]

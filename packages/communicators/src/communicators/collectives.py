@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from communicators import dense_schedules as dense
 from communicators.communicator import Work, run, start
 from communicators.origin import as_communicator
+from communicators.schedules import dense
 
 
 def allreduce(tensor: Tensor, comm: Any, *, average: bool = False, native: bool = True) -> Tensor:

@@ -69,6 +69,11 @@ class Work(ABC, Generic[T]):
         """Whether `wait` would return, or raise, at once."""
 
     @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent in this collective so far, as `Communicator.bytes_sent` counts them."""
+        raise NotImplementedError(f"{type(self).__name__} does not count its bytes: see Communicator.bytes_sent")
+
+    @property
     def error(self) -> CollectiveError | None:
         """Error that `wait` would raise; None while the collective has not failed."""
         raise NotImplementedError(f"{type(self).__name__} does not tell its error: wait() raises it")

@@ -11,7 +11,7 @@ from communicators.collectives import allgather
 from communicators.communicator import Communicator, run
 from communicators.link import Link
 from communicators.origin import as_communicator
-from communicators.schedule import SLOT_BYTES, Round, Schedule
+from communicators.schedule import SLOT_BYTES, Payload, Round, Schedule
 
 
 def measure_link(comm: Any, *, nbytes: int = 1 << 20, repeats: int = 7) -> Link:
@@ -22,7 +22,7 @@ def measure_link(comm: Any, *, nbytes: int = 1 << 20, repeats: int = 7) -> Link:
 
     Args:
         comm: See `as_communicator`; all ranks call.
-        nbytes: Size of the large message.
+        nbytes: Size of the large message on the wire.
         repeats: Number of measurements of which the median is taken.
     """
     if nbytes < 2 * SLOT_BYTES or repeats < 1:
@@ -30,7 +30,7 @@ def measure_link(comm: Any, *, nbytes: int = 1 << 20, repeats: int = 7) -> Link:
     comm = as_communicator(comm)
     if comm.size == 1:
         return Link(0.0, 0.0)
-    small, large = (_one_way_seconds(comm, size, repeats) for size in (SLOT_BYTES, nbytes))
+    small, large = (_one_way_seconds(comm, size, repeats) for size in (0, nbytes - SLOT_BYTES))
     beta = max(0.0, (large - small) / (nbytes - SLOT_BYTES))
     alpha = max(0.0, small - beta * SLOT_BYTES)
     measured = torch.stack(allgather(torch.tensor([alpha, beta], dtype=torch.float64), comm))
@@ -38,7 +38,7 @@ def measure_link(comm: Any, *, nbytes: int = 1 << 20, repeats: int = 7) -> Link:
 
 
 def _one_way_seconds(comm: Communicator, nbytes: int, repeats: int) -> float:
-    """Half a ping-pong, median; 0 for the last of an odd number of ranks, which has nobody to play with."""
+    """Half a ping-pong of bodies of nbytes, median; 0 for the last of an odd number of ranks, which has no partner."""
     seconds = []
     for _ in range(repeats + 1):  # the first one warms up
         begin = comm.clock()
@@ -51,7 +51,7 @@ def _ping_pong(rank: int, size: int, nbytes: int) -> Schedule[None]:
     peer = rank ^ 1
     if peer >= size:
         return
-    ping, pong = Round(sends={peer: torch.zeros(nbytes, dtype=torch.uint8)}), Round(recvs={peer: nbytes})
+    ping, pong = Round(sends={peer: Payload.of(torch.zeros(nbytes, dtype=torch.uint8))}), Round(recvs={peer: nbytes})
     first, second = (ping, pong) if rank < peer else (pong, ping)
     yield first
     yield second

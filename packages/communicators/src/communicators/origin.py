@@ -23,7 +23,12 @@ _LAUNCHERS = {
 
 
 def as_communicator(
-    comm: Any = None, *, timeout: float | None = None, transport: str | None = None, store: Any = None
+    comm: Any = None,
+    *,
+    timeout: float | None = None,
+    patience: float | None = None,
+    transport: str | None = None,
+    store: Any = None,
 ) -> Communicator:
     """A communicator for an mpi4py Comm, a torch ProcessGroup, a Communicator (returned as it is), or None.
 
@@ -36,6 +41,7 @@ def as_communicator(
             one rank.
         timeout: `Communicator.timeout` from now on, in seconds, alike on all ranks; the first use waits as long for the
             others. Default: the process group's own, else 300 s, or what was set before.
+        patience: Seconds that the first use alone waits for the others, in place of `timeout`.
         transport: Way of data on a GPU, for a torch process group at its first use: "host" (default), through host
             memory, or "nccl", by a NCCL communicator of our own, where that is the group's backend for CUDA. Not yet
             run on a GPU.
@@ -48,14 +54,13 @@ def as_communicator(
         RuntimeError: None, under a launcher of several ranks, with neither a process group nor mpi4py.
         CollectiveError: Names the ranks that did not come to the first use, or have died since, and what to do.
     """
-    made = found(comm, patience=timeout, transport=transport, store=store)
+    made = _found(comm, timeout if patience is None else patience, transport, store)
     if timeout is not None:
         made.timeout = timeout
     return made
 
 
-def found(comm: Any, *, patience: float | None, transport: str | None = None, store: Any = None) -> Communicator:
-    """Communicator as of `as_communicator`, with a time-out for the first use alone; later ones wait as ever."""
+def _found(comm: Any, patience: float | None, transport: str | None, store: Any) -> Communicator:
     if patience is not None:
         patience = check_timeout(patience)
     if transport not in (None, "host", "nccl"):

@@ -6,7 +6,7 @@ received; its return value is the result of the collective. A communicator carri
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
@@ -14,10 +14,85 @@ import torch
 from torch import Tensor
 
 SLOT_BYTES = 16
-"""Bytes at the start of every payload for the communicator, which stamps call, round and sender there."""
+"""Bytes of a message beyond its body: the communicator's own, which stamps call, round and sender there."""
 
 T = TypeVar("T")
-Received: TypeAlias = dict[int, Tensor]
+
+
+class Payload:
+    """A message: a body of bytes, behind a slot that belongs to the communicator.
+
+    One piece of memory holds both, so that they travel together. A payload is not changed any more once a `Round` was
+    yielded with it; it may be sent again, and what was received may be handed on.
+
+    Args:
+        memory: 1-D uint8: SLOT_BYTES bytes that are free to be overwritten, then the body. Not copied.
+
+    Raises:
+        ValueError: Memory of another form.
+    """
+
+    __slots__ = ("memory",)
+
+    def __init__(self, memory: Tensor) -> None:
+        if memory.dtype != torch.uint8 or memory.dim() != 1 or memory.numel() < SLOT_BYTES:
+            raise ValueError(
+                f"a payload's memory is {memory.dtype} of shape {tuple(memory.shape)}, expected 1-D uint8 that begins "
+                f"with a free slot of {SLOT_BYTES} bytes: Payload.of(tensor) makes one of any tensor"
+            )
+        self.memory = memory
+
+    @classmethod
+    def allocate(cls, nbytes: int, device: torch.device | None = None) -> Payload:
+        """Allocates a payload; the caller fills in the body.
+
+        Args:
+            nbytes: Bytes of the body.
+            device: Device of the payload, default torch's.
+        """
+        return cls(torch.empty(SLOT_BYTES + nbytes, dtype=torch.uint8, device=device))
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Payload:
+        """Payload with a copy of a tensor's bytes.
+
+        Args:
+            tensor: Tensor of any shape and dtype.
+        """
+        made = cls.allocate(tensor.numel() * tensor.dtype.itemsize, tensor.device)
+        made.view(tensor.dtype).copy_(tensor.detach().reshape(-1))
+        return made
+
+    @property
+    def body(self) -> Tensor:
+        """Bytes of the body: a 1-D view."""
+        return self.memory[SLOT_BYTES:]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the body: the size that a receive names."""
+        return self.memory.numel() - SLOT_BYTES
+
+    @property
+    def wire_nbytes(self) -> int:
+        """Bytes that travel, slot included."""
+        return self.memory.numel()
+
+    def view(self, dtype: torch.dtype) -> Tensor:
+        """The body as a 1-D tensor of this dtype, no copy.
+
+        Args:
+            dtype: Type that its bytes are read as.
+        """
+        return self.body.view(dtype)
+
+    def clone(self) -> Payload:
+        """Copy in memory of its own."""
+        return Payload(self.memory.clone())
+
+
+Received: TypeAlias = dict[int, Payload]
+"""Payloads that a round has received, by rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +100,13 @@ class Round:
     """One round of messages of one rank; it ends when all of them are done.
 
     Attributes:
-        sends: Peer -> payload, a contiguous 1-D uint8 tensor that starts with a free slot of `SLOT_BYTES` (see `frame`)
-            and is not changed any more once it was yielded.
-        recvs: Peer -> size in bytes, slot included.
+        sends: Payload by peer.
+        recvs: Bytes of the body to receive, by peer.
         bounded: Whether what arrives may be shorter than `recvs` says, never longer; for sizes that depend on data.
             Alike on all ranks of the round. Goes through host memory where messages of a GPU bear no lengths (NCCL).
     """
 
-    sends: Mapping[int, Tensor] = field(default_factory=dict)
+    sends: Mapping[int, Payload] = field(default_factory=dict)
     recvs: Mapping[int, int] = field(default_factory=dict)
     bounded: bool = False
 
@@ -50,44 +124,3 @@ class Elapse:
 
 Schedule: TypeAlias = Generator[Round | Elapse, Received, T]
 """Generator that yields rounds, gets what was received in each (payloads by rank), and returns a T."""
-
-
-def frame(tensor: Tensor) -> Tensor:
-    """A payload that holds a tensor's bytes behind a free slot. Copies once.
-
-    Args:
-        tensor: Tensor of any shape and dtype.
-
-    Returns:
-        uint8, (SLOT_BYTES + tensor bytes,).
-    """
-    payload = torch.empty(framed_nbytes(tensor.numel(), tensor.dtype), dtype=torch.uint8, device=tensor.device)
-    payload[:SLOT_BYTES].zero_()
-    body(payload, tensor.dtype).copy_(tensor.detach().reshape(-1))
-    return payload
-
-
-def body(payload: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor behind a payload's slot, no copy.
-
-    Args:
-        payload: Result of `frame` on the rank that sent it.
-        dtype: Type that its bytes are read as.
-
-    Returns:
-        A 1-D view.
-    """
-    return payload[SLOT_BYTES:].view(dtype)
-
-
-def framed_nbytes(numel: int, dtype: torch.dtype) -> int:
-    """Bytes of a payload that frames `numel` elements: the capacity to receive it."""
-    return SLOT_BYTES + numel * dtype.itemsize
-
-
-def powers_of_two(*, below: int) -> Iterator[int]:
-    """1, 2, 4, … less than `below`."""
-    power = 1
-    while power < below:
-        yield power
-        power *= 2

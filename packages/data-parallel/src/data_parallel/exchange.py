@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from communicators import Bucket, CollectiveError, Communicator, Round, Schedule, Work, run, start
-from communicators.labels import labelled
+from communicators import Bucket, CollectiveError, Communicator, Schedule, Work, run, start, tracing
 from sparse_compress.nonfinite import all_finite
 from torch import Tensor
 
@@ -90,7 +89,7 @@ class Exchange:
         if lane not in self._open:
             self._open.append(lane)
         began = self.comm.clock()
-        with labelled("select"):
+        with tracing.labelled("select"):
             sending = lane.send(flat, scale, unused)
         self.selection_seconds += self.comm.clock() - began
         mean = _Mean(self, lane, sending, f"{sending.facts} in {self._owner}{self.shared}{self._loaded}{self.cut}")
@@ -241,14 +240,14 @@ class _Mean(Work[Tensor]):
 
     @property
     def bytes_sent(self) -> int:
-        return self._sent
+        return self._sent if self._work is None else self._work.bytes_sent
 
     def wait(self, timeout: float | None = None) -> Tensor:
         if self._mean is None:
             result, error = self._summed() if self._work is None else self._work.wait(timeout)
             if error is not None:
                 raise error
-            with labelled("restore"):
+            with tracing.labelled("restore"):
                 self._mean, seen = self._lane.receive(self._sending, result)
             if self._exchange.nonfinite == "skip":
                 self._exchange.totals_finite.append(all_finite(seen))
@@ -275,7 +274,7 @@ class _Mean(Work[Tensor]):
         if total is None:
             self._work = self._started()
             return self._work.wait()
-        self._sent += dense_nbytes(total, comm.size)
+        self._sent = dense_nbytes(total, comm.size)
         outcome: Checked = total, None
         if self._exchange.nonfinite == "raise" and not bool(all_finite(total)):
             facts = f"what is not finite in {self._sending.facts}"
@@ -289,31 +288,17 @@ class _Mean(Work[Tensor]):
         Where only what this rank is to keep is not finite, the algorithm has hidden it from the others: then the call
         fails, which all of them learn.
         """
-        result = yield from self._counted(schedule)
+        result = yield from schedule
         if self._exchange.nonfinite != "raise":
             return result, None
         exchange, (total, dropped) = self._exchange, self._lane.values(result)
         if not bool(all_finite(total)):
             found = self._sending.suspect()
             told = culprit(found, self._lane.bucket, exchange.names, exchange.comm, what=exchange.what)
-            return result, (yield from self._counted(told))
+            return result, (yield from told)
         if not bool(all_finite(dropped)):
             raise unlawful(self._facts, exchange.comm.rank)
         return result, None
-
-    def _counted(self, schedule: Schedule[Any]) -> Schedule[Any]:
-        """The same schedule; what its rounds send is counted, by whichever thread carries them."""
-        received: Any = None
-        try:
-            while True:
-                action = schedule.send(received)
-                if isinstance(action, Round):
-                    self._sent += sum(payload.numel() for payload in action.sends.values())
-                received = yield action
-        except StopIteration as end:
-            return end.value
-        finally:
-            schedule.close()
 
 
 def dense_nbytes(flat: Tensor, size: int) -> int:

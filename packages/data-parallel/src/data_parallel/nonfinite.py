@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from communicators import Bucket, CollectiveError, Communicator, Schedule
-from communicators.dense_schedules import allgather_blocks
+from communicators import Bucket, CollectiveError, Communicator, Schedule, schedules
 from sparse_compress.nonfinite import all_finite
 from torch import Tensor
 
@@ -22,7 +21,7 @@ def culprit(
     found: the first such element of this rank's flat gradient, -1 if none. what: name of what is exchanged.
     """
     own = torch.tensor([-1 if found < 0 else _member(bucket, found)], device=bucket.device).view(torch.uint8)
-    blocks = yield from allgather_blocks(own, [own.numel()] * comm.size, comm.rank, comm.size)
+    blocks = yield from schedules.allgather_blocks(own, [own.numel()] * comm.size, comm.rank, comm.size)
     return _error([int(block.clone().view(torch.int64)) for block in blocks], names, what)
 
 

@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from communicators import Communicator, Work, allreduce, run, start
-from communicators import dense_schedules as dense
+from communicators import Communicator, Work, allreduce, run, schedules, start
 from torch import Tensor
 
 
@@ -56,7 +55,7 @@ class Averaging:
         """Exchanges the vectors; returns the means as soon as all ranks have come."""
         began = self._comm.clock()
         if self._native and (facts := self._since + self.alike()):  # the transport's sum is agreed on by its size alone
-            run(dense.barrier(self._comm.rank, self._comm.size), self._comm, facts=f"{self._what}{facts}")
+            run(schedules.barrier(self._comm.rank, self._comm.size), self._comm, facts=f"{self._what}{facts}")
         totals = [self._sum(self._payload(x, weight, finished), "average()", self._comm) for x in vectors]
         self._waited += (seconds := self._comm.clock() - began)
         self._under_way += seconds
@@ -72,7 +71,7 @@ class Averaging:
         with self._keeping_errors():
             self._arrived = None
             for payload in [self._payload(x, weight, finished) for x in vectors]:
-                schedule = dense.allreduce(payload, self._comm.rank, self._comm.size)
+                schedule = schedules.allreduce(payload, self._comm.rank, self._comm.size)
                 facts = self._facts(payload, "average()")
                 self._works.append(start(schedule, self._comm, facts=facts, device=payload.device))
             self._since = ""
@@ -129,7 +128,7 @@ class Averaging:
     def _sum(self, payload: Tensor, what: str, comm: Communicator) -> Tensor:
         if self._native:
             return allreduce(payload, comm)
-        schedule = dense.allreduce(payload, comm.rank, comm.size)
+        schedule = schedules.allreduce(payload, comm.rank, comm.size)
         return run(schedule, comm, facts=self._facts(payload, what), device=payload.device)
 
     def _facts(self, payload: Tensor, what: str) -> str:

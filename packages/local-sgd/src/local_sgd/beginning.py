@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
-from communicators import Communicator, run
-from communicators.dense_schedules import barrier
+from communicators import Communicator, run, schedules
 from replicas import refuse_unlike
 from replicas.averaging import copy_from_first
 from replicas.first_broadcast import broadcast_parameters
@@ -62,7 +61,7 @@ def agree(
         rest = [*others.values(), *(model.buffers() if model else [])]
         copy_from_first([tensor for tensor in rest if tensor.numel()], comm, facts=f"what is not averaged of {what}")
     else:
-        run(barrier(comm.rank, comm.size), comm, facts=f"{what}({text}, broadcast=False)")
+        run(schedules.barrier(comm.rank, comm.size), comm, facts=f"{what}({text}, broadcast=False)")
         refuse_unlike({**named, **others}, comm)
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-from communicators import Communicator, run
-from communicators.dense_schedules import allreduce
+from communicators import Communicator, run, schedules
 from replicas.buffers import Buffers
 from replicas.default_group import refuse_alone
 from replicas.parameters import refuse_changes
@@ -121,7 +120,7 @@ class Boundaries(Algorithm):
         own = [float(group.get("lr", math.nan)) for group in self.param_groups]
         if not self.needs_rate:
             return own
-        schedule = allreduce(torch.tensor(own, dtype=torch.float64), self._comm.rank, self._comm.size)
+        schedule = schedules.allreduce(torch.tensor(own, dtype=torch.float64), self._comm.rank, self._comm.size)
         total = run(schedule, self._comm, facts=f"learning rates of {self._what}", device=torch.device("cpu"))
         return [float(rate) for rate in total / self._comm.size]
 

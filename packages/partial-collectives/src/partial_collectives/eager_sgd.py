@@ -7,9 +7,7 @@ from dataclasses import replace
 from typing import Any, Literal, Self, cast
 
 import torch
-from communicators import CollectiveError, Communicator, as_communicator, buckets_of, run
-from communicators.buckets import Bucket
-from communicators.dense_schedules import allreduce
+from communicators import Bucket, CollectiveError, Communicator, as_communicator, buckets_of, run, schedules
 from replicas.averaging import copy_from_first
 from replicas.buffers import Buffers
 from replicas.default_group import refuse_alone
@@ -297,7 +295,7 @@ class EagerSGD(Wrapping):
         if self._shared is None:
             return finished
         self._shared.at_boundary()
-        unfinished = allreduce(torch.tensor([int(not finished)]), self._comm.rank, self._comm.size)
+        unfinished = schedules.allreduce(torch.tensor([int(not finished)]), self._comm.rank, self._comm.size)
         return not run(unfinished, self._comm, facts="EagerSGD: who has finished").item()
 
     def _checked(self, weight: float | None) -> float:

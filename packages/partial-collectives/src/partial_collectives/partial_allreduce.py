@@ -8,9 +8,7 @@ from dataclasses import replace
 from typing import Any, Literal, Self
 
 import torch
-from communicators import CollectiveError, Communicator, as_communicator, run
-from communicators.dense_schedules import barrier
-from communicators.errors import describe
+from communicators import CollectiveError, Communicator, as_communicator, run, schedules
 from torch import Tensor
 
 from partial_collectives.protocol.events import Stage
@@ -78,7 +76,7 @@ class PartialAllreduce:
         self._share, self._seconds = share, seconds
         shapes = ", ".join(f"{tuple(one.shape)} {one.dtype}" for one in self._like)
         facts = f"PartialAllreduce({shapes}; quorum={quorum!r}, {max_staleness=}, {grace=}, {seed=}, {on_death=})"
-        run(barrier(self.comm.rank, self.comm.size), self.comm, facts=facts)
+        run(schedules.barrier(self.comm.rank, self.comm.size), self.comm, facts=facts)
         flat = [torch.empty(one.numel(), dtype=one.dtype) for one in self._like]
         rounds = f"a round (a rank with no more steps calls finish()) of {facts}"
         self._engine = Engine(self.comm, rules, flat, self._grace_seconds, rounds, shrinks=on_death == "shrink")
@@ -174,7 +172,7 @@ class PartialAllreduce:
         machine = {name: state["machine"][name] for name in ("round", "seed", "missed", "running", "unfinished")}
         facts = f"going on with partial rounds from {machine}"
         self._engine.restore(state, joins=joins)  # before any rank goes on, and its signals come
-        run(barrier(self.comm.rank, self.comm.size), self.comm, facts=facts)
+        run(schedules.barrier(self.comm.rank, self.comm.size), self.comm, facts=facts)
 
     def __enter__(self) -> Self:
         return self
@@ -192,7 +190,7 @@ class PartialAllreduce:
     def _give_up(self, error: BaseException) -> None:
         if not self._closed:
             self._closed = True
-            mine = f"rank {self.comm.rank} gave up its partial allreduce: {describe(error)}"
+            mine = f"rank {self.comm.rank} gave up its partial allreduce: {type(error).__name__}: {error}"
             self._engine.give_up(str(error) if isinstance(error, CollectiveError) else mine)
 
     def _rest(self, stage: Stage) -> Iterator[PartialResult]:

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from communicators import dense_schedules as dense
-from communicators.buckets import buckets_of
-from communicators.communicator import Communicator, run
+from communicators import Communicator, buckets_of, run, schedules
 from torch import Tensor
 
 
@@ -17,7 +15,7 @@ def average(tensors: Sequence[Tensor], comm: Communicator, *, facts: str) -> Non
     for bucket in buckets_of(tensors):
         bucket = replace(bucket, dtype=torch.promote_types(bucket.dtype, torch.float32))
         total = run(
-            dense.allreduce(bucket.gather(tensors), comm.rank, comm.size),
+            schedules.allreduce(bucket.gather(tensors), comm.rank, comm.size),
             comm,
             facts=f"{facts}, mean of {bucket.numel} elements, {bucket.dtype}",
             device=bucket.device,
@@ -29,7 +27,7 @@ def copy_from_first(tensors: Sequence[Tensor], comm: Communicator, *, facts: str
     """Replaces every tensor by rank 0's."""
     for bucket in buckets_of(tensors):
         flat = run(
-            dense.broadcast(bucket.gather(tensors), comm.rank, comm.size),
+            schedules.broadcast(bucket.gather(tensors), comm.rank, comm.size),
             comm,
             facts=f"{facts}, rank 0's {bucket.numel} elements, {bucket.dtype}",
             device=bucket.device,

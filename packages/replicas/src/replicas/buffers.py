@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from communicators.communicator import Communicator
-from communicators.errors import CollectiveError
+from communicators import CollectiveError, Communicator
 from torch import Tensor, nn
 
 from replicas.averaging import average, copy_from_first

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from communicators.buckets import Bucket
+from communicators import Bucket
 from torch import Tensor
 
 

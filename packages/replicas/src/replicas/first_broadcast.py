@@ -5,9 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 
-from communicators.buckets import buckets_of
-from communicators.communicator import Communicator, run
-from communicators.dense_schedules import broadcast
+from communicators import Communicator, buckets_of, run, schedules
 from torch import Tensor
 
 
@@ -26,5 +24,5 @@ def broadcast_parameters(named: Mapping[str, Tensor], comm: Communicator, *, wha
     parameters = list(named.values())
     for bucket in buckets_of(parameters):
         flat = bucket.gather(parameters)
-        schedule = broadcast(flat, comm.rank, comm.size)
+        schedule = schedules.broadcast(flat, comm.rank, comm.size)
         bucket.scatter(run(schedule, comm, facts=facts, device=flat.device), parameters)

@@ -7,10 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from communicators.collectives import allgather
-from communicators.communicator import Communicator, run
-from communicators.errors import CollectiveError
-from communicators.schedule import Round, Schedule, body, frame, framed_nbytes
+from communicators import CollectiveError, Communicator, Payload, Round, Schedule, allgather, run
 from torch import Tensor
 
 from replicas.saved_by import KEY, check_is_state, size_key
@@ -123,7 +120,7 @@ def _to_first(packed: list[Tensor], nbytes: Sequence[int], rank: int) -> Schedul
     own = packed.pop()
     if rank:
         for chunk in torch.split(own, CHUNK_BYTES):
-            yield Round(sends={0: frame(chunk)})
+            yield Round(sends={0: Payload.of(chunk)})
         return None
     states = [_loaded(io.BytesIO(own.numpy().data))]
     del own
@@ -131,8 +128,8 @@ def _to_first(packed: list[Tensor], nbytes: Sequence[int], rank: int) -> Schedul
         file = io.BytesIO()
         for begin in range(0, nbytes[source], CHUNK_BYTES):
             coming = min(CHUNK_BYTES, nbytes[source] - begin)
-            received = yield Round(recvs={source: framed_nbytes(coming, torch.uint8)})
-            file.write(body(received[source], torch.uint8).numpy().data)
+            received = yield Round(recvs={source: coming})
+            file.write(received[source].body.numpy().data)
         states.append(_loaded(file))
     return states
 

@@ -6,7 +6,7 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
-from communicators.communicator import Communicator
+from communicators import Communicator
 
 KEY = "distributed"
 """Key of a wrapper's own part in its state_dict; the rest is the wrapped optimizer's."""

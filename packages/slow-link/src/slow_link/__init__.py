@@ -6,7 +6,7 @@
 Every rank lives in a network namespace of its own, joined to the others as by a switch: full duplex ports of one
 rate, and one delay between any two. Entering the block builds the link; leaving it removes the link, whatever happened
 inside. It needs Linux, and root or user namespaces: the command enters them by itself, a program calls
-`user_namespaces.enter()`. `open_link` falls back to a throttled transport where those are missing, and says so.
+`enter_user_namespaces()`. `open_link` falls back to a throttled transport where those are missing, and says so.
 
     python -m slow_link --rate 100mbit --delay 1ms -- mpiexec -n 4 python train.py
     python -m slow_link --rate 100mbit --delay 1ms -- torchrun --nproc-per-node 4 train.py
@@ -20,11 +20,20 @@ waits for a core is late on the link too: run nothing else, and take low quantil
 Importing this package does not import torch, so the command starts at once; `throttled`, for the ranks, does.
 """
 
-from slow_link.fallback import ThrottledLink, open_link
 from slow_link.launcher import Launcher
-from slow_link.link import SlowLink
-from slow_link.missing import Unavailable, missing
+from slow_link.link import SlowLink, ThrottledLink, open_link
+from slow_link.missing import Unavailable, enter_user_namespaces, missing
 from slow_link.namespaces import sweep
 from slow_link.version import __version__
 
-__all__ = ["Launcher", "SlowLink", "ThrottledLink", "Unavailable", "__version__", "missing", "open_link", "sweep"]
+__all__ = [
+    "Launcher",
+    "SlowLink",
+    "ThrottledLink",
+    "Unavailable",
+    "__version__",
+    "enter_user_namespaces",
+    "missing",
+    "open_link",
+    "sweep",
+]

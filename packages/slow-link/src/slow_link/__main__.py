@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from slow_link import quantities, user_namespaces
 from slow_link.link import SlowLink
-from slow_link.missing import Unavailable
+from slow_link.missing import Unavailable, enter_user_namespaces
 from slow_link.namespaces import sweep
 from slow_link.programs import NotUnderstood, program
 
@@ -18,6 +18,8 @@ USAGE = """%(prog)s [--rate RATE] [--delay DELAY] -- mpiexec -n P COMMAND ...
        %(prog)s [--rate RATE] [--delay DELAY] --ranks P -- COMMAND ...
        %(prog)s check [--rate RATE] [--delay DELAY] [--ranks P ...]
        %(prog)s sweep"""
+_MBIT = {"kbit": 1e-3, "mbit": 1.0, "gbit": 1e3}
+_MILLISECONDS = {"us": 1e-3, "ms": 1.0, "s": 1e3}
 NOT_STARTED, TOO_LONG, INTERRUPTED = 2, 124, 130
 
 
@@ -31,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
-    user_namespaces.enter()
+    enter_user_namespaces()
     if argv[:1] == ["check"]:
         return check_command(argv[1:])
     if argv[:1] == ["sweep"]:
@@ -83,24 +85,28 @@ def check_command(argv: Sequence[str]) -> int:
 
 def add_link(parser: argparse.ArgumentParser) -> None:
     """Adds the options --rate and --delay."""
-    parser.add_argument(
-        "--rate", type=_typed(quantities.rate), default=100.0, metavar="RATE", help="of each port; default 100mbit"
-    )
-    parser.add_argument(
-        "--delay", type=_typed(quantities.delay), default=1.0, metavar="DELAY", help="one way; default 1ms"
-    )
+    parser.add_argument("--rate", type=rate, default=100.0, metavar="RATE", help="of each port; default 100mbit")
+    parser.add_argument("--delay", type=delay, default=1.0, metavar="DELAY", help="one way; default 1ms")
 
 
-def _typed(parse: Callable[[str], float]) -> Callable[[str], float]:
-    """Wraps a parser so that argparse shows its error, which says what was expected."""
+def rate(text: str) -> float:
+    """Parses a rate into Mbit/s; ArgumentTypeError for anything but a positive rate."""
+    value = _amount(text, _MBIT, "a rate such as 100mbit or 1gbit")
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"expected a rate above 0, got {text!r}")
+    return value
 
-    def typed(text: str) -> float:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
 
-    return typed
+def delay(text: str) -> float:
+    """Parses a delay into milliseconds; ArgumentTypeError for anything else."""
+    return _amount(text, _MILLISECONDS, "a delay such as 1ms or 50us")
+
+
+def _amount(text: str, units: dict[str, float], expected: str) -> float:
+    matched = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+) *([a-z]+)", text.strip().lower())
+    if matched is None or matched[2] not in units:
+        raise argparse.ArgumentTypeError(f"expected {expected} (units: {', '.join(units)}), got {text!r}")
+    return float(matched[1]) * units[matched[2]]
 
 
 if __name__ == "__main__":

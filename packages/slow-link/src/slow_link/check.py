@@ -21,9 +21,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from slow_link.fallback import open_link
 from slow_link.launcher import Launcher
-from slow_link.loopback import Loopback
+from slow_link.link import open_link
 
 TOLERANCE = 0.15
 SECONDS_PER_LAUNCH = 120.0
@@ -80,7 +79,7 @@ def good(found: Sequence[Row]) -> bool:
 def rows(link: Launcher, repeats: int) -> Iterator[Row]:
     """Measures all rows of one link: over MPI first, then over gloo."""
     for kind in ("mpi", "gloo"):
-        nowhere = _measured(Loopback(ranks=link.ranks), kind, str(repeats), "software")
+        nowhere = _measured(Launcher(ranks=link.ranks), kind, str(repeats), "software")
         software = {found.who: min(found.seconds) for found in nowhere}
         for found in _measured(link, kind, str(repeats)):
             messages, nbytes = cost(found.what, found.nbytes, link.ranks)

@@ -1,22 +1,34 @@
-"""Starts ranks on a link: by mpiexec, by torchrun, or as processes that find each other through a Store."""
+"""Starts ranks side by side, by mpiexec, by torchrun or as plain processes; none of them is left afterwards."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
+import signal
+import socket
 import subprocess
 import sys
-from abc import ABC, abstractmethod
+import tempfile
+import time
 from collections.abc import Mapping, Sequence
-from functools import partial
+from contextlib import ExitStack
 from pathlib import Path
-
-from slow_link.ranks import end, run_together
+from typing import IO
 
 MOST_RANKS = 64
+POLL_SECONDS = 0.02
+FAILURE_SECONDS = 10.0
+"""Time that the others get after one rank has failed: long enough to say why they fail too."""
+
+TERMINATION_SECONDS = 2.0
 
 
-class Launcher(ABC):
+class Launcher:
     """Starts ranks that are `milliseconds` apart, each behind a full duplex port of `mbit_per_second`.
+
+    By itself it starts them over TCP on this machine's loopback device, which costs nothing but software: α and β
+    describe what subclasses emulate.
 
     Args:
         ranks: Number of ranks.
@@ -32,7 +44,7 @@ class Launcher(ABC):
         ValueError: An argument is out of range.
     """
 
-    def __init__(self, *, ranks: int, mbit_per_second: float, milliseconds: float) -> None:
+    def __init__(self, *, ranks: int, mbit_per_second: float = float("inf"), milliseconds: float = 0.0) -> None:
         if not 1 <= ranks <= MOST_RANKS:
             raise ValueError(f"expected 1 … {MOST_RANKS} ranks, got {ranks}")
         if mbit_per_second <= 0 or milliseconds < 0:
@@ -40,23 +52,26 @@ class Launcher(ABC):
         self.ranks = ranks
         self.alpha, self.beta = milliseconds * 1e-3, 8e-6 / mbit_per_second
 
-    @abstractmethod
     def describe(self) -> str:
         """Describes the link to readers of numbers measured on it."""
+        return "TCP over loopback"
 
-    @abstractmethod
     def prefix(self, rank: int) -> list[str]:
         """Words before a rank's command that start it in its place on the link."""
+        return []
 
-    @abstractmethod
     def mpi_environment(self) -> Mapping[str, str]:
         """Environment variables that make MPI use the link and nothing else."""
+        return mpi_over_tcp("lo")
 
-    @abstractmethod
     def store(self) -> Mapping[str, str]:
         """Environment variables that let env:// find rank 0 and make gloo use the link."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
 
-    def watch(self) -> None:  # noqa: B027 - there may be nothing to watch
+    def watch(self) -> None:
         """Raises an error if the link has broken; called while ranks run."""
 
     def end(self, processes: Sequence[subprocess.Popen[bytes]], *, launchers: bool) -> None:
@@ -66,7 +81,14 @@ class Launcher(ABC):
             processes: All that were started, ended or not.
             launchers: Whether they are mpiexec or torchrun, rather than the ranks.
         """
-        end(processes)
+        for process in processes:
+            _signal(process, signal.SIGTERM)  # so that a launcher ends its ranks
+        last = time.monotonic() + TERMINATION_SECONDS
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, last - time.monotonic()))
+            _signal(process, signal.SIGKILL)
+            process.wait()
 
     def mpiexec(
         self,
@@ -145,8 +167,56 @@ class Launcher(ABC):
         *,
         launchers: bool,
     ) -> list[subprocess.CompletedProcess[str]]:
-        ending = partial(self.end, launchers=launchers)
-        return run_together(commands, environments, timeout=timeout, capture=capture, watch=self.watch, ending=ending)
+        """Runs commands side by side, each with additions to the environment; returns their results in order."""
+        processes: list[subprocess.Popen[bytes]] = []
+        with ExitStack() as files:
+            kept = [[files.enter_context(tempfile.TemporaryFile()) for _ in range(2 * capture)] for _ in commands]
+            try:
+                for command, environment, outputs in zip(commands, environments, kept, strict=True):
+                    processes.append(_started(command, environment, *outputs))
+                in_time = self._wait(processes, timeout)
+            finally:
+                self.end(processes, launchers=launchers)
+            texts: list[list[str | None]] = [[_text(file) for file in outputs] or [None, None] for outputs in kept]
+        if not in_time:
+            told = ["".join(filter(None, parts)) for parts in zip(*texts, strict=True)]
+            raise subprocess.TimeoutExpired(commands[0], timeout, *told)
+        return [
+            subprocess.CompletedProcess(process.args, process.returncode, *each)
+            for process, each in zip(processes, texts, strict=True)
+        ]
+
+    def _wait(self, processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> bool:
+        """Waits until all have ended, or one failed and the others had their time; False if time ran out first."""
+        last, failed = time.monotonic() + timeout, False
+        while None in (codes := [process.poll() for process in processes]):
+            self.watch()
+            if any(codes) and not failed:
+                failed = True
+                last = min(last, time.monotonic() + FAILURE_SECONDS)
+            if time.monotonic() > last:
+                return failed
+            time.sleep(POLL_SECONDS)
+        return True
+
+
+def mpi_over_tcp(device: str) -> dict[str, str]:
+    """MPICH's settings for TCP on a device; without NOLOCAL it would see one host and use shared memory."""
+    return {
+        "MPIR_CVAR_NOLOCAL": "1",
+        "MPIR_CVAR_CH4_NETMOD": "ofi",
+        "FI_PROVIDER": "tcp",
+        "FI_TCP_IFACE": device,
+    }
+
+
+def _started(
+    command: Sequence[str], environment: Mapping[str, str], out: IO[bytes] | None = None, err: IO[bytes] | None = None
+) -> subprocess.Popen[bytes]:
+    variables = {**os.environ, **environment}
+    return subprocess.Popen(
+        command, env=variables, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
+    )
 
 
 def _mpiexec() -> Path:
@@ -156,3 +226,14 @@ def _mpiexec() -> Path:
     if found is None:
         raise FileNotFoundError("no mpiexec beside this Python or on the PATH: `pip install mpich`")
     return Path(found)
+
+
+def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    """Signals a process's whole session while it runs; afterwards its number may belong to another process."""
+    if process.poll() is None:
+        os.killpg(process.pid, number)
+
+
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")

@@ -1,4 +1,4 @@
-"""Emulated link: a namespace around every rank, and a switch between them."""
+"""Emulated link: a namespace around every rank, and a switch between them; and what stands in for it elsewhere."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Self
 
-from slow_link import namespaces, switch, tun
-from slow_link.interruption import as_exceptions, held_back
-from slow_link.launcher import Launcher
-from slow_link.loopback import mpi_over_tcp
+from slow_link import namespaces, switch
+from slow_link.launcher import TERMINATION_SECONDS, Launcher, mpi_over_tcp
 from slow_link.missing import Unavailable, missing
-from slow_link.ranks import TERMINATION_SECONDS
 
+THROTTLE = "SLOW_LINK_THROTTLE"
+"""Environment variable with α and β, in seconds and seconds per byte, which `throttled.behind_link` reads."""
+
+ENDING = (signal.SIGTERM, signal.SIGHUP)
 _numbers = itertools.count(1)
 
 
@@ -48,7 +50,7 @@ class SlowLink(Launcher):
             raise Unavailable(f"no emulated link here: {'; '.join(lacking)}")
         namespaces.sweep()
         with ExitStack() as exits:
-            exits.enter_context(as_exceptions())
+            exits.enter_context(_ending_as_exceptions())
             exits.callback(self._down)
             self._up()
             self._exits = exits.pop_all()
@@ -114,7 +116,7 @@ class SlowLink(Launcher):
         devices: list[int] = []
         try:
             for rank in range(self.ranks):
-                device, name = tun.open_tun()
+                device, name = namespaces.open_tun()
                 devices.append(device)
                 namespace = namespaces.name_of(self._number, rank)
                 namespaces.create(namespace, name, rank=rank, bits_per_second=8 / self.beta)
@@ -131,7 +133,7 @@ class SlowLink(Launcher):
         )
 
     def _down(self) -> None:
-        with held_back():
+        with _signals_held_back():
             if self._switch is not None:
                 assert self._switch.stdin is not None
                 self._switch.stdin.close()
@@ -140,3 +142,77 @@ class SlowLink(Launcher):
                 self._switch = None
             for name in namespaces.ours(self._number):
                 namespaces.remove(name)
+
+
+class ThrottledLink(Launcher):
+    """Starts ranks as a `SlowLink` does, but slows only communicators from `throttled.behind_link`."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def describe(self) -> str:
+        """Says that only `behind_link` is slowed, with α and β."""
+        return (
+            f"NOT an emulated link, a throttled transport: each round of a communicator from `behind_link` takes "
+            f"{self.alpha * 1e3:g} ms + {self.beta * 1e9:g} ns a byte, and everything else runs at full speed"
+        )
+
+    def mpi_environment(self) -> Mapping[str, str]:
+        """Passes α and β to the ranks."""
+        return {THROTTLE: f"{self.alpha!r},{self.beta!r}"}
+
+    def store(self) -> Mapping[str, str]:
+        """Places rank 0 on loopback; passes α and β."""
+        return {**super().store(), **self.mpi_environment()}
+
+
+def open_link(*, ranks: int, mbit_per_second: float, milliseconds: float) -> SlowLink | ThrottledLink:
+    """Makes a `SlowLink` if this machine allows one, else a `ThrottledLink`; prints which, and anything missing.
+
+    Args:
+        ranks: Number of ranks.
+        mbit_per_second: Rate of each rank's port, in each direction.
+        milliseconds: One-way delay between any two ranks.
+    """
+    lacking = missing()
+    kind = ThrottledLink if lacking else SlowLink
+    link = kind(ranks=ranks, mbit_per_second=mbit_per_second, milliseconds=milliseconds)
+    for clause in lacking:
+        print(f"missing: {clause}")
+    print(link.describe(), flush=True)
+    return link
+
+
+@contextmanager
+def _ending_as_exceptions() -> Iterator[None]:
+    """Turns SIGTERM and SIGHUP into SystemExit in the main thread, unless they are handled already."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers
+        return
+    changed = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]
+    for number in changed:
+        signal.signal(number, _leave)
+    try:
+        yield
+    finally:
+        for number in changed:
+            signal.signal(number, signal.SIG_DFL)
+
+
+@contextmanager
+def _signals_held_back() -> Iterator[None]:
+    """Delays SIGINT, SIGTERM and SIGHUP until the end of the block."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *ENDING})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)

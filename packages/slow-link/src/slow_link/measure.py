@@ -8,14 +8,13 @@ from __future__ import annotations
 import json
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
-from communicators import SLOT_BYTES, Communicator, Round, Schedule, allreduce, run
+from communicators import SLOT_BYTES, Communicator, Payload, Round, Schedule, allreduce, run
 
 from slow_link.throttled import Throttled, behind_link
 
@@ -28,76 +27,39 @@ Measured: TypeAlias = tuple[str, str, int, list[float]]
 """(who, what, bytes, seconds of every repeat)."""
 
 
-class Transport(ABC):
-    """Bare transport, without our communicator: blocking calls on CPU tensors."""
+class Transport(NamedTuple):
+    """Blocking calls of a bare transport on CPU tensors, without our communicator. end: once no rank measures."""
 
     name: str
-
-    @abstractmethod
-    def send(self, x: torch.Tensor, peer: int) -> None: ...
-
-    @abstractmethod
-    def receive(self, x: torch.Tensor, peer: int) -> None: ...
-
-    @abstractmethod
-    def allreduce(self, x: torch.Tensor) -> None: ...
-
-    @abstractmethod
-    def barrier(self) -> None: ...
-
-    def end(self) -> None:  # noqa: B027, MPI ends by itself
-        """Shuts the transport down, once no rank measures any more."""
+    send: Callable[[torch.Tensor, int], object]
+    receive: Callable[[torch.Tensor, int], object]
+    allreduce: Callable[[torch.Tensor], object]
+    barrier: Callable[[], object]
+    end: Callable[[], object]
 
 
-class MPITransport(Transport):
-    """Calls of mpi4py."""
+def over_mpi() -> Transport:
+    """Calls of mpi4py; MPI ends by itself."""
+    from mpi4py import MPI
 
-    name = "mpi4py"
-
-    def __init__(self) -> None:
-        from mpi4py import MPI
-
-        self._comm, self._in_place = MPI.COMM_WORLD, MPI.IN_PLACE
-
-    def send(self, x: torch.Tensor, peer: int) -> None:
-        self._comm.Send(x.numpy(), peer)
-
-    def receive(self, x: torch.Tensor, peer: int) -> None:
-        self._comm.Recv(x.numpy(), peer)
-
-    def allreduce(self, x: torch.Tensor) -> None:
-        self._comm.Allreduce(self._in_place, x.numpy())
-
-    def barrier(self) -> None:
-        self._comm.Barrier()
+    comm = MPI.COMM_WORLD
+    return Transport(
+        name="mpi4py",
+        send=lambda x, peer: comm.Send(x.numpy(), peer),
+        receive=lambda x, peer: comm.Recv(x.numpy(), peer),
+        allreduce=lambda x: comm.Allreduce(MPI.IN_PLACE, x.numpy()),
+        barrier=comm.Barrier,
+        end=lambda: None,
+    )
 
 
-class GlooTransport(Transport):
-    """Calls of torch.distributed over gloo."""
+def over_gloo() -> Transport:
+    """Calls of torch.distributed over gloo. The end leaves the group, whose only other holder is `main`'s communicator.
 
-    name = "torch gloo"
-
-    def __init__(self) -> None:
-        dist.init_process_group("gloo")
-
-    def send(self, x: torch.Tensor, peer: int) -> None:
-        dist.send(x, peer)
-
-    def receive(self, x: torch.Tensor, peer: int) -> None:
-        dist.recv(x, peer)
-
-    def allreduce(self, x: torch.Tensor) -> None:
-        dist.all_reduce(x)
-
-    def barrier(self) -> None:
-        dist.barrier()
-
-    def end(self) -> None:
-        """Leaves the process group, whose only other holder leaves it when `main` returns.
-
-        No thread of gloo's is then left to free a sum while Python ends, which would end the process by SIGABRT.
-        """
-        dist.destroy_process_group()
+    No thread of gloo's is then left to free a sum while Python ends, which would end the process by SIGABRT.
+    """
+    dist.init_process_group("gloo")
+    return Transport("torch gloo", dist.send, dist.recv, dist.all_reduce, dist.barrier, dist.destroy_process_group)
 
 
 def measurements(transport: Transport, comm: Communicator, repeats: int) -> Iterator[Measured]:
@@ -105,12 +67,8 @@ def measurements(transport: Transport, comm: Communicator, repeats: int) -> Iter
     yield from ping_pongs(transport, comm, repeats, PING_BYTES)
     x = torch.ones(SUM_BYTES // 4)
     if not isinstance(comm, Throttled):  # only calls through `comm` are slowed
-        yield (
-            transport.name,
-            "allreduce",
-            SUM_BYTES,
-            _times(repeats, partial(transport.allreduce, x), transport.barrier),
-        )
+        bare = partial(transport.allreduce, x)
+        yield transport.name, "allreduce", SUM_BYTES, _times(repeats, bare, transport.barrier)
     ours = partial(allreduce, x, comm, native=False)
     yield OURS, "allreduce", SUM_BYTES, _times(repeats, ours, transport.barrier)
 
@@ -146,12 +104,12 @@ def _our_ping_pong(comm: Communicator, nbytes: int) -> None:
 
 def _rally(rank: int, nbytes: int) -> Schedule[None]:
     """Ping-pong as a schedule, a round each way."""
-    peer, ball = rank ^ 1, torch.zeros(nbytes, dtype=torch.uint8)
+    peer, ball = rank ^ 1, Payload.of(torch.zeros(nbytes - SLOT_BYTES, dtype=torch.uint8))
     for serving in (0, 1):
-        yield Round({peer: ball}) if rank % 2 == serving else Round(recvs={peer: nbytes})
+        yield Round({peer: ball}) if rank % 2 == serving else Round(recvs={peer: ball.nbytes})
 
 
-def _times(repeats: int, once: Callable[[], object], before: Callable[[], None] = lambda: None) -> list[float]:
+def _times(repeats: int, once: Callable[[], object], before: Callable[[], object] = lambda: None) -> list[float]:
     """Seconds of every repeat on this rank, after one that warms up."""
     seconds = []
     for _ in range(repeats + 1):
@@ -164,7 +122,7 @@ def _times(repeats: int, once: Callable[[], object], before: Callable[[], None] 
 
 def main(kind: str, repeats: int, *, software: bool) -> None:
     """Measures on all ranks (collective); rank 0 prints a line of JSON for each measurement."""
-    transport = MPITransport() if kind == "mpi" else GlooTransport()
+    transport = over_mpi() if kind == "mpi" else over_gloo()
     comm = behind_link()
     found = (ping_pongs if software else measurements)(transport, comm, repeats)
     for who, what, nbytes, seconds in found:

@@ -1,14 +1,22 @@
-"""Requirements of an emulated link that this machine lacks."""
+"""Requirements of an emulated link: those that this machine lacks, and user namespaces in the place of root."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 
-from slow_link import namespaces, tun, user_namespaces
+from slow_link import namespaces
 
-NOT_ENTERED = "network namespaces need root, or `slow_link.user_namespaces.enter()` first in the program"
+NOT_ENTERED = "network namespaces need root, or `slow_link.enter_user_namespaces()` first in the program"
+UNSHARE = ("unshare", "--user", "--map-root-user", "--net", "--mount")
+
+# `ip netns` keeps names in /run/netns, which belongs to the machine's root: it is covered by a folder of our own.
+PREPARE = """
+covered=/run && [ -d /run/netns ] && covered=/run/netns
+mount -t tmpfs slowlink $covered && mkdir -p /run/netns && ip link set lo up && exec "$0" "$@"
+"""
 
 
 class Unavailable(RuntimeError):  # noqa: N818 - a fact about the machine
@@ -25,7 +33,7 @@ def missing() -> list[str]:
     tools = [tool for tool in ("ip", "tc", "sysctl") if shutil.which(tool) is None]
     lacking = [f"no `{tool}` on the PATH (packages iproute2, procps)" for tool in tools]
     if os.geteuid() != 0:
-        reason = user_namespaces.obstacle()
+        reason = obstacle()
         lacking.append(f"network namespaces need root, and {reason}" if reason else NOT_ENTERED)
     if lacking:
         return lacking
@@ -35,9 +43,9 @@ def missing() -> list[str]:
 def _trial() -> list[str]:
     """Makes a complete namespace, removes it, and lists the failures."""
     try:
-        device, name = tun.open_tun()
+        device, name = namespaces.open_tun()
     except OSError as error:
-        return [f"no TUN device can be made by {tun.PATH}: {error.strerror}"]
+        return [f"no TUN device can be made by {namespaces.TUN}: {error.strerror}"]
     try:
         namespaces.create(namespaces.name_of(0, 0), name, rank=0, bits_per_second=1e6)
     except RuntimeError as error:
@@ -47,3 +55,28 @@ def _trial() -> list[str]:
         for left in namespaces.ours(0):
             namespaces.remove(left)
     return []
+
+
+def enter_user_namespaces() -> None:
+    """Executes this process's command again in its own namespaces, under the same process id.
+
+    Returns if the process is root, or if namespaces are not allowed. Call it first in a program: everything before it
+    runs twice.
+    """
+    if os.geteuid() != 0 and obstacle() is None:
+        sys.stdout.flush()
+        os.execvp(UNSHARE[0], [*UNSHARE, *_prepared(sys.executable, *sys.orig_argv[1:])])
+
+
+def obstacle() -> str | None:
+    """Reason why user namespaces do not work here, found by entering once; None where they work."""
+    if shutil.which(UNSHARE[0]) is None:
+        return "no `unshare` on the PATH (package util-linux)"
+    done = subprocess.run([*UNSHARE, *_prepared("true")], capture_output=True, text=True)
+    if done.returncode:
+        return f"user namespaces are not allowed here ({(done.stderr or done.stdout).strip().splitlines()[-1]})"
+    return None
+
+
+def _prepared(*command: str) -> list[str]:
+    return ["sh", "-c", PREPARE, *command]

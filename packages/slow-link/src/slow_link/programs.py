@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Literal
 
 from slow_link.launcher import Launcher
 
@@ -27,8 +28,6 @@ KEPT = {"max-restarts", "monitor-interval", "start-method", "role", "log-dir", "
 FLAGS = {"m", "module", "no-python", "run-path"}
 """Options of torchrun before the script: PLACES, of nodes, are refused; KEPT take a value, FLAGS take none."""
 
-Finished = list[subprocess.CompletedProcess[str]]
-
 
 class NotUnderstood(ValueError):  # noqa: N818 - of what was typed
     """Error for a command whose ranks cannot be told from it; says what is expected."""
@@ -36,37 +35,25 @@ class NotUnderstood(ValueError):  # noqa: N818 - of what was typed
 
 @dataclass
 class Program:
-    """Command of `ranks` plain processes."""
+    """Command of `ranks` processes. by: what starts them; start: its words, with options of all ranks.
+
+    section: options of every rank, for mpiexec.
+    """
 
     ranks: int
     command: list[str]
-
-    def run(self, link: Launcher, *, timeout: float) -> Finished:
-        """Runs the command on a link; returns the result of each process started here."""
-        return link.processes(self.command, timeout=timeout, capture=False)
-
-
-@dataclass
-class Mpiexec(Program):
-    """Command under mpiexec: `mpiexec` is its path; `whole` and `section` are its options."""
-
-    mpiexec: str
-    whole: list[str] = field(default_factory=list)
+    by: Literal["processes", "mpiexec", "torchrun"] = "processes"
+    start: list[str] = field(default_factory=list)
     section: list[str] = field(default_factory=list)
 
-    def run(self, link: Launcher, *, timeout: float) -> Finished:
-        given = {"mpiexec": [self.mpiexec, *self.whole], "section": self.section}
-        return [link.mpiexec(self.command, timeout=timeout, capture=False, **given)]
-
-
-@dataclass
-class Torchrun(Program):
-    """Command under torchrun: `torchrun` holds the words that start it, with its options."""
-
-    torchrun: list[str]
-
-    def run(self, link: Launcher, *, timeout: float) -> Finished:
-        return link.torchrun(self.command, torchrun=self.torchrun, timeout=timeout, capture=False)
+    def run(self, link: Launcher, *, timeout: float) -> list[subprocess.CompletedProcess[str]]:
+        """Runs the command on a link; returns the result of each process started here."""
+        how: dict[str, Any] = {"timeout": timeout, "capture": False}
+        if self.by == "mpiexec":
+            return [link.mpiexec(self.command, mpiexec=self.start, section=self.section, **how)]
+        if self.by == "torchrun":
+            return link.torchrun(self.command, torchrun=self.start, **how)
+        return link.processes(self.command, **how)
 
 
 def program(words: Sequence[str], *, ranks: int | None) -> Program:
@@ -76,7 +63,7 @@ def program(words: Sequence[str], *, ranks: int | None) -> Program:
     """
     name = Path(words[0]).name
     if name in MPIEXEC:
-        found: Program = _mpiexec(list(words))
+        found = _mpiexec(list(words))
     elif name == "torchrun":
         found = _torchrun(list(words[:1]), list(words[1:]))
     elif list(words[1:3]) == ["-m", "torch.distributed.run"]:
@@ -90,8 +77,8 @@ def program(words: Sequence[str], *, ranks: int | None) -> Program:
     return found
 
 
-def _mpiexec(words: list[str]) -> Mpiexec:
-    found = Mpiexec(0, [], _mpich(words[0]))
+def _mpiexec(words: list[str]) -> Program:
+    found = Program(0, [], "mpiexec", [_mpich(words[0])])
     rest = words[1:]
     while rest and rest[0].startswith("-"):
         option = "-" + rest[0].lstrip("-")
@@ -103,7 +90,7 @@ def _mpiexec(words: list[str]) -> Mpiexec:
         if option in COUNT:
             found.ranks = _count(taken)
         else:
-            (found.section if option in SECTIONS else found.whole).extend(taken)
+            (found.section if option in SECTIONS else found.start).extend(taken)
     if not found.ranks or not rest or ":" in rest:
         raise NotUnderstood(f"expected {words[0]} -n P COMMAND ..., one command for all ranks; got {' '.join(words)}")
     found.command = rest
@@ -122,8 +109,8 @@ def _mpich(word: str) -> str:
     return path
 
 
-def _torchrun(start: list[str], rest: list[str]) -> Torchrun:
-    found, typed = Torchrun(0, [], list(start)), " ".join([*start, *rest])
+def _torchrun(start: list[str], rest: list[str]) -> Program:
+    found, typed = Program(0, [], "torchrun", list(start)), " ".join([*start, *rest])
     while rest and rest[0].startswith("-"):
         option, equals, value = rest[0].partition("=")
         name = option.lstrip("-").replace("_", "-")
@@ -133,7 +120,7 @@ def _torchrun(start: list[str], rest: list[str]) -> Torchrun:
         if name == "nproc-per-node":
             found.ranks = _count(given)
         elif name in KEPT | FLAGS:
-            found.torchrun += taken
+            found.start += taken
         elif name in PLACES and (name, given[1:]) != ("nnodes", ["1"]):
             raise NotUnderstood(
                 f"{start[0]} {' '.join(given)}: every rank is a node of its own here, at an address that the link "

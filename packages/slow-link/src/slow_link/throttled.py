@@ -7,9 +7,9 @@ import time
 from typing import Any, TypeVar
 
 import torch
-from communicators import Communicator, Link, Round, Schedule, Work, as_communicator
+from communicators import Communicator, Link, Received, Round, Schedule, Work, as_communicator
 
-from slow_link.fallback import THROTTLE
+from slow_link.link import THROTTLE
 
 T = TypeVar("T")
 
@@ -75,9 +75,9 @@ def slowed(schedule: Schedule[T], link: Link) -> Schedule[T]:
         schedule.close()
 
 
-def _seconds(action: Round, received: dict[int, torch.Tensor], link: Link) -> float:
-    sent = sum(payload.numel() for payload in action.sends.values())
-    return link.seconds(max(sent, sum(payload.numel() for payload in received.values())))
+def _seconds(action: Round, received: Received, link: Link) -> float:
+    sent = sum(payload.wire_nbytes for payload in action.sends.values())
+    return link.seconds(max(sent, sum(payload.wire_nbytes for payload in received.values())))
 
 
 def _sleep_until(end: float) -> None:

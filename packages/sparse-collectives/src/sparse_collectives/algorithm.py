@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self, TypeAlias
 
 import numpy as np
 import torch
-from communicators.schedule import Schedule
+from communicators import Schedule
 from numpy.typing import NDArray
 from sparse_compress.arguments import integer
 from sparse_compress.selection import Selection

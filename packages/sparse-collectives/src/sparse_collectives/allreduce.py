@@ -6,9 +6,7 @@ from collections.abc import Generator, Mapping
 from typing import Any, overload
 
 import torch
-from communicators import Communicator, Work, run, start
-from communicators.origin import found
-from communicators.schedule import Schedule
+from communicators import Communicator, Schedule, Work, as_communicator, run, start
 from sparse_compress import SparseVector, add, merge, topk
 from sparse_compress.arguments import integer
 
@@ -101,7 +99,7 @@ def sparse_allreduce(
         ValueError: An argument does not fit, likewise.
         CollectiveError: The same on every rank: ranks disagree, or one of them fails.
     """
-    comm = found(comm, patience=timeout)
+    comm = as_communicator(comm, patience=timeout)
     schedule, facts, device = _prepared(sparse, comm, k, algorithm, options, state, wire)
     reduction: Reduction | DenseReduction[Any] = run(schedule, comm, facts=facts, timeout=timeout, device=device)
     return reduction
@@ -165,7 +163,7 @@ def sparse_allreduce_async(
         TypeError: As `sparse_allreduce`.
         ValueError: As `sparse_allreduce`. What happens later is raised by `wait()`.
     """
-    comm = found(comm, patience=timeout)
+    comm = as_communicator(comm, patience=timeout)
     schedule, facts, device = _prepared(sparse, comm, k, algorithm, options, state, wire)
     return start(schedule, comm, facts=facts, timeout=timeout, device=device)
 

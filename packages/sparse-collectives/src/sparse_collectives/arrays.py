@@ -7,8 +7,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from communicators.dense_schedules import allreduce
-from communicators.schedule import Schedule
+from communicators import Schedule, schedules
 from numpy.typing import NDArray
 from sparse_compress import SparseVector
 from sparse_compress.arguments import flatten
@@ -87,7 +86,7 @@ def _densifying(schedule: Schedule[Reduction], unsent: Tensor, form: Form) -> Sc
 
 
 def _summing(flat: Tensor, rank: int, size: int, form: Form) -> Schedule[DenseReduction[Any]]:
-    total = yield from allreduce(flat, rank, size)
+    total = yield from schedules.allreduce(flat, rank, size)
     return DenseReduction(form.made_of(total), form.made_of(torch.zeros_like(total)))
 
 

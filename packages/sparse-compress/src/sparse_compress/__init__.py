@@ -21,13 +21,12 @@ from sparse_compress.error_feedback import ErrorFeedback
 from sparse_compress.merge import add, add_all, merge, share
 from sparse_compress.topk import topk
 from sparse_compress.vector import SparseVector
-from sparse_compress.vector_format import HEADER_BYTES, MAX_NUMEL, SLOT_BYTES, wire_nbytes
+from sparse_compress.vector_format import HEADER_BYTES, MAX_NUMEL, wire_nbytes
 from sparse_compress.version import __version__
 
 __all__ = [
     "HEADER_BYTES",
     "MAX_NUMEL",
-    "SLOT_BYTES",
     "ByParts",
     "Compressor",
     "DGCTopK",

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-SLOT_BYTES = 16
-"""Slot at the beginning of each message, for the transport's own stamp."""
 HEADER_BYTES = 32
-"""Header of a packed vector: the slot, then numel, entries and dtype."""
+"""Header of a packed vector: 16 free bytes for a transport's own stamp, then numel, entries and dtype."""
+OWN_HEADER_BYTES = 16
+"""The header without its free half."""
 INDEX_BYTES = 4
 MAX_NUMEL = 2**31 - 1
 """Most elements of a vector: the limit of an int32 index, and of an int32 count of entries."""

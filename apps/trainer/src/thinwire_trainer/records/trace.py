@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from communicators.tracing import recording, write_trace
+from communicators import tracing
 from torch.profiler import profile
 
 from thinwire_trainer.records.durable import write_aside
@@ -28,7 +28,7 @@ class Trace:
         """A step has ended."""
         self._steps += 1
         if self._steps == self._begins:
-            self._profile = recording()
+            self._profile = tracing.recording()
             self._profile.start()
         elif self._steps == self._ends:
             self.close()
@@ -40,6 +40,6 @@ class Trace:
         recorded, self._profile = self._profile, None
         recorded.stop()
         raw = self.path.with_name(f"{self.path.name}.raw")
-        write_trace(recorded, raw)
+        tracing.write_trace(recorded, raw)
         write_aside(self.path, raw.read_text())
         raw.unlink()

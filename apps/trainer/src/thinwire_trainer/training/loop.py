@@ -39,7 +39,7 @@ class Training:
 
     task: Task
     replica: Replica
-    comm: Communicator  # the ranks, for all but what the synchroniser does: see `Aside`
+    comm: Communicator  # the ranks, for all but what the synchroniser does: see `ControlCommunicator`
     options: Options
     steps_per_epoch: int  # the same on every rank
     folder: RunFolder

@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 
 import torch
-from communicators.labels import labelled
+from communicators import tracing
 from torch import nn
 
 PHASES = ("data", "forward", "backward", "selection", "exchange", "update")
@@ -89,7 +89,7 @@ class Phases:
         self._label.__exit__(None, None, None)
         self._stopwatch.mark()
         self._names.append(name)
-        self._label = labelled(f"step: {name}")
+        self._label = tracing.labelled(f"step: {name}")
         self._label.__enter__()
 
     def end(self) -> dict[str, float]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from communicators.background.checksum import checksum
 from communicators.errors import CollectiveError
-from communicators.schedule import SLOT_BYTES, Elapse, Received, Round, Schedule
+from communicators.schedule import SLOT_BYTES, Elapse, Payload, Received, Round, Schedule
 
 TAG_BITS = 29
 """MPICH's bound on message tags."""
@@ -105,26 +105,26 @@ class Call:
         self._heard[peer] = number = self._heard.get(peer, 0) + 1
         return self._hash(number)
 
-    def stamp(self, payload: Tensor) -> None:
+    def stamp(self, payload: Payload) -> None:
         """Writes call and sender into the slot of a payload, on any device; the host does not wait.
 
-        A payload in host memory also gets a checksum of the rest; on a device the host would have to read it.
+        A payload in host memory also gets a checksum of the body; on a device the host would have to read it.
         """
-        if payload.is_cpu:
+        if payload.memory.is_cpu:
             memory = _memory(payload)
-            stamp = _STAMP.pack(*self._header(self.rank, payload.numel(), memory))
+            stamp = _STAMP.pack(*self._header(self.rank, payload.wire_nbytes, memory))
             memory[:SLOT_BYTES] = stamp  # not by pack_into, which zeroes first what an earlier send may be reading
         else:
-            payload[:SLOT_BYTES].copy_(self._slot(self.rank, payload), non_blocking=True)
+            payload.memory[:SLOT_BYTES].copy_(self._slot(self.rank, payload), non_blocking=True)
 
-    def stamped_nbytes(self, buffer: Tensor) -> int:
-        """Length that the payload in a buffer states, for transports that do not tell it."""
-        nbytes: int = _STAMP.unpack_from(_memory(buffer), 0)[3]
-        return min(nbytes, buffer.numel())
+    def cut(self, payload: Payload) -> Payload:
+        """The part of a payload that its stamp says has come, for transports that do not tell it."""
+        nbytes: int = _STAMP.unpack_from(_memory(payload), 0)[3]
+        return payload if nbytes >= payload.wire_nbytes else Payload(payload.memory[: max(nbytes, SLOT_BYTES)])
 
-    def accept(self, source: int, payload: Tensor, capacity: int) -> None:
+    def accept(self, source: int, payload: Payload, capacity: int) -> None:
         """Raises unless the payload has the size and carries this call's stamp of that sender."""
-        nbytes = payload.numel()
+        nbytes = payload.nbytes
         if nbytes > capacity:
             raise CollectiveError(
                 f"message too long: rank {source} sent {nbytes} bytes, rank {self.rank} has room for "
@@ -136,32 +136,33 @@ class Call:
                 f"in round {self.turn} of {self.facts}; where sizes depend on data, say Round(..., bounded=True)"
             )
         memory = _memory(payload)
-        found = _STAMP.unpack_from(memory, 0) if nbytes >= SLOT_BYTES else None
-        expected = self._header(source, nbytes, memory if payload.is_cpu else None)
-        if found is not None and found[0] != expected[0] and found[1:] == expected[1:]:
+        found = _STAMP.unpack_from(memory, 0)
+        expected = self._header(source, payload.wire_nbytes, memory if payload.memory.is_cpu else None)
+        if found == expected:
+            return
+        if found[0] != expected[0] and found[1:] == expected[1:]:
             raise CollectiveError(
                 f"corrupted message: what rank {self.rank} got from rank {source} in round {self.turn} of {self.facts} "
                 f"is not what was sent (its checksum differs): a network that changes bits, or a schedule that has "
                 f"changed a payload after it yielded it"
             )
-        if found != expected:
-            raise CollectiveError(
-                f"corrupted header: rank {self.rank} got {found} from rank {source}, expected {expected} "
-                f"(hash ^ checksum, call, sender, bytes) in round {self.turn} of {self.facts}"
-            )
+        raise CollectiveError(
+            f"corrupted header: rank {self.rank} got {found} from rank {source}, expected {expected} "
+            f"(hash ^ checksum, call, sender, bytes) in round {self.turn} of {self.facts}"
+        )
 
-    def accept_unread(self, source: int, payload: Tensor) -> None:
+    def accept_unread(self, source: int, payload: Payload) -> None:
         """Like `accept`, for a payload of the right size; the host does not wait: `settle` raises what is wrong."""
-        expected = self._slot(source, payload).to(payload.device, non_blocking=True)
-        self._doubts.append((payload[:SLOT_BYTES] != expected).any())
+        expected = self._slot(source, payload).to(payload.memory.device, non_blocking=True)
+        self._doubts.append((payload.memory[:SLOT_BYTES] != expected).any())
 
     def settle(self) -> None:
         """Raises CollectiveError if an unread payload was not of this call; at the end only, because it reads back."""
         if self._doubts and bool(torch.stack(self._doubts).any()):
             raise CollectiveError(f"corrupted header: rank {self.rank} got a message of another call in {self.facts}")
 
-    def _slot(self, sender: int, payload: Tensor) -> Tensor:
-        header = self._header(sender, payload.numel(), _memory(payload) if payload.is_cpu else None)
+    def _slot(self, sender: int, payload: Payload) -> Tensor:
+        header = self._header(sender, payload.wire_nbytes, _memory(payload) if payload.memory.is_cpu else None)
         return torch.frombuffer(bytearray(_STAMP.pack(*header)), dtype=torch.uint8)
 
     def _header(self, sender: int, nbytes: int, memory: memoryview | None) -> tuple[int, int, int, int]:
@@ -177,26 +178,16 @@ class Call:
         for peer in (*action.sends, *action.recvs):
             if not isinstance(peer, int) or not 0 <= peer < self.size or peer == self.rank:
                 raise ValueError(f"{self.facts}: rank {self.rank} of {self.size} cannot exchange with rank {peer}")
-        for peer, capacity in action.recvs.items():
-            if not isinstance(capacity, int) or capacity < SLOT_BYTES:
+        for peer, nbytes in action.recvs.items():
+            if not isinstance(nbytes, int) or nbytes < 0:
                 raise ValueError(
-                    f"{self.facts}: {capacity!r} bytes to receive from rank {peer}, expected a whole number with the "
-                    f"slot of {SLOT_BYTES} (see framed_nbytes)"
+                    f"{self.facts}: {nbytes!r} bytes to receive from rank {peer}, expected the body's as a whole number"
                 )
         for peer, payload in action.sends.items():
-            if not isinstance(payload, Tensor):
+            if not isinstance(payload, Payload):
                 raise TypeError(
-                    f"{self.facts}: the payload for rank {peer} is {type(payload).__name__}: see frame(tensor)"
-                )
-            if payload.dtype != torch.uint8 or payload.dim() != 1 or payload.numel() < SLOT_BYTES:
-                raise ValueError(
-                    f"{self.facts}: the payload for rank {peer} is {payload.dtype} of shape {tuple(payload.shape)}; "
-                    f"expected 1-D uint8 with a slot of {SLOT_BYTES} bytes (see frame)"
-                )
-            if payload.is_cpu and not _is_free(payload):
-                raise ValueError(
-                    f"{self.facts}: the payload for rank {peer} has data in its first {SLOT_BYTES} bytes, which belong "
-                    "to the communicator and would be overwritten: put a free slot before them with frame(tensor)"
+                    f"{self.facts}: the payload for rank {peer} is {type(payload).__name__}: make it by "
+                    "Payload.of(tensor)"
                 )
 
 
@@ -205,12 +196,7 @@ def _hash_of(facts: str, number: int) -> int:
     return zlib.crc32(f"{facts}|{number}|".encode())
 
 
-def _is_free(payload: Tensor) -> bool:
-    """Whether a payload's slot is empty, or holds the stamp of an earlier message: received payloads are handed on."""
-    slot: tuple[int, int, int, int] = _STAMP.unpack_from(_memory(payload), 0)
-    return not any(slot) or slot[3] == payload.numel()
-
-
-def _memory(payload: Tensor) -> Any:
+def _memory(payload: Payload) -> Any:
     """Bytes of a payload; on a device, a copy of its slot."""
-    return (payload if payload.is_cpu else payload[:SLOT_BYTES].cpu()).numpy().data
+    memory = payload.memory
+    return (memory if memory.is_cpu else memory[:SLOT_BYTES].cpu()).numpy().data

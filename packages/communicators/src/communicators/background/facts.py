@@ -10,7 +10,8 @@ import torch
 
 from communicators import errors
 from communicators.errors import CollectiveError
-from communicators.schedule import Round, Schedule, body, frame, framed_nbytes, powers_of_two
+from communicators.schedule import Payload, Round, Schedule
+from communicators.schedules.dense import powers_of_two
 
 FACTS_BYTES = 244
 _SIDE = struct.Struct(f"<i{FACTS_BYTES}s")  # rank (-1: nobody), facts
@@ -28,9 +29,8 @@ def agreement(facts: str, number: int, rank: int, size: int) -> Schedule[None]:
     sides = ((rank, _text(facts)), NOBODY)
     for distance in powers_of_two(below=size):
         to, source = (rank + distance) % size, (rank - distance) % size
-        payload = frame(_encode(sides))
-        received = yield Round({to: payload}, {source: framed_nbytes(2 * _SIDE.size, torch.uint8)})
-        sides = _join(sides, _decode(body(received[source], torch.uint8)))
+        received = yield Round({to: Payload.of(_encode(sides))}, {source: 2 * _SIDE.size})
+        sides = _join(sides, _decode(received[source].body))
     (one, ours), (other, theirs) = sides
     if other >= 0:
         raise CollectiveError(errors.mismatch(number, one, _shown(ours), other, _shown(theirs)))

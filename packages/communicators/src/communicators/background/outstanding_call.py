@@ -18,8 +18,8 @@ from communicators.background.streams import SideStream, devices_of, owned_here
 from communicators.background.transport import PeerLost, Pending, Transport, Unsent
 from communicators.communicator import Work
 from communicators.errors import CollectiveError
-from communicators.labels import labelled
 from communicators.schedule import Elapse, Received, Round
+from communicators.tracing import labelled
 
 T = TypeVar("T")
 
@@ -78,6 +78,7 @@ class OutstandingCall:
         self._label.__enter__()
         self.finished = Ending()
         self.error: CollectiveError | None = None
+        self.bytes_sent = 0
         self.device, self.side = device, cast(SideStream | None, None)
         self._timeout = timeout
         self._stepped_through = False
@@ -209,7 +210,9 @@ class OutstandingCall:
             self._pending = self.comm.transport.post(self.call, action, device)
             self._peers = *action.sends, *action.recvs
             if self.call.counted and action.sends:
-                self.comm.count(sum([payload.numel() for payload in action.sends.values()]), len(action.sends))
+                nbytes = sum([payload.wire_nbytes for payload in action.sends.values()])
+                self.bytes_sent += nbytes
+                self.comm.count(nbytes, len(action.sends))
         self.progressed, self._reported = time.monotonic(), False
 
     def _request_abort(self, reason: str, cause: BaseException | None = None, *, patience: float | None = None) -> None:
@@ -273,6 +276,10 @@ class TransportWork(Work[T]):
 
     def when_over(self, callback: Callable[[], None]) -> None:
         self._outstanding.when_finished(callback)
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._outstanding.bytes_sent
 
     @property
     def began(self) -> float:

@@ -26,9 +26,9 @@ from communicators.background.signals import TransportSignals
 from communicators.background.streams import SideStreams, with_index
 from communicators.background.transport import Transport, Unsent
 from communicators.communicator import Communicator, Work, refuse_too_many
-from communicators.dense_schedules import barrier
 from communicators.errors import CollectiveError
 from communicators.schedule import Received, Schedule
+from communicators.schedules.dense import barrier
 from communicators.signals import OnSignal, Signals
 
 T = TypeVar("T")

@@ -12,13 +12,11 @@ from functools import partial
 from itertools import count
 from typing import Any, Protocol, TypeVar
 
-import torch
-
 from communicators import errors
 from communicators.background.call import Call
 from communicators.errors import CollectiveError
 from communicators.link import Link
-from communicators.schedule import Elapse, Received, Round, Schedule
+from communicators.schedule import Elapse, Payload, Received, Round, Schedule
 from communicators.simulated.baton import RankThread
 from communicators.simulated.faults import Corrupts, Dies
 from communicators.simulated.ports import Message, Ports
@@ -80,7 +78,7 @@ class EventLoop:
         self._torn: set[Context] = set()  # of attempts that a rank has left
         self._blocked: dict[int, SimulatedCall | Watch] = {}
         self._watches: dict[int, Watch] = {}
-        self._inboxes: list[dict[Address, torch.Tensor]] = [{} for _ in range(world.size)]
+        self._inboxes: list[dict[Address, Payload]] = [{} for _ in range(world.size)]
         self._ports = Ports(world.size, self.after, self.seconds_for)
         self.signals = SignalsInFlight(self)
         self._thread = threading.current_thread()
@@ -301,22 +299,21 @@ class EventLoop:
                 self._die(call.rank, f"rank {call.rank} died in {call.facts}")
                 return
             call.stamp(payload)
-            self.bytes_sent[call.rank] += payload.numel()
+            self.bytes_sent[call.rank] += payload.wire_nbytes
+            outstanding.bytes_sent += payload.wire_nbytes
             self.messages_sent[call.rank] += 1
             self._ports.post(self._message(outstanding, target, payload, fault))
         if not action.sends:
             self.after(0.0, lambda: self._try_round(outstanding))  # an event, so that many such rounds do not recurse
 
-    def _message(
-        self, outstanding: SimulatedCall, target: int, payload: torch.Tensor, fault: Corrupts | None
-    ) -> Message:
+    def _message(self, outstanding: SimulatedCall, target: int, payload: Payload, fault: Corrupts | None) -> Message:
         call = outstanding.call
         address = (call.rank, outstanding.name, call.outgoing_tag(target))
 
         def delivered() -> None:
             arrived = payload.clone()  # only now: a schedule that changes what it yielded is found out
             if fault is not None:
-                arrived[fault.bit // 8 % len(arrived)] ^= 1 << fault.bit % 8
+                arrived.memory[fault.bit // 8 % arrived.wire_nbytes] ^= 1 << fault.bit % 8
             self._inboxes[target][address] = arrived
             outstanding.unsent -= 1
             self._try_round(outstanding)

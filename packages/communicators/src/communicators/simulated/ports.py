@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from torch import Tensor
+from communicators.schedule import Payload
 
 
 @dataclass(eq=False)
@@ -18,7 +18,7 @@ class Message:
 
     source: int
     target: int
-    payload: Tensor
+    payload: Payload
     delivered: Callable[[], None] = field(repr=False)
 
 
@@ -46,7 +46,7 @@ class Ports:
         self._sending[source] = self._receiving[target] = True
         self._from[source].remove(message)
         self._to[target].remove(message)
-        self._after(self._seconds_for(message.payload.numel()), lambda: self._arrive(message))
+        self._after(self._seconds_for(message.payload.wire_nbytes), lambda: self._arrive(message))
 
     def _arrive(self, message: Message) -> None:
         self._sending[message.source] = self._receiving[message.target] = False

@@ -9,8 +9,8 @@ import torch
 
 from communicators.among import among
 from communicators.communicator import Communicator, Work, refuse_too_many
-from communicators.dense_schedules import barrier
 from communicators.schedule import Schedule
+from communicators.schedules.dense import barrier
 
 T = TypeVar("T")
 

@@ -22,6 +22,7 @@ class SimulatedCall:
     def __init__(self, call: Call, context: Context, began: float) -> None:
         self.call, self.context = call, context
         self.began, self.ended = began, began
+        self.bytes_sent = 0
         self.done = False
         self.error: CollectiveError | None = None
         self.lacks: dict[int, tuple[int, int]] = {}  # peer -> tag, capacity

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 import torch
 
 from communicators.communicator import Communicator, Work, refuse_too_many
-from communicators.dense_schedules import allgather, barrier
 from communicators.errors import CollectiveError
 from communicators.link import Link
 from communicators.schedule import Schedule
+from communicators.schedules.dense import allgather, barrier
 from communicators.signals import OnSignal, Signals
 from communicators.simulated.event_loop import EventLoop
 from communicators.simulated.faults import Corrupts, Dies
@@ -201,6 +201,10 @@ class SimulatedWork(Work[T]):
     def ended(self) -> float | None:
         """Time of its result or error in virtual seconds; None until then."""
         return self._outstanding.ended if self._outstanding.done else None
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._outstanding.bytes_sent
 
     @property
     def error(self) -> CollectiveError | None:

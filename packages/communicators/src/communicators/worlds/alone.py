@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Alone(Communicator):
-    """Rank 0 of 1."""
+    """World of one rank: schedules run to their end, and their errors are raised as they are."""
 
     outlives_ranks = True
 
@@ -27,7 +27,6 @@ class Alone(Communicator):
         self.rank, self.size = 0, 1
 
     def run(self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None) -> T:
-        """Carries a schedule to its end; an error of the schedule is raised as it is."""
         del timeout, device
         call = Call(schedule, rank=0, size=1, facts=facts, number=0)
         while call.step({}) is not None:
@@ -37,7 +36,6 @@ class Alone(Communicator):
     def start(
         self, schedule: Schedule[T], *, facts: str, timeout: float, device: torch.device | None = None
     ) -> Work[T]:
-        """Carries a schedule to its end at once."""
         began = self.clock()
         return _Finished(self.run(schedule, facts=facts, timeout=timeout, device=device), began, self.clock())
 
@@ -45,15 +43,12 @@ class Alone(Communicator):
         return Alone()
 
     def signals(self, on_signal: OnSignal | None = None) -> Signals:
-        """Signals of this rank to itself; `on_signal` is called within `send`."""
         return _ToItself(on_signal)
 
     def clock(self) -> float:
-        """Seconds, monotonic."""
         return time.perf_counter()
 
     def native_allreduce(self, tensor: Tensor, *, facts: str) -> Tensor:
-        """The tensor itself, copied."""
         del facts
         return tensor.detach().clone(memory_format=torch.contiguous_format)
 
@@ -127,6 +122,8 @@ class _Attempt(Attempt):
 
 
 class _Finished(Work[T]):
+    bytes_sent = 0
+
     def __init__(self, value: T, began: float, ended: float) -> None:
         self._value, self._began, self._ended = value, began, ended
 

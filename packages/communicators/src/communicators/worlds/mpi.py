@@ -22,9 +22,9 @@ from communicators.background.transport import PeerLost, Pending, Transport
 from communicators.background.transport_communicator import TransportCommunicator
 from communicators.communicator import TIMEOUT_SECONDS
 from communicators.errors import CollectiveError
-from communicators.schedule import Received, Round
+from communicators.schedule import Payload, Received, Round
 from communicators.worlds.mpi_signals import MPISignalLine, reaching
-from communicators.worlds.staging import host_empty, to_host
+from communicators.worlds.staging import host_payload, to_device, to_host
 
 FIRST_CALL_POLL_SECONDS = 1e-3
 CLOSE_SECONDS = 10.0
@@ -67,7 +67,7 @@ class MPITransport(Transport):
         self._abandoned: list[object] = []
 
     def post(self, call: Call, action: Round, device: torch.device) -> Pending:
-        buffers = {peer: host_empty(capacity, device) for peer, capacity in action.recvs.items()}
+        buffers = {peer: host_payload(nbytes, device) for peer, nbytes in action.recvs.items()}
         receives = {
             peer: self._data.Irecv(_bytes_of(buffer), peer, call.incoming_tag(peer)) for peer, buffer in buffers.items()
         }
@@ -150,8 +150,8 @@ class _PendingRound(Pending):
         call: Call,
         receives: dict[int, MPI.Request],
         sends: dict[int, MPI.Request],
-        buffers: dict[int, Tensor],
-        payloads: dict[int, Tensor],
+        buffers: dict[int, Payload],
+        payloads: dict[int, Payload],
         device: torch.device,
     ) -> None:
         self._transport, self._call, self._receives, self._sends = transport, call, receives, sends
@@ -173,9 +173,9 @@ class _PendingRound(Pending):
         received = {}
         for peer, buffer in self._buffers.items():
             nbytes = self._statuses[peer].Get_count(MPI.BYTE)
-            payload = buffer if nbytes == buffer.numel() else buffer[:nbytes]
-            self._call.accept(peer, payload, buffer.numel())
-            received[peer] = payload if self._device.type == "cpu" else payload.to(self._device)
+            payload = buffer if nbytes == buffer.wire_nbytes else Payload(buffer.memory[:nbytes])
+            self._call.accept(peer, payload, buffer.nbytes)
+            received[peer] = to_device(payload, self._device)
         return received
 
     def missing(self) -> list[int]:
@@ -263,5 +263,5 @@ def _duplicate(comm: MPI.Comm, end: float) -> MPI.Comm:
     return duplicate
 
 
-def _bytes_of(buffer: Tensor) -> list[Any]:
-    return [buffer.numpy(), MPI.BYTE]
+def _bytes_of(payload: Payload) -> list[Any]:
+    return [payload.memory.numpy(), MPI.BYTE]

@@ -27,12 +27,12 @@ from communicators.background.transport import SIGNAL_BYTES, PeerLost, Pending, 
 from communicators.background.transport_communicator import TransportCommunicator
 from communicators.communicator import TIMEOUT_SECONDS
 from communicators.errors import CollectiveError
-from communicators.schedule import Received, Round
+from communicators.schedule import Payload, Received, Round
 from communicators.worlds.gloo_group import GlooGroup
 from communicators.worlds.mailbox import GlooSignalLine, Mailbox
 from communicators.worlds.nccl.point_to_point import NCCL, uses_nccl
 from communicators.worlds.nccl.untagged import UntaggedTransport
-from communicators.worlds.staging import host_empty, to_host
+from communicators.worlds.staging import host_payload, to_device, to_host
 from communicators.worlds.stores import REMEDY, meet, reconnected, store_of
 from communicators.worlds.waiters import Wait, Waiters
 
@@ -183,14 +183,9 @@ class ProcessGroupTransport(Transport):
         self._end.atexit = False
 
     def post(self, call: Call, action: Round, device: torch.device) -> Pending:
-        buffers = {peer: host_empty(capacity, device) for peer, capacity in action.recvs.items()}
+        buffers = {peer: host_payload(nbytes, device) for peer, nbytes in action.recvs.items()}
         receives = {peer: self._receive(buffer, peer, call.incoming_tag(peer)) for peer, buffer in buffers.items()}
-        sends = {}
-        for peer, payload in action.sends.items():
-            host = to_host(payload)
-            call.stamp(host)
-            tag = call.outgoing_tag(peer)
-            sends[peer] = self._waiters.posted(lambda host=host, peer=peer, tag=tag: self._data.send([host], peer, tag))  # type: ignore[misc]
+        sends = {peer: self._send(call, to_host(payload), peer) for peer, payload in action.sends.items()}
         return _PendingRound(self, call, receives, sends, buffers, device)
 
     def duplicate(self, patience: float) -> ProcessGroupTransport:
@@ -237,8 +232,13 @@ class ProcessGroupTransport(Transport):
     def _mailbox(self, tag: int, nbytes: int) -> Mailbox:
         return Mailbox(self._data, self.rank, self.size, self._waiters, tag=tag, nbytes=nbytes)
 
-    def _receive(self, buffer: Tensor, peer: int, tag: int) -> Wait:
-        return self._waiters.posted(lambda: self._data.recv([buffer], peer, tag))
+    def _send(self, call: Call, payload: Payload, peer: int) -> Wait:
+        call.stamp(payload)
+        tag = call.outgoing_tag(peer)
+        return self._waiters.posted(lambda: self._data.send([payload.memory], peer, tag))
+
+    def _receive(self, buffer: Payload, peer: int, tag: int) -> Wait:
+        return self._waiters.posted(lambda: self._data.recv([buffer.memory], peer, tag))
 
 
 class _PendingRound(Pending):
@@ -248,7 +248,7 @@ class _PendingRound(Pending):
         call: Call,
         receives: dict[int, Wait],
         sends: dict[int, Wait],
-        buffers: dict[int, torch.Tensor],
+        buffers: dict[int, Payload],
         device: torch.device,
     ) -> None:
         self._transport, self._call, self._buffers, self._device = transport, call, buffers, device
@@ -270,9 +270,9 @@ class _PendingRound(Pending):
     def received(self) -> Received:
         received = {}
         for peer, buffer in self._buffers.items():
-            payload = buffer[: self._call.stamped_nbytes(buffer)]  # gloo does not say how much has come
-            self._call.accept(peer, payload, buffer.numel())
-            received[peer] = payload.to(self._device)
+            payload = self._call.cut(buffer)  # gloo does not say how much has come
+            self._call.accept(peer, payload, buffer.nbytes)
+            received[peer] = to_device(payload, self._device)
         return received
 
     def missing(self) -> list[int]:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from communicators import Bucket, CollectiveError, Work
-from communicators.background.streams import devices_of
 from torch import Tensor
 
 BACKWARDS = 2
@@ -46,7 +45,8 @@ class SavedBucketLayout:
 
     def hold(self, bucket: Bucket, flat: Tensor) -> tuple[Gate, Callable[[], Tensor]]:
         """Holds a bucket until `release` puts the mean into `flat`; returns that future, and a getter of `flat`."""
-        gate: Gate = torch.futures.Future(devices=devices_of(bucket.device))
+        devices: list[int | str | torch.device] = [bucket.device] if bucket.device.type == "cuda" else []
+        gate: Gate = torch.futures.Future(devices=devices)
         self._held.append((bucket, flat, gate))
 
         def mean() -> Tensor:

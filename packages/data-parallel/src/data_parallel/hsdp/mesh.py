@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from communicators import Communicator, as_communicator, run
-from communicators.dense_schedules import allgather_blocks
+from communicators import Communicator, as_communicator, run, schedules
 from torch.distributed.device_mesh import DeviceMesh
 
 from data_parallel.hsdp.outcome import told
@@ -84,5 +83,5 @@ def _ranks(shard: Shard) -> list[int]:
 
 def _gathered(own: Place, comm: Communicator) -> list[Place]:
     given = torch.tensor(own).view(torch.uint8)
-    blocks = allgather_blocks(given, [given.numel()] * comm.size, comm.rank, comm.size)
+    blocks = schedules.allgather_blocks(given, [given.numel()] * comm.size, comm.rank, comm.size)
     return [Place(*block.clone().view(torch.int64).tolist()) for block in run(blocks, comm, facts="places of ranks")]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from communicators import CollectiveError, Communicator, run
-from communicators.dense_schedules import allgather_blocks
+from communicators import CollectiveError, Communicator, run, schedules
 
 REASON_BYTES = 1024
 
@@ -36,5 +35,5 @@ def told(own: str, inside: Communicator) -> str:
 
 
 def _gathered(own: torch.Tensor, inside: Communicator) -> list[torch.Tensor]:
-    blocks = allgather_blocks(own, [own.numel()] * inside.size, inside.rank, inside.size)
+    blocks = schedules.allgather_blocks(own, [own.numel()] * inside.size, inside.rank, inside.size)
     return run(blocks, inside, facts=f"how a backward went, {own.numel()} bytes")

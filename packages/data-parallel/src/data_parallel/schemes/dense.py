@@ -8,8 +8,7 @@ from functools import partial
 from typing import Any, ClassVar, Self
 
 import torch
-from communicators import Bucket, Communicator, Schedule
-from communicators.dense_schedules import allreduce
+from communicators import Bucket, Communicator, Schedule, schedules
 from sparse_collectives import DenseReduction
 from sparse_collectives.algorithm import Algorithm, settings_of
 from sparse_collectives.wire.half import dense_wire
@@ -50,7 +49,7 @@ class _DenseLane(Lane):
         """The sum of scaled gradients is the scaled sum, so the scale stays."""
         gradient = flat.to(self._dtype)
         given = self._encoding.given(gradient, self._comm.size)
-        schedule = allreduce(given, self._comm.rank, self._comm.size)
+        schedule = schedules.allreduce(given, self._comm.rank, self._comm.size)
         return Sending(self._facts, schedule, flat, scale, unused, partial(first_nonfinite, gradient), summed=given)
 
     def values(self, result: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """The sum of dense gradients in int8: a quarter of the bytes, with rounding errors fed back into the next step.
 
-DoubleSqueeze (Tang et al., ICML 2019), block by block: `communicators.quantised`.
+DoubleSqueeze (Tang et al., ICML 2019), block by block: `communicators.schedules`.
 """
 
 from __future__ import annotations
@@ -8,9 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from communicators import SLOT_BYTES, Schedule
-from communicators.quantised.allreduce import quantised_allreduce, spans_of
-from communicators.quantised.blocks import packed_nbytes
+from communicators import Schedule, schedules
 from sparse_collectives import DenseReduction
 from sparse_collectives.traffic import Traffic, bruck_sent, together
 from torch import Tensor
@@ -38,8 +36,8 @@ class DenseInt8(DenseCompressor):
     ) -> Schedule[DenseReduction[Tensor]]:
         """The quantised sum, and what was rounded off here."""
         del state
-        rounded = yield from quantised_allreduce(accumulated, rank, size)
-        return DenseReduction(rounded.total, rounded.rest)
+        rounded = yield from schedules.quantised_allreduce(accumulated, rank, size)
+        return DenseReduction(rounded.total, rounded.dropped)
 
     def check_dtype(self, dtype: torch.dtype) -> None:
         """Refuses float64, most of whose bits would wait in the residuals."""
@@ -51,6 +49,6 @@ def dense_int8_sent(rank: int, size: int, numel: int) -> Traffic:
     """Exact traffic of a rank: all spans but its own, then Bruck's share of all."""
     if size == 1:
         return Traffic(0, 0, 0)
-    nbytes = [packed_nbytes(high - low) for low, high in spans_of(numel, size)]
-    split = sum(nbytes) - nbytes[rank] + (size - 1) * SLOT_BYTES
-    return together(Traffic(split, size - 1, 1), bruck_sent(nbytes, rank))
+    nbytes = [schedules.quantised_nbytes(high - low) for low, high in schedules.quantised_spans(numel, size)]
+    split = Traffic.of_bodies(sum(nbytes) - nbytes[rank], size - 1, 1)
+    return together(split, bruck_sent(nbytes, rank))

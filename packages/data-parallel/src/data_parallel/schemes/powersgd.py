@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from communicators import Bucket, Communicator, Schedule
-from communicators.dense_schedules import allreduce
+from communicators import Bucket, Communicator, Schedule, schedules
 from sparse_collectives.algorithms.dense_sum import Dense
 from sparse_collectives.traffic import Traffic, together
 from torch import Tensor
@@ -198,7 +197,7 @@ def low_rank_sum(
     views, dense = layout.views(accumulated), [accumulated[span] for span in layout.spans]
     matrices = [view.reshape(len(view), -1) for view in views]
     own_p = [matrix @ q for matrix, q in zip(matrices, directions, strict=True)]
-    first = yield from allreduce(_joined(accumulated[:0], *own_p, *dense), comm.rank, comm.size)
+    first = yield from schedules.allreduce(_joined(accumulated[:0], *own_p, *dense), comm.rank, comm.size)
     sums = first.split_with_sizes([each.numel() for each in (*own_p, *dense)])
     total, dropped = torch.empty_like(accumulated), torch.zeros_like(accumulated)
     for span, found in zip(layout.spans, sums[len(own_p) :], strict=True):
@@ -207,7 +206,7 @@ def low_rank_sum(
         return LowRank(total, dropped, [])
     p = orthonormal([flat.view(own.shape) for flat, own in zip(sums, own_p, strict=False)])
     own_q = [matrix.T @ basis for matrix, basis in zip(matrices, p, strict=True)]
-    second = yield from allreduce(_joined(*own_q), comm.rank, comm.size)
+    second = yield from schedules.allreduce(_joined(*own_q), comm.rank, comm.size)
     flats = second.split_with_sizes([own.numel() for own in own_q])
     q = [flat.view(own.shape) for flat, own in zip(flats, own_q, strict=True)]
     for i, (summed, rest) in enumerate(zip(layout.views(total), layout.views(dropped), strict=True)):

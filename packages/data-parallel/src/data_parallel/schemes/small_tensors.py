@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from communicators import Bucket, Schedule
-from communicators.dense_schedules import allreduce
+from communicators import Bucket, Schedule, schedules
 from torch import Tensor
 
 from data_parallel.lanes import Lane, Saved, Scheme, Sending, in_units, spans_of
@@ -124,7 +123,7 @@ class _SmallLane(Lane):
         return kept
 
     def _both(self, schedule: Schedule[Any], dense: Tensor) -> Schedule[tuple[Any, Tensor]]:
-        total = yield from allreduce(dense, self._comm.rank, self._comm.size)
+        total = yield from schedules.allreduce(dense, self._comm.rank, self._comm.size)
         return (yield from schedule), total
 
     def _suspect(self, selected: Sending, dense: Tensor) -> int:

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from communicators import Bucket, Communicator, Schedule
-from communicators.dense_schedules import allreduce
+from communicators import Bucket, Communicator, Schedule, schedules
 from sparse_collectives.algorithm import Algorithm
 from sparse_collectives.allreduce import scheduled
 from sparse_collectives.reduction import Reduction
@@ -147,7 +146,7 @@ class SparseLane(Lane):
 def _summed(sent: SparseVector, rank: int, size: int) -> Schedule[Reduction]:
     """Dense sum in full precision when all elements are sent, as in a warm-up: indices would double its bytes."""
     own = torch.zeros(sent.numel, dtype=sent.dtype, device=sent.device)
-    total = yield from allreduce(put(own, sent.indices, sent.values), rank, size)
+    total = yield from schedules.allreduce(put(own, sent.indices, sent.values), rank, size)
     every = torch.arange(sent.numel, dtype=sent.indices.dtype, device=sent.device)
     nothing = SparseVector.empty(sent.numel, sent.dtype, device=sent.device)
     return Reduction(SparseVector(every, total, sent.numel), nothing)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any, Unpack, cast
 
 import torch
-from communicators import Communicator, run
-from communicators.dense_schedules import barrier
+from communicators import Communicator, run, schedules
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -72,7 +71,7 @@ class DiLoCo(PeriodicAveraging):
         super().__init__(optimizer, sync_every=every, **options)
         self.outer = Outer(self._parts, list(self._trained), outer, outer_scheduler)
         self._averaging.alike = self.outer.alike
-        run(barrier(self.comm.rank, self.comm.size), self.comm, facts=f"DiLoCo{self.outer.alike()}")
+        run(schedules.barrier(self.comm.rank, self.comm.size), self.comm, facts=f"DiLoCo{self.outer.alike()}")
         self._rounds: OuterRounds | None = None
         if make is not None:
             self.more = (*self.more, "rounds")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import zlib
 from typing import Any, Unpack
 
-from communicators import run
-from communicators.dense_schedules import barrier
+from communicators import run, schedules
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -80,7 +79,7 @@ class StreamingDiLoCo(PeriodicAveraging):
         for fragment in self._fragments:
             fragment.averaging.alike = fragment.outer.alike
         facts = f"{len(self._fragments)} fragments {named:08x}{self._fragments[0].outer.alike()}"
-        run(barrier(self.comm.rank, self.comm.size), self.comm, facts=facts)
+        run(schedules.barrier(self.comm.rank, self.comm.size), self.comm, facts=facts)
 
     def pieces(self) -> list[dict[str, Tensor]]:
         """Parameters by fragment."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from communicators import Communicator, Work, start
-from communicators import dense_schedules as dense
+from communicators import Communicator, Work, schedules, start
 from torch import Tensor
 
 from local_sgd.averaging import Arrived, Averaging
@@ -49,7 +48,7 @@ class CompressedAveraging(Averaging):
 
     def _start_head(self, weight: float, finished: bool) -> Work[Tensor]:
         head = torch.tensor([weight, float(not finished)], dtype=torch.float64)
-        schedule = dense.allreduce(head, self._comm.rank, self._comm.size)
+        schedule = schedules.allreduce(head, self._comm.rank, self._comm.size)
         facts = (
             f"{self._what}.average(){self._since}: weights{self.alike()} "
             "(all ranks call it alike; one with fewer batches ends with finish())"

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from communicators import Communicator, Work, start
-from communicators.labels import labelled
-from communicators.quantised.allreduce import Rounded, quantised_allreduce
+from communicators import Communicator, Work, schedules, start, tracing
 from torch import Tensor
 
 from local_sgd.compression.sparsifier import Allreduce, Sparsifier, Summed
@@ -82,17 +80,17 @@ class RoundedSum(CompressedSum):
         x += self._residuals[id(part)]
         single = x.float()
         facts = f"{self._what}.average() of {x.numel()} elements, {x.dtype} in {self._bits} bits"
-        schedule = quantised_allreduce(single, self._comm.rank, self._comm.size, bits=self._bits)
+        schedule = schedules.quantised_allreduce(single, self._comm.rank, self._comm.size, bits=self._bits)
         return Launched(part, x, single, start(schedule, self._comm, facts=facts, device=x.device))
 
     def total(self, launched: Launched) -> Tensor:
-        rounded: Rounded = launched.wait()
+        rounded: schedules.Rounded = launched.wait()
         return rounded.total.to(launched.given.dtype)
 
     def feed_back(self, launched: Launched, *, applied: bool) -> None:
         if applied:
-            rounded: Rounded = launched.wait()
-            self._residuals[id(launched.part)] = (launched.given - launched.sent).add_(rounded.rest)
+            rounded: schedules.Rounded = launched.wait()
+            self._residuals[id(launched.part)] = (launched.given - launched.sent).add_(rounded.dropped)
 
     def state_dict(self) -> dict[str, Any]:
         """All residuals, by parameter."""
@@ -121,7 +119,7 @@ class SparseSum(CompressedSum):
         self._sparsifier, self._allreduce, self._comm = sparsifier, allreduce, comm
 
     def launch(self, part: Part, x: Tensor) -> Launched:
-        with labelled("select"):
+        with tracing.labelled("select"):
             sent = self._sparsifier.compress(part.names[0], x)
         summed = self._allreduce(sent, self._comm)
         work = summed if isinstance(summed, Work) else None
@@ -139,7 +137,7 @@ class SparseSum(CompressedSum):
     def feed_back(self, launched: Launched, *, applied: bool) -> None:
         back = launched.result.dropped if applied else launched.sent
         if back is not None:
-            with labelled("restore"):
+            with tracing.labelled("restore"):
                 self._sparsifier.restore(launched.part.names[0], back)
 
     def state_dict(self) -> dict[str, Any]:

@@ -10,8 +10,7 @@ from enum import IntEnum
 from functools import partial
 from typing import Any, cast
 
-from communicators import CollectiveError, Communicator, Schedule
-from communicators.signals import Attempt
+from communicators import Attempt, CollectiveError, Communicator, Schedule
 from torch import Tensor
 
 from partial_collectives.protocol.events import Action, Grace, Header, Join, Kind, LeftOut, Recover, Signal, Stage

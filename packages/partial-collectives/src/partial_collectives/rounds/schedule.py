@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 import torch
-from communicators import CollectiveError, Schedule
-from communicators.dense_schedules import allgather_blocks, allreduce, broadcast
+from communicators import CollectiveError, Schedule, schedules
 from torch import Tensor
 
 from partial_collectives.protocol.events import Header, Stage
@@ -24,14 +23,14 @@ def partial_round(
     tensors: 1-D, what this rank brings; None is zeros. like: of the same sizes and dtypes. Where nobody contributes
     nothing is sent, and there are no sums.
     """
-    blocks = yield from allgather_blocks(packed(header), [_HEADER.size] * size, rank, size)
+    blocks = yield from schedules.allgather_blocks(packed(header), [_HEADER.size] * size, rank, size)
     headers = [unpacked(block) for block in blocks]
     if not any(header.contributes for header in headers):
         return headers, []
     totals = []
     for number, one in enumerate(like):
         own = torch.zeros_like(one) if tensors is None else tensors[number]
-        totals.append((yield from allreduce(own, rank, size)))
+        totals.append((yield from schedules.allreduce(own, rank, size)))
     return headers, totals
 
 
@@ -48,7 +47,7 @@ def recovery(
     `size` that are left.
     """
     number = torch.tensor([ended]).view(torch.uint8)
-    blocks = yield from allgather_blocks(number, [number.numel()] * size, rank, size)
+    blocks = yield from schedules.allgather_blocks(number, [number.numel()] * size, rank, size)
     counts = [int(block.clone().view(torch.int64)) for block in blocks]
     most = max(counts)
     if not most - 1 <= min(counts) <= most:
@@ -62,12 +61,12 @@ def recovery(
         if ahead is None
         else torch.cat(list(map(packed, ahead[0])))
     )
-    together = yield from broadcast(own, rank, size, source)
+    together = yield from schedules.broadcast(own, rank, size, source)
     headers = [unpacked(block) for block in torch.split(together, _HEADER.size)]
     totals = []
     for number_, one in enumerate(like if any(header.contributes for header in headers) else ()):
         mine = torch.zeros_like(one) if ahead is None else ahead[1][number_]
-        totals.append((yield from broadcast(mine, rank, size, source)).clone())
+        totals.append((yield from schedules.broadcast(mine, rank, size, source)).clone())
     return None if ended == most else (headers, totals)
 
 

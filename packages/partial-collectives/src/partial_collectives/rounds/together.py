@@ -6,8 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from communicators import CollectiveError, Communicator, Schedule, start
-from communicators.signals import Attempt
+from communicators import Attempt, CollectiveError, Communicator, Schedule, start
 
 
 class Together(Attempt):

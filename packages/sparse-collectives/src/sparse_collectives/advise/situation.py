@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from communicators import Communicator, Link, as_communicator, measure_link
-from communicators.worlds.alone import Alone
+from communicators import Alone, Communicator, Link, as_communicator, measure_link
 from sparse_compress import TopK
 
 from sparse_collectives.advise.accuracy import Known, known, within_a_point

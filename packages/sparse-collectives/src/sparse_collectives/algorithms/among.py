@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from communicators.schedule import Elapse, Received, Round, Schedule
+from communicators import Elapse, Received, Round, Schedule
 
 from sparse_collectives.wire.invalid import InvalidMessageError
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from communicators.dense_schedules import block_bounds
+from communicators import schedules
 from sparse_compress import SparseVector, add
 from sparse_compress.entries import compact, where
 from sparse_compress.magnitude import Keys, Mask, bits_of, largest, magnitude_keys, magnitude_mask
@@ -24,7 +24,7 @@ def block_budgets(k: int, numel: int, blocks: int, step: int) -> list[int]:
     T: blocks that have elements, numbered b. o: 0 where k ≥ T, else the step number, so that every block gets its turn.
     """
     k, budgets = min(k, numel), [0] * blocks
-    filled = [(b, high - low) for b, (low, high) in enumerate(block_bounds(numel, blocks)) if high > low]
+    filled = [(b, high - low) for b, (low, high) in enumerate(schedules.block_bounds(numel, blocks)) if high > low]
     o = 0 if k >= len(filled) else step
     for j, (b, length) in enumerate(filled):
         budgets[b] = min((j + 1 + o) * k // len(filled) - (j + o) * k // len(filled), length)

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from communicators.dense_schedules import RING_NBYTES, allreduce, block_bounds, largest_power_of_two
-from communicators.schedule import SLOT_BYTES, Schedule, powers_of_two
+from communicators import Schedule, schedules
 from sparse_compress import SparseVector, topk
 
 from sparse_collectives.algorithm import Algorithm, Array
@@ -33,7 +32,7 @@ class Dense(Algorithm):
     def schedule(
         self, sparse: SparseVector, rank: int, size: int, k: int, state: State | None = None
     ) -> Schedule[Reduction]:
-        total = yield from allreduce(sparse.to_dense(), rank, size)
+        total = yield from schedules.allreduce(sparse.to_dense(), rank, size)
         nothing = SparseVector.empty(sparse.numel, sparse.dtype, device=sparse.device)
         return Reduction(topk(total, total.numel()), nothing)
 
@@ -44,9 +43,9 @@ class Dense(Algorithm):
         with Q the largest power of two in P: what is given away of ever shorter spans, then the spans that are kept, in
         2 log Q messages; all of it once more from a rank with a folded partner, whose own message is its only one.
         """
-        group = largest_power_of_two(size)
-        if size > group and numel * dtype.itemsize >= RING_NBYTES:
-            lengths = [high - low for low, high in block_bounds(numel, size)]
+        group = schedules.largest_power_of_two(size)
+        if size > group and numel * dtype.itemsize >= schedules.RING_NBYTES:
+            lengths = [high - low for low, high in schedules.block_bounds(numel, size)]
             elements = 2 * numel - lengths[(rank + 1) % size] - lengths[(rank + 2) % size]
             messages = rounds = 2 * (size - 1)
         elif rank >= group:
@@ -56,7 +55,7 @@ class Dense(Algorithm):
             elements = numel - spans[-1] + sum(spans[1:]) + has_partner * numel
             messages = 2 * (len(spans) - 1) + has_partner
             rounds = messages + has_partner
-        return Traffic(elements * dtype.itemsize + messages * SLOT_BYTES, messages, rounds)
+        return Traffic.of_bodies(elements * dtype.itemsize, messages, rounds)
 
     def merged(self, rank: int, size: int, k: int, numel: int) -> int:
         """None: adding dense vectors costs next to nothing."""
@@ -71,7 +70,7 @@ def _kept_spans(rank: int, size: int, numel: int) -> list[int]:
     """Elements that recursive halving leaves to this rank: n, about n/2, …, about n/P."""
     low, high = 0, numel
     spans = [numel]
-    for distance in reversed(list(powers_of_two(below=size))):
+    for distance in reversed(list(schedules.powers_of_two(below=size))):
         middle = (low + high) // 2
         low, high = (middle, high) if rank & distance else (low, middle)
         spans.append(high - low)

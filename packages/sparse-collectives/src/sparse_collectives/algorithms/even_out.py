@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from communicators.dense_schedules import allgather_blocks
-from communicators.schedule import SLOT_BYTES, Round, Schedule, frame
+from communicators import Payload, Round, Schedule, schedules
 from sparse_compress import SparseVector, add
 
 from sparse_collectives.reduction import Reduction
@@ -29,7 +28,7 @@ def gather_evenly(
         mine, rest = wire.rounded((yield from _even_out(mine, counts, rank, size, wire)))  # int8 scales may differ
         dropped, counts = add(dropped, rest), even_counts(sum(counts), size)
     nbytes = [wire.block_nbytes(count, mine.numel, mine.dtype) for count in counts]
-    blocks = yield from allgather_blocks(wire.block(mine, span), nbytes, rank, size)
+    blocks = yield from schedules.allgather_blocks(wire.block(mine, span), nbytes, rank, size)
     return Reduction(joined(wire, blocks, [span] * size, counts, mine, range(size)), dropped)
 
 
@@ -38,13 +37,13 @@ def _even_out(mine: SparseVector, counts: Sequence[int], rank: int, size: int, w
     runs, span = shifts(counts, rank), (0, mine.numel)
     sources = {other: shifts(counts, other).get(rank) for other in range(size) if other != rank}
     coming = {other: run.stop - run.start for other, run in sources.items() if run is not None}
-    sends = {to: frame(wire.block(take(mine, [run]), span)) for to, run in runs.items() if to != rank}
-    recvs = {other: SLOT_BYTES + wire.block_nbytes(n, mine.numel, mine.dtype) for other, n in coming.items()}
+    sends = {to: Payload.of(wire.block(take(mine, [run]), span)) for to, run in runs.items() if to != rank}
+    recvs = {other: wire.block_nbytes(n, mine.numel, mine.dtype) for other, n in coming.items()}
     received = (yield Round(sends, recvs)) if sends or recvs else {}
     parts = {rank: take(mine, [runs.get(rank, slice(0, 0))])}
     for other, payload in received.items():
         with given_by(other):
-            parts[other] = wire.entries(payload[SLOT_BYTES:], span, mine, coming[other])
+            parts[other] = wire.entries(payload.body, span, mine, coming[other])
     return join_in_order([(other, parts[other]) for other in sorted(parts)])
 
 

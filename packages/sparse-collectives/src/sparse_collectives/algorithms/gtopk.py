@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from communicators.dense_schedules import largest_power_of_two
-from communicators.schedule import Round, Schedule, powers_of_two
+from communicators import Round, Schedule, schedules
 from sparse_compress import SparseVector
 
 from sparse_collectives.algorithm import Algorithm, Array
@@ -42,14 +41,14 @@ class GTopK(Algorithm):
     def schedule(
         self, sparse: SparseVector, rank: int, size: int, k: int, state: State | None = None
     ) -> Schedule[Reduction]:
-        group, held = largest_power_of_two(size), ReplicatedVector(sparse, k, self.wire)
+        group, held = schedules.largest_power_of_two(size), ReplicatedVector(sparse, k, self.wire)
         if rank >= group:
             return (yield from _fold_into(rank - group, held))
         folded, has_partner = rank + group, rank + group < size
         if has_partner:
             received = yield Round(recvs={folded: held.nbytes})
             held.merge(received[folded], folded)
-        for distance in powers_of_two(below=group):
+        for distance in schedules.powers_of_two(below=group):
             peer = rank ^ distance
             message = held.message(member=rank % distance, of=distance)
             received = yield Round({peer: message}, {peer: held.nbytes})
@@ -67,21 +66,21 @@ class GTopK(Algorithm):
         log P messages where P is a power of two. Else, with Q the largest below: 1 for ranks r ≥ Q; log Q for the
         others, one more for those that have a folded partner.
         """
-        group = largest_power_of_two(size)
+        group = schedules.largest_power_of_two(size)
         levels, has_partner = group.bit_length() - 1, rank + group < size
         messages, rounds = (1, 2) if rank >= group else (levels + has_partner, levels + 2 * has_partner)
-        return Traffic(messages * self.wire.nbytes(min(k, numel), numel, dtype), messages, rounds)
+        return Traffic.of_bodies(messages * self.wire.nbytes(min(k, numel), numel, dtype), messages, rounds)
 
     def merged(self, rank: int, size: int, k: int, numel: int) -> int:
         """Two vectors for each merge of this rank."""
-        group = largest_power_of_two(size)
+        group = schedules.largest_power_of_two(size)
         levels = group.bit_length() - 1
         return 0 if rank >= group else 2 * min(k, numel) * (levels + (rank + group < size))
 
     def reference(self, inputs: Sequence[Array], k: int) -> Array:
         """Ranks beyond the power of two are folded in, then neighbouring groups are merged until one is left."""
         groups = [cut(x, k) for x in inputs]
-        power = largest_power_of_two(len(groups))
+        power = schedules.largest_power_of_two(len(groups))
         for rank in range(power, len(groups)):
             groups[rank - power] = cut(groups[rank - power] + groups[rank], k)
         del groups[power:]

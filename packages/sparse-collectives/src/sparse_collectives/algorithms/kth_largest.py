@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from communicators.dense_schedules import allgather_blocks
-from communicators.schedule import Schedule
+from communicators import Schedule, schedules
 from numpy.typing import NDArray
 from sparse_compress.entries import rising
 from sparse_compress.native import spread
@@ -175,5 +174,5 @@ def _gap(count: int, samples: int) -> int:
 def _gathered(mine: Tensor, lengths: Sequence[int], rank: int, size: int) -> Schedule[Tensor]:
     """All ranks' numbers, `lengths` of them, in rank order, on the CPU."""
     nbytes = [length * mine.dtype.itemsize for length in lengths]
-    blocks = yield from allgather_blocks(mine.view(torch.uint8), nbytes, rank, size)
+    blocks = yield from schedules.allgather_blocks(mine.view(torch.uint8), nbytes, rank, size)
     return torch.cat(blocks).view(mine.dtype).cpu()  # one copy from the device

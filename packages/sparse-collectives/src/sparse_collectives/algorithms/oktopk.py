@@ -8,8 +8,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-from communicators.dense_schedules import halving_doubling_allreduce, largest_power_of_two
-from communicators.schedule import SLOT_BYTES, Round, Schedule, frame
+from communicators import Payload, Round, Schedule, schedules
 from sparse_compress import SparseVector, add_all
 from sparse_compress.entries import larger, without
 from sparse_compress.magnitude import magnitude_keys
@@ -150,8 +149,8 @@ class OkTopk(Algorithm):
         first = oktopk_traffic(rank, k, dtype, boundaries=True, wire=wire, **least)
         between = (size - 1).bit_length() * size * sample_count(k) * WIRE_DTYPES[dtype].itemsize
         moved = wire.block_nbytes(k, numel, dtype) + wire.block_nbytes(k, (size - 1) * numel, dtype)
-        nbytes = moved + between + (size - 1) * SLOT_BYTES + (3 * size + 1) * wire.overhead
-        return together(first, Traffic(nbytes, size - 1, 1))
+        nbytes = moved + between + (3 * size + 1) * wire.overhead
+        return together(first, Traffic.of_bodies(nbytes, size - 1, 1))
 
     def typical(self, rank: int, size: int, k: int, numel: int, dtype: torch.dtype) -> Traffic:
         """A call between two agreements on regions, where these are balanced.
@@ -180,9 +179,9 @@ def _agree_on_boundaries(own: SparseVector, rank: int, size: int) -> Schedule[li
     n, m = own.numel, len(own)
     indices = own.indices.tolist()
     proposal = [indices[b * m // size] if m else b * n // size for b in range(1, size)]
-    padded = torch.zeros(2 * largest_power_of_two(size), dtype=torch.int64)
+    padded = torch.zeros(2 * schedules.largest_power_of_two(size), dtype=torch.int64)
     padded[: size - 1] = torch.tensor(proposal, dtype=torch.int64)
-    sums = yield from halving_doubling_allreduce(padded.to(own.device), rank, size)
+    sums = yield from schedules.halving_doubling_allreduce(padded.to(own.device), rank, size)
     boundaries = [0, *(total // size for total in sums[: size - 1].tolist()), n]
     if not _are_edges(boundaries, n, size):
         raise InvalidMessageError(None, f"boundaries of regions {boundaries}, expected increasing ones")
@@ -201,13 +200,13 @@ def _split_and_reduce(
     regions = list(pairwise(boundaries))
     parts, length = split(own, regions), boundaries[rank + 1] - boundaries[rank]
     given = {rank: parts[rank]}
-    capacity = SLOT_BYTES + wire.block_nbytes(min(k, length), length, own.dtype) + wire.overhead
+    capacity = wire.block_nbytes(min(k, length), length, own.dtype) + wire.overhead
     for distance in range(1, size):  # so that no two ranks send to the same one at a time
         to, source = (rank + distance) % size, (rank - distance) % size
-        payload = frame(wire.block(parts[to], regions[to]))
+        payload = Payload.of(wire.block(parts[to], regions[to]))
         received = yield Round({to: payload}, {source: capacity}, bounded=True)
         with given_by(source):
-            given[source] = wire.entries(received[source][SLOT_BYTES:], regions[rank], own)
+            given[source] = wire.entries(received[source].body, regions[rank], own)
     return union_of([given[source] for source in range(size)])
 
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
-from communicators.dense_schedules import largest_power_of_two
-from communicators.schedule import SLOT_BYTES
+from communicators import schedules
 
 from sparse_collectives.algorithms.even_out import even_counts, is_uneven, shifts
 from sparse_collectives.algorithms.kth_largest import kth_largest_sent
@@ -39,12 +38,12 @@ def oktopk_traffic(
     sizes = [wire.block_nbytes(entries, length, dtype) for entries, length in zip(given, lengths, strict=True)]
     others = sum(sizes) - sizes[rank]
     parts = [
-        Traffic(others + (size - 1) * SLOT_BYTES, size - 1, size - 1),
+        Traffic.of_bodies(others, size - 1, size - 1),
         kth_largest_sent(rank, k, dtype, spans, size),
         _gather(rank, dtype, kept, edges[-1], wire),
     ]
     if boundaries:
-        parts.append(sum_sent(rank, size, 16 * largest_power_of_two(size)))
+        parts.append(sum_sent(rank, size, 16 * schedules.largest_power_of_two(size)))
     return together(*parts)
 
 
@@ -54,7 +53,7 @@ def _gather(rank: int, dtype: torch.dtype, counts: Sequence[int], numel: int, wi
     if is_uneven(counts):
         gives = [run.stop - run.start for to, run in shifts(counts, rank).items() if to != rank]
         takes = any(rank in shifts(counts, other) for other in range(len(counts)) if other != rank)
-        nbytes = sum(wire.block_nbytes(entries, numel, dtype) + SLOT_BYTES for entries in gives)
-        moved = Traffic(nbytes, len(gives), int(takes or bool(gives)))
+        nbytes = sum(wire.block_nbytes(entries, numel, dtype) for entries in gives)
+        moved = Traffic.of_bodies(nbytes, len(gives), int(takes or bool(gives)))
         counts = even_counts(sum(counts), len(counts))
     return together(moved, bruck_sent([wire.block_nbytes(entries, numel, dtype) for entries in counts], rank))

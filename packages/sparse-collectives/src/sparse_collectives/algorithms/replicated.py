@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from communicators import Payload
 from sparse_compress import SparseVector, add_all, merge, share
-from torch import Tensor
 
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.wire.invalid import given_by
@@ -21,14 +21,14 @@ class ReplicatedVector:
         self.nbytes = wire.nbytes(len(sparse), sparse.numel, sparse.dtype)
         self._dropped: list[SparseVector] = []
 
-    def message(self, *, member: int = 0, of: int = 1) -> Tensor:
-        """Message of `nbytes` bytes with the vector; all holders continue with its rounded values."""
+    def message(self, *, member: int = 0, of: int = 1) -> Payload:
+        """Message whose body has `nbytes` bytes, with the vector; all holders continue with its rounded values."""
         if self._wire is not PLAIN:
             self.vector, rest = self._wire.rounded(self.vector)
             self._drop(rest, member, of)
         return self._wire.message(self.vector)
 
-    def merge(self, message: Tensor, giver: int, *, member: int = 0, of: int = 1, after: bool = False) -> None:
+    def merge(self, message: Payload, giver: int, *, member: int = 0, of: int = 1, after: bool = False) -> None:
         """Adds another rank's vector and keeps the k largest; that rank does the same.
 
         after: adds this rank's vector second: lower ranks are first everywhere, because NaN payloads do not commute.
@@ -37,7 +37,7 @@ class ReplicatedVector:
         self.vector, cut = merge(theirs, self.vector, self._k) if after else merge(self.vector, theirs, self._k)
         self._drop(cut, member, of)
 
-    def replace(self, message: Tensor, giver: int) -> None:
+    def replace(self, message: Payload, giver: int) -> None:
         """Replaces this copy by another rank's vector."""
         self.vector = self._unpacked(message, giver)
 
@@ -51,6 +51,6 @@ class ReplicatedVector:
         if len(what):
             self._dropped.append(share(what, member=member, of=of))
 
-    def _unpacked(self, message: Tensor, giver: int) -> SparseVector:
+    def _unpacked(self, message: Payload, giver: int) -> SparseVector:
         with given_by(giver):
             return self._wire.vector(message, len(self.vector), self.vector)

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from communicators.dense_schedules import allgather_blocks, block_bounds
-from communicators.schedule import SLOT_BYTES, Round, Schedule, frame, powers_of_two
+from communicators import Payload, Round, Schedule, schedules
 from sparse_compress import SparseVector
 from sparse_compress.nonfinite import all_finite
 from sparse_compress.selection import LargestOfBlocks, Selection
@@ -95,7 +94,7 @@ class SparDL(Algorithm):
         lengths = [high - low for low, high in blocks.bounds]
         sizes = [wire.block_nbytes(*sized, sparse.dtype) for sized in zip(blocks.budgets, lengths, strict=True)]
         own = blocks.own(position, team, teams)
-        bodies = yield from among(mates, allgather_blocks(own, sizes, position, len(mates)))
+        bodies = yield from among(mates, schedules.allgather_blocks(own, sizes, position, len(mates)))
         total = joined(wire, bodies, blocks.bounds, blocks.budgets, sparse, mates)
         if entries != before and not bool(all_finite(total.values)):  # alike on all ranks
             entries = before
@@ -104,7 +103,7 @@ class SparDL(Algorithm):
 
     def select(self, like: Tensor, rank: int, size: int, k: int, state: State | None) -> Selection:
         """The largest entries of every block, as many as its budget; and a NaN or inf of a block that has none."""
-        bounds = block_bounds(like.numel(), size // self.teams)
+        bounds = schedules.block_bounds(like.numel(), size // self.teams)
         return LargestOfBlocks(bounds, block_budgets(k, like.numel(), len(bounds), state["step"] if state else 0))
 
     def initial_state(self) -> State:
@@ -142,13 +141,13 @@ class SparDL(Algorithm):
         """
         state, wire, ranks = self.initial_state() if state is None else state, self.wire, size // self.teams
         team, position = divmod(rank, ranks)
-        bounds = block_bounds(numel, ranks)
+        bounds = schedules.block_bounds(numel, ranks)
         low, high = bounds[position]
         budgets = block_budgets(k, numel, ranks, state["step"])
         sizes = [wire.block_nbytes(b, last - first, dtype) for b, (first, last) in zip(budgets, bounds, strict=True)]
         gather = bruck_sent(sizes, position)
         given = [wire.block_nbytes(entries, numel, dtype) for entries in _given(budgets, position)]
-        scatter = Traffic(sum(given) + len(given) * SLOT_BYTES, len(given), len(given))
+        scatter = Traffic.of_bodies(sum(given), len(given), len(given))
         if self.teams == 1:
             return together(scatter, gather)
         before = state["entries"] if state["of"] == [k, size, self.teams] else None
@@ -166,7 +165,7 @@ class SparDL(Algorithm):
         team, position = divmod(rank, ranks)
         budgets = block_budgets(k, numel, ranks, 0)
         onwards, held, merged = budgets[position:] + budgets[:position], ranks, 0
-        for distance in reversed(list(powers_of_two(below=ranks))):
+        for distance in reversed(list(schedules.powers_of_two(below=ranks))):
             merged += 2 * sum(onwards[: held - distance])
             held = distance
         if teams == 1:
@@ -191,19 +190,19 @@ def spar_reduce_scatter(blocks: Blocks, rank: int, size: int) -> Schedule[None]:
     to rank + D, which holds them at j − D, and has D left: every block goes round by ever shorter hops to its owner.
     """
     held = size
-    for distance in reversed(list(powers_of_two(below=size))):
+    for distance in reversed(list(schedules.powers_of_two(below=size))):
         to, source = (rank + distance) % size, (rank - distance) % size
         gives = [(rank + j) % size for j in range(distance, held)]
         takes = [(rank + j) % size for j in range(held - distance)]
-        received = yield Round({to: frame(blocks.give(gives))}, {source: SLOT_BYTES + blocks.nbytes(takes)})
-        blocks.add(received[source][SLOT_BYTES:], takes, source)
+        received = yield Round({to: Payload.of(blocks.give(gives))}, {source: blocks.nbytes(takes)})
+        blocks.add(received[source].body, takes, source)
         held = distance
 
 
 def _given(budgets: list[int], position: int) -> list[int]:
     """Entries of each message of the reduce-scatter: all blocks but the own, the farthest half of them first."""
     onwards, held, given = budgets[position:] + budgets[:position], len(budgets), []
-    for distance in reversed(list(powers_of_two(below=len(budgets)))):
+    for distance in reversed(list(schedules.powers_of_two(below=len(budgets)))):
         given.append(sum(onwards[distance:held]))
         held = distance
     return given

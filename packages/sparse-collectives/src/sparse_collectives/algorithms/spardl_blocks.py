@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from communicators.dense_schedules import block_bounds
+from communicators import schedules
 from sparse_compress import SparseVector, add_all, share
 from sparse_compress.nonfinite import all_finite
 from torch import Tensor
@@ -28,7 +28,7 @@ class Blocks:
 
     def __init__(self, sparse: SparseVector, blocks: int, k: int, step: int, wire: Wire = PLAIN) -> None:
         self.wire, self.everywhere = wire, (0, sparse.numel)
-        self.bounds = block_bounds(sparse.numel, blocks)
+        self.bounds = schedules.block_bounds(sparse.numel, blocks)
         self.budgets = block_budgets(k, sparse.numel, blocks, step)
         self.held = list(range(blocks))
         self.kept, cut = cut_to_budgets(sparse, self.bounds, self.budgets)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import torch
-from communicators.dense_schedules import allgather_blocks
-from communicators.schedule import Schedule
+from communicators import Schedule, schedules
 from sparse_compress import SparseVector, add_all, merge, share
 
 from sparse_collectives.algorithms.gtopk import GTopK
@@ -70,7 +69,7 @@ def b_sag(
     given, dropped = merge(block, _nothing(block), h)
     given, rest = wire.rounded(given)
     span, nbytes = (0, block.numel), [wire.block_nbytes(h, block.numel, block.dtype)] * teams
-    bodies = yield from allgather_blocks(wire.block(given, span), nbytes, team, teams)
+    bodies = yield from schedules.allgather_blocks(wire.block(given, span), nbytes, team, teams)
     vectors = []
     for source, body in enumerate(bodies):
         with given_by(source):

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from communicators.dense_schedules import allgather_blocks
-from communicators.schedule import SLOT_BYTES, Schedule
+from communicators import SLOT_BYTES, Payload, Schedule, schedules
 from sparse_compress import SparseVector, add_all
 
 from sparse_collectives.algorithm import Algorithm, Array
@@ -35,19 +34,19 @@ class TopKAllgather(Algorithm):
         self, sparse: SparseVector, rank: int, size: int, k: int, state: State | None = None
     ) -> Schedule[Reduction]:
         own, rounded_off = self.wire.rounded(sparse)
-        nbytes = self.wire.nbytes(len(sparse), sparse.numel, sparse.dtype)
-        messages = yield from allgather_blocks(self.wire.message(own), [nbytes] * size, rank, size)
+        message = self.wire.message(own)
+        messages = yield from schedules.allgather_blocks(message.memory, [message.wire_nbytes] * size, rank, size)
         vectors = [own] * size
         for source in (source for source in range(size) if source != rank):
             with given_by(source):
-                vectors[source] = self.wire.vector(messages[source], len(sparse), sparse)
+                vectors[source] = self.wire.vector(Payload(messages[source]), len(sparse), sparse)
         return Reduction(add_all(vectors), rounded_off)
 
     def sent(self, rank: int, size: int, k: int, numel: int, dtype: torch.dtype) -> Traffic:
-        """(P − 1) packed vectors, each with its header, in ⌈log P⌉ messages with a slot each; alike on every rank."""
+        """(P − 1) messages, each with its slot, in ⌈log P⌉ messages; alike on every rank."""
         rounds = (size - 1).bit_length()
-        nbytes = (size - 1) * self.wire.nbytes(min(k, numel), numel, dtype)
-        return Traffic(nbytes + rounds * SLOT_BYTES, rounds, rounds)
+        nbytes = (size - 1) * (SLOT_BYTES + self.wire.nbytes(min(k, numel), numel, dtype))
+        return Traffic.of_bodies(nbytes, rounds, rounds)
 
     def merged(self, rank: int, size: int, k: int, numel: int) -> int:
         """The vectors of all ranks, once a level of the sum's tree."""

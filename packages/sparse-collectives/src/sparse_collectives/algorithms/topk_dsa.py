@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from communicators.dense_schedules import allgather_blocks, block_bounds
-from communicators.schedule import SLOT_BYTES, Round, Schedule, frame
+from communicators import Payload, Round, Schedule, schedules
 from sparse_compress import SparseVector, add
 from torch import Tensor
 
@@ -44,15 +43,15 @@ class TopKDSA(Algorithm):
     ) -> Schedule[Reduction]:
         wire = self.wire
         own, dropped = wire.rounded(sparse)
-        bounds = block_bounds(sparse.numel, size)
+        bounds = schedules.block_bounds(sparse.numel, size)
         blocks, (low, high) = split(own, bounds), bounds[rank]
         given = {rank: blocks[rank]}
-        capacity = SLOT_BYTES + block_nbytes(len(own), high - low, sparse.dtype, wire) + wire.overhead
+        capacity = block_nbytes(len(own), high - low, sparse.dtype, wire) + wire.overhead
         for distance in range(1, size):  # so that no two ranks send to the same one at a time
             to, source = (rank + distance) % size, (rank - distance) % size
-            payload = frame(_encode(blocks[to], bounds[to], wire))
+            payload = Payload.of(_encode(blocks[to], bounds[to], wire))
             received = yield Round({to: payload}, {source: capacity}, bounded=True)
-            given[source] = _decode(received[source][SLOT_BYTES:], bounds[rank], sparse, wire, source)
+            given[source] = _decode(received[source].body, bounds[rank], sparse, wire, source)
         total, rounded_off = wire.rounded(union_of([given[source] for source in range(size)]))
         lengths = [wire.dense_nbytes(high - low, sparse.dtype) for low, high in bounds]
         sums = yield from _gather(_encode(total, bounds[rank], wire), lengths, rank, size)
@@ -63,7 +62,7 @@ class TopKDSA(Algorithm):
         """The most that `topk_dsa_traffic` can be: nobody selects in its own block, and no two ranks select alike."""
         if size == 1:
             return Traffic(0, 0, 0)
-        lengths = [high - low for low, high in block_bounds(numel, size)]
+        lengths = [high - low for low, high in schedules.block_bounds(numel, size)]
         gathered = topk_dsa_traffic(rank, size, numel, dtype, [0] * size, [k * size] * size, wire=self.wire)
         given = block_nbytes(k, numel - lengths[rank], dtype, self.wire)
         messages = gathered.messages * self.wire.overhead
@@ -73,7 +72,7 @@ class TopKDSA(Algorithm):
         """`topk_dsa_traffic` of random selections: n(1 − (1 − k/n)^P) entries in the sum, spread evenly."""
         k = min(k, numel)
         union = round(numel * (1 - (1 - k / numel) ** size))
-        spread = [[high - low for low, high in block_bounds(entries, size)] for entries in (k, union)]
+        spread = [[high - low for low, high in schedules.block_bounds(entries, size)] for entries in (k, union)]
         return topk_dsa_traffic(rank, size, numel, dtype, *spread, wire=self.wire)
 
     def merged(self, rank: int, size: int, k: int, numel: int) -> int:
@@ -114,12 +113,12 @@ def _decode(encoded: Tensor, span: Span, like: SparseVector, wire: Wire, rank: i
 def _gather(block: Tensor, most: Sequence[int], rank: int, size: int) -> Schedule[list[Tensor]]:
     """All ranks' blocks, in rank order; their sizes go first. most: bytes that each can have, known beforehand."""
     own = torch.tensor([block.numel()]).view(torch.uint8).to(block.device)
-    sizes = yield from allgather_blocks(own, [own.numel()] * size, rank, size)
+    sizes = yield from schedules.allgather_blocks(own, [own.numel()] * size, rank, size)
     nbytes: list[int] = torch.cat(sizes).view(torch.int64).tolist()
     for source, (said, limit) in enumerate(zip(nbytes, most, strict=True)):
         if not 0 <= said <= limit:  # not a byte is made room for because a message says so
             raise InvalidMessageError(source, f"a block of {said} bytes, expected 0 … {limit}")
-    return (yield from allgather_blocks(block, nbytes, rank, size))
+    return (yield from schedules.allgather_blocks(block, nbytes, rank, size))
 
 
 def topk_dsa_traffic(
@@ -137,10 +136,10 @@ def topk_dsa_traffic(
     It sends its other blocks, then Bruck's share of the sizes and of the sums, in (P − 1) + 2⌈log P⌉ messages with a
     slot each.
     """
-    lengths = [high - low for low, high in block_bounds(numel, size)]
+    lengths = [high - low for low, high in schedules.block_bounds(numel, size)]
     split_nbytes, sum_nbytes = (
         [block_nbytes(entries, length, dtype, wire) for entries, length in zip(counts, lengths, strict=True)]
         for counts in (given, summed)
     )
-    splits = sum(split_nbytes) - split_nbytes[rank] + (size - 1) * SLOT_BYTES
-    return together(Traffic(splits, size - 1, size - 1), bruck_sent([8] * size, rank), bruck_sent(sum_nbytes, rank))
+    splits = Traffic.of_bodies(sum(split_nbytes) - split_nbytes[rank], size - 1, size - 1)
+    return together(splits, bruck_sent([8] * size, rank), bruck_sent(sum_nbytes, rank))

@@ -10,8 +10,7 @@ import statistics
 from collections.abc import Callable, Collection
 
 import torch
-from communicators import SLOT_BYTES, Communicator, Link, Round, Schedule, allgather, barrier, run
-from communicators.schedule import powers_of_two
+from communicators import SLOT_BYTES, Communicator, Link, Payload, Round, Schedule, allgather, barrier, run, schedules
 from sparse_compress import ErrorFeedback, SparseVector, TopK
 
 from sparse_collectives.algorithms.table import ALGORITHMS, resolve
@@ -35,7 +34,7 @@ def measure_traffic(comm: Communicator, *, nbytes: int = LONG_BYTES, repeats: in
     """
     if comm.size == 1:
         return Link(0.0, 0.0)
-    small, large = (_round_seconds(comm, size, repeats) for size in (SLOT_BYTES, nbytes))
+    small, large = (_round_seconds(comm, size, repeats) for size in (0, nbytes - SLOT_BYTES))
     beta = max(0.0, (large - small) / (nbytes - SLOT_BYTES))
     alpha, beta = slowest([max(0.0, small - beta * SLOT_BYTES), beta], comm)
     return Link(alpha, beta)
@@ -145,9 +144,12 @@ def _merging(
 
 
 def _round_seconds(comm: Communicator, nbytes: int, repeats: int) -> float:
-    """Median seconds of a round. Short ones come in a row, so that it does not matter who leaves the barrier last."""
-    distances = list(powers_of_two(below=comm.size)) * (1 if nbytes > SLOT_BYTES else SHORT_ROUNDS)
-    payload = torch.zeros(nbytes, dtype=torch.uint8)
+    """Median seconds of a round of bodies of nbytes.
+
+    Short ones come in a row, so that it does not matter who leaves the barrier last.
+    """
+    distances = list(schedules.powers_of_two(below=comm.size)) * (1 if nbytes else SHORT_ROUNDS)
+    payload = Payload.of(torch.zeros(nbytes, dtype=torch.uint8))
 
     def shift() -> None:
         run(_shifts(payload, distances, comm.rank, comm.size), comm, facts=f"shifts({nbytes})")
@@ -155,7 +157,7 @@ def _round_seconds(comm: Communicator, nbytes: int, repeats: int) -> float:
     return seconds_of(shift, comm, comm.device, repeats) / len(distances)
 
 
-def _shifts(payload: torch.Tensor, distances: list[int], rank: int, size: int) -> Schedule[None]:
+def _shifts(payload: Payload, distances: list[int], rank: int, size: int) -> Schedule[None]:
     for distance in distances:
         to, source = (rank + distance) % size, (rank - distance) % size
-        yield Round({to: payload}, {source: payload.numel()})
+        yield Round({to: payload}, {source: payload.nbytes})

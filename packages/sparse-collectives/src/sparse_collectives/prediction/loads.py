@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from communicators.dense_schedules import largest_power_of_two
+from communicators import schedules
 
 from sparse_collectives.algorithms.table import known, resolve
 from sparse_collectives.traffic import Traffic
@@ -41,7 +41,7 @@ def ranks_of_interest(size: int) -> Sequence[int]:
     """
     if size <= EXACT_RANKS:
         return range(size)
-    group = largest_power_of_two(size)
+    group = schedules.largest_power_of_two(size)
     return sorted({0, size - group - 1, size - group, group - 1, group, size - 1} & set(range(size)))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from communicators.schedule import Received, Round, Schedule
+from communicators import Received, Round, Schedule
 from sparse_compress.selection import Largest
 from torch import Tensor
 

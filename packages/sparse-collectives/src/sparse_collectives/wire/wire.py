@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-from communicators.schedule import SLOT_BYTES
-from sparse_compress import SparseVector, WireCodec, wire_nbytes
+from communicators import Payload
+from sparse_compress import SparseVector, WireCodec
 from sparse_compress.codecs.rounding import VALUES
-from sparse_compress.vector_format import WIRE_DTYPES
+from sparse_compress.vector_format import OWN_HEADER_BYTES, WIRE_DTYPES
 from torch import Tensor
 
 from sparse_collectives.wire.entries import assemble, body_nbytes, from_body, join_bodies, join_in_order
@@ -24,7 +24,7 @@ Span = tuple[int, int]
 
 
 class Wire(Protocol):
-    """Encoding of entries. A message stands alone, with slot and header; a block needs a caller that knows its span.
+    """Encoding of entries. A message stands alone, with a header; a block needs a caller that knows its span.
 
     What is sent was rounded before: packing loses nothing. Sizes follow from the number of entries, so where that is
     known nothing is read back from a GPU.
@@ -45,12 +45,12 @@ class Wire(Protocol):
         """(values to send, residual): their sum is the vector, exactly; NaN and inf leave no residual."""
 
     def nbytes(self, entries: int, numel: int, dtype: torch.dtype) -> int:
-        """Bytes of a message."""
+        """Bytes of a message's body."""
 
-    def message(self, sparse: SparseVector) -> Tensor:
-        """The vector as uint8, with a free slot first."""
+    def message(self, sparse: SparseVector) -> Payload:
+        """The vector as a message, which may be in the vector's own memory."""
 
-    def vector(self, message: Tensor, entries: int, like: SparseVector) -> SparseVector:
+    def vector(self, message: Payload, entries: int, like: SparseVector) -> SparseVector:
         """The vector of a message that holds so many entries."""
 
     def block_nbytes(self, entries: int, length: int, dtype: torch.dtype) -> int:
@@ -89,13 +89,13 @@ class AsTheyAre:
         return sparse, SparseVector.allocate(0, sparse.numel, sparse.dtype, sparse.device)
 
     def nbytes(self, entries: int, numel: int, dtype: torch.dtype) -> int:
-        return wire_nbytes(entries, dtype)
+        return OWN_HEADER_BYTES + body_nbytes(entries, dtype)
 
-    def message(self, sparse: SparseVector) -> Tensor:
-        return sparse.pack()
+    def message(self, sparse: SparseVector) -> Payload:
+        return Payload(sparse.pack())
 
-    def vector(self, message: Tensor, entries: int, like: SparseVector) -> SparseVector:
-        return SparseVector.unpack(message, like=like)
+    def vector(self, message: Payload, entries: int, like: SparseVector) -> SparseVector:
+        return SparseVector.unpack(message.memory, like=like)
 
     def block_nbytes(self, entries: int, length: int, dtype: torch.dtype) -> int:
         return body_nbytes(entries, dtype)
@@ -120,7 +120,7 @@ class AsTheyAre:
 
 
 class Coded:
-    """Wire of a `WireCodec`. A block is a message without slot: 16 bytes of header, then indices from the span's low.
+    """Wire of a `WireCodec`. A block is a message's body: 16 bytes of header, then indices from the span's low.
 
     Packed indices in l planes and a unary part take the minimum over l of k·(l + 1) + n/2^l bits, which is
     superadditive in (k, n): separate blocks never take more, except for headers, int8's scale, and the padding of
@@ -139,20 +139,20 @@ class Coded:
         return self._codec.split(sparse)
 
     def nbytes(self, entries: int, numel: int, dtype: torch.dtype) -> int:
-        return self._codec.nbytes(entries, numel)
+        return self._codec.block_nbytes(entries, numel)
 
-    def message(self, sparse: SparseVector) -> Tensor:
-        return self._codec.encode(sparse)
+    def message(self, sparse: SparseVector) -> Payload:
+        return Payload(self._codec.encode(sparse))
 
-    def vector(self, message: Tensor, entries: int, like: SparseVector) -> SparseVector:
-        return self._codec.decode(message, like.numel, entries)
+    def vector(self, message: Payload, entries: int, like: SparseVector) -> SparseVector:
+        return self._codec.decode(message.memory, like.numel, entries)
 
     def block_nbytes(self, entries: int, length: int, dtype: torch.dtype) -> int:
-        return self._codec.nbytes(entries, length) - SLOT_BYTES
+        return self._codec.block_nbytes(entries, length)
 
     def block(self, sparse: SparseVector, span: Span) -> Tensor:
         low, high = span
-        return self._codec.encode(assemble(sparse.indices - low, sparse.values, high - low))[SLOT_BYTES:]
+        return self._codec.encode_block(assemble(sparse.indices - low, sparse.values, high - low))
 
     def entries(self, block: Tensor, span: Span, like: SparseVector, count: int | None = None) -> SparseVector:
         low, high = span

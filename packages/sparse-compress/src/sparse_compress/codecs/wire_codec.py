@@ -11,9 +11,9 @@ from sparse_compress.arguments import check_bytes, element_count, integer
 from sparse_compress.codecs import elias_fano
 from sparse_compress.codecs.rounding import VALUES, aligned, leftover
 from sparse_compress.vector import SparseVector, check_entries
-from sparse_compress.vector_format import HEADER_BYTES, SLOT_BYTES, Header, write_header
+from sparse_compress.vector_format import HEADER_BYTES, OWN_HEADER_BYTES, Header, write_header
 
-OWN_HEADER_BYTES = HEADER_BYTES - SLOT_BYTES
+_FREE_BYTES = HEADER_BYTES - OWN_HEADER_BYTES  # of a message's header, for a transport's stamp
 _WORDS = Struct("=2q")  # of a block's header: numel, then entries and the code of float32
 FLOAT32 = 1
 
@@ -29,7 +29,7 @@ class WireCodec:
     The sender computes with ``rounded`` too, so that both sides hold the same bits.
 
     Sizes follow from numel and the number of entries, packed indices' too (``elias_fano``), so a receiver needs no
-    round of sizes: ``nbytes``. The first 32 bytes are a header as in ``vector_format``, the transport's slot first.
+    round of sizes: ``nbytes``. The first 32 bytes are a header as in ``vector_format``.
     Nothing is read back from a GPU.
 
     Args:
@@ -109,10 +109,30 @@ class WireCodec:
             ValueError: The length does not fit, or on a CPU the header does not, or the indices do not increase
                 strictly within numel. On a GPU they are trusted, because reading them would wait for it.
         """
-        return self.decode_block(message[SLOT_BYTES:], numel, entries)
+        return self.decode_block(message[_FREE_BYTES:], numel, entries)
+
+    def block_nbytes(self, entries: int, numel: int) -> int:
+        """Bytes of a message without the free half of its header.
+
+        Args:
+            entries: Number of entries.
+            numel: Elements of the whole vector.
+        """
+        return OWN_HEADER_BYTES + self._sizes(entries, numel).total
+
+    def encode_block(self, vector: SparseVector) -> Tensor:
+        """Encodes a vector as a message without the free half of its header, as when several are sent in one.
+
+        Args:
+            vector: float32.
+
+        Raises:
+            TypeError: As ``encode``.
+        """
+        return self.encode(vector)[_FREE_BYTES:]
 
     def decode_block(self, block: Tensor, numel: int, entries: int | None = None) -> SparseVector:
-        """Decodes a message without its slot, as when several are sent in one.
+        """Decodes what ``encode_block`` has made.
 
         Args:
             block: uint8, 1-D.
@@ -126,7 +146,7 @@ class WireCodec:
         check_bytes(block)
         block, numel = aligned(block), element_count(numel)
         if block.numel() < OWN_HEADER_BYTES:
-            raise ValueError(f"{SLOT_BYTES + block.numel()} bytes given, but the header alone takes {HEADER_BYTES}")
+            raise ValueError(f"{_FREE_BYTES + block.numel()} bytes given, but the header alone takes {HEADER_BYTES}")
         said = _read_header(block) if entries is None or block.is_cpu else None
         entries = said.entries if entries is None and said else integer(entries, "entries", expected="their number")
         if entries > numel:
@@ -134,7 +154,7 @@ class WireCodec:
         sizes = self._sizes(entries, numel)
         if block.numel() != OWN_HEADER_BYTES + sizes.total:
             raise ValueError(
-                f"{SLOT_BYTES + block.numel()} bytes given, but {entries} entries of {numel} "
+                f"{_FREE_BYTES + block.numel()} bytes given, but {entries} entries of {numel} "
                 f"take {HEADER_BYTES + sizes.total}"
             )
         if said is not None:

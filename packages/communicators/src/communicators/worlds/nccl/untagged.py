@@ -23,7 +23,7 @@ from torch import Tensor
 
 from communicators.background.call import Call
 from communicators.background.transport import Pending, Transport
-from communicators.schedule import Received, Round
+from communicators.schedule import Payload, Received, Round
 
 
 class Launched(Protocol):
@@ -155,8 +155,8 @@ class _PendingRound(Pending):
     def __init__(self, transport: UntaggedTransport, call: Call, action: Round, device: torch.device) -> None:
         self._transport, self._call, self._action, self._device = transport, call, action, device
         self._launched: Launched | None = None
-        self._payloads: dict[int, Tensor] = {}
-        self._buffers: dict[int, Tensor] = {}
+        self._payloads: Received = {}
+        self._buffers: Received = {}
 
     def done(self) -> bool:
         if self._launched is None and not self.waits_its_turn() and self._transport.line.ready(self._device):
@@ -182,15 +182,19 @@ class _PendingRound(Pending):
 
     def _launch(self) -> Launched:
         for peer, payload in self._action.sends.items():
-            self._payloads[peer] = payload.to(self._device)
+            self._payloads[peer] = Payload(payload.memory.to(self._device))
             self._call.stamp(self._payloads[peer])
         for peer, nbytes in self._action.recvs.items():
-            self._buffers[peer] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            self._buffers[peer] = Payload.allocate(nbytes, self._device)
         try:
-            return self._transport.line.sendrecv(self._payloads, self._buffers)
+            return self._transport.line.sendrecv(_memories(self._payloads), _memories(self._buffers))
         except Exception:  # some of it may be in flight
             self._transport.abandon(self._payloads, self._buffers)
             raise
+
+
+def _memories(payloads: Received) -> dict[int, Tensor]:
+    return {peer: payload.memory for peer, payload in payloads.items()}
 
 
 class _PendingSum(Pending):

@@ -6,13 +6,13 @@ Bruck et al., IEEE TPDS 1997). Tensors are 1-D, contiguous, of any dtype that ad
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from communicators.errors import CollectiveError
-from communicators.schedule import SLOT_BYTES, Round, Schedule, body, frame, framed_nbytes, powers_of_two
+from communicators.schedule import Payload, Round, Schedule
 
 MOST_NBYTES = 1 << 40
 """Most bytes of one rank's part of a gather; a larger size from a peer is not trusted."""
@@ -35,16 +35,16 @@ def ring_allreduce(x: Tensor, rank: int, size: int) -> Schedule[Tensor]:
     if size == 1:
         return x.clone()
     bounds = block_bounds(x.numel(), size)
-    blocks = [frame(x[low:high]) for low, high in bounds]
+    blocks = [Payload.of(x[low:high]) for low, high in bounds]
     after, before = (rank + 1) % size, (rank - 1) % size
     for turn in range(2 * (size - 1)):
         give, take = (rank - turn) % size, (rank - turn - 1) % size
         low, high = bounds[take]
-        received = yield Round({after: blocks[give]}, {before: framed_nbytes(high - low, x.dtype)})
+        received = yield Round({after: blocks[give]}, {before: (high - low) * x.dtype.itemsize})
         if turn < size - 1:
-            body(received[before], x.dtype).add_(body(blocks[take], x.dtype))
+            received[before].view(x.dtype).add_(blocks[take].view(x.dtype))
         blocks[take] = received[before]
-    return torch.cat([body(block, x.dtype) for block in blocks])
+    return torch.cat([block.view(x.dtype) for block in blocks])
 
 
 def halving_doubling_allreduce(x: Tensor, rank: int, size: int) -> Schedule[Tensor]:
@@ -58,8 +58,8 @@ def halving_doubling_allreduce(x: Tensor, rank: int, size: int) -> Schedule[Tens
     total = x.clone()
     folded = rank + group
     if folded < size:
-        received = yield Round(recvs={folded: framed_nbytes(x.numel(), x.dtype)})
-        total += body(received[folded], x.dtype)
+        received = yield Round(recvs={folded: x.nbytes})
+        total += received[folded].view(x.dtype)
     low, high = 0, x.numel()
     spans = [(low, high)]
     for distance in reversed(list(powers_of_two(below=group))):
@@ -67,34 +67,34 @@ def halving_doubling_allreduce(x: Tensor, rank: int, size: int) -> Schedule[Tens
         keep, give = (low, middle), (middle, high)
         if rank & distance:
             keep, give = give, keep
-        payload = frame(total[slice(*give)])
-        received = yield Round({peer: payload}, {peer: framed_nbytes(keep[1] - keep[0], x.dtype)})
+        payload = Payload.of(total[slice(*give)])
+        received = yield Round({peer: payload}, {peer: (keep[1] - keep[0]) * x.dtype.itemsize})
         low, high = keep
-        total[low:high] += body(received[peer], x.dtype)
+        total[low:high] += received[peer].view(x.dtype)
         spans.append(keep)
     for distance in powers_of_two(below=group):
         peer = rank ^ distance
         own, whole = spans.pop(), spans[-1]
         theirs = (own[1], whole[1]) if own[0] == whole[0] else (whole[0], own[0])
-        capacity = framed_nbytes(theirs[1] - theirs[0], x.dtype)
-        received = yield Round({peer: frame(total[slice(*own)])}, {peer: capacity})
-        total[slice(*theirs)] = body(received[peer], x.dtype)
+        nbytes = (theirs[1] - theirs[0]) * x.dtype.itemsize
+        received = yield Round({peer: Payload.of(total[slice(*own)])}, {peer: nbytes})
+        total[slice(*theirs)] = received[peer].view(x.dtype)
     if folded < size:
-        yield Round(sends={folded: frame(total)})
+        yield Round(sends={folded: Payload.of(total)})
     return total
 
 
 def broadcast(x: Tensor, rank: int, size: int, root: int = 0) -> Schedule[Tensor]:
     """The root's tensor on every rank, by a binomial tree in ⌈log P⌉ rounds. x elsewhere gives size and dtype."""
     virtual = (rank - root) % size
-    payload = frame(x)
+    payload = Payload.of(x)
     for distance in powers_of_two(below=size):
         if virtual < distance and virtual + distance < size:
             yield Round(sends={(rank + distance) % size: payload})
         elif distance <= virtual < 2 * distance:
             parent = (rank - distance) % size
-            payload = (yield Round(recvs={parent: payload.numel()}))[parent]
-    return body(payload, x.dtype)
+            payload = (yield Round(recvs={parent: payload.nbytes}))[parent]
+    return payload.view(x.dtype)
 
 
 def barrier(rank: int, size: int) -> Schedule[None]:
@@ -104,7 +104,7 @@ def barrier(rank: int, size: int) -> Schedule[None]:
     """
     for distance in powers_of_two(below=size):
         to, source = (rank + distance) % size, (rank - distance) % size
-        yield Round({to: frame(torch.empty(0))}, {source: SLOT_BYTES})
+        yield Round({to: Payload.allocate(0)}, {source: 0})
 
 
 def allgather(x: Tensor, rank: int, size: int) -> Schedule[list[Tensor]]:
@@ -130,15 +130,23 @@ def allgather_blocks(block: Tensor, nbytes: Sequence[int], rank: int, size: int)
         count = min(distance, size - distance)
         to, source = (rank - distance) % size, (rank + distance) % size
         coming = [nbytes[(source + i) % size] for i in range(count)]
-        payload = frame(torch.cat(blocks[:count]) if count > 1 else block)  # framing copies anyway
-        received = yield Round({to: payload}, {source: SLOT_BYTES + sum(coming)})
-        blocks += torch.split(received[source][SLOT_BYTES:], coming)
+        payload = Payload.of(torch.cat(blocks[:count]) if count > 1 else block)
+        received = yield Round({to: payload}, {source: sum(coming)})
+        blocks += torch.split(received[source].body, coming)
     return [blocks[(r - rank) % size] for r in range(size)]
 
 
 def block_bounds(numel: int, blocks: int) -> list[tuple[int, int]]:
     """Bounds of equal blocks: block b is [⌊b·n/B⌋, ⌊(b + 1)·n/B⌋)."""
     return [(b * numel // blocks, (b + 1) * numel // blocks) for b in range(blocks)]
+
+
+def powers_of_two(*, below: int) -> Iterator[int]:
+    """1, 2, 4, … less than `below`."""
+    power = 1
+    while power < below:
+        yield power
+        power *= 2
 
 
 def largest_power_of_two(size: int) -> int:
@@ -148,7 +156,7 @@ def largest_power_of_two(size: int) -> int:
 
 def _fold_into(partner: int, x: Tensor) -> Schedule[Tensor]:
     """Gives x to the partner, gets the result last."""
-    payload = frame(x)
+    payload = Payload.of(x)
     yield Round(sends={partner: payload})
-    received = yield Round(recvs={partner: payload.numel()})
-    return body(received[partner], x.dtype)
+    received = yield Round(recvs={partner: payload.nbytes})
+    return received[partner].view(x.dtype)

@@ -1,0 +1,160 @@
+"""A dense sum that is quantised twice: once by every rank, and once by the rank that sums.
+
+What is rounded off is given back to one rank each time, for error feedback on both sides: DoubleSqueeze (Tang et al.,
+ICML 2019).
+
+Float32 travels in 8 or 4 bits an element, and a byte a block of 1,024 for its scale, block by block, as 8-bit
+optimizers do (Dettmers et al., ICLR 2022). The scale is a power of two, so that what is rounded and what is left over
+are the input exactly.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from communicators.schedule import Payload, Round, Schedule
+from communicators.schedules.dense import allgather_blocks, block_bounds
+
+BLOCK = 1024
+BITS = (8, 4)
+NOT_FINITE = -128
+"""Mark in place of a scale: the block held NaN or inf, and is read as NaN."""
+
+LEAST = -126
+"""The least exponent of a normal number."""
+
+
+class Rounded(NamedTuple):
+    """Result of a quantised sum.
+
+    total: the agreed sum. dropped: what this rank must add to its residual; over all ranks, inputs = total + dropped.
+    """
+
+    total: Tensor
+    dropped: Tensor
+
+
+def quantised_allreduce(x: Tensor, rank: int, size: int, *, bits: int = 8) -> Schedule[Rounded]:
+    """Sum over ranks of 1-D float32, with Q that rounds to `bits` (8 or 4) block by block.
+
+        total ← Q(Σ x or Q(x)) by span; the rank that owns a span adds its own x without rounding
+
+    A split, in which every rank gets its span of all, and a gather of the sums: P − 1 messages in one round, then
+    ⌈log P⌉ rounds (Bruck); 2n(P − 1)/P elements of `bits` bits, and the scales. Scales are powers of two, so sums of
+    what is rounded and of what is left over are exact where float32 is.
+    Raises ValueError for another number of bits, TypeError for another dtype.
+    """
+    _check(x, bits)
+    if size == 1:
+        return Rounded(x.clone(), torch.zeros_like(x))
+    spans = quantised_spans(x.numel(), size)
+    dropped = torch.zeros_like(x)
+    gives: dict[int, Tensor] = {}
+    for peer in _others(rank, size):
+        span = slice(*spans[peer])
+        gives[peer] = packed(x[span], bits)
+        dropped[span] = x[span] - unpacked(gives[peer], len(x[span]), bits)
+    own = slice(*spans[rank])
+    sends = {peer: Payload.of(given) for peer, given in gives.items()}
+    received = yield Round(sends, dict.fromkeys(sends, quantised_nbytes(len(x[own]), bits)))
+    total = x[own].clone()
+    for peer in sorted(received):
+        total += unpacked(received[peer].view(torch.int8), len(total), bits)
+    coded = packed(total, bits)
+    dropped[own] = total - unpacked(coded, len(total), bits)
+    lengths = [high - low for low, high in spans]
+    nbytes = [quantised_nbytes(n, bits) for n in lengths]
+    gathered = yield from allgather_blocks(coded.view(torch.uint8), nbytes, rank, size)
+    sums = [unpacked(block.view(torch.int8), n, bits) for block, n in zip(gathered, lengths, strict=True)]
+    return Rounded(torch.cat(sums), dropped)
+
+
+def quantised_spans(numel: int, size: int) -> list[tuple[int, int]]:
+    """Spans that the ranks sum: whole blocks; the last one may be shorter."""
+    bounds = block_bounds(-(-numel // BLOCK), size)
+    return [(min(low * BLOCK, numel), min(high * BLOCK, numel)) for low, high in bounds]
+
+
+def _others(rank: int, size: int) -> list[int]:
+    """Other ranks, beginning with the next one, so that not all send to the same one first."""
+    return [(rank + distance) % size for distance in range(1, size)]
+
+
+def _check(x: Tensor, bits: int) -> None:
+    if bits not in BITS:
+        raise ValueError(f"bits is {bits}, expected one of {BITS}")
+    if x.dtype != torch.float32 or x.dim() != 1:
+        raise TypeError(f"a tensor of {x.dtype} and shape {tuple(x.shape)} given, expected 1-D float32")
+
+
+def packed(x: Tensor, bits: int = 8) -> Tensor:
+    """Packs 1-D float32, from the beginning of a block on, into int8: all elements, then all exponents.
+
+    Each element becomes the nearest multiple of 2^e, where e is the least with which the block's largest keeps within
+    2^(bits − 1) − 1 steps. `x - unpacked(...)` is exact, except that for a block with NaN or inf it is NaN. The result
+    has `quantised_nbytes` bytes.
+    """
+    blocks, most = _in_blocks(x), _most_steps(bits)
+    largest = blocks.abs().amax(1)
+    fraction, exponent = torch.frexp(largest)  # largest = fraction · 2^exponent, 1/2 ≤ fraction < 1
+    beyond = fraction >= (most + 0.5) / (most + 1)  # would be rounded to one step too many
+    scale = (exponent - (bits - 1) + beyond.int()).clamp(LEAST, _most_exponent(bits))
+    finite = torch.isfinite(largest)
+    scale = torch.where(finite, scale, torch.zeros_like(scale))
+    steps = (blocks / _power(scale)[:, None]).round().clamp(-most, most).nan_to_num(0.0)
+    exponents = torch.where(finite, scale, NOT_FINITE)
+    return torch.cat([_nibbles(steps.view(-1)[: x.numel()].to(torch.int8), bits), exponents.to(torch.int8)])
+
+
+def unpacked(bytes_: Tensor, numel: int, bits: int = 8) -> Tensor:
+    """The float32 elements that `packed` gave, rounded."""
+    nbytes = _steps_nbytes(numel, bits)
+    coded, exponents = bytes_.split_with_sizes([nbytes, bytes_.numel() - nbytes])
+    power = torch.where(exponents == NOT_FINITE, torch.nan, _power(exponents.int().clamp(LEAST, _most_exponent(bits))))
+    return (_in_blocks(_steps(coded, numel, bits).float()) * power[:, None]).view(-1)[:numel].clone()
+
+
+def quantised_nbytes(numel: int, bits: int = 8) -> int:
+    """Bytes of `numel` packed elements."""
+    return _steps_nbytes(numel, bits) + -(-numel // BLOCK)
+
+
+def _steps_nbytes(numel: int, bits: int) -> int:
+    return -(-numel * bits // 8)
+
+
+def _most_steps(bits: int) -> int:
+    return (1 << (bits - 1)) - 1
+
+
+def _most_exponent(bits: int) -> int:
+    """Largest exponent with which the most steps do not overflow."""
+    return 128 - bits
+
+
+def _nibbles(steps: Tensor, bits: int) -> Tensor:
+    """Steps as int8; those of 4 bits two in one byte, the first in the low half."""
+    if bits == 8:
+        return steps
+    pairs = torch.cat([steps, steps.new_zeros(steps.numel() % 2)]).view(-1, 2)
+    return (pairs[:, 0] & 15) | (pairs[:, 1] << 4)
+
+
+def _steps(coded: Tensor, numel: int, bits: int) -> Tensor:
+    if bits == 8:
+        return coded
+    return torch.stack([(coded << 4) >> 4, coded >> 4], 1).view(-1)[:numel]  # >> keeps the sign
+
+
+def _in_blocks(x: Tensor) -> Tensor:
+    """Blocks of shape (blocks, BLOCK), the last one filled up with zeros."""
+    missing = -x.numel() % BLOCK
+    return torch.cat([x, x.new_zeros(missing)]).view(-1, BLOCK)
+
+
+def _power(exponent: Tensor) -> Tensor:
+    """2^e exactly, by the bits of a float32."""
+    return ((exponent.int() + 127) << 23).view(torch.float32)
