@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 from communicators import Bucket, CollectiveError, Communicator, Schedule, Work, run, start, tracing
-from sparse_compress.nonfinite import all_finite
+from sparse_compress import all_finite
 from torch import Tensor
 
 from data_parallel.clipping import clip_limit, clip_together

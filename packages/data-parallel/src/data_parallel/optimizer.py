@@ -16,7 +16,7 @@ from replicas.replaced import Replaced
 from replicas.saved_by import KEY
 from replicas.wrapped_state import refuse_torch_helpers, wrapped_part, wrapped_state
 from replicas.wrapping import Wrapping
-from sparse_collectives.prediction.auto import Choice
+from sparse_collectives import Choice
 from sparse_compress import Compressor
 from torch import Tensor
 from torch.optim import Optimizer

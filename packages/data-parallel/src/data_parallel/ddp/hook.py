@@ -17,8 +17,7 @@ from communicators import Bucket, Communicator, Stats, Work, as_communicator
 from replicas.default_group import default_group, refuse_other_world
 from replicas.parameters import check_pairs
 from replicas.saved_by import KEY
-from sparse_collectives.algorithm import Algorithm
-from sparse_collectives.prediction.auto import Choice
+from sparse_collectives import Algorithm, Choice
 from sparse_compress import Compressor
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket  # torch.distributed has it, but not for type checkers

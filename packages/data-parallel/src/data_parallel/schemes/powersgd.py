@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from communicators import Bucket, Communicator, Schedule, schedules
-from sparse_collectives.algorithms.dense_sum import Dense
-from sparse_collectives.traffic import Traffic, together
+from sparse_collectives import ALGORITHMS, Traffic
 from torch import Tensor
 
 from data_parallel.lanes import Lane, Saved, Scheme, Sending, spans_of
@@ -223,7 +222,7 @@ def powersgd_sent(
     columns: r; None: in a step that is summed dense.
     """
     sums = [numel for i, numel in enumerate(powersgd_elements(shapes, columns)) if i == 0 or numel]
-    return together(*(Dense().sent(rank, size, 0, numel, dtype) for numel in sums))
+    return Traffic.total(*(ALGORITHMS["dense"].sent(rank, size, 0, numel, dtype) for numel in sums))
 
 
 def powersgd_elements(shapes: Shapes, columns: int | None) -> tuple[int, int]:
