@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from communicators import CollectiveError, SimulatedWorld, schedules
-from communicators.worlds.alone import Alone
+from communicators import Alone, CollectiveError, SimulatedWorld, schedules
 from data_parallel import DenseCompressor, DistributedOptimizer, SparseHookState
 from sparse_collectives import DenseReduction
 from sparse_collectives.algorithms.gtopk import GTopK
