@@ -14,7 +14,6 @@ from torch import Tensor
 
 from data_parallel.lanes import ERROR_STATE, Lane, Saved, Scheme, Sending, State, in_units
 from data_parallel.nonfinite import first_nonfinite
-from data_parallel.state_dict import refuse_residuals
 
 
 class DenseScheme(Scheme):
@@ -32,10 +31,6 @@ class DenseScheme(Scheme):
         if DENSE_WIRES[self.wire] is not None and bucket.dtype == torch.float64:
             raise TypeError(f"wire={self.wire!r} was asked for, but gradients are float64: take wire='fp32'")
         return _DenseLane(self, bucket, saved)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError for nonzero residuals, which would be lost here."""
-        refuse_residuals(state["residuals"])
 
 
 class _DenseLane(Lane):
