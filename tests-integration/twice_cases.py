@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 from communicators import as_communicator
-from data_parallel import DistributedOptimizer
+from data_parallel import DistributedOptimizer, UpdateOptimizer
 from local_sgd import LocalSGD
 from partial_collectives import EagerSGD
 from torch import nn
@@ -23,9 +23,7 @@ WAYS = {
     "overlapped": lambda inner, model, **o: DistributedOptimizer(
         inner, model.named_parameters(), density=0.5, overlap=True, **o
     ),
-    "updates": lambda inner, model, **o: DistributedOptimizer(
-        inner, model.named_parameters(), density=1.0, sends="updates", **o
-    ),
+    "updates": lambda inner, model, **o: UpdateOptimizer(inner, model.named_parameters(), density=1.0, **o),
     "EagerSGD": lambda inner, model, **o: EagerSGD(inner, model.named_parameters(), **o),
     "LocalSGD": lambda inner, model, **o: LocalSGD(inner, model=model, **o),
 }

@@ -124,13 +124,9 @@ class Training:
         if verify and self.taken % verify == 0:
             refuse_unlike(parameters, self.comm)
 
-    def settle(self) -> None:
-        """Ends the last step, where nothing but the next one tells that it is over."""
-        self.skipped += not self.exchange.commit_or_rollback()
-
     def next_step(self, parameters: Mapping[str, Tensor]) -> None:
-        """Ends the last step, and begins and counts another; raises as `begin_step` and `count_step` do."""
-        self.settle()
+        """Begins and counts a step, and ends the last one, where nothing else tells that it is over."""
+        self.skipped += not self.exchange.commit_or_rollback()
         self.begin_step()
         self.count_step(parameters)
 

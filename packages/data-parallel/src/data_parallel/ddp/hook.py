@@ -225,7 +225,7 @@ class SparseHookState:
         dcp.save({f"hook {rank}": state}), dcp.load({f"hook {rank}": state}).
         """
         training, names, now = self._ready(), self._buckets.names, self._now
-        training.settle()
+        training.skipped += not training.exchange.commit_or_rollback()
         own = training.state((name, p) for name, p in self._parameters.items() if p.requires_grad)
         if now.saved is not None and not now.cut:
             return {KEY: {**own, "buckets": now.saved.layout}}
@@ -321,7 +321,8 @@ class SparseHookState:
         if last:
             if now.saved is not None:
                 now.cut = now.saved.release(self._buckets.names, partial(self._start, training))
-            self._refuse_left_over(training.exchange.left_over)
+            if training.exchange.left_over:
+                self._refuse_left_over(training.exchange.left_over)
             training.exchange.begin_waiting()
 
         def mean(_: torch.futures.Future[Any]) -> Tensor:
@@ -395,7 +396,7 @@ class SparseHookState:
 
     def _refuse_left_over(self, left: Sequence[str]) -> None:
         """Raises ValueError if a backward has left residuals without a bucket, except those of frozen parameters."""
-        known = self._buckets.parameters if left else {}
+        known = self._buckets.parameters
         if lost := [name for name in left if name not in known or known[name].requires_grad]:
             raise ValueError(NOT_BROUGHT.format(names=lost))
 
