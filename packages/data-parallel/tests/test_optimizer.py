@@ -395,7 +395,7 @@ def test_what_depends_on_the_shape_alone_is_prepared_once():
         sys.setprofile(watch if step == 2 else None)
         optimizer.step()
     sys.setprofile(None)
-    assert "Selections.transfer" in entered
+    assert "SparseLane.send" in entered
     looked_up = {"wire_named", "resolve", "known", "settings_of", "Algorithm.settings", "Algorithm.options"}
     assert not entered & looked_up
     assert "ErrorFeedback.suspects" not in entered  # which reads the flags of all buckets

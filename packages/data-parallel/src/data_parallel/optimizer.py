@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from data_parallel.backward_order import BUCKET_BYTES, BackwardOrder, take_over
-from data_parallel.means import Means
+from data_parallel.exchange import Means
 from data_parallel.optimizer_watch import OptimizerWatch
 from data_parallel.settings import ExchangeSettings, Settings, check_count, fixed
 from data_parallel.state_dict import check_groups, gathered_state

@@ -16,7 +16,8 @@ from sparse_collectives.wire.half import dense_wire
 from sparse_collectives.wire.wire import PLAIN, wire_named
 from sparse_compress import Compressor, TopK
 
-from data_parallel.schemes.table import WHOLE, WholeScheme, check_whole, known_whole
+from data_parallel.schemes.choose import COMPRESSORS, check_compressed, known_compressor
+from data_parallel.schemes.dense import DenseCompressor
 
 DENSITY = 0.01
 DensitySchedule = Callable[[int], float]
@@ -36,9 +37,9 @@ class ExchangeSettings(TypedDict, total=False):
         compressor: Another selection, instead of density (with a schedule: beside it). "oktopk", "spardl" and "dense"
             accept only a TopK, and take its k.
         algorithm: A name in `ALGORITHMS`, default "gtopk", or an `Algorithm` of your own. "dense" sums dense gradients,
-            without compressor and residuals; "powersgd", "dense-int8", or a `WholeScheme` of your own sends something
-            of every element, with residuals, without compressor. "auto" measures the ranks and takes the algorithm
-            predicted to be fastest for the model; `choice` says which and why. HSDP has no "auto".
+            without compressor and residuals; "powersgd", "dense-int8", or a `DenseCompressor` of your own sends
+            something of every element, with residuals, without compressor. "auto" measures the ranks and takes the
+            algorithm predicted to be fastest for the model; `choice` says which and why. HSDP has no "auto".
         options: The algorithm's own settings, such as {"teams": 2} for "spardl"; "auto" chooses them too.
         wire: Encoding of the values, default "fp32"; for selections also fewer bytes, see `WIRES`, with rounding errors
             kept in the residual; for "dense" also "bf16" or "fp16", with rounding errors lost.
@@ -62,7 +63,7 @@ class ExchangeSettings(TypedDict, total=False):
 
     density: float | DensitySchedule | None
     compressor: Compressor | None
-    algorithm: str | Algorithm | WholeScheme
+    algorithm: str | Algorithm | DenseCompressor
     options: Mapping[str, Any] | None
     wire: str
     momentum: float
@@ -129,7 +130,7 @@ class Settings:
     @property
     def may_select(self) -> bool:
         """Whether the algorithm selects entries, or may turn out to."""
-        return self.is_auto or (known_whole(self.algorithm) is None and known(self.algorithm).selects)
+        return self.is_auto or (known_compressor(self.algorithm) is None and known(self.algorithm).selects)
 
     @property
     def last_density(self) -> float:
@@ -147,18 +148,20 @@ class Settings:
             refuse_options(self.options)
             wire_named(self.wire)
             self._check_compressor(f"algorithm={AUTO!r} may take one that prescribes its selection")
-        elif (whole := known_whole(self.algorithm)) is not None:
-            check_whole(whole, self.options, self.wire, self.momentum, "the optimizer")
+        elif (whole := known_compressor(self.algorithm)) is not None:
+            check_compressed(whole, self.options, self.wire, self.momentum, "the optimizer")
             self._check_compressor(f"{whole.name} selects nothing")
         elif isinstance(self.algorithm, str) and self.algorithm not in ALGORITHMS:
-            raise ValueError(f"unknown algorithm {self.algorithm!r}; known: {', '.join([*ALGORITHMS, *WHOLE, AUTO])}")
+            raise ValueError(
+                f"unknown algorithm {self.algorithm!r}; known: {', '.join([*ALGORITHMS, *COMPRESSORS, AUTO])}"
+            )
         else:
             self._check_entry(known(self.algorithm))
         if self.dense_below and not self.may_select:
             raise ValueError(f"dense_below={self.dense_below} is for algorithms that select; this one sends all whole")
 
     def _check_entry(self, entry: Algorithm) -> None:
-        if entry.name in WHOLE:
+        if entry.name in COMPRESSORS:
             raise ValueError(
                 f"the name of your Algorithm is {entry.name!r}, which is another's: give it one of its own"
             )

@@ -202,7 +202,7 @@ class SparseHookState:
 
     @property
     def entry(self) -> Algorithm | None:
-        """The algorithm with its options; None for what is no sparse allreduce (a `WholeScheme`)."""
+        """The algorithm with its options; None for what is no sparse allreduce (a `DenseCompressor`)."""
         return self._ready().scheme.entry
 
     @property
