@@ -24,8 +24,7 @@ from sparse_collectives.prediction.cost import BACKWARD_SHARE, Handling
 from sparse_collectives.prediction.plain_table import table
 from sparse_collectives.wire.wire import WIRES
 
-from bench.form import asked, parser_of
-from bench.record import record
+from bench.record import asked, parser_of, record
 
 PARAMETERS, RANKS, STEP_SECONDS = 25_000_000, 32, 0.25
 """The training whose advice is shown."""
@@ -40,7 +39,7 @@ def main(argv: Sequence[str] = ()) -> int:
     """Measures, prints the table; returns the exit status."""
     parser = parser_of("advise", __doc__, full="10 repeats instead of 1")
     parser.add_argument("--repeats", type=int, help="measurements of each, default 1, with --full 10")
-    options, facts = asked(parser, argv, repeats=(1, 10))
+    options = asked(parser, argv, repeats=(1, 10))
     samples: dict[tuple[float, str], list[float]] = {}
     for number in range(options.repeats):
         print(f"turn {number + 1} of {options.repeats}", flush=True)
@@ -52,7 +51,7 @@ def main(argv: Sequence[str] = ()) -> int:
         for (density, what), ns in samples.items()
     ]
     print(table(COLUMNS, [[f"{row['density']:g}", str(row["what"]), f"{row['ns']:.2f}"] for row in rows]))
-    record(options.output, "advise", rows, labels=COLUMNS[:2], values=COLUMNS[2:], facts=facts, against=AGAINST)
+    record(options, rows, labels=COLUMNS[:2], values=COLUMNS[2:], against=AGAINST)
     return 0
 
 

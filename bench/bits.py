@@ -33,7 +33,7 @@ from sparse_collectives import ALGORITHMS, WIRES, sparse_allreduce
 from sparse_compress import SparseVector, topk
 from torch import Tensor, nn
 
-from bench.form import ROOT
+from bench.record import ROOT
 
 STEPS = 12
 SIZES = (1, 2, 3, 5, 8)

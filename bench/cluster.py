@@ -20,8 +20,7 @@ from typing import Any
 from partial_collectives.protocol.rules import Rules
 
 from bench.cluster_model import Cluster
-from bench.form import asked, parser_of
-from bench.record import record
+from bench.record import asked, parser_of, record
 
 AGAINST = "ranks that never wait, are late or die"
 
@@ -32,7 +31,7 @@ def main(argv: Sequence[str] = ()) -> int:
     parser.add_argument("--ranks", type=int, default=256, help="default 256")
     parser.add_argument("--hours", type=float, help="of the virtual clock; default 24, with --full 240")
     parser.add_argument("--seeds", type=int, default=3, help="default 3")
-    options, facts = asked(parser, argv, hours=(24.0, 240.0))
+    options = asked(parser, argv, hours=(24.0, 240.0))
     rows: list[dict[str, Any]] = []
     for how, cluster in ways(options.ranks).items():
         shares, brought = zip(*(cluster.shares(options.hours, seed) for seed in range(options.seeds)), strict=True)
@@ -40,9 +39,7 @@ def main(argv: Sequence[str] = ()) -> int:
         rows.append({**row, "share_samples": list(shares), "contributors": statistics.median(brought)})
         spread = f"{row['share']:.1%} [{row['least']:.1%}, {row['most']:.1%}]"
         print(f"{how:>25}: {spread} of the throughput, {statistics.median(brought):.1%} in a round", flush=True)
-    record(
-        options.output, "cluster", rows, labels=("how",), values=("share", "contributors"), facts=facts, against=AGAINST
-    )
+    record(options, rows, labels=("how",), values=("share", "contributors"), against=AGAINST)
     return 0
 
 

@@ -27,9 +27,8 @@ from sparse_collectives.prediction.calibration import measure_traffic
 from sparse_compress import TopK
 
 from bench.collectives_calls import Times, Training, counted, medians_of, sparse, whole
-from bench.form import asked, parser_of
 from bench.real_ranks import found_by, process_group, tell, unhindered
-from bench.record import as_text, record
+from bench.record import as_text, asked, parser_of, record
 
 QUICK = ((2, 10**6, 0.01), (2, 10**6, 0.001), (2, 25 * 10**6, 0.01), (4, 10**6, 0.01))
 FULL = tuple((size, n, density) for size in (2, 4) for n in (10**6, 25 * 10**6) for density in (0.01, 0.001))
@@ -45,7 +44,7 @@ def main(argv: Sequence[str] = ()) -> int:
     """Starts the ranks, prints the table; returns the exit status."""
     parser = parser_of("collectives", __doc__, full="every size, density and number of ranks: minutes")
     parser.add_argument("--repeats", type=int, default=7, help="default 7")
-    options, facts = asked(parser, argv)
+    options = asked(parser, argv)
     cases = FULL if options.full else QUICK
     rows: list[dict[str, Any]] = []
     for size in sorted({size for size, _, _ in cases}):
@@ -53,7 +52,7 @@ def main(argv: Sequence[str] = ()) -> int:
         with unhindered(size) as ranks:
             rows += found_by(ranks, on_rank, options.repeats, mine, mpi=True, timeout=1800)
     print(as_text(rows, (*LABELS, *(f"{part}_ms" for part in (*PARTS, "whole")), *RATIOS, *COUNTS)))
-    record(options.output, "collectives", rows, labels=LABELS, values=("x_mpi",), facts=facts, against=AGAINST)
+    record(options, rows, labels=LABELS, values=("x_mpi",), against=AGAINST)
     return 0
 
 

@@ -13,45 +13,20 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from sparse_compress import ErrorFeedback, SparseVector, TopK, merge, topk
 from torch import Tensor
 
 from bench import compress_levels
-from bench.form import asked, parser_of
-from bench.record import record, with_quantiles
+from bench.record import asked, parser_of, record, with_quantiles
 
 Call = Callable[[], object]
 
 
-class Row(NamedTuple):
-    """One line of the table; times in CPU milliseconds."""
-
-    what: str
-    n: int
-    k: int
-    ours_ms: float
-    torch_ms: float
-    speedup: float
-    sweeps: float
-    ours_ms_samples: list[float]
-    torch_ms_samples: list[float]
-
-
-class Threads(NamedTuple):
-    """The same call with one thread and with more; CPU milliseconds of all threads together."""
-
-    what: str
-    n: int
-    k: int
-    threads: int
-    one_ms: float
-    more_ms: float
-    one_ms_samples: list[float]
-    more_ms_samples: list[float]
-
+Row = dict[str, Any]
+"""One line of the table; times in CPU milliseconds, of all threads together."""
 
 AGAINST = "torch.topk(x.abs()) and the same step written with it"
 
@@ -59,24 +34,20 @@ AGAINST = "torch.topk(x.abs()) and the same step written with it"
 def main(argv: Sequence[str] = ()) -> int:
     """Print the table, line by line as it is measured; returns the exit status."""
     parser = parser_of("compress", __doc__, full="more rounds and n = 10⁸: minutes")
-    options, facts = asked(parser, argv)
+    options = asked(parser, argv)
     torch.set_num_threads(1)
-    print(", ".join(f"{name} {value}" for name, value in facts.items()))
+    print(", ".join(f"{name} {value}" for name, value in options.facts.items()))
     print(f"{'':30}{'n':>12}{'k':>11}{'ours':>10}{'torch':>10}{'faster':>9}{'sweeps':>8}")
     rows = []
     for row in measure(full=options.full):
         rows.append(row)
         print(
-            f"{row.what:30}{row.n:12,}{row.k:11,}{row.ours_ms:7.2f} ms{row.torch_ms:7.1f} ms"
-            f"{row.speedup:8.1f}×{row.sweeps:8.1f}",
+            "{what:30}{n:12,}{k:11,}{ours_ms:7.2f} ms{torch_ms:7.1f} ms{speedup:8.1f}×{sweeps:8.1f}".format_map(row),
             flush=True,
         )
-    threads = list(report_threads())
-    levels = list(compress_levels.report(full=options.full))
-    shown: dict[str, Any] = {"labels": ("what", "n", "k"), "values": ("speedup",), "facts": facts, "against": AGAINST}
-    shown["threads"] = [{**row._asdict(), **with_quantiles(row._asdict())} for row in threads]
-    shown["levels"] = [row._asdict() for row in levels]
-    record(options.output, "compress", [row._asdict() for row in rows], **shown)
+    more: dict[str, Any] = {"threads": [{**row, **with_quantiles(row)} for row in report_threads()]}
+    more["levels"] = list(compress_levels.report(full=options.full))
+    record(options, rows, labels=("what", "n", "k"), values=("speedup",), against=AGAINST, **more)
     return 0
 
 
@@ -99,7 +70,7 @@ def measure(*, full: bool) -> Iterator[Row]:
     yield merge_row(25_000_000, 250_000, rounds)
 
 
-def report_threads() -> Iterator[Threads]:
+def report_threads() -> Iterator[Row]:
     """Print and yield what more than one thread costs: as many as there are cores, at least two."""
     n, density, threads = 25_600_000, 0.01, max(2, os.cpu_count() or 0)
     x = torch.randn(n, generator=torch.Generator().manual_seed(0))
@@ -115,7 +86,8 @@ def report_threads() -> Iterator[Threads]:
         one, more = interleaved(5, with_threads(1, call), with_threads(threads, call))
         one_ms, more_ms = statistics.median(one), statistics.median(more)
         print(f"{what:30}{n:12,}{k:11,}{one_ms:7.2f} ms, given {threads} threads {more_ms:.2f} ms", flush=True)
-        yield Threads(what, n, k, threads, one_ms, more_ms, one, more)
+        row: Row = {"what": what, "n": n, "k": k, "threads": threads, "one_ms": one_ms, "more_ms": more_ms}
+        yield row | {"one_ms_samples": one, "more_ms_samples": more}
     torch.set_num_threads(1)
 
 
@@ -133,7 +105,9 @@ def compare(what: str, x: Tensor, k: int, rounds: int, ours: Call, plain: Call) 
     """Time the calls and one read of x in turns."""
     taken = interleaved(rounds, ours, plain, x.sum)
     ours_ms, torch_ms, read_ms = map(statistics.median, taken)
-    return Row(what, len(x), k, ours_ms, torch_ms, torch_ms / ours_ms, ours_ms / read_ms, taken[0], taken[1])
+    row: Row = {"what": what, "n": len(x), "k": k, "ours_ms": ours_ms, "torch_ms": torch_ms}
+    row |= {"speedup": torch_ms / ours_ms, "sweeps": ours_ms / read_ms}
+    return row | {"ours_ms_samples": taken[0], "torch_ms_samples": taken[1]}
 
 
 def interleaved(rounds: int, *calls: Call) -> list[list[float]]:
@@ -189,9 +163,8 @@ def merge_row(n: int, k: int, rounds: int) -> Row:
     x = torch.randn(3, n, generator=torch.Generator().manual_seed(0))
     a, b = topk(x[0] + x[1], k), topk(x[0] + x[2], k)
     entries = torch.cat([a.values, b.values])
-    return compare("merge", entries, k, 4 * rounds, partial(merge, a, b, k), partial(torch_merge, a, b, k))._replace(
-        n=n
-    )
+    ours, plain = partial(merge, a, b, k), partial(torch_merge, a, b, k)
+    return compare("merge", entries, k, 4 * rounds, ours, plain) | {"n": n}
 
 
 def torch_merge(a: SparseVector, b: SparseVector, k: int) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from sparse_compress import ErrorFeedback, TopK, WireCodec, add, merge, topk
@@ -16,25 +16,11 @@ from torch import Tensor
 DENSITY = 0.01
 
 
-class Level(NamedTuple):
-    """One call in NumPy and at each level, None where that does not run; in the unit, which takes so long.
+def report(*, full: bool) -> Iterator[dict[str, Any]]:
+    """Print and yield every row; least CPU time of the calling thread.
 
-    ms_samples: of the call in every round, by level.
+    A row has one call in NumPy (plain) and at each level, None where that does not run, in units that take unit_ms.
     """
-
-    what: str
-    n: int
-    unit: str
-    unit_ms: float
-    plain: float
-    c: float | None
-    avx2: float | None
-    avx512: float | None
-    ms_samples: dict[str, list[float]]
-
-
-def report(*, full: bool) -> Iterator[Level]:
-    """Print and yield every row; least CPU time of the calling thread."""
     print(f"{'least of a run':30}{'n':>12}{'unit':>24}{'NumPy':>8}" + "".join(f"{level:>8}" for level in LEVELS))
     for n, rounds in ((10**6, 60), (25 * 10**6, 20 if full else 6)):
         x = torch.randn(n, generator=torch.Generator().manual_seed(0))
@@ -43,29 +29,20 @@ def report(*, full: bool) -> Iterator[Level]:
             base_ms = min(pair[0] for pair in taken.values() if pair)
             scale = 1e-6 * entries if entries else base_ms
             times = {level: pair and pair[1] / scale for level, pair in taken.items()}
-            by_level = times["plain"] or 0.0, times["c"], times["avx2"], times["avx512"]
             every = {level: pair[2] for level, pair in taken.items() if pair}
-            cells = "".join(f"{'-' if value is None else f'{value:.2f}':>8}" for value in by_level)
+            cells = "".join(f"{'-' if value is None else f'{value:.2f}':>8}" for value in times.values())
             print(f"{what:30}{n:12,}{unit:>24}{cells}", flush=True)
-            yield Level(what, n, unit, base_ms, *by_level, every)
+            row = {"what": what, "n": n, "unit": unit, "unit_ms": base_ms}
+            yield row | times | {"ms_samples": every}
 
 
 def _calls(x: Tensor) -> Iterator[tuple[str, str, Callable[[], object], int, Callable[[], object]]]:
     """What, in which unit, the call that is one unit, entries where the unit is nanoseconds for one, the call."""
     n, k, sums = len(x), TopK(DENSITY).entries(len(x)), torch.zeros_like(x)
     accumulate, in_adds, read = partial(sums.add_, x), "in-place adds of g", x.sum
-    for what, gradient, momentum in (
-        ("step", x, 0.0),
-        ("step, momentum", x, 0.9),
-        ("step, bf16", x.bfloat16(), 0.0),
-    ):
-        yield (
-            what,
-            in_adds,
-            accumulate,
-            0,
-            partial(ErrorFeedback(TopK(DENSITY), momentum=momentum).compress, "", gradient),
-        )
+    for what, gradient, momentum in (("step", x, 0.0), ("step, momentum", x, 0.9), ("step, bf16", x.bfloat16(), 0.0)):
+        step = partial(ErrorFeedback(TopK(DENSITY), momentum=momentum).compress, "", gradient)
+        yield what, in_adds, accumulate, 0, step
     for density in (0.1, 0.01, 0.001):
         yield f"top-k, {density:.1%}", "read passes", read, 0, partial(topk, x, round(density * n))
     a, b = topk(x, k), topk(x.roll(n // 2), k)

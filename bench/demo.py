@@ -24,8 +24,7 @@ from thinwire_cifar.data.digits import TEST_SIZE
 from thinwire_trainer.records.metrics import read_metrics
 from thinwire_trainer.records.run_folder import RunFolder
 
-from bench.form import asked, parser_of
-from bench.record import record
+from bench.record import asked, parser_of, record
 
 AGAINST = "dense, with the same seed"
 
@@ -34,7 +33,7 @@ def main(argv: Sequence[str] = ()) -> int:
     """Trains with one seed after another, prints a line for each; returns the exit status."""
     parser = parser_of("demo", __doc__, full="5 seeds instead of 1")
     parser.add_argument("--seeds", type=int, help="default 1, with --full 5")
-    options, facts = asked(parser, argv, seeds=(1, 5))
+    options = asked(parser, argv, seeds=(1, 5))
     found = []
     for seed in range(options.seeds):
         found.append(_trained(seed))
@@ -44,7 +43,7 @@ def main(argv: Sequence[str] = ()) -> int:
     behind, at_default = rows[-1]["behind"], rows[-1]["behind_at_default"]
     print(f"gTop-k is {behind:.2f} points behind dense in the mean, {at_default:.2f} at the demo's own seed")
     values = ("mean", "least", "most")
-    record(options.output, "demo", rows, labels=("algorithm",), values=values, facts=facts, against=AGAINST)
+    record(options, rows, labels=("algorithm",), values=values, against=AGAINST)
     return 0
 
 
@@ -71,7 +70,3 @@ def rows_of(found: Sequence[Mapping[str, Summary]]) -> list[dict[str, Any]]:
         row["bytes_a_step"] = statistics.mean(one[name].nbytes for one in found)
         rows.append(row | {"accuracy_samples": scores, "behind_samples": behind})
     return rows
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))

@@ -22,11 +22,10 @@ from partial_collectives import EagerSGD
 from partial_collectives.protocol.rules import Quorum
 
 from bench.eager_on_ranks import on_ranks
-from bench.eager_tasks import TASKS, Task
-from bench.form import asked, parser_of
-from bench.record import record
+from bench.eager_tasks import TASKS, Task, ideal
+from bench.record import asked, parser_of, record
 
-COLUMNS = ("seconds", "whole", "accuracy", "rounds")
+COLUMNS, VALUES = ("seconds", "whole", "accuracy", "rounds"), ("speedup", "whole_speedup", "ideal")
 
 AGAINST = "synchronous SGD with the same delays, and the bound for them"
 
@@ -37,11 +36,10 @@ def main(argv: Sequence[str] = ()) -> int:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="default: all")
     parser.add_argument("--seeds", type=int, help="default 1, with --full 3")
     parser.add_argument("--steps", type=int, help="of real ranks; default 40, with --full 200; 0: none")
-    options, facts = asked(parser, argv, seeds=(1, 3), steps=(40, 200))
+    options = asked(parser, argv, seeds=(1, 3), steps=(40, 200))
     rows = [row for name in options.tasks for row in _compared(TASKS[name], options.seeds)]
-    shown: dict[str, Any] = {"labels": ("task", "how"), "values": ("speedup", "whole_speedup", "ideal")}
     more: dict[str, Any] = {"ranks": on_ranks(options.steps)} if options.steps else {}
-    record(options.output, "eager", rows, **shown, facts=facts, against=AGAINST, **more)
+    record(options, rows, labels=("task", "how"), values=VALUES, against=AGAINST, **more)
     return 0
 
 
@@ -52,17 +50,17 @@ def ways(ranks: int) -> dict[str, Quorum]:
 
 def _compared(task: Task, seeds: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    ideal = statistics.median(task.ideal(seed) for seed in range(seeds))
+    bound = statistics.median(ideal(task, seed) for seed in range(seeds))
     for how, quorum in ways(task.ranks).items():
         runs = [_trained(task, quorum, seed) for seed in range(seeds)]
         row: dict[str, Any] = dict(zip(COLUMNS, map(statistics.median, zip(*runs, strict=True)), strict=True))
         row |= {f"{name}_samples": [run[place] for run in runs] for place, name in enumerate(COLUMNS[:3])}
         first = rows[0] if rows else row
         row |= {"speedup": first["seconds"] / row["seconds"], "whole_speedup": first["whole"] / row["whole"]}
-        rows.append({"task": task.name, "how": how, **row, "ideal": ideal})
+        rows.append({"task": task.name, "how": how, **row, "ideal": bound})
         print(
             f"{task.name}, {how:>11}: {row['seconds']:6.1f} s to {task.target:.0%}, speed-up {row['speedup']:.2f}; "
-            f"{row['whole']:6.1f} s in all, {row['whole_speedup']:.2f} (ideal {ideal:.2f}); "
+            f"{row['whole']:6.1f} s in all, {row['whole_speedup']:.2f} (ideal {bound:.2f}); "
             f"{row['rounds']:.0f} rounds; final {row['accuracy']:.1%}",
             flush=True,
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import string
-from abc import ABC, abstractmethod
 from functools import cache
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -17,8 +16,11 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 
-class Task(ABC):
-    """target: the test accuracy to be reached. every: rounds between looks at it."""
+class Imbalanced:
+    """A task on `ranks` ranks, each with `steps` steps. target: the test accuracy to be reached. rate: of learning.
+
+    every: rounds between looks at the accuracy.
+    """
 
     name: str
     ranks: int
@@ -27,52 +29,30 @@ class Task(ABC):
     rate: float
     every: int
 
-    @abstractmethod
-    def model(self) -> nn.Module:
-        """A new one."""
 
-    @abstractmethod
-    def seconds(self, seed: int, rank: int) -> list[float]:
-        """Of each step of a rank."""
-
-    @abstractmethod
-    def loss(self, model: nn.Module, seed: int, rank: int, step: int) -> Tensor:
-        """Of this rank's batch."""
-
-    @abstractmethod
-    def accuracy(self, model: nn.Module) -> float:
-        """On the test samples."""
-
-    def ideal(self, seed: int) -> float:
-        """The bound of a speed-up: steps as long as their slowest rank, against every rank at its own mean pace."""
-        table = [self.seconds(seed, rank) for rank in range(self.ranks)]
-        slowest: float = sum(max(step) for step in zip(*table, strict=True))
-        return slowest / max(sum(own) for own in table)
-
-
-class Digits(Task):
+class Digits(Imbalanced):
     """scikit-learn's digits, 1,437 to train with and 360 to test; a step takes 0.5 s, on one rank of 16, drawn anew in
     each step, 0.32 s more (the paper: on two of 64)."""
 
     name, ranks, steps, target, rate, every = "digits", 16, 200, 0.95, 0.05, 5
 
     def model(self) -> nn.Module:
-        """See `Task.model`."""
+        """A new one."""
         return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
 
     def seconds(self, seed: int, rank: int) -> list[float]:
-        """See `Task.seconds`."""
+        """Of each step of a rank."""
         late = injected_delays("random:1=0.32", rank, self.ranks, seed=seed)
         return [0.5 + late(step) for step in range(self.steps)]
 
     def loss(self, model: nn.Module, seed: int, rank: int, step: int) -> Tensor:
-        """See `Task.loss`."""
+        """Of this rank's batch."""
         images, labels = _digits()
         batch = torch.randint(1437, (8,), generator=_draw(seed, rank, step))
         return nn.functional.cross_entropy(model(images[batch]), labels[batch])
 
     def accuracy(self, model: nn.Module) -> float:
-        """See `Task.accuracy`."""
+        """On the test samples."""
         images, labels = _digits()
         with torch.no_grad():
             return float((model(images[1437:]).argmax(1) == labels[1437:]).float().mean())
@@ -81,29 +61,29 @@ class Digits(Task):
 LENGTHS = (4, 8, 12, 16, 24, 32, 48, 64)
 
 
-class Text(Task):
+class Text(Imbalanced):
     """The next character of Python's own help texts, by an LSTM. A step takes as long as its sequences: 0.2 … 3.2 s,
     about as of the paper's videos; a rank's length is drawn for each step."""
 
     name, ranks, steps, target, rate, every = "lstm", 8, 480, 0.45, 0.5, 5
 
     def model(self) -> nn.Module:
-        """See `Task.model`."""
+        """A new one."""
         return NextCharacter()
 
     def seconds(self, seed: int, rank: int) -> list[float]:
-        """See `Task.seconds`."""
+        """Of each step of a rank."""
         return [0.05 * self._length(seed, rank, step) for step in range(self.steps)]
 
     def loss(self, model: nn.Module, seed: int, rank: int, step: int) -> Tensor:
-        """See `Task.loss`: the mean over characters, so that short batches count as much as long ones."""
+        """Mean of this rank's batch over characters, so that short batches count as much as long ones."""
         text, length = _text()[:-20_000], self._length(seed, rank, step)
         starts = torch.randint(len(text) - length - 1, (8,), generator=_draw(seed, rank, step))
         windows = torch.stack([text[start : start + length + 1] for start in starts.tolist()])
         return nn.functional.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
 
     def accuracy(self, model: nn.Module) -> float:
-        """See `Task.accuracy`."""
+        """On the test samples."""
         windows = _text()[-20_000:].view(-1, 40)[::8]
         with torch.no_grad():
             return float((model(windows[:, :-1]).argmax(2) == windows[:, 1:])[:, 8:].float().mean())
@@ -128,7 +108,7 @@ class NextCharacter(nn.Module):
         return scores
 
 
-class Speech(Task):
+class Speech(Imbalanced):
     """Synthetic spoken digits, one to four an utterance, in batches of any lengths: nobody is slowed down on purpose. A
     step takes as long as its batch's longest utterance, to which the others are padded; `PER_FRAME` and `PER_STEP` are
     as measured on one core. accuracy: words that are right, less those that are too many."""
@@ -142,28 +122,27 @@ class Speech(Task):
         return self.epochs * len(self._batches(0, 0, 0))
 
     def model(self) -> nn.Module:
-        """See `Task.model`."""
+        """A new one."""
         from thinwire_deepspeech.decoding import LABELS
         from thinwire_deepspeech.model import DeepSpeech2, small
 
         return DeepSpeech2(small(), labels=len(LABELS))
 
     def seconds(self, seed: int, rank: int) -> list[float]:
-        """See `Task.seconds`."""
+        """Of each step of a rank."""
         lengths = _speech()[1]
         batches = [batch for epoch in range(self.epochs) for batch in self._batches(seed, rank, epoch)]
         return [self.PER_STEP + self.PER_FRAME * len(batch) * int(lengths[batch].max()) for batch in batches]
 
     def loss(self, model: nn.Module, seed: int, rank: int, step: int) -> Tensor:
-        """See `Task.loss`: the mean over characters."""
+        """Mean of this rank's batch over characters."""
         epoch, place = divmod(step, self.steps // self.epochs)
         log_probabilities, lengths, heard = self._heard(model, _speech()[0], self._batches(seed, rank, epoch)[place])
         return nn.functional.ctc_loss(log_probabilities, heard.labels, lengths, heard.label_lengths)
 
     def accuracy(self, model: nn.Module) -> float:
-        """See `Task.accuracy`."""
-        from thinwire_deepspeech.error_rates import errors
-        from thinwire_deepspeech.recognition import heard_in
+        """On the test samples."""
+        from thinwire_deepspeech.recognition import errors, heard_in
 
         with torch.no_grad():
             log_probabilities, lengths, heard = self._heard(model.eval(), _speech()[2], torch.arange(50))
@@ -185,7 +164,16 @@ class Speech(Task):
         return *model(batch.spectrograms, batch.lengths), batch
 
 
+Task = Digits | Text | Speech
 TASKS: dict[str, Task] = {task.name: task for task in (Digits(), Text(), Speech())}
+
+
+def ideal(task: Task, seed: int) -> float:
+    """Bound of a speed-up: steps as long as their slowest rank, against every rank at its own mean pace."""
+    table = [task.seconds(seed, rank) for rank in range(task.ranks)]
+    slowest: float = sum(max(step) for step in zip(*table, strict=True))
+    return slowest / max(sum(own) for own in table)
+
 
 ALPHABET = string.ascii_lowercase + string.digits + " \n.,:;()[]'\"`_-="
 

@@ -28,8 +28,7 @@ from thinwire_trainer.launching.device import clock_of, own_device
 from thinwire_trainer.training.batches import train_input
 from torch import Tensor
 
-from bench.form import asked, parser_of
-from bench.record import record
+from bench.record import asked, parser_of, record
 
 COLUMNS = ("model", "dataset", "batch", "readers", "input", "need", "fed", "waits")
 MODELS = {  # -> data set, batch
@@ -49,7 +48,7 @@ def main(argv: Sequence[str] = ()) -> int:
     parser.add_argument("--models", nargs="+", choices=MODELS, help="default resnet20, resnet18; with --full all")
     parser.add_argument("--readers", type=int, nargs="+", default=[0, 1, 2, 4], help="default 0 1 2 4")
     parser.add_argument("--seconds", type=float, help="a measurement at least; default 1, with --full 5")
-    options, facts = asked(parser, argv, seconds=(1.0, 5.0), models=(["resnet20", "resnet18"], list(MODELS)))
+    options = asked(parser, argv, seconds=(1.0, 5.0), models=(["resnet20", "resnet18"], list(MODELS)))
     rows = list[dict[str, Any]]()
     print("  ".join(f"{name:>10}" for name in COLUMNS), flush=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -57,15 +56,7 @@ def main(argv: Sequence[str] = ()) -> int:
         _write_imagenet(Path(folder))
         for model in options.models:
             rows += _measured(model, Path(folder), options.readers, options.seconds)
-    record(
-        options.output,
-        "input",
-        rows,
-        labels=("model", "readers"),
-        values=("input", "need"),
-        facts=facts,
-        against=AGAINST,
-    )
+    record(options, rows, labels=("model", "readers"), values=("input", "need"), against=AGAINST)
     return 0
 
 
@@ -156,7 +147,3 @@ def _write_imagenet(folder: Path) -> None:
             smooth = np.asarray(rough.resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC), dtype=np.int16)
             noisy = smooth + drawn.normal(0, 8, (HEIGHT, WIDTH, 1)).astype(np.int16)
             Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(target / f"{number}.JPEG", quality=90)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

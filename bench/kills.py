@@ -25,8 +25,7 @@ from typing import Any
 
 import torch
 
-from bench.form import asked, parser_of
-from bench.record import record
+from bench.record import asked, parser_of, record
 
 ALGORITHMS = {
     "dense": [],
@@ -166,7 +165,7 @@ def main(argv: Sequence[str] = ()) -> int:
     parser.add_argument("--ranks", type=int, metavar="P", help="default 2, with --full 4")
     parser.add_argument("--algorithms", nargs="+", choices=list(ALGORITHMS), default=list(ALGORITHMS))
     parser.add_argument("--seed", type=int, default=0, help="of the times; default 0")
-    options, facts = asked(parser, argv, kills=(3, 20), ranks=(2, 4))
+    options = asked(parser, argv, kills=(3, 20), ranks=(2, 4))
     kills, ranks = options.kills, options.ranks
     rows, chance = [], random.Random(options.seed)
     for algorithm in options.algorithms:
@@ -176,7 +175,5 @@ def main(argv: Sequence[str] = ()) -> int:
         print(
             f"{algorithm:>18}: {rows[-1]['kills']} kills, {ranks} ranks, {rows[-1]['seconds']} s: {outcome}", flush=True
         )
-    record(
-        options.output, "kills", rows, labels=("algorithm", "ranks"), values=("kills",), facts=facts, against=AGAINST
-    )
+    record(options, rows, labels=("algorithm", "ranks"), values=("kills",), against=AGAINST)
     return 0 if all(row["same"] and row["kills"] == kills for row in rows) else 1

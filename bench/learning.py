@@ -42,15 +42,14 @@ from thinwire_trainer.synchronisers.table import TABLE
 from torch import nn
 
 from bench.convergence import tasks
-from bench.form import asked, parser_of
-from bench.record import record
+from bench.record import asked, parser_of, record
 
 COLUMNS = ("algorithm", "mean", "least", "most", "behind", "bytes_a_step", "settings")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Learning:
-    """One task. measure: of a row of metrics; behind: how much worse a mean is than `first`'s; much: what is marked.
+    """One task. measure: of a row of metrics; behind: how much worse a mean is than `first`'s.
 
     settings: by algorithm, flags that it gets besides `words`; others go by the app's defaults.
     cases: by name, flags of theirs besides; each is compared with its own `first`. algorithms: by default all.
@@ -62,8 +61,6 @@ class Learning:
     epochs: int
     measure: Callable[[dict[str, Any]], float]
     behind: Callable[[float, float], float]
-    much: float
-    heading: str
     settings: Mapping[str, str] = field(default_factory=dict)
     cases: Mapping[str, str] = field(default_factory=lambda: {"": ""})
     first: str = "dense"
@@ -80,8 +77,6 @@ TASKS = {
         epochs=20,
         measure=lambda row: 100 * float(row["test_accuracy"]),
         behind=lambda mean, dense: dense - mean,
-        much=1.0,
-        heading="accuracy in %, mean of {seeds} | of each | points behind dense",
     ),
     "pydoc": Learning(
         app=TEXT,
@@ -90,8 +85,6 @@ TASKS = {
         epochs=4,
         measure=lambda row: float(row["perplexity"]),
         behind=lambda mean, dense: 100 * (mean / dense - 1),
-        much=10.0,
-        heading="perplexity, mean of {seeds} | of each | % above dense",
         settings={"dense": "--clip-norm 0.125", "gtopk": "--lr 16", "diloco": "--lr 4"},  # see docs/apps/text.md
     ),
     "averaging": Learning(
@@ -101,8 +94,6 @@ TASKS = {
         epochs=12,
         measure=lambda row: 100 * float(row["test_accuracy"]),
         behind=lambda mean, first: first - mean,
-        much=1.0,
-        heading="accuracy in %, mean of {seeds} | of each | points behind local-sgd",
         cases={
             f"{model}, {optimizer}": f"--dnn bench.learning:small_{model.lower()} {flags}"
             for model in ("CNN", "ViT")
@@ -127,7 +118,7 @@ def main(argv: Sequence[str] = ()) -> int:
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs side by side; they change no bit")
     chosen = TASKS[parser.parse_args(argv).task]
     of_task = {name: (getattr(chosen, name),) * 2 for name in ("ranks", "epochs", "algorithms")}
-    options, facts = asked(parser, argv, seeds=(1, chosen.seeds), **of_task)
+    options = asked(parser, argv, seeds=(1, chosen.seeds), **of_task)
     task, seeds, rows = TASKS[options.task], options.seeds, list[dict[str, Any]]()
     labels = ("case",) * (len(task.cases) > 1) + COLUMNS[:1]
     columns = labels + COLUMNS[1:]
@@ -150,37 +141,14 @@ def main(argv: Sequence[str] = ()) -> int:
             print("  ".join(f"{cell:>17}" for cell in cells), flush=True)
     against = f"{task.first}, with the same settings and seeds"
     kept = [{name: value for name, value in row.items() if name != "case" or value} for row in rows]
-    record(options.output, task.name, kept, labels=labels, values=("mean",), facts=facts, against=against)
-    (options.output / f"{task.name}.md").write_text(_markdown(task, rows, seeds))
+    record(options, kept, name=task.name, labels=labels, values=("mean",), against=against)
     return 0
-
-
-def _markdown(task: Learning, rows: Sequence[dict[str, Any]], seeds: int) -> str:
-    """The table for a page; an algorithm that is much behind is marked, for a reason to be given."""
-    heading = task.heading.format(seeds="1 seed" if seeds == 1 else f"{seeds} seeds")
-    lines = [f"| `--algorithm` | {heading} | bytes a step |"]
-    lines.append("|---|---|---|---|---|")
-    if task.settings:
-        lines = [f"{line} {cell} |" for line, cell in zip(lines, ("settings", "---"), strict=True)]
-    if len(task.cases) > 1:
-        lines = [f"|{cell}{line}" for line, cell in zip(lines, (" model, optimizer ", "---"), strict=True)]
-    for row in rows:
-        marked = f"**{row['behind']:.1f}**" if row["behind"] > task.much else f"{row['behind']:.1f}"
-        spread = f"{row['least']:.1f} … {row['most']:.1f}"
-        line = f"| `{row['algorithm']}` | {row['mean']:.1f} | {spread} | {marked} | {row['bytes_a_step']:,.0f} |"
-        line = f"{line} {_as_code(row['settings'])} |" if task.settings else line
-        lines.append(f"| {row['case']} {line}" if row["case"] else line)
-    return "\n".join(lines) + "\n"
 
 
 def asking(task: Learning, algorithm: str, *, epochs: int, seed: int, case: str = "") -> list[str]:
     """The flags of one run, but for its output: the task's, the case's, then the algorithm's own."""
     words = f"{task.words} --algorithm {algorithm} --max-epochs {epochs} --seed {seed} --checkpoint-every 0"
     return [*words.split(), *task.cases.get(case, "").split(), *task.settings.get(algorithm, "").split()]
-
-
-def _as_code(words: str) -> str:
-    return f"`{words}`" if words else ""
 
 
 def small_cnn(*, channels: int, classes: int, size: int) -> nn.Module:

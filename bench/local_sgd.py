@@ -23,9 +23,8 @@ from slow_link import open_link
 from slow_link.throttled import behind_link
 from torch import nn
 
-from bench.form import asked, parser_of
 from bench.real_ranks import found_by, tell
-from bench.record import as_text, record
+from bench.record import as_text, asked, parser_of, record
 
 WIDTH, LAYERS, EVERY = 256, 4, 2
 WARM, STEPS = EVERY, 4 * EVERY
@@ -42,14 +41,13 @@ def main(argv: Sequence[str] = ()) -> int:
     parser.add_argument("--ms", type=float, default=1.0, help="one-way delay, default 1")
     parser.add_argument("--share", type=float, default=0.35, help="of a synchronous step that is communication")
     parser.add_argument("--rounds", type=int, help="default 7, with --full 21")
-    options, facts = asked(parser, argv, rounds=(7, 21))
+    options = asked(parser, argv, rounds=(7, 21))
     with open_link(ranks=options.ranks, mbit_per_second=options.mbit, milliseconds=options.ms) as link:
-        facts["link"] = link.describe()
+        options.facts["link"] = link.describe()
         print(f"P = {options.ranks}, {WIDTH * WIDTH * LAYERS:,} parameters, {link.describe()}", flush=True)
         rows = found_by(link, on_rank, options.share, options.rounds, mpi=True)
     print(as_text(rows, COLUMNS))
-    shown: dict[str, Any] = {"labels": COLUMNS[:1], "values": ("overhead", "hidden")}
-    record(options.output, "local-sgd", rows, **shown, facts=facts, against=AGAINST)
+    record(options, rows, labels=COLUMNS[:1], values=("overhead", "hidden"), against=AGAINST)
     return 0
 
 

@@ -29,13 +29,14 @@ import torch.distributed as dist
 from local_sgd import DiLoCo, LocalSGD
 from torch import Tensor, nn
 
-from bench.form import asked, parser_of
-from bench.real_ranks import process_group
-from bench.record import as_text, record
+from bench.real_ranks import found_by, tell, unhindered
+from bench.record import as_text, asked, parser_of, record
 
 RANKS, EVERY, WIDTH, LAYERS = 2, 4, 256, 8
 COLUMNS = ("algorithm", "library", "difference", "boundary", "bytes", "step")
 LOOPBACK = "127.0.0.1"
+APART = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$0" "$@"')
+"""A network of its own, whose loopback carries nothing but the ranks' bytes."""
 
 
 @dataclass
@@ -214,49 +215,34 @@ def main(argv: Sequence[str] = ()) -> int:
     """Starts the ranks, prints the table; returns the exit status."""
     parser = parser_of("local-sgd-peers", __doc__, full="four times as many")
     parser.add_argument("--boundaries", type=int, help="default 12, with --full 48")
-    options, facts = asked(parser, argv, boundaries=(12, 48))
+    options = asked(parser, argv, boundaries=(12, 48))
     missing = sorted({needs for *_, needs in WAYS if importlib.util.find_spec(needs) is None})
     if missing:
         print(f"left out, because not installed: {', '.join(missing)} (hatch run peers:bench local-sgd-peers has them)")
-    command = [sys.executable, "-m", "bench.local_sgd_peers", "alone", str(options.boundaries)]
     apart = os.geteuid() == 0 and shutil.which("unshare") is not None and shutil.which("ip") is not None
-    print(
-        f"P = {RANKS}, {LAYERS * (WIDTH + 1) * WIDTH:,} parameters, a boundary every {EVERY} steps, loopback",
-        flush=True,
-    )
     if not apart:
-        print("no network namespace here (it takes root, unshare and ip): bytes are the whole machine's", flush=True)
-    done = subprocess.run([*(["unshare", "--net"] if apart else []), *command], capture_output=True, text=True)
+        print("no network namespace here (it takes root, unshare and ip): bytes are the whole machine's")
+    print(f"P = {RANKS}, {LAYERS * (WIDTH + 1) * WIDTH:,} parameters, a boundary every {EVERY} steps", flush=True)
+    command = [sys.executable, "-c", f"import bench.local_sgd_peers as it; it.alone({options.boundaries})"]
+    done = subprocess.run([*(APART if apart else []), *command], capture_output=True, text=True)
     if done.returncode:  # what a manager writes when all is well is of no use here
         print(done.stderr, file=sys.stderr)
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    if rows:
-        print(as_text(rows, COLUMNS))
-        measured: dict[str, Any] = {"labels": COLUMNS[:2], "values": ("boundary", "step")}
-        record(options.output, "local-sgd-peers", rows, **measured, facts=facts, against=AGAINST)
-    return done.returncode
+        return done.returncode
+    rows = json.loads(done.stdout.splitlines()[-1])
+    print(as_text(rows, COLUMNS))
+    record(options, rows, labels=COLUMNS[:2], values=("boundary", "step"), against=AGAINST)
+    return 0
 
 
-def alone(boundaries: int) -> int:
-    """Both ranks, in this process's network."""
-    if shutil.which("ip") is not None and os.geteuid() == 0:
-        subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
-    environment = {**os.environ, "MASTER_ADDR": LOOPBACK, "MASTER_PORT": "29511", "WORLD_SIZE": str(RANKS)}
-    environment |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", "-m", "bench.local_sgd_peers", "ranks", str(boundaries)]
-    ranks = [
-        subprocess.Popen(command, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(RANKS)
-    ]
-    try:
-        return max(rank.wait(timeout=600) for rank in ranks)
-    finally:
-        for rank in ranks:
-            rank.kill()
+def alone(boundaries: int) -> None:
+    """Starts both ranks in this process's network; prints the rows as its last line."""
+    with unhindered(RANKS) as ranks:
+        print(json.dumps(found_by(ranks, on_rank, boundaries, mpi=False)))
 
 
 def on_rank(boundaries: int) -> None:
-    """One rank's part."""
+    """One rank's part, in a process group; rank 0 tells each row."""
+    os.environ["LOCAL_RANK"] = os.environ["RANK"]  # by which Accelerate knows that there are others
     reference: dict[str, list[Tensor]] = {}
     for algorithm, library, way, needs in WAYS:
         if importlib.util.find_spec(needs) is None:
@@ -270,7 +256,7 @@ def on_rank(boundaries: int) -> None:
         largest = max(float(x.abs().max()) for x in ours_path)
         found["difference"] = max(float((a - b).abs().max()) for a, b in zip(path, ours_path, strict=True)) / largest
         if dist.get_rank() == 0:
-            print(json.dumps({"algorithm": algorithm, "library": library, **found}), flush=True)
+            tell({"algorithm": algorithm, "library": library, **found})
 
 
 def _measured(task: Task, step: Step, first: int, boundaries: int) -> tuple[list[Tensor], dict[str, Any]]:
@@ -304,13 +290,3 @@ def _loopback_bytes() -> int:
         if name.strip() == "lo":
             return int(counters.split()[8])
     return 0
-
-
-if __name__ == "__main__":
-    if sys.argv[1:2] == ["alone"]:
-        raise SystemExit(alone(int(sys.argv[2])))
-    if sys.argv[1:2] == ["ranks"]:
-        with process_group(timeout=timedelta(seconds=60)):
-            on_rank(int(sys.argv[2]))
-    else:
-        raise SystemExit(main(sys.argv[1:]))

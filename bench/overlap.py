@@ -27,9 +27,8 @@ from sparse_collectives import sparse_allreduce_async
 from sparse_compress import TopK, topk
 from torch import nn
 
-from bench.form import asked, parser_of
 from bench.real_ranks import found_by, tell
-from bench.record import as_text, record
+from bench.record import as_text, asked, parser_of, record
 
 T = TypeVar("T")
 MIB = 1 << 20
@@ -58,13 +57,13 @@ def main(argv: Sequence[str] = ()) -> int:
     parser.add_argument("--mbit", type=float, default=25.0, help="link rate, default 25")
     parser.add_argument("--ms", type=float, default=1.0, help="one-way delay, default 1")
     parser.add_argument("--repeats", type=int, default=9, help="default 9")
-    options, facts = asked(parser, argv, buckets=([1, 4, 16], [1, 4, 8, 16, 32]))
+    options = asked(parser, argv, buckets=([1, 4, 16], [1, 4, 8, 16, 32]))
     print("P = 2, 9.4 million parameters, density 0.01, MPI")
     with open_link(ranks=2, mbit_per_second=options.mbit, milliseconds=options.ms) as link:
-        facts["link"] = link.describe()
+        options.facts["link"] = link.describe()
         rows = found_by(link, on_rank, options.repeats, options.buckets, mpi=True)
     print(as_text(rows, COLUMNS))
-    record(options.output, "overlap", rows, labels=COLUMNS[:3], values=("hidden",), facts=facts, against=AGAINST)
+    record(options, rows, labels=COLUMNS[:3], values=("hidden",), against=AGAINST)
     return 0
 
 

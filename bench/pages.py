@@ -1,6 +1,9 @@
-"""Pages with figures: the templates of bench/templates, filled in from the records.
+"""Pages with figures: docs/results.md, and marked blocks of other pages, of bench/results: `hatch run results`.
 
-results.md.j2 is docs/results.md. Every other NAME.md.j2 is a block, which stands on a page between two marks:
+    python -m bench.pages [--check] [--run [NAME ...]]
+
+The templates of bench/templates, Jinja's, are filled in from `records` (each bench/results/*.json by name) and
+`published` (bench/published.toml). results.md.j2 is docs/results.md; other NAME.md.j2 are blocks between two marks:
 
     <!-- figures: NAME, by `hatch run results` -->
 
@@ -8,14 +11,20 @@ results.md.j2 is docs/results.md. Every other NAME.md.j2 is a block, which stand
 
     <!-- end of figures -->
 
-Templates are Jinja's, and see `records` (each bench/results/*.json by name) and `published` (bench/published.toml).
-Their filters `where`, `each` and `derive` take expressions of a row's columns: `rows|where("P == 4")|each("sent / n")`.
+Filters `where`, `each` and `derive` take expressions of a row's columns: `rows|where("P == 4")|each("sent / n")`.
+--check: writes no page, and ends with 1 if a page is not what the records make. --run: makes the records of
+docs/results.md first, or those named: every benchmark in full, one after another, on a machine with nothing else to do.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import re
+import shutil
 import statistics
+import subprocess
+import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
@@ -23,14 +32,14 @@ from pathlib import Path
 from typing import Any
 
 from data_parallel.backward_order import BUCKET_BYTES
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, UndefinedError
 from slow_link.check import TOLERANCE
 from sparse_compress import HEADER_BYTES, WireCodec, index_entropy
 
 from bench.advise import shown
 from bench.convergence.tasks import TASKS
-from bench.form import RESULTS, ROOT
 from bench.published import published
+from bench.record import RESULTS, ROOT
 
 Row = Mapping[str, Any]
 Records = Mapping[str, Any]
@@ -40,6 +49,13 @@ Blocks = Mapping[str, Callable[[Records], str]]
 TEMPLATES, SUFFIX = Path(__file__).parent / "templates", ".md.j2"
 SECTIONS = ("results", "peers", "sweeps")
 """Templates that make docs/results.md; the others are blocks."""
+PAGE = ROOT / "docs" / "results.md"
+PICTURES = ROOT / "docs" / "images" / "results"
+SHOWN = (
+    *("scaling", "eager", "sweeps", "demo", "collectives", "local-sgd", "partial", "overlap", "predictions"),
+    *("slow-link", "compress", "peers"),
+)
+"""Records of docs/results.md: simulated ones first, which a busy machine spoils least."""
 PLACES = ("README.md", "docs/**/*.md", "packages/*/README.md", "apps/*/README.md", "examples/**/*.md")
 WIDTH = 120
 BUSY = 1.0
@@ -48,6 +64,49 @@ MARK = re.compile(r"<!--\s*(?:end of )?figure[^\n]*", re.I)
 """Anything meant as a mark, with the rest of its line."""
 BEGIN, END = r"<!-- figures: (?P<name>[\w-]+), [^\n]*-->", "<!-- end of figures -->"
 MARKED = re.compile(rf"(?P<begin>{BEGIN}\n)(?P<text>(?:(?!(?i:{MARK.pattern})).)*)(?P<end>{END}(?:\n|\Z))", re.S)
+WRONG = f'is no mark, or has no end or beginning: expected "<!-- figures: NAME, by `hatch run results` -->" and "{END}"'
+
+
+def main(argv: Sequence[str] = ()) -> int:
+    """Writes the pages; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m bench.pages", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="only tell whether pages are what the records make")
+    parser.add_argument("--run", nargs="*", choices=SHOWN, metavar="NAME", help="make these records first; none: all")
+    options = parser.parse_args(argv)
+    failed = 0
+    for name in SHOWN if options.run == [] else options.run or ():
+        failed |= subprocess.run([sys.executable, "-m", "bench", name, "--full"], cwd=ROOT).returncode
+    made, lacking = changed({path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))})
+    for path, missing in lacking.items():
+        print(f"{path.relative_to(ROOT)} is kept as it is: {missing}")
+    for path, text in made.items():
+        if options.check:
+            print(f"not what the records make: {path.relative_to(ROOT)}; run `hatch run results`")
+        else:
+            path.write_text(text)
+            print(f"written: {path.relative_to(ROOT)}")
+    for name in () if options.check else SHOWN:
+        shutil.copyfile(RESULTS / f"{name}.png", PICTURES / f"{name}.png")
+    return 1 if lacking or failed or (made and options.check) else 0
+
+
+def changed(records: Records) -> tuple[dict[Path, str], dict[Path, str]]:
+    """Pages that are not what the records make, as they are to be; and pages that lack a figure: which.
+
+    Raises:
+        ValueError: if a page has a wrong mark.
+    """
+    made: dict[Path, str] = {}
+    lacking: dict[Path, str] = {}
+    for path in pages():
+        before, name = path.read_text(), str(path.relative_to(ROOT))
+        try:
+            after = rendered("results", records) if path == PAGE else filled(before, records, BLOCKS, page=name)
+        except (NotOnRecordError, UndefinedError) as missing:
+            lacking[path] = str(missing)
+        else:
+            made |= {path: after} if after != before else {}
+    return made, lacking
 
 
 class NotOnRecordError(Exception):
@@ -98,25 +157,11 @@ def filled(text: str, records: Records, blocks: Blocks, *, page: str) -> str:
 
 
 def _check(text: str, blocks: Blocks, page: str) -> None:
-    found = {place: block["name"] for block in MARKED.finditer(text) for place in (block.start(), block.start("end"))}
-    for mark in MARK.finditer(text):
-        if mark.start() not in found:
-            wrong = _wrong(mark[0])
-        elif found[mark.start()] not in blocks:
-            wrong = f"names no block; known: {', '.join(sorted(blocks))}"
-        else:
-            continue
-        line = 1 + text.count("\n", 0, mark.start())
-        raise ValueError(f'{page}:{line}: "{mark[0]}" {wrong}')
-
-
-def _wrong(mark: str) -> str:
-    """Reason why a mark belongs to no block."""
-    if re.fullmatch(BEGIN, mark):
-        return f'has no end: expected a line "{END}" before any other mark'
-    if mark == END:
-        return "ends no block: expected the line that begins it before, and no other mark between them"
-    return f'is no mark: expected "<!-- figures: NAME, by `hatch run results` -->" or "{END}", alone on a line'
+    if unknown := [name for name in names(text) if name not in blocks]:
+        raise ValueError(f"{page}: no block is called {unknown[0]}; known: {', '.join(sorted(blocks))}")
+    outside = MARKED.sub(lambda block: re.sub(r"[^\n]", " ", block[0]), text)
+    if mark := MARK.search(outside):
+        raise ValueError(f'{page}:{1 + outside.count(chr(10), 0, mark.start())}: "{mark[0]}" {WRONG}')
 
 
 @cache
@@ -171,13 +216,6 @@ def _anchor(title: str) -> str:
     return re.sub("[^a-z0-9]+", "-", title.lower()).strip("-")
 
 
-def _written(name: str) -> str:
-    """A table that a benchmark leaves beside its record."""
-    if not (path := RESULTS / f"{name}.md").exists():
-        raise NotOnRecordError(name)
-    return path.read_text()
-
-
 ENVIRONMENT = Environment(
     loader=FileSystemLoader(TEMPLATES),
     undefined=StrictUndefined,
@@ -187,7 +225,7 @@ ENVIRONMENT = Environment(
 )
 ENVIRONMENT.filters |= {"where": _where, "each": _each, "derive": _derive, "by": _by, "table": _table, "f": format}
 ENVIRONMENT.filters |= {"times": _times, "wrapped": _wrapped, "anchor": _anchor, "stdev": statistics.stdev}
-ENVIRONMENT.globals |= {"written": _written, "advice": shown, "tasks": TASKS, "near": TOLERANCE, "busy_load": BUSY}
+ENVIRONMENT.globals |= {"advice": shown, "tasks": TASKS, "near": TOLERANCE, "busy_load": BUSY}
 ENVIRONMENT.globals |= {"bucket_bytes": BUCKET_BYTES, "WireCodec": WireCodec, "index_entropy": index_entropy}
 ENVIRONMENT.globals |= {"header_bytes": HEADER_BYTES}
 BLOCKS: Blocks = {
@@ -195,3 +233,7 @@ BLOCKS: Blocks = {
     for name in sorted(path.name.removesuffix(SUFFIX) for path in TEMPLATES.glob(f"*{SUFFIX}"))
     if name not in SECTIONS
 }
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

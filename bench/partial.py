@@ -20,9 +20,8 @@ from communicators import Communicator, allreduce, as_communicator, barrier
 from partial_collectives import PartialAllreduce
 from partial_collectives.protocol.rules import Quorum
 
-from bench.form import asked, parser_of
 from bench.real_ranks import found_by, tell, unhindered
-from bench.record import record
+from bench.record import asked, parser_of, record
 
 RANKS = 4
 NUMEL = 100_000
@@ -40,7 +39,7 @@ def main(argv: Sequence[str] = ()) -> int:
     """Starts the ranks, prints the table; returns the exit status."""
     parser = parser_of("partial", __doc__, full="five times as many")
     parser.add_argument("--steps", type=int, help="of the ranks that are not delayed; default 60, with --full 300")
-    options, facts = asked(parser, argv, steps=(60, 300))
+    options = asked(parser, argv, steps=(60, 300))
     with unhindered(RANKS) as ranks:
         [rows] = found_by(ranks, on_rank, options.steps, mpi=True)
     print(f"{'':>16} {'call':>8} {'delayed':>8}  ms, overhead [quartiles]")
@@ -49,9 +48,7 @@ def main(argv: Sequence[str] = ()) -> int:
         print(f"{row['how']:>16} {row['call_ms']:8.2f} {row['delayed_ms']:8.2f}   {spread}")
     idle = rows[0]["idle_share"], rows[-1]["idle_share"]
     print(f"idle: {idle[1]:.1%} of a core with a partial allreduce open, {idle[0]:.1%} without")
-    record(
-        options.output, "partial", rows, labels=("how",), values=("call_ms", "delayed_ms"), facts=facts, against=AGAINST
-    )
+    record(options, rows, labels=("how",), values=("call_ms", "delayed_ms"), against=AGAINST)
     return 0
 
 

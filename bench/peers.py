@@ -35,9 +35,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
-from bench.form import asked, parser_of
 from bench.real_ranks import behind, found_by, named, tell, unhindered
-from bench.record import as_text, record
+from bench.record import as_text, asked, parser_of, record
 
 AGAINST = "torch's DistributedDataParallel, its bf16 and PowerSGD hooks, and PostLocalSGDOptimizer"
 COLUMNS = ("way", "library", "P", "step_ms", "over_ddp", "whole_over_ddp", "accuracy")
@@ -206,7 +205,7 @@ def main(argv: Sequence[str] = ()) -> int:
     parser.add_argument("--epochs", type=int, help="of digits; default 6, with --full 20")
     parser.add_argument("--seeds", type=int, help="of digits; default 1, with --full 3")
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help=f"turns of {EVERY} steps, default 5")
-    options, facts = asked(parser, argv, ranks=([2], [2, 4]), epochs=(6, 20), seeds=(1, 3))
+    options = asked(parser, argv, ranks=([2], [2, 4]), epochs=(6, 20), seeds=(1, 3))
     rows = []
     for size in options.ranks:
         link = behind(size, options.rate, options.delay)
@@ -233,9 +232,8 @@ def main(argv: Sequence[str] = ()) -> int:
             row |= {"ms_samples": [1e3 * one for one in steps[way]], "accuracy_samples": learnt[way]}
             rows.append(row)
     print(as_text(rows, COLUMNS))
-    labels, values = ("way", "P"), ("over_ddp",)
-    more: dict[str, Any] = {"facts": facts, "against": AGAINST, "test_images": TEST_IMAGES, "epochs": options.epochs}
-    record(options.output, "peers", rows, labels=labels, values=values, **more)
+    more = {"test_images": TEST_IMAGES, "epochs": options.epochs}
+    record(options, rows, labels=("way", "P"), values=("over_ddp",), against=AGAINST, **more)
     return 0
 
 

@@ -27,9 +27,8 @@ from sparse_collectives.prediction.cost import Handling, predict, step_seconds
 from sparse_compress import TopK
 from torch import nn
 
-from bench.form import asked, parser_of
 from bench.real_ranks import found_by, tell
-from bench.record import as_text, record, with_quantiles
+from bench.record import as_text, asked, parser_of, record, with_quantiles
 
 COLUMNS = ("algorithm", "P", "density", "wire", "compute_ms", "predicted_ms", "measured_ms", "ratio")
 FIRST_CHOICE, STEP = 0.10, 0.20
@@ -54,17 +53,16 @@ def main(argv: Sequence[str] = ()) -> int:
     parser.add_argument("--ms", type=float, default=1.0, help="one-way delay, default 1")
     parser.add_argument("--repeats", type=int, default=5, help="default 5")
     parser.add_argument("--layers", type=int, help=f"of {WIDTH} × {WIDTH}; default 2, with --full 8")
-    options, facts = asked(parser, argv, layers=(2, 8))
+    options = asked(parser, argv, layers=(2, 8))
     rows: list[dict[str, Any]] = []
     for size in (2, 4):
         with open_link(ranks=size, mbit_per_second=options.mbit, milliseconds=options.ms) as link:
-            facts["link"] = link.describe()
+            options.facts["link"] = link.describe()
             rows += found_by(link, on_rank, "mpi", options.repeats, options.layers, list(ALGORITHMS), mpi=True)
     many = _many() if options.full else {}
     print(as_text([*rows, *many.get("rows", ())], COLUMNS))
-    shown: dict[str, Any] = {"labels": COLUMNS[:4], "values": ("predicted_ms", "measured_ms")}
     more: dict[str, Any] = {"many": many} if many else {}
-    record(options.output, "predictions", rows, **shown, facts=facts, against=AGAINST, **more)
+    record(options, rows, labels=COLUMNS[:4], values=("predicted_ms", "measured_ms"), against=AGAINST, **more)
     good = [_judged([row for row in rows if row["P"] == size]) for size in (2, 4)]
     return 0 if all(good) else 1
 

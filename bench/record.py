@@ -1,12 +1,14 @@
-"""What a benchmark leaves behind: its rows, the circumstances that they are from, and a picture of them."""
+"""One form for all benchmarks: a command line with --full and --output, and a record of rows and circumstances."""
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 import os
 import platform
 import statistics
+import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
@@ -19,10 +21,77 @@ from sparse_collectives.prediction.plain_table import table
 
 Row = Mapping[str, Any]
 
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "bench" / "results"
+QUICK = RESULTS / "quick"
+MADE = ("bench/results", "docs", "*.md")
+"""What benchmarks and `hatch run results` write: it says nothing of the code that was measured."""
+
 SAMPLES = "_samples"
 """Ends the name of a row's list of single measurements."""
 BEGAN = "began"
 """Of the circumstances: when the benchmark did, so that the record tells how many seconds it took."""
+
+
+def parser_of(name: str, doc: str | None, *, full: str) -> argparse.ArgumentParser:
+    """For `python -m bench NAME`, with the options that every benchmark has.
+
+    doc: the module's, of which the first line is shown. full: what --full means here.
+    """
+    summary = (doc or "").strip().partition("\n")[0]
+    made = argparse.ArgumentParser(prog=f"python -m bench {name}", description=summary)
+    made.add_argument("--full", action="store_true", help=full)
+    made.add_argument(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help=f"where {name}.csv, .json and .png are written; default bench/results/quick, with --full bench/results",
+    )
+    return made
+
+
+def asked(parser: argparse.ArgumentParser, argv: Sequence[str], **defaults: tuple[Any, Any]) -> argparse.Namespace:
+    """The options, with `name`, the benchmark's, and `facts`: the circumstances.
+
+    These are the machine, the command, all options, the commit, the seeds, and the time.
+
+    defaults: by option, what it is where it was not given: in the quick form, and with --full.
+    """
+    options = parser.parse_args(argv)
+    options.output = options.output or (RESULTS if options.full else QUICK)
+    for name, (quick, full) in defaults.items():
+        if getattr(options, name) is None:
+            setattr(options, name, full if options.full else quick)
+    facts: dict[str, Any] = {**machine(), "command": " ".join([parser.prog, *argv]), "commit": commit()}
+    facts["options"] = {name: _plain(value) for name, value in vars(options).items() if name != "output"}
+    options.facts = facts | {"seeds": _seeds(options), BEGAN: datetime.now(UTC).isoformat(timespec="seconds")}
+    options.name = parser.prog.rpartition(" ")[2]
+    return options
+
+
+def _seeds(options: argparse.Namespace) -> list[int] | str:
+    """Those that are used; where none is asked for, all that is drawn is drawn from a constant."""
+    if hasattr(options, "seed"):
+        return [options.seed]
+    return list(range(options.seeds)) if hasattr(options, "seeds") else "constant, in the code"
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, bool | int | float | str | list | tuple | None) else str(value)
+
+
+def commit() -> str:
+    """The tree's, with a + where its code differs from it; "unknown" outside of git."""
+    code = ["--", ".", *(f":(exclude){path}" for path in MADE)]
+    try:
+        head = _git("rev-parse", "--short=12", "HEAD")
+        return head + ("+" if _git("status", "--porcelain", "--untracked-files=no", *code) else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def machine() -> dict[str, str]:
@@ -39,23 +108,24 @@ def machine() -> dict[str, str]:
 
 
 def record(
-    folder: Path,
-    name: str,
+    options: argparse.Namespace,
     rows: Sequence[Row],
     *,
     labels: Sequence[str],
     values: Sequence[str],
-    facts: Mapping[str, Any],
     against: str,
+    name: str = "",
     draw: Callable[[Path], None] | None = None,
     **more: Any,
 ) -> None:
-    """Writes folder/name.csv (the rows), .json (with the circumstances, single measurements, and `more`) and .png.
+    """Writes NAME.csv (the rows), .json (with the circumstances, single measurements, and `more`) and .png.
 
-    labels: the columns that say what a row is. values: those whose bars are drawn. facts: the circumstances, asked for
-    before the benchmark made the machine busy. against: what the numbers are compared with; printed. draw: makes
-    another picture. A list `x_samples` of a row becomes the columns x_p20, x_p50 and x_p80, and stands in the .json.
+    options: as `asked` gave them, before the benchmark made the machine busy. labels: the columns that say what a row
+    is. values: those whose bars are drawn. against: what the numbers are compared with; printed. name: other than the
+    benchmark's. draw: makes another picture. A list `x_samples` of a row becomes the columns x_p20, x_p50 and x_p80,
+    and stands in the .json.
     """
+    folder, name = options.output, name or options.name
     folder.mkdir(parents=True, exist_ok=True)
     table = [with_quantiles(row) for row in rows]
     with (folder / f"{name}.csv").open("w", newline="") as file:
@@ -63,7 +133,8 @@ def record(
         writer.writeheader()
         writer.writerows(table)
     samples = [{key: value for key, value in row.items() if key.endswith(SAMPLES)} for row in rows]
-    content = {"circumstances": {**facts, "seconds": _since(facts[BEGAN])}, "against": against, "rows": table, **more}
+    circumstances = {**options.facts, "seconds": _since(options.facts[BEGAN])}
+    content = {"circumstances": circumstances, "against": against, "rows": table, **more}
     content |= {"samples": samples} if any(samples) else {}
     (folder / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
     (draw or partial(_bars, name=name, rows=table, labels=labels, values=values))(folder / f"{name}.png")

@@ -29,9 +29,8 @@ from sparse_collectives.prediction.calibration import measure_handling
 from sparse_collectives.prediction.cost import Handling, predict
 from sparse_compress import SparseVector, TopK
 
-from bench.form import asked, parser_of
 from bench.published import Model, gtopk_link, gtopk_models, published
-from bench.record import as_text, record
+from bench.record import as_text, asked, parser_of, record
 
 AGAINST = "the throughputs that gTop-k's authors measured on 32 workers"
 SPARSE = ("topk-allgather", "topk-dsa", "gtopk", "oktopk", "spardl")
@@ -50,7 +49,7 @@ SHOWN = ("model", "P", "algorithm", "how", *MILLISECONDS, *OVER)
 def main(argv: Sequence[str] = ()) -> int:
     """Prints the table; returns the exit status."""
     parser = parser_of("scaling", __doc__, full="also other P than 32, of gtopk up to 1,024")
-    options, facts = asked(parser, argv)
+    options = asked(parser, argv)
     torch.set_num_threads(1)
     models, link = gtopk_models(), gtopk_link()
     rows = [row for model in models for row in _of_gtopk(model, link, RANKS if options.full else (PAPERS,))]
@@ -60,7 +59,7 @@ def main(argv: Sequence[str] = ()) -> int:
     print(as_text(rows, SHOWN))
     labels, values = ("model", "P", "algorithm"), ("over_ring", "published_over_dense")
     draw = partial(_draw, rows=rows, models=models)
-    record(options.output, "scaling", rows, labels=labels, values=values, facts=facts, against=AGAINST, draw=draw)
+    record(options, rows, labels=labels, values=values, against=AGAINST, draw=draw)
     return 0
 
 

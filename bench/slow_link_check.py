@@ -13,8 +13,7 @@ from typing import Any
 from slow_link.__main__ import add_link
 from slow_link.check import Row, check, good
 
-from bench.form import asked, parser_of
-from bench.record import record
+from bench.record import asked, parser_of, record
 
 AGAINST = "α + β·bytes of the same link, and the same over loopback"
 
@@ -25,12 +24,12 @@ def main(argv: Sequence[str] = ()) -> int:
     add_link(parser)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], metavar="P", help="even; default 2 4")
     parser.add_argument("--repeats", type=int, metavar="N", help="of each measurement; default 15, with --full 60")
-    options, facts = asked(parser, argv, repeats=(15, 60))
+    options = asked(parser, argv, repeats=(15, 60))
     link = {"mbit_per_second": options.rate, "milliseconds": options.delay}
     found = check(**link, ranks=options.ranks, repeats=options.repeats)
     labels, values = ("P", "by", "what", "bytes"), ("measured_less_software_to_model",)
     rows = [_row(row) for row in found]
-    record(options.output, "slow-link", rows, labels=labels, values=values, facts=facts, against=AGAINST)
+    record(options, rows, labels=labels, values=values, against=AGAINST)
     return 0 if good(found) else 1
 
 

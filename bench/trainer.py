@@ -38,8 +38,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 
-from bench.form import asked, parser_of
-from bench.record import record
+from bench.record import asked, parser_of, record
 
 ALGORITHMS = {"dense": [], "local-sgd": [], "gtopk": ["--density", "0.01"]}
 PIXELS = (32, 8)
@@ -50,40 +49,50 @@ BareStep: TypeAlias = Callable[[Tensor, Generator], float]
 
 
 @dataclass
-class Interleaved:
-    """The app's task, which times the steps of whoever trains it, and takes a bare step at the end of each."""
+class Noise:
+    """Images of one channel that are learnt by heart; a `thinwire_trainer.app.Task`. Those of a step are ready."""
 
-    task: Task
-    bare: Sequence[BareStep]
+    model: nn.Module
+    pixels: Tensor
+    train_size: int = 1437
+    test_size: int = 64
+
+    def loss(self, indices: Tensor, generator: Generator) -> Tensor:
+        """Mean cross entropy (`Task.loss`)."""
+        del generator
+        chosen = indices % len(self.pixels)
+        return cross_entropy(self.model(self.pixels[chosen]), chosen % 10)
+
+    def score(self, indices: Tensor) -> Tensor:
+        """Nothing of interest (`Task.score`)."""
+        return torch.zeros(1, dtype=torch.float64) * len(indices)
+
+    def metrics(self, sums: Tensor) -> dict[str, float]:
+        """Nothing of interest (`Task.metrics`)."""
+        return {"test_loss": float(sums)}
+
+
+@dataclass
+class Interleaved(Noise):
+    """Times the steps of whoever trains it, and takes a bare step at the end of each."""
+
+    bare: Sequence[BareStep] = ()
     mark: float | None = None
     steps: list[tuple[float, ...]] = field(default_factory=list)  # seconds: the trainer's step, the bare ones
 
-    @property
-    def model(self) -> nn.Module:
-        return self.task.model
-
-    @property
-    def train_size(self) -> int:
-        return self.task.train_size
-
-    @property
-    def test_size(self) -> int:
-        return self.task.test_size
-
     def score(self, indices: Tensor) -> Tensor:
+        """Nothing of interest (`Task.score`)."""
         self.mark = None  # what comes next is no step
-        return self.task.score(indices)
-
-    def metrics(self, sums: Tensor) -> dict[str, float]:
-        return self.task.metrics(sums)
+        return super().score(indices)
 
     def loss(self, indices: Tensor, generator: Generator) -> Tensor:
+        """Mean cross entropy (`Task.loss`), the first thing of the trainer's step."""
         ended = time.process_time()
         seconds = [bare(indices, generator) for bare in self.bare]
         if self.mark is not None:
             self.steps.append((ended - self.mark, *seconds))
         self.mark = time.process_time()
-        return self.task.loss(indices, generator)
+        return super().loss(indices, generator)
 
 
 def plain(task: Task, options: Options) -> BareStep:
@@ -118,30 +127,6 @@ def same(task: Task, options: Options) -> BareStep:
     return step
 
 
-@dataclass
-class Noise:
-    """Images of one channel that are learnt by heart; a `thinwire_trainer.app.Task`. Those of a step are ready."""
-
-    model: nn.Module
-    pixels: Tensor
-    train_size: int = 1437
-    test_size: int = 64
-
-    def loss(self, indices: Tensor, generator: Generator) -> Tensor:
-        """See `Task.loss`."""
-        del generator
-        chosen = indices % len(self.pixels)
-        return cross_entropy(self.model(self.pixels[chosen]), chosen % 10)
-
-    def score(self, indices: Tensor) -> Tensor:
-        """See `Task.score`: nothing is of interest."""
-        return torch.zeros(1, dtype=torch.float64) * len(indices)
-
-    def metrics(self, sums: Tensor) -> dict[str, float]:
-        """See `Task.metrics`."""
-        return {"test_loss": float(sums)}
-
-
 def keep_freed_memory() -> None:
     """Not for the system to take back, where the C library can be told: glibc gives it back at one step's end, and the
     next pays for having it anew, thousands of page faults; of three loops by turns it was always the same one."""
@@ -157,10 +142,9 @@ def measured(algorithm: str, own: Sequence[str], epochs: int, pixels: int) -> li
 
     def build(options: Options, device: torch.device) -> Interleaved:
         noise = torch.rand(256, 1, pixels, pixels, generator=torch.Generator().manual_seed(0))
-        task, *others = (Noise(APP.build(options, device).model, noise) for _ in range(3))
-        made.append(
-            Interleaved(task, [make(other, options) for make, other in zip((plain, same), others, strict=True)])
-        )
+        model, *others = (APP.build(options, device).model for _ in range(3))
+        bare = [make(Noise(other, noise), options) for make, other in zip((plain, same), others, strict=True)]
+        made.append(Interleaved(model, noise, bare=bare))
         return made[-1]
 
     with tempfile.TemporaryDirectory() as folder:
@@ -195,7 +179,7 @@ def main(argv: Sequence[str] = ()) -> int:
     """Prints a line for each algorithm; returns the exit status."""
     parser = parser_of("trainer", __doc__, full="five times as many")
     parser.add_argument("--epochs", type=int, help="of 45 steps; default 2, with --full 10")
-    options, facts = asked(parser, argv, epochs=(2, 10))
+    options = asked(parser, argv, epochs=(2, 10))
     keep_freed_memory()
     rows = [
         row_of(algorithm, pixels, measured(algorithm, own, options.epochs, pixels))
@@ -209,5 +193,5 @@ def main(argv: Sequence[str] = ()) -> int:
             f"{row['loop_percent']:.1f} %, all {row['overhead_percent']:.1f} % ({row['steps']} steps)"
         )
     values = ("bare_ms", "same_ms", "trainer_ms")
-    record(options.output, "trainer", rows, labels=("algorithm", "pixels"), values=values, facts=facts, against=AGAINST)
+    record(options, rows, labels=("algorithm", "pixels"), values=values, against=AGAINST)
     return 0

@@ -4,8 +4,8 @@
 
 hook: one gradient from DDP's hook to the parameter and back, gTop-k on two gloo ranks, a model of one bucket, in a step
 amid training: backward, with all that the hook and the background do for it. average: `LocalSGD.average()` at a
-boundary, over MPI on two ranks, from the call to its return. cifar: files of the apps from `python -m cifar` to the first
-optimizer step; cifar-2: the same with --nworkers 2. Counted on rank 0, on all its threads, by Python's own
+boundary, over MPI on two ranks, from the call to its return. cifar: files of the apps from `python -m cifar` to the
+first optimizer step; cifar-2: the same with --nworkers 2. Counted on rank 0, on all its threads, by Python's own
 profiler. calls: a mean of steps; polling by the background is in it, so that it differs from run to run by some.
 """
 
@@ -30,9 +30,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.entered import FOUND, Entered
-from bench.form import ROOT, asked, parser_of
 from bench.real_ranks import found_by, tell, unhindered
-from bench.record import as_text, record
+from bench.record import ROOT, as_text, asked, parser_of, record
 
 Calls = dict[tuple[str, str, str], int]
 """By package, file and function, how often it was entered in a step."""
@@ -48,7 +47,7 @@ def main(argv: Sequence[str] = ()) -> int:
     parser.add_argument("--steps", type=int, help="of hook and average, counted; default 1, with --full 20")
     parser.add_argument("--only", choices=WAYS, help="this way alone")
     parser.add_argument("--list", action="store_true", help="every function, with how often it was entered")
-    options, facts = asked(parser, argv, steps=(1, 20))
+    options = asked(parser, argv, steps=(1, 20))
     rows: list[dict[str, Any]] = []
     for way in [options.only] if options.only else WAYS:
         steps = WAYS[way](options.steps)
@@ -56,7 +55,7 @@ def main(argv: Sequence[str] = ()) -> int:
         for (_, file, name), count in sorted(Counter(steps[0]).items()) if options.list else ():
             print(f"{way:8} {file} {name} {count}")
     print(as_text(rows, (*LABELS, *COUNTS)))
-    record(options.output, "walk", rows, labels=LABELS, values=COUNTS[2:], facts=facts, against=AGAINST)
+    record(options, rows, labels=LABELS, values=COUNTS[2:], against=AGAINST)
     return 0
 
 

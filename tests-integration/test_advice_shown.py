@@ -7,7 +7,7 @@ import pytest
 from sparse_collectives.advise.__main__ import main
 
 from bench.advise import LEFT_OUT, advised
-from bench.form import RESULTS, ROOT
+from bench.record import RESULTS, ROOT
 
 SHOWN = re.findall(
     r"^\$ python -m sparse_collectives\.advise (.*)\n((?:(?!```|\$ ).*\n)+)",

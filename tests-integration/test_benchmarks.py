@@ -26,10 +26,9 @@ from bench.cluster_model import Ranks, one_round
 from bench.convergence.curves import points
 from bench.convergence.training import trained
 from bench.convergence.ways import Run
-from bench.form import QUICK, RESULTS, asked, commit, parser_of
 from bench.learning import TASKS, asking
 from bench.published import gtopk_link
-from bench.record import record, with_quantiles
+from bench.record import QUICK, RESULTS, asked, commit, parser_of, record, with_quantiles
 
 
 @pytest.mark.parametrize("name", [name for name in BENCHMARKS if name != "bits"])  # which compares, and records nothing
@@ -48,9 +47,9 @@ def test_every_benchmark_takes_full_and_says_where_its_record_goes(name, capsys)
 def test_a_record_tells_its_circumstances_and_keeps_every_measurement(measured):
     rows = [{"way": f"way {number}", "ms_samples": samples} for number, samples in enumerate(measured)]
     with tempfile.TemporaryDirectory() as folder:
-        options, facts = asked(parser_of("try", "Tries.", full="more"), ["--output", folder])
+        options = asked(parser_of("try", "Tries.", full="more"), ["--output", folder])
         shown = {"labels": ("way",), "values": ("ms_p50",)}
-        record(options.output, "try", rows, **shown, facts=facts, against="nothing")
+        record(options, rows, **shown, against="nothing")
         found = json.loads((options.output / "try.json").read_text())
         table = list(csv.DictReader((options.output / "try.csv").read_text().splitlines()))
         assert (options.output / "try.png").exists()
@@ -66,12 +65,12 @@ def test_a_record_tells_its_circumstances_and_keeps_every_measurement(measured):
 
 def test_a_quick_run_leaves_the_committed_records_alone():
     parser = parser_of("try", "Tries.", full="more")
-    assert asked(parser, [])[0].output == QUICK
-    assert asked(parser, ["--full"])[0].output == RESULTS
+    assert asked(parser, []).output == QUICK
+    assert asked(parser, ["--full"]).output == RESULTS
 
 
 def test_new_records_and_pages_of_them_make_no_tree_dirty_and_code_does(tmp_path, monkeypatch):
-    monkeypatch.setattr("bench.form.ROOT", tmp_path)
+    monkeypatch.setattr("bench.record.ROOT", tmp_path)
     files = [tmp_path / name for name in ("bench/results/a.json", "docs/results.md", "README.md", "bench/a.py")]
     for file in files:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -93,10 +92,10 @@ def test_the_circumstances_have_every_option_as_it_was_used(words, seeds):
     parser = parser_of("try", "Tries.", full="more")
     parser.add_argument("--seeds", type=int)
     parser.add_argument("--rate", type=float, default=2.5)
-    options, facts = asked(parser, words, seeds=(1, 5))
+    options = asked(parser, words, seeds=(1, 5))
     assert options.seeds == seeds
-    assert facts["seeds"] == list(range(seeds))
-    assert facts["options"] == {"full": "--full" in words, "seeds": seeds, "rate": 2.5}
+    assert options.facts["seeds"] == list(range(seeds))
+    assert options.facts["options"] == {"full": "--full" in words, "seeds": seeds, "rate": 2.5}
 
 
 @pytest.mark.parametrize("algorithm", ["topk-allgather", "gtopk", "spardl"])
@@ -122,9 +121,9 @@ def test_every_committed_record_has_its_circumstances_its_rows_and_its_plot(path
 def test_a_row_of_speeds_has_every_round():
     x = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     row = compress.compare("top-k", x, 10, 4, x.abs, x.sort)
-    assert len(row.ours_ms_samples) == len(row.torch_ms_samples) == 4
-    found = with_quantiles(row._asdict())
-    assert found["ours_ms_p50"] == row.ours_ms
+    assert len(row["ours_ms_samples"]) == len(row["torch_ms_samples"]) == 4
+    found = with_quantiles(row)
+    assert found["ours_ms_p50"] == row["ours_ms"]
     assert found["torch_ms_p20"] <= found["torch_ms_p50"] <= found["torch_ms_p80"]
 
 

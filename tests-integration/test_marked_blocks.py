@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench import pages, results_page
-from bench.form import RESULTS
+from bench import pages
 from bench.pages import BLOCKS, NotOnRecordError, filled, names
+from bench.record import RESULTS
 
 BEGIN, END = "<!-- figures: {}, by `hatch run results` -->", "<!-- end of figures -->"
 SMALL = {name: lambda records, name=name: f"{name} {records['r']}" for name in ("one", "two")}
@@ -69,11 +69,10 @@ def test_prose_and_the_next_block_outlive_a_forgotten_end():
         filled(page, {"r": 7}, SMALL, page="docs/a.md")
 
 
-def test_a_missing_record_is_named_with_what_makes_it(monkeypatch, tmp_path):
+def test_a_missing_record_is_named_with_what_makes_it():
     page = f"{BEGIN.format('eager')}\n\nold\n\n{END}\n"
     with pytest.raises(NotOnRecordError, match=r"`python -m bench eager --full` makes it"):
         filled(page, {}, BLOCKS, page="a.md")
-    monkeypatch.setattr(pages, "RESULTS", tmp_path)
     with pytest.raises(NotOnRecordError, match=r"`python -m bench learning --task pydoc --full` makes it"):
         BLOCKS["learning-pydoc"]({})
 
@@ -82,9 +81,8 @@ def test_without_a_record_the_check_says_so_and_goes_on(monkeypatch, tmp_path, c
     for path in RESULTS.glob("*.[jm]*"):
         if path.stem != "eager":
             (tmp_path / path.name).write_bytes(path.read_bytes())
-    monkeypatch.setattr(results_page, "RESULTS", tmp_path)
     monkeypatch.setattr(pages, "RESULTS", tmp_path)
-    assert results_page.main(["--check"]) == 1
+    assert pages.main(["--check"]) == 1
     told = capsys.readouterr().out
     assert "docs/packages/partial-collectives.md is kept as it is: eager is not on record" in told
     assert "docs/apps/deepspeech.md is kept as it is: eager is not on record" in told

@@ -2,14 +2,20 @@
 
 import json
 import re
+import subprocess
 
 import pytest
 
-from bench import results_page
-from bench.form import RESULTS, ROOT
-from bench.pages import BLOCKS, MARKED, filled, names, pages, rendered
+from bench.pages import BLOCKS, MARKED, PAGE, PICTURES, SHOWN, filled, main, names, pages, rendered
 from bench.published import published
-from bench.results_page import PAGE, PICTURES, SHOWN, differences, remade, verdicts
+from bench.record import RESULTS, ROOT
+
+VERDICT = re.compile(r"^\| \[(?P<title>[^\]]+)\]\(#.*\*\*(?P<ours>.*)\*\* \|.*\| (?P<verdict>[^|]*) \|$", re.M)
+
+
+def verdicts(page):
+    """Verdict of each headline of docs/results.md, by title."""
+    return {found["title"]: found["verdict"] for found in VERDICT.finditer(page)}
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +35,7 @@ def with_rows(records, name, change, part="rows"):
 def section(text, title):
     """The section of a headline whose title begins so, and whether it was reached."""
     [found] = [part for part in text.split("\n## ") if part.startswith(title)]
-    [verdict] = [verdict for headline, (verdict, _) in verdicts(text).items() if headline.startswith(title)]
+    [verdict] = [verdict for headline, verdict in verdicts(text).items() if headline.startswith(title)]
     return found, verdict == "reached"
 
 
@@ -184,15 +190,14 @@ def test_the_page_says_where_torchs_own_way_is_the_better_one(records, speed, ac
     assert ("as low rank, ours." in text) is not behind
 
 
-def test_verdicts_that_became_others_are_told_and_figures_are_not(records):
-    before = page(records)
-    assert len(verdicts(before)) == before.partition("\n## ")[0].count("](#")
-    assert differences(before, before) == []
-    faster = with_rows(records, "compress", lambda row: {"sweeps": row["sweeps"] * 0.99})
-    assert differences(before, page(faster)) == []
-    slower = with_rows(records, "compress", lambda row: {"speedup": 0.5})
-    [told] = differences(before, page(slower))
-    assert re.fullmatch(r"Exact top-k over torch.topk on a CPU core: reached .*, now falls short .*", told)
+def test_a_slower_record_makes_another_verdict_and_a_faster_one_does_not(records):
+    before = verdicts(page(records))
+    assert len(before) == page(records).partition("\n## ")[0].count("](#")
+    assert verdicts(page(with_rows(records, "compress", lambda row: {"sweeps": row["sweeps"] * 0.99}))) == before
+    slower = verdicts(page(with_rows(records, "compress", lambda row: {"speedup": 0.5})))
+    title = "Exact top-k over torch.topk on a CPU core"
+    assert {name for name in before if slower[name] != before[name]} == {title}
+    assert (before[title], slower[title]) == ("reached", "falls short")
 
 
 def test_a_default_seed_far_from_the_mean_falls_short(records):
@@ -206,34 +211,16 @@ def test_a_default_seed_far_from_the_mean_falls_short(records):
     assert ": an outlier" in text
 
 
-def test_a_benchmark_that_leaves_no_record_does_not_end_the_others(monkeypatch, tmp_path, capsys):
+def test_a_benchmark_that_fails_does_not_end_the_others(monkeypatch):
     started = []
 
     def run(command, **_):
-        name = command[command.index("bench") + 1]
-        started.append(name)
-        if name != "broken":
-            written = {"circumstances": {"began": len(started), "seconds": 90}}
-            (tmp_path / f"{name}.json").write_text(json.dumps(written))
-        return results_page.subprocess.CompletedProcess(command, 1)
+        started.append(command[command.index("bench") + 1 :])
+        return subprocess.CompletedProcess(command, 1)
 
-    monkeypatch.setattr(results_page, "RESULTS", tmp_path)
-    monkeypatch.setattr(results_page.subprocess, "run", run)
-    assert remade(["broken", "late"]) == ["broken"]
-    assert started == ["broken", "late"]
-    said = capsys.readouterr().out
-    assert "broken: no new record, the old one is kept; exit status 1" in said
-    assert "late: its record is new; exit status 1" in said
-    assert remade(["late"]) == []
-    assert "[1/1] late: 1.5 minutes" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("load", "busy"), [(0.3, False), (3.0, True)])
-def test_a_busy_machine_is_told_of_before_anything_is_measured(monkeypatch, capsys, load, busy):
-    monkeypatch.setattr(results_page.os, "getloadavg", lambda: (load, 0.0, 0.0))
-    monkeypatch.setattr(results_page.os, "cpu_count", lambda: 2)
-    assert remade([]) == []
-    assert ("the machine is busy (load average 3.0 on 2 cores)" in capsys.readouterr().out) is busy
+    monkeypatch.setattr(subprocess, "run", run)
+    assert main(["--check", "--run", "partial", "demo"]) == 1
+    assert started == [["partial", "--full"], ["demo", "--full"]]
 
 
 @pytest.mark.parametrize(("less", "holds"), [(0.0, True), (0.01, False)])

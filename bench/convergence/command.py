@@ -26,8 +26,7 @@ from bench.convergence import curves, densities
 from bench.convergence.tasks import TASKS
 from bench.convergence.training import trained
 from bench.convergence.ways import WAYS, Run
-from bench.form import asked, parser_of
-from bench.record import as_text, record
+from bench.record import as_text, asked, parser_of, record
 
 DENSE, FIRST, RECOMMENDED = "dense", "gtopk, as first written", "gtopk"
 LABELS = ("task", "optimizer", "clip", "way", "density", "ranks", "steps")
@@ -39,7 +38,7 @@ AGAINST = "dense, with the same settings and seeds"
 
 def main(argv: Sequence[str] = ()) -> int:
     """Trains what is missing, prints the table; returns the exit status."""
-    options, facts = _asked(argv)
+    options = _asked(argv)
     known = _known(options.output)
     runs = list(_runs(options))
     for number, run in enumerate(runs, 1):
@@ -53,12 +52,12 @@ def main(argv: Sequence[str] = ()) -> int:
     if options.accuracy:
         _write_accuracy(options.accuracy, every)
     curves.write(options.output, list(known.values()))
-    picture: dict[str, Any] = {"labels": LABELS[:5], "values": ("mean",), "draw": partial(densities.draw, rows=every)}
-    record(options.output, "convergence", every, **picture, facts=facts, against=AGAINST)
+    draw = partial(densities.draw, rows=every)
+    record(options, every, labels=LABELS[:5], values=("mean",), against=AGAINST, draw=draw)
     return 0
 
 
-def _asked(argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
+def _asked(argv: Sequence[str]) -> argparse.Namespace:
     parser = parser_of("convergence", __doc__, full="the numbers to report: hours")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, metavar="NAME")
     parser.add_argument("--optimizers", nargs="+", choices=("sgd", "adamw"), default=["sgd", "adamw"], metavar="NAME")

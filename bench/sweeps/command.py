@@ -20,8 +20,7 @@ from communicators import CollectiveError
 
 from bench.convergence.training import trained
 from bench.convergence.ways import Run, Way
-from bench.form import asked, parser_of
-from bench.record import as_text, record
+from bench.record import as_text, asked, parser_of, record
 from bench.sweeps.delta import Observed
 from bench.sweeps.picture import draw
 from bench.sweeps.settings import DENSE, OURS, Setting, observed, settings
@@ -39,7 +38,7 @@ def main(argv: Sequence[str] = ()) -> int:
     parser.add_argument("--ranks", type=int, default=4, metavar="P", help="default 4")
     parser.add_argument("--seeds", type=int, help="default 1; full 3")
     parser.add_argument("--steps", type=int, help=f"default 44; full {STEPS}")
-    options, facts = asked(parser, argv, seeds=(1, 3), steps=(44, STEPS))
+    options = asked(parser, argv, seeds=(1, 3), steps=(44, STEPS))
     one = partial(_scores, ranks=options.ranks, seeds=options.seeds, steps=options.steps)
     found, known = list[dict[str, Any]](), dict[tuple[Way, float], list[float]]()  # of `delta`; scores
     swept = list(settings())
@@ -49,18 +48,9 @@ def main(argv: Sequence[str] = ()) -> int:
     dense = statistics.mean(known[DENSE.way, DENSE.density])
     rows = [_row(setting, known[setting.way, setting.density], dense) for setting in swept]
     print(as_text(rows, SHOWN))
-    record(
-        options.output,
-        "sweeps",
-        rows,
-        labels=SHOWN[:3],
-        values=("mean",),
-        facts=facts,
-        against=AGAINST,
-        draw=partial(draw, rows=rows, delta=found),
-        setup={"task": TASK, "ranks": options.ranks, "steps": options.steps, "ranks_are": "simulated"},
-        delta=found,
-    )
+    setup = {"task": TASK, "ranks": options.ranks, "steps": options.steps, "ranks_are": "simulated"}
+    more: dict[str, Any] = {"draw": partial(draw, rows=rows, delta=found), "setup": setup, "delta": found}
+    record(options, rows, labels=SHOWN[:3], values=("mean",), against=AGAINST, **more)
     return 0
 
 

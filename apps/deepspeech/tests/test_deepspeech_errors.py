@@ -1,7 +1,7 @@
 """Word and character errors, worked by hand."""
 
 import pytest
-from thinwire_deepspeech.error_rates import Errors, errors
+from thinwire_deepspeech.recognition import Errors, errors
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_what_is_just_being_sent_aside_is_no_byte_of_training() -> None:
     """Else an epoch's bytes_sent depends on when it ended, and a run that was killed has other metrics."""
     comm = Posting()
     aside = ControlCommunicator(comm)
-    meter, read = Meter(comm, aside, lambda: 0), []
+    meter, read = Meter(comm, aside), []
     for _ in range(3):
         work = aside.start(told(), facts="whether to stop", timeout=1.0)
         comm.bytes_sent += 100  # a step's

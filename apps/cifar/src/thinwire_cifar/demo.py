@@ -19,17 +19,16 @@ from thinwire_cifar import behind_link
 def main(argv: Sequence[str] | None = None) -> int:
     """Start the workers and be done, or be one of them; returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    return run_job("thinwire_cifar.demo", argv, partial(_asked, _flags(argv)))
+    given = _flags(argv)
 
+    def told() -> None:
+        print(behind_link.shown(behind_link.measured(given.nworkers)), flush=True)
 
-def _asked(given: Namespace, place: Placement, request: StopRequest) -> Job:
-    del request  # the demonstration takes no checkpoints
-    return Job(
-        workers=given.nworkers,
-        oversubscribe=given.oversubscribe,
-        work=partial(_work, given, place),
-        afterwards=lambda: print(behind_link.shown(behind_link.measured(given.nworkers)), flush=True),
-    )
+    def job(place: Placement, request: StopRequest) -> Job:  # without checkpoints there is nothing to stop for
+        work = partial(_work, given, place)
+        return Job(workers=given.nworkers, oversubscribe=given.oversubscribe, work=work, afterwards=told)
+
+    return run_job("thinwire_cifar.demo", argv, job)
 
 
 def _flags(argv: Sequence[str]) -> Namespace:

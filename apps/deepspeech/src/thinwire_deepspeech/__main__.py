@@ -5,24 +5,14 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from thinwire_trainer.app import App
+from thinwire_trainer.app import App, lazily
 from thinwire_trainer.command import main
 from thinwire_trainer.errors import RunError
 
 from thinwire_deepspeech.catalogue import DATASETS, ELSEWHERE, FLAGS, MODELS
 
 if TYPE_CHECKING:
-    import torch
     from thinwire_trainer.command_line.options import Options
-
-    from thinwire_deepspeech.recognition import Recognition
-
-
-def build(options: Options, device: torch.device) -> Recognition:
-    """The task; torch is imported only here, after the flags have been checked."""
-    from thinwire_deepspeech.recognition import build
-
-    return build(options, device)
 
 
 def check(options: Options) -> None:
@@ -35,7 +25,7 @@ APP = App(
     module="thinwire_deepspeech",
     models=MODELS,
     datasets=DATASETS,
-    build=build,
+    build=lazily("thinwire_deepspeech.recognition:build"),
     defaults={"batch_size": 8, "lr": 0.01, "clip_norm": 20.0, "warmup_epochs": 1.0, "max_epochs": 8},
     ignores=frozenset({"label_smoothing", "download"}),
     elsewhere=ELSEWHERE,

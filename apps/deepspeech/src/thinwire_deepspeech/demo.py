@@ -7,27 +7,23 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from thinwire_trainer.command_line import quantities
 from thinwire_trainer.launching.ending import StopRequest
 from thinwire_trainer.launching.placement import Placement, joined
 from thinwire_trainer.launching.workers import Job, run_job
 
-if TYPE_CHECKING:
-    from communicators import Communicator
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Start the workers and be done, or be one of them; returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    return run_job("thinwire_deepspeech.demo", argv, partial(_asked, _flags(argv)))
-
-
-def _asked(given: Namespace, place: Placement, request: StopRequest) -> Job:
-    del request  # the demonstration takes no checkpoints
+    given = _flags(argv)
     workers = 1 if given.simulated else given.nworkers
-    return Job(workers=workers, oversubscribe=given.oversubscribe, work=partial(_work, given, place))
+
+    def job(place: Placement, request: StopRequest) -> Job:  # without checkpoints there is nothing to stop for
+        return Job(workers=workers, oversubscribe=given.oversubscribe, work=partial(_work, given, place))
+
+    return run_job("thinwire_deepspeech.demo", argv, job)
 
 
 def _flags(argv: Sequence[str]) -> Namespace:
@@ -49,18 +45,10 @@ def _work(given: Namespace, place: Placement) -> None:
 
     from thinwire_deepspeech.comparison import compare
 
-    device = own_device(place.local_rank)
-
-    def part(comm: Communicator) -> None:
-        compare(
-            comm,
-            epochs=given.max_epochs,
-            seeds=given.seeds,
-            data_dir=given.data_dir,
-            output=given.output,
-            device=device,
-        )
-
+    output, device = given.output, own_device(place.local_rank)
+    part = partial(
+        compare, epochs=given.max_epochs, seeds=given.seeds, data_dir=given.data_dir, output=output, device=device
+    )
     if given.simulated:
         SimulatedWorld(given.nworkers).run(part)
         return

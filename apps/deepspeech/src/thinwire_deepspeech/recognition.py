@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jiwer
 import numpy as np
 import torch
 from thinwire_trainer.command_line.options import Options
@@ -28,7 +29,6 @@ from thinwire_deepspeech.data.utterances import (
     sorted_batches,
 )
 from thinwire_deepspeech.decoding import LABELS, decoded, frames_needed, greedy
-from thinwire_deepspeech.error_rates import errors
 from thinwire_deepspeech.model import DeepSpeech2, Size
 from thinwire_deepspeech.sound import HOP, RATE, spec_augment, spectrogram
 
@@ -41,6 +41,29 @@ class Tested(NamedTuple):
 
     group: int
     indices: Tensor
+
+
+class Errors(NamedTuple):
+    """Sums over utterances: edits (substitutions, deletions and insertions, as jiwer counts), and what was said."""
+
+    word_edits: int
+    words: int
+    character_edits: int
+    characters: int
+
+
+def errors(said: Sequence[str], heard: Sequence[str]) -> Errors:
+    """Count errors of what was heard instead of the texts in `said`, none of which is empty, pair by pair."""
+    if not said:
+        return Errors(0, 0, 0, 0)
+    words = jiwer.process_words(list(said), list(heard))
+    characters = jiwer.process_characters(list(said), list(heard))
+    return Errors(*_counts(words), *_counts(characters))
+
+
+def _counts(found: jiwer.WordOutput | jiwer.CharacterOutput) -> tuple[int, int]:
+    edits = found.substitutions + found.deletions + found.insertions
+    return edits, found.hits + found.substitutions + found.deletions
 
 
 @dataclass(frozen=True, kw_only=True)

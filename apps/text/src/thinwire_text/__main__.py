@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from thinwire_trainer.app import App
+from thinwire_trainer.app import App, lazily
 from thinwire_trainer.command import main
 
 from thinwire_text.catalogue import DATASETS, FLAGS, MODELS, REVIEWS, check
@@ -18,13 +18,9 @@ if TYPE_CHECKING:
 
 def build(options: Options, device: torch.device) -> Task:
     """The task; torch is imported only here, after the flags have been checked."""
-    if options.dataset in REVIEWS:
-        from thinwire_text import sentiment
-
-        return sentiment.build(options, device)
-    from thinwire_text import language
-
-    return language.build(options, device)
+    part = "sentiment" if options.dataset in REVIEWS else "language"
+    task: Task = lazily(f"thinwire_text.{part}:build")(options, device)
+    return task
 
 
 APP = App(

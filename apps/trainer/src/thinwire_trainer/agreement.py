@@ -106,10 +106,10 @@ class ControlCommunicator(Communicator):
 
 
 class Meter:
-    """Bytes that this rank sends for training: all that `comm` counts, and what goes elsewhere, but for `aside`."""
+    """Bytes that this rank sends for training: all that `comm` counts, but for `aside`."""
 
-    def __init__(self, comm: Communicator, aside: ControlCommunicator, elsewhere: Callable[[], int]) -> None:
-        self._comm, self._aside, self._elsewhere = comm, aside, elsewhere
+    def __init__(self, comm: Communicator, aside: ControlCommunicator) -> None:
+        self._comm, self._aside = comm, aside
         self._read = self._total()
 
     def begin(self) -> None:
@@ -124,7 +124,7 @@ class Meter:
         return self._read - before
 
     def _total(self) -> int:
-        return self._comm.bytes_sent - self._aside.bytes_sent + self._elsewhere()
+        return self._comm.bytes_sent - self._aside.bytes_sent
 
 
 BETWEEN = 1.0  # seconds

@@ -63,7 +63,7 @@ def run(
     steps = agreed_steps(batches_of(task), options, aside)
     make = table_of(app)[options.algorithm].make
     with closing(make(options, task.model, comm, _rates(options, steps))) as synchroniser:
-        meter = Meter(comm, aside, lambda: synchroniser.bytes_elsewhere)
+        meter = Meter(comm, aside)
         with all_or_none(aside):
             replica = _replica(task, synchroniser, meter, options, comm.rank)
         training = Training(

@@ -2,7 +2,7 @@
 
 The operating system's lock (flock, which Linux takes over NFS, too) goes with the process that holds it, even by
 kill −9, so that the next run starts at once. The file names the holder. Where a file system has no locks, that name
-alone keeps others out, until its process has ended.
+alone keeps others out, until it is deleted.
 """
 
 import errno
@@ -35,19 +35,6 @@ class Holder:
     pid: int
     since: str
 
-    @property
-    def runs_here(self) -> bool:
-        """Whether that is a process of this machine, and runs."""
-        if self.host != platform.node():
-            return False
-        try:
-            os.kill(self.pid, 0)
-        except (ProcessLookupError, OverflowError):
-            return False
-        except PermissionError:
-            return True
-        return True
-
 
 @contextmanager
 def locked(folder: Path, comm: Communicator, *, advice: str = GO_ON) -> Iterator[None]:
@@ -77,8 +64,9 @@ def acquired(path: Path) -> int:
     while True:
         descriptor = _opened(path)
         try:
-            if not _flock(descriptor, path):
-                _require_ended(path, _holder(descriptor))
+            if not _flock(descriptor, path) and (holder := _holder(descriptor)):
+                ended = f"where it has ended, delete {path}: this file system has no locks"
+                raise RunError(f"{_in_use(path, holder)}; {ended}")
             if _is_still(path, descriptor):
                 return descriptor
         except BaseException:
@@ -116,16 +104,6 @@ def _flock(descriptor: int, path: Path) -> bool:
             raise
         return False
     return True
-
-
-def _require_ended(path: Path, holder: Holder | None) -> None:
-    """RunError unless the holder that the file names has ended, as far as this machine can tell."""
-    if holder is None:
-        return
-    if holder.runs_here:
-        raise _in_use(path, holder)
-    if holder.host != platform.node():
-        raise RunError(f"{_in_use(path, holder)}; where it has ended, delete {path}: this file system has no locks")
 
 
 def _is_still(path: Path, descriptor: int) -> bool:

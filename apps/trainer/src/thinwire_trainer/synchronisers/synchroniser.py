@@ -87,11 +87,6 @@ class Synchroniser(ABC):
         return averaged_buffers(self.model, comm)
 
     @property
-    def bytes_elsewhere(self) -> int:
-        """Bytes that this rank has sent so far over a communicator that is neither the run's own nor made of it."""
-        return 0
-
-    @property
     def selection_seconds(self) -> float:
         """Seconds of all calls of `exchange` until now that went into choosing what is sent."""
         return 0.0

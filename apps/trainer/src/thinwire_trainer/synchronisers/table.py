@@ -10,9 +10,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
+from thinwire_trainer.app import lazily
 from thinwire_trainer.command_line import quantities
 from thinwire_trainer.command_line.flag import Flag, Value
 from thinwire_trainer.errors import RunError
@@ -62,16 +62,6 @@ class Synchronisation(Entry):
     """
 
     make: Make
-
-
-def lazily(place: str) -> Make:
-    """The maker at "package.module:function", imported when it is called."""
-
-    def make(*given: Any) -> Synchroniser:
-        made: Synchroniser = resolve_name(place)(*given)
-        return made
-
-    return make
 
 
 def _check_teams(own: Mapping[str, Value], workers: int) -> None:
