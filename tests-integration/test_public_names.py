@@ -88,9 +88,8 @@ def faults(name, each):
     if text.startswith("See `"):
         return  # where it is described
     settings = each if inspect.isclass(each) and is_typeddict(each) else unpacked(each) if takes else None
-    if settings is not None:
-        if missing := set(settings.__annotations__) - keys_described(settings):
-            yield f"{name}: {settings.__name__} does not say what {sorted(missing)} are"
+    if settings is not None and (missing := set(settings.__annotations__) - keys_described(settings)):
+        yield f"{name}: {settings.__name__} does not say what {sorted(missing)} are"
     if missing := required - told - entries(text, "Attributes"):
         yield f"{name}: Args does not say what {sorted(missing)} are"
     if told - known:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from communicators import Communicator, Stats
 from replicas import hash_bits, refuse_unlike
-from replicas.group_settings import shared_settings
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -26,6 +25,8 @@ from data_parallel.state_dict import (
     sending,
 )
 
+SHARED = ("lr", "momentum", "betas", "weight_decay")
+"""Settings of parameter groups that ranks share; an optimizer may adapt other values there, each rank its own."""
 GROUPS_EVERY = 100
 """Steps between two comparisons of parameter groups' settings, the first of which is in the first step."""
 
@@ -115,7 +116,7 @@ class Training:
         if begins:
             digest = int(hash_bits(torch.stack([hash_bits(p).cpu() for p in parameters.values()])))
             begun = f", begun with parameters of hash {digest % 2**64:016x} (load weights on all ranks alike)"
-        self.exchange.shared = f" with {shared_settings(optimizer)}{begun}"
+        self.exchange.shared = f" with {_shared_settings(optimizer)}{begun}"
 
     def count_step(self, parameters: Mapping[str, Tensor]) -> None:
         """Counts a step. Raises CollectiveError on every rank if a comparison is due and parameters differ."""
@@ -173,3 +174,19 @@ class Training:
         """Goes on from what `own` gave."""
         self.exchange.load_state_dict(own)
         self.taken, self.skipped, self._begins = own.get("steps", 0), own.get("skipped", 0), True
+
+
+def _shared_settings(optimizer: Optimizer) -> str:
+    """`SHARED` settings of all parameter groups, as a fact."""
+    groups = [
+        ", ".join(f"{name} {_said(group[name])}" for name in SHARED if group.get(name))
+        for group in optimizer.param_groups
+    ]
+    return f"parameter groups of {'; '.join(groups)}"
+
+
+def _said(value: Any) -> str:
+    """Numbers alone: a tensor's representation rounds, and names its device."""
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(_said, value))})"
+    return repr(value.tolist() if isinstance(value, Tensor) else value)

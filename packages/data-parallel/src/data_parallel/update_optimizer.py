@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, Unpack
 
 import torch
-from replicas.saved_by import KEY
+from replicas import STATE_KEY
 from sparse_compress.nonfinite import all_finite
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
@@ -105,7 +105,7 @@ class UpdateOptimizer(ExchangingOptimizer):
         self._rates = ByRates(optimizer, self._trained, nbytes)
         take_over(optimizer, None)
         self._open()
-        self._share_parameters(f"{bucket_bytes=}{self._rates.facts}")
+        self.start_alike(f"{self._training.facts()}, {bucket_bytes=}{self._rates.facts}")
 
     @property
     def is_ahead(self) -> bool:
@@ -141,7 +141,7 @@ class UpdateOptimizer(ExchangingOptimizer):
         self._refuse_mid_step("state_dict()")
         self._cut_by_rates()  # as the next step would
         state = super().state_dict()
-        state[KEY] |= self._step_correction.state_dict()
+        state[STATE_KEY] |= self._step_correction.state_dict()
         return state
 
     def _load(self, own: Mapping[str, Any], wrapped: Mapping[str, Any]) -> None:

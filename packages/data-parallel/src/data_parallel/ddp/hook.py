@@ -14,9 +14,8 @@ from typing import Any, Self, Unpack
 
 import torch
 from communicators import Bucket, Communicator, Stats, Work, as_communicator
-from replicas.default_group import default_group, refuse_other_world
-from replicas.parameters import check_pairs
-from replicas.saved_by import KEY
+from replicas import STATE_KEY as KEY
+from replicas import check_named_parameters, default_group
 from sparse_collectives.algorithm import Algorithm
 from sparse_collectives.prediction.auto import Choice
 from sparse_compress import Compressor
@@ -113,7 +112,7 @@ class SparseHookState:
             raise TypeError(f"grad_scaler is {grad_scaler!r}, expected the GradScaler itself, or None without one")
         checked = Settings.of(SparseHookState, settings, nonfinite="raise" if grad_scaler is None else "skip")
         named = list(named_parameters)
-        check_pairs(named)
+        check_named_parameters(named)
         if checked.is_auto and not any(p.numel() for _, p in named):
             raise ValueError('algorithm="auto" chooses by the size of the model: give named_parameters')
         if checked.clip_norm is not None and not named:
@@ -356,8 +355,12 @@ class SparseHookState:
     def _begin(self) -> Training:
         """Begins a backward at its first bucket, and a step unless gradients accumulate."""
         training, now = self._ready(), self._now
-        if self._group is None:
-            refuse_other_world(self._world, "a SparseHookState")
+        if self._group is None and (group := default_group()) is not self._world:
+            before = "no process group" if self._world is None else "another process group"
+            raise RuntimeError(
+                f"a SparseHookState found {before} as the default, and there is one of {group.size() if group else 0} "
+                "ranks now: its means would be over the wrong ranks; make it anew after init_process_group()"
+            )
         now.errors = []
         self._watch.awaited.clear()
         if not (self._accumulated.bases and self._accumulated.goes_on()):
