@@ -49,7 +49,7 @@ def knows(optimizer: Optimizer) -> bool:
 
 
 def ahead_by(optimizer: Optimizer, ranks: int) -> float:
-    """a of `Ahead`: 1 for optimizers that are linear in the gradient, else 1/P."""
+    """Factor a of `ErrorLookahead`: 1 for optimizers that are linear in the gradient, else 1/P."""
     return 1.0 if isinstance(optimizer, LINEAR) else 1 / ranks
 
 
