@@ -15,7 +15,7 @@ from communicators import Communicator, Link
 from data_parallel import DistributedOptimizer
 from local_sgd import ALGORITHMS as PERIODIC
 from partial_collectives import PartialAllreduce
-from sparse_collectives import ALGORITHMS, sparse_allreduce
+from sparse_collectives import ALGORITHMS, sparse_allreduce, sparse_allreduce_array
 from sparse_compress import topk
 
 from website.drawing import drawn, short
@@ -54,7 +54,7 @@ def sparse(name: str, options: dict[str, Any] | None = None) -> str:
 
     def body(comm: Communicator, recording: Recording) -> None:
         if not entry.selects:
-            sparse_allreduce(gradient(comm.rank), comm, algorithm=name)
+            sparse_allreduce_array(gradient(comm.rank), comm, algorithm=name)
             return
         state = entry.initial_state()
         for _ in range(2 if state else 1):  # the first call settles what is kept

@@ -16,7 +16,7 @@ from data_parallel import DistributedOptimizer
 from data_parallel.schemes.choose import COMPRESSORS
 from partial_collectives import injected_delays
 from sparse_collectives import ALGORITHMS
-from sparse_collectives.wire.half import DENSE_WIRES as KNOWN_DENSE_WIRES
+from sparse_collectives import DENSE_WIRES as KNOWN_DENSE_WIRES
 from sparse_collectives.wire.wire import WIRES as KNOWN_WIRES
 from sparse_compress import DGCTopK, GaussianK, RandomK, Threshold, TopK
 from thinwire_trainer.app import App

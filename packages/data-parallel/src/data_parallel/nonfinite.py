@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from communicators import Bucket, CollectiveError, Communicator, Schedule, schedules
-from sparse_compress.nonfinite import all_finite
+from sparse_compress import all_finite
 from torch import Tensor
 
 

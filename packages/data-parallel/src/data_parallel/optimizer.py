@@ -9,7 +9,7 @@ from typing import Any, Unpack
 import torch
 from communicators import Bucket, Stats, buckets_of
 from replicas import STATE_KEY, Wrapping, check_loaded
-from sparse_collectives.prediction.auto import Choice
+from sparse_collectives import Choice
 from sparse_compress import Compressor
 from torch import Tensor
 from torch.optim import Optimizer

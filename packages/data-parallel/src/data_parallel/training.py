@@ -61,18 +61,8 @@ class Training:
         self.settings, self.comm, self.sends = settings, comm, sends
         self.taken = self.skipped = 0
         self._begins = True  # no step since parameters may have been loaded
-        self.scheme, self.choice = choose_scheme(
-            comm,
-            algorithm=settings.algorithm,
-            options=settings.options,
-            wire=settings.wire,
-            compressor=settings.compressor,
-            momentum=settings.momentum,
-            dense_below=settings.dense_below,
-            selects=sends == "updates",
-            parameters=parameters,
-            tentative=settings.nonfinite == "skip",
-        )
+        selects = sends == "updates"
+        self.scheme, self.choice = choose_scheme(settings, comm, selects=selects, parameters=parameters)
         self.exchange = Exchange(
             self.scheme,
             comm,

@@ -17,7 +17,7 @@ from typing import Any, Unpack
 
 import torch
 from replicas import STATE_KEY
-from sparse_compress.nonfinite import all_finite
+from sparse_compress import all_finite
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Self, TypeAlias
 
 import numpy as np
 import torch
-from communicators import Schedule
+from communicators import Communicator, Schedule
 from numpy.typing import NDArray
+from sparse_compress import Selection, SparseVector, add, merge
 from sparse_compress.arguments import integer
-from sparse_compress.selection import Selection
-from sparse_compress.vector import SparseVector
 from sparse_compress.vector_format import entry_nbytes
 from torch import Tensor
 
@@ -74,6 +73,33 @@ class Algorithm:
             state: Given where there is an `initial_state`; changed in place, as the last thing that a call does.
         """
         raise NotImplementedError
+
+    def call(self, own: SparseVector, comm: Communicator, k: int, state: State | None = None) -> Schedule[Reduction]:
+        """The schedule of one call, with what is cut before it among the dropped; subclasses leave it as it is.
+
+        Args:
+            own: This rank's vector, of any number of entries, in memory of this call.
+            comm: The ranks.
+            k: The most entries that a rank contributes.
+            state: That of the calls before, where there is an `initial_state`.
+
+        Raises:
+            TypeError: The algorithm's own `schedule` is no generator, or, later, returns no `Reduction`.
+        """
+        cut = None
+        if len(own) != min(k, own.numel):
+            own, cut = merge(own, SparseVector.empty(own.numel, own.dtype, device=own.device), k)
+        kept = {} if state is None else {"state": state}
+        schedule = self.schedule(own, comm.rank, comm.size, k, **kept)
+        if not isinstance(schedule, Generator):
+            raise TypeError(f"the schedule of {self.name} is {schedule!r}, expected a generator that yields Rounds")
+        return self._returning(schedule, cut, comm.size)
+
+    def _returning(self, schedule: Schedule[Reduction], cut: SparseVector | None, size: int) -> Schedule[Reduction]:
+        reduction = yield from schedule
+        if not isinstance(reduction, Reduction):
+            raise TypeError(f"{self.name} returned {type(reduction).__name__}, expected a Reduction(total, dropped)")
+        return Reduction(reduction.total, reduction.dropped if cut is None else add(reduction.dropped, cut), size)
 
     def sent(self, rank: int, size: int, k: int, numel: int, dtype: torch.dtype) -> Traffic:
         """Traffic of a rank in a call without a state: the exact expression, or where not `exact` its bound.
@@ -188,10 +214,10 @@ class Algorithm:
             TypeError: No dict, or a value of another type than the default.
             ValueError: An unknown name.
         """
-        return replace(self, **settings_of(self.name, self.options, options)) if options is not None else self
+        return replace(self, **check_options(self.name, self.options, options)) if options is not None else self
 
 
-def settings_of(name: str, defaults: Mapping[str, Any], given: object) -> dict[str, Any]:
+def check_options(name: str, defaults: Mapping[str, Any], given: object) -> dict[str, Any]:
     """Options: those given, in the types of their defaults, else the defaults. ValueError or TypeError."""
     if not isinstance(given, Mapping):
         raise TypeError(f"options is {given!r}, expected a dict of the algorithm's own settings")

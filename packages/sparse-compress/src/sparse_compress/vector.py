@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from sparse_compress.arguments import check_bytes, element_count
-from sparse_compress.native import dense
-from sparse_compress.native.library import kernels, ready, take
+from sparse_compress.native.library import kernels, takes
 from sparse_compress.vector_format import (
     HEADER_BYTES,
     MAX_NUMEL,
@@ -181,9 +180,6 @@ class SparseVector:
                 f"{self} cannot be put into {out.dtype}, {tuple(out.shape)} on {out.device}: expected a contiguous "
                 "tensor of its numel, dtype and device"
             )
-        if take(out):
-            dense.put(self.addresses, self._entries, out, divisor)
-            return out
         return put(out, self.indices, self.values, divisor=divisor)
 
     def pack(self) -> Tensor:
@@ -248,15 +244,11 @@ def _check(indices: Tensor, values: Tensor, numel: int) -> None:
     check_indices(indices, 0, numel)
 
 
-def takes(sparse: SparseVector) -> bool:
-    """Whether there are kernels that take this vector: float32 on a CPU."""
-    return sparse.dtype == torch.float32 and sparse.is_cpu and kernels() is not None
-
-
 def check_entries(sparse: SparseVector, low: int, high: int) -> None:
     """Checks a vector like `check_indices`, without making a tensor of its indices where they are right."""
-    if not (sparse.is_cpu and kernels() is not None and dense.increasing(sparse.addresses[0], len(sparse), low, high)):
-        check_indices(sparse.indices, low, high)
+    if sparse.is_cpu and kernels() is not None and kernels().sc_increasing(sparse.addresses[0], len(sparse), low, high):
+        return
+    check_indices(sparse.indices, low, high)
 
 
 def check_indices(indices: Tensor, low: int, high: int) -> None:
@@ -276,19 +268,24 @@ def check_indices(indices: Tensor, low: int, high: int) -> None:
 
 def is_increasing(indices: Tensor) -> bool:
     """Whether ``indices``, 1-D int32, increase strictly; from a GPU the answer is read back."""
-    if ready(indices):
-        return dense.increasing(indices.data_ptr(), indices.numel(), -MAX_NUMEL - 1, MAX_NUMEL + 1)
+    if takes(indices, (torch.int32,)):
+        return bool(kernels().sc_increasing(indices.data_ptr(), indices.numel(), -MAX_NUMEL - 1, MAX_NUMEL + 1))
     given = indices.numpy() if indices.is_cpu else indices
     return bool((given[1:] > given[:-1]).all())
 
 
 def put(out: Tensor, indices: Tensor, values: Tensor, *, divisor: float = 1.0) -> Tensor:
-    """Puts out ← 0, and values / divisor at the indices; returns ``out``.
+    """Puts out ← 0, and values / divisor at the indices; returns ``out``. All is trusted.
 
-    ``out``: contiguous, of the values' dtype and device. ``indices``: int32, increasing, within ``out``. All trusted.
+    Args:
+        out: Contiguous, of the values' dtype and device.
+        indices: int32, (k,), increasing, within ``out`` flattened.
+        values: (k,).
+        divisor: Divisor of all values, such as the number of ranks for their mean.
     """
-    if take(out):
-        dense.put((indices.data_ptr(), values.data_ptr()), indices.numel(), out, divisor)
+    if takes(out):
+        given = indices.data_ptr(), values.data_ptr(), indices.numel()
+        kernels().sc_put(out.data_ptr(), out.numel(), *given, divisor)
         return out
     out.view(-1).zero_().index_copy_(0, indices.long(), values if divisor == 1 else values / divisor)
     return out

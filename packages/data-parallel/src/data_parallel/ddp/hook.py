@@ -16,15 +16,15 @@ import torch
 from communicators import Bucket, Communicator, Stats, Work, as_communicator
 from replicas import STATE_KEY as KEY
 from replicas import check_named_parameters, default_group
-from sparse_collectives.algorithm import Algorithm
-from sparse_collectives.prediction.auto import Choice
+from sparse_collectives import Algorithm, Choice
 from sparse_compress import Compressor
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket  # torch.distributed has it, but not for type checkers
 
-from data_parallel.ddp.buckets import Accumulated, Buckets, spans_of, unused_spans
+from data_parallel.ddp.buckets import Accumulated, Buckets, unused_spans
 from data_parallel.ddp.saved_layout import SavedBucketLayout
 from data_parallel.hsdp.backward import at_the_end
+from data_parallel.lanes import spans_of
 from data_parallel.optimizer_watch import EVERY, OptimizerWatch
 from data_parallel.settings import ExchangeSettings, Settings, fixed
 from data_parallel.state_dict import gathered_state, is_of_several

@@ -6,7 +6,7 @@ from communicators import Payload
 from sparse_compress import SparseVector, add_all, merge, share
 
 from sparse_collectives.reduction import Reduction
-from sparse_collectives.wire.invalid import given_by
+from sparse_collectives.wire.invalid import blame_rank
 from sparse_collectives.wire.wire import PLAIN, Wire
 
 
@@ -52,5 +52,5 @@ class ReplicatedVector:
             self._dropped.append(share(what, member=member, of=of))
 
     def _unpacked(self, message: Payload, giver: int) -> SparseVector:
-        with given_by(giver):
+        with blame_rank(giver):
             return self._wire.vector(message, len(self.vector), self.vector)

@@ -20,9 +20,8 @@ from sparse_compress import TopK
 
 from sparse_collectives.algorithms.table import ALGORITHMS
 from sparse_collectives.prediction.loads import loads
-from sparse_collectives.traffic import Traffic, sum_sent
-from sparse_collectives.wire.half import dense_wire
-from sparse_collectives.wire.wire import WIRES
+from sparse_collectives.traffic import Traffic
+from sparse_collectives.wire.wire import DENSE_WIRES, WIRES
 
 DDP_BUCKET_BYTES = 25 << 20
 """DistributedDataParallel's default `bucket_cap_mb`."""
@@ -114,7 +113,7 @@ def predict(
     """
     selects = ALGORITHMS[algorithm].selects
     if not selects:
-        dtype = dense_wire(wire).dtype or dtype
+        dtype = DENSE_WIRES[wire] or dtype
     settings = dict(options or {})
     found = loads(algorithm, settings, wire, size=size, numel=numel, k=k, dtype=dtype)
     sent, per_entry = [load.sent for load in found], handling.merge.get(on_wire(algorithm, wire), 0.0)
@@ -143,7 +142,7 @@ def with_whole(prediction: Prediction, count: int, *, size: int, link: Link) -> 
     """
     if not count or prediction.density == 1:
         return prediction
-    sums = [sum_sent(rank, size, 4 * count) for rank in range(size)]
+    sums = [Traffic.allreduce(4 * count, rank, size) for rank in range(size)]
     latency, transfer = max((_network(traffic, link, _collisions(sums)) for traffic in sums), key=sum)
     return replace(
         prediction,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from communicators import schedules
 
-from sparse_collectives.algorithms.table import known, resolve
+from sparse_collectives.algorithms.table import resolve
 from sparse_collectives.traffic import Traffic
 
 EXACT_RANKS = 64
@@ -49,7 +49,7 @@ def ranks_of_interest(size: int) -> Sequence[int]:
 def _loads(
     algorithm: str, options: tuple[tuple[str, Any], ...], wire: str, size: int, numel: int, k: int, dtype: torch.dtype
 ) -> tuple[Load, ...]:
-    selects = known(algorithm).selects
+    selects = resolve(algorithm).selects
     entry = resolve(algorithm, dict(options), size=size, wire=wire if selects else "fp32", dtype=torch.float32)
     return tuple(
         Load(entry.typical(rank, size, k, numel, dtype), entry.merged(rank, size, k, numel) if size > 1 else 0)

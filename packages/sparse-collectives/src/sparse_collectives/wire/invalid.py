@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from types import TracebackType
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class InvalidMessageError(ValueError):
@@ -14,21 +15,16 @@ class InvalidMessageError(ValueError):
         self.rank, self.problem = rank, problem
 
 
-class given_by:  # noqa: N801 - reads as what it does
+@contextmanager
+def blame_rank(rank: int) -> Iterator[None]:
     """Context that blames a rank's bytes for a ValueError, by raising an InvalidMessageError, which is one, instead.
 
     Args:
         rank: As the schedule numbers its peers.
     """
-
-    __slots__ = ("_rank",)
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if isinstance(error, ValueError) and not isinstance(error, InvalidMessageError):
-            raise InvalidMessageError(self._rank, str(error)) from error
+    try:
+        yield
+    except InvalidMessageError:
+        raise
+    except ValueError as error:
+        raise InvalidMessageError(rank, str(error)) from error

@@ -11,13 +11,13 @@ from typing import Protocol
 
 import torch
 from communicators import Payload
-from sparse_compress import SparseVector, WireCodec
+from sparse_compress import SparseVector, WireCodec, vectors
 from sparse_compress.codecs.rounding import VALUES
 from sparse_compress.vector_format import OWN_HEADER_BYTES, WIRE_DTYPES
 from torch import Tensor
 
-from sparse_collectives.wire.entries import assemble, body_nbytes, from_body, join_bodies, join_in_order
-from sparse_collectives.wire.invalid import given_by
+from sparse_collectives.wire.entries import body_nbytes, from_body, join_bodies, join_in_order
+from sparse_collectives.wire.invalid import blame_rank
 
 Span = tuple[int, int]
 """[low, high): the part of the index range in which a block's entries lie."""
@@ -152,12 +152,12 @@ class Coded:
 
     def block(self, sparse: SparseVector, span: Span) -> Tensor:
         low, high = span
-        return self._codec.encode_block(assemble(sparse.indices - low, sparse.values, high - low))
+        return self._codec.encode_block(vectors.of_entries(sparse.indices - low, sparse.values, high - low))
 
     def entries(self, block: Tensor, span: Span, like: SparseVector, count: int | None = None) -> SparseVector:
         low, high = span
         sparse = self._codec.decode_block(block, high - low, count)
-        return assemble(sparse.indices + low, sparse.values, like.numel)
+        return vectors.of_entries(sparse.indices + low, sparse.values, like.numel)
 
     def dense_nbytes(self, length: int, dtype: torch.dtype) -> int:
         return self._kind.nbytes(length)
@@ -179,7 +179,10 @@ WIRES: dict[str, Wire] = {
         *(Coded(values, "packed") for values in ("fp32", "bf16", "fp16", "int8")),
     )
 }
-"""By the dtype of values, with int32 indices or packed ones."""
+"""Wires of sparse vectors, by the dtype of values, with int32 indices or packed ones."""
+
+DENSE_WIRES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Wires of dense gradients, by the dtype in which they are summed; None: their own."""
 
 
 def joined(
@@ -200,7 +203,7 @@ def joined(
             return whole
     parts = []  # one by one, so that it is said whose is wrong
     for block, span, count, rank in zip(blocks, spans, counts, ranks, strict=True):
-        with given_by(rank):
+        with blame_rank(rank):
             parts.append((rank, wire.entries(block, span, like, count)))
     return join_in_order(parts)
 

@@ -9,7 +9,7 @@ import os
 import struct
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from ctypes import c_char_p, c_float, c_int, c_int64, c_uint32, c_void_p
 from functools import cache
@@ -22,6 +22,8 @@ from torch import Tensor
 
 from sparse_compress.native.compiling import COMPILED, SOURCE, SWITCH, digest
 
+FLOATS = (torch.float32,)
+SLACK = 64  # entries that a kernel may write beyond the last one
 KEPT = 1 << 26  # bytes that a thread keeps: the first touch of fresh memory costs more than its use
 LEVELS = {"c": 0, "avx2": 1, "avx512": 2}
 SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
@@ -72,14 +74,9 @@ def kernels() -> Any:
     return (_chosen[-1] if _chosen else _found()).library
 
 
-def take(tensor: Tensor) -> bool:
-    """Whether there are kernels that take this tensor: contiguous float32 on a CPU."""
-    return tensor.dtype == torch.float32 and ready(tensor)
-
-
-def ready(tensor: Tensor) -> bool:
-    """Whether there are kernels that can read this tensor's memory: contiguous, on a CPU."""
-    return tensor.is_cpu and kernels() is not None and tensor.is_contiguous()
+def takes(x: Any, dtypes: Collection[torch.dtype] = FLOATS) -> bool:
+    """Whether there are kernels that take this tensor or sparse vector: contiguous, on a CPU, of these dtypes."""
+    return x.is_cpu and x.dtype in dtypes and kernels() is not None and (not isinstance(x, Tensor) or x.is_contiguous())
 
 
 def in_use() -> str:

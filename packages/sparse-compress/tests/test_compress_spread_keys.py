@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from sparse_collectives.algorithms import kth_largest
+from sparse_compress import spread_keys
 from sparse_compress.native.library import LEVELS, kernels, using
 
 MOST = 2**31 - 1
@@ -52,16 +52,16 @@ def test_the_kernels_find_what_numpy_finds(level, seed, size, longest, kind, dat
         row[0], row[1 : 1 + len(own) // gap] = len(own), own[len(own) % gap :: gap]
     sampled = torch.from_numpy(rows.reshape(-1))
     assume(sum(counts) > k)
-    expected, found = both(level, lambda: kth_largest._enclosed(sampled, counts, k))
+    expected, found = both(level, lambda: spread_keys.bracket(sampled, counts, k))
     assert found == expected
     low, high, spans = found
     said = []
     for own, span in zip(given, spans, strict=True):
-        one, other = both(level, lambda own=own, span=span: kth_largest._said(torch.from_numpy(own), low, high, span))
+        one, other = both(level, lambda own=own, span=span: spread_keys.counted(torch.from_numpy(own), low, high, span))
         assert torch.equal(one, other)
         said.append(other)
     lengths = [len(numbers) for numbers in said]
-    expected, found = both(level, lambda: kth_largest._settled(torch.cat(said), lengths, low, high, k))
+    expected, found = both(level, lambda: spread_keys.find(torch.cat(said), lengths, low, high, k))
     assert found == expected
     assert found.key == np.sort(np.concatenate(given))[::-1][k - 1]
 
@@ -76,12 +76,12 @@ def test_numbers_that_no_rank_should_give(level, seed, size, k, data):
         rows[:, 1:] &= MOST
     assume(sum(counts) > k)
     sampled = torch.from_numpy(rows.reshape(-1))
-    expected, found = both(level, lambda: kth_largest._enclosed(sampled, counts.tolist(), k))
+    expected, found = both(level, lambda: spread_keys.bracket(sampled, counts.tolist(), k))
     assert all(0 <= first <= last <= count for (first, last), count in zip(found.spans, counts, strict=True))
     if (rows >= 0).all():
         assert found == expected
     low, high = sorted(rng.integers(-1, MOST, 2).tolist())
     lengths = rng.integers(3, 40, size).tolist()
     numbers = torch.from_numpy(rng.integers(-MOST // 4, MOST // 4, sum(lengths), dtype=np.int32))
-    expected, found = both(level, lambda: kth_largest._settled(numbers, lengths, low, high, k))
+    expected, found = both(level, lambda: spread_keys.find(numbers, lengths, low, high, k))
     assert found == expected
