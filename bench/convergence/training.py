@@ -64,7 +64,6 @@ def _on_rank(run: Run, way: Way, comm: Communicator) -> list[Point]:
 
 def _ours(run: Run, way: Way, model: nn.Module, rate: float, comm: Communicator) -> Training:
     optimizer = optimizer_of(run, way, model, rate, comm)
-    around = optimizer.ahead if way.ahead and isinstance(optimizer, UpdateOptimizer) else nullcontext
     return Training(
         model,
         calls=model,
@@ -72,5 +71,5 @@ def _ours(run: Run, way: Way, model: nn.Module, rate: float, comm: Communicator)
         step=optimizer.step,
         sent=lambda: (comm.bytes_sent, comm.messages_sent),
         before_clipping=nullcontext if isinstance(optimizer, UpdateOptimizer) else optimizer.synchronize,
-        around=around,
+        around=optimizer.ahead if isinstance(optimizer, UpdateOptimizer) and way.ahead else nullcontext,
     )

@@ -22,8 +22,6 @@ from data_parallel.state_dict import RESHARD, check_groups
 from data_parallel.training import Training
 from data_parallel.uneven import Shadow, group_for_join
 
-UNDER_DDP = "; or wrap no optimizer, but ddp.register_comm_hook(SparseHookState(...), sparse_hook)"
-BETWEEN_NODES = "exchange between nodes by sparse_hsdp(model, mesh['between']), and step a plain optimizer"
 INSTEAD = "Wrap it in an UpdateOptimizer, and make gradients inside `with optimizer.ahead():`"
 FIXED = {*ExchangeSettings.__annotations__, "bucket_bytes", "choice", "comm", "nonfinite", "overlap"}
 
@@ -40,8 +38,12 @@ class ExchangingOptimizer(Wrapping):
         overlap: Exchanges start during backward: parameters are taken in about the order of their gradients.
     """
 
-    advice, instead_of_ddp, instead_of_shards = RESHARD, UNDER_DDP, BETWEEN_NODES
-    advice, instead_of_ddp, instead_of_shards = RESHARD, UNDER_DDP, BETWEEN_NODES
+    advice = RESHARD
+    instead_of_ddp = "; or wrap no optimizer, but ddp.register_comm_hook(SparseHookState(...), sparse_hook)"
+    instead_of_shards = (
+        "there is no mean to take over ranks: exchange between nodes by sparse_hsdp(model, mesh['between']), and step "
+        "a plain optimizer"
+    )
     _step_supports_amp_scaling = True  # so that GradScaler calls step() on every rank, also where it found inf
 
     def __init__(
@@ -59,10 +61,11 @@ class ExchangingOptimizer(Wrapping):
         self._names, self._trained = [name for name, _ in pairs], [p for _, p in pairs]
         owner, parameters = f"a {type(self).__name__}", list(self.trained.values())
         self._training = Training(
-            settings, self._comm, self._names, parameters, owner=owner, sends=sends, native=not overlap
+            settings, self.comm, self._names, parameters, owner=owner, sends=sends, native=not overlap
         )
-        self._exchange, self.alike = self._training.exchange, sends == "gradients"
-        self._accumulates, self._join_group = False, comm
+        self._exchange = self._training.exchange
+        self._group = comm
+        self._accumulates = False
         self._shadow: Shadow | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -72,7 +75,7 @@ class ExchangingOptimizer(Wrapping):
 
     def __repr__(self) -> str:
         """Settings, of the wrapped optimizer too."""
-        ranks = f"rank {self._comm.rank} of {self._comm.size}"
+        ranks = f"rank {self.comm.rank} of {self.comm.size}"
         return f"{type(self).__name__}({self._training.said()}, {ranks}, {self.optimizer!r})"
 
     @property
@@ -153,7 +156,7 @@ class ExchangingOptimizer(Wrapping):
         """
         if kwargs:
             raise TypeError(f"Join was given {sorted(kwargs)}, but means are over all ranks, as ever: leave it out")
-        group_for_join(self._join_group)
+        group_for_join(self._group)
         self._shadow = Shadow(self)
         return self._shadow
 
@@ -165,7 +168,7 @@ class ExchangingOptimizer(Wrapping):
     @property
     def join_process_group(self) -> Any:
         """Process group that `Join` uses."""
-        return group_for_join(self._join_group)
+        return group_for_join(self._group)
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state and, as "distributed", this rank's residuals and momenta by parameter.
@@ -195,8 +198,7 @@ class ExchangingOptimizer(Wrapping):
         """
         shapes = {name: p.shape for name, p in zip(self._names, self._trained, strict=True)}
         state_dict, own = self._training.own(state_dict, shapes)
-        wrapped = {key: held for key, held in state_dict.items() if key != STATE_KEY}
-        wrapped = check_loaded(wrapped, own.get("wrapped"))
+        wrapped = check_loaded({key: held for key, held in state_dict.items() if key != STATE_KEY}, own.get("wrapped"))
         check_groups(wrapped, self.optimizer)
         self._load(own, wrapped)
         self.optimizer.load_state_dict(wrapped)
@@ -283,6 +285,8 @@ class DistributedOptimizer(ExchangingOptimizer):
     `scaler.unscale_(optimizer)`. For ranks with different numbers of steps use torch's `Join([optimizer])`, see
     `join_hook`. The wrapped optimizer must need its closure only once (LBFGS needs it more often).
     """
+
+    alike = True
 
     def __init__(
         self,

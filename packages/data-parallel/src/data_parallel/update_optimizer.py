@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, Unpack
 
 import torch
-from replicas import STATE_KEY
+from replicas import STATE_KEY as KEY
 from sparse_compress import all_finite
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
@@ -96,11 +96,11 @@ class UpdateOptimizer(ExchangingOptimizer):
             )
         super().__init__(optimizer, named_parameters, comm, checked, sends="updates")
         self._skips = nonfinite == "skip"
-        if (said := too_short(optimizer, self._comm.size)) is not None:
+        if (said := too_short(optimizer, self.comm.size)) is not None:
             warnings.warn(said, stacklevel=2)
-        self._step_correction = AdamStepCorrection(optimizer, self._comm)
+        self._step_correction = AdamStepCorrection(optimizer, self.comm)
         named = dict(zip(self._names, self._trained, strict=True))
-        share = ahead_by(optimizer, self._comm.size)
+        share = ahead_by(optimizer, self.comm.size)
         self._lookahead = ErrorLookahead(named, partial(self._exchange.error_state, "residuals"), share=share)
         self._rates = ByRates(optimizer, self._trained, nbytes)
         take_over(optimizer, None)
@@ -141,7 +141,7 @@ class UpdateOptimizer(ExchangingOptimizer):
         self._refuse_mid_step("state_dict()")
         self._cut_by_rates()  # as the next step would
         state = super().state_dict()
-        state[STATE_KEY] |= self._step_correction.state_dict()
+        state[KEY] |= self._step_correction.state_dict()
         return state
 
     def _load(self, own: Mapping[str, Any], wrapped: Mapping[str, Any]) -> None:

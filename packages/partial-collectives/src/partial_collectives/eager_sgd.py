@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any, Literal, Self, cast
 
 import torch
-from communicators import Bucket, CollectiveError, buckets_of, run
-from communicators import schedules as dense
+from communicators import Bucket, CollectiveError, buckets_of, run, schedules
 from replicas import Buffers, Wrapping
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -244,7 +243,7 @@ class EagerSGD(Wrapping):
         if self._shared is None:
             return finished
         self._shared.at_boundary()
-        unfinished = dense.allreduce(torch.tensor([int(not finished)]), self._comm.rank, self._comm.size)
+        unfinished = schedules.allreduce(torch.tensor([int(not finished)]), self._comm.rank, self._comm.size)
         return not run(unfinished, self._comm, facts="EagerSGD: who has finished").item()
 
     def _checked(self, weight: float | None) -> float:

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-from communicators import Bucket, CollectiveError, Communicator, Schedule, buckets_of, run
-from communicators import schedules as dense
+from communicators import Bucket, CollectiveError, Communicator, Schedule, buckets_of, run, schedules
 from torch import Tensor, nn
 
 
@@ -26,7 +25,7 @@ def average_tensors(tensors: Sequence[Tensor], comm: Communicator, *, facts: str
     """
     for bucket in buckets_of(tensors):
         bucket = replace(bucket, dtype=torch.promote_types(bucket.dtype, torch.float32))
-        mean = _run(dense.allreduce, bucket, tensors, comm, f"{facts}, mean").div_(comm.size)
+        mean = _run(schedules.allreduce, bucket, tensors, comm, f"{facts}, mean").div_(comm.size)
         bucket.scatter(mean, tensors)
 
 
@@ -42,7 +41,7 @@ def broadcast_tensors(tensors: Sequence[Tensor], comm: Communicator, *, facts: s
         CollectiveError: Ranks differ in facts or sizes.
     """
     for bucket in buckets_of(tensors):
-        bucket.scatter(_run(dense.broadcast, bucket, tensors, comm, f"{facts}, rank 0's"), tensors)
+        bucket.scatter(_run(schedules.broadcast, bucket, tensors, comm, f"{facts}, rank 0's"), tensors)
 
 
 def broadcast_parameters(named: Mapping[str, Tensor], comm: Communicator, *, what: str, settings: str) -> None:

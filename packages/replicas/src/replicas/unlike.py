@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from communicators import CollectiveError, Schedule, allgather, as_communicator, run
-from communicators import schedules as dense
+from communicators import CollectiveError, Schedule, allgather, as_communicator, run, schedules
 from torch import Tensor
 
 CHUNK_BYTES = 1 << 21
@@ -86,7 +85,7 @@ def _mixed(words: Tensor) -> Tensor:
 
 def _gathered(digest: Tensor, rank: int, size: int) -> Schedule[list[int]]:
     own = digest.view(1).view(torch.uint8)
-    blocks = yield from dense.allgather_blocks(own, [own.numel()] * size, rank, size)
+    blocks = yield from schedules.allgather_blocks(own, [own.numel()] * size, rank, size)
     return [int(block.clone().view(torch.int64)) for block in blocks]
 
 

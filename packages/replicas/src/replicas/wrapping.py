@@ -9,8 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, NoReturn, SupportsIndex
 
-from communicators import Communicator, as_communicator, run
-from communicators import schedules as dense
+from communicators import Communicator, as_communicator, run, schedules
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -111,7 +110,7 @@ class Wrapping(Optimizer):
         """
         if not broadcast:
             facts = f"{self._what}({settings}, broadcast=False)"
-            run(dense.barrier(self._comm.rank, self._comm.size), self._comm, facts=facts)
+            run(schedules.barrier(self._comm.rank, self._comm.size), self._comm, facts=facts)
             refuse_unlike(self.named, self._comm)
             return
         broadcast_parameters(self.named, self._comm, what=self._what, settings=settings)
