@@ -159,7 +159,7 @@ def reshard_residuals(
 
     Residuals and velocities of old rank r go to rank r mod size, times size/P because updates are means over ranks:
     what is still to be applied stays the same. The wrapped optimizer's state, which is the same on all ranks, goes to
-    every rank (with sends="updates" each rank has its own, and all get their mean); what an algorithm learnt about P
+    every rank (each `UpdateOptimizer` has its own, and all get their mean); what an algorithm learnt about P
     ranks is forgotten.
 
     Args:
