@@ -98,7 +98,7 @@ class UpdateOptimizer(ExchangingOptimizer):
         self._skips = nonfinite == "skip"
         if (said := too_short(optimizer, self.comm.size)) is not None:
             warnings.warn(said, stacklevel=2)
-        self._step_correction = AdamStepCorrection(optimizer, self.comm, sends="updates")
+        self._step_correction = AdamStepCorrection(optimizer, self.comm)
         named = dict(zip(self._names, self._trained, strict=True))
         share = ahead_by(optimizer, self.comm.size)
         self._lookahead = ErrorLookahead(named, partial(self._exchange.error_state, "residuals"), share=share)
