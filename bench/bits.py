@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from communicators import Communicator, SimulatedWorld, as_communicator
-from data_parallel import DistributedOptimizer, SparseHookState, sparse_hook, sparse_hsdp
+from data_parallel import DistributedOptimizer, SparseHookState, UpdateOptimizer, sparse_hook, sparse_hsdp
 from local_sgd import ALGORITHMS as PERIODIC
 from partial_collectives import EagerSGD
 from sparse_collectives import ALGORITHMS, WIRES, sparse_allreduce
@@ -91,14 +91,21 @@ def cases(size: int) -> Iterator[tuple[str, Case]]:
         ways: dict[str, Any] = {"algorithm": algorithm, "options": options, "wire": wire}
         yield f"call {said}", partial(_call, **ways)
         if wire in ("fp32", "bf16-packed"):
-            yield f"gradients {said}", partial(_optimizer, momentum=0.9, **ways)
-            yield f"updates {said}", partial(_optimizer, sends="updates", inner="adamw", **ways)
+            yield f"gradients {said}", partial(_optimizer, DistributedOptimizer, momentum=0.9, **ways)
+            yield f"updates {said}", partial(_optimizer, UpdateOptimizer, inner="adamw", **ways)
         if wire == "fp32":
-            yield f"overlap {said}", partial(_optimizer, overlap=True, bucket_bytes=400, **ways)
-            yield f"skip {said}", partial(_optimizer, nonfinite="skip", dense_below=8, clip_norm=1.0, **ways)
+            yield f"overlap {said}", partial(_optimizer, DistributedOptimizer, overlap=True, bucket_bytes=400, **ways)
+            yield (
+                f"skip {said}",
+                partial(_optimizer, DistributedOptimizer, nonfinite="skip", dense_below=8, clip_norm=1.0, **ways),
+            )
     for algorithm in ("dense", "powersgd", "dense-int8"):
-        yield f"gradients {algorithm}", partial(_optimizer, algorithm=algorithm, density=None)
-    yield "gradients dense bf16", partial(_optimizer, algorithm="dense", wire="bf16", density=None)
+        ways = {"algorithm": algorithm, "density": None}
+        yield f"gradients {algorithm}", partial(_optimizer, DistributedOptimizer, **ways)
+    yield (
+        "gradients dense bf16",
+        partial(_optimizer, DistributedOptimizer, algorithm="dense", wire="bf16", density=None),
+    )
     for algorithm, inner in itertools.product(PERIODIC, ("sgd", "adamw")):
         yield f"periodic {algorithm} {inner}", partial(_periodic, algorithm=algorithm, inner=inner)
     for algorithm, compress in itertools.product(("local-sgd", "diloco"), ("int8", "int4")):
@@ -151,9 +158,11 @@ def _backward(
     loss.backward()  # type: ignore[no-untyped-call]
 
 
-def _optimizer(comm: Communicator, *, inner: str = "sgd", density: float | None = 0.05, **ways: Any) -> Any:
+def _optimizer(
+    kind: Callable[..., Any], comm: Communicator, *, inner: str = "sgd", density: float | None = 0.05, **ways: Any
+) -> Any:
     model = _model()
-    optimizer = DistributedOptimizer(_inner(inner, model), model.named_parameters(), comm=comm, density=density, **ways)
+    optimizer = kind(_inner(inner, model), model.named_parameters(), comm=comm, density=density, **ways)
     for step in range(STEPS):
         _backward(model, optimizer, comm, step)
         optimizer.step()

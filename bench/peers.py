@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from data_parallel import DistributedOptimizer, SparseHookState, sparse_hook
+from data_parallel import SparseHookState, UpdateOptimizer, sparse_hook
 from local_sgd import LocalSGD, OverlapLocalSGD
 from partial_collectives import EagerSGD
 from slow_link import SlowLink, ThrottledLink
@@ -98,9 +98,7 @@ def _sparse(algorithm: str) -> Way:
 def _updates(model: nn.Module, inner: torch.optim.SGD, falling: LambdaLR, exits: ExitStack, warm: int) -> Training:
     """As docs/guides/optimizers.md has it where DDP is left out."""
     density = WarmUp(DENSITY, steps=warm, stages=(1.0,))
-    optimizer = DistributedOptimizer(
-        inner, model.named_parameters(), algorithm="gtopk", density=density, sends="updates", dense_below=TINY
-    )
+    optimizer = UpdateOptimizer(inner, model.named_parameters(), algorithm="gtopk", density=density, dense_below=TINY)
     return Training(model, optimizer.zero_grad, partial(_both, optimizer.step, falling.step), _nothing, optimizer.ahead)
 
 

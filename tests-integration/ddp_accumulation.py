@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from data_parallel import SparseHookState, sparse_hook
-from data_parallel.schemes.table import WHOLE
+from data_parallel.schemes.choose import COMPRESSORS
 from ddp_cases import SHAPES, Run, gradients_of
 from sklearn.datasets import load_digits
 from sparse_collectives import ALGORITHMS
@@ -44,7 +44,7 @@ def ranks_agree(run):
 
 
 def every_backward_synchronised():
-    others = [name for name in (*ALGORITHMS, *WHOLE) if name != "gtopk"]
+    others = [name for name in (*ALGORITHMS, *COMPRESSORS) if name != "gtopk"]
     for algorithm, options in [*product(["gtopk"], SETTINGS), *zip(others, cycle(SETTINGS[:2]), strict=False)]:
         run = run_of(algorithm=algorithm, **options)
         for step in range(3):

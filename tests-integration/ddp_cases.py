@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from communicators import CollectiveError
 from data_parallel import SparseHookState, reshard_residuals, sparse_hook
-from data_parallel.schemes.table import WHOLE
+from data_parallel.schemes.choose import COMPRESSORS
 from sparse_collectives import ALGORITHMS
 from sparse_compress import RandomK
 from torch import nn
@@ -192,14 +192,14 @@ def near(algorithm, **options):
         settings={"options": {"rank": 1, "dense_steps": 0}} if algorithm == "powersgd" else None,
         **options,
     )
-    run.integers = algorithm not in WHOLE
+    run.integers = algorithm not in COMPRESSORS
     return run
 
 
 def locally_and_globally_unused():
     """b is used by rank 0 alone, c and the matrix e by nobody at odd steps: what waits in their residuals must not be
     lost."""
-    for algorithm in ("gtopk", *WHOLE):
+    for algorithm in ("gtopk", *COMPRESSORS):
         run = near(algorithm, find_unused_parameters=True)
         for step in range(STEPS):
             unused = ({"b"} if dist.get_rank() else set()) | ({"c", "e"} if step % 2 else set())
@@ -209,7 +209,7 @@ def locally_and_globally_unused():
 
 
 def never_used():
-    for algorithm in ("gtopk", *WHOLE):
+    for algorithm in ("gtopk", *COMPRESSORS):
         run = all_steps(near(algorithm, find_unused_parameters=True), unused=("d",))
         assert run.module.d.grad is None
 
@@ -228,7 +228,7 @@ def without_names():
 
 def mixed_precision():
     """An overflow on one rank: no rank steps, residuals stay bit for bit, also of buckets that went before."""
-    for algorithm in ("gtopk", *WHOLE):
+    for algorithm in ("gtopk", *COMPRESSORS):
         overflowing(algorithm)
 
 
@@ -320,7 +320,7 @@ def written_by_rank_0(state):
 def resume_is_exact():
     """Save, start anew, load: the same bits as never having stopped (buckets stay as they are with this flag)."""
     every = [(name, 0.5 * entry.selects) for name, entry in ALGORITHMS.items()]
-    every += [(name, 0.0) for name in WHOLE]
+    every += [(name, 0.0) for name in COMPRESSORS]
     for algorithm, momentum in [("gtopk", 0.0), *every]:
         options = {"algorithm": algorithm, "momentum": momentum, "find_unused_parameters": True}
         whole, first, second = Run(**options), Run(**options), Run(**options)
@@ -342,7 +342,7 @@ def resume_is_exact():
 def resume_is_exact_although_ddp_cuts_anew():
     """A new module's buckets are others than those that it has after its first steps, one or several."""
     ways = [{}, {"named": False}, {"static_graph": True}, {"bucket_cap_mb": 25}, {"gradient_as_bucket_view": True}]
-    every = [{"algorithm": name} for name in (*ALGORITHMS, *WHOLE) if name != "gtopk"]
+    every = [{"algorithm": name} for name in (*ALGORITHMS, *COMPRESSORS) if name != "gtopk"]
     for options in [*ways, *every]:
         whole, second = Run(**options), Run(**options)
         for step in range(6):

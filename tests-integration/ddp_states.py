@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from data_parallel import DistributedOptimizer, SparseHookState, reshard_residuals, sparse_hook
-from data_parallel.schemes.table import WHOLE
+from data_parallel.schemes.choose import COMPRESSORS
 from ddp_cases import Run, all_steps, gradients_of
 from sparse_compress import RandomK
 from torch import nn
@@ -206,7 +206,7 @@ def one_that_differs(module):
 
 def verified():
     """Replicas that drift apart are an error within `verify` steps, on every rank."""
-    for algorithm in ("gtopk", *WHOLE):
+    for algorithm in ("gtopk", *COMPRESSORS):
         model, optimizer = made(verify=2, algorithm=algorithm)
         train(model, optimizer, range(4))
         one_that_differs(model)
@@ -216,7 +216,7 @@ def verified():
 
 
 def verified_under_ddp():
-    for named, algorithm in ((True, "gtopk"), (False, "gtopk"), *((True, name) for name in WHOLE)):
+    for named, algorithm in ((True, "gtopk"), (False, "gtopk"), *((True, name) for name in COMPRESSORS)):
         run = Run(named=named, algorithm=algorithm, settings={"verify": 2})
         run.integers = algorithm == "gtopk"
         for step in range(5):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from communicators import SimulatedWorld, allgather, testing
 from data_parallel import DistributedOptimizer
-from data_parallel.schemes.table import WHOLE
+from data_parallel.schemes.choose import COMPRESSORS
 from sparse_collectives import ALGORITHMS, sparse_allreduce, sparse_allreduce_async
 from sparse_collectives.algorithms.table import resolve
 from sparse_compress import SparseVector, TopK, topk
@@ -129,7 +129,7 @@ def train(comm, name):
 
 
 def training_has_the_bits_of_the_simulated_world(comm):
-    for turn, name in enumerate([*ALGORITHMS, *WHOLE]):
+    for turn, name in enumerate([*ALGORITHMS, *COMPRESSORS]):
         found = allgather(train(comm, name), comm)
         if turn % comm.size == comm.rank:  # one rank simulates
             simulated = SimulatedWorld(comm.size).run(lambda c, name=name: train(c, name))

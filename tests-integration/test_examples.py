@@ -77,7 +77,8 @@ def test_ranks_that_meet_seldom(processes, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "lines", "least"), [("own_compressor.py", 9, 20), ("own_scheme.py", 2, 80), ("sparse_vectors.py", 9, None)]
+    ("name", "lines", "least"),
+    [("own_compressor.py", 9, 20), ("own_dense_compressor.py", 2, 80), ("sparse_vectors.py", 9, None)],
 )
 def test_in_one_process(forked, tmp_path, name, lines, least):
     said = output(forked([EXAMPLES / name], [{}], 280, tmp_path))

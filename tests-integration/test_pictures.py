@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from data_parallel.schemes.table import WHOLE
+from data_parallel.schemes.choose import COMPRESSORS
 from local_sgd import ALGORITHMS as PERIODIC
 from sparse_collectives import ALGORITHMS
 
@@ -18,7 +18,7 @@ def test_a_picture_is_that_of_the_schedule(name):
     assert (FOLDER / f"{name}.svg").read_text() == PICTURES[name](), "draw it anew: python -m website.pictures"
 
 
-@pytest.mark.parametrize("name", [*ALGORITHMS, *WHOLE, *PERIODIC, *QUORUMS])
+@pytest.mark.parametrize("name", [*ALGORITHMS, *COMPRESSORS, *PERIODIC, *QUORUMS])
 def test_every_algorithm_has_a_page_with_its_picture(name):
     page = (ROOT / "docs" / "algorithms" / f"{name}.md").read_text()
     assert f"(pictures/{name}.svg)" in page

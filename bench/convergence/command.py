@@ -159,7 +159,8 @@ def _write_accuracy(path: Path, rows: Sequence[dict[str, Any]]) -> None:
         if way.advised and not row["clip"] and row["behind"] is not None:
             algorithm, wire = way.advised
             run = Run(seed=0, **{name: row[name] for name in LABELS})
-            kind = {"algorithm": algorithm, "wire": wire, "sends": way.settings(run).get("sends", "gradients")}
+            sends = "updates" if way.settings(run).get("updates") else "gradients"
+            kind = {"algorithm": algorithm, "wire": wire, "sends": sends}
             for optimizer in ("adam", "adamw") if row["optimizer"] == "adamw" else ("sgd",):
                 names = ("task", "density", "ranks", "steps", "seeds", "behind")
                 kept.append({"optimizer": optimizer} | kind | {name: row[name] for name in names})

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from communicators import Communicator, Link, SimulatedWorld
+from data_parallel import UpdateOptimizer
 from torch import nn
 
 from bench.convergence import sparseloco, torch_hooks
@@ -63,13 +64,13 @@ def _on_rank(run: Run, way: Way, comm: Communicator) -> list[Point]:
 
 def _ours(run: Run, way: Way, model: nn.Module, rate: float, comm: Communicator) -> Training:
     optimizer = optimizer_of(run, way, model, rate, comm)
-    ahead = way.ahead and way.settings(run).get("sends") == "updates"
+    ahead = way.ahead and isinstance(optimizer, UpdateOptimizer)
     return Training(
         model,
         calls=model,
         optimizer=optimizer,
         step=optimizer.step,
         sent=lambda: (comm.bytes_sent, comm.messages_sent),
-        before_clipping=optimizer.synchronize,
+        before_clipping=nullcontext if isinstance(optimizer, UpdateOptimizer) else optimizer.synchronize,
         around=optimizer.ahead if ahead else nullcontext,
     )

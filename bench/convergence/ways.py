@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from communicators import Communicator
-from data_parallel import DistributedOptimizer
+from data_parallel import DistributedOptimizer, UpdateOptimizer
 from sparse_collectives.advise import warm_up
 from sparse_compress import DGCTopK, WarmUp
 from torch import nn
@@ -36,7 +36,9 @@ class Run:
 
 @dataclass(frozen=True)
 class Way:
-    """settings: (run) -> what DistributedOptimizer is given. own_momentum: SGD has its own; for updates it always does.
+    """settings: (run) -> what the optimizer is given, and "updates" for an UpdateOptimizer.
+
+    own_momentum: SGD has its own; for updates it always does.
     selects: by a density. ahead: of updates, whether gradients are made with what waits.
 
     clips_after: as plain training does, between the exchange and the step. optimizers: that it is for. advised:
@@ -75,7 +77,7 @@ def _clip(run: Run) -> dict[str, Any]:
 def fitting(run: Run, algorithm: str = "gtopk", **more: Any) -> dict[str, Any]:
     """The settings that the README recommends."""
     density = warm_up.advised(run.density, run.steps)
-    updates = {"sends": "updates", "dense_below": TINY}
+    updates = {"updates": True, "dense_below": TINY}
     return {"algorithm": algorithm, "density": density, **updates, **_clip(run), **more}
 
 
@@ -146,14 +148,18 @@ WAYS: dict[str, Way] = {
 }
 
 
-def optimizer_of(run: Run, way: Way, model: nn.Module, rate: float, comm: Communicator) -> DistributedOptimizer:
+def optimizer_of(
+    run: Run, way: Way, model: nn.Module, rate: float, comm: Communicator
+) -> DistributedOptimizer | UpdateOptimizer:
     """The optimizer of a run that goes this way."""
-    settings = way.settings(run)
+    settings = dict(way.settings(run))
+    updates = settings.pop("updates", False)
     inner: Optimizer
     if run.optimizer == "adamw":
-        beta1 = way.beta1 or (BETA1_WAITING if settings.get("sends") == "updates" else BETA1)
+        beta1 = way.beta1 or (BETA1_WAITING if updates else BETA1)
         inner = torch.optim.AdamW(model.parameters(), lr=rate, betas=(beta1, 0.999))
     else:
-        own = way.own_momentum or settings.get("sends") == "updates"
+        own = way.own_momentum or updates
         inner = torch.optim.SGD(model.parameters(), lr=rate, momentum=MOMENTUM if own else 0.0)
-    return DistributedOptimizer(inner, model.named_parameters(), comm=comm, **settings)
+    kind = UpdateOptimizer if updates else DistributedOptimizer
+    return kind(inner, model.named_parameters(), comm=comm, **settings)

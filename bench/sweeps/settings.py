@@ -61,7 +61,7 @@ def settings() -> Iterator[Setting]:
         yield Setting("momentum", "before (ours)", density, OURS)
         yield Setting("momentum", "after", density, Way(_gtopk(momentum=0.0).settings, own_momentum=True))
         yield Setting("momentum", "both", density, Way(OURS.settings, own_momentum=True))
-        yield Setting("momentum", "updates are sent", density, _gtopk(momentum=0.0, sends="updates"))
+        yield Setting("momentum", "updates are sent", density, _gtopk(momentum=0.0, updates=True))
         yield Setting("momentum", "none", density, _gtopk(momentum=0.0))
 
 

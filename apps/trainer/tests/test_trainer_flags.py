@@ -11,7 +11,7 @@ import pytest
 import torch
 from communicators import as_communicator
 from data_parallel import DistributedOptimizer
-from data_parallel.schemes.table import WHOLE
+from data_parallel.schemes.choose import COMPRESSORS
 from sparse_collectives import ALGORITHMS
 from sparse_collectives.wire.half import DENSE_WIRES as KNOWN_DENSE_WIRES
 from sparse_collectives.wire.wire import WIRES as KNOWN_WIRES
@@ -135,7 +135,7 @@ def test_tensorboard_is_asked_for_only_where_it_is(app: App, monkeypatch: pytest
 
 def test_every_algorithm_can_be_trained_with() -> None:
     eager = ["eager-solo", "eager-majority", "eager-quorum"]
-    assert sorted([*ALGORITHMS, *WHOLE, *MAKERS, *eager]) == sorted(TABLE)
+    assert sorted([*ALGORITHMS, *COMPRESSORS, *MAKERS, *eager]) == sorted(TABLE)
     assert tuple(KNOWN_WIRES) == WIRE.choices
     assert tuple(KNOWN_DENSE_WIRES) == DENSE_WIRE.choices
 
@@ -287,7 +287,7 @@ def test_a_run_says_what_of_the_rate_it_does_not_come_to(
     assert says in (said.out + said.err)
 
 
-@pytest.mark.parametrize("algorithm", [*ALGORITHMS, *WHOLE])
+@pytest.mark.parametrize("algorithm", [*ALGORITHMS, *COMPRESSORS])
 def test_own_flags_reach_the_optimizer(app: App, algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from thinwire_trainer.synchronisers import synchronous
 

@@ -6,7 +6,7 @@ from itertools import count
 import pytest
 import torch
 from communicators import as_communicator
-from data_parallel.schemes.selections import Selections
+from data_parallel.schemes.sparse import SparseLane
 from resumed_runs import train
 from thinwire_trainer import run as run_module
 from thinwire_trainer.app import App
@@ -63,13 +63,13 @@ def test_what_selecting_takes_is_told_from_the_exchange(
     app: App, options: Callable[..., Options], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All clocks stand still, but for 3 s at each selection."""
-    now, real = [0.0], Selections.transfer
+    now, real = [0.0], SparseLane.send
 
-    def slow(self: Selections, *given: object) -> object:
+    def slow(self: SparseLane, *given: object) -> object:
         now[0] += 3.0
         return real(self, *given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Selections, "transfer", slow)
+    monkeypatch.setattr(SparseLane, "send", slow)
     monkeypatch.setattr(run_module, "stopwatch_of", lambda device: HostStopwatch(lambda: now[0]))
     monkeypatch.setattr(run_module, "clock_of", lambda device: lambda: now[0])
     alone = as_communicator(None)

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 from communicators import CollectiveError, SimulatedWorld
-from data_parallel import DistributedOptimizer, reshard_residuals
+from data_parallel import DistributedOptimizer, UpdateOptimizer, reshard_residuals
 from data_parallel.adam_step_correction import CORRECTED, EVERY, WIDTH, sketch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,7 +35,7 @@ def path(size, optimizer, signal, steps=60, *, dtype=torch.float32, seed=0, turn
 
     def body(comm):
         p = nn.Parameter(torch.ones(NUMEL, dtype=dtype))
-        wrapper = DistributedOptimizer(ADAMS[optimizer]([p]), [("p", p)], comm=comm, sends="updates", **options)
+        wrapper = UpdateOptimizer(ADAMS[optimizer]([p]), [("p", p)], comm=comm, **options)
         for gradient in gradients:
             p.grad = gradient[comm.rank].to(dtype)
             wrapper.step()
@@ -87,8 +87,8 @@ def test_without_any_noise_nothing_is_changed(optimizer):
         p = nn.Parameter(torch.ones(9, dtype=torch.float64))
         plain = copy.deepcopy(p)
         alone = ADAMS[optimizer]([plain])
-        options = {"comm": comm, "sends": "updates", "density": 1.0}
-        wrapper = DistributedOptimizer(ADAMS[optimizer]([p]), [("p", p)], **options)
+        options = {"comm": comm, "density": 1.0}
+        wrapper = UpdateOptimizer(ADAMS[optimizer]([p]), [("p", p)], **options)
         for _ in range(8):
             p.grad = plain.grad = torch.arange(-4.0, 5.0, dtype=torch.float64)
             wrapper.step()
@@ -115,7 +115,7 @@ def test_decoupled_weight_decay_is_as_long_as_ever():
     def body(comm):
         p = nn.Parameter(torch.ones(NUMEL, dtype=torch.float64))
         inner = torch.optim.AdamW([p], lr=0.01, weight_decay=1.0)
-        wrapper = DistributedOptimizer(inner, [("p", p)], comm=comm, sends="updates", density=1.0)
+        wrapper = UpdateOptimizer(inner, [("p", p)], comm=comm, density=1.0)
         generator = torch.Generator().manual_seed(comm.rank)
         for _ in range(20):
             p.grad = torch.randn(NUMEL, dtype=torch.float64, generator=generator)
@@ -133,7 +133,7 @@ def test_decay_that_16_bits_round_off_does_not_come_back_as_growth(size):
     def body(comm):
         p = nn.Parameter(torch.ones(NUMEL, dtype=torch.bfloat16))
         inner = torch.optim.AdamW([p], lr=1e-3, weight_decay=0.1)
-        wrapper = DistributedOptimizer(inner, [("p", p)], comm=comm, sends="updates", density=1.0)
+        wrapper = UpdateOptimizer(inner, [("p", p)], comm=comm, density=1.0)
         generator = torch.Generator().manual_seed(comm.rank)
         for _ in range(30):
             p.grad = torch.randn(NUMEL, generator=generator).to(torch.bfloat16)
@@ -147,8 +147,8 @@ def test_decay_that_16_bits_round_off_does_not_come_back_as_growth(size):
 
 def made(comm, *, kind="adam", numel=NUMEL, **options):
     p = nn.Parameter(torch.zeros(numel))
-    options = {"sends": "updates", "density": 1.0, **options}
-    return p, DistributedOptimizer(ADAMS[kind]([p]), [("p", p)], comm=comm, **options)
+    options = {"density": 1.0, **options}
+    return p, UpdateOptimizer(ADAMS[kind]([p]), [("p", p)], comm=comm, **options)
 
 
 def noise_of(wrapper):
@@ -314,12 +314,14 @@ def test_another_number_of_ranks_goes_on_with_what_was_found_and_no_rank_s_looks
         assert not own["looks"].any()
 
 
-@pytest.mark.parametrize(("kind", "options"), [(torch.optim.SGD, {}), (torch.optim.AdamW, {"sends": "gradients"})])
+@pytest.mark.parametrize(
+    ("kind", "wrapping"), [(torch.optim.SGD, UpdateOptimizer), (torch.optim.AdamW, DistributedOptimizer)]
+)
 @pytest.mark.filterwarnings("ignore:AdamW behind")
-def test_where_nothing_is_measured_nothing_is_kept(kind, options):
+def test_where_nothing_is_measured_nothing_is_kept(kind, wrapping):
     def body(comm):
         p = nn.Parameter(torch.zeros(3))
-        wrapper = DistributedOptimizer(kind([p]), [("p", p)], comm=comm, **{"sends": "updates", **options})
+        wrapper = wrapping(kind([p]), [("p", p)], comm=comm)
         return "own_noise" in wrapper.state_dict()["distributed"]
 
     assert SimulatedWorld(2).run(body) == [False, False]
@@ -369,9 +371,7 @@ def test_squares_of_sketches_sum_up_to_the_norm(dtype):
 def test_lbfgs_is_refused():
     p = nn.Parameter(torch.zeros(3))
     with pytest.raises(TypeError, match="LBFGS"):
-        DistributedOptimizer(
-            torch.optim.LBFGS([p]), [("p", p)], comm=SimulatedWorld(1).run(lambda c: c)[0], sends="updates"
-        )
+        UpdateOptimizer(torch.optim.LBFGS([p]), [("p", p)], comm=SimulatedWorld(1).run(lambda c: c)[0])
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adamax, torch.optim.RAdam])
@@ -379,7 +379,7 @@ def test_others_that_divide_by_the_size_of_gradients_are_warned_about(kind):
     def body(comm):
         model = nn.Linear(2, 2)
         with pytest.warns(UserWarning, match=rf"{kind.__name__}.*up to 1\.4 times too short"):
-            DistributedOptimizer(kind(model.parameters()), model.named_parameters(), comm=comm, sends="updates")
+            UpdateOptimizer(kind(model.parameters()), model.named_parameters(), comm=comm)
 
     SimulatedWorld(2).run(body)
 
@@ -391,7 +391,7 @@ def test_others_that_divide_by_the_size_of_gradients_are_warned_about(kind):
 def test_where_nothing_is_too_short_nobody_is_warned(kind, size):
     def body(comm):
         model = nn.Linear(2, 2)
-        DistributedOptimizer(kind(model.parameters()), model.named_parameters(), comm=comm, sends="updates")
+        UpdateOptimizer(kind(model.parameters()), model.named_parameters(), comm=comm)
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 from communicators import SimulatedWorld
-from data_parallel import DistributedOptimizer, ahead
+from data_parallel import UpdateOptimizer, lookahead
 from hypothesis import given
 from hypothesis import strategies as st
 from sparse_compress import WarmUp
@@ -26,7 +26,7 @@ def made(comm, optimizer, *, dtype=torch.float32, **options):
     torch.manual_seed(7)
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).to(dtype)
     inner = OPTIMIZERS[optimizer](model.parameters())
-    return model, DistributedOptimizer(inner, model.named_parameters(), comm=comm, sends="updates", **options)
+    return model, UpdateOptimizer(inner, model.named_parameters(), comm=comm, **options)
 
 
 def loss_of(model, rank, step):
@@ -193,13 +193,6 @@ def test_a_block_that_makes_gradients_otherwise_or_computes_none_is_not():
         parameters[0].grad.mul_(2)
 
 
-def test_gradients_that_are_sent_have_nothing_to_be_ahead_by():
-    model = nn.Linear(2, 2)
-    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
-    with pytest.raises(RuntimeError, match='for sends="updates"'):
-        optimizer.ahead()
-
-
 def test_what_is_written_inside_is_an_error_and_parameters_are_put_back():
     def body(comm):
         model, optimizer = made(comm, "adamw", density=0.1)
@@ -321,7 +314,7 @@ def test_watching_where_gradients_are_made_keeps_nothing_alive_and_leaves_the_mo
     model, optimizer = made(None, "sgd", density=0.1)
     with optimizer.ahead():
         loss_of(model, 0, 0).backward()
-    watching = weakref.ref(optimizer._ahead)
+    watching = weakref.ref(optimizer._lookahead)
     twin = copy.deepcopy(model)
     del optimizer
     gc.collect()
@@ -359,7 +352,7 @@ def test_hooks_go_after_the_warning_and_do_not_come_back():
 @pytest.mark.parametrize("density", [0.1, 1.0])
 def test_hooks_go_after_steps_in_which_all_was_as_it_should_be(density):
     model, optimizer = made(None, "sgd", density=density)
-    for step in range(ahead.LOOKS):
+    for step in range(lookahead.LOOKS):
         optimizer.zero_grad()
         with optimizer.ahead():
             loss_of(model, 0, step).backward()

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from communicators import CollectiveError, SimulatedWorld
-from data_parallel import DistributedOptimizer, SparseHookState, reshard_residuals
+from data_parallel import DistributedOptimizer, SparseHookState, UpdateOptimizer, reshard_residuals
 from hypothesis import given
 from hypothesis import strategies as st
 from sparse_collectives import ALGORITHMS
@@ -17,10 +17,10 @@ SPARSE = [name for name, entry in ALGORITHMS.items() if entry.selects]
 EXACT = {"lr": 1.0}
 
 
-def made(comm, *, optimizer=EXACT, dense_below=6, **options):
+def made(comm, *, optimizer=EXACT, dense_below=6, kind=DistributedOptimizer, **options):
     model = nn.ParameterDict({name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()})
     inner = torch.optim.SGD(model.parameters(), **optimizer)
-    return model, DistributedOptimizer(inner, model.named_parameters(), comm=comm, dense_below=dense_below, **options)
+    return model, kind(inner, model.named_parameters(), comm=comm, dense_below=dense_below, **options)
 
 
 def give(model, comm, step, seed=0, missing=()):
@@ -47,7 +47,7 @@ def residuals(optimizer):
     density=st.sampled_from([0.01, 0.2, 1.0]),
     dense_below=st.sampled_from([0, 2, 6, 7, 99]),
     bucket_bytes=st.sampled_from([None, 1, 24, 60]),
-    sends=st.sampled_from(["gradients", "updates"]),
+    kind=st.sampled_from([DistributedOptimizer, UpdateOptimizer]),
     missing=st.sets(st.tuples(st.integers(0, 3), st.sampled_from(list(SHAPES)))),
 )
 def test_nothing_is_lost_and_what_is_tiny_never_waits(name, size, seed, steps, missing, dense_below, **options):
@@ -57,14 +57,14 @@ def test_nothing_is_lost_and_what_is_tiny_never_waits(name, size, seed, steps, m
         model, optimizer = made(comm, algorithm=name, dense_below=dense_below, **options)
         total = torch.zeros(24)
         for step in range(steps):
-            with optimizer.ahead() if options["sends"] == "updates" else nullcontext():
+            with optimizer.ahead() if options["kind"] is UpdateOptimizer else nullcontext():
                 give(model, comm, step, seed, missing)
             total += flat({key: torch.zeros_like(p) if p.grad is None else p.grad for key, p in model.items()})
             optimizer.step()
         return total, flat(model), residuals(optimizer)
 
     results = SimulatedWorld(size).run(body)
-    way = 1 if options["sends"] == "gradients" else -1  # updates go against gradients
+    way = 1 if options["kind"] is DistributedOptimizer else -1  # updates go against gradients
     total = way * sum(own for own, _, _ in results)
     for _, parameters, kept in results:
         assert torch.equal(total, -way * size * parameters + sum(flat(other) for _, _, other in results))

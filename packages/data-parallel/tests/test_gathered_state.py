@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from communicators import CollectiveError, SimulatedWorld
-from data_parallel import DistributedOptimizer, reshard_residuals
+from data_parallel import DistributedOptimizer, UpdateOptimizer, reshard_residuals
 from hypothesis import given
 from hypothesis import strategies as st
 from replicas.gathered import gather_states
@@ -18,16 +18,16 @@ KINDS = [
     {},
     {"momentum": 0.9, "algorithm": "oktopk"},
     {"inner": torch.optim.Adam},
-    {"inner": torch.optim.Adam, "sends": "updates"},
+    {"inner": torch.optim.Adam, "kind": UpdateOptimizer},
     {"algorithm": "powersgd", "options": {"dense_steps": 1}},
     {"algorithm": "dense"},
 ]
 
 
-def made(comm, inner=torch.optim.SGD, **options):
+def made(comm, inner=torch.optim.SGD, kind=DistributedOptimizer, **options):
     shapes = {"a": (2, 3), "b": (40,)}
     model = nn.ParameterDict({name: nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()})
-    optimizer = DistributedOptimizer(inner(model.parameters(), lr=0.1), model.named_parameters(), comm=comm, **options)
+    optimizer = kind(inner(model.parameters(), lr=0.1), model.named_parameters(), comm=comm, **options)
     return model, optimizer
 
 
@@ -57,9 +57,9 @@ def saved_at(step, size, options):
 
     def rank(comm):
         model, optimizer = made(comm, **options)
-        train(model, optimizer, comm.rank, range(step), updates="sends" in options)
+        train(model, optimizer, comm.rank, range(step), updates="kind" in options)
         state, model_then = optimizer.gathered_state_dict(), {n: p.detach().clone() for n, p in model.items()}
-        train(model, optimizer, comm.rank, range(step, step + 3), updates="sends" in options)
+        train(model, optimizer, comm.rank, range(step, step + 3), updates="kind" in options)
         return state, model_then, flat(model)
 
     return SimulatedWorld(size).run(rank)
@@ -75,14 +75,14 @@ def test_going_on_from_one_state_of_all_ends_in_the_same_bits(size, step, option
         model, optimizer = made(comm, **options)
         model.load_state_dict(model_then)
         optimizer.load_state_dict(through_a_file(state))  # each reads it for itself
-        train(model, optimizer, comm.rank, range(step, step + 3), updates="sends" in options)
+        train(model, optimizer, comm.rank, range(step, step + 3), updates="kind" in options)
         return flat(model)
 
     for ended, (*_, expected) in zip(SimulatedWorld(size).run(resumed), whole, strict=True):
         assert torch.equal(ended, expected)
 
 
-@pytest.mark.parametrize("options", [{}, {"inner": torch.optim.Adam, "sends": "updates"}])
+@pytest.mark.parametrize("options", [{}, {"inner": torch.optim.Adam, "kind": UpdateOptimizer}])
 def test_another_number_of_ranks_is_pointed_to_reshard_residuals(options):
     state, model_then, _ = saved_at(2, 4, options)[0]
 
@@ -95,7 +95,7 @@ def test_another_number_of_ranks_is_pointed_to_reshard_residuals(options):
         assert str(optimizer.state_dict()) == str(before)
         model.load_state_dict(model_then)
         optimizer.load_state_dict(reshard_residuals(state, comm.size)[comm.rank])
-        train(model, optimizer, comm.rank, range(1), updates="sends" in options)
+        train(model, optimizer, comm.rank, range(1), updates="kind" in options)
         return flat(model)
 
     one, other = SimulatedWorld(2).run(resumed)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from communicators import Bucket, CollectiveError, SimulatedWorld
 from data_parallel.exchange import Exchange
-from data_parallel.memories import MEMORIES
+from data_parallel.lanes import ERROR_STATE
 from data_parallel.schemes.choose import choose_scheme
 from hypothesis import given
 from hypothesis import strategies as st
@@ -62,7 +62,7 @@ def step(exchange, buckets, number, bad):
 
 
 def numbers_in(kept):
-    """All that is kept: memories by name, and what an algorithm keeps, in lists and dicts of plain values."""
+    """All that is kept: error state by name, and what an algorithm keeps, in lists and dicts of plain values."""
     if isinstance(kept, torch.Tensor):
         return [kept.double().view(-1)] if kept.is_floating_point() else []
     if isinstance(kept, float):
@@ -79,7 +79,7 @@ def run(comm, bad, *, nonfinite, ends, together, settings):
     buckets = [Bucket(members, tuple(shapes[m] for m in members), torch.float32, cpu) for members in cut]
     told = []
     for number, its in enumerate(({}, bad, {}, {})):
-        before = copy.deepcopy(memories(exchange))
+        before = copy.deepcopy(kept_by_parameter(exchange))
         means, errors = step(exchange, buckets, number, its)
         stands = False
         if not errors or ends == "settle":
@@ -89,15 +89,15 @@ def run(comm, bad, *, nonfinite, ends, together, settings):
         if stands and not errors:
             assert all(bool(mean.isfinite().all()) for mean in means)
         assert all(bool(kept.isfinite().all()) for kept in numbers_in(exchange.state_dict()))
-        for what, kept in memories(exchange).items():
+        for what, kept in kept_by_parameter(exchange).items():
             if what[1] in spoiled(comm.rank, its):
                 assert not bool(kept.any()) or torch.equal(kept, before[what]), what
         told.append((len(errors), stands))
     return told
 
 
-def memories(exchange):
-    return {(memory, name): t for memory in MEMORIES for name, t in exchange.error_state(memory).items()}
+def kept_by_parameter(exchange):
+    return {(kind, name): t for kind in ERROR_STATE for name, t in exchange.error_state(kind).items()}
 
 
 def spoiled(rank, bad):

@@ -6,14 +6,14 @@ import pickle
 import pytest
 import torch
 from communicators import CollectiveError, SimulatedWorld
-from data_parallel import DistributedOptimizer
+from data_parallel import DistributedOptimizer, UpdateOptimizer
 from torch import nn
 
 either_way = pytest.mark.parametrize("overlap", [False, True])
 
 
-def wrapped(inner, model, comm, **options):
-    return DistributedOptimizer(inner, model.named_parameters(), comm=comm, **options)
+def wrapped(inner, model, comm, kind=DistributedOptimizer, **options):
+    return kind(inner, model.named_parameters(), comm=comm, **options)
 
 
 def made(comm, *, frozen=(), **options):
@@ -180,7 +180,7 @@ def plateau(comm, **options):
     return flat(model)
 
 
-@pytest.mark.parametrize("options", [{}, {"overlap": True}, {"sends": "updates", "density": 1.0}])
+@pytest.mark.parametrize("options", [{}, {"overlap": True}, {"kind": UpdateOptimizer, "density": 1.0}])
 def test_a_rate_that_goes_by_a_ranks_own_loss_is_an_error_within_a_hundred_steps(options):
     with pytest.raises(CollectiveError, match=r"with parameter groups of lr 0.1,.*rank 1 calls .*of lr \S*e-"):
         SimulatedWorld(2).run(lambda comm: plateau(comm, **options))

@@ -5,7 +5,7 @@ import io
 import pytest
 import torch
 from communicators import CollectiveError, SimulatedWorld
-from data_parallel import DistributedOptimizer, reshard_residuals
+from data_parallel import DistributedOptimizer, UpdateOptimizer, reshard_residuals
 from sparse_collectives import ALGORITHMS
 from sparse_compress import RandomK, TopK
 from torch import nn
@@ -194,14 +194,14 @@ def test_dense_does_not_swallow_residuals():
     optimizer.load_state_dict(reshard_residuals([state], 1, drop=True)[0])
 
 
-@pytest.mark.parametrize("sends", ["gradients", "updates"])
-def test_a_state_that_only_one_rank_loads_is_told(sends):
+@pytest.mark.parametrize("kind", [DistributedOptimizer, UpdateOptimizer])
+def test_a_state_that_only_one_rank_loads_is_told(kind):
     def body(comm):
         model = nn.ParameterDict({"a": nn.Parameter(torch.ones(20))})
 
         def new():
             inner = torch.optim.SGD(model.parameters(), lr=0.1)
-            return DistributedOptimizer(inner, model.named_parameters(), comm=comm, sends=sends, density=0.2)
+            return kind(inner, model.named_parameters(), comm=comm, density=0.2)
 
         def loss():
             model["a"].grad = torch.arange(20.0)
@@ -221,7 +221,7 @@ def test_a_state_of_another_optimizer_is_told_when_it_is_loaded():
     model = nn.ParameterDict({"a": nn.Parameter(torch.ones(20))})
 
     def wrapped(kind):
-        return DistributedOptimizer(kind(model.parameters(), lr=0.1), model.named_parameters(), sends="updates")
+        return UpdateOptimizer(kind(model.parameters(), lr=0.1), model.named_parameters())
 
     state = wrapped(torch.optim.AdamW).state_dict()
     other = wrapped(torch.optim.SGD)

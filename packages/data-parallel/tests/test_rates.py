@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from communicators import CollectiveError, SimulatedWorld
-from data_parallel import DistributedOptimizer
+from data_parallel import UpdateOptimizer
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
@@ -17,7 +17,7 @@ def trained(comm, rates, *, steps, inner=torch.optim.SGD, seed=0, **options):
     """Parameters, one a group, after steps with the same gradients whatever the rates."""
     named = [(f"p{i}", nn.Parameter(torch.zeros(shape))) for i, shape in enumerate(SHAPES[: len(rates)])]
     groups = [{"params": [p], "lr": rate} for (_, p), rate in zip(named, rates, strict=True)]
-    optimizer = DistributedOptimizer(inner(groups), named, comm=comm, sends="updates", **options)
+    optimizer = UpdateOptimizer(inner(groups), named, comm=comm, **options)
     for step in range(steps):
         generator = torch.Generator().manual_seed(1000 * seed + 10 * step + comm.rank)
         with optimizer.ahead():
@@ -68,7 +68,7 @@ def test_a_scheduler_that_begins_at_zero_does_not_make_all_groups_alike():
     named = [("high", nn.Parameter(torch.zeros(100))), ("low", nn.Parameter(torch.zeros(100)))]
     inner = torch.optim.SGD([{"params": [named[0][1]], "lr": 1.0}, {"params": [named[1][1]], "lr": 0.01}])
     torch.optim.lr_scheduler.LambdaLR(inner, lambda step: 0.0)
-    optimizer = DistributedOptimizer(inner, named, sends="updates", density=0.1)
+    optimizer = UpdateOptimizer(inner, named, density=0.1)
     inner.param_groups[0]["lr"], inner.param_groups[1]["lr"] = 1.0, 0.01
     for _, p in named:
         p.grad = torch.linspace(1, 2, 100)
@@ -83,7 +83,7 @@ def made(comm, rates, *, inner=torch.optim.SGD, scheduled=None, **options):
     named = [(f"p{i}", nn.Parameter(torch.zeros(100))) for i in range(len(rates))]
     wrapped = inner([{"params": [p], "lr": rate} for (_, p), rate in zip(named, rates, strict=True)])
     scheduler = scheduled(wrapped) if scheduled else None
-    return named, DistributedOptimizer(wrapped, named, comm=comm, sends="updates", **options), scheduler
+    return named, UpdateOptimizer(wrapped, named, comm=comm, **options), scheduler
 
 
 def stepped(named, optimizer, step, rank):

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from communicators import Alone, Link, SimulatedWorld, Stats
-from data_parallel import DistributedOptimizer, SparseHookState
+from data_parallel import DistributedOptimizer, SparseHookState, UpdateOptimizer
 from data_parallel.tally import Tally, covered
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,11 +16,11 @@ from torch import nn
 NUMEL = 64 * 16 + 16 + 16 + 1
 
 
-def made(comm, **options):
+def made(comm, kind=DistributedOptimizer, **options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return model, DistributedOptimizer(optimizer, model.named_parameters(), comm=comm, **options)
+    return model, kind(optimizer, model.named_parameters(), comm=comm, **options)
 
 
 def backward(model, rank, step=0):
@@ -39,7 +39,7 @@ def backward(model, rank, step=0):
         {"algorithm": "dense-int8"},
         {"dense_below": 17},
         {"overlap": True, "bucket_bytes": 256},
-        {"sends": "updates"},
+        {"kind": UpdateOptimizer},
         {"nonfinite": "skip", "momentum": 0.9},
     ],
     ids=str,
@@ -49,11 +49,11 @@ def test_bytes_are_those_that_the_communicator_counts(size, options):
         model, optimizer = made(comm, **options)
         before = comm.bytes_sent
         for step in range(3):
-            with optimizer.ahead() if options.get("sends") == "updates" else nullcontext():
+            with optimizer.ahead() if isinstance(optimizer, UpdateOptimizer) else nullcontext():
                 backward(model, comm.rank, step)
             optimizer.step()
             optimizer.zero_grad()
-        skips = options.get("nonfinite") == "skip" and options.get("sends") == "updates"
+        skips = options.get("nonfinite") == "skip" and isinstance(optimizer, UpdateOptimizer)
         return optimizer.stats(), comm.bytes_sent - before, skips
 
     for stats, sent, _ in SimulatedWorld(size).run(body):
@@ -95,8 +95,10 @@ def test_what_spans_cover_is_counted_once(spans):
 class Span:
     """Of something that was under way."""
 
+    bytes_sent = 2
+
     def __init__(self, began, ended):
-        self.began, self.ended, self.bytes_sent = began, ended, 0
+        self.began, self.ended = began, ended
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=30))
@@ -106,10 +108,9 @@ def test_a_tally_keeps_nothing_that_is_over_although_nobody_says_that_it_waits(p
     tally = Tally(lambda: float(now))
     for pause, length in pauses:
         now += pause
-        one = tally.begin(dense=1)
-        assert len(tally._step) == 1
         spans.append((now, now + length))
-        one.sent, one.work = 2, Span(*spans[-1])
+        tally.add(Span(*spans[-1]), dense=1)
+        assert len(tally._step) == 1
         now += length
     numbers = tally.numbers()
     assert (numbers["bytes_sent"], numbers["bytes_dense"]) == (2 * len(pauses), len(pauses))
@@ -179,13 +180,21 @@ def test_a_state_without_ranks_yet_counts_nothing_and_asks_nobody():
     assert state.stats() == {"steps": 0, "skipped": 0}
     assert str(state.stats()) == "0 steps, 0 B sent, 0 s waited and 0 s hidden"
     assert repr(state) == (
-        "SparseHookState(algorithm='gtopk', compressor=TopK(density=0.02), wire='fp32', momentum=0.5, no group yet)"
+        "SparseHookState(algorithm='gtopk', compressor=TopK(density=0.02), wire='fp32', momentum=0.5, "
+        "nonfinite='raise', no group yet)"
     )
 
 
 def test_a_repr_says_the_settings():
     text = repr(made(Alone(), algorithm="spardl", density=0.02, clip_norm=1.0)[1])
-    for word in ("DistributedOptimizer(spardl", "TopK(density=0.02)", "clip_norm=1.0", "rank 0 of 1", "SGD", "lr: 0.1"):
+    for word in (
+        "DistributedOptimizer(algorithm='spardl'",
+        "TopK(density=0.02)",
+        "clip_norm=1.0",
+        "rank 0 of 1",
+        "SGD",
+        "lr: 0.1",
+    ):
         assert word in text, word
     for whole in ("dense", "dense-int8", "powersgd"):
         assert "TopK" not in repr(made(Alone(), algorithm=whole)[1])

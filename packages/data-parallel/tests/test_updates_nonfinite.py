@@ -1,11 +1,11 @@
-"""sends="updates": gradients and updates that are not finite, and what is left behind."""
+"""UpdateOptimizer: gradients and updates that are not finite, and what is left behind."""
 
 import copy
 
 import pytest
 import torch
 from communicators import CollectiveError, SimulatedWorld
-from data_parallel import DistributedOptimizer
+from data_parallel import DistributedOptimizer, UpdateOptimizer
 from sparse_collectives import ALGORITHMS
 from sparse_compress import RandomK
 from torch import nn
@@ -19,12 +19,12 @@ OPTIMIZERS = {
 SGD = {"sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01)}
 
 
-def made(comm, optimizer, **options):
+def made(comm, optimizer, *, kind=UpdateOptimizer, **options):
     torch.manual_seed(0)
     model = nn.ParameterDict({name: nn.Parameter(torch.randn(shape)) for name, shape in SHAPES.items()})
     inner = {**OPTIMIZERS, **SGD}[optimizer](model.parameters())
-    options = {"density": 0.1, "sends": "updates", **options}
-    return model, inner, DistributedOptimizer(inner, model.named_parameters(), comm=comm, **options)
+    options = {"density": 0.1, **options}
+    return model, inner, kind(inner, model.named_parameters(), comm=comm, **options)
 
 
 def give(model, comm, step):
@@ -142,7 +142,7 @@ def test_gradients_that_are_sent_leave_no_nan_either(name, options):
         options = {"compressor": RandomK(0.1, seed=1), "density": None}
 
     def body(comm):
-        model, _, optimizer = made(comm, "sgd", algorithm=name, sends="gradients", **options)
+        model, _, optimizer = made(comm, "sgd", algorithm=name, kind=DistributedOptimizer, **options)
         for step in range(4):
             give(model, comm, step)
             if step != 1:
@@ -159,10 +159,10 @@ def test_gradients_that_are_sent_leave_no_nan_either(name, options):
     SimulatedWorld(2).run(body)
 
 
-@pytest.mark.parametrize("sends", ["updates", "gradients"])
-def test_residuals_that_are_not_finite_are_not_loaded(sends):
+@pytest.mark.parametrize("kind", [UpdateOptimizer, DistributedOptimizer])
+def test_residuals_that_are_not_finite_are_not_loaded(kind):
     def body(comm):
-        model, _, optimizer = made(comm, "momentum", sends=sends)
+        model, _, optimizer = made(comm, "momentum", kind=kind)
         optimizer.step(lambda: give(model, comm, 0))
         state = copy.deepcopy(optimizer.state_dict())
         before = everything(model, optimizer)

@@ -20,12 +20,17 @@ class BackwardOrder:
     Bucket 0 holds the parameters whose gradients come first, those of the last layers. A bucket that is ready early
     waits for its turn, because all ranks must start their exchanges in one order.
 
-    paused: gradients only accumulate.
+    paused: whether gradients only accumulate now.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], buckets: Sequence[Bucket], start: Callable[[int], None]) -> None:
-        self.paused = False
-        self._start = start
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        buckets: Sequence[Bucket],
+        start: Callable[[int], None],
+        paused: Callable[[], bool],
+    ) -> None:
+        self._start, self._paused = start, paused
         self._members = [bucket.members for bucket in buckets]
         self._bucket_of = {member: position for position, members in enumerate(self._members) for member in members}
         self.reset()
@@ -57,7 +62,7 @@ class BackwardOrder:
 
     def ready(self, member: int) -> None:
         """Notes that this parameter's gradient is complete."""
-        if self.paused:
+        if self._paused():
             return
         lacking = self._lacking[self._bucket_of[member]]
         if member not in lacking:

@@ -1,153 +1,28 @@
 """Exchange of this rank's gradients for their mean over all ranks, bucket by bucket: dense in, dense out.
 
-An `Exchange` carries them and ends steps. Its `Scheme` decides how a bucket's gradient travels, and what is kept
-between steps: dense gradients (`WholeGradients`), or selections with error feedback (`Selections`). A new scheme is
-one file.
+An `Exchange` has a lane for each bucket, and ends steps: a lane decides how its gradient travels, and owns what is kept
+of it between steps. `Means` takes all tensors of a model through an exchange.
 """
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, Protocol, cast, runtime_checkable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
-from communicators import Bucket, Communicator, Schedule, Work, run, start, tracing
-from replicas.by_parameter import empty_like, split
-from sparse_collectives.algorithm import Algorithm
+from communicators import Bucket, CollectiveError, Communicator, Schedule, Work, run, start, tracing
 from sparse_compress.nonfinite import all_finite
 from torch import Tensor
 
 from data_parallel.clipping import clip_limit, clip_together
-from data_parallel.memories import MEMORIES
-from data_parallel.nonfinite import Checked, checked, refuse_nonfinite, unlawful
-from data_parallel.tally import Exchanged, Tally
+from data_parallel.lanes import ERROR_STATE, Lane, Saved, Scheme, Sending, State, empty_like
+from data_parallel.nonfinite import culprit, refuse_nonfinite, unlawful
+from data_parallel.tally import Tally
 
-
-class Transfer(Protocol):
-    """One bucket's gradient on its way to the mean, in one step. R is what its schedule returns."""
-
-    @property
-    def facts(self) -> str:
-        """Facts that all ranks share, as text."""
-
-    @property
-    def schedule(self) -> Schedule[Any]:
-        """Schedule that carries the transfer; read once."""
-
-    @property
-    def summed(self) -> Tensor | None:
-        """A tensor of which R is the plain sum over the ranks, where the transport's own allreduce may do as well."""
-
-    def agreed(self, result: Any) -> Tensor:
-        """The part of R that is the same on every rank, in which any rank's NaN or inf shows."""
-
-    def own(self, result: Any) -> Tensor:
-        """The part of R that only this rank has and keeps; must be finite if `agreed` is."""
-
-    def suspect(self) -> int:
-        """The first element in the bucket of which this rank gave something not finite, −1 if none."""
-
-    def end(self, result: Any, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """The mean in the form of `flat`, which it may overwrite, and the part of the mean that may be nonzero.
-
-        Args:
-            result: R.
-            flat: This rank's gradient, 1-D, in its own dtype.
-        """
-
-
-class Scheme(Protocol):
-    """How gradients become means, and what is kept between steps, by bucket; keys name buckets.
-
-    Attributes:
-        name: The algorithm's, in facts, errors and checkpoints.
-        settings: Its options, as text that all ranks must share.
-        wire: The one in use.
-        entry: The sparse allreduce, or that of "dense"; None for one that sends something of every element.
-        keeps: Which of "residuals" and "velocities" are kept, tensors of a bucket's shape that belong to its
-            parameters.
-    """
-
-    name: str
-    settings: Sequence[str]
-    wire: str
-    entry: Algorithm | None
-    keeps: Sequence[str]
-
-    @property
-    def selects(self) -> bool:
-        """Whether entries are selected, as many as the compressor says."""
-        return self.entry is not None and self.entry.selects
-
-    def register(self, key: str, bucket: Bucket, kept: Mapping[str, Tensor]) -> None:
-        """Adds a bucket that is not known yet.
-
-        Args:
-            key: Its name.
-            bucket: Its parameters.
-            kept: Their memories, flat, by name; {} if there are none.
-        """
-
-    def forget(self, key: str) -> dict[str, Tensor]:
-        """Lets go of a bucket; only between steps.
-
-        Args:
-            key: Its name.
-
-        Returns:
-            Its memories, flat, by name.
-        """
-
-    def transfer(self, key: str, flat: Tensor, scale: float, unused: Sequence[slice]) -> Transfer:
-        """One bucket of a step.
-
-        Args:
-            key: Its name.
-            flat: The gradient, 1-D, in its own dtype.
-            scale: Loss scale of the gradient.
-            unused: Spans of it that take no part.
-        """
-
-    def commit(self) -> None:
-        """Commits the step."""
-
-    def rollback(self) -> None:
-        """Undoes the step, bit for bit; only where steps may be skipped."""
-
-    def kept(self) -> dict[str, dict[str, Tensor]]:
-        """Memories by name and bucket: references."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """State besides the memories, in plain values."""
-
-    def reset(self, state: Mapping[str, Any]) -> None:
-        """Forgets all buckets, and continues from a `state_dict`.
-
-        Args:
-            state: Another scheme's, with "residuals" and "velocities" by parameter.
-
-        Raises:
-            ValueError: It does not fit; nothing is changed.
-        """
-
-
-@runtime_checkable
-class LooksInside(Protocol):
-    """A scheme whose residuals can be looked at while a step is under way, too."""
-
-    def residuals_now(self) -> Sequence[Tensor]:
-        """Current residuals, even of a step that may still be undone: references."""
-
-
-@runtime_checkable
-class BeginsWhole(Protocol):
-    """A scheme whose first steps are summed dense, so that they save nothing."""
-
-    @property
-    def dense_steps_left(self) -> int:
-        """Number of dense steps still to come."""
+Checked = tuple[Any, CollectiveError | None]
+"""A schedule's result, and the error that every rank is to raise where it is not finite."""
 
 
 class Exchange:
@@ -161,10 +36,11 @@ class Exchange:
     clip_norm: target norm of the mean, which `clip` approaches by clipping ranks' own gradients; None: `clip` does
         nothing.
     what: name in messages of the exchanged tensors.
+    keeps: those of `ERROR_STATE` that the scheme keeps.
     cut: a fact, as text: how parameters were cut into buckets, if ranks could differ in that.
     shared: another fact, about this step: values that ranks must share.
     selection_seconds: seconds so far on this rank, by the communicator's clock.
-    tally: costs of exchanges so far. The caller that starts them says when it begins to wait for them.
+    begin_waiting: to be called when this rank has nothing else to do than wait for what it has started.
     """
 
     def __init__(
@@ -179,18 +55,20 @@ class Exchange:
         clip_norm: float | None = None,
         what: str = "gradient",
     ) -> None:
-        self.scheme, self.comm, self._what = scheme, comm, what
-        self.keeps = scheme.keeps
-        self._clip_norm = clip_norm
-        self._names, self._owner, self._nonfinite, self._native = names, owner, nonfinite, native
+        self.scheme, self.comm, self.names, self.what = scheme, comm, names, what
+        self.nonfinite, self.native, self.keeps = nonfinite, native, scheme.keeps
+        self._owner, self._clip_norm = owner, clip_norm
         self._loaded = ""  # a fact: residuals that only some ranks have loaded are lost on the others
         self.cut = self.shared = ""
-        self._buckets: dict[str, Bucket] = {}  # by the name of their first member
-        self._pool: dict[str, dict[str, Tensor]] = {memory: {} for memory in MEMORIES}  # of no bucket yet, by parameter
-        self._agreed: list[Tensor] = []  # of this step, by bucket, 0-D bool: a GPU is asked once, at its end
-        self._own: list[Tensor] = []
+        self._lanes: dict[int, Lane] = {}  # by first member
+        self._open: list[Lane] = []  # those of this step, as they were first used in it
+        self._error_state: dict[str, dict[str, Tensor]] = {kind: {} for kind in ERROR_STATE}  # of no lane, by parameter
+        self._states: dict[str, State] = {}  # of the algorithm, loaded, of no lane yet
+        self.totals_finite: list[Tensor] = []  # of this step, by bucket, 0-D bool: a GPU is asked once, at its end
+        self.dropped_finite: list[Tensor] = []
         self.selection_seconds = 0.0
-        self.tally = Tally(comm.clock)
+        self._tally = Tally(comm.clock)
+        self.begin_waiting = self._tally.begin_waiting
 
     def clip(self, flats: Sequence[Tensor], *, scale: float = 1.0, of: int | None = None) -> None:
         """Clips this rank's gradients, which have the loss scale `scale`, in place before they are started.
@@ -207,83 +85,85 @@ class Exchange:
 
         scale: loss scale; residuals are stored without it. unused: spans whose residuals wait; their gradient is zero.
         """
-        key = self.register(bucket)
+        lane = self.open(bucket)
+        if lane not in self._open:
+            self._open.append(lane)
         began = self.comm.clock()
         with tracing.labelled("select"):
-            transfer = self.scheme.transfer(key, flat, scale, unused)
+            sending = lane.send(flat, scale, unused)
         self.selection_seconds += self.comm.clock() - began
-        native, dense = self._native and transfer.summed is not None, self._whole_nbytes(flat)
-        tallied = self.tally.begin(dense=dense)
-        later = partial(self._sum, transfer, bucket, tallied)
-        work: Work[Checked] = _Later(later, self.comm.clock) if native else self._launch(transfer, bucket)
-        tallied.work = work
-        return _Mean(work, partial(self._end, transfer, flat))
+        mean = _Mean(self, lane, sending, f"{sending.facts} in {self._owner}{self.shared}{self._loaded}{self.cut}")
+        self._tally.add(mean, dense=dense_nbytes(flat, self.comm.size))
+        return mean
 
-    def register(self, bucket: Bucket) -> str:
-        """Name of a bucket; if its parameters were cut differently before, their memories move here."""
-        key = self._names[bucket.members[0]]
-        if self._buckets.get(key) == bucket:
-            return key
-        for old_key, old in list(self._buckets.items()):
-            if set(old.members) & set(bucket.members):
-                if self._agreed:  # a skipped step could not be undone in other buckets
-                    self.commit_or_rollback()
-                for memory, flat in self.scheme.forget(old_key).items():
-                    self._pool[memory].update(split({old_key: flat}, self._buckets, self._names))
-                del self._buckets[old_key]
-        kept = {memory: self._out_of_pool(bucket, memory) for memory in self.keeps}
-        self.scheme.register(key, bucket, {memory: flat for memory, flat in kept.items() if flat is not None})
-        self._buckets[key] = bucket
-        return key
+    def open(self, bucket: Bucket) -> Lane:
+        """The bucket's lane; if its parameters were cut differently before, their error state moves here."""
+        first = bucket.members[0]
+        if first in self._lanes and self._lanes[first].bucket == bucket:
+            return self._lanes[first]
+        for old in [one for one in self._lanes.values() if not set(one.bucket.members).isdisjoint(bucket.members)]:
+            if self.totals_finite:  # a skipped step could not be undone in other buckets
+                self.commit_or_rollback()
+            for kind, found in self._by_parameter([old]).items():
+                self._error_state[kind].update(found)
+            del self._lanes[old.bucket.members[0]]
+            self._open = [lane for lane in self._open if lane is not old]
+        key = self.names[first]
+        kept = {kind: flat for kind in self.keeps if (flat := self._taken(bucket, kind)) is not None}
+        lane = self._lanes[first] = self.scheme.open(bucket, Saved(key, kept, self._states.pop(key, None)))
+        return lane
 
     def commit_or_rollback(self) -> bool:
         """Ends the step, in the same way on every rank; returns False if it was undone because a mean is not finite."""
-        agreed, own = self._agreed, self._own
-        self._agreed, self._own = [], []
-        if agreed and not bool(torch.stack(agreed).all()):
-            self.scheme.rollback()
+        stands, dropped = self.finite(), self.dropped_finite
+        self.totals_finite, self.dropped_finite = [], []
+        if not stands:
+            self._rollback()
             return False
-        if own and not bool(torch.stack(own).all()):
+        if dropped and not bool(torch.stack(dropped).all()):
             raise unlawful(self._owner, self.comm.rank)
-        self.scheme.commit()
+        for lane in self._open:
+            lane.commit()
+        self._open = []
         return True
 
     def finite(self) -> bool:
         """Whether all means of this step are finite so far, if steps may be skipped; does not end it."""
-        return not self._agreed or bool(torch.stack(self._agreed).all())
+        return not self.totals_finite or bool(torch.stack(self.totals_finite).all())
 
     def undo(self) -> None:
         """Ends a step that has failed, and takes back what it can."""
-        self._agreed, self._own = [], []
-        if self._nonfinite == "skip":
-            self.scheme.rollback()
-
-    def begin_waiting(self) -> None:
-        """Notes that this rank does nothing but wait from now on."""
-        self.tally.begin_waiting()
+        self.totals_finite, self.dropped_finite = [], []
+        if self.nonfinite == "skip":
+            self._rollback()
 
     @property
     def left_over(self) -> list[str]:
         """Parameters with loaded residuals that no bucket has brought."""
-        return sorted(self._pool["residuals"])
+        return sorted(self._error_state["residuals"])
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
         """Shapes of the parameters that buckets have brought, by name."""
         return {
-            self._names[member]: shape
-            for bucket in self._buckets.values()
-            for member, shape in zip(bucket.members, bucket.shapes, strict=True)
+            self.names[member]: shape
+            for lane in self._lanes.values()
+            for member, shape in zip(lane.bucket.members, lane.bucket.shapes, strict=True)
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Memories by parameter, and the scheme's own state: references."""
-        return {**{memory: self.error_state(memory) for memory in MEMORIES}, **self.scheme.state_dict()}
+        """Error state by parameter, the algorithm's by bucket, and what the scheme's lanes share: references.
 
-    def error_state(self, memory: str) -> dict[str, Tensor]:
-        """One of `MEMORIES`, by parameter: references."""
-        by_bucket = self.scheme.kept().get(memory, {})
-        return {**self._pool[memory], **split(by_bucket, self._buckets, self._names)}
+        The algorithm's is a list, which torch.distributed.checkpoint loads as a whole.
+        """
+        states = self._states | {lane.key: lane.state for lane in self._lanes.values() if lane.state is not None}
+        found = self._by_parameter(self._lanes.values())
+        kept = {kind: {**self._error_state[kind], **found[kind]} for kind in ERROR_STATE}
+        return {**kept, "algorithm_state": list(states.items()), **self.scheme.state_dict()}
+
+    def error_state(self, kind: str) -> dict[str, Tensor]:
+        """One of `ERROR_STATE`, by parameter: references."""
+        return {**self._error_state[kind], **self._by_parameter(self._lanes.values())[kind]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replaces everything by copies from an adapter's state. Raises ValueError before anything is changed.
@@ -292,145 +172,138 @@ class Exchange:
         """
         if state["algorithm"] != self.scheme.name:
             state = {**state, "algorithm_state": []}
-        refuse_nonfinite(state)
-        pool = {memory: {name: tensor.clone() for name, tensor in state[memory].items()} for memory in MEMORIES}
-        self.scheme.reset(state)
-        buckets, self._buckets, self._pool = self._buckets, {}, pool
-        self._agreed, self._own = [], []
+        refuse_nonfinite({kind: state[kind] for kind in ERROR_STATE})
+        error_state = {kind: {name: tensor.clone() for name, tensor in state[kind].items()} for kind in ERROR_STATE}
+        states = copy.deepcopy(dict(state["algorithm_state"]))
+        self.scheme.load_state_dict(state)
+        self._error_state, self._states, lanes = error_state, states, list(self._lanes.values())
+        self._lanes, self._open, self.totals_finite, self.dropped_finite = {}, [], [], []
         self._loaded = f" with a state of {state['steps']} steps loaded" if "steps" in state else " with a state loaded"
-        for bucket in buckets.values():
-            self.register(bucket)
+        for lane in lanes:
+            self.open(lane.bucket)
 
     def stats(self) -> dict[str, float]:
-        """Total costs so far; see `communicators.Stats`."""
-        whole = {"dense_steps_left": self.scheme.dense_steps_left} if isinstance(self.scheme, BeginsWhole) else {}
+        """Total costs so far, by the names of `communicators.stats.Stats`."""
+        left = self.scheme.dense_steps_left
+        residuals = [lane.residual for lane in self._lanes.values() if lane.residual is not None]
+        squares = [float(torch.linalg.vector_norm(each, dtype=torch.float64)) ** 2 for each in residuals]
         return {
-            **self.tally.numbers(),
-            **whole,
+            **self._tally.numbers(),
+            **({} if left is None else {"dense_steps_left": left}),
             "seconds_selecting": self.selection_seconds,
-            "residual_norm": self._residual_norm(),
+            "residual_norm": math.sqrt(sum(squares)),
         }
 
-    def _residual_norm(self) -> float:
-        looks = self.scheme.residuals_now if isinstance(self.scheme, LooksInside) else None
-        residuals = list(self.scheme.kept().get("residuals", {}).values()) if looks is None else looks()
-        return math.sqrt(sum(float(torch.linalg.vector_norm(each, dtype=torch.float64)) ** 2 for each in residuals))
+    def _rollback(self) -> None:
+        for lane in reversed(self._open):  # lanes share a compressor's state, which the first one saw before the step
+            lane.rollback()
+        self._open = []
 
-    def _whole_nbytes(self, whole: Tensor) -> int:
-        """Bytes that the best dense allreduces send for this tensor."""
-        return 2 * whole.numel() * whole.element_size() * (self.comm.size - 1) // self.comm.size
+    def _by_parameter(self, lanes: Iterable[Lane]) -> dict[str, dict[str, Tensor]]:
+        """Error state of lanes, by parameter: views."""
+        found: dict[str, dict[str, Tensor]] = {kind: {} for kind in ERROR_STATE}
+        for lane in lanes:
+            for kind, flat in lane.error_state().items():
+                for member, view in zip(lane.bucket.members, lane.bucket.views(flat), strict=True):
+                    found[kind][self.names[member]] = view
+        return found
 
-    def _launch(self, transfer: Transfer, bucket: Bucket) -> Work[Checked]:
-        facts = self._facts(transfer)
-        schedule = self._looked_at(transfer.schedule, transfer, bucket)
-        return start(schedule, self.comm, facts=facts, device=bucket.device)
-
-    def _sum(self, transfer: Transfer, bucket: Bucket, tallied: Exchanged) -> Checked:
-        """The plain sum, by the transport where it has one."""
-        assert transfer.summed is not None
-        total = self.comm.native_allreduce(transfer.summed, facts=self._facts(transfer))
-        if total is None:
-            work = self._launch(transfer, bucket)
-            outcome = work.wait()
-            tallied.sent += work.bytes_sent
-            return outcome
-        tallied.sent += self._whole_nbytes(total)
-        if self._nonfinite != "raise" or bool(all_finite(total)):
-            return total, None
-        again = self._looked_at(_done(total), transfer, bucket)
-        return run(again, self.comm, facts=f"what is not finite in {transfer.facts}", device=bucket.device)
-
-    def _looked_at(self, schedule: Schedule[Any], transfer: Transfer, bucket: Bucket) -> Schedule[Checked]:
-        if self._nonfinite != "raise":
-            return _unchecked(schedule)
-        where, place = self._facts(transfer), (self.comm.rank, self.comm.size)
-        return checked(schedule, transfer, bucket, self._names, *place, where=where, what=self._what)
-
-    def _facts(self, transfer: Transfer) -> str:
-        return f"{transfer.facts} in {self._owner}{self.shared}{self._loaded}{self.cut}"
-
-    def _end(self, transfer: Transfer, flat: Tensor, outcome: Checked) -> Tensor:
-        result, error = outcome
-        if error is not None:
-            raise error
-        with tracing.labelled("restore"):
-            mean, seen = transfer.end(result, flat)
-        if self._nonfinite == "skip":
-            self._agreed.append(all_finite(seen))
-            self._own.append(all_finite(transfer.own(result)))
-        return mean
-
-    def _out_of_pool(self, bucket: Bucket, memory: str) -> Tensor | None:
+    def _taken(self, bucket: Bucket, kind: str) -> Tensor | None:
         """The members' residuals or velocities as one flat tensor, zeros where there is none; None without any."""
         found: dict[int, Tensor | None] = {}
         for member, shape in zip(bucket.members, bucket.shapes, strict=True):
-            tensor = found[member] = self._pool[memory].pop(self._names[member], None)
+            tensor = found[member] = self._error_state[kind].pop(self.names[member], None)
             if tensor is not None and tensor.shape != shape:
-                raise ValueError(f"{memory} of {self._names[member]!r}: {tuple(tensor.shape)}, expected {tuple(shape)}")
+                raise ValueError(f"{kind} of {self.names[member]!r}: {tuple(tensor.shape)}, expected {tuple(shape)}")
         if all(tensor is None for tensor in found.values()):
             return None
         return bucket.gather(found, out=empty_like(bucket))
 
 
 class _Mean(Work[Tensor]):
-    """A work whose result is put back once, at the first request."""
+    """A bucket's mean on its way; what was dropped goes back to its lane once, at the first request."""
 
-    def __init__(self, work: Work[Checked], end: Any) -> None:
-        self._work, self._end = work, end
-        self._mean: Tensor | None = None
+    def __init__(self, exchange: Exchange, lane: Lane, sending: Sending, facts: str) -> None:
+        self._exchange, self._lane, self._sending, self._facts = exchange, lane, sending, facts
+        self._began, self._ended = exchange.comm.clock(), cast(float | None, None)
+        self._sent, self._mean = 0, cast(Tensor | None, None)
+        native = exchange.native and sending.summed is not None
+        self._work = None if native else self._started()
 
     @property
     def began(self) -> float:
-        return self._work.began
+        return self._began if self._work is None else self._work.began
 
     @property
     def ended(self) -> float | None:
-        return self._work.ended
+        return self._ended if self._work is None else self._work.ended
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._sent + (0 if self._work is None else self._work.bytes_sent)
 
     def wait(self, timeout: float | None = None) -> Tensor:
-        return self._ended(self._work.wait(timeout))
-
-    def is_completed(self) -> bool:
-        return self._work.is_completed()
-
-    def get_future(self) -> torch.futures.Future[Tensor]:
-        return self._work.get_future().then(lambda _: self.wait())
-
-    def _ended(self, outcome: Checked) -> Tensor:
         if self._mean is None:
-            self._mean = self._end(outcome)
+            result, error = self._summed() if self._work is None else self._work.wait(timeout)
+            if error is not None:
+                raise error
+            with tracing.labelled("restore"):
+                self._mean, seen = self._lane.receive(self._sending, result)
+            if self._exchange.nonfinite == "skip":
+                self._exchange.totals_finite.append(all_finite(seen))
+                self._exchange.dropped_finite.append(all_finite(self._lane.values(result)[1]))
         return self._mean
 
+    def is_completed(self) -> bool:
+        return self._work is not None and self._work.is_completed()
 
-class _Later(Work[Checked]):
-    """A work that runs when it is waited for; its call counts its bytes."""
+    def get_future(self) -> torch.futures.Future[Tensor]:
+        if self._work is None:
+            raise NotImplementedError("a sum by the transport's own allreduce is waited for")
+        return self._work.get_future().then(lambda _: self.wait())
 
-    bytes_sent = 0
+    def _started(self) -> Work[Checked]:
+        schedule = self._checked(self._sending.schedule)
+        return start(schedule, self._exchange.comm, facts=self._facts, device=self._lane.bucket.device)
 
-    def __init__(self, call: Callable[[], Checked], clock: Callable[[], float]) -> None:
-        self._call, self._clock = call, clock
-        self._began, self._ended = clock(), cast(float | None, None)
-
-    @property
-    def began(self) -> float:
-        return self._began
-
-    @property
-    def ended(self) -> float | None:
-        return self._ended
-
-    def wait(self, timeout: float | None = None) -> Checked:
-        del timeout
-        self._began = self._clock()
-        outcome = self._call()
-        self._ended = self._clock()
+    def _summed(self) -> Checked:
+        """The plain sum, by the transport where it has one."""
+        comm, summed = self._exchange.comm, self._sending.summed
+        self._began = comm.clock()
+        total = comm.native_allreduce(cast(Tensor, summed), facts=self._facts)
+        if total is None:
+            self._work = self._started()
+            return self._work.wait()
+        self._sent += dense_nbytes(total, comm.size)
+        outcome: Checked = total, None
+        if self._exchange.nonfinite == "raise" and not bool(all_finite(total)):
+            facts = f"what is not finite in {self._sending.facts}"
+            outcome = run(self._checked(_done(total)), comm, facts=facts, device=self._lane.bucket.device)
+        self._ended = comm.clock()
         return outcome
 
-    def is_completed(self) -> bool:
-        return False
+    def _checked(self, schedule: Schedule[Any]) -> Schedule[Checked]:
+        """The schedule's result and, in the same call, the error that names who gave what is not finite in it.
 
-    def get_future(self) -> torch.futures.Future[Checked]:
-        raise NotImplementedError("a sum by the transport's own allreduce is waited for")
+        Where only what this rank is to keep is not finite, the algorithm has hidden it from the others: then the call
+        fails, which all of them learn.
+        """
+        result = yield from schedule
+        if self._exchange.nonfinite != "raise":
+            return result, None
+        exchange, (total, dropped) = self._exchange, self._lane.values(result)
+        if not bool(all_finite(total)):
+            found = self._sending.suspect()
+            told = culprit(found, self._lane.bucket, exchange.names, exchange.comm, what=exchange.what)
+            return result, (yield from told)
+        if not bool(all_finite(dropped)):
+            raise unlawful(self._facts, exchange.comm.rank)
+        return result, None
+
+
+def dense_nbytes(flat: Tensor, size: int) -> int:
+    """Bytes that the best dense allreduces send for a tensor."""
+    return 2 * flat.numel() * flat.element_size() * (size - 1) // size
 
 
 def _done(result: Any) -> Schedule[Any]:
@@ -439,5 +312,67 @@ def _done(result: Any) -> Schedule[Any]:
     return result
 
 
-def _unchecked(schedule: Schedule[Any]) -> Schedule[Checked]:
-    return (yield from schedule), None
+class Means:
+    """Cuts tensors into buckets, starts their exchange, together or bucket by bucket, and waits for all of them.
+
+    stands: whether the step that was exchanged last does; where not, it left no trace in the exchange.
+    """
+
+    def __init__(self, exchange: Exchange, buckets: Sequence[Bucket]) -> None:
+        self._exchange, self._buckets = exchange, buckets
+        self._numel = sum(bucket.numel for bucket in buckets)
+        self._flats = [empty_like(bucket) for bucket in buckets]
+        self._works: dict[int, Work[Tensor]] = {}
+        self.stands = True
+        for bucket in buckets:
+            exchange.open(bucket)
+
+    def members(self, position: int) -> Sequence[int]:
+        """Members of a bucket."""
+        return self._buckets[position].members
+
+    def start(self, tensors: Mapping[int, Tensor | None], *, clips: bool) -> None:
+        """Starts all buckets, of tensors by member; gathers all, and clips if asked to, before anything is sent."""
+        for bucket, flat in zip(self._buckets, self._flats, strict=True):
+            bucket.gather(tensors, out=flat)
+        if clips:
+            self._exchange.clip(self._flats)
+        for position, (bucket, flat) in enumerate(zip(self._buckets, self._flats, strict=True)):
+            self._works[position] = self._exchange.start(bucket, flat)
+
+    def start_one(self, position: int, tensors: Mapping[int, Tensor | None]) -> None:
+        """Starts one bucket before the others' tensors exist: it is clipped by itself."""
+        bucket = self._buckets[position]
+        flat = bucket.gather(tensors, out=self._flats[position])
+        self._exchange.clip([flat], of=self._numel)
+        self._works[position] = self._exchange.start(bucket, flat)
+
+    def after(self, start: Callable[[], None]) -> list[Tensor]:
+        """Calls `start`, which starts the remaining buckets, and ends the step; returns the means by bucket."""
+        try:
+            start()
+            means = self._finish()
+            self.stands = self._exchange.commit_or_rollback()
+        except Exception:
+            self._exchange.undo()
+            raise
+        return means
+
+    def put(self, means: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+        """Writes the means into tensors by member."""
+        for mean, bucket in zip(means, self._buckets, strict=True):
+            bucket.scatter(mean, tensors)
+
+    def _finish(self) -> list[Tensor]:
+        """The means of all buckets; the first error once all of them are over, so that none is under way after it."""
+        self._exchange.begin_waiting()
+        works, self._works = self._works, {}
+        means, errors = [], []
+        for position in sorted(works):
+            try:
+                means.append(works[position].wait())
+            except CollectiveError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        return means

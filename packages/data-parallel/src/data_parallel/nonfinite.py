@@ -3,52 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
 
 import torch
-from communicators import Bucket, CollectiveError, Schedule, schedules
+from communicators import Bucket, CollectiveError, Communicator, Schedule, schedules
 from sparse_compress.nonfinite import all_finite
 from torch import Tensor
 
-from data_parallel.memories import MEMORIES
 
-Checked = tuple[Any, CollectiveError | None]
-"""A schedule's result, and the error that every rank is to raise where it is not finite."""
+def culprit(
+    found: int, bucket: Bucket, names: Sequence[str], comm: Communicator, *, what: str
+) -> Schedule[CollectiveError]:
+    """The error that every rank is to raise where a bucket's total is not finite.
 
+    All ranks see the same total, so all enter this gather of 8 bytes a rank: each tells which parameter of its own was
+    not finite.
 
-class Suspected(Protocol):
-    """Interface of a transfer that `checked` needs."""
-
-    def agreed(self, result: Any) -> Tensor: ...
-    def own(self, result: Any) -> Tensor: ...
-    def suspect(self) -> int: ...
-
-
-def checked(
-    schedule: Schedule[Any],
-    transfer: Suspected,
-    bucket: Bucket,
-    names: Sequence[str],
-    rank: int,
-    size: int,
-    *,
-    where: str,
-    what: str,
-) -> Schedule[Checked]:
-    """The schedule's result and, in the same call, which rank gave what was not finite, where its result is not.
-
-    All ranks see the same total, so all enter this gather of 8 bytes a rank. Where only what this rank is to keep is
-    not finite, the algorithm has hidden it from the others: then the call fails, which all of them learn.
+    found: the first such element of this rank's flat gradient, -1 if none. what: name of what is exchanged.
     """
-    result = yield from schedule
-    if bool(all_finite(transfer.agreed(result))):
-        if not bool(all_finite(transfer.own(result))):
-            raise unlawful(where, rank)
-        return result, None
-    found = transfer.suspect()
     own = torch.tensor([-1 if found < 0 else _member(bucket, found)], device=bucket.device).view(torch.uint8)
-    blocks = yield from schedules.allgather_blocks(own, [own.numel()] * size, rank, size)
-    return result, _error([int(block.clone().view(torch.int64)) for block in blocks], names, what)
+    blocks = yield from schedules.allgather_blocks(own, [own.numel()] * comm.size, comm.rank, comm.size)
+    return _error([int(block.clone().view(torch.int64)) for block in blocks], names, what)
 
 
 def unlawful(what: str, rank: int) -> CollectiveError:
@@ -65,13 +39,13 @@ def first_nonfinite(tensor: Tensor) -> int:
     return int(positions[0]) if len(positions) else -1
 
 
-def refuse_nonfinite(state: Mapping[str, Any]) -> None:
-    """Raises ValueError, by name, for a memory that would make every later step fail."""
-    for memory in MEMORIES:
-        for name, kept in state[memory].items():
+def refuse_nonfinite(error_state: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Raises ValueError, by name, for error state that would make every later step fail."""
+    for kind, tensors in error_state.items():
+        for name, kept in tensors.items():
             if not bool(all_finite(kept)):
                 raise ValueError(
-                    f"the state's {memory} of {name!r} are not finite (NaN or inf), so no step could be taken with "
+                    f"the state's {kind} of {name!r} are not finite (NaN or inf), so no step could be taken with "
                     "it: load an earlier state, or drop them with reshard_residuals(states, size, drop=True)"
                 )
 

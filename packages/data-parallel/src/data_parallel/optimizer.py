@@ -1,11 +1,10 @@
-"""`DistributedOptimizer`: any torch optimizer, fed with the mean gradient over all ranks."""
+"""Optimizers around an optimizer: the gradients of all ranks are exchanged before its step, or its updates after it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from communicators import Bucket, Communicator, Stats, as_communicator, buckets_of
@@ -17,138 +16,34 @@ from replicas.replaced import Replaced
 from replicas.saved_by import KEY
 from replicas.wrapped_state import refuse_torch_helpers, wrapped_part, wrapped_state
 from replicas.wrapping import Wrapping
-from sparse_collectives.algorithm import Algorithm
 from sparse_collectives.prediction.auto import Choice
 from sparse_compress import Compressor
 from torch import Tensor
 from torch.optim import Optimizer
 
-from data_parallel.adam_step_correction import AdamStepCorrection, ahead_by
-from data_parallel.ahead import Ahead
 from data_parallel.backward_order import BUCKET_BYTES, BackwardOrder, take_over
-from data_parallel.clipping import check_clip_norm
-from data_parallel.exchange import Exchange
-from data_parallel.gradients import gradients_of, made, unscale
-from data_parallel.means import Means
-from data_parallel.rates import ByRates, Groups
-from data_parallel.rewind import remembered
-from data_parallel.schemes.choose import choose_scheme
-from data_parallel.schemes.table import WholeScheme
-from data_parallel.seen_optimizer import SeenOptimizer
-from data_parallel.settings import (
-    check_compressor,
-    check_count,
-    check_dense_below,
-    check_momentum,
-    check_optimizer,
-    check_sends,
-    check_settings,
-    fixed,
-    refuse_sharded,
-    to_train,
-)
-from data_parallel.state_dict import (
-    check_fit,
-    check_groups,
-    check_saved_by,
-    check_sent,
-    complete,
-    gathered_state,
-    own_state,
-    saved_by,
-    sending,
-)
-from data_parallel.steps import Schedule, Steps
+from data_parallel.exchange import Means
+from data_parallel.optimizer_watch import OptimizerWatch
+from data_parallel.settings import ExchangeSettings, Settings, check_count, fixed
+from data_parallel.state_dict import check_groups, gathered_state
+from data_parallel.training import Training
 from data_parallel.uneven import Shadow, group_for_join
-from data_parallel.unfit import unfit
-from data_parallel.updates import taken
 
 UNDER_DDP = "; or wrap no optimizer, but ddp.register_comm_hook(SparseHookState(...), sparse_hook)"
-SETTINGS = frozenset(
-    {"algorithm", "bucket_bytes", "choice", "clip_norm", "comm", "compressor", "dense_below", "density", "momentum"}
-    | {"nonfinite", "options", "overlap", "sends", "verify", "wire"}
-)
+INSTEAD = "Wrap it in an UpdateOptimizer, and make gradients inside `with optimizer.ahead():`"
+FIXED = {*ExchangeSettings.__annotations__, "bucket_bytes", "choice", "comm", "nonfinite", "overlap"}
 
 
-class DistributedOptimizer(Wrapping):
-    """Wraps an optimizer so that each step is taken with the mean of all ranks' gradients.
-
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = DistributedOptimizer(optimizer, model.named_parameters(), momentum=0.9)
-        loss.backward()
-        optimizer.step()
-
-    At construction all ranks get rank 0's parameters (not its buffers). Then, on every rank:
-
-        acc ← residual + gradient;  s ← compressor(acc);  residual ← acc − s                  (`ErrorFeedback`)
-        total, dropped ← sparse_allreduce(s);  residual ← residual + dropped
-        p.grad ← total / P;  optimizer.step()
+class ExchangingOptimizer(Wrapping):
+    """Base of the two optimizers: what they take, a step's beginning and end, and checkpoints.
 
     Args:
-        optimizer: Built over the live parameters; this object shares its param_groups, state and defaults, so
-            learning-rate schedulers take either.
-        named_parameters: Those of the whole model. Frozen ones (requires_grad False, now) are left out of the exchange.
-            Freezing, unfreezing or adding some later is an error of the next step: make a new DistributedOptimizer.
-            ValueError if none is left.
-        comm: See `communicators.as_communicator`; its `timeout` is how long a step waits for a late rank.
-        sends: "gradients", as above. "updates": what the wrapped optimizer would do with this rank's own gradients, for
-            Adam and other adaptive ones, which learn badly from the few gradients that were sent (see `updates`):
-
-                Δ ← what optimizer.step() adds to p;  acc ← residual + Δ;  s ← compressor(acc);  …;  p ← p + total / P
-
-            The wrapped optimizer's moments are each rank's own, and noisier than those of the mean gradient: Adam,
-            AdamW, NAdam and RMSprop take longer steps to correct for that (see `AdamStepCorrection`); a warning names others that
-            divide by the size of gradients. Waiting in residuals acts like momentum, and momentum prolongs the wait:
-            take betas=(0.5, 0.999). The step comes before the exchange, and p.grad stays as it was: clip it as in
-            training on one device, or by clip_norm; there is no `synchronize`. Groups with different rates have
-            separate selections, see `rates`: rates may change from step to step, in the same way on all ranks.
-            Forward and backward belong inside `with optimizer.ahead():`, see there.
-        density: The fraction of elements that a rank sends, default 0.01, or a schedule: a function of the number of
-            steps taken, such as `sparse_compress.WarmUp`; the same on every rank. Density 1 is a dense sum, on no wire.
-        compressor: The selection, default TopK(density). "oktopk", "spardl" and "dense" accept only TopK, and take its
-            k.
-        algorithm: A name in `ALGORITHMS`, or an `Algorithm` of your own. "dense" sums dense gradients, without
-            compressor and residuals; "powersgd", "dense-int8", or a `WholeScheme` of your own sends something of every
-            element, with residuals, without compressor.
-            "auto" measures the ranks now and takes the one predicted to be fastest; `choice` says which and why.
-        options: The algorithm's own settings, such as {"teams": 2} for "spardl"; "auto" chooses them too.
-        wire: Encoding of the values: "fp32"; for selections also fewer bytes, see `WIRES`, with rounding errors kept in
-            the residual; for "dense" also "bf16" or "fp16", with rounding errors lost.
-        momentum: Momentum of DGC's correction, before the selection (see `ErrorFeedback`). The wrapped optimizer's own
-            comes after the exchange and learns badly at small densities: give it here and leave that at 0.
-        clip_norm: Limits the norm of this rank's own gradient, over the whole model, to clip_norm · √P before the
-            selection, which keeps the mean's at about clip_norm (DGC's local clipping, see `clip_limit`). With
-            `overlap` each bucket is clipped by itself to √share of that limit, where share is its fraction of the
-            elements. The clipped part is not kept.
-        dense_below: Tensors of fewer elements, such as biases and norms, are summed dense in the same call, beside the
-            selection from the others; their momentum is plain. 0: none.
-        bucket_bytes: Size of the buckets for selection and exchange; default: the whole model at once (with
-            sends="updates" all groups of similar rates together), with `overlap` BUCKET_BYTES.
-        overlap: Each bucket's selection and exchange start during backward, as soon as its gradients are ready, those
-            of the last layers first. All but the last backward of a step then belong into `no_sync()`.
-        nonfinite: "raise": a NaN or inf in any rank's gradient, or update, is a CollectiveError, on every rank, that
-            names rank and parameter; no parameter changes, but what residuals took in that step is lost, and with
-            sends="updates" moments may have taken it. "skip": every rank skips the step, counts it in `skipped`, and
-            keeps residuals and momenta as they were, bit for bit, for twice their memory; p.grad then holds the
-            non-finite mean on every rank. With sends="updates" the wrapped optimizer's state is restored too, at the
-            cost of a copy during step(), and p.grad stays.
-        verify: Number of steps between comparisons of a hash of the parameters across ranks. A difference is a
-            CollectiveError on every rank that says who and where; None: never. Unless it is 0, the ranks also compare a
-            hash of the parameters in the first exchange, and the groups' settings, such as rates, in that of every
-            100th step, at no extra cost: a difference is a CollectiveError on every rank.
-
-    Settings are fixed at construction; a compressor's own density may change, in the same way on every rank, unless a
-    schedule sets it.
-
-    The module should not be in DDP: DDP would first exchange dense gradients in vain, and a warning says so. Under DDP
-    use `SparseHookState`, or `ddp.no_sync()` around all backwards.
-
-    A parameter without a gradient counts as zeros, and gets its part of the mean like the others: all ranks update
-    the same parameters, even those that only some of them used.
-
-    With torch's GradScaler take nonfinite="skip" and the usual lines; before a `synchronize()` of your own call
-    `scaler.unscale_(optimizer)`. For ranks with different numbers of steps use torch's `Join([optimizer])`, see
-    `join_hook`. The wrapped optimizer must need its closure only once (LBFGS needs it more often).
+        optimizer: Built over the live parameters.
+        named_parameters: Those of the whole model.
+        comm: The ranks.
+        settings: Checked ones.
+        sends: "gradients" or "updates".
+        overlap: Exchanges start during backward: parameters are taken in about the order of their gradients.
     """
 
     _step_supports_amp_scaling = True  # so that GradScaler calls step() on every rank, also where it found inf
@@ -157,98 +52,41 @@ class DistributedOptimizer(Wrapping):
         self,
         optimizer: Optimizer,
         named_parameters: Iterable[tuple[str, Tensor]],
+        comm: Any,
+        settings: Settings,
         *,
-        comm: Any = None,
-        sends: str = "gradients",
-        density: float | Schedule | None = None,
-        compressor: Compressor | None = None,
-        algorithm: str | Algorithm | WholeScheme = "gtopk",
-        options: Mapping[str, Any] | None = None,
-        wire: str = "fp32",
-        momentum: float = 0.0,
-        clip_norm: float | None = None,
-        dense_below: int = 0,
-        bucket_bytes: int | None = None,
+        sends: str,
         overlap: bool = False,
-        nonfinite: str = "raise",
-        verify: int | None = None,
     ) -> None:
-        compressor, momentum = check_compressor(compressor, density), check_momentum(momentum)
-        check_settings(algorithm, options, wire, compressor, momentum, "the wrapped optimizer")
-        bucket_bytes, clip_norm = check_count("bucket_bytes", bucket_bytes, "bytes"), check_clip_norm(clip_norm)
-        verify = check_count("verify", verify, "steps", least=0)
-        check_optimizer(optimizer, nonfinite)
-        dense_below = check_dense_below(dense_below, algorithm)
-        check_sends(sends, algorithm, optimizer, momentum=momentum, overlap=overlap)
+        what = type(self).__name__
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"optimizer is {type(optimizer).__name__}, expected a torch.optim.Optimizer")
         named = name_parameters(optimizer, named_parameters)
-        refuse_sharded(named)
-        given, comm = comm, as_communicator(comm)
-        trained = to_train(named)
-        scheme, self._choice = choose_scheme(
-            comm,
-            algorithm=algorithm,
-            options=options,
-            wire=wire,
-            compressor=compressor,
-            momentum=momentum,
-            dense_below=dense_below,
-            selects=sends == "updates",
-            parameters=list(trained.values()),
-            tentative=nonfinite == "skip",
-        )
+        trained = _to_train(named, what)
         super().__init__(optimizer)
-        self._sends, self._steps = sends, Steps(compressor, density, verify)
-        self._seen: SeenOptimizer | None = None
-        if scheme.selects:
-            known = {"momentum": momentum, "density": self._steps.last_density, "sends": sends, "ranks": comm.size}
-            judge: Callable[[Optimizer], str | None] = partial(unfit, **known)
-            self._seen = SeenOptimizer(self._steps, judge, owner=type(self).__name__)
-            self._seen.say(judge(optimizer), stacklevel=3)
-        self._group, self._by_default = given, given is None
-        self._comm, self._scheme, self._nonfinite = comm, scheme, nonfinite
-        self._compressor, self.skipped = compressor, 0
-        if overlap:  # gradients come in about the reverse order of the parameters
-            trained, bucket_bytes = dict(reversed(trained.items())), bucket_bytes or BUCKET_BYTES
-        self._names, self._trained = list(trained), list(trained.values())
+        self._group, self._comm = comm, as_communicator(comm)
         self._all, self._named = named, {id(p): name for name, p in named.items()}
-        self._replaced = Replaced(trained, "DistributedOptimizer")
-        self._synchronized = self._accumulates = False
-        self._shadow: Shadow | None = None
-        self._inside_ddp = InsideDDP(self._trained, given, owner="DistributedOptimizer", instead=UNDER_DDP)
-        self._exchange = Exchange(
-            scheme,
-            comm,
-            self._names,
-            owner="a DistributedOptimizer",
-            nonfinite=nonfinite,
-            native=not overlap,
-            clip_norm=clip_norm,
-            what=sends.removesuffix("s"),
+        pairs = list(reversed(trained.items()) if overlap else trained.items())
+        self._names, self._trained = [name for name, _ in pairs], [p for _, p in pairs]
+        owner, parameters = f"a {what}", list(trained.values())
+        self._training = Training(
+            settings, self._comm, self._names, parameters, owner=owner, sends=sends, native=not overlap
         )
-        share, self._step_correction = ahead_by(optimizer, comm.size), AdamStepCorrection(optimizer, comm, sends=sends)
-        self._ahead = Ahead(trained, partial(self._exchange.error_state, "residuals"), share=share)
-        self._rates = ByRates(optimizer, self._trained, bucket_bytes) if sends == "updates" else None
-        buckets = buckets_of(self._trained, bucket_bytes) if self._rates is None else self._rates.buckets()
-        self._cut(buckets)
-        self._overlap = BackwardOrder(self._trained, buckets, self._start) if overlap else None
-        take_over(optimizer, self._overlap)
-        settings = f"{scheme.name}, wire={scheme.wire!r}, {momentum=}, {bucket_bytes=}, {overlap=}, {nonfinite=}"
-        more = [] if verify is None else [f"{verify=}"]
-        more += [f"{sends=}, {clip_norm=}"] if clip_norm or sends != "gradients" else []
-        settings = self._settings = ", ".join([settings, *more, *scheme.settings])
-        settings += self._exchange.cut
-        broadcast_parameters(named, comm, what="DistributedOptimizer", settings=settings)
+        self._exchange = self._training.exchange
+        self._replaced = Replaced(trained, what)
+        self._inside_ddp = InsideDDP(self._trained, comm, owner=what, instead=UNDER_DDP)
+        self._accumulates = False
+        self._shadow: Shadow | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in SETTINGS:
-            raise fixed(type(self).__name__, name)
+        if name in FIXED:
+            raise fixed(self, name)
         super().__setattr__(name, value)
 
     def __repr__(self) -> str:
         """Settings, of the wrapped optimizer too."""
         ranks = f"rank {self._comm.rank} of {self._comm.size}"
-        compressor = f"compressor={self._compressor}, " if self._scheme.selects else ""
-        return f"{type(self).__name__}({self._settings}, {compressor}{ranks}, {self.optimizer!r})"
+        return f"{type(self).__name__}({self._training.said()}, {ranks}, {self.optimizer!r})"
 
     @property
     def comm(self) -> Communicator:
@@ -259,7 +97,13 @@ class DistributedOptimizer(Wrapping):
     @property
     def choice(self) -> Choice | None:
         """Choice of "auto", with its reason; None if the algorithm was named."""
-        return self._choice
+        return self._training.choice
+
+    @property
+    def compressor(self) -> Compressor:
+        """Compressor that selects the entries to send."""
+        compressor: Compressor = self._training.settings.compressor
+        return compressor
 
     @property
     def selection_seconds(self) -> float:
@@ -267,12 +111,26 @@ class DistributedOptimizer(Wrapping):
         return self._exchange.selection_seconds
 
     @property
-    def compressor(self) -> Compressor:
-        """Compressor that selects the entries to send."""
-        return self._compressor
+    def skipped(self) -> int:
+        """Number of steps that nonfinite="skip" left out."""
+        return self._training.skipped
+
+    def stats(self) -> Stats:
+        """Costs and savings of training on this rank since the optimizer was made; needs no communication.
+
+        Returns:
+            Plain numbers for any logger; `str` shows them in a line. See `communicators.Stats`, and:
+
+            - bytes_sent: Bytes of exchanges; only `comm.bytes_sent` counts `verify`, the correction of Adam's steps
+              and the first parameters.
+            - seconds_selecting: Seconds of selecting, rounding or factoring.
+            - density: The fraction of elements that a rank sends now; 1 where nothing is selected.
+            - residual_norm: The 2-norm of all parameters' residuals. Takes one pass over them.
+        """
+        return self._training.stats()
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Synchronizes, unless `synchronize` was called since the last step, and takes the wrapped optimizer's step.
+        """Takes the step of all ranks: exchanges, unless that is done, and moves the parameters.
 
         Args:
             closure: Computes the loss and its gradients; it is called once, before the exchange.
@@ -281,119 +139,31 @@ class DistributedOptimizer(Wrapping):
             What the closure returned.
 
         Raises:
-            CollectiveError: As `synchronize`.
-            RuntimeError: Inside `no_sync`, or a closure was given after `synchronize`.
-        """
-        refuse_torch_helpers("DistributedOptimizer")
-        self._refuse_no_sync("step()")
-        self._refuse_ahead("step()")
-        loss = None
-        if closure is not None:
-            if self._synchronized:
-                raise RuntimeError("a closure computes new gradients after synchronize(): use one or the other")
-            with torch.enable_grad(), self.ahead() if self._sends == "updates" else nullcontext():
-                loss = closure()
-        scale: Tensor | None = getattr(self, "grad_scale", None)
-        unscale(self._trained, scale, overlap=self._overlap is not None, synchronized=self._synchronized)
-        if self._sends == "updates":
-            self._step_by_updates()
-        else:
-            self._step_by_gradients()
-        self._synchronized = False
-        self._steps.count(self._all, self._comm)
-        return loss
-
-    def synchronize(self) -> None:
-        """Puts the mean over ranks into every p.grad, so that it can be clipped before `step`; for every rank to call.
-
-        Raises:
-            CollectiveError: The same on every rank: a gradient is not finite (see `nonfinite`), or an exchange fails.
+            CollectiveError: The same on every rank: something is not finite (see `nonfinite`), or an exchange fails.
             ValueError: Before anything is exchanged: parameters were frozen, unfrozen or added since this optimizer was
                 made; with `overlap` backward raises it.
-            RuntimeError: Inside `no_sync`, twice for one step, or with sends="updates".
+            RuntimeError: Inside `no_sync` or `ahead`, or a closure was given after `synchronize`.
         """
-        self._refuse_no_sync("synchronize()")
-        if self._sends == "updates":
-            raise RuntimeError(
-                'sends="updates" exchanges what the optimizer does, in step(), so there is no mean gradient before it: '
-                "leave synchronize() out; this rank's own gradients may be clipped, or clip_norm= does it"
-            )
-        if self._synchronized and self._means.stands:
-            raise RuntimeError("synchronize() was called twice for one step(): the mean would be exchanged again")
-        self._begin_step()
-        means = self._means.after(self._start_all)
-        gradients = made(self._trained)
-        self._means.put(means, gradients)
-        self._synchronized = True
-        if self._seen is not None:
-            self._seen.note(self._trained, gradients)
-
-    def stats(self) -> Stats:
-        """Costs and savings of training on this rank since the optimizer was made; needs no communication.
-
-        Returns:
-            Plain numbers for any logger; `str` shows them in a line. See `communicators.Stats`, and:
-
-            - bytes_sent: Bytes of exchanges; only `comm.bytes_sent` counts `verify`, `AdamStepCorrection` and the first
-              parameters.
-            - seconds_selecting: Seconds of selecting, rounding or factoring.
-            - density: The fraction of elements that a rank sends now; 1 where nothing is selected.
-            - residual_norm: The 2-norm of all parameters' residuals. Takes one pass over them.
-        """
-        counted = {"steps": self._steps.taken, "skipped": self.skipped}
-        return Stats({**counted, **self._exchange.stats(), "density": self._steps.density_of(self._scheme.entry)})
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears gradients like torch.optim.Optimizer.zero_grad, and forgets that `synchronize` was called.
-
-        With `overlap` it also ends a partial or failed backward, if nothing has been sent yet.
-
-        Args:
-            set_to_none: Whether gradients are set to None instead of being zeroed.
-
-        Raises:
-            RuntimeError: Gradients are under way.
-        """
-        if self._overlap is not None:
-            if self._overlap.under_way:
-                raise RuntimeError(
-                    "zero_grad() while gradients are under way: call step(), or, to throw their mean away, "
-                    "synchronize() and then zero_grad(), on every rank; synchronize() also sends the other gradients, "
-                    "as they are now, and what was not selected stays in the residuals for later steps"
-                )
-            self._overlap.reset()
-        self._synchronized = False
-        super().zero_grad(set_to_none)
+        refuse_torch_helpers(type(self).__name__)
+        self._refuse_no_sync("step()")
+        loss = None
+        with self._for_step(closure is not None):
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+        self._unscale(getattr(self, "grad_scale", None))
+        self._take_step()
+        self._training.count_step(self._all)
+        return loss
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients only accumulate inside: nothing is exchanged, and `step` and `synchronize` are errors."""
-        outer = self._accumulates
-        self._accumulate(True)
+        """Gradients only accumulate inside: nothing is exchanged, and `step` is an error."""
+        outer, self._accumulates = self._accumulates, True
         try:
             yield
         finally:
-            self._accumulate(outer)
-
-    def ahead(self) -> AbstractContextManager[None]:
-        """Context for sends="updates" in which parameters are this rank's own: the common ones + its residuals.
-
-            with optimizer.ahead():
-                loss(model(inputs)).backward()
-            optimizer.step()
-
-        Residuals are scaled by 1/P with Adam and its like, and by 1 with SGD; see `Ahead`. So gradients take into
-        account the updates that wait, for about 1 / density steps. Forward and all of backward belong inside,
-        evaluation does not: outside, parameters are the same on all ranks, bit for bit. `step(closure)` does this
-        itself.
-
-        Raises:
-            RuntimeError: Gradients are sent, or this is inside another `ahead()`; `step` and states raise it inside
-                too. At the end: a parameter was written to inside, which is undone.
-        """
-        if self._sends != "updates":
-            raise RuntimeError('ahead() is for sends="updates": what waits of gradients is no part of parameters')
-        return self._ahead.moved()
+            self._accumulates = outer
 
     def join_hook(self, **kwargs: Any) -> Shadow:
         """Hook of `torch.distributed.algorithms.join.Join([optimizer])`, for ranks with different numbers of steps.
@@ -422,35 +192,24 @@ class DistributedOptimizer(Wrapping):
         Another one on every rank: each saves its own. References; loadable by torch.load(weights_only=True).
 
         Raises:
-            RuntimeError: Between backward, or synchronize(), and step(): what is under way belongs to neither.
+            RuntimeError: Amid a step, of which what is under way belongs to neither side.
         """
-        refuse_torch_helpers("DistributedOptimizer")
+        refuse_torch_helpers(type(self).__name__)
         self._refuse_mid_step("state_dict()")
-        self._cut_by_rates()  # as the next step would
-        kept = self._exchange.state_dict()
-        own = {
-            **saved_by(self._comm),
-            **sending(self._sends),
-            "algorithm": self._scheme.name,
-            "skipped": self.skipped,
-            "steps": self._steps.taken,
-            **self._step_correction.state_dict(),
-            **kept,
-            **complete(kept, self._scheme.keeps, zip(self._names, self._trained, strict=True)),
-        }
-        wrapped, own["wrapped"] = wrapped_state(self.optimizer, stepped=self._steps.taken > self.skipped)
+        training = self._training
+        own = training.state(zip(self._names, self._trained, strict=True))
+        wrapped, own["wrapped"] = wrapped_state(self.optimizer, stepped=training.taken > training.skipped)
         return {**wrapped, KEY: own}
 
     def gathered_state_dict(self) -> dict[str, Any]:
         """The states of all ranks in one, for a checkpoint that rank 0 alone writes; for every rank to call.
 
         On rank 0, which holds it in the CPU's memory; {} elsewhere. Every rank loads it by `load_state_dict`, which
-        takes its own part. What the wrapped optimizer keeps, the same on all ranks, is in it once (with
-        sends="updates" each rank has its own). Loadable by torch.load(weights_only=True).
+        takes its own part. What the wrapped optimizer keeps is in it once where it is the same on all ranks (an
+        `UpdateOptimizer` has its own on each). Loadable by torch.load(weights_only=True).
         Where `state_dict` raises on one rank, the others raise a CollectiveError that names it.
         """
-        take = partial(DistributedOptimizer.state_dict, self)
-        return gathered_state(take, self._comm, alike=self._sends == "gradients")
+        return gathered_state(self.state_dict, self._comm, alike=self._training.sends == "gradients")
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on where this rank's `state_dict`, or `gathered_state_dict`, was taken, with the same bits.
@@ -461,94 +220,213 @@ class DistributedOptimizer(Wrapping):
 
         Raises:
             TypeError: It is no state, such as None or a list.
-            ValueError: Before anything is changed: it is of another rank or world size (see `reshard_residuals`), or
-                parameters do not fit.
+            ValueError: Before anything is changed: it is of another rank or world size (see `reshard_residuals`), of
+                the other kind of optimizer, or parameters do not fit.
             RuntimeError: Gradients are under way.
         """
-        refuse_torch_helpers("DistributedOptimizer")
-        self._refuse_ahead("load_state_dict()")
-        if self._overlap is not None and self._overlap.under_way:
-            raise RuntimeError("load_state_dict() while gradients are under way: call step() first")
-        state_dict = own_state(state_dict, self._comm)
-        own = check_saved_by(state_dict, self._comm.rank, self._comm.size)
-        check_sent(own, self._sends)
+        refuse_torch_helpers(type(self).__name__)
+        shapes = {name: p.shape for name, p in zip(self._names, self._trained, strict=True)}
+        state_dict, own = self._training.own(state_dict, shapes)
         wrapped = wrapped_part(state_dict)
         check_groups(wrapped, self.optimizer)
-        if self._scheme.keeps:
-            check_fit(own, {name: p.shape for name, p in zip(self._names, self._trained, strict=True)})
-        self._cut_by_rates(wrapped["param_groups"])
-        self._exchange.load_state_dict(own)
+        self._load(own, wrapped)
         self.optimizer.load_state_dict(wrapped)
-        self.skipped = own["skipped"]
-        self._steps.resume(own.get("steps", 0))
-        self._step_correction.load_state_dict(own)
-        self._synchronized = False
 
-    def _step_by_gradients(self) -> None:
-        if not self._synchronized:
-            self.synchronize()
-        if self._means.stands:
-            self.optimizer.step()
-        else:
-            self.skipped += 1
+    def _load(self, own: Mapping[str, Any], wrapped: Mapping[str, Any]) -> None:
+        """Loads the exchange's part. wrapped: the optimizer's, which is loaded next."""
+        self._training.load(own)
 
-    def _step_by_updates(self) -> None:
-        self._begin_step()
-        self._cut_by_rates()
-        where = self._ahead.as_for_gradients(self._steps.last_density)
-        self._begin_exchange()  # before anything changes, in case the schedule gives what is no density
-        self._exchange.clip([p.grad for p in self._trained if p.grad is not None])
-        undo = remembered(self.optimizer) if self._nonfinite == "skip" else None
-        noise = self._step_correction.state_dict()
-        self._step_correction.look(self._trained, self._steps.taken)
-        with where:
-            updates = taken(self.optimizer, self._trained)
-            self._step_correction.lengthen(dict(zip(self._trained, updates, strict=True)))
-        means = self._means.after(partial(self._means.start, dict(enumerate(updates)), clips=False))
-        if undo is not None and not self._means.stands:
-            undo()
-            self._step_correction.load_state_dict(noise)
-            self.skipped += 1
-            return
-        self._means.put(means, updates)
-        with torch.no_grad():
-            torch._foreach_add_(self._trained, updates)
-
-    def _cut(self, buckets: Sequence[Bucket]) -> None:
-        self._exchange.cut = "" if self._rates is None else self._rates.facts
+    def _open_buckets(self, buckets: Sequence[Bucket]) -> None:
         self._means = Means(self._exchange, buckets)
 
-    def _cut_by_rates(self, groups: Groups | None = None) -> None:
-        """Moves residuals into new buckets between steps; the algorithm's state of old buckets is forgotten."""
-        if self._rates is not None and self._rates.changed(groups):
-            self._cut(self._rates.buckets())
+    def _share_parameters(self, extra: str) -> None:
+        """Ends construction: all ranks get rank 0's parameters. extra: facts besides the settings."""
+        facts = f"{self._training.facts()}, {extra}"
+        broadcast_parameters(self._all, self._comm, what=type(self).__name__, settings=facts)
+
+    def _for_step(self, closure: bool) -> AbstractContextManager[None]:
+        """Context of a step's closure, if it has one; refuses a step that cannot be taken."""
+        raise NotImplementedError
+
+    def _take_step(self) -> None:
+        raise NotImplementedError
+
+    def _refuse_mid_step(self, what: str) -> None:
+        raise NotImplementedError
+
+    def _unscale(self, scale: Tensor | None) -> None:
+        """Divides by a GradScaler's scale; None: the user had it unscale the gradients already."""
+        if scale is not None:
+            for p in self._trained:
+                if p.grad is not None:
+                    p.grad.div_(scale.to(p.grad.device))
 
     def _begin_step(self) -> None:
         if self._shadow is not None:
             self._shadow.tell()
-        if self._by_default and self._comm.size == 1:
-            refuse_alone("a DistributedOptimizer")
+        if self._group is None and self._comm.size == 1:
+            refuse_alone(f"a {type(self).__name__}")
         self._inside_ddp.look()
         self._replaced.refuse()
-        refuse_changes(self.optimizer, self._named, self._trained, what="DistributedOptimizer")
+        refuse_changes(self.optimizer, self._named, self._trained, what=type(self).__name__)
 
     def _begin_exchange(self) -> None:
-        self._steps.begin()
+        self._training.begin_step()
         if self._shadow is None:  # in `Join` a rank that has no more steps does not schedule its rate either
-            self._exchange.shared = self._steps.shared(self._all, self.optimizer)
+            self._training.share(self._all, self.optimizer)
 
-    def _accumulate(self, only: bool) -> None:
-        self._accumulates = only
+    def _refuse_no_sync(self, what: str) -> None:
+        if self._accumulates:
+            raise RuntimeError(f"{what} inside no_sync(): leave it before the last backward of the step")
+
+
+class DistributedOptimizer(ExchangingOptimizer):
+    """Wraps an optimizer so that each step is taken with the mean of all ranks' gradients.
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = DistributedOptimizer(optimizer, model.named_parameters(), momentum=0.9)
+        loss.backward()
+        optimizer.step()
+
+    At construction all ranks get rank 0's parameters (not its buffers). Then, on every rank:
+
+        acc ← residual + gradient;  s ← compressor(acc);  residual ← acc − s                  (`ErrorFeedback`)
+        total, dropped ← sparse_allreduce(s);  residual ← residual + dropped
+        p.grad ← total / P;  optimizer.step()
+
+    Adam and other adaptive optimizers learn badly from the few gradients that were sent: `UpdateOptimizer` is for them.
+
+    Args:
+        optimizer: Built over the live parameters; this object shares its param_groups, state and defaults, so
+            learning-rate schedulers take either.
+        named_parameters: Those of the whole model. Frozen ones (requires_grad False, now) are left out of the exchange.
+            Freezing, unfreezing or adding some later is an error of the next step: make a new DistributedOptimizer.
+            ValueError if none is left.
+        comm: See `communicators.as_communicator`; its `timeout` is how long a step waits for a late rank.
+        bucket_bytes: Size of the buckets for selection and exchange; default: the whole model at once, with `overlap`
+            BUCKET_BYTES.
+        overlap: Each bucket's selection and exchange start during backward, as soon as its gradients are ready, those
+            of the last layers first. All but the last backward of a step then belong into `no_sync()`.
+        nonfinite: "raise": a NaN or inf in any rank's gradient is a CollectiveError, on every rank, that names rank and
+            parameter; no parameter changes, but what residuals took in that step is lost. "skip": every rank skips the
+            step, counts it in `skipped`, and keeps residuals and momenta as they were, bit for bit, for twice their
+            memory; p.grad then holds the non-finite mean on every rank.
+        settings: Keywords of `ExchangeSettings`: density, algorithm, momentum, clip_norm, ….
+
+    The module should not be in DDP: DDP would first exchange dense gradients in vain, and a warning says so. Under DDP
+    use `SparseHookState`, or `ddp.no_sync()` around all backwards.
+
+    A parameter without a gradient counts as zeros, and gets its part of the mean like the others: all ranks update
+    the same parameters, even those that only some of them used.
+
+    With torch's GradScaler take nonfinite="skip" and the usual lines; before a `synchronize()` of your own call
+    `scaler.unscale_(optimizer)`. For ranks with different numbers of steps use torch's `Join([optimizer])`, see
+    `join_hook`. The wrapped optimizer must need its closure only once (LBFGS needs it more often).
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        named_parameters: Iterable[tuple[str, Tensor]],
+        *,
+        comm: Any = None,
+        bucket_bytes: int | None = None,
+        overlap: bool = False,
+        nonfinite: str = "raise",
+        **settings: Unpack[ExchangeSettings],
+    ) -> None:
+        checked = Settings.of(DistributedOptimizer, settings, nonfinite=nonfinite)
+        nbytes = check_count("bucket_bytes", bucket_bytes, "bytes")
+        super().__init__(optimizer, named_parameters, comm, checked, sends="gradients", overlap=overlap)
+        self._synchronized = False
+        self._watch: OptimizerWatch | None = None
+        if self._training.scheme.selects:
+            self._watch = OptimizerWatch("DistributedOptimizer", INSTEAD, checked)
+            self._watch.say(self._watch.judgement(optimizer), stacklevel=3)
+        buckets = buckets_of(self._trained, nbytes or (BUCKET_BYTES if overlap else None))
+        paused = lambda: self._accumulates  # noqa: E731
+        self._overlap = BackwardOrder(self._trained, buckets, self._start, paused) if overlap else None
+        take_over(optimizer, self._overlap)
+        self._open_buckets(buckets)
+        self._share_parameters(f"{bucket_bytes=}, {overlap=}")
+
+    def synchronize(self) -> None:
+        """Puts the mean over ranks into every p.grad, so that it can be clipped before `step`; for every rank to call.
+
+        Raises:
+            CollectiveError: The same on every rank: a gradient is not finite (see `nonfinite`), or an exchange fails.
+            ValueError: Before anything is exchanged: parameters were frozen, unfrozen or added since this optimizer was
+                made; with `overlap` backward raises it.
+            RuntimeError: Inside `no_sync`, or twice for one step.
+        """
+        self._refuse_no_sync("synchronize()")
+        if self._synchronized and self._means.stands:
+            raise RuntimeError("synchronize() was called twice for one step(): the mean would be exchanged again")
+        self._begin_step()
+        means = self._means.after(self._start_all)
+        for p in self._trained:
+            if p.grad is None:
+                p.grad = torch.empty_like(p)
+        gradients = [p.grad for p in self._trained if p.grad is not None]
+        self._means.put(means, gradients)
+        self._synchronized = True
+        if self._watch is not None:
+            self._watch.note(self._trained, gradients, self._training.taken)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears gradients like torch.optim.Optimizer.zero_grad, and forgets that `synchronize` was called.
+
+        With `overlap` it also ends a partial or failed backward, if nothing has been sent yet.
+
+        Args:
+            set_to_none: Whether gradients are set to None instead of being zeroed.
+
+        Raises:
+            RuntimeError: Gradients are under way.
+        """
         if self._overlap is not None:
-            self._overlap.paused = only
+            if self._overlap.under_way:
+                raise RuntimeError(
+                    "zero_grad() while gradients are under way: call step(), or, to throw their mean away, "
+                    "synchronize() and then zero_grad(), on every rank; synchronize() also sends the other gradients, "
+                    "as they are now, and what was not selected stays in the residuals for later steps"
+                )
+            self._overlap.reset()
+        self._synchronized = False
+        super().zero_grad(set_to_none)
+
+    def _for_step(self, closure: bool) -> AbstractContextManager[None]:
+        if closure and self._synchronized:
+            raise RuntimeError("a closure computes new gradients after synchronize(): use one or the other")
+        return nullcontext()
+
+    def _unscale(self, scale: Tensor | None) -> None:
+        if scale is not None and self._overlap is not None:
+            raise RuntimeError(
+                "overlap=True sends gradients before a GradScaler hands over its scale: use overlap=False, or "
+                "DistributedDataParallel with sparse_hook and its grad_scaler"
+            )
+        if scale is not None and self._synchronized:
+            raise RuntimeError("synchronize() met scaled gradients: call scaler.unscale_(optimizer) before it")
+        super()._unscale(scale)
+
+    def _take_step(self) -> None:
+        if not self._synchronized:
+            self.synchronize()
+        if self._means.stands:
+            self.optimizer.step()
+            if self._watch is not None:
+                self._watch.look(self.optimizer)
+        else:
+            self._training.skipped += 1
+        self._synchronized = False
 
     def _start(self, position: int) -> None:
         """Starts the exchange of one bucket during backward."""
         if position == 0:  # nothing has been sent yet
             refuse_changes(self.optimizer, self._named, self._trained, what="DistributedOptimizer")
             self._begin_exchange()
-        members = self._means.members(position)
-        self._means.start_one(position, gradients_of(self._trained, members, self._names))
+        self._means.start_one(position, self._gradients(self._means.members(position)))
 
     def _start_all(self) -> None:
         """Starts the exchange of all buckets that backward has not started."""
@@ -557,18 +435,42 @@ class DistributedOptimizer(Wrapping):
             self._overlap.reset()
             return
         self._begin_exchange()
-        every = range(len(self._trained))
-        self._means.start(gradients_of(self._trained, every, self._names), clips=True)
+        self._means.start(self._gradients(range(len(self._trained))), clips=True)
 
-    def _refuse_ahead(self, what: str) -> None:
-        if self._ahead.now:
-            raise RuntimeError(f"{what} inside ahead(), where parameters are not those of all ranks: leave it first")
+    def _gradients(self, members: Iterable[int]) -> dict[int, Tensor | None]:
+        """Gradients by member; None where backward has not reached. TypeError names the parameter of a sparse one."""
+        gradients = {member: self._trained[member].grad for member in members}
+        for member, gradient in gradients.items():
+            if gradient is not None and gradient.layout != torch.strided:
+                raise TypeError(
+                    f"the gradient of {self._names[member]!r} has layout {gradient.layout}, expected a dense one: "
+                    "for an embedding use sparse=False"
+                )
+        return gradients
 
     def _refuse_mid_step(self, what: str) -> None:
-        self._refuse_ahead(what)
         if self._synchronized or (self._overlap is not None and self._overlap.under_way):
             raise RuntimeError(f"{what} while a step is under way: call it after step()")
 
-    def _refuse_no_sync(self, what: str) -> None:
-        if self._accumulates:
-            raise RuntimeError(f"{what} inside no_sync(): leave it before the last backward of the step")
+    def _load(self, own: Mapping[str, Any], wrapped: Mapping[str, Any]) -> None:
+        if self._overlap is not None and self._overlap.under_way:
+            raise RuntimeError("load_state_dict() while gradients are under way: call step() first")
+        super()._load(own, wrapped)
+        self._synchronized = False
+
+
+def _to_train(named: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
+    """Parameters that are exchanged: neither frozen nor empty. ValueError if there are none, TypeError for shards."""
+    if names := [name for name, p in named.items() if hasattr(p, "to_local")]:
+        raise TypeError(
+            f"parameters {names} are DTensors, of which each rank holds another part, so there is no mean to take over "
+            "ranks: exchange between nodes by sparse_hsdp(model, mesh['between']), and step a plain optimizer"
+        )
+    trained = {name: p for name, p in named.items() if p.requires_grad and p.numel()}
+    if not trained:
+        frozen = sum(not p.requires_grad for p in named.values())
+        raise ValueError(
+            f"of the {len(named)} parameters given none can be trained, {frozen} frozen, {len(named) - frozen} empty: "
+            f"call requires_grad_(True) on those to be trained before a {what} is made of them"
+        )
+    return trained

@@ -1,10 +1,13 @@
-"""Checks of a user's training settings, once at the edge, the same for the optimizer and the DDP hook."""
+"""Settings of an exchange: given as keywords, checked once, and fixed from then on."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from numbers import Real
-from typing import Any
+from typing import Any, Self, TypedDict
 
 from sparse_collectives.algorithm import Algorithm
 from sparse_collectives.algorithms.table import ALGORITHMS, AUTO, check_takes_wire, known
@@ -12,160 +15,173 @@ from sparse_collectives.prediction.auto import refuse_options
 from sparse_collectives.wire.half import dense_wire
 from sparse_collectives.wire.wire import PLAIN, wire_named
 from sparse_compress import Compressor, TopK
-from torch import Tensor
-from torch.optim import LBFGS, Optimizer
 
-from data_parallel.schemes.table import WHOLE, check_whole, known_whole
+from data_parallel.schemes.choose import COMPRESSORS, check_compressed, known_compressor
+from data_parallel.schemes.dense import DenseCompressor
 
 DENSITY = 0.01
+DensitySchedule = Callable[[int], float]
+"""Maps the number of steps taken to the fraction of elements that a rank sends in the next one."""
 
 
-def check_compressor(compressor: Any, density: Any = None) -> Compressor:
-    """The given compressor, or TopK of the density. TypeError or ValueError, also if both are given.
+class ExchangeSettings(TypedDict, total=False):
+    """Keywords that `DistributedOptimizer`, `UpdateOptimizer`, `SparseHookState` and `sparse_hsdp` have in common.
 
-    density: a fraction, or a schedule of fractions by step, which may come with a compressor that has a density
-    (`Steps` sets it).
+    The same on every rank, and fixed at construction. Only a compressor's own density may change later, in the same way
+    on every rank, unless a schedule sets it.
+
+    Attributes:
+        density: The fraction of elements that a rank sends of each bucket (with HSDP of each shard), default 0.01, or a
+            schedule: a function of the number of steps taken, such as `sparse_compress.WarmUp`. Density 1 is a dense
+            sum, on no wire.
+        compressor: Another selection, instead of density (with a schedule: beside it). "oktopk", "spardl" and "dense"
+            accept only a TopK, and take its k.
+        algorithm: A name in `ALGORITHMS`, default "gtopk", or an `Algorithm` of your own. "dense" sums dense gradients,
+            without compressor and residuals; "powersgd", "dense-int8", or a `DenseCompressor` of your own sends
+            something of every element, with residuals, without compressor. "auto" measures the ranks and takes the
+            algorithm predicted to be fastest for the model; `choice` says which and why. HSDP has no "auto".
+        options: The algorithm's own settings, such as {"teams": 2} for "spardl"; "auto" chooses them too.
+        wire: Encoding of the values, default "fp32"; for selections also fewer bytes, see `WIRES`, with rounding errors
+            kept in the residual; for "dense" also "bf16" or "fp16", with rounding errors lost.
+        momentum: Momentum of DGC's correction, before the selection (see `ErrorFeedback`), default 0. The optimizer's
+            own comes after the exchange and learns badly at small densities: give it here and leave that at 0. An
+            `UpdateOptimizer` leaves momentum to the wrapped optimizer, and refuses it here.
+        clip_norm: Limits the norm of this rank's own gradient (with HSDP: of the node's), over the whole model, to
+            clip_norm · √P before the selection, which keeps the mean's at about clip_norm (DGC's local clipping, see
+            `clip_limit`). Where buckets are sent during backward, as by DDP's hook, HSDP and `overlap`, each is clipped
+            by itself to √share of that limit, where share is its fraction of the elements. The clipped part is not
+            kept. `clip_grad_norm_` after the exchange would clip entries that have accumulated over many steps: that
+            part is lost, and the model learns badly. With `momentum`, double the learning rate: momentum is cleared
+            where entries are sent, and clipped gradients do not grow to make up for that.
+        dense_below: Tensors of fewer elements, such as biases and norms, are summed dense in the same call, beside the
+            selection from the others, which alone `density` refers to; their momentum is plain. 0, the default: none.
+        verify: Number of steps between comparisons of a hash of the parameters across ranks. A difference is a
+            CollectiveError on every rank that says who and where; None, the default: never. Unless it is 0, the ranks
+            of an optimizer also compare a hash of the parameters in the first exchange, and the groups' settings, such
+            as rates, in that of every 100th step, at no extra cost.
     """
-    if callable(density):
-        compressor = TopK(1.0) if compressor is None else compressor
-        if not hasattr(compressor, "density"):
-            raise ValueError(f"density is a schedule, but {compressor} has no density to be set: leave out one of them")
-        density = None
-    if compressor is None:
-        if density is not None and (isinstance(density, bool) or not isinstance(density, Real)):
-            raise TypeError(f"density is {density!r}, expected the fraction of elements to send, 0 < density ≤ 1")
-        return TopK(DENSITY if density is None else float(density))
-    if density is not None:
-        raise ValueError(
-            f"density={density} and compressor={compressor} were given, and both say how much: leave out one"
-        )
-    if isinstance(compressor, type) or not isinstance(compressor, Compressor):
-        raise TypeError(f"compressor is {compressor!r}, expected one such as TopK(0.01)")
-    return compressor
+
+    density: float | DensitySchedule | None
+    compressor: Compressor | None
+    algorithm: str | Algorithm | DenseCompressor
+    options: Mapping[str, Any] | None
+    wire: str
+    momentum: float
+    clip_norm: float | None
+    dense_below: int
+    verify: int | None
 
 
-def check_selects(compressor: Compressor, entry: Algorithm | None) -> None:
-    """Raises ValueError for a compressor whose selection would be ignored. Of a TopK only its k counts everywhere.
+@dataclass(frozen=True)
+class Settings:
+    """Checked `ExchangeSettings`. Raises TypeError or ValueError, as far as possible before the ranks are known.
 
-    entry: the algorithm, None where "auto" may take any.
+    compressor: with everything set, the one in use. density: a schedule, else None, since the compressor has it.
+    nonfinite: what becomes of a step with a NaN or inf of any rank, "raise" or "skip".
     """
-    if type(compressor) is TopK or (entry is not None and entry.selects and not entry.prescribes):
-        return
-    if entry is None:
-        raise _no_effect(f"algorithm={AUTO!r} may take one that prescribes its selection", compressor)
-    raise _no_effect(f"{entry.name} {'prescribes its selection' if entry.selects else 'selects nothing'}", compressor)
 
+    algorithm: Any = "gtopk"
+    options: Any = None
+    compressor: Any = None
+    wire: Any = "fp32"
+    momentum: Any = 0.0
+    clip_norm: Any = None
+    dense_below: Any = 0
+    nonfinite: Any = "raise"
+    verify: Any = None
+    density: Any = None
 
-def _no_effect(why: str, compressor: Compressor) -> ValueError:
-    return ValueError(f"{why}, so {compressor} would have no effect but its k: give TopK(density), or none")
+    @classmethod
+    def of(cls, owner: Callable[..., Any], given: Mapping[str, Any], *, nonfinite: Any = "raise") -> Self:
+        """Settings out of an owner's keywords; TypeError for a keyword that it does not have."""
+        known = ExchangeSettings.__annotations__
+        if unknown := sorted(set(given) - set(known)):
+            own = [p.name for p in inspect.signature(owner).parameters.values() if p.kind is p.KEYWORD_ONLY]
+            names = ", ".join([*own, *known])
+            raise TypeError(f"{owner.__name__} has no setting {unknown[0]!r}; it takes {names}")
+        return cls(**given, nonfinite=nonfinite)
 
+    def __post_init__(self) -> None:
+        schedule = self.density if callable(self.density) else None
+        for name, value in (
+            ("compressor", _compressor(self.compressor, self.density)),
+            ("density", schedule),
+            ("momentum", _momentum(self.momentum)),
+            ("clip_norm", _clip_norm(self.clip_norm)),
+            ("dense_below", check_count("dense_below", self.dense_below, "elements", least=0) or 0),
+            ("verify", check_count("verify", self.verify, "steps", least=0)),
+        ):
+            object.__setattr__(self, name, value)
+        _check_text("wire", self.wire, "fp32")
+        _check_text("nonfinite", self.nonfinite, "raise")
+        if self.nonfinite not in ("raise", "skip"):
+            raise ValueError(f"nonfinite is {self.nonfinite!r}, expected 'raise' or 'skip'")
+        if self.options is not None and not isinstance(self.options, Mapping):
+            raise TypeError(f"options is {self.options!r}, expected a mapping such as {{'teams': 2}}")
+        if schedule is not None:  # what it gives is checked at once, and is known before the first step
+            self.compressor.density = schedule(0)
+        self._check_algorithm()
 
-def check_momentum(momentum: Any) -> float:
-    """Momentum of the correction before the selection; TypeError or ValueError unless 0 ≤ momentum < 1."""
-    if isinstance(momentum, bool) or not isinstance(momentum, Real):
-        raise TypeError(f"momentum is {momentum!r}, expected a number, 0 ≤ momentum < 1")
-    if not 0 <= float(momentum) < 1:
-        raise ValueError(f"momentum is {momentum}, expected 0 ≤ momentum < 1")
-    return float(momentum)
+    @property
+    def is_auto(self) -> bool:
+        """Whether the algorithm is chosen by measuring the ranks."""
+        return isinstance(self.algorithm, str) and self.algorithm == AUTO
 
+    @property
+    def may_select(self) -> bool:
+        """Whether the algorithm selects entries, or may turn out to."""
+        return self.is_auto or (known_compressor(self.algorithm) is None and known(self.algorithm).selects)
 
-def check_settings(
-    algorithm: Any, options: Any, wire: Any, compressor: Compressor, momentum: float, optimizer: str
-) -> None:
-    """Checks settings as far as possible before the ranks are known. Raises TypeError or ValueError.
+    @property
+    def last_density(self) -> float:
+        """Final density if it is known: the `density` of the schedule or of the compressor; else 1."""
+        return float(getattr(self.density or self.compressor, "density", 1.0))
 
-    optimizer: the place where momentum belongs when nothing is selected, for the message.
-    """
-    check_text("wire", wire, "fp32")
-    if options is not None and not isinstance(options, Mapping):
-        raise TypeError(f"options is {options!r}, expected a mapping such as {{'teams': 2}}")
-    if isinstance(algorithm, str) and algorithm == AUTO:
-        refuse_options(options)
-        wire_named(wire)
-        check_selects(compressor, None)
-        return
-    if (whole := known_whole(algorithm)) is not None:
-        check_whole(whole, options, wire, momentum, optimizer)
-        if type(compressor) is not TopK:
-            raise _no_effect(f"{whole.name} selects nothing", compressor)
-        return
-    if isinstance(algorithm, str) and algorithm not in ALGORITHMS:
-        raise ValueError(f"unknown algorithm {algorithm!r}; known: {', '.join([*ALGORITHMS, *WHOLE, AUTO])}")
-    entry = known(algorithm)
-    if entry.name in WHOLE:
-        raise ValueError(f"the name of your Algorithm is {entry.name!r}, which is another's: give it one of its own")
-    if momentum and not entry.selects:
-        raise ValueError(f"{entry.name} selects nothing, so momentum={momentum} belongs into {optimizer}")
-    check_selects(compressor, entry)
-    if not entry.selects:
-        dense_wire(wire)
-    elif wire_named(wire) is not PLAIN:
-        check_takes_wire(entry)
+    def said(self, **found: Any) -> str:
+        """Settings as text, but for those that are off. found: what was chosen, in place of what was given."""
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "density"} | found
+        return ", ".join(f"{name}={value!r}" for name, value in values.items() if value not in (None, 0))
 
+    def _check_algorithm(self) -> None:
+        """Raises TypeError or ValueError for settings that do not fit the algorithm, or would have no effect."""
+        if self.is_auto:
+            refuse_options(self.options)
+            wire_named(self.wire)
+            self._check_compressor(f"algorithm={AUTO!r} may take one that prescribes its selection")
+        elif (whole := known_compressor(self.algorithm)) is not None:
+            check_compressed(whole, self.options, self.wire, self.momentum, "the optimizer")
+            self._check_compressor(f"{whole.name} selects nothing")
+        elif isinstance(self.algorithm, str) and self.algorithm not in ALGORITHMS:
+            raise ValueError(
+                f"unknown algorithm {self.algorithm!r}; known: {', '.join([*ALGORITHMS, *COMPRESSORS, AUTO])}"
+            )
+        else:
+            self._check_entry(known(self.algorithm))
+        if self.dense_below and not self.may_select:
+            raise ValueError(f"dense_below={self.dense_below} is for algorithms that select; this one sends all whole")
 
-def check_optimizer(optimizer: Any, nonfinite: Any) -> None:
-    """Checks the wrapped optimizer and nonfinite; TypeError or ValueError."""
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer is {type(optimizer).__name__}, expected a torch.optim.Optimizer")
-    check_text("nonfinite", nonfinite, "raise")
-    if nonfinite not in ("raise", "skip"):
-        raise ValueError(f"nonfinite is {nonfinite!r}, expected 'raise' or 'skip'")
+    def _check_entry(self, entry: Algorithm) -> None:
+        if entry.name in COMPRESSORS:
+            raise ValueError(
+                f"the name of your Algorithm is {entry.name!r}, which is another's: give it one of its own"
+            )
+        if not entry.selects:
+            if self.momentum:
+                raise ValueError(
+                    f"{entry.name} selects nothing, so momentum={self.momentum} belongs into the optimizer"
+                )
+            self._check_compressor(f"{entry.name} selects nothing")
+            dense_wire(self.wire)
+            return
+        if entry.prescribes:
+            self._check_compressor(f"{entry.name} prescribes its selection")
+        if wire_named(self.wire) is not PLAIN:
+            check_takes_wire(entry)
 
-
-def refuse_sharded(named: Mapping[str, Any]) -> None:
-    """Raises TypeError for parameters of which each rank holds a part."""
-    if names := [name for name, p in named.items() if hasattr(p, "to_local")]:
-        raise TypeError(
-            f"parameters {names} are DTensors, of which each rank holds another part, so there is no mean to take over "
-            "ranks: exchange between nodes by sparse_hsdp(model, mesh['between']), and step a plain optimizer"
-        )
-
-
-def to_train(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Parameters that are exchanged: neither frozen nor empty. ValueError where there are none."""
-    trained = {name: p for name, p in named.items() if p.requires_grad and p.numel()}
-    if not trained:
-        frozen = sum(not p.requires_grad for p in named.values())
-        raise ValueError(
-            f"of the {len(named)} parameters given none can be trained, {frozen} frozen, {len(named) - frozen} empty: "
-            "call requires_grad_(True) on those to be trained before a DistributedOptimizer is made of them"
-        )
-    return trained
-
-
-def check_dense_below(dense_below: Any, algorithm: Any) -> int:
-    """Checks dense_below; TypeError or ValueError, also if the algorithm selects nothing anyway."""
-    count = check_count("dense_below", dense_below, "elements", least=0) or 0
-    if count and not (isinstance(algorithm, str) and algorithm == AUTO) and not _selects(algorithm):
-        raise ValueError(f"dense_below={count} is for algorithms that select; this one sends all whole: leave it out")
-    return count
-
-
-def check_sends(sends: Any, algorithm: Any, optimizer: Optimizer, *, momentum: float, overlap: bool) -> None:
-    """Checks sends; TypeError or ValueError, also for settings that have no effect on updates."""
-    check_text("sends", sends, "updates")
-    if sends not in ("gradients", "updates"):
-        raise ValueError(f"sends is {sends!r}, expected 'gradients' or 'updates'")
-    if sends == "gradients":
-        return
-    if isinstance(optimizer, LBFGS):
-        raise TypeError('LBFGS asks for gradients several times in a step, which sends="updates" takes one for')
-    if momentum:
-        raise ValueError(f'with sends="updates" momentum={momentum} belongs into the wrapped optimizer')
-    if overlap:
-        raise ValueError('sends="updates" has nothing to send before backward has ended: leave out overlap=True')
-    if not (isinstance(algorithm, str) and algorithm == AUTO) and not _selects(algorithm):
-        raise ValueError('sends="updates" is for algorithms that select; whole gradients need it not: leave it out')
-
-
-def _selects(algorithm: Any) -> bool:
-    return known_whole(algorithm) is None and known(algorithm).selects
-
-
-def check_text(name: str, value: Any, example: str) -> None:
-    """Raises TypeError for a setting that is not text."""
-    if not isinstance(value, str):
-        raise TypeError(f"{name} is {value!r}, expected text such as {example!r}")
+    def _check_compressor(self, why: str) -> None:
+        """Raises ValueError for a compressor whose selection would be ignored. Of a TopK only its k counts."""
+        if type(self.compressor) is not TopK:
+            raise ValueError(f"{why}, so {self.compressor} would have no effect but its k: give TopK(density), or none")
 
 
 def check_count(name: str, value: Any, unit: str, *, least: int = 1) -> int | None:
@@ -179,12 +195,51 @@ def check_count(name: str, value: Any, unit: str, *, least: int = 1) -> int | No
     return value
 
 
-def said(owner: str, given: Mapping[str, Any], ranks: str) -> str:
-    """The repr of a state: its settings, but for those that are off."""
-    settings = [f"{name}={value!r}" for name, value in given.items() if value not in (None, 0)]
-    return f"{owner}({', '.join([*settings, ranks])})"
-
-
-def fixed(owner: str, name: str) -> AttributeError:
+def fixed(owner: object, name: str) -> AttributeError:
     """Error for a setting that is assigned after construction, when it would have no effect."""
-    return AttributeError(f"{name} of a {owner} is fixed when that is made: set now it would do nothing")
+    what = type(owner).__name__
+    return AttributeError(f"{name} of a {what} is fixed when that is made: set now it would do nothing")
+
+
+def _compressor(given: Any, density: Any) -> Compressor:
+    """The given compressor, or TopK of the density; a schedule of densities may come with a compressor that has one."""
+    if callable(density):
+        given = TopK(1.0) if given is None else given
+        if not hasattr(given, "density"):
+            raise ValueError(f"density is a schedule, but {given} has no density to be set: leave out one of them")
+    elif given is None:
+        if density is not None and not _is_number(density):
+            raise TypeError(f"density is {density!r}, expected the fraction of elements to send, 0 < density ≤ 1")
+        return TopK(DENSITY if density is None else float(density))
+    elif density is not None:
+        raise ValueError(f"density={density} and compressor={given} were given, and both say how much: leave out one")
+    if isinstance(given, type) or not isinstance(given, Compressor):
+        raise TypeError(f"compressor is {given!r}, expected one such as TopK(0.01)")
+    return given
+
+
+def _momentum(given: Any) -> float:
+    if not _is_number(given):
+        raise TypeError(f"momentum is {given!r}, expected a number, 0 ≤ momentum < 1")
+    if not 0 <= float(given) < 1:
+        raise ValueError(f"momentum is {given}, expected 0 ≤ momentum < 1")
+    return float(given)
+
+
+def _clip_norm(given: Any) -> float | None:
+    if given is None:
+        return None
+    if not _is_number(given):
+        raise TypeError(f"clip_norm is {given!r}, expected a norm such as 1.0, or None")
+    if not 0 < float(given) < math.inf:
+        raise ValueError(f"clip_norm is {given}, expected a norm above 0, or None")
+    return float(given)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _check_text(name: str, value: Any, example: str) -> None:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} is {value!r}, expected text such as {example!r}")

@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from data_parallel.adam_step_correction import without_looks
-from data_parallel.memories import MEMORIES
-from data_parallel.updates import mean_of_states
+from data_parallel.lanes import ERROR_STATE
 
 RESHARD = "a state of another number of ranks goes through reshard_residuals"
 CARRY = "carry the residuals over, or drop them, with reshard_residuals"
@@ -77,7 +76,7 @@ def is_of_several(state: Any) -> bool:
 
 
 def sending(sends: str) -> dict[str, str]:
-    """Entry for the kind of residuals; empty for gradients, so that older states, which had only those, still fit."""
+    """Entry for the kind of residuals; empty for gradients."""
     return {} if sends == "gradients" else {"sends": sends}
 
 
@@ -85,9 +84,10 @@ def check_sent(own: Mapping[str, Any], sends: str) -> None:
     """Raises ValueError for residuals of updates where gradients are sent, or the other way round."""
     saved = own.get("sends", "gradients")
     if saved != sends:
+        savers = {"gradients": "a DistributedOptimizer, DDP's hook or HSDP", "updates": "an UpdateOptimizer"}
         raise ValueError(
-            f'the state was saved with sends="{saved}", and its residuals and moments are of {saved}: '
-            f'load it with that, or begin anew with sends="{sends}"'
+            f"the residuals and moments of the state are of {saved}, saved by {savers.get(saved, saved)}, and not of "
+            f"{sends}: load it where {saved} are exchanged, or begin anew"
         )
 
 
@@ -107,42 +107,42 @@ def check_groups(wrapped: Mapping[str, Any], optimizer: Optimizer) -> None:
 
 
 def complete(
-    kept: Mapping[str, Mapping[str, Tensor]], memories: Sequence[str], trained: Iterable[tuple[str, Tensor]]
+    kept: Mapping[str, Mapping[str, Tensor]], keeps: Sequence[str], trained: Iterable[tuple[str, Tensor]]
 ) -> dict[str, dict[str, Tensor]]:
-    """Every memory of every trained parameter, zeros where nothing is kept yet.
+    """All error state of every trained parameter, zeros where nothing is kept yet.
 
     So that a new state is a complete template: torch.distributed.checkpoint loads only what it finds there.
     """
-    found = {memory: dict(kept[memory]) for memory in MEMORIES}
+    found = {kind: dict(kept[kind]) for kind in ERROR_STATE}
     for name, p in trained:
-        for memory in memories:
-            if name not in found[memory]:
+        for kind in keeps:
+            if name not in found[kind]:
                 dtype = torch.promote_types(p.dtype, torch.float32)
-                found[memory][name] = torch.zeros(p.shape, dtype=dtype, device=p.device)
+                found[kind][name] = torch.zeros(p.shape, dtype=dtype, device=p.device)
     return found
 
 
 def check_fit(
     own: Mapping[str, Any], shapes: Mapping[str, torch.Size], *, frozen: Mapping[str, torch.Size] | None = None
 ) -> None:
-    """Raises ValueError that names the parameters for memories of others than those of `shapes`; none is fine.
+    """Raises ValueError that names the parameters for error state of others than those of `shapes`; none is fine.
 
     frozen: of parameters that may have some, which wait until they are trained again.
     """
     possible = {**(frozen or {}), **shapes}
-    for memory in MEMORIES:
-        if not (tensors := own[memory]):
+    for kind in ERROR_STATE:
+        if not (tensors := own[kind]):
             continue
         _check_numbering(tensors, shapes)
         if wrong := sorted((set(shapes) - set(tensors)) | (set(tensors) - set(possible))):
-            raise ValueError(f"{memory}: only the checkpoint, or only the model, has {wrong}")
+            raise ValueError(f"{kind}: only the checkpoint, or only the model, has {wrong}")
         wrong = [
             f"{name}: {tuple(tensors[name].shape)}, not {tuple(shape)}"
             for name, shape in possible.items()
             if name in tensors and tensors[name].shape != shape
         ]
         if wrong:
-            raise ValueError(f"{memory} of other shapes than the parameters: {wrong}")
+            raise ValueError(f"{kind} of other shapes than the parameters: {wrong}")
 
 
 def refuse_residuals(residuals: Mapping[str, Tensor]) -> None:
@@ -194,20 +194,20 @@ def reshard_residuals(
         )
     wrapped = states[0]
     if owns[0].get("sends") == "updates":  # then the moments are each rank's own
-        wrapped = {**wrapped, "state": mean_of_states([state["state"] for state in states])}
+        wrapped = {**wrapped, "state": _mean_of_states([state["state"] for state in states])}
     return [{**wrapped, KEY: _reshard(owns, rank, size, drop=drop)} for rank in range(size)]
 
 
 def _reshard(owns: Sequence[Mapping[str, Any]], rank: int, size: int, *, drop: bool) -> dict[str, Any]:
     heirs = [] if drop else owns[rank::size]
-    memories = {
-        memory: {name: _total(name, memory, owns, heirs, size) for name in owns[0][memory]} for memory in MEMORIES
+    error_state = {
+        kind: {name: _total(name, kind, owns, heirs, size) for name in owns[0][kind]} for kind in ERROR_STATE
     }
     rest = {key: value for key, value in owns[0].items() if key != shared.size_key(len(owns), RESHARD)}
     return {
         shared.size_key(size, RESHARD): True,
         **without_looks(rest),
-        **memories,
+        **error_state,
         "rank": rank,
         "world_size": size,
         "algorithm_state": [],
@@ -215,17 +215,17 @@ def _reshard(owns: Sequence[Mapping[str, Any]], rank: int, size: int, *, drop: b
 
 
 def _total(
-    name: str, memory: str, owns: Sequence[Mapping[str, Any]], heirs: Sequence[Mapping[str, Any]], size: int
+    name: str, kind: str, owns: Sequence[Mapping[str, Any]], heirs: Sequence[Mapping[str, Any]], size: int
 ) -> Tensor:
-    total = torch.zeros_like(owns[0][memory][name])
+    total = torch.zeros_like(owns[0][kind][name])
     for heir in heirs:
-        total += heir[memory][name]
+        total += heir[kind][name]
     return total.mul_(size).div_(len(owns))
 
 
 def _whole(own: Mapping[str, Any]) -> dict[str, Any]:
-    """State with its empty memories, which torch.distributed.checkpoint does not write."""
-    return {**{memory: {} for memory in MEMORIES}, **own}
+    """State with its empty kinds of error state, which torch.distributed.checkpoint does not write."""
+    return {**{kind: {} for kind in ERROR_STATE}, **own}
 
 
 def _check_numbering(tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
@@ -240,3 +240,24 @@ def _check_numbering(tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.S
             "the state was saved with named_parameters: give this SparseHookState "
             "named_parameters=model.named_parameters() too"
         )
+
+
+def _mean_of_states(states: Sequence[Mapping[str, Any]]) -> dict[Any, Any]:
+    """The wrapped optimizers' state by parameter, each rank's own: their mean, for ranks of another number."""
+    merged: dict[Any, Any] = {}
+    for state in states:
+        for parameter, kept in state.items():
+            for name, value in kept.items():
+                merged.setdefault(parameter, {}).setdefault(name, []).append(value)
+    return {p: {name: _mean(values) for name, values in kept.items()} for p, kept in merged.items()}
+
+
+def _mean(values: Sequence[Any]) -> Any:
+    """Mean of tensors; a counter, which is the same on all ranks, stays as it is."""
+    first = values[0]
+    if not isinstance(first, Tensor) or not first.is_floating_point() or first.dim() == 0:
+        return first
+    total = torch.zeros_like(first, dtype=torch.promote_types(first.dtype, torch.float32))
+    for value in values:
+        total += value.to(total.device)
+    return (total / len(values)).to(first.dtype)

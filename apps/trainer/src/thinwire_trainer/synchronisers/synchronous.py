@@ -5,17 +5,18 @@ feedback, before the selection (the momentum correction of DGC, Lin et al. 2018,
 applied to what survives a selection amplifies the few entries that were sent and learns badly at small densities.
 
 AdamW behind a selection takes few gradients, each of many steps, for noise. So there each rank's own AdamW comes first,
-and what it would do is selected from and exchanged (`sends="updates"` of `DistributedOptimizer`, with `ahead()`).
+and what it would do is selected from and exchanged (`UpdateOptimizer`, with `ahead()`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 from communicators import Communicator
-from data_parallel import DistributedOptimizer, reshard_residuals
+from data_parallel import DistributedOptimizer, UpdateOptimizer, reshard_residuals
 from replicas.saved_by import KEY
 from sparse_compress import Compressor, DGCTopK, GaussianK, RandomK, Threshold, TopK, WarmUp
 from torch import nn
@@ -55,26 +56,24 @@ def density_by_step(own: Mapping[str, Any]) -> WarmUp | None:
 
 
 class SynchronousSGD(Synchroniser):
-    """A `DistributedOptimizer`, and the rate by its steps.
+    """A `DistributedOptimizer` or an `UpdateOptimizer`, whose step is the exchange; and the rate by its steps.
 
     skips: whether a step may be skipped, which then leaves the model's buffers, too, as they were, on every rank.
-    updates: what the optimizer does is exchanged, in place of gradients: its step is the exchange.
     wait: holds this rank up, for an experiment, at the beginning of a step.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        optimizer: DistributedOptimizer,
+        optimizer: DistributedOptimizer | UpdateOptimizer,
         rates: Rates,
         *,
         skips: bool,
-        updates: bool = False,
         wait: Callable[[int], None] = lambda step: None,
     ) -> None:
         super().__init__(model)
         self.optimizer, self.schedule, self._wait = optimizer, rates(optimizer), wait
-        self._before, self._updates = BuffersBefore(model) if skips else None, updates
+        self._before = BuffersBefore(model) if skips else None
 
     def zero_grad(self) -> None:
         """Clear the gradients."""
@@ -88,18 +87,18 @@ class SynchronousSGD(Synchroniser):
 
     def gradients(self) -> AbstractContextManager[None]:
         """Context of forward and backward; of updates with what waits of this rank's."""
-        return self.optimizer.ahead() if self._updates else nullcontext()
+        return self.optimizer.ahead() if isinstance(self.optimizer, UpdateOptimizer) else nullcontext()
 
     def exchange(self) -> None:
         """The mean into every gradient; of updates the whole step."""
-        if self._updates:
+        if isinstance(self.optimizer, UpdateOptimizer):
             self._step()
         else:
             self.optimizer.synchronize()
 
     def update(self) -> None:
         """Step the optimizer and its rate."""
-        if not self._updates:
+        if isinstance(self.optimizer, DistributedOptimizer):
             self._step()
         self.schedule.step()
 
@@ -180,12 +179,12 @@ def sparse(options: Options, model: nn.Module, comm: Communicator, rates: Rates)
         comm,
         rates,
         adamw(options, model) if updates else SGD(model.parameters(), lr=options.lr, weight_decay=decay),
-        sends="updates" if updates else "gradients",
+        updates=updates,
         takes=("teams",),
         compressor=SELECTIONS[options.own.get("select", "topk")](options),
         density=density_by_step(options.own),
         wire=options.own["wire"],
-        momentum=0.0 if updates else options.momentum,
+        **({} if updates else {"momentum": options.momentum}),
     )
 
 
@@ -197,11 +196,13 @@ def _made(
     inner: Optimizer,
     *,
     takes: Sequence[str] = (),
-    sends: str = "gradients",
+    updates: bool = False,
     **settings: Any,
 ) -> SynchronousSGD:
-    """takes: own flags that are the algorithm's `options`, where it has them."""
-    optimizer = DistributedOptimizer(
+    """takes: own flags that are the algorithm's `options`, where it has them. updates: they are exchanged."""
+    kind: Callable[..., DistributedOptimizer | UpdateOptimizer]
+    kind = UpdateOptimizer if updates else partial(DistributedOptimizer, overlap=options.overlap)
+    optimizer = kind(
         inner,
         model.named_parameters(),
         comm=comm,
@@ -209,10 +210,8 @@ def _made(
         options={name: options.own[name] for name in takes if name in options.own},
         nonfinite=options.own["nonfinite"],
         verify=options.own["verify"],
-        overlap=options.overlap,
         clip_norm=options.clip_norm,
-        sends=sends,
         **settings,
     )
-    skips, updates = options.own["nonfinite"] == "skip", sends == "updates"
-    return SynchronousSGD(model, optimizer, rates, skips=skips, updates=updates, wait=held_up(options, comm))
+    skips = options.own["nonfinite"] == "skip"
+    return SynchronousSGD(model, optimizer, rates, skips=skips, wait=held_up(options, comm))

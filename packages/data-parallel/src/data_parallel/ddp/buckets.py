@@ -1,8 +1,15 @@
-"""DDP's buckets as ours: which parameters lie where."""
+"""DDP's buckets as ours: which parameters lie where, and which part of their gradients is new.
+
+DDP exchanges all of p.grad in every synchronised backward. A mean of dense gradients leaves what it held as it was: the
+mean, shared by all ranks, of earlier backwards of the same step. A selection with error feedback would count that
+twice. So only the new part may be exchanged.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 
 import torch
@@ -22,13 +29,12 @@ class Buckets:
         self._parameters = [p for _, p in named]  # kept, so that no id is used twice
         self._known: dict[tuple[int, ...], tuple[Bucket, list[slice]]] = {}
 
-    def know(self, named: Sequence[tuple[str, Tensor]]) -> None:
-        """Adds parameters that DDP has brought to the state that this one is copied from."""
-        for name, p in named:
-            if id(p) not in self._positions:
-                self._positions[id(p)] = len(self.names)
-                self.names.append(name)
-                self._parameters.append(p)
+    def know(self, name: str, parameter: Tensor) -> None:
+        """Adds a parameter, unless it is known."""
+        if id(parameter) not in self._positions:
+            self._positions[id(parameter)] = len(self.names)
+            self.names.append(name)
+            self._parameters.append(parameter)
 
     @property
     def parameters(self) -> dict[str, Tensor]:
@@ -38,7 +44,7 @@ class Buckets:
     def of(self, parameters: Sequence[Tensor], flat: Tensor) -> tuple[Bucket, list[slice]]:
         """The bucket of these parameters, which DDP has laid into `flat`, and where each lies in it.
 
-        TypeError for a complex one.
+        TypeError for a complex one, ValueError for one that is not among those that were named.
         """
         key = tuple(map(id, parameters))
         known = self._known.get(key)
@@ -49,22 +55,100 @@ class Buckets:
         return known
 
     def _made(self, parameters: Sequence[Tensor], flat: Tensor) -> Bucket:
-        members = tuple(self._position(p) for p in parameters)
-        _refuse_complex([self.names[m] for m, p in zip(members, parameters, strict=True) if p.is_complex()])
+        for p in parameters:
+            if self._all_are_named and id(p) not in self._positions:
+                raise ValueError(
+                    f"DDP brings a parameter of shape {tuple(p.shape)} that is not among named_parameters: "
+                    "give those of the module that DDP wraps, all of them"
+                )
+            self.know(numbered(len(self.names)), p)
+        members = tuple(self._positions[id(p)] for p in parameters)
+        if wrong := [self.names[m] for m, p in zip(members, parameters, strict=True) if p.is_complex()]:
+            raise TypeError(
+                f"complex parameter {wrong[0]!r}: give DDP its real view, nn.Parameter(torch.view_as_real(p)), and "
+                "take torch.view_as_complex of that in forward"
+            )
         shapes, strides = tuple(p.shape for p in parameters), tuple(map(_strides_in_bucket, parameters))
         return Bucket(members, shapes, flat.dtype, flat.device, strides)
 
-    def _position(self, parameter: Tensor) -> int:
-        if id(parameter) not in self._positions:
-            if self._all_are_named:
-                raise ValueError(
-                    f"DDP brings a parameter of shape {tuple(parameter.shape)} that is not among named_parameters: "
-                    "give those of the module that DDP wraps, all of them"
-                )
-            self._positions[id(parameter)] = len(self.names)
-            self.names.append(numbered(len(self.names)))
-            self._parameters.append(parameter)
-        return self._positions[id(parameter)]
+
+class Accumulated:
+    """Watches p.grad by hooks on the parameters, which run before autograd adds to it.
+
+    After an exchange p.grad holds a mean. The next backward of p looks once: nothing there, or zeros, is a new step;
+    else a copy is p's base until the next exchange, also through backwards in no_sync() in between. A parameter that
+    is not used has no backward: all that its bucket brings is what it held.
+    A step of one backward costs a look at `p.grad is None`.
+    """
+
+    def __init__(self) -> None:
+        self._parameters: dict[int, Tensor] = {}
+        self._holding: set[int] = set()  # p.grad is a mean, or has been set to zero since
+        self.bases: dict[int, Tensor] = {}
+        self._doubtful: set[int] = set()  # bases from before a zero_grad() that was seen at another parameter
+        self._seen = False  # whether any hook ran since the last whole exchange
+
+    def goes_on(self) -> bool:
+        """Whether this backward adds to an exchanged mean, so that it belongs to the same step."""
+        return len(self.bases) > len(self._doubtful)
+
+    def take_out(
+        self, bucket: Bucket, flat: Tensor, parameters: Sequence[Tensor], *, last: bool
+    ) -> list[tuple[int, Tensor]]:
+        """Leaves only the new part in a bucket; returns the earlier content, by position in the bucket.
+
+        Raises RuntimeError if the two cannot be told apart. last: this bucket ends the backward.
+        """
+        held = []
+        if self.bases or not self._holding.isdisjoint(bucket.members):
+            for position, (member, view) in enumerate(zip(bucket.members, bucket.views(flat), strict=True)):
+                if (base := self._base(member, view)) is not None:
+                    held.append((position, base))
+                    view.sub_(base)
+        for member, p in zip(bucket.members, parameters, strict=True):
+            if member not in self._parameters:
+                self._parameters[member] = p
+                p.register_hook(partial(_before_adding, weakref.ref(self), member))  # type: ignore[no-untyped-call]
+        self._holding.update(bucket.members)
+        self._seen &= not last
+        return held
+
+    def _base(self, member: int, view: Tensor) -> Tensor | None:
+        base = self.bases.pop(member, None)
+        if base is not None:
+            gone = member in self._doubtful and (self._parameters[member].grad is None or not bool(view.any()))
+            self._doubtful.discard(member)
+            return None if gone else base
+        if member not in self._holding:
+            return None
+        if not self._seen and bool(view.any()):
+            raise RuntimeError(
+                "the hooks did not run that tell a gradient's new part from the mean that it may have held; they were "
+                "removed from the parameters: make a new SparseHookState, and accumulate inside no_sync(), all but "
+                "the last backward of a step"
+            )
+        return view.clone()
+
+
+@torch.no_grad()
+def _before_adding(watching: weakref.ref[Accumulated], member: int, gradient: Tensor) -> None:
+    """Hook of a parameter; does nothing once the state that set it is gone."""
+    del gradient
+    if (accumulated := watching()) is None:
+        return
+    accumulated._seen = True
+    holding, bases, doubtful = accumulated._holding, accumulated.bases, accumulated._doubtful
+    if member not in holding and member not in bases:
+        return
+    old = accumulated._parameters[member].grad
+    if old is None or ((old.is_cpu or member in bases) and not bool(old.any())):
+        holding.discard(member)
+        bases.pop(member, None)
+        doubtful.update(bases)
+    elif member in holding:
+        holding.discard(member)
+        bases[member] = old.detach().clone()
+    doubtful.discard(member)
 
 
 def spans_of(bucket: Bucket) -> list[slice]:
@@ -84,11 +168,3 @@ def _strides_in_bucket(parameter: Tensor) -> tuple[int, ...]:
     """Strides of a gradient in DDP's bucket: those of the parameter if it has no gaps in memory, else row by row."""
     dense = torch.empty_like(parameter, device="meta")  # keeps the strides exactly where there are no gaps
     return dense.stride() if dense.stride() == parameter.stride() else dense.contiguous().stride()
-
-
-def _refuse_complex(names: list[str]) -> None:
-    if names:
-        raise TypeError(
-            f"complex parameter {names[0]!r}: give DDP its real view, nn.Parameter(torch.view_as_real(p)), and take "
-            "torch.view_as_complex of that in forward"
-        )

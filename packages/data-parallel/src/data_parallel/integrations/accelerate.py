@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 from data_parallel.ddp.hook import SparseHookState
 from data_parallel.integrations.attaching import hooked
-from data_parallel.optimizer import DistributedOptimizer
+from data_parallel.optimizer import DistributedOptimizer, ExchangingOptimizer
+from data_parallel.update_optimizer import UpdateOptimizer
 
 logger = logging.getLogger(__name__)
 
@@ -41,29 +42,47 @@ def sparse_gradients(accelerator: Accelerator, model: Any, **settings: Any) -> S
 
 
 def distributed_optimizer(
-    accelerator: Accelerator,
-    optimizer: Optimizer,
-    named_parameters: Iterable[tuple[str, Tensor]],
-    **settings: Any,
+    accelerator: Accelerator, optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]], **settings: Any
 ) -> Any:
     """The optimizer in a `DistributedOptimizer`, prepared; the model is prepared without DDP.
 
         model = accelerator.prepare_model(model, evaluation_mode=True)
-        optimizer = distributed_optimizer(accelerator, optimizer, model.named_parameters(), sends="updates")
+        optimizer = distributed_optimizer(accelerator, sgd, model.named_parameters(), momentum=0.9)
+
+    settings: of `DistributedOptimizer`. accelerator.clip_grad_norm_ holds each rank's own gradient. With fp16 a step
+    that the scaler skips is skipped on every rank. accelerator.save_state and load_state hold the states of all ranks.
+    """
+    return _prepared(accelerator, DistributedOptimizer, optimizer, named_parameters, settings)
+
+
+def update_optimizer(
+    accelerator: Accelerator, optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]], **settings: Any
+) -> Any:
+    """The optimizer in an `UpdateOptimizer`, prepared as by `distributed_optimizer`.
+
+        model = accelerator.prepare_model(model, evaluation_mode=True)
+        optimizer = update_optimizer(accelerator, adam, model.named_parameters(), density=0.05)
         ...
         with optimizer.ahead():
             accelerator.backward(loss(model(inputs)))
         optimizer.step()
 
-    settings: of `DistributedOptimizer`. accelerator.clip_grad_norm_ holds each rank's own gradient. With fp16 a step
-    that the scaler skips is skipped on every rank. accelerator.save_state and load_state hold the states of all ranks.
+    settings: of `UpdateOptimizer`.
     """
+    prepared = _prepared(accelerator, UpdateOptimizer, optimizer, named_parameters, settings)
+    prepared.ahead = prepared.optimizer.ahead
+    return prepared
+
+
+def _prepared(
+    accelerator: Accelerator, kind: type[ExchangingOptimizer], optimizer: Any, named_parameters: Any, settings: Any
+) -> Any:
     if accelerator.scaler is not None:
         settings = {"nonfinite": "skip", **settings}
-    exchanging = _SavedByRank0(optimizer, named_parameters, **settings)
+    exchanging = kind(optimizer, named_parameters, **settings)
     # device_placement would save and load its state now
     prepared = accelerator.prepare_optimizer(exchanging, device_placement=False)
-    prepared.ahead = exchanging.ahead
+    prepared.state_dict = exchanging.gathered_state_dict  # every rank is asked, and rank 0's answer is written
     return prepared
 
 
@@ -71,17 +90,4 @@ class _OfAllRanks:
     """A state as Accelerate saves it: every rank is asked, and rank 0's answer is written."""
 
     def __init__(self, state: SparseHookState) -> None:
-        self._state = state
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._state.gathered_state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._state.load_state_dict(state_dict)
-
-
-class _SavedByRank0(DistributedOptimizer):
-    """Every rank is asked for its state, and rank 0's answer is written."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.gathered_state_dict()
+        self.state_dict, self.load_state_dict = state.gathered_state_dict, state.load_state_dict

@@ -12,7 +12,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.nn.parallel import DistributedDataParallel
 
 from data_parallel.ddp.hook import SparseHookState, sparse_hook
-from data_parallel.optimizer import DistributedOptimizer
+from data_parallel.optimizer import ExchangingOptimizer
+from data_parallel.update_optimizer import UpdateOptimizer
 
 
 def hooked(
@@ -30,9 +31,9 @@ def hooked(
     Raises TypeError for a module without DDP, and where an optimizer exchanges too.
     """
     ddp = _ddp_of(model, how)
-    if any(isinstance(inner_of(optimizer), DistributedOptimizer) for optimizer in optimizers):
+    if any(isinstance(inner_of(optimizer), ExchangingOptimizer) for optimizer in optimizers):
         raise TypeError(
-            "a DistributedOptimizer exchanges gradients itself: take DistributedOptimizers in place of "
+            "a DistributedOptimizer, or UpdateOptimizer, exchanges by itself: take DistributedOptimizers in place of "
             "SparseGradients, or the hook with a plain optimizer"
         )
     state = SparseHookState(
@@ -42,30 +43,32 @@ def hooked(
     return state
 
 
-def left_to_optimizers(model: Any, optimizers: Iterable[Any], *, how: str) -> list[DistributedOptimizer]:
+def left_to_optimizers(model: Any, optimizers: Iterable[Any], *, how: str) -> list[ExchangingOptimizer]:
     """Stops DDP from exchanging gradients, because these optimizers do; returns those that do.
 
     Raises TypeError for a module without DDP, and unless all do.
     """
     ddp, inner = _ddp_of(model, how), [inner_of(optimizer) for optimizer in optimizers]
-    found = [optimizer for optimizer in inner if isinstance(optimizer, DistributedOptimizer)]
+    found = [optimizer for optimizer in inner if isinstance(optimizer, ExchangingOptimizer)]
     if not found or len(found) < len(inner):
         kinds = [type(optimizer).__name__ for optimizer in inner]
-        raise TypeError(f"the optimizers are {kinds}, expected DistributedOptimizer for each: DDP leaves it to them")
+        raise TypeError(
+            f"the optimizers are {kinds}, expected DistributedOptimizer or UpdateOptimizer for each: DDP leaves the "
+            "exchange to them"
+        )
     ddp.register_comm_hook(None, noop_hook)
     return found
 
 
 def ahead_of(optimizer: Any) -> AbstractContextManager[None]:
-    """Context for computing gradients: `DistributedOptimizer.ahead` if updates are sent, entered only once."""
+    """Context for computing gradients: `UpdateOptimizer.ahead`, entered only once; nothing for other optimizers."""
     inner = inner_of(optimizer)
-    sends_updates = isinstance(inner, DistributedOptimizer) and inner._sends == "updates"
-    return inner.ahead() if sends_updates and not inner._ahead.now else nullcontext()
+    return inner.ahead() if isinstance(inner, UpdateOptimizer) and not inner.is_ahead else nullcontext()
 
 
 def inner_of(optimizer: Any) -> Any:
     """Unwraps an optimizer that a framework has wrapped."""
-    return optimizer if isinstance(optimizer, DistributedOptimizer) else getattr(optimizer, "optimizer", optimizer)
+    return optimizer if isinstance(optimizer, ExchangingOptimizer) else getattr(optimizer, "optimizer", optimizer)
 
 
 def _ddp_of(model: Any, how: str) -> DistributedDataParallel:

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from data_parallel.ddp.hook import SparseHookState
 from data_parallel.integrations.attaching import ahead_of, hooked, left_to_optimizers
-from data_parallel.optimizer import DistributedOptimizer
+from data_parallel.optimizer import ExchangingOptimizer
 
 logger = logging.getLogger(__name__)
 
@@ -58,12 +58,12 @@ class SparseGradients(Callback):  # type: ignore[misc] # Lightning's types are n
 
 
 class DistributedOptimizers(Callback):  # type: ignore[misc]
-    """Gradients are exchanged by the `DistributedOptimizer`s that configure_optimizers returns, and not by DDP.
+    """The `DistributedOptimizer`s or `UpdateOptimizer`s that configure_optimizers returns exchange, and not DDP.
 
         Trainer(strategy="ddp", callbacks=[DistributedOptimizers()])
 
     gradient_clip_val holds each rank's own gradient, before the exchange. Checkpoints: as with `SparseGradients`.
-    With sends="updates" gradients are made inside `DistributedOptimizer.ahead`; in manual optimization by hand:
+    Gradients of an `UpdateOptimizer` are made inside `ahead()`; in manual optimization by hand:
 
         with self.optimizers().ahead():
             self.manual_backward(loss)
@@ -101,5 +101,5 @@ class DistributedOptimizers(Callback):  # type: ignore[misc]
         """Puts the states of all ranks where Lightning has put this rank's."""
         del pl_module
         for position, optimizer in enumerate(trainer.optimizers):
-            if isinstance(optimizer, DistributedOptimizer):
+            if isinstance(optimizer, ExchangingOptimizer):
                 checkpoint["optimizer_states"][position] = optimizer.gathered_state_dict()

@@ -95,16 +95,16 @@ class SparseGradients(_Exchanging):
 
 
 class DistributedOptimizers(_Exchanging):
-    """Gradients are exchanged by a `DistributedOptimizer`, and not by DDP.
+    """A `DistributedOptimizer` or an `UpdateOptimizer` exchanges, and not DDP.
 
         adam = torch.optim.AdamW(model.parameters())
-        optimizer = DistributedOptimizer(adam, model.named_parameters(), sends="updates")
+        optimizer = UpdateOptimizer(adam, model.named_parameters())
         trainer = Trainer(model, arguments, optimizers=(optimizer, None), …)
         trainer.add_callback(DistributedOptimizers(trainer))
 
     TrainingArguments is made before the optimizer, because it starts the process group. max_grad_norm holds each rank's
-    own gradient, before the exchange. The checkpoint's optimizer.pt holds the states of all ranks. With sends="updates"
-    trainer.training_step, forward and backward, is called inside `DistributedOptimizer.ahead`.
+    own gradient, before the exchange. The checkpoint's optimizer.pt holds the states of all ranks. With an
+    `UpdateOptimizer` trainer.training_step, forward and backward, is called inside `ahead()`.
     """
 
     def __init__(self, trainer: Trainer) -> None:

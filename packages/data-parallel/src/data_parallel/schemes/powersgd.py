@@ -16,34 +16,16 @@ from sparse_collectives.algorithms.dense_sum import Dense
 from sparse_collectives.traffic import Traffic, together
 from torch import Tensor
 
-from data_parallel.exchange import Transfer
-from data_parallel.memories import MEMORIES
-from data_parallel.nonfinite import first_nonfinite
+from data_parallel.lanes import Lane, Saved, Scheme, Sending, spans_of
+from data_parallel.schemes.dense import CompressedLane, CompressedScheme, DenseCompressor
 from data_parallel.schemes.gram_schmidt import orthonormal, outer_sum
-from data_parallel.schemes.low_rank_layout import (
-    Layout,
-    Shapes,
-    layout_of,
-    powersgd_elements,
-    rows_and_columns,
-)
-from data_parallel.schemes.residuals import Residuals, in_units
 
-DENSE_STEPS = 100
-"""Few of a training of thousands; of a shorter one a tenth of the steps is enough (see docs/algorithms/powersgd.md)."""
+Shapes = Sequence[torch.Size]
 
 
-class LowRank(NamedTuple):
-    """Result of `low_rank_sum`. whole: the sum of all dense members; by matrix p: P̂, q: Σ Q, own_q: this rank's Q."""
-
-    whole: Tensor
-    p: list[Tensor]
-    q: list[Tensor]
-    own_q: list[Tensor]
-
-
-class PowerSGD:
-    """Scheme that sends low-rank approximations of gradients, with error feedback.
+@dataclass(frozen=True)
+class PowerSGD(DenseCompressor):
+    """Low-rank approximations of gradients, with error feedback.
 
     For every matrix M (n × m) of a bucket, with this rank's residual E:
 
@@ -57,184 +39,180 @@ class PowerSGD:
     within the gradients' range; a direction that has died out (its gradients were zero) begins anew.
 
     Residuals need no agreement about Q: with different Q's on a rank, nothing is lost either.
+
     rank: r, columns of P and Q. dense_steps: number of first steps, of those that stand, that are summed dense, as in
     torch's hook before its start_powerSGD_iter: gradients change fastest then, and the last step's directions fit
-    least.
+    least. 100 are few of a training of thousands; of a shorter one a tenth of the steps is enough (see
+    docs/algorithms/powersgd.md).
     """
 
-    keeps: Sequence[str] = MEMORIES[:1]
+    name = "powersgd"
+    rank: int = 2
+    dense_steps: int = 100
 
-    def __init__(self, comm: Communicator, *, rank: int, dense_steps: int) -> None:
-        self._comm, self._columns, self._dense_steps = comm, rank, dense_steps
-        self._residuals = Residuals()
-        self._layouts: dict[str, Layout] = {}
-        self._without: dict[str, Layout] = {}  # of the same buckets, where no member counts as a matrix
-        self._stood, self._begun = 0, False  # steps; whether one is under way
-        self._starts: dict[int, Tensor] = {}  # by the matrix's position, alike on all ranks
-        self._q: dict[int, Tensor] = {}  # likewise
-        self._open: dict[int, Tensor] = {}
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"rank is {self.rank}, expected 1 or more columns of P and Q; published: 1 to 4")
+        if self.dense_steps < 0:
+            raise ValueError(f"dense_steps is {self.dense_steps}, expected 0 or more first steps that are summed dense")
 
-    def register(self, key: str, bucket: Bucket, kept: Mapping[str, Tensor]) -> None:
-        """Adds a bucket; new matrices get random directions, the same on every rank."""
-        self._residuals.register(key, kept)
-        layout = self._layouts[key] = layout_of(bucket, self._columns)
-        self._without[key] = layout_of(bucket, None)
-        dtype = torch.promote_types(bucket.dtype, torch.float32)
-        shapes = dict(zip(bucket.members, bucket.shapes, strict=True))
-        for member in layout.matrices:
-            start = self._drawn(member, rows_and_columns(shapes[member])[1])
-            self._starts[member] = start.to(bucket.device, dtype)
-            self._q[member] = self._known(member, start).to(bucket.device, dtype)
+    def scheme(self, comm: Communicator) -> Scheme:
+        """The scheme, which keeps directions by matrix."""
+        return _PowerSGDScheme(comm, self)
 
-    def forget(self, key: str) -> dict[str, Tensor]:
-        """Forgets the bucket, and returns its residual. Directions belong to matrices, so they outlive their bucket."""
-        del self._layouts[key], self._without[key]
-        return self._residuals.forget(key)
 
-    def transfer(self, key: str, flat: Tensor, scale: float, unused: Sequence[slice]) -> Transfer:
-        """Transfer of the accumulated gradient, along the last step's directions."""
-        layout = (self._without if self._stood < self._dense_steps else self._layouts)[key]
-        self._begun = True
-        total = self._residuals.accumulated(key, in_units(flat, scale), unused)
-        directions = [self._alive(member) for member in layout.matrices]
-        return _Factored(self, key, layout, total, directions, scale, unused)
+class _PowerSGDScheme(CompressedScheme):
+    """Directions belong to matrices, so they outlive their bucket, and serve any number of ranks.
 
-    def put(self, key: str, rest: Tensor, unused: Sequence[slice], q: Mapping[int, Tensor]) -> None:
-        """Stores a transfer's residual and directions for the next step."""
-        self._residuals.put(key, rest, unused)
-        self._open.update(q)
+    directions: Q by the matrix's position in the optimizer's list, the same on all ranks. stood: steps that did.
+    """
 
-    def commit(self) -> None:
-        """Keeps this step's residuals and directions."""
-        self._residuals.commit()
-        self._q.update(self._open)
-        self._open.clear()
-        self._stood, self._begun = self._stood + self._begun, False
+    def __init__(self, comm: Communicator, settings: PowerSGD) -> None:
+        super().__init__(comm, settings)
+        self.rank, self.dense_steps = settings.rank, settings.dense_steps
+        self.directions: dict[int, Tensor] = {}
+        self.stood = 0
 
-    def rollback(self) -> None:
-        """Restores the residuals and directions from before the step."""
-        self._residuals.rollback()
-        self._open.clear()
-        self._begun = False
+    @property
+    def dense_steps_left(self) -> int:
+        """Number of dense steps still to come."""
+        return max(0, self.dense_steps - self.stood)
 
-    def kept(self) -> dict[str, dict[str, Tensor]]:
-        """Residuals by bucket: references."""
-        return self._residuals.kept()
+    def open(self, bucket: Bucket, saved: Saved) -> Lane:
+        """Opens a bucket's lane; new matrices get random directions, the same on every rank."""
+        return _PowerSGDLane(self, bucket, saved)
 
     def state_dict(self) -> dict[str, Any]:
         """Directions by the matrix's position, as numbers, which torch.distributed.checkpoint loads as a whole.
 
         And how many steps have stood.
-        Not with what an algorithm learns about its ranks: they are alike on all of them, and serve any number.
         """
-        directions = [(member, str(q.dtype)[6:], q.tolist()) for member, q in sorted(self._q.items())]
-        return {"algorithm_state": [], "directions": directions, "stood": self._stood}
+        directions = [(member, str(q.dtype)[6:], q.tolist()) for member, q in sorted(self.directions.items())]
+        return {"directions": directions, "stood": self.stood}
 
-    def reset(self, state: Mapping[str, Any]) -> None:
-        """Forgets all buckets, and loads directions. ValueError for those of another r."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Loads directions. ValueError for those of another r."""
         saved = state.get("directions", ())  # absent from another algorithm's state
         loaded = {member: torch.tensor(q, dtype=getattr(torch, dtype)) for member, dtype, q in saved}
-        if wrong := sorted({q.shape[1] for q in loaded.values()} - {self._columns}):
-            raise ValueError(
-                f"the state was saved with rank={wrong[0]}, but this is powersgd with rank={self._columns}"
-            )
-        self._residuals.reset(state)
-        self._layouts, self._without, self._starts, self._q, self._open = {}, {}, {}, loaded, {}
-        older = self._dense_steps if saved else 0  # a state from before there were any
-        self._stood, self._begun = state.get("stood", older), False
+        if wrong := sorted({q.shape[1] for q in loaded.values()} - {self.rank}):
+            raise ValueError(f"the state was saved with rank={wrong[0]}, but this is powersgd with rank={self.rank}")
+        super().load_state_dict(state)
+        older = self.dense_steps if saved else 0  # a state from before there were dense steps
+        self.directions, self.stood = loaded, state.get("stood", older)
 
-    @property
-    def dense_steps_left(self) -> int:
-        """Number of dense steps still to come."""
-        return max(0, self._dense_steps - self._stood)
 
-    @property
-    def comm(self) -> Communicator:
-        """The ranks."""
-        return self._comm
+class _PowerSGDLane(CompressedLane):
+    """A bucket some of whose members are matrices that travel in low rank."""
 
-    def _known(self, member: int, start: Tensor) -> Tensor:
-        known = self._q.get(member, start)
-        if (length := len(known)) != len(start):
-            raise ValueError(f"parameter {member}: directions of {length} elements were loaded, expected {len(start)}")
-        return known
+    def __init__(self, scheme: _PowerSGDScheme, bucket: Bucket, saved: Saved) -> None:
+        super().__init__(scheme, bucket, saved)
+        self._scheme, self._step, self._new = scheme, 0, dict[int, Tensor]()
+        self._low_rank = self._layout = Layout.of(bucket, scheme.rank)
+        self._dense = Layout.of(bucket, None)
+        self._starts: dict[int, Tensor] = {}
+        dtype = torch.promote_types(bucket.dtype, torch.float32)
+        for member, (_, length) in self._low_rank.matrices.items():
+            generator = torch.Generator().manual_seed(member)
+            [start] = orthonormal([torch.randn(length, scheme.rank, generator=generator)])
+            known = scheme.directions.get(member, start)
+            if len(known) != length:
+                raise ValueError(f"parameter {member}: directions of {len(known)} elements were loaded, not {length}")
+            self._starts[member] = start.to(bucket.device, dtype)
+            scheme.directions[member] = known.to(bucket.device, dtype)
 
-    def _alive(self, member: int) -> Tensor:
-        """Directions of a matrix, with its start in place of any that has become zero. Does not wait for a GPU."""
-        q = self._open.get(member, self._q[member])
-        return torch.where(q.any(0), q, self._starts[member])
+    def send(self, flat: Tensor, scale: float, unused: Sequence[slice]) -> Sending:
+        """Sends the accumulated gradient along the last step's directions; dense in the first steps."""
+        self._step = self._scheme.stood
+        self._layout = self._dense if self._scheme.dense_steps_left else self._low_rank
+        sending = super().send(flat, scale, unused)
+        sending.facts = self._layout.facts
+        return sending
 
-    def _drawn(self, member: int, length: int) -> Tensor:
-        generator = torch.Generator().manual_seed(member)
-        return orthonormal([torch.randn(length, self._columns, generator=generator)])[0]
+    def schedule(self, accumulated: Tensor) -> Schedule[LowRank]:
+        """Two sums; a direction that has become zero starts anew, without waiting for a GPU."""
+        known = {member: self._new.get(member, self._scheme.directions[member]) for member in self._layout.matrices}
+        directions = [torch.where(q.any(0), q, self._starts[member]) for member, q in known.items()]
+        return low_rank_sum(self._layout, accumulated, directions, self._comm)
+
+    def receive(self, sending: Sending, result: LowRank) -> tuple[Tensor, Tensor]:
+        """The mean; keeps the directions for the next step."""
+        self._new.update(zip(self._layout.matrices, orthonormal(result.q), strict=True))
+        return super().receive(sending, result)
+
+    def commit(self) -> None:
+        """Keeps this step's residual and directions."""
+        super().commit()
+        self._scheme.directions.update(self._new)
+        self._scheme.stood = max(self._scheme.stood, self._step + 1)
+        self._new = {}
+
+    def rollback(self) -> None:
+        """Restores the residual and directions from before the step."""
+        super().rollback()
+        self._new = {}
 
 
 @dataclass(frozen=True, eq=False)
-class _Factored:
-    """Transfer in low rank. total: the accumulated gradient, flat; becomes the residual. directions: Q, by matrix."""
+class Layout:
+    """Layout of a bucket, decided by shapes alone.
 
-    scheme: PowerSGD
-    key: str
-    layout: Layout
+    low_rank: by member, whether it is a matrix. matrices: rows and columns, by position in the optimizer's list. spans:
+    those of dense members.
+    """
+
+    bucket: Bucket
+    low_rank: list[bool]
+    matrices: dict[int, tuple[int, int]]
+    spans: list[slice]
+    facts: str
+
+    @classmethod
+    def of(cls, bucket: Bucket, columns: int | None) -> Layout:
+        """Layout with r columns of P and Q; None: all of it is dense."""
+        low_rank = [columns is not None and is_matrix(shape, columns) for shape in bucket.shapes]
+        members = zip(bucket.members, bucket.shapes, low_rank, strict=True)
+        dtype, sizes = torch.promote_types(bucket.dtype, torch.float32), powersgd_elements(bucket.shapes, columns)
+        facts = f"powersgd(rank={columns}, numel={bucket.numel}, {dtype}, elements={sizes})"
+        matrices = {member: rows_and_columns(shape) for member, shape, found in members if found}
+        spans = [span for span, found in zip(spans_of(bucket), low_rank, strict=True) if not found]
+        return cls(bucket, low_rank, matrices, spans, facts)
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The matrices, in their tensors' shapes."""
+        return [view for view, found in zip(self.bucket.views(flat), self.low_rank, strict=True) if found]
+
+
+class LowRank(NamedTuple):
+    """Result of `low_rank_sum`; q: Σ Q by matrix."""
+
     total: Tensor
-    directions: list[Tensor]
-    scale: float
-    unused: Sequence[slice]
-    summed: None = None
-
-    @property
-    def facts(self) -> str:
-        return self.layout.facts
-
-    @property
-    def schedule(self) -> Schedule[LowRank]:
-        comm = self.scheme.comm
-        matrices, whole = self.layout.views(self.total), self.layout.whole(self.total)
-        return low_rank_sum([view.reshape(len(view), -1) for view in matrices], self.directions, whole, comm)
-
-    def agreed(self, result: LowRank) -> Tensor:
-        return torch.cat([result.whole, *(q.view(-1) for q in result.q)])
-
-    def own(self, result: LowRank) -> Tensor:
-        return torch.cat([result.whole[:0], *(q.view(-1) for q in result.own_q)])
-
-    def suspect(self) -> int:
-        return first_nonfinite(self.total)
-
-    def end(self, result: LowRank, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """The mean for the optimizer: scaled, and in the gradient's own dtype, which may overflow."""
-        size, sums = self.scheme.comm.size, torch.empty_like(self.total)
-        for low, high, at in self.layout.spans:
-            sums[low:high] = result.whole[at : at + high - low]
-            self.total[low:high] = 0
-        for view, rest, p, q, own in zip(
-            self.layout.views(sums), self.layout.views(self.total), result.p, result.q, result.own_q, strict=True
-        ):
-            view.copy_(outer_sum(p, q).view(view.shape))
-            rest.sub_((p @ own.T).view(rest.shape))  # nobody else's, so in whatever order is fastest
-        found = dict(zip(self.layout.matrices, orthonormal(result.q), strict=True))
-        self.scheme.put(self.key, self.total, self.unused, found)
-        mean = sums.div_(size).mul_(self.scale).to(flat.dtype)
-        return mean, mean
+    dropped: Tensor
+    q: list[Tensor]
 
 
 def low_rank_sum(
-    matrices: Sequence[Tensor], directions: Sequence[Tensor], whole: Tensor, comm: Communicator
+    layout: Layout, accumulated: Tensor, directions: Sequence[Tensor], comm: Communicator
 ) -> Schedule[LowRank]:
-    """Two sums for a whole bucket: all P and what goes whole, then all Q.
-
-    matrices: (n, m) each; directions: (m, r) each.
-    """
+    """Two sums for a whole bucket: all P and what is dense, then all Q. directions: (m, r) by matrix."""
+    views, dense = layout.views(accumulated), [accumulated[span] for span in layout.spans]
+    matrices = [view.reshape(len(view), -1) for view in views]
     own_p = [matrix @ q for matrix, q in zip(matrices, directions, strict=True)]
-    first = yield from schedules.allreduce(_joined(own_p, whole), comm.rank, comm.size)
-    *sums, whole = first.split_with_sizes([*(p.numel() for p in own_p), whole.numel()])
+    first = yield from schedules.allreduce(_joined(accumulated[:0], *own_p, *dense), comm.rank, comm.size)
+    sums = first.split_with_sizes([each.numel() for each in (*own_p, *dense)])
+    total, dropped = torch.empty_like(accumulated), torch.zeros_like(accumulated)
+    for span, found in zip(layout.spans, sums[len(own_p) :], strict=True):
+        total[span] = found
     if not matrices:
-        return LowRank(whole, [], [], [])
-    p = orthonormal([flat.view(own.shape) for flat, own in zip(sums, own_p, strict=True)])
+        return LowRank(total, dropped, [])
+    p = orthonormal([flat.view(own.shape) for flat, own in zip(sums, own_p, strict=False)])
     own_q = [matrix.T @ basis for matrix, basis in zip(matrices, p, strict=True)]
-    second = yield from schedules.allreduce(_joined(own_q), comm.rank, comm.size)
-    q = second.split_with_sizes([own.numel() for own in own_q])
-    return LowRank(whole, p, [flat.view(own.shape) for flat, own in zip(q, own_q, strict=True)], own_q)
+    second = yield from schedules.allreduce(_joined(*own_q), comm.rank, comm.size)
+    flats = second.split_with_sizes([own.numel() for own in own_q])
+    q = [flat.view(own.shape) for flat, own in zip(flats, own_q, strict=True)]
+    for i, (summed, rest) in enumerate(zip(layout.views(total), layout.views(dropped), strict=True)):
+        summed.copy_(outer_sum(p[i], q[i]).view(summed.shape))
+        torch.sub(views[i], (p[i] @ own_q[i].T).view(rest.shape), out=rest)  # this rank's own, in any order of sums
+    return LowRank(total, dropped, q)
 
 
 def powersgd_sent(
@@ -248,13 +226,30 @@ def powersgd_sent(
     return together(*(Dense().sent(rank, size, 0, numel, dtype) for numel in sums))
 
 
-def check_powersgd(rank: int, dense_steps: int) -> None:
-    """Raises ValueError for a rank below 1, and for fewer than no steps."""
-    if rank < 1:
-        raise ValueError(f"rank is {rank}, expected 1 or more columns of P and Q; published: 1 to 4")
-    if dense_steps < 0:
-        raise ValueError(f"dense_steps is {dense_steps}, expected 0 or more first steps that are summed whole")
+def powersgd_elements(shapes: Shapes, columns: int | None) -> tuple[int, int]:
+    """Elements of the two sums of a bucket: Σ n·r and what is dense, Σ m·r; all of them in the first without r."""
+    first = second = 0
+    for shape in shapes:
+        if columns is not None and is_matrix(shape, columns):
+            n, m = rows_and_columns(shape)
+            first, second = first + n * columns, second + m * columns
+        else:
+            first += shape.numel()
+    return first, second
 
 
-def _joined(tensors: Sequence[Tensor], *more: Tensor) -> Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in (*tensors, *more)])
+def is_matrix(shape: torch.Size, columns: int) -> bool:
+    """Whether P and Q of it have fewer elements than it has: (n + m)·r < n·m."""
+    if len(shape) < 2 or not shape.numel():
+        return False
+    n, m = rows_and_columns(shape)
+    return (n + m) * columns < n * m
+
+
+def rows_and_columns(shape: torch.Size) -> tuple[int, int]:
+    """A tensor as a matrix: its first dimension by the others."""
+    return shape[0], shape.numel() // shape[0]
+
+
+def _joined(*tensors: Tensor) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])

@@ -106,6 +106,6 @@ def _check_own(own: Algorithm) -> None:
         raise ValueError(f"the name of {kind} is {own.name!r}, which is another's: give it one of its own")
     if not own.selects:
         raise ValueError(
-            f"{kind} has selects=False, but what sends something of every element is a WholeScheme for training; a sum "
-            "of whole tensors is a collective for communicators.run"
+            f"{kind} has selects=False, but what sends something of every element is a DenseCompressor for training; a "
+            "sum of whole tensors is a collective for communicators.run"
         )

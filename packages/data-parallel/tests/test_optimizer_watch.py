@@ -13,7 +13,7 @@ from sparse_compress import WarmUp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
-from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimizer_step_post_hook
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 
 @pytest.fixture
@@ -191,13 +191,7 @@ def test_a_scheduler_around_a_distributed_optimizer_is_named(wrapped):
         SimulatedWorld(1).run(body)
     (said,) = [str(warning.message) for warning in caught if "momentum" in str(warning.message)]
     assert "cycle_momentum=False" in said
-    assert "wrapped optimizer" in said
-
-
-def stepped(model):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
+    assert "in the optimizer, after it" in said
 
 
 def test_states_and_their_copies_leave_one_hook_at_most():
@@ -208,16 +202,3 @@ def test_states_and_their_copies_leave_one_hook_at_most():
     del state
     gc.collect()
     assert len(_global_optimizer_post_hooks) == before
-
-
-def test_one_that_has_seen_enough_does_not_break_the_step_for_others():
-    """torch goes through its hooks while they are called: none may be taken out meanwhile."""
-    states, seen = [SparseHookState() for _ in range(3)], []
-    handle = register_optimizer_step_post_hook(lambda *_: seen.append(1))
-    try:
-        for state in states:
-            state._registration.look = lambda _, state=state: state._registration.end()
-        stepped(nn.Linear(3, 1))
-        assert seen == [1]
-    finally:
-        handle.remove()

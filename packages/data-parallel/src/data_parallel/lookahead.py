@@ -45,7 +45,7 @@ NONE = (
 )
 
 
-class Ahead:
+class ErrorLookahead:
     """Moves parameters by this rank's residuals of updates, and back; knows whether gradients were computed there.
 
     residuals: returns the current ones by name. share: a. Memory: a copy of the parameters while they are ahead.
@@ -62,15 +62,31 @@ class Ahead:
         self._unwatch: weakref.finalize[..., Any] | None = None  # removes the hooks
         self._outside: set[int] = set()  # parameters with gradients made elsewhere in this step
 
-    def moved(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def for_gradients(self) -> Iterator[None]:
         """Context for computing gradients, in which parameters are ahead; afterwards they have their former bits."""
         if self.now:
             raise RuntimeError("ahead() inside ahead(): parameters are there already, leave out one of the two")
         self._used = True
         self._watch()
-        return self._for_gradients()
+        with self._moved():
+            versions = [p._version for p in self._parameters]
+            self._made, computed, given = False, _nodes(), self._given()
+            yield
+            self._made |= given != self._given()
+            computes = computed != _nodes()
+            now = [p._version for p in self._parameters]
+        written = [name for name, old, new in zip(self._names, versions, now, strict=True) if old != new]
+        if written:
+            raise RuntimeError(
+                f"{written[0]!r} was written to inside ahead(), where parameters are not those of all ranks, and has "
+                "the value of before again: load, clamp or change parameters outside"
+            )
+        if computes and not self._made and not self._told and self._unwatch is not None and self._unwatch.alive:
+            self._told = True
+            warnings.warn(NONE, stacklevel=3)
 
-    def as_for_gradients(self, density: float) -> AbstractContextManager[None]:
+    def for_step(self, density: float) -> AbstractContextManager[None]:
         """Context for the wrapped optimizer's step: parameters are where gradients were computed, for weight decay.
 
         Warns once if gradients were computed without the residuals. density: that of the steps to come.
@@ -108,29 +124,12 @@ class Ahead:
             return
         watching, handles = weakref.ref(self), []
         for member, p in enumerate(self._parameters):
-            before, after = (partial(_tell, watching, look, member) for look in (Ahead.adds, Ahead.added))
+            before, after = (
+                partial(_tell, watching, look, member) for look in (ErrorLookahead.adds, ErrorLookahead.added)
+            )
             handles.append(p.register_hook(before))  # type: ignore[no-untyped-call]
             handles.append(p.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
         self._unwatch = weakref.finalize(self, _remove, handles)
-
-    @contextmanager
-    def _for_gradients(self) -> Iterator[None]:
-        with self._moved():
-            versions = [p._version for p in self._parameters]
-            self._made, computed, given = False, _nodes(), self._given()
-            yield
-            self._made |= given != self._given()
-            computes = computed != _nodes()
-            now = [p._version for p in self._parameters]
-        written = [name for name, old, new in zip(self._names, versions, now, strict=True) if old != new]
-        if written:
-            raise RuntimeError(
-                f"{written[0]!r} was written to inside ahead(), where parameters are not those of all ranks, and has "
-                "the value of before again: load, clamp or change parameters outside"
-            )
-        if computes and not self._made and not self._told and self._unwatch is not None and self._unwatch.alive:
-            self._told = True
-            warnings.warn(NONE, stacklevel=3)
 
     def _given(self) -> list[tuple[int, int] | None]:
         """Snapshot of the gradients in which a change of them shows."""
@@ -139,7 +138,11 @@ class Ahead:
     @contextmanager
     def _moved(self) -> Iterator[None]:
         shared = [p.detach().clone() for p in self._parameters]
-        self._add(self._residuals())
+        residuals = self._residuals()
+        with torch.no_grad():
+            for name, p in zip(self._names, self._parameters, strict=True):
+                if name in residuals:
+                    p.add_(residuals[name].to(p.dtype), alpha=self._share)
         self.now = True
         try:
             yield
@@ -148,19 +151,15 @@ class Ahead:
             with torch.no_grad():
                 torch._foreach_copy_(self._parameters, shared)
 
-    def _add(self, residuals: Mapping[str, Tensor]) -> None:
-        with torch.no_grad():
-            for name, p in zip(self._names, self._parameters, strict=True):
-                if name in residuals:
-                    p.add_(residuals[name].to(p.dtype), alpha=self._share)
-
 
 def _nodes() -> int:
     """Number of autograd nodes that this thread has made; a forward under no_grad makes none."""
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
 
-def _tell(ahead: weakref.ref[Ahead], look: Callable[[Ahead, int], None], member: int, _: Tensor) -> None:
+def _tell(
+    ahead: weakref.ref[ErrorLookahead], look: Callable[[ErrorLookahead, int], None], member: int, _: Tensor
+) -> None:
     """Hook of a parameter; holds only a weak reference, so it keeps nothing alive."""
     watching = ahead()
     if watching is not None:

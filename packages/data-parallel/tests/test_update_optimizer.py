@@ -1,11 +1,11 @@
-"""sends="updates": what the wrapped optimizer would do with a rank's own gradients is exchanged."""
+"""UpdateOptimizer: what the wrapped optimizer would do with a rank's own gradients is exchanged."""
 
 import copy
 
 import pytest
 import torch
 from communicators import CollectiveError, SimulatedWorld
-from data_parallel import DistributedOptimizer, reshard_residuals
+from data_parallel import DistributedOptimizer, UpdateOptimizer, reshard_residuals
 from hypothesis import given
 from hypothesis import strategies as st
 from sparse_collectives import ALGORITHMS
@@ -25,7 +25,7 @@ def made(comm, *, optimizer="adamw", zeros=False, **options):
     start = torch.zeros if zeros else torch.randn
     model = nn.ParameterDict({name: nn.Parameter(start(shape)) for name, shape in SHAPES.items()})
     inner = OPTIMIZERS[optimizer](model.parameters()) if isinstance(optimizer, str) else optimizer(model.parameters())
-    return model, DistributedOptimizer(inner, model.named_parameters(), comm=comm, sends="updates", **options)
+    return model, UpdateOptimizer(inner, model.named_parameters(), comm=comm, **options)
 
 
 def give(model, comm, step):
@@ -153,9 +153,9 @@ def test_residuals_of_gradients_are_not_taken_for_updates():
         _, state = train(comm, range(2), density=0.1)
         model, _ = made(comm)
         other = DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), comm=comm)
-        with pytest.raises(ValueError, match='saved with sends="updates"'):
+        with pytest.raises(ValueError, match="are of updates, saved by an UpdateOptimizer"):
             other.load_state_dict(state)
-        with pytest.raises(ValueError, match='saved with sends="gradients"'):
+        with pytest.raises(ValueError, match="are of gradients, saved by a DistributedOptimizer"):
             made(comm)[1].load_state_dict(other.state_dict())
 
     SimulatedWorld(2).run(body)
@@ -253,32 +253,18 @@ def test_schedulers_scale_what_is_sent_from_then_on():
     ("options", "says"),
     [
         ({"momentum": 0.9}, "belongs into the wrapped optimizer"),
-        ({"overlap": True}, "leave out overlap=True"),
         ({"algorithm": "dense"}, "for algorithms that select"),
         ({"algorithm": "powersgd"}, "for algorithms that select"),
-        ({"sends": "weights"}, "expected 'gradients' or 'updates'"),
     ],
 )
 def test_settings_that_do_not_fit(options, says):
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match=says):
-        DistributedOptimizer(
-            torch.optim.AdamW(model.parameters()), model.named_parameters(), **{"sends": "updates"} | options
-        )
-
-
-def test_there_is_no_mean_gradient_to_synchronize():
-    def body(comm):
-        model, optimizer = made(comm)
-        give(model, comm, 0)
-        with pytest.raises(RuntimeError, match="leave synchronize"):
-            optimizer.synchronize()
-
-    SimulatedWorld(1).run(body)
+        UpdateOptimizer(torch.optim.AdamW(model.parameters()), model.named_parameters(), **options)
 
 
 @pytest.mark.parametrize(
-    ("momentum", "says"), [(0.0, 'Give sends="updates"'), (0.9, "learns worse than with either alone")]
+    ("momentum", "says"), [(0.0, "Wrap it in an UpdateOptimizer"), (0.9, "learns worse than with either alone")]
 )
 def test_adam_behind_a_sparse_exchange_is_warned_about(momentum, says):
     model = nn.Linear(2, 2)
@@ -289,4 +275,4 @@ def test_adam_behind_a_sparse_exchange_is_warned_about(momentum, says):
 def test_adam_with_dense_gradients_or_updates_is_not():
     model = nn.Linear(2, 2)
     DistributedOptimizer(torch.optim.Adam(model.parameters()), model.named_parameters(), algorithm="dense")
-    DistributedOptimizer(torch.optim.Adam(model.parameters()), model.named_parameters(), sends="updates")
+    UpdateOptimizer(torch.optim.Adam(model.parameters()), model.named_parameters())

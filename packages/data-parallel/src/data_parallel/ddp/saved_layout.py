@@ -1,0 +1,96 @@
+"""DDP's first backwards after a checkpoint: the buckets are those that it was saved with, not yet DDP's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from communicators import Bucket, CollectiveError, Work
+from torch import Tensor
+
+BACKWARDS = 2
+"""Number of backwards after which DDP has cut a module's buckets anew: one, with static_graph two."""
+
+Gate = torch.futures.Future[CollectiveError | None]
+
+
+class SavedBucketLayout:
+    """Collects DDP's buckets, and exchanges them in the checkpoint's layout once the last has come.
+
+    What is selected, and who keeps what is cut, goes by bucket. A new DDP module begins with other buckets than those
+    that it cuts when it has seen in which order gradients come; so a run that goes on from a checkpoint would have
+    other bits than one that never stopped. These few backwards overlap with nothing, and copy the gradients.
+
+    layout: the names in each bucket, in the order in which DDP brought them last. Parameters other than those: the
+    buckets stay as DDP has them. Raises ValueError for what is no layout.
+    """
+
+    def __init__(self, layout: Any) -> None:
+        if not isinstance(layout, list) or not all(
+            isinstance(names, list) and names and all(isinstance(name, str) for name in names) for names in layout
+        ):
+            raise ValueError(
+                f"the state's buckets are {layout!r}, expected lists of the parameters' names: it was damaged"
+            )
+        self.layout: list[list[str]] = [list(names) for names in layout]
+        self._backwards = 0
+        self._held: list[tuple[Bucket, Tensor, Gate]] = []
+
+    def begin(self) -> bool:
+        """Begins a backward; returns whether it is still one of the first."""
+        self._held = []
+        self._backwards += 1
+        return bool(self.layout) and self._backwards <= BACKWARDS
+
+    def hold(self, bucket: Bucket, flat: Tensor) -> tuple[Gate, Callable[[], Tensor]]:
+        """Holds a bucket until `release` puts the mean into `flat`; returns that future, and a getter of `flat`."""
+        devices: list[int | str | torch.device] = [bucket.device] if bucket.device.type == "cuda" else []
+        gate: Gate = torch.futures.Future(devices=devices)
+        self._held.append((bucket, flat, gate))
+
+        def mean() -> Tensor:
+            if (error := gate.wait()) is not None:
+                raise error
+            return flat
+
+        return gate, mean
+
+    def release(self, names: Sequence[str], start: Callable[[Bucket, Tensor], Work[Tensor]]) -> list[Bucket]:
+        """Exchanges all buckets once the last has come, waits for them, and returns how they were cut.
+
+        names: names of the members. All ranks hold the same buckets, so they start in the same order.
+        """
+        brought = [bucket for bucket, _, _ in self._held]
+        there: Any = {}  # tensors by member
+        for bucket, flat, _ in self._held:
+            there.update(zip(bucket.members, bucket.views(flat), strict=True))
+        buckets = self._cut(names, brought) or brought
+        works = [(bucket, start(bucket, bucket.gather(there))) for bucket in buckets]
+        error: CollectiveError | None = None
+        for bucket, work in works:
+            try:
+                bucket.scatter(work.wait(), there)
+            except CollectiveError as failure:
+                error = error or failure
+        if buckets == brought:
+            self._backwards = BACKWARDS  # DDP's are those already, or will never be
+        for _, _, gate in self._held:
+            gate.set_result(error)
+        return buckets
+
+    def _cut(self, names: Sequence[str], brought: Sequence[Bucket]) -> list[Bucket]:
+        """The same tensors in the layout's buckets; none where it is of others."""
+        found: dict[str, tuple[Bucket, int]] = {names[m]: (b, at) for b in brought for at, m in enumerate(b.members)}
+        if sorted(name for inside in self.layout for name in inside) != sorted(found):
+            return []
+        buckets = []
+        for inside in self.layout:
+            members = [found[name] for name in inside]
+            kinds = {(bucket.dtype, bucket.device) for bucket, _ in members}
+            if len(kinds) > 1:
+                return []
+            parts = [(b.members[at], b.shapes[at], b.strides[at]) for b, at in members]
+            numbers, shapes, strides = zip(*parts, strict=True)
+            buckets.append(Bucket(numbers, shapes, *kinds.pop(), strides))
+        return buckets

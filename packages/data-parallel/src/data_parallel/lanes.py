@@ -1,0 +1,159 @@
+"""Way of one bucket's gradients to their mean, and everything kept of it between steps: a `Lane`, opened by a `Scheme`.
+
+A lane sends a gradient and receives the result; it owns the bucket's residual, velocity and algorithm state. After the
+last bucket of a step each lane is committed, or rolled back to what it kept before the step, bit for bit.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from communicators import Bucket, Schedule
+from sparse_collectives.algorithm import Algorithm
+from torch import Tensor
+
+ERROR_STATE = ("residuals", "velocities")
+"""Tensors that error feedback keeps of each parameter between steps."""
+
+State = dict[str, Any]
+"""What an algorithm keeps of a bucket between steps: plain values and tensors."""
+
+
+class Saved(NamedTuple):
+    """What is known of a bucket when its lane is opened.
+
+    key: name of its first parameter. error_state: flat tensors by the names of `ERROR_STATE`. state: the algorithm's.
+    """
+
+    key: str
+    error_state: Mapping[str, Tensor]
+    state: State | None
+
+
+@dataclass(eq=False)
+class Sending:
+    """One gradient on its way to the mean.
+
+    facts: what all ranks share, as text. schedule: rounds that carry it, read once. flat: the gradient, 1-D, in its own
+    dtype, which the mean may overwrite. scale: its loss scale. unused: spans of it that take no part. suspect: returns
+    the first element of which this rank gave something not finite, -1 if none. summed: tensor of which the result is
+    the plain sum, where the transport's own allreduce may do as well.
+    """
+
+    facts: str
+    schedule: Schedule[Any]
+    flat: Tensor
+    scale: float
+    unused: Sequence[slice]
+    suspect: Callable[[], int]
+    summed: Tensor | None = None
+
+
+class Lane:
+    """One bucket's lane.
+
+    state: the algorithm's; a schedule changes it in place. tentative: steps may be undone, so that the state before the
+    step is kept.
+    """
+
+    def __init__(self, bucket: Bucket, saved: Saved, *, tentative: bool) -> None:
+        self.bucket, self.key, self.state = bucket, saved.key, saved.state
+        self._tentative = tentative
+        self._state_before: State | None = None
+
+    @property
+    def residual(self) -> Tensor | None:
+        """Part of the gradients that was not sent yet, flat, even amid a step; None before there is any."""
+        return None
+
+    def send(self, flat: Tensor, scale: float, unused: Sequence[slice]) -> Sending:
+        """Adds a gradient of loss scale `scale` to the residual, and prepares what is sent of it."""
+        raise NotImplementedError
+
+    def values(self, result: Any) -> tuple[Tensor, Tensor]:
+        """Total values, which show any rank's NaN or inf, and dropped values, which only this rank has and keeps."""
+        raise NotImplementedError
+
+    def receive(self, sending: Sending, result: Any) -> tuple[Tensor, Tensor]:
+        """The mean in the gradient's form, and the part of it that may be nonzero; keeps what was dropped."""
+        raise NotImplementedError
+
+    def commit(self) -> None:
+        """Ends a step that stands."""
+        self._state_before = None
+
+    def rollback(self) -> None:
+        """Ends a step that does not: everything is as before it, bit for bit."""
+        if self._state_before is not None:
+            self.state, self._state_before = self._state_before, None
+
+    def error_state(self) -> dict[str, Tensor]:
+        """Flat tensors by the names of `ERROR_STATE`, between steps: references."""
+        return {} if self.residual is None else {"residuals": self.residual}
+
+    def state_for_a_call(self) -> dict[str, State]:
+        """The algorithm's state as the keyword of its schedule, none without; kept as it was where steps are undone."""
+        if self.state is None:
+            return {}
+        if self._tentative and self._state_before is None:
+            self._state_before = copy.deepcopy(self.state)
+        return {"state": self.state}
+
+
+class Scheme:
+    """How gradients become means: opens the lanes of buckets, and owns what these share.
+
+    Attributes:
+        name: Name of the algorithm, in facts, errors and checkpoints.
+        settings: Its options, as text that all ranks must share.
+        wire: Encoding of the values.
+        entry: The sparse allreduce, or that of "dense"; None for a `DenseCompressor`.
+        selects: Whether entries are selected, as many as the compressor says.
+        keeps: Those of `ERROR_STATE` that lanes keep.
+    """
+
+    keeps: Sequence[str] = ()
+
+    def __init__(
+        self, name: str, settings: Sequence[str], *, entry: Algorithm | None = None, wire: str = "fp32"
+    ) -> None:
+        self.name, self.settings, self.entry, self.wire = name, settings, entry, wire
+        self.selects = entry is not None and entry.selects
+
+    @property
+    def dense_steps_left(self) -> int | None:
+        """Number of first steps to come that are summed dense, so that they save nothing; None without such steps."""
+        return None
+
+    def open(self, bucket: Bucket, saved: Saved) -> Lane:
+        """Opens a bucket's lane, which goes on from what was saved. TypeError for a dtype that it cannot carry."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """What lanes share and a checkpoint needs, in plain values."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Loads from another exchange's state. ValueError if it does not fit; nothing is changed then."""
+
+
+def in_units(flat: Tensor, scale: float) -> Tensor:
+    """Gradient divided by its loss scale, in float32 (float64 stays)."""
+    gradient = flat.to(torch.promote_types(flat.dtype, torch.float32))
+    return gradient if scale == 1.0 else gradient / scale
+
+
+def spans_of(bucket: Bucket) -> list[slice]:
+    """Span of each member in the flat tensor."""
+    return [slice(*edge) for edge in pairwise(accumulate((shape.numel() for shape in bucket.shapes), initial=0))]
+
+
+def empty_like(bucket: Bucket) -> Tensor:
+    """Flat tensor in which a bucket accumulates: float32, or the bucket's dtype where that is wider."""
+    dtype = torch.promote_types(bucket.dtype, torch.float32)
+    return torch.empty(bucket.numel, dtype=dtype, device=bucket.device)

@@ -1,0 +1,173 @@
+"""Warnings about an optimizer that uses the means of a sparse exchange in a way known to learn badly.
+
+An adapter that wraps the optimizer shows it to its watch. A DDP hook, and HSDP, see gradients only: torch tells their
+watches of every optimizer's step, and they look at those that hold their parameters.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from replicas.default_group import default_group
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from data_parallel.adam_step_correction import knows
+from data_parallel.settings import Settings
+
+EVERY = 7
+"""Steps from one look to the next, which takes two passes over the gradients, and waits for a GPU."""
+ENOUGH = 0.1
+"""Density from which on Adam behind a selection is not warned about."""
+
+TWICE = (
+    "momentum is on twice: before the selection (momentum=) and in the optimizer, after it, where it repeats the few "
+    "entries that were sent; training may not learn at all: leave the optimizer's at 0"
+)
+CYCLED = ". OneCycleLR and CyclicLR set it, unless they are given cycle_momentum=False"
+ADAPTIVE_TWICE = (
+    "momentum= and {name}, which has one of its own: it learns worse than with either alone. {instead}, and leave "
+    "momentum= out"
+)
+ADAPTIVE = (
+    "{name} behind a sparse exchange: it sees few entries at a time, each with what many steps have saved up, and "
+    "takes them for noise, so it learns more slowly than with dense gradients. {instead}"
+)
+SHORTER = (
+    "where {name} divides by the size of its gradients, as all but SGD do, its steps on {ranks} ranks are up to "
+    "{times:.1f} times too short, since a rank's own gradients are noisier than their mean. That is made good for "
+    "Adam, AdamW, NAdam and RMSprop alone: take one of these, or a higher learning rate"
+)
+CLIPPED = (
+    "the gradients were scaled down between the exchange and step(). After a sparse exchange p.grad holds what the few "
+    "entries that were sent had saved up, and what clipping takes of that is in no residual: it is lost, and training "
+    "slows down. Clip before the exchange instead: {owner}(..., clip_norm=...), and leave the call out"
+)
+NOT_REGISTERED = (
+    "an optimizer takes steps among {size} ranks, but DDP has brought no gradient to this SparseHookState: the hook is "
+    "not registered, and gradients are exchanged whole, if at all (or all backwards so far were in no_sync()). Call "
+    "ddp.register_comm_hook(state, sparse_hook); Lightning does so on CUDA only, Accelerate only with hooks of its "
+    "own: there take data_parallel.integrations"
+)
+
+
+class OptimizerWatch:
+    """Compares the gradients that an optimizer has stepped with to those that the exchange gave, and judges it.
+
+    Args:
+        owner: The class that takes clip_norm=.
+        instead: The remedy for Adam.
+        settings: Those of the exchange.
+        compares: Whether gradients reach the step as the exchange gave them, without a GradScaler's scale.
+
+    Attributes:
+        given: Norms of gradients that were noted, by parameter; None: not to be compared.
+        awaited: Ids of parameters of which DDP has brought none yet.
+    """
+
+    def __init__(self, owner: str, instead: str, settings: Settings, *, compares: bool = True) -> None:
+        self._owner, self._instead, self._settings, self._compares = owner, instead, settings, compares
+        self.given: dict[Tensor, Tensor | None] = {}
+        self.awaited: set[int] = set()
+        self._said: set[str] = set()
+
+    def follow(self, awaited: Iterable[Tensor] = ()) -> None:
+        """Has torch tell of every optimizer's step. awaited: parameters that DDP should bring before one is stepped."""
+        self.awaited = {id(p) for p in awaited}
+        _hooked()
+        _WATCHES.add(self)
+
+    def note(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], step: int) -> None:
+        """Notes gradients as the exchange gives them, in every `EVERY`-th step; again for a backward that adds to them.
+
+        Norms tell nothing where all entries were sent.
+        """
+        if step % EVERY != 1:
+            self.given.clear()  # of a step that was never taken
+            return
+        numel = sum(p.numel() for p in parameters)
+        compares = self._compares and self._settings.compressor.entries(numel) < numel
+        self.given.update(zip(parameters, _norms(gradients) if compares else [None] * len(gradients), strict=True))
+
+    def look(self, optimizer: Optimizer) -> None:
+        """Checks an optimizer that has stepped, and left its gradients in place."""
+        if not self.given and not self.awaited:
+            return
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if any(id(p) in self.awaited and p.grad is not None for p in parameters):
+            self._look_for_ranks()
+        if held := [p for p in parameters if p in self.given]:
+            self.say(self.judgement(optimizer), stacklevel=5)
+            noted = [(p.grad, norm) for p in held if (norm := self.given.pop(p)) is not None and p.grad is not None]
+            if noted and _shrunk([norm for _, norm in noted], _norms([part_of(gradient) for gradient, _ in noted])):
+                self.say(CLIPPED.format(owner=self._owner), stacklevel=5)
+
+    def judgement(self, optimizer: Optimizer) -> str | None:
+        """Warning, with a remedy, about an optimizer known to learn badly from selections; None for any other."""
+        name, groups, momentum = type(optimizer).__name__, optimizer.param_groups, self._settings.momentum
+        if any("betas" in group for group in groups):
+            text = ADAPTIVE_TWICE if momentum else ADAPTIVE
+            said = text.format(name=name, instead=self._instead)
+            return said if momentum or self._settings.last_density < ENOUGH else None
+        if not momentum or not any(group.get("momentum", 0) for group in groups):
+            return None
+        return TWICE + (CYCLED if any("base_momentum" in group for group in groups) else "")
+
+    def say(self, text: str | None, *, stacklevel: int) -> None:
+        """Issues a UserWarning, unless it was issued before."""
+        if text is not None and text not in self._said:
+            self._said.add(text)
+            warnings.warn(text, stacklevel=stacklevel)
+
+    def _look_for_ranks(self) -> None:
+        group = default_group()
+        if group is not None and group.size() > 1:
+            self.awaited.clear()
+            self.say(NOT_REGISTERED.format(size=group.size()), stacklevel=6)
+
+
+def too_short(optimizer: Optimizer, ranks: int) -> str | None:
+    """Warning about an optimizer whose own updates on several ranks are too short; None for any other."""
+    if ranks == 1 or knows(optimizer):
+        return None
+    return SHORTER.format(name=type(optimizer).__name__, ranks=ranks, times=math.sqrt(ranks))
+
+
+_WATCHES: WeakSet[OptimizerWatch] = WeakSet()
+
+
+@cache
+def _hooked() -> Any:
+    """Registers one hook for all watches, which stays: torch iterates over its hooks while it calls them."""
+    return register_optimizer_step_post_hook(_stepped)
+
+
+def _stepped(optimizer: Optimizer, *given: Any) -> None:
+    del given
+    for watch in list(_WATCHES):
+        watch.look(optimizer)
+
+
+def part_of(tensor: Any) -> Tensor:
+    """This rank's part of a DTensor; any other tensor as it is."""
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.detach()
+
+
+def _norms(gradients: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in gradients]
+
+
+def _shrunk(before: Sequence[Tensor], after: Sequence[Tensor]) -> bool:
+    """Whether the norm of all together did; without those that were zeroed, as of a layer that must not learn."""
+    given, taken = (
+        torch.stack([norm.to(after[0].device, torch.float64) for norm in norms]) for norms in (before, after)
+    )
+    return bool(taken.norm() < 0.999 * (given * (taken > 0)).norm())

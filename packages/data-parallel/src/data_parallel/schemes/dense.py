@@ -1,0 +1,229 @@
+"""Dense exchanges: of gradients as they are, without residuals, and by a `DenseCompressor`, with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any, ClassVar, Self
+
+import torch
+from communicators import Bucket, Communicator, Schedule, schedules
+from sparse_collectives import DenseReduction
+from sparse_collectives.algorithm import Algorithm, settings_of
+from sparse_collectives.wire.half import dense_wire
+from torch import Tensor
+
+from data_parallel.lanes import ERROR_STATE, Lane, Saved, Scheme, Sending, State, in_units
+from data_parallel.nonfinite import first_nonfinite
+from data_parallel.state_dict import refuse_residuals
+
+
+class DenseScheme(Scheme):
+    """Scheme that sums dense gradients, half-precision ones in float32, and keeps nothing.
+
+    wire: "bf16" or "fp16": gradients are divided by P, rounded, and summed in that; rounding errors are lost.
+    """
+
+    def __init__(self, comm: Communicator, algorithm: Algorithm, *, wire: str = "fp32") -> None:
+        super().__init__(algorithm.name, algorithm.settings, entry=algorithm, wire=wire)
+        self.comm, self.encoding = comm, dense_wire(wire)
+
+    def open(self, bucket: Bucket, saved: Saved) -> Lane:
+        """Opens a bucket's lane."""
+        return _DenseLane(self, bucket, saved)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises ValueError for nonzero residuals, which would be lost here."""
+        refuse_residuals(state["residuals"])
+
+
+class _DenseLane(Lane):
+    def __init__(self, scheme: DenseScheme, bucket: Bucket, saved: Saved) -> None:
+        super().__init__(bucket, saved, tentative=False)
+        self._comm, self._encoding = scheme.comm, scheme.encoding
+        self._dtype = torch.promote_types(bucket.dtype, torch.float32)
+        self._facts = f"dense(numel={bucket.numel}, {self._dtype}, wire={scheme.wire})"
+
+    def send(self, flat: Tensor, scale: float, unused: Sequence[slice]) -> Sending:
+        """The sum of scaled gradients is the scaled sum, so the scale stays."""
+        gradient = flat.to(self._dtype)
+        given = self._encoding.given(gradient, self._comm.size)
+        schedule = schedules.allreduce(given, self._comm.rank, self._comm.size)
+        return Sending(self._facts, schedule, flat, scale, unused, partial(first_nonfinite, gradient), summed=given)
+
+    def values(self, result: Tensor) -> tuple[Tensor, Tensor]:
+        """All of it is the total."""
+        return result, result[:0]
+
+    def receive(self, sending: Sending, result: Tensor) -> tuple[Tensor, Tensor]:
+        """The mean."""
+        mean = self._encoding.mean(result, self._comm.size, self._dtype).to(sending.flat.dtype)
+        return mean, mean
+
+
+@dataclass(frozen=True)
+class DenseCompressor:
+    """A sum over ranks that sends something of every element, in fewer bytes; what it leaves out waits in residuals.
+
+        @dataclass(frozen=True)
+        class Signs(DenseCompressor):
+            name = "signs"
+            per_unit: int = 1
+
+            def schedule(self, accumulated, rank, size): ...
+
+    A subclass is one compressor, its fields are the options with their defaults; it stands wherever the name of an
+    algorithm does. `schedule` is all that it must have. An invalid option is a ValueError of its `__post_init__`.
+
+    Attributes:
+        name: Its name in facts, errors and checkpoints.
+    """
+
+    name: ClassVar[str] = ""
+
+    def schedule(
+        self, accumulated: Tensor, rank: int, size: int, state: State | None = None
+    ) -> Schedule[DenseReduction[Tensor]]:
+        """The rounds of one bucket on one rank, a generator, which returns the sum and what waits for the next step.
+
+        Over all ranks, accumulated = total + dropped, so that nothing is lost. Any rank's NaN or inf shows in the
+        total, which has the same bits on every rank.
+
+        Args:
+            accumulated: Residual + gradient, 1-D, float32 or float64, in memory of this call; it is not written to.
+            rank: This rank.
+            size: P.
+            state: Given where there is an `initial_state`; changed in place, as the last thing that a call does.
+        """
+        raise NotImplementedError
+
+    def initial_state(self, numel: int) -> State | None:
+        """The state before a bucket's first step, plain values and tensors; None for a compressor that keeps none.
+
+        Args:
+            numel: Elements of the bucket.
+        """
+        del numel
+        return None
+
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        """Checks that gradients of this type can be carried.
+
+        Args:
+            dtype: Of the parameters.
+
+        Raises:
+            TypeError: They cannot.
+        """
+
+    def scheme(self, comm: Communicator) -> Scheme:
+        """The scheme that opens lanes of buckets; one that keeps state by parameter has its own.
+
+        Args:
+            comm: The ranks.
+        """
+        return CompressedScheme(comm, self)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Its own settings."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
+
+    @property
+    def settings(self) -> list[str]:
+        """The options as text, which all ranks must share."""
+        return [f"{key}={value}" for key, value in self.options.items()]
+
+    def given(self, options: Mapping[str, Any] | None) -> Self:
+        """The same compressor with these options, in the types of their defaults.
+
+        Args:
+            options: By name.
+
+        Raises:
+            TypeError: No dict, or a value of another type than the default.
+            ValueError: An unknown name, or a value that does not fit.
+        """
+        return self if options is None else replace(self, **settings_of(self.name, self.options, options))
+
+
+class CompressedScheme(Scheme):
+    """Scheme of a `DenseCompressor`, with error feedback."""
+
+    keeps = ERROR_STATE[:1]
+
+    def __init__(self, comm: Communicator, compressor: DenseCompressor) -> None:
+        super().__init__(compressor.name, compressor.settings)
+        self.comm, self.compressor = comm, compressor
+
+    def open(self, bucket: Bucket, saved: Saved) -> Lane:
+        """Opens a bucket's lane."""
+        self.compressor.check_dtype(bucket.dtype)
+        return CompressedLane(self, bucket, saved)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises ValueError for velocities that are not zero, which would be lost here."""
+        if any(bool(velocity.any()) for velocity in state["velocities"].values()):
+            raise ValueError(
+                "the state holds momenta of before a selection, but nothing is selected here: load the one that it was "
+                "saved with, or drop them with reshard_residuals(states, size, drop=True)"
+            )
+
+
+class CompressedLane(Lane):
+    """A bucket's residual, flat, in float32 (float64 for such gradients); the old one is kept until the step ends.
+
+    Memory: 4 bytes a parameter, and as much again between an exchange and the step's end.
+    """
+
+    def __init__(self, scheme: CompressedScheme, bucket: Bucket, saved: Saved) -> None:
+        super().__init__(bucket, saved, tentative=True)
+        if self.state is None:
+            self.state = scheme.compressor.initial_state(bucket.numel)
+        self._comm, self._compressor = scheme.comm, scheme.compressor
+        self._residual = self._residual_before = saved.error_state.get("residuals")
+        what = [f"numel={bucket.numel}", f"{torch.promote_types(bucket.dtype, torch.float32)}"]
+        self._facts = f"{scheme.name}({', '.join([*what, *scheme.settings])})"
+
+    @property
+    def residual(self) -> Tensor | None:
+        """Residual, even of a step that may still be undone."""
+        return self._residual
+
+    def send(self, flat: Tensor, scale: float, unused: Sequence[slice]) -> Sending:
+        """Residual + gradient, in memory of its own; zeros where nothing takes part."""
+        gradient = in_units(flat, scale)
+        total = gradient.clone() if self._residual is None else self._residual + gradient
+        for span in unused:
+            total[span] = 0
+        return Sending(self._facts, self.schedule(total), flat, scale, unused, partial(first_nonfinite, total))
+
+    def schedule(self, accumulated: Tensor) -> Schedule[Any]:
+        """Rounds of the compressor, which return something with `total` and `dropped`."""
+        kept: Any = self.state_for_a_call()
+        return self._compressor.schedule(accumulated, self._comm.rank, self._comm.size, **kept)
+
+    def values(self, result: Any) -> tuple[Tensor, Tensor]:
+        """All of both."""
+        return result.total, result.dropped
+
+    def receive(self, sending: Sending, result: Any) -> tuple[Tensor, Tensor]:
+        """The mean: scaled, and in the gradient's own dtype, which may overflow."""
+        residual = result.dropped
+        if self._residual is not None:
+            for span in sending.unused:
+                residual[span] += self._residual[span]
+        self._residual = residual
+        mean = (result.total / self._comm.size * sending.scale).to(sending.flat.dtype)
+        return mean, mean
+
+    def commit(self) -> None:
+        """Keeps this step's residual and state."""
+        super().commit()
+        self._residual_before = self._residual
+
+    def rollback(self) -> None:
+        """Restores both from before the step."""
+        super().rollback()
+        self._residual = self._residual_before

@@ -1,0 +1,141 @@
+"""Small tensors summed dense, beside the selection from the others: biases, norms, and what else is small and matters.
+
+A bias competes for the k of a model with matrices a hundred times its size, and waits as long as their entries do. All
+of it costs next to nothing in a large model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from communicators import Bucket, Schedule, schedules
+from torch import Tensor
+
+from data_parallel.lanes import Lane, Saved, Scheme, Sending, in_units, spans_of
+from data_parallel.nonfinite import first_nonfinite
+from data_parallel.schemes.sparse import SparseScheme
+
+
+class DenseSmallTensors(Scheme):
+    """Scheme that sums a bucket's members of fewer than `below` elements dense, in the same call as the selection.
+
+    The selection sees zeros in their place, so they have no residuals, and take nothing of its k. Their momentum is
+    plain, u ← m·u + g, send u; nothing is cleared, because nothing waits. Only the selection uses the wire.
+    """
+
+    def __init__(self, sparse: SparseScheme, *, below: int) -> None:
+        super().__init__(sparse.name, [*sparse.settings, f"dense_below={below}"], entry=sparse.entry, wire=sparse.wire)
+        self.sparse, self.keeps, self._below = sparse, sparse.keeps, below
+
+    def open(self, bucket: Bucket, saved: Saved) -> Lane:
+        """Opens the selection's lane, and around it one for the bucket's small members, where it has any."""
+        spans = [span for span in spans_of(bucket) if span.stop - span.start < self._below]
+        if not spans:
+            return self.sparse.open(bucket, saved)
+        small = torch.cat([torch.arange(span.start, span.stop, device=bucket.device) for span in spans])
+        return _SmallLane(self.sparse, bucket, saved, small)
+
+    def state_dict(self) -> dict[str, Any]:
+        """State that the selection's lanes share."""
+        return self.sparse.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Loads it."""
+        self.sparse.load_state_dict(state)
+
+
+@dataclass(eq=False, kw_only=True)
+class _SendingBoth(Sending):
+    """A selection and small members. The schedule returns the selection's result, and their dense sum."""
+
+    selected: Sending
+    velocity: Tensor | None
+
+
+class _SmallLane(Lane):
+    """The selection's lane and, beside it, the elements `small` of the same bucket, with their velocity."""
+
+    def __init__(self, sparse: SparseScheme, bucket: Bucket, saved: Saved, small: Tensor) -> None:
+        self._comm, self._momentum, self._small = sparse.comm, sparse.momentum, small
+        self._velocity: Tensor | None = None
+        if "velocities" in saved.error_state:
+            self._velocity = saved.error_state["velocities"][small]
+            saved.error_state["velocities"][small] = 0
+        self._velocity_before = self._velocity
+        self._selection = sparse.open(bucket, saved)
+        super().__init__(bucket, saved._replace(state=self._selection.state), tentative=False)
+
+    @property
+    def residual(self) -> Tensor | None:
+        """Residual of the selection."""
+        return self._selection.residual
+
+    def send(self, flat: Tensor, scale: float, unused: Sequence[slice]) -> Sending:
+        """Takes small members out of the gradient, and selects from the others."""
+        dense, velocity = in_units(flat[self._small], scale), self._velocity
+        if self._momentum:
+            dense, velocity = self._with_momentum(dense, unused)
+        flat[self._small] = 0
+        selected = self._selection.send(flat, scale, unused)
+        return _SendingBoth(
+            f"{selected.facts} and {len(dense)} elements dense",
+            self._both(selected.schedule, dense),
+            flat,
+            scale,
+            unused,
+            lambda: self._suspect(selected, dense),
+            selected=selected,
+            velocity=velocity,
+        )
+
+    def values(self, result: tuple[Any, Tensor]) -> tuple[Tensor, Tensor]:
+        """Values of the selection, and the dense sum beside its total."""
+        total, dropped = self._selection.values(result[0])
+        return torch.cat([total, result[1]]), dropped
+
+    def receive(self, sending: Sending, result: tuple[Any, Tensor]) -> tuple[Tensor, Tensor]:
+        """The mean of both."""
+        assert isinstance(sending, _SendingBoth)
+        mean, seen = self._selection.receive(sending.selected, result[0])
+        self._velocity = sending.velocity
+        dense = (result[1] / self._comm.size * sending.scale).to(mean.dtype)
+        mean[self._small] += dense  # what waited of them before they were sent dense may have been selected
+        return mean, torch.cat([seen, dense])
+
+    def commit(self) -> None:
+        """Keeps this step's error state."""
+        self._selection.commit()
+        self._velocity_before = self._velocity
+
+    def rollback(self) -> None:
+        """Restores the error state from before the step."""
+        self._selection.rollback()
+        self.state, self._velocity = self._selection.state, self._velocity_before
+
+    def error_state(self) -> dict[str, Tensor]:
+        """Residuals and velocities, small members included."""
+        kept = self._selection.error_state()
+        if self._velocity is not None:
+            kept["velocities"] = kept["velocities"].index_copy(0, self._small, self._velocity)
+        return kept
+
+    def _both(self, schedule: Schedule[Any], dense: Tensor) -> Schedule[tuple[Any, Tensor]]:
+        total = yield from schedules.allreduce(dense, self._comm.rank, self._comm.size)
+        return (yield from schedule), total
+
+    def _suspect(self, selected: Sending, dense: Tensor) -> int:
+        position = first_nonfinite(dense)
+        found = [selected.suspect(), int(self._small[position]) if position >= 0 else -1]
+        return min((element for element in found if element >= 0), default=-1)
+
+    def _with_momentum(self, gradient: Tensor, unused: Sequence[slice]) -> tuple[Tensor, Tensor]:
+        """The velocity to be sent, of what is unused nothing, and the one to be kept, where that waits."""
+        before = torch.zeros_like(gradient) if self._velocity is None else self._velocity
+        idle = torch.zeros_like(gradient, dtype=torch.bool)
+        for span in unused:
+            idle |= (self._small >= span.start) & (self._small < span.stop)
+        velocity = torch.where(idle, before, self._momentum * before + gradient)
+        return velocity.masked_fill(idle, 0), velocity

@@ -1,0 +1,152 @@
+"""The sparse exchange: selections are summed; what is not sent, or is dropped on the way, waits in the residuals."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from communicators import Bucket, Communicator, Schedule, schedules
+from sparse_collectives.algorithm import Algorithm
+from sparse_collectives.allreduce import scheduled
+from sparse_collectives.reduction import Reduction
+from sparse_collectives.wire.wire import wire_named
+from sparse_compress import Compressor, ErrorFeedback, SparseVector, StatefulCompressor, TopK
+from sparse_compress.nonfinite import all_finite
+from sparse_compress.vector import put
+from torch import Tensor
+
+from data_parallel.lanes import ERROR_STATE, Lane, Saved, Scheme, Sending, in_units, spans_of
+from data_parallel.nonfinite import first_nonfinite
+
+
+class SparseScheme(Scheme):
+    """Scheme that sends selections, with error feedback. An algorithm's own selection replaces the compressor.
+
+    If TopK's k is all of a bucket's elements, they are summed as "dense" sums them, whatever the algorithm and wire.
+
+    algorithm: with its options and wire. wire: the wire's name. tentative: steps can be rolled back, at the cost of
+    twice the memory.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        algorithm: Algorithm,
+        compressor: Compressor,
+        *,
+        wire: str = "fp32",
+        momentum: float = 0.0,
+        tentative: bool = False,
+    ) -> None:
+        super().__init__(algorithm.name, algorithm.settings, entry=algorithm, wire=wire)
+        self.comm, self.algorithm, self.compressor = comm, algorithm, compressor
+        self.momentum, self.tentative = momentum, tentative
+        self.keeps = ERROR_STATE if momentum else ERROR_STATE[:1]
+
+    def open(self, bucket: Bucket, saved: Saved) -> Lane:
+        """Opens a bucket's lane. TypeError for float64 gradients on a wire of fewer bytes."""
+        wire_named(self.wire, dtype=torch.promote_types(bucket.dtype, torch.float32))
+        return SparseLane(self, bucket, saved)
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of a stateful compressor, as a list, which torch.distributed.checkpoint loads as a whole."""
+        if not isinstance(self.compressor, StatefulCompressor):
+            return {}
+        return {"compressor": list(self.compressor.state_dict().items())}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Checks the error state and the algorithm's states, and loads the compressor's."""
+        if state["residuals"] and bool(state["velocities"]) != (self.momentum > 0):
+            raise ValueError("the state was saved with another momentum setting: with momentum there are velocities")
+        if ("compressor" in state) != isinstance(self.compressor, StatefulCompressor):
+            raise ValueError(f"the state was saved with another compressor than {self.compressor}")
+        for _, kept in state["algorithm_state"]:
+            self.algorithm.check_state(kept)
+        if isinstance(self.compressor, StatefulCompressor):
+            self.compressor.load_state_dict(dict(state["compressor"]))
+
+
+class SparseLane(Lane):
+    """A bucket of which selected entries are sent."""
+
+    def __init__(self, scheme: SparseScheme, bucket: Bucket, saved: Saved) -> None:
+        super().__init__(bucket, saved, tentative=scheme.tentative)
+        if self.state is None:
+            self.state = scheme.algorithm.initial_state()
+        self._scheme, self._known, self._facts = scheme, (-1, False), ""
+        self._feedback = ErrorFeedback(scheme.compressor, momentum=scheme.momentum, tentative=scheme.tentative)
+        if saved.error_state:
+            self._feedback.adopt(self.key, saved.error_state["residuals"], saved.error_state.get("velocities"))
+
+    @property
+    def residual(self) -> Tensor | None:
+        """Residual, even of a step that may still be undone."""
+        try:
+            return self._feedback.residual(self.key)
+        except KeyError:  # nothing has been sent yet
+            return None
+
+    def send(self, flat: Tensor, scale: float, unused: Sequence[slice]) -> Sending:
+        """Selects from the accumulated gradient."""
+        algorithm, comm, compressor = self._scheme.algorithm, self._scheme.comm, self._scheme.compressor
+        gradient = flat if scale == 1.0 else in_units(flat, scale)
+        kept, k = self.state_for_a_call(), compressor.entries(flat.numel())
+        select = algorithm.select(gradient, comm.rank, comm.size, k, self.state) if algorithm.prescribes else None
+        sent = self._feedback.compress(self.key, gradient, select=select, withhold=unused)
+        culprit = -1
+        if self._feedback.is_suspect(self.key):
+            sent, culprit = self._spoiled(sent, self._feedback.residual(self.key))
+        dense = k >= sent.numel and isinstance(compressor, TopK)
+        if (k, dense) != self._known:  # a compressor's density may change
+            facts = algorithm.facts(f"numel={sent.numel}", f"{sent.dtype}", f"k={k}")
+            self._known, self._facts = (k, dense), f"{facts} summed dense" if dense else facts
+        schedule = _summed(sent, comm.rank, comm.size) if dense else scheduled(sent, comm, k, algorithm, kept)
+        return Sending(self._facts, schedule, flat, scale, unused, lambda: culprit)
+
+    def values(self, result: Reduction) -> tuple[Tensor, Tensor]:
+        """The values of both vectors."""
+        return result.total.values, result.dropped.values
+
+    def receive(self, sending: Sending, result: Reduction) -> tuple[Tensor, Tensor]:
+        """The mean: scaled, and in the gradient's own dtype, which may overflow."""
+        self._feedback.restore(self.key, result.dropped)
+        mean = (result.total.values / self._scheme.comm.size * sending.scale).to(sending.flat.dtype)
+        return put(sending.flat, result.total.indices, mean), mean
+
+    def commit(self) -> None:
+        """Keeps this step's error state and algorithm state."""
+        self._feedback.commit()
+        self._state_before = None
+
+    def rollback(self) -> None:
+        """Restores both from before the step."""
+        self._feedback.rollback()
+        super().rollback()
+
+    def error_state(self) -> dict[str, Tensor]:
+        """Residual and velocity: references."""
+        kept = self._feedback.state_dict()
+        return {what: kept[what][self.key] for what in self._scheme.keeps if self.key in kept[what]}
+
+    def _spoiled(self, sent: SparseVector, residual: Tensor) -> tuple[SparseVector, int]:
+        """The entries to send where something that has accumulated is not finite, and its first such element.
+
+        All values sent are NaN then, whatever was selected: so it shows in the total, however an algorithm cuts, rounds
+        and compares. The step is lost anyway; to save later ones, the parameters in question lose their whole residual,
+        even its finite values, which beside an inf may be just as far off.
+        """
+        taken = torch.zeros_like(residual).index_put_((sent.indices.long(),), sent.values)
+        culprit = first_nonfinite(residual + taken)
+        spans = [span for span in spans_of(self.bucket) if not bool(all_finite(residual[span] + taken[span]))]
+        self._feedback.drop(self.key, spans)
+        return SparseVector(sent.indices, torch.full_like(sent.values, torch.nan), sent.numel), culprit
+
+
+def _summed(sent: SparseVector, rank: int, size: int) -> Schedule[Reduction]:
+    """Dense sum in full precision when all elements are sent, as in a warm-up: indices would double its bytes."""
+    own = torch.zeros(sent.numel, dtype=sent.dtype, device=sent.device)
+    total = yield from schedules.allreduce(put(own, sent.indices, sent.values), rank, size)
+    every = torch.arange(sent.numel, dtype=sent.indices.dtype, device=sent.device)
+    nothing = SparseVector.empty(sent.numel, sent.dtype, device=sent.device)
+    return Reduction(SparseVector(every, total, sent.numel), nothing)

@@ -1,0 +1,179 @@
+"""Core that every adapter holds: the exchange, the steps, and their part of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from communicators import Communicator, Stats
+from replicas import hash_bits, refuse_unlike
+from replicas.group_settings import shared_settings
+from torch import Tensor
+from torch.optim import Optimizer
+
+from data_parallel.exchange import Exchange
+from data_parallel.schemes.choose import choose_scheme
+from data_parallel.settings import Settings
+from data_parallel.state_dict import (
+    check_fit,
+    check_saved_by,
+    check_sent,
+    complete,
+    own_state,
+    refuse_residuals,
+    saved_by,
+    sending,
+)
+
+GROUPS_EVERY = 100
+"""Steps between two comparisons of parameter groups' settings, the first of which is in the first step."""
+
+
+class Training:
+    """Exchanges what an adapter brings, counts its steps, and saves and loads both.
+
+    Only the count of the steps belongs in a checkpoint: the density depends on nothing else, so a resumed run goes on
+    with it.
+
+    Args:
+        settings: Checked ones.
+        comm: The ranks.
+        names: Names of the parameters, which buckets refer to by position; the list may grow.
+        parameters: Tensors of which "auto" chooses by size.
+        owner: The adapter's name in messages.
+        sends: "gradients", or "updates" for an algorithm that selects.
+        native: Dense sums are left to the transport.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        comm: Communicator,
+        names: Sequence[str],
+        parameters: Sequence[Tensor],
+        *,
+        owner: str,
+        sends: str = "gradients",
+        native: bool = False,
+    ) -> None:
+        self.settings, self.comm, self.sends = settings, comm, sends
+        self.taken = self.skipped = 0
+        self._begins = True  # no step since parameters may have been loaded
+        self.scheme, self.choice = choose_scheme(
+            comm,
+            algorithm=settings.algorithm,
+            options=settings.options,
+            wire=settings.wire,
+            compressor=settings.compressor,
+            momentum=settings.momentum,
+            dense_below=settings.dense_below,
+            selects=sends == "updates",
+            parameters=parameters,
+            tentative=settings.nonfinite == "skip",
+        )
+        self.exchange = Exchange(
+            self.scheme,
+            comm,
+            names,
+            owner=owner,
+            nonfinite=settings.nonfinite,
+            native=native,
+            clip_norm=settings.clip_norm,
+            what=sends.removesuffix("s"),
+        )
+
+    @property
+    def density(self) -> float:
+        """Fraction that a rank sends now; 1 if nothing is selected, or if the compressor has no density."""
+        return float(getattr(self.settings.compressor, "density", 1.0)) if self.scheme.selects else 1.0
+
+    def said(self) -> str:
+        """Settings in use, as text that names them; all ranks share it but for the compressor's density."""
+        scheme = self.scheme
+        compressor = self.settings.compressor if scheme.selects else None
+        return self.settings.said(algorithm=scheme.name, wire=scheme.wire, compressor=compressor)
+
+    def facts(self) -> str:
+        """Settings that all ranks must share, as text."""
+        scheme = self.scheme
+        found = {"algorithm": scheme.name, "wire": scheme.wire, "compressor": None, "options": None}
+        return ", ".join([self.settings.said(**found), *scheme.settings])
+
+    def begin_step(self) -> None:
+        """Sets the density before a step's first selection. Raises the compressor's errors for an invalid one."""
+        if self.settings.density is not None:
+            self.settings.compressor.density = self.settings.density(self.taken)
+
+    def share(self, parameters: Mapping[str, Tensor], optimizer: Optimizer) -> None:
+        """Makes facts of the step that begins, unless `verify` is 0: the first parameters, and the groups' settings."""
+        begins, self._begins = self._begins, False
+        self.exchange.shared = ""
+        if self.settings.verify == 0 or not (begins or self.taken % GROUPS_EVERY == 0):
+            return
+        begun = ""
+        if begins:
+            digest = int(hash_bits(torch.stack([hash_bits(p).cpu() for p in parameters.values()])))
+            begun = f", begun with parameters of hash {digest % 2**64:016x} (load weights on all ranks alike)"
+        self.exchange.shared = f" with {shared_settings(optimizer)}{begun}"
+
+    def count_step(self, parameters: Mapping[str, Tensor]) -> None:
+        """Counts a step. Raises CollectiveError on every rank if a comparison is due and parameters differ."""
+        self.taken += 1
+        verify = self.settings.verify
+        if verify and self.taken % verify == 0:
+            refuse_unlike(parameters, self.comm)
+
+    def settle(self) -> None:
+        """Ends the last step, where nothing but the next one tells that it is over."""
+        self.skipped += not self.exchange.commit_or_rollback()
+
+    def next_step(self, parameters: Mapping[str, Tensor]) -> None:
+        """Ends the last step, and begins and counts another; raises as `begin_step` and `count_step` do."""
+        self.settle()
+        self.begin_step()
+        self.count_step(parameters)
+
+    def stats(self) -> Stats:
+        """Costs and savings so far; see `communicators.Stats`."""
+        counted = {"steps": self.taken, "skipped": self.skipped}
+        return Stats({**counted, **self.exchange.stats(), "density": self.density})
+
+    def state(self, trained: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
+        """This rank's state: references. trained: what learns, with zeros in the state where nothing is kept yet."""
+        kept = self.exchange.state_dict()
+        return {
+            **saved_by(self.comm),
+            **sending(self.sends),
+            "algorithm": self.scheme.name,
+            "skipped": self.skipped,
+            "steps": self.taken,
+            **kept,
+            **complete(kept, self.scheme.keeps, trained),
+        }
+
+    def own(
+        self,
+        state: Mapping[str, Any],
+        shapes: Mapping[str, torch.Size],
+        *,
+        frozen: Mapping[str, torch.Size] | None = None,
+    ) -> tuple[Mapping[str, Any], dict[str, Any]]:
+        """This rank's part of a state, or of a gathered one, and what `load` takes of that; changes nothing.
+
+        Raises TypeError or ValueError for one that does not fit. shapes: of what learns, {} if not known yet.
+        """
+        state = own_state(state, self.comm)
+        own = dict(check_saved_by(state, self.comm.rank, self.comm.size))
+        check_sent(own, self.sends)
+        if not self.scheme.keeps:
+            refuse_residuals(own["residuals"])
+            own |= {"residuals": {}, "velocities": {}}
+        elif shapes:
+            check_fit(own, shapes, frozen=frozen)
+        return state, own
+
+    def load(self, own: Mapping[str, Any]) -> None:
+        """Goes on from what `own` gave."""
+        self.exchange.load_state_dict(own)
+        self.taken, self.skipped, self._begins = own.get("steps", 0), own.get("skipped", 0), True

@@ -1,0 +1,212 @@
+"""Updates of an optimizer, which it makes of this rank's own gradients, exchanged in place of the gradients.
+
+An adaptive optimizer divides by the size of its input, which comes in bursts from a sparse exchange: an entry that is
+sent every T steps brings T gradients at once, its second moment is T times that of dense gradients, and its steps are
+√T times too short. So the optimizer runs before the selection, on the rank's own dense gradients, and its updates of
+the parameters are selected from, with error feedback (as in SparseLoCo, Sarfi et al. 2025, with an
+exchange after every step, and without its decay of the residuals, which would lose a part of them).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, Unpack
+
+import torch
+from replicas.saved_by import KEY
+from sparse_compress.nonfinite import all_finite
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+from data_parallel.adam_step_correction import AdamStepCorrection, ahead_by
+from data_parallel.backward_order import take_over
+from data_parallel.lookahead import ErrorLookahead
+from data_parallel.optimizer import ExchangingOptimizer
+from data_parallel.optimizer_watch import too_short
+from data_parallel.rates import ByRates
+from data_parallel.rewind import remembered
+from data_parallel.settings import ExchangeSettings, Settings, check_count
+
+
+class UpdateOptimizer(ExchangingOptimizer):
+    """Wraps an optimizer, Adam or any other, so that all ranks take the mean of what each one's would do.
+
+        optimizer = torch.optim.AdamW(model.parameters(), betas=(0.5, 0.999))
+        optimizer = UpdateOptimizer(optimizer, model.named_parameters(), density=0.01)
+        with optimizer.ahead():
+            loss.backward()
+        optimizer.step()
+
+    At construction all ranks get rank 0's parameters (not its buffers). Then, on every rank:
+
+        Δ ← what the wrapped optimizer.step() adds to p, with this rank's own gradients
+        acc ← residual + Δ;  s ← compressor(acc);  residual ← acc − s                          (`ErrorFeedback`)
+        total, dropped ← sparse_allreduce(s);  residual ← residual + dropped;  p ← p + total / P
+
+    Adaptive optimizers learn badly from the few gradients that a `DistributedOptimizer` leaves them; here they see all
+    of a rank's own. Their moments are noisier than those of the mean gradient: Adam, AdamW, NAdam and RMSprop take
+    longer steps to correct for that; a warning names others that divide by the size of gradients. Waiting in residuals
+    acts like momentum, and momentum prolongs the wait: take betas=(0.5, 0.999). The step comes before the exchange, and
+    p.grad stays as it was: clip it as in training on one device, or by clip_norm. Groups with different rates have
+    separate selections: rates may change from step to step, in the same way on all ranks. Forward and backward belong
+    inside `with optimizer.ahead():`, see there.
+
+    Args:
+        optimizer: Built over the live parameters; this object shares its param_groups, state and defaults, so
+            learning-rate schedulers take either. It must need its closure only once, which LBFGS does not.
+        named_parameters: Those of the whole model. Frozen ones (requires_grad False, now) are left out of the exchange.
+            Freezing, unfreezing or adding some later is an error of the next step: make a new UpdateOptimizer.
+            ValueError if none is left.
+        comm: See `communicators.as_communicator`; its `timeout` is how long a step waits for a late rank.
+        bucket_bytes: Size of the buckets for selection and exchange; default: all groups of similar rates at once.
+        nonfinite: "raise": a NaN or inf in any rank's gradient or update is a CollectiveError, on every rank, that
+            names rank and parameter; no parameter changes, but what residuals took in that step is lost, and moments
+            may have taken it. "skip": every rank skips the step, counts it in `skipped`, and keeps residuals and the
+            wrapped optimizer's state as they were, bit for bit, for twice the residuals' memory and a copy of the state
+            during step(); p.grad stays. It is what torch's GradScaler needs.
+        settings: Keywords of `ExchangeSettings`: density, algorithm, clip_norm, …; not momentum. The algorithm must be
+            one that selects.
+
+    The module should not be in DDP: DDP would first exchange dense gradients in vain, and a warning says so.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        named_parameters: Iterable[tuple[str, Tensor]],
+        *,
+        comm: Any = None,
+        bucket_bytes: int | None = None,
+        nonfinite: str = "raise",
+        **settings: Unpack[ExchangeSettings],
+    ) -> None:
+        checked = Settings.of(UpdateOptimizer, settings, nonfinite=nonfinite)
+        nbytes = check_count("bucket_bytes", bucket_bytes, "bytes")
+        if isinstance(optimizer, LBFGS):
+            raise TypeError("LBFGS asks for gradients several times in a step, for which an UpdateOptimizer takes one")
+        if checked.momentum:
+            raise ValueError(f"momentum={checked.momentum} belongs into the wrapped optimizer, whose updates are sent")
+        if not checked.may_select:
+            raise ValueError(
+                "an UpdateOptimizer is for algorithms that select; whole gradients need it not: take a "
+                "DistributedOptimizer"
+            )
+        super().__init__(optimizer, named_parameters, comm, checked, sends="updates")
+        self._skips = nonfinite == "skip"
+        if (said := too_short(optimizer, self._comm.size)) is not None:
+            warnings.warn(said, stacklevel=2)
+        self._step_correction = AdamStepCorrection(optimizer, self._comm, sends="updates")
+        named = dict(zip(self._names, self._trained, strict=True))
+        share = ahead_by(optimizer, self._comm.size)
+        self._lookahead = ErrorLookahead(named, partial(self._exchange.error_state, "residuals"), share=share)
+        self._rates = ByRates(optimizer, self._trained, nbytes)
+        take_over(optimizer, None)
+        self._open()
+        self._share_parameters(f"{bucket_bytes=}{self._rates.facts}")
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether this is inside `ahead`."""
+        return self._lookahead.now
+
+    def ahead(self) -> AbstractContextManager[None]:
+        """Context in which parameters are this rank's own: those that all ranks have in common + its residuals.
+
+            with optimizer.ahead():
+                loss(model(inputs)).backward()
+            optimizer.step()
+
+        Residuals are scaled by 1/P with Adam and its like, and by 1 with SGD; see `ErrorLookahead`. So gradients take
+        into account the updates that wait, for about 1 / density steps. Forward and all of backward belong inside,
+        evaluation does not: outside, parameters are the same on all ranks, bit for bit. `step(closure)` does this
+        itself.
+
+        Raises:
+            RuntimeError: Inside another `ahead()`; `step` and states raise it inside too. At the end: a parameter was
+                written to inside, which is undone.
+        """
+        return self._lookahead.for_gradients()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's state and, as "distributed", this rank's residuals of updates by parameter.
+
+        Another one on every rank: each saves its own. References; loadable by torch.load(weights_only=True).
+
+        Raises:
+            RuntimeError: Inside `ahead`.
+        """
+        self._refuse_mid_step("state_dict()")
+        self._cut_by_rates()  # as the next step would
+        state = super().state_dict()
+        state[KEY] |= self._step_correction.state_dict()
+        return state
+
+    def _load(self, own: Mapping[str, Any], wrapped: Mapping[str, Any]) -> None:
+        self._refuse_mid_step("load_state_dict()")
+        self._cut_by_rates(wrapped["param_groups"])
+        super()._load(own, wrapped)
+        self._step_correction.load_state_dict(own)
+
+    def _for_step(self, closure: bool) -> AbstractContextManager[None]:
+        self._refuse_mid_step("step()")
+        return self.ahead() if closure else nullcontext()
+
+    def _take_step(self) -> None:
+        self._begin_step()
+        self._cut_by_rates()
+        where = self._lookahead.for_step(self._training.settings.last_density)
+        self._begin_exchange()  # before anything changes, in case the schedule gives what is no density
+        self._exchange.clip([p.grad for p in self._trained if p.grad is not None])
+        undo = remembered(self.optimizer) if self._skips else None
+        noise = self._step_correction.state_dict()
+        self._step_correction.look(self._trained, self._training.taken)
+        with where:
+            updates = updates_of(self.optimizer, self._trained)
+            self._step_correction.lengthen(dict(zip(self._trained, updates, strict=True)))
+        means = self._means.after(partial(self._means.start, dict(enumerate(updates)), clips=False))
+        if undo is not None and not self._means.stands:
+            undo()
+            self._step_correction.load_state_dict(noise)
+            self._training.skipped += 1
+            return
+        self._means.put(means, updates)
+        with torch.no_grad():
+            torch._foreach_add_(self._trained, updates)
+
+    def _refuse_mid_step(self, what: str) -> None:
+        if self._lookahead.now:
+            raise RuntimeError(f"{what} inside ahead(), where parameters are not those of all ranks: leave it first")
+
+    def _cut_by_rates(self, groups: Sequence[Mapping[str, Any]] | None = None) -> None:
+        """Moves residuals into new buckets between steps; the algorithm's state of old buckets is forgotten."""
+        if self._rates.changed(groups):
+            self._open()
+
+    def _open(self) -> None:
+        self._exchange.cut = self._rates.facts
+        self._open_buckets(self._rates.buckets())
+
+
+def updates_of(optimizer: Optimizer, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Takes the optimizer's step with this rank's gradients, and undoes it: what it added to each parameter.
+
+    The optimizer's own state has taken the step. Where a gradient is not finite it has not: updates are zeros then, and
+    NaN at the elements in question, whatever the optimizer would make of them.
+    """
+    finite = [all_finite(p.grad) for p in parameters if p.grad is not None]
+    if finite and not bool(torch.stack([flag.to(finite[0].device) for flag in finite]).all()):  # one look at a GPU
+        return [_only_nonfinite(p) for p in parameters]
+    with torch.no_grad():
+        before = [p.detach().clone() for p in parameters]
+        optimizer.step()
+        updates = [p - old for p, old in zip(parameters, before, strict=True)]
+        torch._foreach_copy_(list(parameters), before)
+    return updates
+
+
+def _only_nonfinite(p: Tensor) -> Tensor:
+    update = torch.zeros_like(p, requires_grad=False)
+    return update if p.grad is None else update.masked_fill_(~p.grad.isfinite(), torch.nan)
