@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
-from thinwire_trainer.app import lazily
 from thinwire_trainer.command_line import quantities
 from thinwire_trainer.command_line.flag import Flag, Value
 from thinwire_trainer.errors import RunError
@@ -62,6 +62,11 @@ class Synchronisation(Entry):
     """
 
     make: Make
+
+
+def lazily(place: str) -> Callable[..., Any]:
+    """The function at "package.module:function", imported when it is called."""
+    return lambda *given: resolve_name(place)(*given)
 
 
 def _check_teams(own: Mapping[str, Value], workers: int) -> None:
