@@ -4,6 +4,8 @@ import math
 from argparse import ArgumentTypeError
 from collections.abc import Callable
 
+NO_DELAY = "none"
+
 
 def number(expected: str, accepts: Callable[[float], bool]) -> Callable[[str], float]:
     """A parser of finite real numbers for which `accepts` holds; `expected` describes them."""

@@ -18,8 +18,8 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from thinwire_trainer.command_line.options import Options
+from thinwire_trainer.command_line.quantities import NO_DELAY
 from thinwire_trainer.errors import AgreedError, RunError
-from thinwire_trainer.synchronisers.table import NO_DELAY
 
 State = dict[str, Any]
 Rates = Callable[[Optimizer], LambdaLR]

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     Make = Callable[[Options, nn.Module, Communicator, Rates], Synchroniser]
 
 OPTIMIZERS = ("sgd", "adamw")
-NO_DELAY = "none"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +136,7 @@ DENSE_STEPS = Flag(
 
 INJECT_DELAY = Flag(
     "inject_delay",
-    NO_DELAY,
+    quantities.NO_DELAY,
     "holds ranks up at every step, for experiments: fixed:0,3=0.2, random:2=0.32 (so many, drawn anew) or "
     "linear=0.001 (times the rank)",
     metavar="WHOM=SECONDS",
