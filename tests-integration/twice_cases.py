@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -12,23 +11,17 @@ from data_parallel import DistributedOptimizer
 from local_sgd import LocalSGD
 from partial_collectives import EagerSGD
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 WAYS = {
     "DistributedOptimizer": lambda inner, model, **o: DistributedOptimizer(
         inner, model.named_parameters(), density=0.5, **o
     ),
-    "overlapped": lambda inner, model, **o: DistributedOptimizer(
-        inner, model.named_parameters(), density=0.5, overlap=True, **o
-    ),
-    "updates": lambda inner, model, **o: DistributedOptimizer(
-        inner, model.named_parameters(), density=1.0, sends="updates", **o
-    ),
-    "EagerSGD": lambda inner, model, **o: EagerSGD(inner, model.named_parameters(), **o),
+    "EagerSGD": lambda inner, model, **o: EagerSGD(inner, model.named_parameters(), model=model, **o),
     "LocalSGD": lambda inner, model, **o: LocalSGD(inner, model=model, **o),
 }
+BY_MODULE = ("EagerSGD", "LocalSGD")
+"""Wrappers that are given the module, and so its process group."""
 
 
 def loss_of(model, step):
@@ -40,58 +33,29 @@ class OfAFramework(DistributedDataParallel):
     """A subclass."""
 
 
-class Unhashable(type):
-    __eq__ = type.__eq__
-    __hash__ = None
-
-
-ODD = [Unhashable("Odd", (), {})()]
-"""Among all that is alive."""
-
-
-def local_hook(state, bucket):
-    """A user's own that sends nothing."""
-    future = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
-
-
-def said(
-    name,
-    *,
-    before=0,
-    around=None,
-    plain=False,
-    group=None,
-    hook=None,
-    static=False,
-    ignored=False,
-    kind=DistributedDataParallel,
-    **options,
-):
-    """Warnings of six steps through DDP, or past it, after `before` steps of DDP's own.
+def said(name, *, plain=False, group=None, ignored=False, kind=DistributedDataParallel, **options):
+    """Warnings of six steps through DDP, whose module the wrapper is given, or with `plain` the one inside.
 
     ignored: a layer that no wrapper has is DDP's, all others it is told to leave alone.
     """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 2))
+    theirs = nn.Linear(8, 8).requires_grad_(False) if ignored else nn.Identity()
+    both = nn.Sequential(theirs, model)
     if ignored:
-        theirs, model = nn.Linear(8, 8), nn.Sequential(model)
-        both = nn.Sequential(theirs, model)
+        theirs.bias.requires_grad_(True)
         names = [name for name, _ in both.named_parameters() if not name.startswith("0.")]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(both, names)
-    ddp = kind(both if ignored else model, process_group=group, static_graph=static)
-    if hook is not None:
-        ddp.register_comm_hook(None, hook)
-    for step in range(before):
-        loss_of(ddp, step).backward()
+    ddp = kind(both, process_group=group)
+    given = model if plain else ddp
+    if ignored:
+        theirs.bias.requires_grad_(False)  # no wrapper has it
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        optimizer = WAYS[name](torch.optim.SGD(model.parameters(), lr=0.01), model, **options)
+        optimizer = WAYS[name](torch.optim.SGD(model.parameters(), lr=0.01), given, **options)
         for step in range(6):
             optimizer.zero_grad()
-            with ddp.no_sync() if around == "no_sync" else nullcontext():
-                loss_of(model if plain else ddp, step).backward()
+            loss_of(given, step).backward()
             optimizer.step()
             if hasattr(optimizer, "average"):
                 optimizer.average()
@@ -104,22 +68,21 @@ def said(
 
 def what_ddp_exchanges_too_is_said_once():
     for name in WAYS:
-        for options in ({}, {"static": True}, {"kind": OfAFramework}) if name == "LocalSGD" else ({},):
+        for options in ({}, {"kind": OfAFramework}):
             found = said(name, **options)
             assert len(found) == 1, (name, found)
             assert "whole, among the same ranks" in found[0]
             assert "ddp.no_sync()" in found[0]
+            assert "give ddp.module" in found[0]
 
 
-def where_ddp_exchanges_nothing_all_is_silent():
-    """Its backwards in no_sync(), past it, before there was the wrapper, or with a hook that sends nothing."""
+def where_the_plain_module_is_given_all_is_silent():
     for name in WAYS:
-        for options in ({"around": "no_sync"}, {"plain": True}, {"before": 2, "plain": True}, {"hook": noop_hook}):
-            assert not said(name, **options), (name, options)
+        assert not said(name, plain=True), name
 
 
 def where_ddp_leaves_a_wrappers_parameters_alone_all_is_silent():
-    for name in WAYS:
+    for name in BY_MODULE:
         assert not said(name, ignored=True), name
 
 
@@ -130,33 +93,21 @@ def a_wrapper_of_one_rank_exchanges_nothing_twice():
             assert not said(name, comm=comm), name
 
 
-def of_a_users_own_hook_only_that_it_comes_first_is_said():
-    """Whether it sends anything is not known."""
-    for name in WAYS:
-        found = said(name, hook=local_hook)
-        assert len(found) == 1, (name, found)
-        assert "hook 'local_hook'" in found[0]
-        assert "among the same ranks" not in found[0]
-    found = said("LocalSGD", hook=allreduce_hook)
-    assert len(found) == 1
-    assert "whole, among the same ranks" in found[0]
-
-
 def where_ddp_exchanges_inside_a_node_and_the_wrapper_between_nodes_all_is_silent():
     nodes = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     places = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     rank = dist.get_rank()
     for name in WAYS:
         assert not said(name, group=nodes[rank // 2], comm=places[rank % 2]), name
+    for name in BY_MODULE:
         assert not said(name, group=nodes[rank // 2]), name  # the mean over all is that over nodes
         assert said(name, group=nodes[rank // 2], comm=nodes[rank // 2]), name
 
 
 LAWS = [
     what_ddp_exchanges_too_is_said_once,
-    where_ddp_exchanges_nothing_all_is_silent,
+    where_the_plain_module_is_given_all_is_silent,
     where_ddp_leaves_a_wrappers_parameters_alone_all_is_silent,
     a_wrapper_of_one_rank_exchanges_nothing_twice,
-    of_a_users_own_hook_only_that_it_comes_first_is_said,
     where_ddp_exchanges_inside_a_node_and_the_wrapper_between_nodes_all_is_silent,
 ]

@@ -9,7 +9,7 @@ from communicators import CollectiveError, SimulatedWorld
 from data_parallel import DistributedOptimizer, UpdateOptimizer, reshard_residuals
 from hypothesis import given
 from hypothesis import strategies as st
-from replicas.gathered import gather_states
+from replicas.states import gather_states
 from torch import nn
 
 pytestmark = pytest.mark.filterwarnings("ignore:Adam behind a sparse")
@@ -136,7 +136,7 @@ def test_chunks_of_any_size_arrive_whole(size, numels):
         return states if states is None else [(state["rank"], state["x"].tolist()) for state in states]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("replicas.gathered.CHUNK_BYTES", 1000)  # a state is of about two of them
+        patch.setattr("replicas.states.CHUNK_BYTES", 1000)  # a state is of about two of them
         first, *others = SimulatedWorld(size).run(rank)
     assert others == [None] * (size - 1)
     assert first == [(r, list(range(r, r + numels[r]))) for r in range(size)]

@@ -12,8 +12,8 @@ from communicators import CollectiveError, SimulatedWorld, barrier
 from hypothesis import given
 from hypothesis import strategies as st
 from partial_collectives import EagerSGD, until_deadline
+from replicas import STATE_KEY as KEY
 from replicas import refuse_unlike
-from replicas.saved_by import KEY
 
 
 def network(seed=0):

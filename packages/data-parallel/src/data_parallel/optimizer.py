@@ -7,15 +7,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Unpack
 
 import torch
-from communicators import Bucket, Communicator, Stats, as_communicator, buckets_of
-from replicas.default_group import refuse_alone
-from replicas.first_broadcast import broadcast_parameters
-from replicas.inside_ddp import InsideDDP
-from replicas.parameters import name_parameters, refuse_changes
-from replicas.replaced import Replaced
-from replicas.saved_by import KEY
-from replicas.wrapped_state import refuse_torch_helpers, wrapped_part, wrapped_state
-from replicas.wrapping import Wrapping
+from communicators import Bucket, Stats, buckets_of
+from replicas import STATE_KEY, Wrapping, check_loaded
 from sparse_collectives.prediction.auto import Choice
 from sparse_compress import Compressor
 from torch import Tensor
@@ -25,11 +18,10 @@ from data_parallel.backward_order import BUCKET_BYTES, BackwardOrder, take_over
 from data_parallel.exchange import Means
 from data_parallel.optimizer_watch import OptimizerWatch
 from data_parallel.settings import ExchangeSettings, Settings, check_count, fixed
-from data_parallel.state_dict import check_groups, gathered_state
+from data_parallel.state_dict import RESHARD, check_groups
 from data_parallel.training import Training
 from data_parallel.uneven import Shadow, group_for_join
 
-UNDER_DDP = "; or wrap no optimizer, but ddp.register_comm_hook(SparseHookState(...), sparse_hook)"
 INSTEAD = "Wrap it in an UpdateOptimizer, and make gradients inside `with optimizer.ahead():`"
 FIXED = {*ExchangeSettings.__annotations__, "bucket_bytes", "choice", "comm", "nonfinite", "overlap"}
 
@@ -46,6 +38,12 @@ class ExchangingOptimizer(Wrapping):
         overlap: Exchanges start during backward: parameters are taken in about the order of their gradients.
     """
 
+    advice = RESHARD
+    instead_of_ddp = "; or wrap no optimizer, but ddp.register_comm_hook(SparseHookState(...), sparse_hook)"
+    instead_of_shards = (
+        "there is no mean to take over ranks: exchange between nodes by sparse_hsdp(model, mesh['between']), and step "
+        "a plain optimizer"
+    )
     _step_supports_amp_scaling = True  # so that GradScaler calls step() on every rank, also where it found inf
 
     def __init__(
@@ -58,23 +56,15 @@ class ExchangingOptimizer(Wrapping):
         sends: str,
         overlap: bool = False,
     ) -> None:
-        what = type(self).__name__
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"optimizer is {type(optimizer).__name__}, expected a torch.optim.Optimizer")
-        named = name_parameters(optimizer, named_parameters)
-        trained = _to_train(named, what)
-        super().__init__(optimizer)
-        self._group, self._comm = comm, as_communicator(comm)
-        self._all, self._named = named, {id(p): name for name, p in named.items()}
-        pairs = list(reversed(trained.items()) if overlap else trained.items())
+        super().__init__(optimizer, named_parameters, comm)
+        pairs = list(reversed(self.trained.items()) if overlap else self.trained.items())
         self._names, self._trained = [name for name, _ in pairs], [p for _, p in pairs]
-        owner, parameters = f"a {what}", list(trained.values())
+        owner, parameters = f"a {type(self).__name__}", list(self.trained.values())
         self._training = Training(
-            settings, self._comm, self._names, parameters, owner=owner, sends=sends, native=not overlap
+            settings, self.comm, self._names, parameters, owner=owner, sends=sends, native=not overlap
         )
         self._exchange = self._training.exchange
-        self._replaced = Replaced(trained, what)
-        self._inside_ddp = InsideDDP(self._trained, comm, owner=what, instead=UNDER_DDP)
+        self._group = comm
         self._accumulates = False
         self._shadow: Shadow | None = None
 
@@ -85,14 +75,8 @@ class ExchangingOptimizer(Wrapping):
 
     def __repr__(self) -> str:
         """Settings, of the wrapped optimizer too."""
-        ranks = f"rank {self._comm.rank} of {self._comm.size}"
+        ranks = f"rank {self.comm.rank} of {self.comm.size}"
         return f"{type(self).__name__}({self._training.said()}, {ranks}, {self.optimizer!r})"
-
-    @property
-    def comm(self) -> Communicator:
-        """The ranks."""
-        ranks: Communicator = self._comm
-        return ranks
 
     @property
     def choice(self) -> Choice | None:
@@ -144,7 +128,7 @@ class ExchangingOptimizer(Wrapping):
                 made; with `overlap` backward raises it.
             RuntimeError: Inside `no_sync` or `ahead`, or a closure was given after `synchronize`.
         """
-        refuse_torch_helpers(type(self).__name__)
+        self.check_step()
         self._refuse_no_sync("step()")
         loss = None
         with self._for_step(closure is not None):
@@ -153,7 +137,7 @@ class ExchangingOptimizer(Wrapping):
                     loss = closure()
         self._unscale(getattr(self, "grad_scale", None))
         self._take_step()
-        self._training.count_step(self._all)
+        self._training.count_step(self.named)
         return loss
 
     @contextmanager
@@ -194,22 +178,10 @@ class ExchangingOptimizer(Wrapping):
         Raises:
             RuntimeError: Amid a step, of which what is under way belongs to neither side.
         """
-        refuse_torch_helpers(type(self).__name__)
         self._refuse_mid_step("state_dict()")
         training = self._training
         own = training.state(zip(self._names, self._trained, strict=True))
-        wrapped, own["wrapped"] = wrapped_state(self.optimizer, stepped=training.taken > training.skipped)
-        return {**wrapped, KEY: own}
-
-    def gathered_state_dict(self) -> dict[str, Any]:
-        """The states of all ranks in one, for a checkpoint that rank 0 alone writes; for every rank to call.
-
-        On rank 0, which holds it in the CPU's memory; {} elsewhere. Every rank loads it by `load_state_dict`, which
-        takes its own part. What the wrapped optimizer keeps is in it once where it is the same on all ranks (an
-        `UpdateOptimizer` has its own on each). Loadable by torch.load(weights_only=True).
-        Where `state_dict` raises on one rank, the others raise a CollectiveError that names it.
-        """
-        return gathered_state(self.state_dict, self._comm, alike=self._training.sends == "gradients")
+        return self.state_with(own, stepped=training.taken > training.skipped)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on where this rank's `state_dict`, or `gathered_state_dict`, was taken, with the same bits.
@@ -224,10 +196,9 @@ class ExchangingOptimizer(Wrapping):
                 the other kind of optimizer, or parameters do not fit.
             RuntimeError: Gradients are under way.
         """
-        refuse_torch_helpers(type(self).__name__)
         shapes = {name: p.shape for name, p in zip(self._names, self._trained, strict=True)}
         state_dict, own = self._training.own(state_dict, shapes)
-        wrapped = wrapped_part(state_dict)
+        wrapped = check_loaded({key: held for key, held in state_dict.items() if key != STATE_KEY}, own.get("wrapped"))
         check_groups(wrapped, self.optimizer)
         self._load(own, wrapped)
         self.optimizer.load_state_dict(wrapped)
@@ -238,11 +209,6 @@ class ExchangingOptimizer(Wrapping):
 
     def _open_buckets(self, buckets: Sequence[Bucket]) -> None:
         self._means = Means(self._exchange, buckets)
-
-    def _share_parameters(self, extra: str) -> None:
-        """Ends construction: all ranks get rank 0's parameters. extra: facts besides the settings."""
-        facts = f"{self._training.facts()}, {extra}"
-        broadcast_parameters(self._all, self._comm, what=type(self).__name__, settings=facts)
 
     def _for_step(self, closure: bool) -> AbstractContextManager[None]:
         """Context of a step's closure, if it has one; refuses a step that cannot be taken."""
@@ -264,16 +230,12 @@ class ExchangingOptimizer(Wrapping):
     def _begin_step(self) -> None:
         if self._shadow is not None:
             self._shadow.tell()
-        if self._group is None and self._comm.size == 1:
-            refuse_alone(f"a {type(self).__name__}")
-        self._inside_ddp.look()
-        self._replaced.refuse()
-        refuse_changes(self.optimizer, self._named, self._trained, what=type(self).__name__)
+        self.check_exchange()
 
     def _begin_exchange(self) -> None:
         self._training.begin_step()
         if self._shadow is None:  # in `Join` a rank that has no more steps does not schedule its rate either
-            self._training.share(self._all, self.optimizer)
+            self._training.share(self.named, self.optimizer)
 
     def _refuse_no_sync(self, what: str) -> None:
         if self._accumulates:
@@ -324,6 +286,8 @@ class DistributedOptimizer(ExchangingOptimizer):
     `join_hook`. The wrapped optimizer must need its closure only once (LBFGS needs it more often).
     """
 
+    alike = True
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -348,7 +312,7 @@ class DistributedOptimizer(ExchangingOptimizer):
         self._overlap = BackwardOrder(self._trained, buckets, self._start, paused) if overlap else None
         take_over(optimizer, self._overlap)
         self._open_buckets(buckets)
-        self._share_parameters(f"{bucket_bytes=}, {overlap=}")
+        self.start_alike(f"{self._training.facts()}, {bucket_bytes=}, {overlap=}")
 
     def synchronize(self) -> None:
         """Puts the mean over ranks into every p.grad, so that it can be clipped before `step`; for every rank to call.
@@ -424,7 +388,7 @@ class DistributedOptimizer(ExchangingOptimizer):
     def _start(self, position: int) -> None:
         """Starts the exchange of one bucket during backward."""
         if position == 0:  # nothing has been sent yet
-            refuse_changes(self.optimizer, self._named, self._trained, what="DistributedOptimizer")
+            self.check_exchange()
             self._begin_exchange()
         self._means.start_one(position, self._gradients(self._means.members(position)))
 
@@ -457,20 +421,3 @@ class DistributedOptimizer(ExchangingOptimizer):
             raise RuntimeError("load_state_dict() while gradients are under way: call step() first")
         super()._load(own, wrapped)
         self._synchronized = False
-
-
-def _to_train(named: Mapping[str, Tensor], what: str) -> dict[str, Tensor]:
-    """Parameters that are exchanged: neither frozen nor empty. ValueError if there are none, TypeError for shards."""
-    if names := [name for name, p in named.items() if hasattr(p, "to_local")]:
-        raise TypeError(
-            f"parameters {names} are DTensors, of which each rank holds another part, so there is no mean to take over "
-            "ranks: exchange between nodes by sparse_hsdp(model, mesh['between']), and step a plain optimizer"
-        )
-    trained = {name: p for name, p in named.items() if p.requires_grad and p.numel()}
-    if not trained:
-        frozen = sum(not p.requires_grad for p in named.values())
-        raise ValueError(
-            f"of the {len(named)} parameters given none can be trained, {frozen} frozen, {len(named) - frozen} empty: "
-            f"call requires_grad_(True) on those to be trained before a {what} is made of them"
-        )
-    return trained

@@ -14,7 +14,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from replicas.default_group import default_group
+from replicas import default_group
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook

@@ -9,12 +9,11 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import replicas
 import torch
 from communicators import Communicator
-from replicas import gathered
-from replicas import saved_by as shared
-from replicas.gathered import is_gathered, of_all, of_rank
-from replicas.saved_by import KEY
+from replicas import STATE_KEY as KEY
+from replicas import state_of_rank, states_of_ranks
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -37,12 +36,12 @@ def numbered(position: int) -> str:
 
 def saved_by(comm: Communicator) -> dict[str, Any]:
     """Rank and world size, for a checkpoint."""
-    return shared.saved_by(comm, RESHARD)
+    return replicas.saved_by(comm.rank, comm.size, RESHARD)
 
 
 def check_saved_by(state: Mapping[str, Any], rank: int, size: int) -> Mapping[str, Any]:
     """This part of a state_dict; ValueError unless it is of this rank and this world size."""
-    shared.check_saved_by(
+    own = replicas.check_saved_by(
         state,
         rank,
         size,
@@ -51,7 +50,7 @@ def check_saved_by(state: Mapping[str, Any], rank: int, size: int) -> Mapping[st
         advice=CARRY,
         one_file="; where rank 0 alone writes, save what gathered_state_dict() gives on every rank",
     )
-    return _whole(state[KEY])
+    return _whole(own)
 
 
 def gathered_state(
@@ -61,12 +60,12 @@ def gathered_state(
 
     alike: what the wrapped optimizer keeps is the same on all ranks, and held once. advice: on other numbers of ranks.
     """
-    return gathered.gathered_state(take, comm, advice=advice, alike=alike)
+    return replicas.gathered_state(take, comm, advice=advice, alike=alike)
 
 
 def own_state(state: Mapping[str, Any], comm: Communicator) -> Mapping[str, Any]:
     """This rank's part of a gathered state; any other state as it is. ValueError for another number of ranks."""
-    return of_rank(state, comm.rank, comm.size, advice=GATHERED_ADVICE)
+    return state_of_rank(state, comm.rank, comm.size, advice=GATHERED_ADVICE)
 
 
 def is_of_several(state: Any) -> bool:
@@ -177,10 +176,10 @@ def reshard_residuals(
         TypeError: It is one rank's state.
         ValueError: States are missing, or of several runs.
     """
-    states = of_all(states) if isinstance(states, Mapping) and is_gathered(states) else states
+    states = states_of_ranks(states) or states
     if isinstance(states, Mapping):
         raise TypeError("one rank's state given, expected those of all ranks in rank order, or a gathered one")
-    if any(is_gathered(state) for state in states):
+    if any(states_of_ranks(state) is not None for state in states):
         raise TypeError(
             "a gathered state of sparse_hsdp given: its residuals belong to places inside a node, so take one place's, "
             "reshard_residuals(state['distributed']['ranks'][place], nodes)[node]"
@@ -203,13 +202,12 @@ def _reshard(owns: Sequence[Mapping[str, Any]], rank: int, size: int, *, drop: b
     error_state = {
         kind: {name: _total(name, kind, owns, heirs, size) for name in owns[0][kind]} for kind in ERROR_STATE
     }
-    rest = {key: value for key, value in owns[0].items() if key != shared.size_key(len(owns), RESHARD)}
+    before = replicas.saved_by(0, len(owns), RESHARD)
+    rest = {key: value for key, value in owns[0].items() if key not in before}
     return {
-        shared.size_key(size, RESHARD): True,
+        **replicas.saved_by(rank, size, RESHARD),
         **without_looks(rest),
         **error_state,
-        "rank": rank,
-        "world_size": size,
         "algorithm_state": [],
     }
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from communicators import Communicator, Stats
 from replicas import hash_bits, refuse_unlike
-from replicas.group_settings import shared_settings
 from torch import Tensor
 from torch.optim import Optimizer
 
 from data_parallel.exchange import Exchange
+from data_parallel.group_settings import shared_settings
 from data_parallel.schemes.choose import choose_scheme
 from data_parallel.settings import Settings
 from data_parallel.state_dict import (

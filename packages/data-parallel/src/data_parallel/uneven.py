@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from communicators import Communicator, allreduce, buckets_of
-from replicas.default_group import default_group
+from replicas import default_group
 from torch import Tensor
 from torch.distributed.algorithms.join import Join, JoinHook
 from torch.optim import Optimizer

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, Unpack
 
 import torch
-from replicas.saved_by import KEY
+from replicas import STATE_KEY as KEY
 from sparse_compress.nonfinite import all_finite
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
@@ -96,16 +96,16 @@ class UpdateOptimizer(ExchangingOptimizer):
             )
         super().__init__(optimizer, named_parameters, comm, checked, sends="updates")
         self._skips = nonfinite == "skip"
-        if (said := too_short(optimizer, self._comm.size)) is not None:
+        if (said := too_short(optimizer, self.comm.size)) is not None:
             warnings.warn(said, stacklevel=2)
-        self._step_correction = AdamStepCorrection(optimizer, self._comm, sends="updates")
+        self._step_correction = AdamStepCorrection(optimizer, self.comm, sends="updates")
         named = dict(zip(self._names, self._trained, strict=True))
-        share = ahead_by(optimizer, self._comm.size)
+        share = ahead_by(optimizer, self.comm.size)
         self._lookahead = ErrorLookahead(named, partial(self._exchange.error_state, "residuals"), share=share)
         self._rates = ByRates(optimizer, self._trained, nbytes)
         take_over(optimizer, None)
         self._open()
-        self._share_parameters(f"{bucket_bytes=}{self._rates.facts}")
+        self.start_alike(f"{self._training.facts()}, {bucket_bytes=}{self._rates.facts}")
 
     @property
     def is_ahead(self) -> bool:

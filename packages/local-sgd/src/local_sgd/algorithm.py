@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from communicators import Communicator
-from replicas.wrapping import Wrapping
+from replicas import Wrapping
 from torch import Tensor
 
 from local_sgd.averaging import Averaging
@@ -39,10 +39,7 @@ class Algorithm(Wrapping):
     needs_rate: ClassVar[bool] = False
     """Whether parameter groups must have an "lr"."""
 
-    _what: str  # the algorithm's name, in errors
-    _comm: Communicator
     _native: bool
-    _trained: dict[str, Tensor]  # the parameters that are averaged, by name
     _parts: list[Part]  # the same parameters as flat vectors
     _averaging: Averaging
     _sums: CompressedSum | None  # sums of a compressor's messages
@@ -82,7 +79,7 @@ class Algorithm(Wrapping):
 
     def pieces(self) -> list[dict[str, Tensor]]:
         """Groups the parameters that are exchanged together; no vector spans two groups."""
-        return [self._trained]
+        return [self.trained]
 
     def averagings(self) -> list[Averaging]:
         """All exchanges of this optimizer."""
@@ -101,7 +98,7 @@ class Algorithm(Wrapping):
             {} if self._sums is None else {"residuals": {"kind": self._sums.kind, "parts": self._sums.state_dict()}}
         )
 
-    def check_more(self, state: dict[str, Any]) -> None:
+    def check_more(self, state: Mapping[str, Any]) -> None:
         """Checks a saved state, and changes nothing.
 
         Args:
@@ -125,11 +122,6 @@ class Algorithm(Wrapping):
         if self._near is not None:
             self._near.load_state_dict(state["near"])
 
-    @property
-    def comm(self) -> Communicator:
-        """Communicator of all ranks."""
-        return self._comm
-
-    def _is_own(self, state: dict[str, Any]) -> bool:
+    def _is_own(self, state: Mapping[str, Any]) -> bool:
         """Whether the state was saved by this rank, among the same number of ranks."""
         return bool((state["rank"], state["world_size"]) == (self._comm.rank, self._comm.size))

@@ -6,10 +6,7 @@ import math
 
 import torch
 from communicators import Communicator, run, schedules
-from replicas.buffers import Buffers
-from replicas.default_group import refuse_alone
-from replicas.parameters import refuse_changes
-from replicas.unended import Unended
+from replicas import Buffers
 from torch import Tensor
 
 from local_sgd.algorithm import Algorithm
@@ -28,11 +25,8 @@ class Boundaries(Algorithm):
 
     _block: Block  # position of this rank between two boundaries
     _weighted: bool
-    _by_default: bool  # no `comm` was given
-    _names: dict[int, str]  # of all parameters, by id
     _buffers: Buffers
     _inner: InnerState
-    _unended: Unended
     _drained: bool  # all ranks hold the model
     _begun: int | None = None  # hash of the parameters that ranks began with, until the next boundary
     _loaded: bool  # whether a state was loaded since the last boundary
@@ -50,7 +44,7 @@ class Boundaries(Algorithm):
         for part, model in zip(self._parts, models, strict=True):
             for name in self.anchors:
                 part[name].copy_(model)
-        self._unended.steps = 0
+        self.end_steps()
         if self.overlaps:
             self._averaging.store(Arrived([], 0.0, self._comm.size))
         self._drained = True
@@ -58,7 +52,7 @@ class Boundaries(Algorithm):
     def _depart(self) -> None:
         """Leaves the drained state before a step: anchors take the parameters that ranks hold now, loaded or not."""
         if self._drained:
-            self._drained, self._begun = False, digest(self._trained)
+            self._drained, self._begun = False, digest(self.trained)
             for part in self._parts:
                 for name in self.anchors:
                     part[name].copy_(part.gather())
@@ -72,13 +66,13 @@ class Boundaries(Algorithm):
         self._sync(self._own_weight(), finished=False)
         self._block.end()
         if not self.overlaps:
-            self._unended.steps = 0
+            self.end_steps()
         if self._near is not None:
             self._near.met = 0
 
     def _sync_near(self, near: Near, *, finished: bool) -> int:
         """Averages within this rank's small group; returns how many of its ranks had not finished."""
-        self._refuse_misfits()
+        self.check_exchange()
         xs = [part.gather() for part in self._parts]
         arrived = near.averaging.now(xs, self._own_weight(near.block), finished=finished)
         refuse_nonfinite(self._parts, arrived.means, near.comm, f"{self._what} in its group")
@@ -102,7 +96,7 @@ class Boundaries(Algorithm):
         return arrived
 
     def _next_boundary(self) -> None:
-        self._refuse_misfits()
+        self.check_exchange()
         if self._loaded:
             self._loaded = False
             self._agree(f", after states of boundary {self._block.boundaries} were loaded on all ranks,")
@@ -199,12 +193,6 @@ class Boundaries(Algorithm):
         if block.done == 0:
             return 0.0
         return block.weight if self._weighted else 1.0
-
-    def _refuse_misfits(self) -> None:
-        """Refuses, at a boundary, ranks or parameters other than those of the beginning."""
-        if self._by_default and self._comm.size == 1:
-            refuse_alone(f"a {self._what}")
-        refuse_changes(self.optimizer, self._names, list(self._trained.values()), what=self._what)
 
     def _refuse_undrained(self, unfinished: int) -> None:
         raise RuntimeError(

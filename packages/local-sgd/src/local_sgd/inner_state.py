@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 from communicators import Communicator
-from replicas.averaging import average
-from replicas.wrapped_state import foreseen_state
+from replicas import average_tensors, foreseen_state
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -44,7 +43,7 @@ class InnerState:
         for p, name in self._entries:
             held = state[p].get(name) if p in state else None
             tensors.append(held if isinstance(held, Tensor) else torch.zeros_like(p))
-        average(tensors, self._comm, facts=f"inner state of {self._what}")
+        average_tensors(tensors, self._comm, facts=f"inner state of {self._what}")
 
     def _foreseen(self) -> list[tuple[Tensor, str]]:
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from replicas.wrapped_state import check_loaded, wrapped_state
+from replicas import check_loaded, saved_optimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -68,7 +68,7 @@ class Outer:
 
     def state_dict(self) -> dict[str, Any]:
         """State by parameter, whatever the cut into vectors."""
-        state, held = wrapped_state(self.optimizer, stepped=self._steps > 0)
+        state, held = saved_optimizer(self.optimizer, stepped=self._steps > 0)
         schedule = {} if self.scheduler is None else {"scheduler": self.scheduler.state_dict()}
         return {"state": state, "held": held, "steps": self._steps, **schedule}
 

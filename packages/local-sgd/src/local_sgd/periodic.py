@@ -11,16 +11,11 @@ from typing import Any, Self
 
 import torch
 from communicators import Stats, as_communicator
-from replicas.buffers import Buffers
-from replicas.gathered import gathered_state
-from replicas.inside_ddp import InsideDDP
-from replicas.replaced import Replaced
-from replicas.unended import Unended
-from replicas.wrapped_state import refuse_torch_helpers
+from replicas import Buffers
 from torch import nn
 from torch.optim import Optimizer
 
-from local_sgd import beginning, figures, saved
+from local_sgd import figures, saved
 from local_sgd.block import Block, Every
 from local_sgd.boundaries import Boundaries
 from local_sgd.inner_state import InnerState
@@ -28,8 +23,6 @@ from local_sgd.levels import Near
 from local_sgd.options import check_options
 from local_sgd.parts import parts_of, shown
 from local_sgd.settings import number
-
-INSIDE_A_NODE = "; DDP inside each node alone, by process_group= of its ranks, is as it should be"
 
 
 class PeriodicAveraging(Boundaries):
@@ -71,6 +64,13 @@ class PeriodicAveraging(Boundaries):
             finite.
     """
 
+    advice = saved.ANEW
+    instead_of_ddp = "; DDP inside each node alone, by process_group= of its ranks, is as it should be"
+    instead_of_shards = (
+        "to average them shard by shard is not supported: give whole parameters, as DistributedDataParallel or a plain "
+        "module has them"
+    )
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -88,21 +88,17 @@ class PeriodicAveraging(Boundaries):
     ) -> None:
         check_options(buffers=buffers, inner_state=inner_state, bucket_bytes=bucket_bytes, model=model)
         self._block = Block(sync_every)
-        super().__init__(optimizer)
-        self._what, self._native = (what := type(self).__name__), native
+        super().__init__(optimizer, None if model is None else model.named_parameters(), comm, model=model)
+        what, self._native = self._what, native
         self._refuse_native()
-        named = beginning.named_parameters(optimizer, model, needs_rate=self.needs_rate, what=what)
-        given, self._comm = comm, as_communicator(comm)
-        self._by_default = given is None
+        if self.needs_rate and (lacking := [g for g, group in enumerate(optimizer.param_groups) if "lr" not in group]):
+            raise ValueError(f"{what} counts in learning rates, but parameter groups {lacking} have no 'lr'")
         self.check()
         self._weighted, self._model = bool(weighted), model
-        self._names = {id(p): name for name, p in named.items()}
-        self._trained = {name: p for name, p in named.items() if p.requires_grad and p.numel()}
-        self._inside_ddp = InsideDDP(self._trained.values(), given, owner=what, instead=INSIDE_A_NODE)
-        self._replaced, self._unended = Replaced(self._trained, what), Unended(self)
         self._said = self._shared_settings(buffers, inner_state)
         agreed = {**self._said, "bucket_bytes": bucket_bytes}
-        beginning.agree(named, model, self._comm, what, agreed, broadcast=broadcast)
+        text = ", ".join(f"{name}={value!r}" for name, value in agreed.items())
+        self.start_alike(text, model=model, broadcast=broadcast)
         device = None if anchor_device is None else torch.device(anchor_device)
         groups, pieces = optimizer.param_groups, self.pieces()
         self._parts = [part for piece in pieces for part in parts_of(groups, piece, bucket_bytes, device)]
@@ -146,7 +142,7 @@ class PeriodicAveraging(Boundaries):
             - bytes_sent: Over `comm`, also by others that use it, and over its small group if there are two levels.
         """
         taken, size = self._block.steps - self._steps_before, self._comm.size
-        nbytes = sum(p.numel() * p.element_size() for p in self._trained.values())
+        nbytes = sum(p.numel() * p.element_size() for p in self.trained.values())
         counted = {"steps": self._block.steps, "boundaries": self._block.boundaries}
         sent = {"bytes_sent": self._sent - self._sent_before, "bytes_dense": taken * (2 * nbytes * (size - 1) // size)}
         return Stats({**counted, **sent, **figures.seconds(self.averagings())})
@@ -164,13 +160,10 @@ class PeriodicAveraging(Boundaries):
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Takes the wrapped optimizer's step, on this rank alone."""
-        refuse_torch_helpers(self._what)
         self._refuse_shown("step()")
-        self._replaced.refuse()
+        self.check_step(apart=True)
         self._refuse_other_parameters()
-        self._inside_ddp.look()
         self._unseen += 1
-        self._unended.steps += self._comm.size > 1
         self._warn_unseen()
         return self.optimizer.step(closure) if closure is not None else self.optimizer.step()
 
@@ -213,7 +206,7 @@ class PeriodicAveraging(Boundaries):
         """Calls `finish`, unless an exception leaves the block."""
         if kind is None:
             self.finish()
-        self._unended.steps = 0
+        self.end_steps()
 
     def wait(self) -> None:
         """Waits for the exchange under way, so that it can be counted; it is applied at the next boundary as ever."""
@@ -244,7 +237,8 @@ class PeriodicAveraging(Boundaries):
             try:
                 yield self._model
             finally:
-                self._showing, self._unended.steps = False, 0
+                self._showing = False
+                self.end_steps()
 
     def state_dict(self) -> dict[str, Any]:
         """State of the wrapped optimizer and, as "distributed", all else; each rank saves its own, and its own model.
@@ -252,24 +246,12 @@ class PeriodicAveraging(Boundaries):
         An exchange under way is waited for and stored, not applied. Tensors are references; the state can be loaded by
         torch.load(weights_only=True).
         """
-        refuse_torch_helpers(self._what)
         self._refuse_shown("state_dict()")
         self._refuse_other_parameters()
         arrived = self._averaging.arrived() if self.overlaps else None
-        self._unended.steps = 0
-        return saved.state_dict(self, self._parts, self._block, arrived, drained=self._drained)
-
-    def gathered_state_dict(self) -> dict[str, Any]:
-        """States of all ranks in one, for a checkpoint that rank 0 alone writes; every rank calls it.
-
-        Rank 0 gets it, in the CPU's memory; others get {}. Every rank loads it by `load_state_dict`, which takes its
-        own part. Models are not in it: each rank saves its own. The result can be loaded by
-        torch.load(weights_only=True).
-
-        Raises:
-            CollectiveError: `state_dict` raises on another rank, which is named.
-        """
-        return gathered_state(self.state_dict, self._comm, advice=saved.ANEW, alike=False)
+        self.end_steps()
+        own = saved.own_state(self, self._parts, self._block, arrived, drained=self._drained)
+        return self.state_with(own, stepped=self._block.steps > 0)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on where this rank's `state_dict` or `gathered_state_dict` was taken: the same bits, also in mid-block.
@@ -288,13 +270,12 @@ class PeriodicAveraging(Boundaries):
             ValueError: It is of another algorithm, of other parameters and, unless it was drained, of another rank or
                 number of ranks; or, where a compressor keeps residuals, of another cut (`bucket_bytes`, fragments).
         """
-        refuse_torch_helpers(self._what)
         self._refuse_shown("load_state_dict()")
-        state_dict = saved.own_state(state_dict, self._comm)
-        own = saved.checked(self, state_dict, self._parts)
+        wrapped, own = self.parts_of_state(state_dict, (*saved.NEEDS, *self.more), anyones="drained")
+        saved.check(self, own, self._parts)
         self.wait()  # an error of what is under way is raised before anything is changed
         taken = self._block.steps - self._steps_before
-        arrived = saved.load(self, state_dict, own, self._parts, self._block)
+        arrived = saved.load(self, wrapped, own, self._parts, self._block)
         self._steps_before = self._block.steps - taken
         if arrived is not None:
             self._averaging.store(arrived)
@@ -359,7 +340,7 @@ class PeriodicAveraging(Boundaries):
     def _refuse_other_parameters(self) -> None:
         """Checks the parameters the first time after a state was loaded."""
         if self._expected is not None:
-            saved.refuse_other_parameters(self._expected, self._trained)
+            saved.refuse_other_parameters(self._expected, self.trained)
             self._expected = None
 
 

@@ -8,9 +8,6 @@ from typing import Any, ClassVar, Protocol
 import torch
 from communicators import Communicator
 from replicas import hash_bits
-from replicas.gathered import of_rank
-from replicas.saved_by import KEY, check_saved_by, saved_by
-from replicas.wrapped_state import wrapped_part, wrapped_state
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -22,7 +19,7 @@ ANEW = (
     "call drain() before state_dict(), and any rank's state and model may be loaded at any number of ranks; or start "
     "from a plain checkpoint of the model, made inside averaged_model(), with a new optimizer"
 )
-_NEEDS = ("algorithm", "block", "kept", "rates", "parameters", "drained")
+NEEDS = ("algorithm", "block", "kept", "rates", "parameters", "drained")
 
 
 class Saved(Protocol):
@@ -40,18 +37,16 @@ class Saved(Protocol):
 
     def more_state(self) -> dict[str, Any]: ...
 
-    def check_more(self, state: dict[str, Any]) -> None: ...
+    def check_more(self, state: Mapping[str, Any]) -> None: ...
 
     def load_more(self, state: dict[str, Any]) -> None: ...
 
 
-def state_dict(
+def own_state(
     optimizer: Saved, parts: Sequence[Part], block: Block, arrived: Arrived | None, *, drained: bool
 ) -> dict[str, Any]:
-    """State of the wrapped optimizer, with this rank's part."""
-    wrapped, held = wrapped_state(optimizer.optimizer, stepped=block.steps > 0)
+    """This rank's own part of the state."""
     own = {
-        **saved_by(optimizer.comm, ANEW),
         "algorithm": type(optimizer).__name__,
         "block": block.state_dict(),
         "kept": {name: _by_name(parts, [part[name] for part in parts]) for name in _kept(optimizer)},
@@ -59,27 +54,17 @@ def state_dict(
         "rates": [_last_rate(parts, group) for group in range(len(optimizer.param_groups))],
         "parameters": digest({name: p for part in parts for name, p in zip(part.names, part.tensors, strict=True)}),
         "drained": drained,
-        "wrapped": held,
         **optimizer.more_state(),
     }
     if arrived is not None:
         means = arrived.means or [torch.zeros_like(part[optimizer.anchors[0]]) for part in parts]
         own["arrived"] = {"means": _by_name(parts, means), "weight": arrived.weight, "unfinished": arrived.unfinished}
-    return {**wrapped, KEY: own}
+    return own
 
 
-def own_state(state: Mapping[str, Any], comm: Communicator) -> Mapping[str, Any]:
-    """This rank's part of a gathered state, any other state unchanged; ValueError for another number of ranks."""
-    return of_rank(state, comm.rank, comm.size, advice=ANEW)
-
-
-def checked(optimizer: Saved, state: Mapping[str, Any], parts: Sequence[Part]) -> dict[str, Any]:
-    """Checks a state before anything is changed; returns this rank's part, or raises ValueError."""
-    what, comm = type(optimizer).__name__, optimizer.comm
-    drained = KEY in state and state[KEY].get("drained") is True
-    rank, size = (state[KEY].get("rank"), state[KEY].get("world_size")) if drained else (comm.rank, comm.size)
-    check_saved_by(state, rank, size, of=f"a {what}", needs=(*_NEEDS, *optimizer.more), advice=ANEW)
-    own: dict[str, Any] = state[KEY]
+def check(optimizer: Saved, own: Mapping[str, Any], parts: Sequence[Part]) -> None:
+    """Checks the own part of a state before anything is changed; raises ValueError."""
+    what = type(optimizer).__name__
     if own["algorithm"] != what:
         raise ValueError(
             f"the state is of {own['algorithm']}, but this is {what}: to go on with another algorithm start from a "
@@ -95,18 +80,17 @@ def checked(optimizer: Saved, state: Mapping[str, Any], parts: Sequence[Part]) -
             f"the state has {len(own['rates'])} parameter groups, the optimizer {len(optimizer.param_groups)}"
         )
     optimizer.check_more(own)
-    return own
 
 
 def load(
     optimizer: Saved,
-    state: Mapping[str, Any],
+    wrapped: dict[str, Any],
     own: dict[str, Any],
     parts: Sequence[Part],
     block: Block,
 ) -> Arrived | None:
-    """Restores a state that `checked` returned; returns the saved mean of a launch, if the algorithm overlaps."""
-    optimizer.optimizer.load_state_dict(wrapped_part(state))
+    """Restores a state that `check` accepted; returns the saved mean of a launch, if the algorithm overlaps."""
+    optimizer.optimizer.load_state_dict(wrapped)
     block.load_state_dict(own["block"])
     for part in parts:
         for name in _kept(optimizer):

@@ -7,30 +7,16 @@ from dataclasses import replace
 from typing import Any, Literal, Self, cast
 
 import torch
-from communicators import Bucket, CollectiveError, Communicator, as_communicator, buckets_of, run, schedules
-from replicas.averaging import copy_from_first
-from replicas.buffers import Buffers
-from replicas.default_group import refuse_alone
-from replicas.first_broadcast import broadcast_parameters
-from replicas.gathered import gathered_state, of_rank
-from replicas.group_settings import settings_of
-from replicas.inside_ddp import InsideDDP
-from replicas.parameters import name_parameters, refuse_changes
-from replicas.replaced import Replaced
-from replicas.saved_by import KEY, check_saved_by, saved_by
-from replicas.unended import Unended
-from replicas.wrapped_state import refuse_torch_helpers, wrapped_part, wrapped_state
-from replicas.wrapping import Wrapping
+from communicators import Bucket, CollectiveError, buckets_of, run, schedules
+from replicas import Buffers, Wrapping
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from partial_collectives.partial_allreduce import PartialAllreduce
 from partial_collectives.protocol.rules import MAX_STALENESS, Quorum
 from partial_collectives.result import PartialResult
-from partial_collectives.settings import as_facts, check_scheduler, refuse_changed
+from partial_collectives.settings import as_facts, check_scheduler, refuse_changed, settings_of
 from partial_collectives.stragglers.lateness import Lateness
-
-ADVICE = "go on with as many ranks, or save after finish() and load the wrapped optimizer's part alone"
 
 
 class EagerSGD(Wrapping):
@@ -55,7 +41,7 @@ class EagerSGD(Wrapping):
     (`register_step_pre_hook`), which returns nothing. At construction all ranks get rank 0's parameters, and the
     buffers of `model`.
 
-    The module is a plain one: DDP round it would sum dense gradients first, and wait for all ranks; see `InsideDDP`.
+    The module is a plain one: DDP round it would sum dense gradients first, and wait for all ranks.
 
     `finish()`, or leaving the context, takes part until all ranks have ended. A gradient that is not finite is a
     CollectiveError on every rank, that names the rank, when its round is applied.
@@ -84,6 +70,9 @@ class EagerSGD(Wrapping):
         gradients: Number of gradients in them, of all ranks.
     """
 
+    advice = "go on with as many ranks, or save after finish() and load the wrapped optimizer's part alone"
+    alike = True
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -100,31 +89,19 @@ class EagerSGD(Wrapping):
         seed: int = 0,
         on_death: Literal["error", "shrink"] = "error",
     ) -> None:
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"optimizer is {type(optimizer).__name__}, expected a torch.optim.Optimizer")
         check_scheduler(scheduler, optimizer)
-        _check_buffers(buffers, model)
         if buffers != "keep" and on_death == "shrink":
             raise ValueError(
                 f"buffers={buffers!r} takes all ranks, but on_death='shrink' goes on without some: leave one"
             )
-        given, self._comm = comm, as_communicator(comm)
-        self._by_default = given is None
-        named = name_parameters(optimizer, named_parameters)
-        trained = {name: p for name, p in named.items() if p.requires_grad and p.numel()}
-        if not trained:
-            raise ValueError("no parameter is trainable: there is nothing to exchange")
-        super().__init__(optimizer)
+        super().__init__(optimizer, named_parameters, comm, model=model)
+        shared = Buffers(model, buffers, self._comm, "EagerSGD")
         self.scheduler = scheduler
-        self._named, self._trained = {id(p): name for name, p in named.items()}, list(trained.values())
+        self._trained = list(self.trained.values())
         self._weighted, self.applied, self.gradients = weighted, 0, 0
-        self._inside_ddp = InsideDDP(self._trained, given, owner="EagerSGD")
-        self._replaced, self._unended = Replaced(trained, "EagerSGD"), Unended(self)
-        settings = f"{weighted=}, {buffers=}, {as_facts(optimizer, scheduler)}"
-        broadcast_parameters(named, self._comm, what="EagerSGD", settings=settings)
-        held = [] if model is None else [buffer for buffer in model.buffers() if buffer.numel()]
-        copy_from_first(held, self._comm, facts="buffers of EagerSGD")
-        self._shared = None if buffers == "keep" or not held else Buffers(model, buffers, self._comm, "EagerSGD")
+        self.start_alike(f"{weighted=}, {buffers=}, {as_facts(optimizer, scheduler)}", model=model)
+        held = buffers != "keep" and model is not None and any(buffer.numel() for buffer in model.buffers())
+        self._shared = shared if held else None
         self._ended, self._known = False, cast(list[dict[str, Any]] | None, None)
         self._buckets = [_in_32_bits(bucket) for bucket in buckets_of(self._trained)]
         like = [torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device) for bucket in self._buckets]
@@ -137,11 +114,6 @@ class EagerSGD(Wrapping):
             seed=seed,
             on_death=on_death,
         )
-
-    @property
-    def comm(self) -> Communicator:
-        """The ranks."""
-        return self._comm
 
     @property
     def lateness(self) -> Lateness:
@@ -161,19 +133,14 @@ class EagerSGD(Wrapping):
         Returns:
             The closure's loss; None without one.
         """
-        refuse_torch_helpers("EagerSGD")
+        self.check_step(apart=True)
         weight = self._checked(weight)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._by_default and self._comm.size == 1:
-            refuse_alone("an EagerSGD")
-        self._inside_ddp.look()
-        self._replaced.refuse()
-        refuse_changes(self.optimizer, self._named, self._trained, what="EagerSGD")
+        self.check_exchange()
         gradients = [p.grad for p in self._trained]
-        self._unended.steps += self._comm.size > 1
         self._apply(self._rounds.allreduce([bucket.gather(gradients) for bucket in self._buckets], weight=weight))
         return loss
 
@@ -190,7 +157,7 @@ class EagerSGD(Wrapping):
         while self._shared is not None and not self._ended:
             self._ended = self._meet(finished=True)
         self._apply(self._rounds.finish())
-        self._unended.steps = 0
+        self.end_steps()
 
     def close(self) -> None:
         """Frees what it holds, with all other ranks; after `finish()`, else it no longer applies the others' rounds."""
@@ -203,31 +170,15 @@ class EagerSGD(Wrapping):
         stand, and the scheduler's state. It differs between ranks: each saves its own. Take it after `synchronize()`,
         on all ranks.
         """
-        refuse_torch_helpers("EagerSGD")
-        wrapped, held = wrapped_state(self.optimizer, stepped=self.applied > 0)
         own = {
-            **saved_by(self._comm, ADVICE),
             "rounds": self._rounds.state_dict(),
             "applied": self.applied,
             "gradients": self.gradients,
             "settings": {"weighted": self._weighted, "scheduler": _name(self.scheduler)},
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
-            "wrapped": held,
         }
-        self._unended.steps = 0
-        return {**wrapped, KEY: own}
-
-    def gathered_state_dict(self) -> dict[str, Any]:
-        """The states of all ranks in one, for a checkpoint that rank 0 alone writes; for every rank to call.
-
-        Rank 0 holds it in the CPU's memory; the others get {}. Every rank loads it by `load_state_dict`, which takes
-        its own part. The wrapped optimizer's state, the same on all ranks, is in it once: take it after
-        `synchronize()`. Loadable by torch.load(weights_only=True).
-
-        Raises:
-            CollectiveError: `state_dict` raises on another rank, which is named.
-        """
-        return gathered_state(self.state_dict, self._comm, advice=ADVICE, alike=True)
+        self.end_steps()
+        return self.state_with(own, stepped=self.applied > 0)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on where this rank's `state_dict`, or `gathered_state_dict`, was taken.
@@ -242,15 +193,11 @@ class EagerSGD(Wrapping):
             ValueError: The state is of another rank or another number of them.
             CollectiveError: Ranks give states of different rounds.
         """
-        refuse_torch_helpers("EagerSGD")
-        state_dict = of_rank(state_dict, self._comm.rank, self._comm.size, advice=ADVICE)
         needs = ("rounds", "applied", "gradients", "settings", "scheduler")
-        check_saved_by(state_dict, self._comm.rank, self._comm.size, of="an EagerSGD", needs=needs, advice=ADVICE)
-        own = state_dict[KEY]
+        wrapped, own = self.parts_of_state(state_dict, needs)
         for name, now in (("weighted", self._weighted), ("scheduler", _name(self.scheduler))):
             if (then := own["settings"][name]) != now:
                 raise ValueError(f"the state is of an EagerSGD with {name}={then}, this one has {name}={now}")
-        wrapped = wrapped_part(state_dict)
         self._rounds.load_state_dict(own["rounds"])
         self.optimizer.load_state_dict(wrapped)
         if self.scheduler is not None:
@@ -264,7 +211,7 @@ class EagerSGD(Wrapping):
         try:
             if error is None:
                 self.finish()
-            self._unended.steps = 0
+            self.end_steps()
         except BaseException as failed:
             self._rounds.__exit__(type(failed), failed, None)
             raise
@@ -291,7 +238,8 @@ class EagerSGD(Wrapping):
     def _meet(self, *, finished: bool) -> bool:
         """Meets all ranks that have steps, and all others too where buffers are shared; whether all have finished."""
         self._apply(self._rounds.synchronize())
-        self._known, self._unended.steps = None, 0
+        self._known = None
+        self.end_steps()
         if self._shared is None:
             return finished
         self._shared.at_boundary()
@@ -324,10 +272,3 @@ def _in_32_bits(bucket: Bucket) -> Bucket:
 
 def _name(scheduler: Any) -> str | None:
     return None if scheduler is None else type(scheduler).__name__
-
-
-def _check_buffers(buffers: str, model: nn.Module | None) -> None:
-    if buffers not in ("keep", "average", "broadcast"):
-        raise ValueError(f"buffers is {buffers!r}, expected 'keep', 'average' or 'broadcast'")
-    if buffers != "keep" and model is None:
-        raise ValueError(f"buffers={buffers!r} takes the model whose buffers they are: give model=")

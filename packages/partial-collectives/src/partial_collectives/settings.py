@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from replicas.group_settings import settings_of
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 _PLAIN = (bool, int, float, str, type(None), tuple, list)
+
+
+def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Settings of all parameter groups, as plain values; "initial_lr" is a scheduler's."""
+    return [
+        {
+            name: value.tolist() if isinstance(value, Tensor) else value
+            for name, value in group.items()
+            if name not in ("params", "param_names", "initial_lr")
+        }
+        for group in optimizer.param_groups
+    ]
 
 
 def as_facts(optimizer: Optimizer, scheduler: Any) -> str:

@@ -1,6 +1,39 @@
-"""Parts for wrappers of an optimizer on several ranks: an equal start, checks, averages, and places in a checkpoint."""
+"""Base class of optimizers that wrap another one on several ranks; checks that ranks hold the same; gathered states."""
 
+from replicas.averaging import Buffers, average_tensors, broadcast_parameters, broadcast_tensors
+from replicas.parameters import check_named_parameters
+from replicas.process_group import default_group
+from replicas.states import (
+    STATE_KEY,
+    check_saved_by,
+    gathered_state,
+    saved_by,
+    state_of_rank,
+    states_of_ranks,
+)
 from replicas.unlike import hash_bits, refuse_unlike
 from replicas.version import __version__
+from replicas.wrapped_state import check_loaded, foreseen_state, saved_optimizer
+from replicas.wrapping import Wrapping
 
-__all__ = ["__version__", "hash_bits", "refuse_unlike"]
+__all__ = [
+    "STATE_KEY",
+    "Buffers",
+    "Wrapping",
+    "__version__",
+    "average_tensors",
+    "broadcast_parameters",
+    "broadcast_tensors",
+    "check_loaded",
+    "check_named_parameters",
+    "check_saved_by",
+    "default_group",
+    "foreseen_state",
+    "gathered_state",
+    "hash_bits",
+    "refuse_unlike",
+    "saved_by",
+    "saved_optimizer",
+    "state_of_rank",
+    "states_of_ranks",
+]

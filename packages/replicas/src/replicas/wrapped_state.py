@@ -10,17 +10,19 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from replicas.saved_by import KEY
-
 _HELPERS = "torch.distributed.checkpoint.state_dict"
 _NEW = "new"
 
 
-def wrapped_state(optimizer: Optimizer, *, stepped: bool) -> tuple[dict[str, Any], str | list[str]]:
-    """The optimizer's state_dict, and what that holds by parameter. stepped: it has all the state that it will have.
+def saved_optimizer(optimizer: Optimizer, *, stepped: bool) -> tuple[dict[str, Any], str | list[str]]:
+    """The optimizer's state_dict, and a list of what it holds by parameter, for `check_loaded`.
 
     torch.distributed.checkpoint loads only what it finds, and a new optimizer has no state yet. So a new one gives the
-    state that it will have after a step, to be loaded into, marked `_NEW` so that it is left out where it was not.
+    state that it will have after a step, to be loaded into, marked so that it is left out where it was not.
+
+    Args:
+        optimizer: Optimizer to be saved.
+        stepped: Whether it has all the state that it will have.
     """
     state = optimizer.state_dict()
     if state["state"] or stepped:
@@ -28,10 +30,17 @@ def wrapped_state(optimizer: Optimizer, *, stepped: bool) -> tuple[dict[str, Any
     return {**state, "state": foreseen_state(optimizer)}, _NEW
 
 
-def check_loaded(state: dict[str, Any], held: Any) -> dict[str, Any]:
-    """State for the wrapped optimizer to load; ValueError where the checkpoint held more than was loaded of it.
+def check_loaded(state: Mapping[str, Any], held: Any) -> dict[str, Any]:
+    """State for the optimizer to load, of what `saved_optimizer` gave, by torch.distributed.checkpoint or not.
 
     A file of torch.distributed.checkpoint has text for numbers, and no empty parts.
+
+    Args:
+        state: The optimizer's state_dict.
+        held: List of what it held when it was saved.
+
+    Raises:
+        ValueError: The checkpoint held more than was loaded of it.
     """
     by_parameter = state.get("state", {})
     state = {**state, "state": {int(p) if str(p).isdigit() else p: kept for p, kept in by_parameter.items()}}
@@ -46,16 +55,29 @@ def check_loaded(state: dict[str, Any], held: Any) -> dict[str, Any]:
     return state
 
 
-def wrapped_part(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The wrapped optimizer's part of a wrapper's state; raises as `check_loaded` does."""
-    return check_loaded({key: value for key, value in state.items() if key != KEY}, state[KEY].get("wrapped"))
+def foreseen_state(optimizer: Optimizer) -> dict[Any, Any]:
+    """The state after a step, made by a copy with parameters of its own; {} where a step takes more than gradients.
+
+    Args:
+        optimizer: Optimizer, which stays as it is.
+
+    Returns:
+        The part "state" of its state_dict.
+    """
+    try:
+        scratch = copy.deepcopy(optimizer)
+        for group in scratch.param_groups:
+            for p in group["params"]:
+                p.grad = torch.zeros_like(p) if p.requires_grad else None
+        scratch.step()
+    except Exception:  # one that needs a closure, or cannot be copied: what is not loaded is an error then
+        return {}
+    foreseen: dict[Any, Any] = scratch.state_dict()["state"]
+    return foreseen
 
 
 def refuse_torch_helpers(what: str) -> None:
-    """Raises RuntimeError for get_state_dict and its like, which would leave out what the wrapper `what` keeps.
-
-    For an optimizer without a state they even take a step with a learning rate of 0, which throws away what it sends.
-    """
+    """Raises RuntimeError in get_state_dict and its like, which would leave out what the wrapper `what` keeps."""
     frame = sys._getframe(1)
     for _ in range(8):  # torch and learning-rate schedulers wrap step()
         if frame.f_back is None:
@@ -73,17 +95,3 @@ def refuse_torch_helpers(what: str) -> None:
 def _held(state: Mapping[str, Any]) -> list[str]:
     """Names of the state by parameter; as plain text, which is loaded as a whole."""
     return [f"{p}.{name}" for p, held in state["state"].items() for name in held]
-
-
-def foreseen_state(optimizer: Optimizer) -> dict[Any, Any]:
-    """The state after a step, made by a copy with parameters of its own; {} where a step takes more than gradients."""
-    try:
-        scratch = copy.deepcopy(optimizer)
-        for group in scratch.param_groups:
-            for p in group["params"]:
-                p.grad = torch.zeros_like(p) if p.requires_grad else None
-        scratch.step()
-    except Exception:  # one that needs a closure, or cannot be copied: what is not loaded is an error then
-        return {}
-    foreseen: dict[Any, Any] = scratch.state_dict()["state"]
-    return foreseen

@@ -2,34 +2,213 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 import weakref
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn, SupportsIndex
+from typing import Any, ClassVar, NoReturn, SupportsIndex
 
+from communicators import Communicator, as_communicator, run, schedules
+from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from replicas.averaging import broadcast_parameters, broadcast_tensors
+from replicas.parameters import Replaced, named_of, refuse_changes, trained_of
+from replicas.process_group import refuse_alone, warn_of_ddp
+from replicas.states import STATE_KEY, check_saved_by, gathered_state, saved_by, state_of_rank
+from replicas.unlike import refuse_unlike
+from replicas.wrapped_state import check_loaded, refuse_torch_helpers, saved_optimizer
+
+logger = logging.getLogger("replicas")
 
 
 class Wrapping(Optimizer):
-    """Shares param_groups, state and defaults with the optimizer that it wraps, so that either may be asked.
+    """Base class of optimizers that wrap another one on several ranks.
 
+    It shares param_groups, state and defaults with the optimizer that it wraps, so that either may be asked.
     GradScaler treats it as any optimizer: it unscales the gradients, and leaves out `step` where it found an inf.
+
+        class Synchronous(Wrapping):
+            def __init__(self, optimizer, named_parameters, comm=None):
+                super().__init__(optimizer, named_parameters, comm)
+                self.start_alike("")
+
+            def step(self, closure=None):
+                self.check_step()
+                self.check_exchange()
+                average_tensors([p.grad for p in self.trained.values()], self.comm, facts="Synchronous")
+                self.optimizer.step()
+
+    Args:
+        optimizer: Optimizer over the live parameters.
+        named_parameters: Parameters of the model, as `model.named_parameters()` gives them; None: the optimizer's, by
+            its own names or numbers.
+        comm: The ranks, see `communicators.as_communicator`.
+        model: Module of the parameters, or None; only to be looked through for DDP.
+
+    Attributes:
+        optimizer: Wrapped optimizer.
+        named: Parameters by name, frozen ones too.
+        trained: Parameters by name that are exchanged: neither frozen nor empty.
+        advice: Remedy, in errors, for a state of another number of ranks; class attribute.
+        alike: Whether the wrapped optimizer's state is the same on all ranks.
+        instead_of_ddp: Further remedy where DDP exchanges gradients too; class attribute.
+        instead_of_shards: Remedy where parameters are sharded; class attribute.
+
+    Raises:
+        TypeError: The optimizer is none, a parameter is sharded, or the names are as `check_named_parameters` refuses.
+        ValueError: Parameters and optimizer do not fit, or nothing can be trained.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    advice: ClassVar[str] = "go on with as many ranks"
+    alike: bool = False
+    instead_of_ddp: ClassVar[str] = ""
+    instead_of_shards: ClassVar[str] = "give whole parameters, as DistributedDataParallel or a plain module has them"
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        named_parameters: Iterable[tuple[str, Tensor]] | None,
+        comm: Any = None,
+        *,
+        model: nn.Module | None = None,
+    ) -> None:
+        self._what = type(self).__name__
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer is {type(optimizer).__name__}, expected a torch.optim.Optimizer to wrap")
+        named = named_of(optimizer, named_parameters)
+        if sharded := [name for name, p in named.items() if hasattr(p, "to_local")]:
+            raise TypeError(
+                f"parameters {sharded} are DTensors, of which each rank holds another part: {self.instead_of_shards}"
+            )
+        self._given, self._comm = comm, as_communicator(comm)
+        trained = trained_of(named, self._what)
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self.optimizer = optimizer
+        self.optimizer, self.named, self.trained = optimizer, named, trained
         self._share()
         optimizer.register_load_state_dict_post_hook(partial(_share_again, weakref.ref(self)))
+        self._replaced, self._apart = Replaced(trained, self._what), _StepsApart(self)
+        warn_of_ddp(trained, model, comm, self._comm, owner=self._what, instead=self.instead_of_ddp)
+
+    @property
+    def comm(self) -> Communicator:
+        """Communicator of all ranks."""
+        return self._comm
+
+    def start_alike(self, settings: str, *, model: nn.Module | None = None, broadcast: bool = True) -> None:
+        """Gives all ranks rank 0's parameters, and buffers of `model`; for every rank to call, in the constructor.
+
+        Args:
+            settings: Text of the settings that ranks must share.
+            model: Module that has buffers.
+            broadcast: Whether to copy; False: ranks compare a hash of their parameters instead.
+
+        Raises:
+            CollectiveError: On all ranks: they differ in settings, in names or shapes or, without `broadcast`, in the
+                bits of parameters.
+        """
+        if not broadcast:
+            facts = f"{self._what}({settings}, broadcast=False)"
+            run(schedules.barrier(self._comm.rank, self._comm.size), self._comm, facts=facts)
+            refuse_unlike(self.named, self._comm)
+            return
+        broadcast_parameters(self.named, self._comm, what=self._what, settings=settings)
+        buffers = [] if model is None else [buffer for buffer in model.buffers() if buffer.numel()]
+        broadcast_tensors(buffers, self._comm, facts=f"buffers of {self._what}")
+
+    def check_step(self, *, apart: bool = False) -> None:
+        """Checks, at the beginning of a step, that it would train what the model uses.
+
+        Args:
+            apart: Whether ranks may hold different parameters from this step on, until `end_steps`.
+
+        Raises:
+            ValueError: A module has replaced parameters.
+            RuntimeError: torch's get_state_dict takes this step: it would throw away what the step sends.
+        """
+        if all(_is_zero(group.get("lr", 0.0)) for group in self.param_groups):  # as those helpers set it
+            refuse_torch_helpers(self._what)
+        self._replaced.refuse()
+        self._apart.steps += apart and self._comm.size > 1
+
+    def check_exchange(self) -> None:
+        """Checks, before ranks exchange, that ranks and parameters are those of the beginning.
+
+        Raises:
+            RuntimeError: No comm was given, and a process group has been made since.
+            ValueError: Parameters were frozen, unfrozen, added or replaced since.
+        """
+        self._replaced.refuse()
+        if self._given is None and self._comm.size == 1:
+            refuse_alone(f"a {self._what}" if self._what[0] not in "AEIOU" else f"an {self._what}")
+        refuse_changes(self.optimizer, self.named, self.trained, self._what)
+
+    def end_steps(self) -> None:
+        """Notes that all ranks hold the same, or that this rank's state was saved.
+
+        Steps that are apart and came since then are logged when this optimizer is collected, or at exit, unless after
+        an exception: ranks with as many steps each that forget to finish would part in silence.
+        """
+        self._apart.steps = 0
+
+    def state_with(self, own: Mapping[str, Any], *, stepped: bool) -> dict[str, Any]:
+        """The wrapped optimizer's state with an own part, for `state_dict`.
+
+        Args:
+            own: Plain values and tensors.
+            stepped: Whether the wrapped optimizer has all the state that it will have.
+        """
+        refuse_torch_helpers(self._what)
+        wrapped, held = saved_optimizer(self.optimizer, stepped=stepped)
+        place = saved_by(self._comm.rank, self._comm.size, self.advice)
+        return {**wrapped, STATE_KEY: {**place, **own, "wrapped": held}}
+
+    def parts_of_state(
+        self, state: Mapping[str, Any], needs: Sequence[str], *, anyones: str = ""
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Parts of a state, for `load_state_dict`: the wrapped optimizer's, to be given to it, and the own one.
+
+        Args:
+            state: Result of `state_dict` on this rank, or of `gathered_state_dict` on rank 0.
+            needs: Keys that the own part must have.
+            anyones: Key of the own part that is True where a state is good for any rank of any number.
+
+        Raises:
+            TypeError: It is no state.
+            ValueError: The state is of another rank or number of ranks, or lacks something.
+        """
+        refuse_torch_helpers(self._what)
+        rank, size = self._comm.rank, self._comm.size
+        state = state_of_rank(state, rank, size, advice=self.advice)
+        if (saved := state.get(STATE_KEY, {})).get(anyones) is True:
+            rank, size = saved.get("rank"), saved.get("world_size")
+        of = f"{'an' if self._what[0] in 'AEIOU' else 'a'} {self._what}"
+        own = check_saved_by(state, rank, size, of=of, needs=needs, advice=self.advice)
+        return check_loaded({key: held for key, held in state.items() if key != STATE_KEY}, own.get("wrapped")), own
+
+    def gathered_state_dict(self) -> dict[str, Any]:
+        """States of all ranks in one, for a checkpoint that rank 0 alone writes; every rank calls it.
+
+        Rank 0 gets it, in the CPU's memory; others get {}. Every rank loads it by `load_state_dict`, which takes its
+        own part. The wrapped optimizer's state is in it once where it is the same on all ranks. The result can be
+        loaded by torch.load(weights_only=True).
+
+        Raises:
+            CollectiveError: `state_dict` raises on another rank, which is named.
+        """
+        return gathered_state(self.state_dict, self._comm, advice=self.advice, alike=self.alike)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group while the optimizer is made; later every rank would have to agree on what is exchanged."""
+        """Adds a group while the optimizer is made; later every rank would have to agree on what is exchanged.
+
+        Raises:
+            RuntimeError: The optimizer has been made.
+        """
         if "optimizer" in self.__dict__:
-            name = type(self).__name__
             raise RuntimeError(
-                f"parameters cannot be added to a {name}: add the group to the wrapped optimizer, "
-                f"and make a new {name} of it"
+                f"parameters cannot be added to a {self._what}: add the group to the wrapped optimizer, "
+                f"and make a new {self._what} of it"
             )
         super().add_param_group(param_group)
 
@@ -48,9 +227,36 @@ class Wrapping(Optimizer):
         self.defaults = self.optimizer.defaults
 
 
+class _StepsApart:
+    """Steps since all ranks held the same, or a rank's state was saved; logged when the owner goes, too late to ask.
+
+    Nothing is logged after an exception, which is why nobody finished. A rank that finishes while others go on without
+    finishing is told by an error.
+    """
+
+    def __init__(self, owner: object) -> None:
+        self.steps = 0
+        weakref.finalize(owner, _tell, self, type(owner).__name__)
+
+
+def _tell(apart: _StepsApart, what: str) -> None:
+    if apart.steps and sys.exception() is None and getattr(sys, "last_value", None) is None:
+        logger.warning(
+            "%d steps of %s since its ranks last came together: their parameters may differ, and what is under way is "
+            "lost. End with finish(), which `with` calls, on every rank",
+            apart.steps,
+            what,
+        )
+
+
 def _share_again(wrapping: weakref.ref[Wrapping], optimizer: Optimizer) -> None:
     """Shares again after the wrapped optimizer loaded a state. It must not keep a wrapper alive that was replaced."""
     del optimizer
     living = wrapping()
     if living is not None:
         living._share()
+
+
+def _is_zero(rate: Any) -> bool:
+    """Whether a learning rate is 0; one on a device is not read, and counts as another."""
+    return not (isinstance(rate, Tensor) and rate.device.type != "cpu") and float(rate) == 0

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from communicators import Communicator
 from partial_collectives import EagerSGD
-from replicas.saved_by import KEY
+from replicas import STATE_KEY as KEY
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 

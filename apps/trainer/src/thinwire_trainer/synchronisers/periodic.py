@@ -13,7 +13,7 @@ from typing import Any
 
 from communicators import Communicator
 from local_sgd import ALGORITHMS, PeriodicAveraging
-from replicas.saved_by import KEY
+from replicas import STATE_KEY as KEY
 from torch import nn
 from torch.optim import SGD
 

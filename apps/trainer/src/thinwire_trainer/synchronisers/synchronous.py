@@ -17,7 +17,7 @@ from typing import Any
 
 from communicators import Communicator
 from data_parallel import DistributedOptimizer, UpdateOptimizer, reshard_residuals
-from replicas.saved_by import KEY
+from replicas import STATE_KEY as KEY
 from sparse_compress import Compressor, DGCTopK, GaussianK, RandomK, Threshold, TopK, WarmUp
 from torch import nn
 from torch.optim import SGD, Optimizer

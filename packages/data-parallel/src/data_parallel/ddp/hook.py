@@ -14,9 +14,8 @@ from typing import Any, Self, Unpack
 
 import torch
 from communicators import Bucket, Communicator, Stats, Work, as_communicator
-from replicas.default_group import default_group, refuse_other_world
-from replicas.parameters import check_pairs
-from replicas.saved_by import KEY
+from replicas import STATE_KEY as KEY
+from replicas import check_named_parameters, default_group
 from sparse_collectives.algorithm import Algorithm
 from sparse_collectives.prediction.auto import Choice
 from sparse_compress import Compressor
@@ -24,6 +23,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket  # torch.distributed has it, but not for type checkers
 
 from data_parallel.ddp.buckets import Accumulated, Buckets, spans_of, unused_spans
+from data_parallel.ddp.other_world import refuse_other_world
 from data_parallel.ddp.saved_layout import SavedBucketLayout
 from data_parallel.hsdp.backward import at_the_end
 from data_parallel.optimizer_watch import EVERY, OptimizerWatch
@@ -113,7 +113,7 @@ class SparseHookState:
             raise TypeError(f"grad_scaler is {grad_scaler!r}, expected the GradScaler itself, or None without one")
         checked = Settings.of(SparseHookState, settings, nonfinite="raise" if grad_scaler is None else "skip")
         named = list(named_parameters)
-        check_pairs(named)
+        check_named_parameters(named)
         if checked.is_auto and not any(p.numel() for _, p in named):
             raise ValueError('algorithm="auto" chooses by the size of the model: give named_parameters')
         if checked.clip_norm is not None and not named:

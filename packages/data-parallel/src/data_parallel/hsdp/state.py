@@ -9,10 +9,8 @@ from typing import Any, Unpack
 
 import torch
 from communicators import CollectiveError, Communicator, Stats, Work
-from replicas.first_broadcast import broadcast_parameters
-from replicas.gathered import of_rank
-from replicas.parameters import check_pairs
-from replicas.saved_by import KEY
+from replicas import STATE_KEY as KEY
+from replicas import broadcast_parameters, check_named_parameters, state_of_rank
 from torch import Tensor, nn
 
 from data_parallel.ddp.buckets import spans_of, unused_spans
@@ -65,7 +63,7 @@ class HsdpState:
             raise ValueError("algorithm='auto' measures replicas of a whole model: name one, such as 'gtopk'")
         self._backward = Backward(self._end)
         self._shards, self._named = shards_of(model)
-        check_pairs(list(self._named.items()))
+        check_named_parameters(list(self._named.items()))
         self._comm, self._inside = joined(self._shards, between)
         owner = OWNER if checked.clip_norm is None else f"{OWNER} with clip_norm={checked.clip_norm}"
         self._training = Training(checked, self._comm, list(self._named), [], owner=owner)
@@ -160,7 +158,7 @@ class HsdpState:
             RuntimeError: It is called in backward.
         """
         self._refuse_in_backward("load_state_dict()")
-        of_place = of_rank(state_dict, self._inside.rank, self._inside.size, advice=OTHER_NODES)
+        of_place = state_of_rank(state_dict, self._inside.rank, self._inside.size, advice=OTHER_NODES)
         _, own = self._training.own(of_place, {name: shape for name, (shape, _) in self._shapes().items()})
         here = [self._inside.rank, self._inside.size]
         if own.get("inside") != here:

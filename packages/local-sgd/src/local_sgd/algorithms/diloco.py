@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Unpack, cast
 
 import torch
@@ -69,7 +70,7 @@ class DiLoCo(PeriodicAveraging):
         make = checked_rounds(allreduce, compress, options, levels=self.inner is not None)
         self.compression = Compression(compress, cast(Allreduce | None, None if make else allreduce))
         super().__init__(optimizer, sync_every=every, **options)
-        self.outer = Outer(self._parts, list(self._trained), outer, outer_scheduler)
+        self.outer = Outer(self._parts, list(self.trained), outer, outer_scheduler)
         self._averaging.alike = self.outer.alike
         run(schedules.barrier(self.comm.rank, self.comm.size), self.comm, facts=f"DiLoCo{self.outer.alike()}")
         self._rounds: OuterRounds | None = None
@@ -97,7 +98,7 @@ class DiLoCo(PeriodicAveraging):
         rounds = {} if self._rounds is None else {"rounds": self._rounds.state_dict()}
         return {**super().more_state(), **rounds, "outer": self.outer.state_dict()}
 
-    def check_more(self, state: dict[str, Any]) -> None:
+    def check_more(self, state: Mapping[str, Any]) -> None:
         """Checks the state of the outer optimizer too."""
         super().check_more(state)
         if ("rounds" in state) != (self._rounds is not None):
@@ -145,7 +146,8 @@ class DiLoCo(PeriodicAveraging):
             self._rounds.give(weight)
         self._rounds.finish() if most is None else self._rounds.synchronize()
         self._block.end()
-        self._drained, self._unended.steps = True, 0
+        self._drained = True
+        self.end_steps()
 
     def _models(self, comm: Communicator) -> list[Tensor]:
         if self._rounds is not None and not self._drained:

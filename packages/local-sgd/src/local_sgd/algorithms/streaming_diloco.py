@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
 from typing import Any, Unpack
 
 from communicators import run, schedules
@@ -84,7 +85,7 @@ class StreamingDiLoCo(PeriodicAveraging):
     def pieces(self) -> list[dict[str, Tensor]]:
         """Parameters by fragment."""
         if not self._cut:
-            self._cut = fragments_of(self._trained, self._asked)
+            self._cut = fragments_of(self.trained, self._asked)
         return self._cut
 
     def averagings(self) -> list[Averaging]:
@@ -122,7 +123,7 @@ class StreamingDiLoCo(PeriodicAveraging):
         own = {"turn": self._turn, "launched": self._launched, "fragments": fragments}
         return {**super().more_state(), **own}  # the residuals last: waiting for what is under way changes them
 
-    def check_more(self, state: dict[str, Any]) -> None:
+    def check_more(self, state: Mapping[str, Any]) -> None:
         """Checks the state of every fragment too."""
         super().check_more(state)
         if len(state["fragments"]) != len(self._fragments):

@@ -11,18 +11,6 @@ SHARED = ("lr", "momentum", "betas", "weight_decay")
 """Settings that all ranks share, whatever else an optimizer keeps in its groups: some keep values that they adapt."""
 
 
-def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Settings of all parameter groups, as plain values; "initial_lr" is a scheduler's."""
-    return [
-        {
-            name: value.tolist() if isinstance(value, Tensor) else value
-            for name, value in group.items()
-            if name not in ("params", "param_names", "initial_lr")
-        }
-        for group in optimizer.param_groups
-    ]
-
-
 def shared_settings(optimizer: Optimizer) -> str:
     """`SHARED` settings of all parameter groups, as a fact."""
     groups = [
