@@ -25,7 +25,7 @@ State = dict[str, Any]
 
 
 class Saved(NamedTuple):
-    """What is known of a bucket when its lane is opened.
+    """Facts about a bucket, and its saved state, when its lane is opened.
 
     key: name of its first parameter. error_state: flat tensors by the names of `ERROR_STATE`. state: the algorithm's.
     """
@@ -133,7 +133,7 @@ class Scheme:
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
-        """What lanes share and a checkpoint needs, in plain values."""
+        """State that lanes share and a checkpoint needs, in plain values."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
