@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from communicators import as_communicator
+from sparse_collectives import WIRES
 from sparse_collectives.advise.flags import DENSITIES, LINKS
 from sparse_collectives.advise.recommendation import recommend
 from sparse_collectives.advise.report import as_text
@@ -22,7 +23,6 @@ from sparse_collectives.advise.situation import Situation
 from sparse_collectives.prediction.calibration import measure_handling
 from sparse_collectives.prediction.cost import BACKWARD_SHARE, Handling
 from sparse_collectives.prediction.plain_table import table
-from sparse_collectives.wire.wire import WIRES
 
 from bench.record import asked, parser_of, record
 

@@ -17,7 +17,7 @@ from data_parallel.schemes.choose import COMPRESSORS
 from partial_collectives import injected_delays
 from sparse_collectives import ALGORITHMS
 from sparse_collectives import DENSE_WIRES as KNOWN_DENSE_WIRES
-from sparse_collectives.wire.wire import WIRES as KNOWN_WIRES
+from sparse_collectives import WIRES as KNOWN_WIRES
 from sparse_compress import DGCTopK, GaussianK, RandomK, Threshold, TopK
 from thinwire_trainer.app import App
 from thinwire_trainer.command_line.flag import Flag

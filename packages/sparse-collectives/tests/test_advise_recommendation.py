@@ -9,7 +9,7 @@ from communicators import Link, SimulatedWorld
 from data_parallel import UpdateOptimizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_collectives import ALGORITHMS
+from sparse_collectives import ALGORITHMS, WIRES
 from sparse_collectives.advise import accuracy
 from sparse_collectives.advise.accuracy import Known, in_a_column, known
 from sparse_collectives.advise.busy import PROBE_SECONDS, share_taken
@@ -18,7 +18,6 @@ from sparse_collectives.advise.recommendation import recommend
 from sparse_collectives.advise.report import as_json, as_text
 from sparse_collectives.advise.situation import Situation
 from sparse_collectives.prediction.cost import Handling, predict, step_seconds
-from sparse_collectives.wire.wire import WIRES
 from sparse_compress import TopK, WarmUp
 
 RECORD = "sparse_collectives.advise.situation.known"

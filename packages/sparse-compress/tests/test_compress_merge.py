@@ -92,7 +92,7 @@ def as_on_a_device():
     """Merging takes the ways that read nothing back."""
     module = import_module("sparse_compress.merge")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(module, "takes", lambda _: False)
+        patched.setattr(module, "kernels", lambda _: None)
         patched.setattr(module, "_picked", compact)
         patched.setattr(
             module, "largest", lambda keys, k: torch.isin(torch.arange(len(keys)), largest_on_device(keys, k))

@@ -157,8 +157,7 @@ class Exchange:
         The algorithm's is a list, which torch.distributed.checkpoint loads as a whole.
         """
         states = self._states | {lane.key: lane.state for lane in self._lanes.values() if lane.state is not None}
-        found = self._by_parameter(self._lanes.values())
-        kept = {kind: {**self._error_state[kind], **found[kind]} for kind in ERROR_STATE}
+        kept = {kind: self.error_state(kind) for kind in ERROR_STATE}
         return {**kept, "algorithm_state": list(states.items()), **self.scheme.state_dict()}
 
     def error_state(self, kind: str) -> dict[str, Tensor]:

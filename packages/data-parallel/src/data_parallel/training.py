@@ -16,7 +16,6 @@ from data_parallel.schemes.choose import choose_scheme
 from data_parallel.settings import Settings
 from data_parallel.state_dict import (
     check_fit,
-    check_saved_by,
     check_sent,
     complete,
     own_state,
@@ -150,8 +149,7 @@ class Training:
 
         Raises TypeError or ValueError for one that does not fit. shapes: of what learns, {} if not known yet.
         """
-        state = own_state(state, self.comm)
-        own = dict(check_saved_by(state, self.comm.rank, self.comm.size))
+        state, own = own_state(state, self.comm)
         check_sent(own, self.sends)
         if not self.scheme.keeps:
             refuse_residuals(own["residuals"])

@@ -13,8 +13,7 @@ from sparse_collectives.prediction.auto import Choice, choose
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.traffic import Traffic
 from sparse_collectives.version import __version__
-from sparse_collectives.wire.invalid import blame_rank
-from sparse_collectives.wire.wire import DENSE_WIRES, WIRES, Wire
+from sparse_collectives.wire import DENSE_WIRES, WIRES, Wire, blame_rank
 
 __all__ = [
     "ALGORITHMS",

@@ -10,15 +10,13 @@ import numpy as np
 import torch
 from communicators import Communicator, Schedule
 from numpy.typing import NDArray
-from sparse_compress import Selection, SparseVector, add, merge
-from sparse_compress.arguments import integer
-from sparse_compress.vector_format import entry_nbytes
+from sparse_compress import HEADER_BYTES, Selection, SparseVector, add, arguments, merge, wire_nbytes
 from torch import Tensor
 
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.state import State
 from sparse_collectives.traffic import Traffic
-from sparse_collectives.wire.wire import PLAIN, Wire
+from sparse_collectives.wire import RAW, Wire
 
 Array: TypeAlias = NDArray[np.floating[Any]]
 
@@ -41,6 +39,7 @@ class Algorithm:
         takes_wire: Whether `schedule` and `sent` heed `wire`; others are for "fp32" only.
         exact: Whether `sent` is what a call sends, not only its bound.
         selects: Whether entries of a gradient are selected before it is sent; always so in one's own.
+        prescribes: Whether it has a `select` of its own; set by itself.
         wire: How vectors travel; set by who resolves a user's settings.
     """
 
@@ -48,7 +47,12 @@ class Algorithm:
     takes_wire: ClassVar[bool] = False
     exact: ClassVar[bool] = True
     selects: ClassVar[bool] = True
-    wire: Wire = field(default=PLAIN, kw_only=True)
+    prescribes: ClassVar[bool] = False
+    wire: Wire = field(default=RAW, kw_only=True)
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.prescribes = cls.select is not Algorithm.select
 
     def check(self, size: int) -> None:
         """Checks that the options fit the number of ranks.
@@ -160,7 +164,7 @@ class Algorithm:
             k: The most entries that a rank contributes.
             numel: n.
         """
-        return k + self.sent(rank, size, k, numel, torch.float32).nbytes // entry_nbytes(torch.float32)
+        return k + self.sent(rank, size, k, numel, torch.float32).nbytes // (wire_nbytes(1) - HEADER_BYTES)
 
     def variants(self, size: int) -> Sequence[Mapping[str, Any]]:
         """Options among which predictions look for the best.
@@ -181,11 +185,6 @@ class Algorithm:
         raise NotImplementedError
 
     @property
-    def prescribes(self) -> bool:
-        """Whether it has a `select` of its own."""
-        return type(self).select is not Algorithm.select
-
-    @property
     def options(self) -> dict[str, Any]:
         """Its own settings."""
         return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "wire"}
@@ -201,7 +200,7 @@ class Algorithm:
         Args:
             what: Of the call.
         """
-        in_fewer_bytes = [f"wire={self.wire.name}"] if self.wire is not PLAIN else []
+        in_fewer_bytes = [f"wire={self.wire.name}"] if self.wire is not RAW else []
         return f"{self.name}({', '.join([*what, *self.settings, *in_fewer_bytes])})"
 
     def given(self, options: Mapping[str, Any] | None) -> Self:
@@ -230,7 +229,7 @@ def check_options(name: str, defaults: Mapping[str, Any], given: object) -> dict
 def _like(default: Any, value: Any, key: str) -> Any:
     """The value of an option in the type of its default."""
     if isinstance(default, int) and not isinstance(default, bool):
-        return integer(value, key, least=None, expected=f"as {default}, the default")
+        return arguments.integer(value, key, least=None, expected=f"as {default}, the default")
     if isinstance(default, (str, bool)) and not isinstance(value, type(default)):
         raise TypeError(f"{key} is {value!r}, expected a {type(default).__name__}, as {default!r}, the default")
     return value

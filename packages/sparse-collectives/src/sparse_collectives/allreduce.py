@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any, TypedDict, Unpack
 
 from communicators import Communicator, Schedule, Work, as_communicator, run, start
-from sparse_compress import SparseVector
-from sparse_compress.arguments import integer
+from sparse_compress import SparseVector, arguments
 
 from sparse_collectives.algorithm import Algorithm
 from sparse_collectives.algorithms.table import AUTO, resolve
@@ -153,7 +152,7 @@ def _check_remembered(state: State | None) -> None:
 
 def most_entries(k: int | None) -> int:
     """Checked k."""
-    return integer(k, "k", least=1, expected="the most entries that a rank may contribute")
+    return arguments.integer(k, "k", least=1, expected="the most entries that a rank may contribute")
 
 
 def refuse_empty(numel: int) -> None:

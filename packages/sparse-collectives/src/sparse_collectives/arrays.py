@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from communicators import Communicator, Schedule, Work, as_communicator, run, schedules, start
 from numpy.typing import NDArray
-from sparse_compress import SparseVector, topk
-from sparse_compress.arguments import flatten
+from sparse_compress import SparseVector, arguments, topk
 from torch import Tensor
 
 from sparse_collectives.algorithms.table import AUTO, resolve
@@ -145,9 +144,9 @@ def _flat_of(array: Tensor | NDArray[np.floating]) -> Tensor:
     Raises TypeError for other dtypes, byte orders and layouts, and for arrays that are more than their elements.
     """
     if isinstance(array, Tensor):
-        return flatten(_plain(array))
+        return arguments.flatten(_plain(array))
     if isinstance(array, np.ndarray):
-        return flatten(_from_numpy(array))
+        return arguments.flatten(_from_numpy(array))
     if isinstance(array, SparseVector):
         raise TypeError("array is a SparseVector, expected a dense array: sparse_allreduce sums sparse vectors")
     raise TypeError(

@@ -1,6 +1,7 @@
 """Exact top-k, other compressors, sparse vectors and error feedback for gradient compression."""
 
-from sparse_compress import spread_keys, vectors
+from sparse_compress import arguments, spread_keys, vectors
+from sparse_compress.arguments import MAX_NUMEL
 from sparse_compress.codecs.dense_codec import DenseCodec
 from sparse_compress.codecs.wire_codec import WireCodec, index_entropy
 from sparse_compress.compressors.by_parts import ByParts, concatenate
@@ -14,12 +15,12 @@ from sparse_compress.error_feedback import ErrorFeedback
 from sparse_compress.magnitude import magnitude_keys
 from sparse_compress.merge import add, add_all, cut_to_budgets, merge, merge_to_budgets, share, union_of
 from sparse_compress.selection import Largest, LargestOfBlocks, Reaching, Selection, all_finite, topk
-from sparse_compress.vector import SparseVector, put
-from sparse_compress.vector_format import HEADER_BYTES, MAX_NUMEL, wire_nbytes
+from sparse_compress.vector import FREE_BYTES, HEADER_BYTES, SparseVector, put, wire_nbytes
 from sparse_compress.vectors import pad
 from sparse_compress.version import __version__
 
 __all__ = [
+    "FREE_BYTES",
     "HEADER_BYTES",
     "MAX_NUMEL",
     "ByParts",
@@ -44,6 +45,7 @@ __all__ = [
     "add",
     "add_all",
     "all_finite",
+    "arguments",
     "clip_locally",
     "concatenate",
     "cut_to_budgets",

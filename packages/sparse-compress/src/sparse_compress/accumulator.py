@@ -7,9 +7,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from sparse_compress.native.library import kernels, takes
+from sparse_compress.arguments import WIRE_DTYPES
+from sparse_compress.native.library import kernels
 from sparse_compress.vector import SparseVector
-from sparse_compress.vector_format import WIRE_DTYPES
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,11 +29,6 @@ class Accumulator:
         dtype = WIRE_DTYPES[gradient.dtype]
         residual = torch.zeros(gradient.shape, dtype=dtype, device=gradient.device)
         return cls(residual, torch.zeros_like(residual) if momentum else None)
-
-    @property
-    def addresses(self) -> tuple[int, int | None]:
-        """Addresses of residual and velocity, on a CPU."""
-        return self.residual.data_ptr(), None if self.velocity is None else self.velocity.data_ptr()
 
     def clone(self) -> Self:
         """Copy in memory of its own."""
@@ -72,7 +67,7 @@ class Accumulator:
 
     def restore(self, dropped: SparseVector) -> None:
         """v ← v + dropped."""
-        if takes(self.residual):
+        if kernels(self.residual):
             kernels().sc_add_at(self.residual.data_ptr(), *dropped.addresses, len(dropped))
             return
         self.residual.view(-1).index_add_(0, dropped.indices, dropped.values)

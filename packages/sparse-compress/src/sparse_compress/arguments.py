@@ -8,7 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparse_compress.vector_format import MAX_NUMEL, WIRE_DTYPES
+MAX_NUMEL = 2**31 - 1
+"""Most elements of a vector: the limit of an int32 index, and of an int32 count of entries."""
+WIRE_DTYPES = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float32: torch.float32,
+    torch.float64: torch.float64,
+}
+"""Dtypes of gradients, and those in which they travel and are accumulated."""
 
 
 def integer(value: Any, what: str, *, least: int | None = 0, expected: str) -> int:

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from sparse_compress.arguments import integer
 from sparse_compress.magnitude import largest, largest_on_device, magnitude_keys, positions
-from sparse_compress.native.library import SCRATCH, kernels, takes
+from sparse_compress.native.library import SCRATCH, kernels
 from sparse_compress.vector import SparseVector
-from sparse_compress.vectors import compact, joined, of_entries, pad, pieces_for, where
+from sparse_compress.vectors import compact, joined, of_entries, pad, where
 
 Bounds = Sequence[tuple[int, int]]
 """[low, high) of every block of the index range, in order and without gaps."""
@@ -64,8 +64,8 @@ def merge_to_budgets(
         (kept, cut), as of `merge`.
     """
     most = sum(budgets)
-    if most and takes(a):
-        pieces = pieces_for(a, b)
+    if most and kernels(a):
+        pieces = SCRATCH.pieces(len(a) + len(b))
         entries = kernels().sc_union(*a.addresses, len(a), *b.addresses, len(b), *pieces[:3])
         if entries < most:
             return pad(joined(pieces, entries, a), most), SparseVector.empty(a.numel, a.dtype, device=a.device)
@@ -187,7 +187,7 @@ def share(cut: SparseVector, member: int, of: int) -> SparseVector:
     if of == 1 or not len(cut):
         return cut
     part = SparseVector.allocate(len(range(member, len(cut), of)), cut.numel, cut.dtype, cut.device)
-    if takes(cut):
+    if kernels(cut):
         kernels().sc_every(*cut.addresses, len(cut), member, of, *part.addresses)
         return part
     part.indices.copy_(cut.indices[member::of])
@@ -209,8 +209,8 @@ def _check_alike(a: SparseVector, b: SparseVector) -> None:
 def _union(a: SparseVector, b: SparseVector) -> SparseVector:
     if not len(a) or not len(b):
         return a if len(a) else b
-    if takes(a):
-        pieces = pieces_for(a, b)
+    if kernels(a):
+        pieces = SCRATCH.pieces(len(a) + len(b))
         entries = kernels().sc_union(*a.addresses, len(a), *b.addresses, len(b), *pieces[:3])
         return joined(pieces, entries, a)
     indices, values, counts = _paired(a, b)

@@ -8,6 +8,7 @@ float32 (gradients also of 16 bits), on a GPU Triton; plain torch and NumPy do t
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from importlib.util import find_spec
 from math import inf, isfinite
 from typing import ClassVar
 
@@ -16,16 +17,15 @@ import torch
 from torch import Tensor
 
 from sparse_compress.accumulator import Accumulator
-from sparse_compress.arguments import flatten, integer
-from sparse_compress.gpu import kernels_take
+from sparse_compress.arguments import WIRE_DTYPES, flatten, integer
 from sparse_compress.magnitude import largest, largest_on_device, magnitude_keys, positions, reachable
-from sparse_compress.native.library import SCRATCH, kernels, takes
+from sparse_compress.native.library import SCRATCH, kernels
 from sparse_compress.vector import SparseVector
-from sparse_compress.vector_format import WIRE_DTYPES
 from sparse_compress.vectors import join, of_entries, take
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Dtypes of gradients that the kernels accumulate, and their numbers there."""
+MAX_ELEMENTS = 2**31 - 2**12  # of a Triton kernel: the last block's element numbers still fit int32
 ANY = -1
 """Key that all elements reach: the k largest are selected."""
 
@@ -59,12 +59,12 @@ def topk(x: Tensor, k: int) -> SparseVector:
     k = min(k, len(flat))
     if k == len(flat):
         return gather(flat, torch.arange(k, device=flat.device))
-    if k and kernels_take(flat):
+    if k and _triton_takes(flat):
         from sparse_compress.gpu import select  # not before a GPU tensor comes: Triton is optional
 
         with torch.cuda.device(flat.device):
             return select.topk(flat, k)
-    if k and takes(flat):
+    if k and kernels(flat):
         selected = SparseVector.allocate(k, len(flat), torch.float32, flat.device)
         scratch = SCRATCH.of(_scratch_nbytes(len(flat), k))
         kernels().sc_select(flat.data_ptr(), len(flat), k, ANY, 0, *selected.addresses, scratch)
@@ -81,7 +81,7 @@ def reaching(flat: Tensor, key: int, k: int) -> SparseVector:
     NaN and inf reach any key. On a GPU their number is read back.
     """
     key = reachable(key, flat.dtype)
-    if k and takes(flat):
+    if k and kernels(flat):
         room = SparseVector.allocate(k, len(flat), torch.float32, flat.device)
         scratch = SCRATCH.of(_scratch_nbytes(len(flat), k))
         count = kernels().sc_select(flat.data_ptr(), len(flat), k, key, 0, *room.addresses, scratch)
@@ -108,7 +108,7 @@ def all_finite(x: Tensor | SparseVector) -> Tensor:
     Returns:
         bool, 0-D, on x's device; nobody may write into it.
     """
-    if takes(x):
+    if kernels(x):
         address, count = (x.data_ptr(), x.numel()) if isinstance(x, Tensor) else (x.addresses[1], len(x))
         return _constant(bool(kernels().sc_finite(address, count)))
     x = x if isinstance(x, Tensor) else x.values
@@ -168,12 +168,12 @@ class Largest(Selection):
 
     def step(self, before: Accumulator, gradient: Tensor, momentum: float, out: Accumulator) -> SparseVector:
         k, n = min(self.k, gradient.numel()), gradient.numel()
-        if k and kernels_take(gradient):
+        if k and _triton_takes(gradient):
             from sparse_compress.gpu import select  # not before a GPU tensor comes: Triton is optional
 
             with torch.cuda.device(gradient.device):
                 return select.step_topk(before, gradient, momentum, k, out)
-        if 0 < k < n and takes(gradient, KINDS):
+        if 0 < k < n and kernels(gradient, KINDS):
             sent = SparseVector.allocate(k, n, torch.float32, gradient.device)
             _step(before, gradient, momentum, out, (0, n), k, sent.addresses)
             return sent
@@ -196,7 +196,7 @@ class Reaching(Selection):
         return reaching(accumulated, self.key, self.k)
 
     def step(self, before: Accumulator, gradient: Tensor, momentum: float, out: Accumulator) -> SparseVector:
-        if not (self.k > 0 and takes(gradient, KINDS)):
+        if not (self.k > 0 and kernels(gradient, KINDS)):
             return super().step(before, gradient, momentum, out)
         n, key = gradient.numel(), reachable(self.key, torch.float32)
         room = SparseVector.allocate(self.k, n, torch.float32, gradient.device)
@@ -224,11 +224,11 @@ class LargestOfBlocks(Selection):
 
     def step(self, before: Accumulator, gradient: Tensor, momentum: float, out: Accumulator) -> SparseVector:
         filled = all(budget or low == high for budget, (low, high) in zip(self.budgets, self.bounds, strict=True))
-        if filled and kernels_take(gradient):
+        if filled and _triton_takes(gradient):
             flat, spans = gradient.view(-1), [slice(*edges) for edges in self.bounds]
             parts = zip(spans, map(Largest, self.budgets), strict=True)
             return self._joined([k.step(before.part(s), flat[s], momentum, out.part(s)) for s, k in parts])
-        if not (filled and takes(gradient, KINDS)):
+        if not (filled and kernels(gradient, KINDS)):
             return super().step(before, gradient, momentum, out)
         sent = SparseVector.allocate(sum(self.budgets), gradient.numel(), torch.float32, gradient.device)
         indices, values = sent.addresses
@@ -259,13 +259,19 @@ def _step(
     entries: addresses for their indices and values.
     """
     low, high = span
+    (v, u), (new_v, new_u) = (
+        [None if part is None else part.data_ptr() + 4 * low for part in (kept.residual, kept.velocity)]
+        for kept in (before, after)
+    )
     scratch = SCRATCH.of(_scratch_nbytes(high - low, k))
     count: int = kernels().sc_step(
-        *(part and part + 4 * low for part in before.addresses),
+        v,
+        u,
         gradient.data_ptr() + gradient.element_size() * low,
         KINDS[gradient.dtype],
         momentum,
-        *(part and part + 4 * low for part in after.addresses),
+        new_v,
+        new_u,
         high - low,
         k,
         key,
@@ -282,6 +288,16 @@ def _scratch_nbytes(n: int, k: int) -> int:
     """Bytes of scratch memory of a selection; cached, because a call into the library costs more."""
     nbytes: int = kernels().sc_scratch(n, k)
     return nbytes
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def _triton_takes(x: Tensor) -> bool:
+    """Whether Triton is installed and takes this tensor: contiguous, 16 or 32 bits, on a GPU. Others go by torch."""
+    return x.is_cuda and x.dtype != torch.float64 and x.is_contiguous() and x.numel() <= MAX_ELEMENTS and _has_triton()
 
 
 @cache

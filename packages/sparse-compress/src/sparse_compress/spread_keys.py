@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sparse_compress.native.library import SCRATCH, SLACK, kernels, takes
+from sparse_compress.native.library import SCRATCH, SLACK, kernels
 
 Keys = NDArray[np.signedinteger[Any]]
 INT32 = (torch.int32,)
@@ -48,7 +48,7 @@ def rising(keys: Tensor, least: int) -> Tensor:
         keys: int32 or int64, 1-D, not negative; any device.
         least: Smallest key that counts.
     """
-    if takes(keys, INT32):
+    if kernels(keys, INT32):
         room = len(keys) + SLACK
         in_order = torch.empty(room, dtype=torch.int32)
         count = kernels().sc_sorted(keys.data_ptr(), len(keys), least, in_order.data_ptr(), SCRATCH.of(4 * room))
@@ -80,7 +80,7 @@ def bracket(rows: Tensor, counts: Sequence[int], k: int) -> Bracket:
         counts: Those numbers.
         k: 1 … Σ counts − 1.
     """
-    if takes(rows, INT32):
+    if kernels(rows, INT32):
         ranks, ends, spans = len(counts), (c_int64 * 2)(), (c_int64 * (2 * len(counts)))()
         kernels().sc_bracket(rows.data_ptr(), ranks, len(rows) // ranks - 1, k, ends, spans)
         return Bracket(ends[0], ends[1], list(zip(spans[::2], spans[1::2], strict=True)))
@@ -111,7 +111,7 @@ def counted(in_order: Tensor, low: int, high: int, span: tuple[int, int]) -> Ten
         span: [first, last) of the keys, the largest first.
     """
     m, (first, last) = len(in_order), span
-    if takes(in_order, INT32):
+    if kernels(in_order, INT32):
         numbers = torch.empty(3 + last - first, dtype=torch.int32)
         kernels().sc_say(in_order.data_ptr(), m, low, high, first, last, numbers.data_ptr())
         return numbers
@@ -130,7 +130,7 @@ def find(rows: Tensor, lengths: Sequence[int], low: int, high: int, k: int) -> K
         high: Upper end.
         k: As in `bracket`.
     """
-    if takes(rows, INT32):
+    if kernels(rows, INT32):
         ranks = len(lengths)
         larger, equal = (c_int64 * ranks)(), (c_int64 * ranks)()
         scratch = SCRATCH.of(8 * (len(rows) + SLACK))

@@ -7,7 +7,6 @@ For algorithms that cut vectors into blocks, or send parts of them: ``from spars
 from collections.abc import Iterable, Sequence
 from ctypes import memmove
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,10 +14,22 @@ from torch import Tensor
 
 from sparse_compress.arguments import integer
 from sparse_compress.magnitude import magnitude_keys, positions
-from sparse_compress.native.library import SCRATCH, SLACK, kernels, takes
-from sparse_compress.vector import SparseVector
+from sparse_compress.native.library import SCRATCH, SLACK, Pieces, kernels
+from sparse_compress.vector import SparseVector, check_entries
 
-PIECES_BYTES = 64  # where each of four pieces begins and ends
+__all__ = [
+    "check_entries",
+    "compact",
+    "copied_runs",
+    "join",
+    "larger",
+    "of_entries",
+    "pad",
+    "split",
+    "take",
+    "where",
+    "without",
+]
 
 
 def of_entries(indices: Tensor, values: Tensor, numel: int) -> SparseVector:
@@ -63,7 +74,7 @@ def larger(sparse: SparseVector, key: int, ties: int = 0) -> SparseVector:
     """
     if key < 0:
         return sparse
-    if len(sparse) and takes(sparse):
+    if len(sparse) and kernels(sparse):
         room = len(sparse) + SLACK
         indices = SCRATCH.of(16 * room)
         values, others = indices + 4 * room, indices + 8 * room
@@ -84,8 +95,8 @@ def without(sparse: SparseVector, other: SparseVector) -> SparseVector:
         sparse: Vector.
         other: Another of the same dtype.
     """
-    if len(sparse) and takes(sparse):
-        pieces = pieces_for(sparse, other)
+    if len(sparse) and kernels(sparse):
+        pieces = SCRATCH.pieces(len(sparse) + len(other))
         entries = kernels().sc_without(*sparse.addresses, len(sparse), other.addresses[0], len(other), *pieces[:3])
         return joined(pieces, entries, sparse)
     return where(sparse, ~torch.isin(sparse.indices, other.indices))
@@ -196,23 +207,6 @@ def copied_runs(runs: Iterable[tuple[int, int, int]], like: SparseVector) -> Spa
         memmove(values, from_values, width * count)
         indices, values = indices + 4 * count, values + width * count
     return vector
-
-
-class Pieces(NamedTuple):
-    """Addresses of scratch memory where a kernel leaves entries in four pieces; spare: as much as the values take."""
-
-    indices: int
-    values: int
-    ends: int
-    spare: int
-
-
-def pieces_for(a: SparseVector, b: SparseVector) -> Pieces:
-    """Scratch memory for the entries of two vectors."""
-    most = len(a) + len(b) + SLACK
-    ends = SCRATCH.of(PIECES_BYTES + 12 * most)
-    indices = ends + PIECES_BYTES
-    return Pieces(indices, indices + 4 * most, ends, indices + 8 * most)
 
 
 def joined(pieces: Pieces, entries: int, like: SparseVector) -> SparseVector:

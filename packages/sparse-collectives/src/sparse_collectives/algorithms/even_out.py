@@ -9,13 +9,11 @@ from communicators import Payload, Round, Schedule, schedules
 from sparse_compress import SparseVector, add, vectors
 
 from sparse_collectives.reduction import Reduction
-from sparse_collectives.wire.entries import join_in_order
-from sparse_collectives.wire.invalid import blame_rank
-from sparse_collectives.wire.wire import PLAIN, Wire, joined
+from sparse_collectives.wire import RAW, Wire, blame_rank, join_in_order, joined
 
 
 def gather_evenly(
-    mine: SparseVector, counts: Sequence[int], rank: int, size: int, wire: Wire = PLAIN
+    mine: SparseVector, counts: Sequence[int], rank: int, size: int, wire: Wire = RAW
 ) -> Schedule[Reduction]:
     """The entries of all ranks, whose indices increase from rank to rank; dropped: what the wire has rounded off here.
 

@@ -12,7 +12,7 @@ from sparse_compress import spread_keys
 from torch import Tensor
 
 from sparse_collectives.traffic import Traffic
-from sparse_collectives.wire.invalid import InvalidMessageError
+from sparse_collectives.wire import InvalidMessageError
 
 
 def kth_largest(

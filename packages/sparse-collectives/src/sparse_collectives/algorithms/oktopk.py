@@ -30,8 +30,7 @@ from sparse_collectives.algorithms.reference import cut, sum_of_selections
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.state import State, check_values, is_count
 from sparse_collectives.traffic import Traffic
-from sparse_collectives.wire.invalid import InvalidMessageError, blame_rank
-from sparse_collectives.wire.wire import Wire
+from sparse_collectives.wire import InvalidMessageError, Wire, blame_rank
 
 
 @dataclass(frozen=True)

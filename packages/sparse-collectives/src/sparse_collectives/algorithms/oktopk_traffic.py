@@ -11,7 +11,7 @@ from communicators import schedules
 from sparse_collectives.algorithms.even_out import even_counts, is_uneven, shifts
 from sparse_collectives.algorithms.kth_largest import kth_largest_sent
 from sparse_collectives.traffic import Traffic
-from sparse_collectives.wire.wire import PLAIN, Wire
+from sparse_collectives.wire import RAW, Wire
 
 SPAN = 1.5  # measured in training with random gradients, P = 2 … 16: 1.2 to 1.5
 
@@ -26,7 +26,7 @@ def oktopk_traffic(
     kept: Sequence[int],
     edges: Sequence[int],
     boundaries: bool,
-    wire: Wire = PLAIN,
+    wire: Wire = RAW,
 ) -> Traffic:
     """Traffic of a rank in a call with k ≤ n.
 

@@ -27,7 +27,7 @@ from sparse_collectives.algorithms.spardl_teams import (
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.state import State, check_values, is_count
 from sparse_collectives.traffic import Traffic
-from sparse_collectives.wire.wire import joined
+from sparse_collectives.wire import joined
 
 LEAST = 1
 """B-SAG's h from an earlier call, where it only bounds from below: ⌈B/d⌉ entries are sent then."""

@@ -11,8 +11,7 @@ from communicators import schedules
 from sparse_compress import SparseVector, add_all, all_finite, cut_to_budgets, merge_to_budgets, share, vectors
 from torch import Tensor
 
-from sparse_collectives.wire.invalid import blame_rank
-from sparse_collectives.wire.wire import PLAIN, Wire
+from sparse_collectives.wire import RAW, Wire, blame_rank
 
 
 class Blocks:
@@ -23,7 +22,7 @@ class Blocks:
     A NaN or inf in a block without a budget is said in another one, so that the total shows it.
     """
 
-    def __init__(self, sparse: SparseVector, blocks: int, k: int, step: int, wire: Wire = PLAIN) -> None:
+    def __init__(self, sparse: SparseVector, blocks: int, k: int, step: int, wire: Wire = RAW) -> None:
         self.wire, self.everywhere = wire, (0, sparse.numel)
         self.bounds = schedules.block_bounds(sparse.numel, blocks)
         self.budgets = block_budgets(k, sparse.numel, blocks, step)

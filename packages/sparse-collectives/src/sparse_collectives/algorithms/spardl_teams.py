@@ -9,8 +9,7 @@ from sparse_compress import SparseVector, add_all, merge, share, vectors
 from sparse_collectives.algorithms.gtopk import GTopK
 from sparse_collectives.algorithms.spardl_blocks import Blocks
 from sparse_collectives.traffic import Traffic
-from sparse_collectives.wire.invalid import blame_rank
-from sparse_collectives.wire.wire import PLAIN, Wire
+from sparse_collectives.wire import RAW, Wire, blame_rank
 
 SAG = ("auto", "r-sag", "b-sag")
 
@@ -57,7 +56,7 @@ def b_sag(
     teams: int,
     budget: int,
     h: int,
-    wire: Wire = PLAIN,
+    wire: Wire = RAW,
 ) -> Schedule[tuple[SparseVector, SparseVector, int]]:
     """The block's h largest entries of every team, gathered, added (`add_all`), and cut once; any number of teams.
 
@@ -92,7 +91,7 @@ def combine_sent(
     length: int,
     dtype: torch.dtype,
     before: int | None,
-    wire: Wire = PLAIN,
+    wire: Wire = RAW,
 ) -> Traffic:
     """R-SAG: log d messages of B entries, with headers. B-SAG: (d − 1)·h entries in ⌈log d⌉ messages with a slot."""
     if is_recursive(teams, sag):

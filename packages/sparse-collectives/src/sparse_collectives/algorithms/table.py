@@ -16,7 +16,7 @@ from sparse_collectives.algorithms.oktopk import OkTopk
 from sparse_collectives.algorithms.spardl import SparDL
 from sparse_collectives.algorithms.topk_allgather import TopKAllgather
 from sparse_collectives.algorithms.topk_dsa import TopKDSA
-from sparse_collectives.wire.wire import PLAIN, wire_named
+from sparse_collectives.wire import RAW, wire_named
 
 ALGORITHMS: dict[str, Algorithm] = {
     "dense": Dense(),
@@ -63,7 +63,7 @@ def _resolved(entry: Algorithm, size: int | None, wire: str, dtype: torch.dtype)
     encoding = wire_named(wire, dtype=dtype)
     if size is not None:
         entry.check(size)
-    if encoding is PLAIN:
+    if encoding is RAW:
         return entry
     if not entry.takes_wire:
         raise ValueError(f"{entry.name} sends values as they are, so wire has no effect: leave wire at 'fp32'")

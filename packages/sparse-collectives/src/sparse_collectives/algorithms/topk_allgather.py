@@ -14,7 +14,7 @@ from sparse_collectives.algorithms.reference import sum_of_selections
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.state import State
 from sparse_collectives.traffic import Traffic
-from sparse_collectives.wire.invalid import blame_rank
+from sparse_collectives.wire import blame_rank
 
 
 @dataclass(frozen=True)

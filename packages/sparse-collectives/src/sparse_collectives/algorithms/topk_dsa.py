@@ -15,8 +15,7 @@ from sparse_collectives.algorithms.reference import sum_of_selections
 from sparse_collectives.reduction import Reduction
 from sparse_collectives.state import State
 from sparse_collectives.traffic import Traffic
-from sparse_collectives.wire.invalid import InvalidMessageError, blame_rank
-from sparse_collectives.wire.wire import PLAIN, Span, Wire
+from sparse_collectives.wire import RAW, InvalidMessageError, Span, Wire, blame_rank
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ class TopKDSA(Algorithm):
         return sum_of_selections(inputs, k)
 
 
-def block_nbytes(entries: int, length: int, dtype: torch.dtype, wire: Wire = PLAIN) -> int:
+def block_nbytes(entries: int, length: int, dtype: torch.dtype, wire: Wire = RAW) -> int:
     """Bytes of a block: sparse, 8 an entry (float64: 12), or dense, 4 an element (8), whichever is less."""
     return min(wire.block_nbytes(min(entries, length), length, dtype), wire.dense_nbytes(length, dtype))
 
@@ -128,7 +127,7 @@ def topk_dsa_traffic(
     given: Sequence[int],
     summed: Sequence[int],
     *,
-    wire: Wire = PLAIN,
+    wire: Wire = RAW,
 ) -> Traffic:
     """Exact traffic of a rank. given: its entries in each block; summed: entries of each block's sum.
 

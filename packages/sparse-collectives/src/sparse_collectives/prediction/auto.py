@@ -15,7 +15,7 @@ from sparse_collectives.prediction.calibration import agreed, measure_handling, 
 from sparse_collectives.prediction.cost import Handling, Prediction, fastest_first, predict_variants
 from sparse_collectives.prediction.plain_table import amount, milliseconds, table
 from sparse_collectives.state import State
-from sparse_collectives.wire.wire import DENSE_WIRES, wire_named
+from sparse_collectives.wire import DENSE_WIRES, wire_named
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ Low bits are stored in planes, bit 0 of all indices first, each filled up to who
 import torch
 from torch import Tensor
 
-from sparse_compress.native.library import kernels, takes
+from sparse_compress.native.library import kernels
 
 
 def nbytes(numel: int, count: int) -> int:
@@ -23,7 +23,7 @@ def nbytes(numel: int, count: int) -> int:
 def pack(indices: Tensor, numel: int) -> Tensor:
     """Packs ``indices``, int32, (k,), strictly increasing, as uint8, (nbytes(numel, k),); nothing is read back."""
     low, high = _bits(numel, len(indices))
-    if takes(indices, (torch.int32,)):
+    if kernels(indices, (torch.int32,)):
         packed = torch.empty(nbytes(numel, len(indices)), dtype=torch.uint8)
         kernels().sc_pack_indices(indices.data_ptr(), len(indices), low, high, packed.data_ptr())
         return packed
@@ -42,7 +42,7 @@ def unpack(data: Tensor, numel: int, count: int, out: Tensor | None = None) -> T
     if data.numel() != nbytes(numel, count):
         raise ValueError(f"{data.numel()} bytes given, but {count} indices below {numel} take {nbytes(numel, count)}")
     low, high = _bits(numel, count)
-    if takes(data, (torch.uint8,)):
+    if kernels(data, (torch.uint8,)):
         indices = torch.empty(count, dtype=torch.int32) if out is None else out
         _check_count(kernels().sc_unpack_indices(data.data_ptr(), count, low, high, indices.data_ptr()), count)
         return indices

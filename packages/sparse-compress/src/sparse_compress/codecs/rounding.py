@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparse_compress.native.library import kernels, takes
+from sparse_compress.native.library import kernels
 
 SCALE_BYTES = 8  # of int8: the scale, and room that keeps what follows aligned
 
@@ -45,7 +45,7 @@ class Float16(NamedTuple):
         return 2 * count
 
     def pack(self, x: Tensor) -> Tensor:
-        if self.dtype == torch.bfloat16 and takes(x):
+        if self.dtype == torch.bfloat16 and kernels(x):
             packed = torch.empty(2 * len(x), dtype=torch.uint8)
             kernels().sc_to_bf16(x.data_ptr(), len(x), packed.data_ptr())
             return packed
@@ -59,7 +59,7 @@ class Float16(NamedTuple):
         return torch.where(overflowed, clamped.to(self.dtype), rounded).view(torch.uint8)
 
     def unpack(self, data: Tensor, count: int, out: Tensor | None = None) -> Tensor:
-        if self.dtype == torch.bfloat16 and takes(data, (torch.uint8,)):
+        if self.dtype == torch.bfloat16 and kernels(data, (torch.uint8,)):
             out = torch.empty(count, dtype=torch.float32) if out is None else out
             kernels().sc_of_bf16(data.data_ptr(), count, out.data_ptr())
             return out
@@ -76,7 +76,7 @@ class Int8(NamedTuple):
         return SCALE_BYTES + count
 
     def pack(self, x: Tensor) -> Tensor:
-        if takes(x):
+        if kernels(x):
             packed = torch.zeros(self.nbytes(len(x)), dtype=torch.uint8)
             packed[:4].view(torch.int32)[0] = kernels().sc_to_int8(
                 x.data_ptr(), len(x), packed[SCALE_BYTES:].data_ptr()
@@ -97,7 +97,7 @@ class Int8(NamedTuple):
         if exponent.is_cpu and not -126 <= int(exponent) <= 126:
             raise ValueError(f"corrupted scale: 2^{int(exponent)}, expected 2^−126 … 2^126")
         steps = data[SCALE_BYTES : SCALE_BYTES + count].view(torch.int8)
-        if takes(steps, (torch.int8,)):
+        if kernels(steps, (torch.int8,)):
             out = torch.empty(count, dtype=torch.float32) if out is None else out
             kernels().sc_of_int8(steps.data_ptr(), count, int(exponent), out.data_ptr())
             return out
@@ -135,7 +135,7 @@ def last_place(x: Tensor) -> Tensor:
 
 def leftover(x: Tensor, rounded: Tensor, out: Tensor | None = None) -> Tensor:
     """Rounding error x − rounded, 0 where either is not finite; written to ``out`` where that is given."""
-    if takes(x) and takes(rounded):
+    if kernels(x) and kernels(rounded):
         out = torch.empty(len(x), dtype=torch.float32) if out is None else out
         kernels().sc_leftover(x.data_ptr(), rounded.data_ptr(), len(x), out.data_ptr())
         return out

@@ -34,7 +34,7 @@ class Density:
 
     def entries(self, numel: int) -> int:
         """Bound k on the entries that are sent of ``numel`` elements, alike on every rank."""
-        return min(numel, max(1, round(self.density * numel)))
+        return min(numel, max(1, round(self._density * numel)))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(density={self.density})"
