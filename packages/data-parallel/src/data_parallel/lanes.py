@@ -21,11 +21,11 @@ ERROR_STATE = ("residuals", "velocities")
 """Tensors that error feedback keeps of each parameter between steps."""
 
 State = dict[str, Any]
-"""What an algorithm keeps of a bucket between steps: plain values and tensors."""
+"""State that an algorithm keeps of a bucket between steps: plain values and tensors."""
 
 
 class Saved(NamedTuple):
-    """Facts about a bucket, and its saved state, when its lane is opened.
+    """State of a bucket from before its lane was opened, from which that goes on.
 
     key: name of its first parameter. error_state: flat tensors by the names of `ERROR_STATE`. state: the algorithm's.
     """
@@ -133,7 +133,7 @@ class Scheme:
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
-        """State that lanes share and a checkpoint needs, in plain values."""
+        """State that lanes share, for a checkpoint, in plain values."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
