@@ -44,7 +44,7 @@ def laws(comm):
 
             def traffic(rank, size, entry=entry, k=k, numel=numel, dtype=dtype):
                 sent = entry.sent(rank, size, k, numel, dtype)
-                return testing.Traffic(sent.nbytes, sent.messages)
+                return (sent.nbytes, sent.messages)
 
             testing.check_laws(
                 lambda c, sparse, name=name, options=options, k=k: sparse_allreduce(

@@ -27,6 +27,9 @@ NUMEL, K, RANKS = 100_000, 1_000, 4
 STEP = 0.5e-3  # virtual seconds
 NETWORK = "1 Gbit/s, 50 µs a message"
 
+OVERLAPPED = ("easgd", "cocod", "overlap-local-sgd")
+"""Their exchanges go on during the next steps, of which a picture shows more then."""
+
 
 def pictures() -> dict[str, Callable[[], str]]:
     """What draws each, by the name of its file."""
@@ -88,7 +91,7 @@ def whole(name: str) -> str:
 
 def periodic(name: str) -> str:
     """Eight steps of periodic averaging."""
-    every = 2 if PERIODIC[name].overlaps else 4
+    every = 2 if name in OVERLAPPED else 4
     settings: dict[str, Any] = {"fragments": 2, "delay": 1} if name == "streaming-diloco" else {}
 
     def body(comm: Communicator, recording: Recording) -> None:

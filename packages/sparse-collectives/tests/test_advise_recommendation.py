@@ -6,7 +6,7 @@ from importlib.resources import files
 import pytest
 import torch
 from communicators import Link, SimulatedWorld
-from data_parallel import DistributedOptimizer
+from data_parallel import UpdateOptimizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_collectives import ALGORITHMS, WIRES
@@ -104,7 +104,7 @@ def test_the_lines_are_for_the_optimizer_that_was_asked_for(optimizer, hook, mon
     monkeypatch.setattr(RECORD, on_record)
     text = recommend(situation(optimizer=optimizer)).text
     updates = optimizer != "sgd" or hook == 3.0
-    assert ('sends="updates"' in text) == updates
+    assert ("UpdateOptimizer(" in text) == updates
     assert ("momentum=0.9" in text) == (optimizer == "sgd")
     assert ("betas=(0.5, 0.999)" in text) == (optimizer != "sgd")
     assert ("sparse_hook" in text) == (not updates)
@@ -118,13 +118,8 @@ def test_what_is_summed_whole_beside_updates_is_in_the_bytes(monkeypatch):
 
     def body(comm):
         model = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.zeros(n)) for name, n in sizes.items()})
-        optimizer = DistributedOptimizer(
-            torch.optim.AdamW(model.parameters()),
-            model.named_parameters(),
-            comm=comm,
-            sends="updates",
-            dense_below=256,
-            density=0.01,
+        optimizer = UpdateOptimizer(
+            torch.optim.AdamW(model.parameters()), model.named_parameters(), comm=comm, dense_below=256, density=0.01
         )
         with optimizer.ahead():
             for p in model.values():

@@ -9,11 +9,11 @@ from dataclasses import dataclass, fields
 from numbers import Real
 from typing import Any, Self, TypedDict
 
-from sparse_collectives import ALGORITHMS, Algorithm, resolve
+from sparse_collectives import ALGORITHMS, DENSE_WIRES, Algorithm, resolve
 from sparse_compress import Compressor, TopK
 
-from data_parallel.schemes.choose import COMPRESSORS, check_compressed, known_compressor
-from data_parallel.schemes.dense import DenseCompressor, dense_wire
+from data_parallel.schemes.choose import COMPRESSORS, known_compressor
+from data_parallel.schemes.dense import DenseCompressor
 
 DENSITY = 0.01
 DensitySchedule = Callable[[int], float]
@@ -147,9 +147,13 @@ class Settings:
                 )
             resolve("gtopk", wire=self.wire)
             self._check_compressor("algorithm='auto' may take one that prescribes its selection")
-        elif (whole := known_compressor(self.algorithm)) is not None:
-            check_compressed(whole, self.options, self.wire, self.momentum, "the optimizer")
-            self._check_compressor(f"{whole.name} selects nothing")
+        elif (dense := known_compressor(self.algorithm)) is not None:
+            dense.given(self.options)
+            if self.wire != "fp32":
+                raise ValueError(
+                    f"{dense.name} has a wire of its own, so wire={self.wire!r} would have no effect: leave it out"
+                )
+            self._check_selects_nothing(dense.name)
         elif isinstance(self.algorithm, str) and self.algorithm not in ALGORITHMS:
             raise ValueError(
                 f"unknown algorithm {self.algorithm!r}; known: {', '.join([*ALGORITHMS, *COMPRESSORS, 'auto'])}"
@@ -165,16 +169,18 @@ class Settings:
                 f"the name of your Algorithm is {entry.name!r}, which is another's: give it one of its own"
             )
         if not entry.selects:
-            if self.momentum:
-                raise ValueError(
-                    f"{entry.name} selects nothing, so momentum={self.momentum} belongs into the optimizer"
-                )
-            self._check_compressor(f"{entry.name} selects nothing")
-            dense_wire(self.wire)
+            self._check_selects_nothing(entry.name)
+            if self.wire not in DENSE_WIRES:
+                raise ValueError(f"wire is {self.wire!r}, expected for a dense sum one of {', '.join(DENSE_WIRES)}")
             return
         if entry.prescribes:
             self._check_compressor(f"{entry.name} prescribes its selection")
         resolve(entry, wire=self.wire)
+
+    def _check_selects_nothing(self, name: str) -> None:
+        if self.momentum:
+            raise ValueError(f"{name} selects nothing, so momentum={self.momentum} belongs into the optimizer")
+        self._check_compressor(f"{name} selects nothing")
 
     def _check_compressor(self, why: str) -> None:
         """Raises ValueError for a compressor whose selection would be ignored. Of a TopK only its k counts."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from communicators import Bucket, Communicator, Schedule, schedules
@@ -14,34 +14,6 @@ from torch import Tensor
 
 from data_parallel.lanes import ERROR_STATE, Lane, Saved, Scheme, Sending, State, in_units
 from data_parallel.nonfinite import first_nonfinite
-from data_parallel.state_dict import refuse_residuals
-
-
-class DenseWire(NamedTuple):
-    """Wire of dense gradients, as of PyTorch's bf16_compress_hook: the baseline of every sparse sum.
-
-    Gradients are divided by P before the sum, so that it does not overflow; what rounding takes off is lost, not kept
-    in a residual. dtype: the one that they are summed in; None: their own.
-    """
-
-    dtype: torch.dtype | None = None
-
-    def given(self, gradient: Tensor, size: int) -> Tensor:
-        """This rank's contribution to the sum. TypeError for float64, which would lose most of its bits."""
-        if self.dtype is not None and gradient.dtype == torch.float64:
-            raise TypeError(f"a dense sum in {self.dtype} was asked for, but gradients are float64: take wire='fp32'")
-        return gradient if self.dtype is None or size == 1 else (gradient / size).to(self.dtype)
-
-    def mean(self, total: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-        """The mean, from the sum of what all have given; may change the total."""
-        return total.div_(size) if self.dtype is None or size == 1 else total.to(dtype)
-
-
-def dense_wire(name: str) -> DenseWire:
-    """Raises ValueError that lists the known names."""
-    if name not in DENSE_WIRES:
-        raise ValueError(f"wire is {name!r}, expected for a dense sum one of {', '.join(DENSE_WIRES)}")
-    return DenseWire(DENSE_WIRES[name])
 
 
 class DenseScheme(Scheme):
@@ -52,28 +24,26 @@ class DenseScheme(Scheme):
 
     def __init__(self, comm: Communicator, algorithm: Algorithm, *, wire: str = "fp32") -> None:
         super().__init__(algorithm.name, algorithm.settings, entry=algorithm, wire=wire)
-        self.comm, self.encoding = comm, dense_wire(wire)
+        self.comm = comm
 
     def open(self, bucket: Bucket, saved: Saved) -> Lane:
-        """Opens a bucket's lane."""
+        """Opens a bucket's lane. TypeError for float64, which would lose most of its bits in half precision."""
+        if DENSE_WIRES[self.wire] is not None and bucket.dtype == torch.float64:
+            raise TypeError(f"wire={self.wire!r} was asked for, but gradients are float64: take wire='fp32'")
         return _DenseLane(self, bucket, saved)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError for nonzero residuals, which would be lost here."""
-        refuse_residuals(state["residuals"])
 
 
 class _DenseLane(Lane):
     def __init__(self, scheme: DenseScheme, bucket: Bucket, saved: Saved) -> None:
         super().__init__(bucket, saved, tentative=False)
-        self._comm, self._encoding = scheme.comm, scheme.encoding
-        self._dtype = torch.promote_types(bucket.dtype, torch.float32)
+        self._comm, self._dtype = scheme.comm, torch.promote_types(bucket.dtype, torch.float32)
+        self._rounds_to = DENSE_WIRES[scheme.wire] if scheme.comm.size > 1 else None
         self._facts = f"dense(numel={bucket.numel}, {self._dtype}, wire={scheme.wire})"
 
     def send(self, flat: Tensor, scale: float, unused: Sequence[slice]) -> Sending:
         """The sum of scaled gradients is the scaled sum, so the scale stays."""
         gradient = flat.to(self._dtype)
-        given = self._encoding.given(gradient, self._comm.size)
+        given = gradient if self._rounds_to is None else (gradient / self._comm.size).to(self._rounds_to)
         schedule = schedules.allreduce(given, self._comm.rank, self._comm.size)
         return Sending(self._facts, schedule, flat, scale, unused, partial(first_nonfinite, gradient), summed=given)
 
@@ -83,7 +53,8 @@ class _DenseLane(Lane):
 
     def receive(self, sending: Sending, result: Tensor) -> tuple[Tensor, Tensor]:
         """The mean."""
-        mean = self._encoding.mean(result, self._comm.size, self._dtype).to(sending.flat.dtype)
+        mean = result.div_(self._comm.size) if self._rounds_to is None else result
+        mean = mean.to(self._dtype).to(sending.flat.dtype)
         return mean, mean
 
 
@@ -226,7 +197,8 @@ class CompressedLane(Lane):
 
     def schedule(self, accumulated: Tensor) -> Schedule[Any]:
         """Rounds of the compressor, which return something with `total` and `dropped`."""
-        kept: Any = self.state_for_a_call()
+        state = self.state_for_a_call()
+        kept = {} if state is None else {"state": state}
         return self._compressor.schedule(accumulated, self._comm.rank, self._comm.size, **kept)
 
     def values(self, result: Any) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """The sum of dense gradients in int8: a quarter of the bytes, with rounding errors fed back into the next step.
 
-DoubleSqueeze (Tang et al., ICML 2019), block by block: `communicators.schedules.quantised_allreduce`.
+DoubleSqueeze (Tang et al., ICML 2019), block by block: `communicators.schedules`.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ def _reason(taken: Prediction, found: list[Prediction]) -> str:
         return (
             f"{others[0].name} is faster ({milliseconds(others[0].seconds)} ms) than {taken.name} "
             f"({milliseconds(taken.seconds)} ms), which is taken because momentum before the selection, or "
-            f"sends='updates', needs one: leave compression off, and give momentum to the optimizer."
+            f"an UpdateOptimizer, needs one: leave compression off, and give momentum to the optimizer."
         )
     if not ALGORITHMS[taken.algorithm].selects:
         return f"{taken.name} is the fastest: compression costs more than it saves here, leave it off."

@@ -1,14 +1,17 @@
-"""The Store by which the ranks of a process group met, and how they meet there again for a communicator of ours.
+"""How the ranks of a process group meet in a Store for a communicator of ours.
 
-Parts of it that torch has only had since 2.8 or 2.9 are here too.
+Parts of a Store that torch has only had since 2.8 or 2.9 are here too.
 """
 
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
 import uuid
-from typing import Any, cast
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
@@ -16,6 +19,10 @@ from torch.distributed import distributed_c10d
 
 from communicators.errors import CollectiveError
 
+T = TypeVar("T")
+
+STORE_SECONDS = 0.5
+"""Wait beyond its time-out of a first call whose Store does not answer at all."""
 FAKE = ("FakeStore", "Store")
 """Types of a Store that keeps nothing, the second as torch shows it before 2.15 where only C++ holds it."""
 LONGEST_NAP_SECONDS = 0.05
@@ -98,3 +105,46 @@ def meet(store: Store, rank: int, size: int, timeout: float) -> str:
         time.sleep(nap)
         nap = min(2 * nap, LONGEST_NAP_SECONDS)
     return name
+
+
+class Rendezvous(NamedTuple):
+    """Meeting place of ranks: keys of one Store, by a client of our own and by the group's."""
+
+    rank: int
+    size: int
+    own: Store
+    shared: Store
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup, keys: Store) -> Rendezvous:
+        """Rendezvous of a group's ranks, among these keys."""
+        own, shared = PrefixStore("communicators", reconnected(keys)), PrefixStore("communicators", keys)
+        return cls(group.rank(), group.size(), own, shared)
+
+    def met(self, patience: float) -> Rendezvous:
+        """Rendezvous of the same ranks, once all of them are here, under a prefix that is new."""
+        return self.elsewhere(meet(self.own, self.rank, self.size, patience))
+
+    def elsewhere(self, prefix: str) -> Rendezvous:
+        """Rendezvous of the same ranks, under a further prefix."""
+        return self._replace(own=PrefixStore(prefix, self.own), shared=PrefixStore(prefix, self.shared))
+
+
+def in_time(make: Callable[[], T], rank: int, seconds: float) -> T:
+    """Calls `make` in a thread that is left behind where a Store blocks it: the kernel waits for many minutes."""
+    made: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            made.set_result(make())
+        except BaseException as error:
+            made.set_exception(error)
+
+    threading.Thread(target=work, name="communicators-first-call", daemon=True).start()
+    try:
+        return made.result(seconds + STORE_SECONDS)
+    except TimeoutError:
+        raise CollectiveError(
+            f"timed out after {seconds:g} s: rank {rank} made its first call with this process group, but the group's "
+            f"Store, by which its ranks meet, does not answer; {REMEDY}"
+        ) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from dataclasses import astuple
 from typing import TypeAlias
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from partial_collectives.protocol.events import Header, Stage
 
-_HEADER = struct.Struct("<BBBBqddq")
+_HEADER = struct.Struct("<BBBdqBdq")
 
 
 def partial_round(
@@ -72,28 +73,12 @@ def recovery(
 
 def packed(header: Header) -> Tensor:
     """Header as bytes: uint8."""
-    return torch.frombuffer(
-        bytearray(
-            _HEADER.pack(
-                header.stage,
-                header.contributes,
-                header.fresh,
-                header.finite,
-                header.deposits,
-                header.weight,
-                header.late,
-                header.late_round,
-            )
-        ),
-        dtype=torch.uint8,
-    )
+    return torch.frombuffer(bytearray(_HEADER.pack(*astuple(header))), dtype=torch.uint8)
 
 
 def unpacked(block: Tensor) -> Header:
     """Header from the bytes of `packed`; CollectiveError for other bytes."""
-    stage, contributes, fresh, finite, deposits, weight, late, late_round = _HEADER.unpack(bytes(block.tolist()))
+    stage, contributes, fresh, weight, deposits, finite, *late = _HEADER.unpack(bytes(block.tolist()))
     if stage not in tuple(Stage) or max(contributes, fresh, finite) > 1:
         raise CollectiveError("the header of a partial round is not one: do all ranks run the same version?")
-    return Header(
-        Stage(stage), bool(contributes), bool(fresh), weight, deposits, bool(finite), late=late, late_round=late_round
-    )
+    return Header(Stage(stage), bool(contributes), bool(fresh), weight, deposits, bool(finite), *late)

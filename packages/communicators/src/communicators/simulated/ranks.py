@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Generic, TypeVar
+
+import torch
 
 T = TypeVar("T")
 
@@ -63,3 +66,22 @@ class RankThread(Generic[T]):
             self.error = error
         self.over = True
         self._back.release()
+
+
+class OwnGenerator:
+    """Generator of one rank, on the CPU. seed: the world's, the same on all ranks."""
+
+    def __init__(self, seed: int, rank: int) -> None:
+        own = random.Random(f"{seed} {rank}").getrandbits(63)
+        self._state = torch.Generator().manual_seed(own).get_state()
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Makes it torch's global generator inside the context; takes 15 µs."""
+        before = torch.get_rng_state()
+        torch.set_rng_state(self._state)
+        try:
+            yield
+        finally:
+            self._state = torch.get_rng_state()
+            torch.set_rng_state(before)

@@ -1,16 +1,22 @@
-"""Lateness of ranks: arrivals as they are before a barrier hides them."""
+"""Stragglers: ranks' arrivals as they are before a barrier hides them, deadlines, and delays for experiments."""
 
 from __future__ import annotations
 
+import math
+import random
 import statistics
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from partial_collectives.protocol.events import Header
 
 NOTHING_NEW = (0.0, -1)
 MOST_ROUNDS = 4096
 """Most rounds whose lateness is kept; that of older ones is forgotten."""
+FORMS = "'fixed:RANK,…=SECONDS', 'random:COUNT=SECONDS' or 'linear=SECONDS'"
+T = TypeVar("T")
 
 
 class Arrivals:
@@ -95,3 +101,69 @@ class Lateness:
         if rank < 0:
             return "no round has been measured"
         return f"rank {rank} was last in {100 * share:.0f} % of rounds, by {1e3 * late:.0f} ms in the median"
+
+
+def until_deadline(
+    micro_batches: Iterable[T], seconds: float, *, clock: Callable[[], float] = time.perf_counter
+) -> Iterator[T]:
+    """The micro-batches that begin within `seconds` from the first; at least that one (DropCompute, NeurIPS 2023).
+
+        samples = 0
+        for batch in until_deadline(micro_batches, 0.5):
+            loss(batch).backward()       # sums over its samples
+            samples += len(batch)
+        for p in model.parameters():
+            p.grad /= samples            # the mean over those that were in time
+        optimizer.step(weight=samples)   # of a weighted EagerSGD: what was left out is not counted either
+
+    Args:
+        micro_batches: Micro-batches, taken one at a time as they are needed.
+        seconds: Time from the first one's beginning.
+        clock: `comm.clock` in a simulated world.
+
+    Yields:
+        Those that begin in time.
+    """
+    if not seconds > 0:
+        raise ValueError(f"the deadline is {seconds} s, expected more than 0")
+    end: float | None = None
+    for micro_batch in micro_batches:
+        if end is not None and clock() >= end:
+            return
+        end = clock() + seconds if end is None else end
+        yield micro_batch
+
+
+def injected_delays(text: str, rank: int, size: int, *, seed: int = 0) -> Callable[[int], float]:
+    """Seconds for which this rank is held up in a step, as a function of the step.
+
+        held_up = injected_delays("random:2=0.32", comm.rank, comm.size)
+        time.sleep(held_up(step))  # comm.elapse(…) in a simulated world
+
+    Args:
+        text: "fixed:0,3=0.2": these ranks in every step; "random:2=0.32": so many ranks, drawn anew in each step, alike
+            on all ranks; "linear=0.001": so much times the rank. "" is no delay. Eager-SGD's evaluation used 0.32 s on
+            two random ranks of 64, 0.2 s on two ranks, and 1 ms · rank.
+        rank: This rank.
+        size: Number of ranks.
+        seed: Seed of the draws, alike on all ranks.
+    """
+    if not text:
+        return lambda step: 0.0
+    how, _, amount = text.partition("=")
+    kind, _, which = how.partition(":")
+    try:
+        seconds = float(amount)
+        ranks = [int(one) for one in which.split(",")] if kind == "fixed" else []
+        count = int(which) if kind == "random" else 0
+    except ValueError:
+        raise ValueError(f"delays are {text!r}, expected {FORMS}") from None
+    if kind not in ("fixed", "random", "linear") or not 0 <= seconds < math.inf or not 0 <= count <= size:
+        raise ValueError(f"delays are {text!r}, expected {FORMS}, of 0 s or more, and at most {size} ranks")
+    if any(not 0 <= one < size for one in ranks):
+        raise ValueError(f"delays are {text!r}, but ranks are 0 … {size - 1}")
+    if kind == "linear":
+        return lambda step: seconds * rank
+    if kind == "fixed":
+        return lambda step: seconds if rank in ranks else 0.0
+    return lambda step: seconds if rank in random.Random(f"delay {seed}/{step}").sample(range(size), count) else 0.0

@@ -1,4 +1,6 @@
-"""Ports of a simulated world: one message out of a rank and one into a rank at a time, first come first served.
+"""Ports and faults of a simulated world.
+
+A rank sends one message and receives one message at a time, first come first served.
 
 Links are eager: a message keeps both ports busy for α + β·bytes from the moment that both are free, whether or not
 its receiver has posted the receive.
@@ -53,3 +55,36 @@ class Ports:
         message.delivered()
         for waiting in (*self._from[message.source], *self._to[message.target]):
             self._depart(waiting)
+
+
+@dataclass(frozen=True)
+class Dies:
+    """Fault: a rank is gone when it would send a message, or at a virtual time.
+
+    Every call of all ranks ends with an error that names it; signals and attempts go on among the others, who see it in
+    `Signals.departed`. Nothing of its own goes on, and its result is None.
+
+    Attributes:
+        rank: Rank that dies.
+        message: The number of the message that it does not send any more; 0 is its first.
+        at: Virtual seconds, in place of `message`.
+    """
+
+    rank: int
+    message: int = 0
+    at: float | None = None
+
+
+@dataclass(frozen=True)
+class Corrupts:
+    """Fault: a message arrives with one bit flipped.
+
+    Attributes:
+        rank: Rank that sends the message.
+        message: Its number among those that the rank sends, from 0.
+        bit: Number of the flipped bit, modulo the message's number of bits.
+    """
+
+    rank: int
+    message: int = 0
+    bit: int = 0

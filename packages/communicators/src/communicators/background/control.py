@@ -1,7 +1,7 @@
 """Agreement of all ranks on one reason why a collective cannot proceed, by control messages beside the data.
 
-Pure: messages in, messages out; a world only carries them. Rank 0 is the arbiter, or the lowest rank that can still be
-reached: the first reason that reaches it becomes the abort reason that every rank raises.
+`Control` is pure: messages in, messages out; a world only carries them. Rank 0 is the arbiter, or the lowest rank that
+can still be reached: the first reason that reaches it becomes the abort reason that every rank raises.
 
 - A rank that has waited for a while writes `waits` to the peers that it waits for. They compare its facts with what
   they called under the same number; a later call is remembered and compared when they come to it.
@@ -15,11 +15,18 @@ reached: the first reason that reaches it becomes the abort reason that every ra
 from __future__ import annotations
 
 import json
+import threading
+import time
 import zlib
 from collections import OrderedDict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from communicators import errors
+
+if TYPE_CHECKING:
+    from communicators.background.call import Call
+    from communicators.background.engine import Engine
+    from communicators.background.transport import Pending, Transport
 
 REMEMBERED_CALLS = 1024
 CONTROL_BYTES = 2048
@@ -148,3 +155,85 @@ def _encoded(**content: object) -> bytes:
     longest = max(content, key=lambda key: len(str(content[key])))
     long = str(content[longest])
     return _encoded(**{**content, longest: long[: len(long) // 2] + "…"})
+
+
+ABORT_SECONDS = 5.0
+"""Wait for an abort reason, after which a rank raises its own.
+
+After half of it all ranks are asked for one, after three quarters the next arbiter.
+"""
+
+
+class CallOwner:
+    """Owner of calls over a transport, a communicator or an attempt: how an error of one becomes that of all ranks."""
+
+    def __init__(self, transport: Transport, engine: Engine) -> None:
+        self.rank, self.size, self.transport, self.engine = transport.rank, transport.size, transport, engine
+        self.control = Control(self.rank, self.size)
+        self.released = False  # the transport, which nobody uses from then on
+        self.lock = threading.RLock()  # the engine's thread listens while the caller's thread calls
+
+    def count(self, nbytes: int, messages: int) -> None:
+        """Counts bytes and messages that this rank has sent."""
+        raise NotImplementedError
+
+    def detaches(self, unsent: list[Pending]) -> bool:
+        """Whether the last messages of a call are left to the engine, so that the call is over."""
+        raise NotImplementedError
+
+    def over(self, call: Call) -> None:
+        """Notes that a call has ended, or failed."""
+
+    def request_abort(self, reason: str) -> None:
+        """Tells the arbiter why a collective cannot proceed."""
+        with self.lock:
+            self._write(self.control.request_abort(reason))
+
+    def ask(self) -> None:
+        """Asks all ranks why a collective cannot proceed, as the arbiter does not answer."""
+        with self.lock:
+            self._write(self.control.ask())
+
+    def lose(self, peer: int) -> None:
+        """Marks a peer that cannot be reached any more, or does not answer."""
+        with self.lock:
+            self._write(self.control.lose(peer))
+
+    def report(self, call: Call, peers: list[int]) -> None:
+        """Tells the peers what this rank waits for."""
+        with self.lock:
+            self._write(self.control.waits(call.number, call.facts, peers))
+
+    def _write(self, messages: ControlMessages) -> None:
+        for peer, message in () if self.released else messages:
+            self.transport.send_control(peer, message)
+
+
+class RequestedAbort:
+    """Abort that this rank has requested.
+
+    reason: this rank's own; the agreed one, `control.abort_reason`, may be another rank's.
+    patience: seconds, default ABORT_SECONDS.
+    """
+
+    def __init__(self, comm: CallOwner, reason: str, *, patience: float | None = None) -> None:
+        self.reason = reason
+        self._comm, self._patience = comm, ABORT_SECONDS if patience is None else patience
+        self._begin, self._asked, self._asked_next = time.monotonic(), False, False
+        comm.request_abort(reason)
+
+    def settled(self) -> bool:
+        """Whether there is an abort reason: the arbiter's, the next one's, or at last this rank's own."""
+        control, waited = self._comm.control, time.monotonic() - self._begin
+        if control.abort_reason is not None:
+            return True
+        if waited > self._patience / 2 and not self._asked:
+            self._asked = True
+            self._comm.ask()
+        if waited > self._patience * 3 / 4 and not self._asked_next:
+            self._asked_next = True
+            self._comm.lose(control.arbiter)
+        if waited < self._patience:
+            return False
+        control.abort_reason = self.reason
+        return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -10,25 +11,24 @@ from enum import IntEnum
 from functools import partial
 from typing import Any, cast
 
-from communicators import Attempt, CollectiveError, Communicator, Schedule
+from communicators import Attempt, CollectiveError, Communicator, Schedule, start
 from torch import Tensor
 
-from partial_collectives.protocol.events import Action, Grace, Header, Join, Kind, LeftOut, Recover, Signal, Stage
+from partial_collectives.collective import Ended, partial_round, recovery
+from partial_collectives.deposits import Deposits, weighted_copy
+from partial_collectives.protocol.events import Action, Header, Join, Kind, LeftOut, Recover, Signal, Stage
 from partial_collectives.protocol.machine import Machine
 from partial_collectives.protocol.rules import Rules
+from partial_collectives.pulse import Pulse
 from partial_collectives.result import PartialResult
-from partial_collectives.rounds.deposits import Deposits, Taken, weighted_copy
-from partial_collectives.rounds.pulse import Pulse
-from partial_collectives.rounds.schedule import Ended, partial_round, recovery
-from partial_collectives.rounds.together import Together
-from partial_collectives.stragglers.lateness import Arrivals, Lateness
+from partial_collectives.stragglers import Arrivals, Lateness
 
 KINDS = 16
 MOST_BEGAN = 21
 
 
 class Between(IntEnum):
-    """Signals between engines beside the protocol's.
+    """Signals between ranks beside the protocol's.
 
     OVER, GRACE_OVER: to itself, that a round's collective or a grace is over. LIVES, LIVE: whether a rank lives, and
     that it does. CLOSES: that it closes.
@@ -41,8 +41,40 @@ class Between(IntEnum):
     CLOSES = 8
 
 
-class Engine:
-    """Engine of the rounds on one rank.
+class Together(Attempt):
+    """A round's collective as a call of all ranks of the communicator, which waits for slow ones.
+
+    A death fails it on all ranks alike.
+    """
+
+    lost = None
+
+    def __init__(self, schedule: Schedule[Any], comm: Communicator, facts: str) -> None:
+        self._value: Any = None
+        self._work = start(self._kept(schedule), comm, facts=facts, timeout=math.inf)
+
+    @property
+    def value(self) -> Any:
+        return self._value
+
+    @property
+    def error(self) -> CollectiveError | None:
+        """Error of the call, the same on all ranks; None while it has not failed."""
+        return self._work.error
+
+    def when_over(self, callback: Callable[[], None]) -> None:
+        self._work.when_over(callback)
+
+    def cancel(self) -> None:
+        """Raises NotImplementedError: all ranks make the communicator's calls, and none can leave one alone."""
+        raise NotImplementedError("a call of all ranks cannot be left by one")
+
+    def _kept(self, schedule: Schedule[Any]) -> Schedule[None]:
+        self._value = yield from schedule
+
+
+class PartialRounds:
+    """Rounds of a partial allreduce on one rank.
 
     Everything that happens comes as a signal, also that the collective of a round is over, and is dealt with by one
     thread at a time: by the process's background engine, or by the loop of a simulated world.
@@ -71,7 +103,7 @@ class Engine:
         self._shrinks, self._left_out = shrinks, ""
         self._collective: Attempt | None = None
         self._number = 0  # of this rank's collectives, so that what one says is not taken for the next one's word
-        self._brought: Taken | None = None  # to the round under way
+        self._brought: Deposits | None = None  # to the round under way
         self._last: Ended | None = None  # which those may lack that have not ended it when another rank dies
         self._at_meeting: dict[str, Any] | None = None  # the machine's state
         self._graced = -1
@@ -158,8 +190,7 @@ class Engine:
             else:
                 self.machine.restore(state["machine"])
                 self.deposits.restore(state["deposits"])
-            everyone = {"members": tuple(range(self._comm.size))}  # a state of an older version does not say
-            self.results = deque(PartialResult(**{**everyone, **result}) for result in state["results"])
+            self.results = deque(PartialResult(**result) for result in state["results"])
 
     def _on_signal(self, source: int, value: int) -> None:
         round_, kind = divmod(value, KINDS)
@@ -189,21 +220,18 @@ class Engine:
                 self._left_out = f"rank {self._comm.rank} was left out: others have lost the connection to it"
             elif self._graced != action.round:
                 self._graced = action.round
-                self._remind(action)
-
-    def _remind(self, grace: Grace) -> None:
-        self._signals.remind(self._seconds_of_grace(), KINDS * grace.round + Between.GRACE_OVER)
+                self._signals.remind(self._seconds_of_grace(), KINDS * action.round + Between.GRACE_OVER)
 
     def _join(self, join: Join) -> None:
-        deposits = self.deposits
         self.began.append(self._comm.clock())
         late, late_round = self._arrivals.began(join.round, self.began[-1], fresh=join.fresh)
-        taken = self._brought = deposits.take()
+        taken = self._brought = self.deposits
+        self.deposits = Deposits(taken.like)
         header = Header(
             join.stage, join.contributes, join.fresh, taken.weight, taken.count, taken.finite, late, late_round
         )
         position, size = self._position()
-        schedule = partial_round(header, taken.tensors, deposits.like, position, size)
+        schedule = partial_round(header, taken.tensors, taken.like, position, size)
         self._begin(schedule, f"round {join.round}")
 
     def _abandon(self) -> None:
