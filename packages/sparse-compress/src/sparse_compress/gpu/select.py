@@ -52,7 +52,7 @@ def topk(x: Tensor, k: int, *, tiling: Tiling = TILING) -> SparseVector:
 def step_topk(
     before: Accumulator, gradient: Tensor, momentum: float, k: int, out: Accumulator, *, tiling: Tiling = TILING
 ) -> SparseVector:
-    """``selection.step_topk`` for a contiguous gradient of 16 or 32 bits, 0 < k ≤ n; no host synchronisation.
+    """``Largest.step`` for a contiguous gradient of 16 or 32 bits, 0 < k ≤ n; no host synchronisation.
 
     Sums are the same bits as on a CPU, but for the payload of NaNs.
     """
