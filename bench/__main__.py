@@ -15,7 +15,7 @@ BENCHMARKS = {
     "collectives": "bench.collectives:main",
     "compress": "bench.compress:main",
     "compress-gpu": "bench.compress_gpu:main",
-    "convergence": "bench.convergence:main",
+    "convergence": "bench.convergence.command:main",
     "demo": "bench.demo:main",
     "eager": "bench.eager:main",
     "input": "bench.input:main",
@@ -29,7 +29,7 @@ BENCHMARKS = {
     "scaling": "bench.scaling:main",
     "kills": "bench.kills:main",
     "slow-link": "bench.slow_link_check:main",
-    "sweeps": "bench.sweeps:main",
+    "sweeps": "bench.sweeps.command:main",
     "trainer": "bench.trainer:main",
     "walk": "bench.walk:main",
 }

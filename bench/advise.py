@@ -15,16 +15,15 @@ from typing import Any
 
 import torch
 from communicators import as_communicator
+from sparse_collectives import WIRES
+from sparse_collectives.advise import report
 from sparse_collectives.advise.flags import DENSITIES, LINKS
 from sparse_collectives.advise.recommendation import recommend
-from sparse_collectives.advise.report import as_text
 from sparse_collectives.advise.situation import Situation
 from sparse_collectives.prediction.calibration import measure_handling
 from sparse_collectives.prediction.cost import BACKWARD_SHARE, Handling
-from sparse_collectives.prediction.plain_table import table
-from sparse_collectives.wire.wire import WIRES
 
-from bench.record import asked, parser_of, record
+from bench.record import as_text, asked, parser_of, record
 
 PARAMETERS, RANKS, STEP_SECONDS = 25_000_000, 32, 0.25
 """The training whose advice is shown."""
@@ -50,7 +49,7 @@ def main(argv: Sequence[str] = ()) -> int:
         {"density": density, "what": what, "ns": statistics.median(ns), "ns_samples": ns}
         for (density, what), ns in samples.items()
     ]
-    print(table(COLUMNS, [[f"{row['density']:g}", str(row["what"]), f"{row['ns']:.2f}"] for row in rows]))
+    print(as_text(rows, COLUMNS))
     record(options, rows, labels=COLUMNS[:2], values=COLUMNS[2:], against=AGAINST)
     return 0
 
@@ -78,7 +77,7 @@ def shown(rows: Sequence[Mapping[str, Any]], link: str, *, whole: bool = True) -
     situation = advised(rows, link)
     told = recommend(situation).text
     broken = "\n".join(textwrap.fill(line, 120, break_on_hyphens=False) for line in told.splitlines())
-    said = as_text(situation).replace(told, broken) if whole else f"{LEFT_OUT}\n{broken}"
+    said = report.as_text(situation).replace(told, broken) if whole else f"{LEFT_OUT}\n{broken}"
     return f"```\n$ {COMMAND} --link {link} --ranks {RANKS}\n{said}\n```"
 
 

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from communicators import Communicator, SimulatedWorld
 from partial_collectives import EagerSGD
-from partial_collectives.protocol.rules import Quorum
 
 from bench.eager_on_ranks import on_ranks
 from bench.eager_tasks import TASKS, Task, ideal
@@ -43,7 +42,7 @@ def main(argv: Sequence[str] = ()) -> int:
     return 0
 
 
-def ways(ranks: int) -> dict[str, Quorum]:
+def ways(ranks: int) -> dict[str, Any]:
     """By name; the first one is what the others are compared with."""
     return {"synchronous": ranks, "majority": "majority", "half": ranks // 2, "solo": "solo"}
 
@@ -67,12 +66,12 @@ def _compared(task: Task, seeds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _trained(task: Task, quorum: Quorum, seed: int) -> tuple[float, float, float, int]:
+def _trained(task: Task, quorum: Any, seed: int) -> tuple[float, float, float, int]:
     """(virtual seconds to the target, of the whole, accuracy at the end, rounds), on rank 0."""
     return SimulatedWorld(task.ranks, seed=seed).run(lambda comm: _on_rank(comm, task, quorum, seed))[0]
 
 
-def _on_rank(comm: Communicator, task: Task, quorum: Quorum, seed: int) -> tuple[float, float, float, int]:
+def _on_rank(comm: Communicator, task: Task, quorum: Any, seed: int) -> tuple[float, float, float, int]:
     torch.manual_seed(seed)
     model, reached, seen = task.model(), float("inf"), 0
     inner = torch.optim.SGD(model.parameters(), lr=task.rate, momentum=0.9)

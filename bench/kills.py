@@ -146,13 +146,8 @@ def chain(algorithm: str, *, kills: int, ranks: int, chance: random.Random, fold
     found = list(differences(result(broken), result(straight)))
     for place in found[:SHOWN]:
         print(f"{algorithm}: another {place}", flush=True)
-    return {
-        "algorithm": algorithm,
-        "ranks": ranks,
-        "kills": done,
-        "same": not found,
-        "seconds": round(time.perf_counter() - began, 1),
-    }
+    seconds = round(time.perf_counter() - began, 1)
+    return {"algorithm": algorithm, "ranks": ranks, "kills": done, "same": not found, "seconds": seconds}
 
 
 AGAINST = "the same run without kills, bit for bit"

@@ -35,16 +35,8 @@ MIB = 1 << 20
 SHORT, LONG = 1.2, 2.4  # times that backward is as long as the exchange
 PROBE = 512  # samples
 COLUMNS = (
-    "algorithm",
-    "batch",
-    "bucket_MiB",
-    "compute",
-    "exchange",
-    "step",
-    "overlapped",
-    "waits",
-    "contention",
-    "hidden",
+    *("algorithm", "batch", "bucket_MiB", "compute", "exchange", "step"),
+    *("overlapped", "waits", "contention", "hidden"),
 )
 
 AGAINST = "the same exchange alone, nothing else to do"

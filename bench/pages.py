@@ -38,8 +38,8 @@ from sparse_compress import HEADER_BYTES, WireCodec, index_entropy
 
 from bench.advise import shown
 from bench.convergence.tasks import TASKS
-from bench.published import published
 from bench.record import RESULTS, ROOT
+from bench.scaling import published
 
 Row = Mapping[str, Any]
 Records = Mapping[str, Any]

@@ -216,20 +216,11 @@ def main(argv: Sequence[str] = ()) -> int:
             median = statistics.median(steps[way])
             warm = WARM_UP if way in WARMED else 0.0
             whole = warm * plain + (1 - warm) * median
-            row: dict[str, Any] = {
-                "way": way,
-                "library": library,
-                "use": use,
-                "P": size,
-                "link": named(link, options.rate, options.delay),
-            }
-            row |= {
-                "step_ms": 1e3 * median,
-                "over_ddp": plain / median,
-                "whole_over_ddp": plain / whole,
-                "accuracy": statistics.mean(learnt[way]),
-            }
-            row |= {"ms_samples": [1e3 * one for one in steps[way]], "accuracy_samples": learnt[way]}
+            said = named(link, options.rate, options.delay)
+            row: dict[str, Any] = {"way": way, "library": library, "use": use, "P": size, "link": said}
+            row |= {"step_ms": 1e3 * median, "over_ddp": plain / median, "whole_over_ddp": plain / whole}
+            row |= {"accuracy": statistics.mean(learnt[way]), "accuracy_samples": learnt[way]}
+            row |= {"ms_samples": [1e3 * one for one in steps[way]]}
             rows.append(row)
     print(as_text(rows, COLUMNS))
     more = {"test_images": TEST_IMAGES, "epochs": options.epochs}

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from sparse_collectives.prediction.plain_table import table
 
 Row = Mapping[str, Any]
 
@@ -142,8 +141,10 @@ def record(
 
 
 def as_text(rows: Sequence[Row], columns: Sequence[str]) -> str:
-    """Some columns of the rows, as a table to print."""
-    return table(columns, [[_cell(row.get(column)) for column in columns] for row in rows])
+    """Some columns of the rows, as a table to print: the first is flush left, the others flush right."""
+    cells = [list(columns), *([_cell(row.get(column)) for column in columns] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join("  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in cells)
 
 
 def _cell(value: Any) -> str:

@@ -16,10 +16,11 @@ ratio of the paper's throughputs. The plot: over_ring against computing time.
 from __future__ import annotations
 
 import statistics
+import tomllib
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,9 +30,10 @@ from sparse_collectives.prediction.calibration import measure_handling
 from sparse_collectives.prediction.cost import Handling, predict
 from sparse_compress import SparseVector, TopK
 
-from bench.published import Model, gtopk_link, gtopk_models, published
 from bench.record import as_text, asked, parser_of, record
 
+PUBLISHED = Path(__file__).with_name("published.toml")
+"""What the papers report."""
 AGAINST = "the throughputs that gTop-k's authors measured on 32 workers"
 SPARSE = ("topk-allgather", "topk-dsa", "gtopk", "oktopk", "spardl")
 RANKS, PAPERS = (4, 8, 16, 32, 64), 32
@@ -44,6 +46,39 @@ TURNS = 3
 MILLISECONDS = ("exchange_ms", "select_ms", "merge_ms", "step_ms")
 OVER = ("over_ring", "over_dense", "over_topk", "published_over_dense", "published_over_topk")
 SHOWN = ("model", "P", "algorithm", "how", *MILLISECONDS, *OVER)
+
+
+class Model(NamedTuple):
+    """n: parameters. The others: see the file."""
+
+    name: str
+    n: int
+    batch: int
+    alone: float
+    dense: float
+    topk: float
+    gtopk: float
+
+    @property
+    def compute(self) -> float:
+        """Seconds of a step of one worker alone."""
+        return self.batch / self.alone
+
+
+def published() -> dict[str, Any]:
+    """The whole file."""
+    return tomllib.loads(PUBLISHED.read_text())
+
+
+def gtopk_models() -> list[Model]:
+    """Those whose throughput on 32 workers was published."""
+    return [Model(**given) for given in published()["scaling"]["models"]]
+
+
+def gtopk_link() -> Link:
+    """1 Gbit/s Ethernet as measured by gTop-k's authors."""
+    scaling = published()["scaling"]
+    return Link(scaling["alpha"], scaling["beta"])
 
 
 def main(argv: Sequence[str] = ()) -> int:

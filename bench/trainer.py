@@ -155,21 +155,13 @@ def measured(algorithm: str, own: Sequence[str], epochs: int, pixels: int) -> li
 
 def row_of(algorithm: str, pixels: int, steps: Sequence[tuple[float, ...]]) -> dict[str, Any]:
     """The figures of one algorithm."""
-    trainer, bare, alike = (statistics.median(seconds) for seconds in zip(*steps, strict=True))
-    loop, more = (statistics.median(step[0] - step[other] for step in steps) for other in (2, 1))
-    return {
-        "algorithm": algorithm,
-        "pixels": pixels,
-        "steps": len(steps),
-        "bare_ms": round(1e3 * bare, 3),
-        "same_ms": round(1e3 * alike, 3),
-        "trainer_ms": round(1e3 * trainer, 3),
-        "loop_percent": round(100 * loop / bare, 2),
-        "overhead_percent": round(100 * more / bare, 2),
-        "trainer_ms_samples": [round(1e3 * step[0], 3) for step in steps],
-        "bare_ms_samples": [round(1e3 * step[1], 3) for step in steps],
-        "same_ms_samples": [round(1e3 * step[2], 3) for step in steps],
-    }
+    columns = dict(zip(("trainer", "bare", "same"), zip(*steps, strict=True), strict=True))
+    medians = {name: statistics.median(seconds) for name, seconds in columns.items()}
+    loop, more = (statistics.median(step[0] - step[other] for step in steps) / medians["bare"] for other in (2, 1))
+    row: dict[str, Any] = {"algorithm": algorithm, "pixels": pixels, "steps": len(steps)}
+    row |= {f"{name}_ms": round(1e3 * medians[name], 3) for name in ("bare", "same", "trainer")}
+    row |= {"loop_percent": round(100 * loop, 2), "overhead_percent": round(100 * more, 2)}
+    return row | {f"{name}_ms_samples": [round(1e3 * one, 3) for one in columns[name]] for name in columns}
 
 
 AGAINST = "the same steps as a bare loop"

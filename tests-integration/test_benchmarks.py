@@ -22,13 +22,13 @@ from thinwire_trainer.synchronisers.table import TABLE
 
 from bench import compress, scaling
 from bench.__main__ import BENCHMARKS
-from bench.cluster_model import Ranks, one_round
+from bench.cluster import Ranks, one_round
 from bench.convergence.curves import points
 from bench.convergence.training import trained
 from bench.convergence.ways import Run
 from bench.learning import TASKS, asking
-from bench.published import gtopk_link
 from bench.record import QUICK, RESULTS, asked, commit, parser_of, record, with_quantiles
+from bench.scaling import gtopk_link
 
 
 @pytest.mark.parametrize("name", [name for name in BENCHMARKS if name != "bits"])  # which compares, and records nothing

@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from bench.convergence import main as convergence
+from bench.convergence.command import main as convergence
 from bench.convergence.training import LINKS, trained
 from bench.convergence.ways import Run
 

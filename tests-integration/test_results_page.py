@@ -7,8 +7,8 @@ import subprocess
 import pytest
 
 from bench.pages import BLOCKS, MARKED, PAGE, PICTURES, SHOWN, filled, main, names, pages, rendered
-from bench.published import published
 from bench.record import RESULTS, ROOT
+from bench.scaling import published
 
 VERDICT = re.compile(r"^\| \[(?P<title>[^\]]+)\]\(#.*\*\*(?P<ours>.*)\*\* \|.*\| (?P<verdict>[^|]*) \|$", re.M)
 

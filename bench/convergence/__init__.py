@@ -1,5 +1,1 @@
 """How well models learn with each exchange, each set as the optimizer asks: `python -m bench convergence`."""
-
-from bench.convergence.command import main
-
-__all__ = ["main"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -64,12 +63,8 @@ def _on_rank(run: Run, way: Way, comm: Communicator) -> list[Point]:
 
 def _ours(run: Run, way: Way, model: nn.Module, rate: float, comm: Communicator) -> Training:
     optimizer = optimizer_of(run, way, model, rate, comm)
-    return Training(
-        model,
-        calls=model,
-        optimizer=optimizer,
-        step=optimizer.step,
-        sent=lambda: (comm.bytes_sent, comm.messages_sent),
-        before_clipping=nullcontext if isinstance(optimizer, UpdateOptimizer) else optimizer.synchronize,
-        around=optimizer.ahead if isinstance(optimizer, UpdateOptimizer) and way.ahead else nullcontext,
-    )
+    sent = lambda: (comm.bytes_sent, comm.messages_sent)  # noqa: E731
+    made = Training(model, calls=model, optimizer=optimizer, step=optimizer.step, sent=sent)
+    if isinstance(optimizer, UpdateOptimizer):
+        return made._replace(around=optimizer.ahead) if way.ahead else made
+    return made._replace(before_clipping=optimizer.synchronize)

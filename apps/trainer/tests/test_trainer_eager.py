@@ -15,7 +15,7 @@ from resumed_runs import assert_same_bits, killed_after, result, train
 from thinwire_trainer.app import App
 from thinwire_trainer.command_line.flags import parse
 from thinwire_trainer.command_line.options import Options
-from thinwire_trainer.errors import AgreedError, RunError
+from thinwire_trainer.errors import AgreedError
 from thinwire_trainer.records.metrics import read_metrics
 from thinwire_trainer.synchronisers import eager
 from thinwire_trainer.synchronisers.table import TABLE
@@ -75,11 +75,22 @@ def test_who_is_late_is_told(app: App, options: Callable[..., Options], capsys: 
 
 
 @pytest.mark.parametrize("algorithm", ["dense", "eager-solo"])
-def test_delays_that_are_none_are_the_users_to_mend(app: App, algorithm: str) -> None:
-    """Also where no command line was checked."""
-    options = parse(["--algorithm", algorithm], app, world_size=None)
-    options = replace(options, own={**options.own, "inject_delay": "often"})
-    with pytest.raises(RunError, match=r"--inject-delay: delays are 'often', expected 'fixed:RANK"):
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("sometimes", r"delays are 'sometimes', expected 'fixed:RANK"),
+        ("fixed:1=nan", "of 0 s or more"),
+        ("fixed:=1", "expected 'fixed:RANK"),
+        ("linear=-1", "of 0 s or more"),
+        ("random:two=1", "expected 'fixed:RANK"),
+        ("random:9=0.2", "at most 1 ranks"),
+        ("fixed:0,7=0.2", "but ranks are 0 … 0"),
+    ],
+)
+def test_delays_that_are_none_are_the_users_to_mend(app: App, algorithm: str, text: str, says: str) -> None:
+    """Alike on all ranks, before the first step."""
+    options = parse(["--algorithm", algorithm, "--inject-delay", text], app, world_size=None)
+    with pytest.raises(AgreedError, match=f"--inject-delay: .*{says}"):
         TABLE[algorithm].make(options, torch.nn.Linear(9, 7), as_communicator(None), steady)
 
 

@@ -3,8 +3,6 @@
 import re
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,15 +12,14 @@ import torch
 from communicators import as_communicator
 from data_parallel import DistributedOptimizer
 from data_parallel.schemes.choose import COMPRESSORS
-from partial_collectives import injected_delays
 from sparse_collectives import ALGORITHMS
-from sparse_collectives.wire.half import DENSE_WIRES as KNOWN_DENSE_WIRES
-from sparse_collectives.wire.wire import WIRES as KNOWN_WIRES
+from sparse_collectives import DENSE_WIRES as KNOWN_DENSE_WIRES
+from sparse_collectives import WIRES as KNOWN_WIRES
 from sparse_compress import DGCTopK, GaussianK, RandomK, Threshold, TopK
 from thinwire_trainer.app import App
 from thinwire_trainer.command_line.flag import Flag
 from thinwire_trainer.command_line.flags import parse
-from thinwire_trainer.errors import RunError
+from thinwire_trainer.errors import AgreedError, RunError
 from thinwire_trainer.run import run
 from thinwire_trainer.synchronisers.periodic import MAKERS
 from thinwire_trainer.synchronisers.table import DENSE_WIRE, TABLE, WIRE, Synchronisation
@@ -116,18 +113,6 @@ def test_two_spellings_of_the_algorithm(app: App, flags: str, algorithm: str) ->
         ("--keep 3 --checkpoint-every 0", "--keep 3 has no effect with --checkpoint-every 0"),
         ("--device cpu --backend nccl", "--backend nccl is for GPUs"),
         ("--seed 18446744073709551616", "expected a whole number from 0 to 2**64 - 1"),
-        ("--inject-delay sometimes", "expected none, fixed:RANK,…=SECONDS"),
-        ("--inject-delay fixed:1=nan", "expected none, fixed:RANK,…=SECONDS"),
-        ("--inject-delay fixed:1=inf", "expected none, fixed:RANK,…=SECONDS"),
-        ("--inject-delay fixed:=1", "expected none, fixed:RANK,…=SECONDS"),
-        ("--inject-delay fixed:-1=1", "expected none, fixed:RANK,…=SECONDS"),
-        ("--inject-delay linear=-1", "of 0 s or more"),
-        ("--inject-delay random:two=1", "random:COUNT=SECONDS"),
-        ("--inject-delay fixed:0,7=0.2", "there is no rank 7 of 4, which are 0 … 3"),
-        ("--algorithm eager-solo --inject-delay fixed:4=0.2", "there is no rank 4 of 4"),
-        ("--algorithm eager-quorum --inject-delay random:9=0.2", "9 ranks are more than the 4 workers"),
-        ("--algorithm easgd --alpha 0", "--alpha 0.0 is outside easgd's range for 4 workers, 0 < alpha < 2/(workers"),
-        ("--algorithm easgd --alpha 0.4", "= 0.4: give one within"),
         ("--warmup-epochs 9 --max-epochs 2", "--warmup-epochs 9 with --max-epochs 2 would never reach --lr 0.1"),
         ("--warmup-epochs 20", "--warmup-epochs 20 with --max-epochs 20 would never reach"),
         ("--device tpu", "'auto', 'cpu', 'cuda'"),
@@ -264,42 +249,8 @@ def test_own_flags_reach_a_periodic_optimizer(app: App, algorithm: str, monkeypa
 def test_a_setting_that_the_ranks_do_not_allow_is_the_users_to_mend(app: App) -> None:
     options = parse(["--algorithm", "easgd"], app, world_size=None)
     options = replace(options, own={**options.own, "alpha": 1.5})
-    with pytest.raises(RunError, match=r"--algorithm easgd: alpha is 1.5, expected 0 < alpha < 2"):
+    with pytest.raises(AgreedError, match=r"--algorithm easgd: alpha is 1.5, expected 0 < alpha < 2"):
         TABLE["easgd"].make(options, torch.nn.Linear(9, 7), as_communicator(None), steady)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "fixed:0,1=0.2",
-        "fixed:2=1",
-        "fixed:=1",
-        "fixed:x=1",
-        "random:2=0",
-        "random:3=1",
-        "random:-1=1",
-        "linear=1",
-        "linear=-1",
-        "linear=",
-        "linear",
-        "odd:1=1",
-        "fixed:0=1=2",
-    ],
-)
-def test_delays_are_refused_where_they_could_not_be_made(app: App, text: str) -> None:
-    """The command line's own check, which does without torch, is that of the package."""
-
-    def refused(make: Callable[[], object], error: type[Exception]) -> bool:
-        with suppress(error):
-            make()
-            return False
-        return True
-
-    argv = [f"--inject-delay={text}"]
-    assert refused(lambda: parse(argv, app, world_size=2), RunError) == refused(
-        lambda: injected_delays(text, 0, 2), ValueError
-    )
 
 
 def test_the_greatest_seed_is_taken(app: App) -> None:

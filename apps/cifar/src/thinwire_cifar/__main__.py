@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from thinwire_trainer.app import App, lazily
+from thinwire_trainer.app import App
 from thinwire_trainer.command import main
+from thinwire_trainer.synchronisers.table import lazily
 
 from thinwire_cifar.catalogue import DATASETS, ELSEWHERE, MODELS
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from thinwire_trainer.app import App, lazily
+from thinwire_trainer.app import App
 from thinwire_trainer.command import main
 from thinwire_trainer.errors import RunError
+from thinwire_trainer.synchronisers.table import lazily
 
 from thinwire_deepspeech.catalogue import DATASETS, ELSEWHERE, FLAGS, MODELS
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -17,11 +16,6 @@ if TYPE_CHECKING:
     from thinwire_trainer.synchronisers.table import Synchronisation
 
 
-def lazily(place: str) -> Callable[..., Any]:
-    """The function at "package.module:function", imported when it is called."""
-    return lambda *given: resolve_name(place)(*given)
-
-
 @dataclass(frozen=True, kw_only=True)
 class App:
     """An app is what `python -m MODULE` starts: its models, its data sets, and how a task is made of them."""
@@ -29,7 +23,7 @@ class App:
     module: str
     models: Mapping[str, str]  # name -> "package.module:function", resolved only when used
     datasets: Mapping[str, str]
-    build: Callable[[Options, torch.device], Task]  # see `lazily`; raises RunError where data are missing or damaged
+    build: Callable[[Options, torch.device], Task]  # raises RunError where data are missing or damaged
     defaults: Mapping[str, object] = field(default_factory=dict)  # of the command line, by option name
     ignores: frozenset[str] = frozenset()  # flags that it has no use for, such as "label_smoothing": refused
     synchronisations: Mapping[str, Synchronisation] = field(default_factory=dict)  # by --algorithm, besides the usual

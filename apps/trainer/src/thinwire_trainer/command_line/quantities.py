@@ -1,12 +1,10 @@
 """The types of flag values: each turns a text into a number or says what would have been right."""
 
 import math
-import re
 from argparse import ArgumentTypeError
 from collections.abc import Callable
 
 NO_DELAY = "none"
-DELAY_FORMS = "none, fixed:RANK,…=SECONDS, random:COUNT=SECONDS or linear=SECONDS, of 0 s or more"
 
 
 def number(expected: str, accepts: Callable[[float], bool]) -> Callable[[str], float]:
@@ -42,19 +40,6 @@ def whole(expected: str, *, least: int, most: float = math.inf) -> Callable[[str
 def or_auto(parse: Callable[[str], float]) -> Callable[[str], float | str]:
     """A parser that also takes "auto"."""
     return lambda text: text if text == "auto" else parse(text)
-
-
-def delay(text: str) -> str:
-    """--inject-delay in a form that `partial_collectives.injected_delays` takes."""
-    whom, _, seconds = text.partition("=")
-    if text and text != NO_DELAY:
-        try:
-            non_negative(seconds)
-        except ArgumentTypeError:
-            whom = ""
-        if not re.fullmatch(r"fixed:\d+(,\d+)*|random:\d+|linear", whom):
-            raise ArgumentTypeError(f"given {text!r}, expected {DELAY_FORMS}")
-    return text or NO_DELAY
 
 
 def steps_or_stages(text: str) -> str:

@@ -7,11 +7,11 @@ bits, unless the world is simulated; what a checkpoint holds comes back exactly.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from communicators import Communicator
-from data_parallel.clipping import clip_limit
 from partial_collectives import EagerSGD
 from replicas import STATE_KEY as KEY
 from torch import nn
@@ -72,8 +72,8 @@ class Eager(Synchroniser):
         self.optimizer.zero_grad()
 
     def clip_limit(self, clip_norm: float) -> float:
-        """Limit of the gradient's norm: as in a synchronous mean, since rounds are divided by P."""
-        return clip_limit(clip_norm, self.optimizer.comm.size)
+        """Limit of the gradient's norm, clip_norm · √P: as in a synchronous mean, since rounds are divided by P."""
+        return clip_norm * math.sqrt(self.optimizer.comm.size)
 
     def exchange(self) -> None:
         """Gives this rank's gradient, and applies the rounds that are over, at least one."""

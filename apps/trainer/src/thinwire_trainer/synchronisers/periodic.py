@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import SGD
 
 from thinwire_trainer.command_line.options import Options
-from thinwire_trainer.errors import RunError
+from thinwire_trainer.errors import AgreedError, RunError
 from thinwire_trainer.synchronisers.synchroniser import (
     Rates,
     State,
@@ -117,4 +117,4 @@ def periodic(options: Options, model: nn.Module, comm: Communicator, rates: Rate
     try:
         return Periodic(model, make(**given), rates)
     except ValueError as error:  # such as EASGD's α, whose range depends on the number of ranks
-        raise RunError(f"--algorithm {options.algorithm}: {error}") from error
+        raise AgreedError(f"--algorithm {options.algorithm}: {error}") from error

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from thinwire_trainer.command_line.options import Options
 from thinwire_trainer.command_line.quantities import NO_DELAY
-from thinwire_trainer.errors import RunError
+from thinwire_trainer.errors import AgreedError, RunError
 
 State = dict[str, Any]
 Rates = Callable[[Optimizer], LambdaLR]
@@ -191,14 +191,14 @@ def adamw(options: Options, model: nn.Module) -> AdamW:
 def held_up(options: Options, comm: Communicator) -> Callable[[int], None]:
     """Waits, at a step's beginning, as long as --inject-delay says of this rank and step; without it not at all."""
     text = options.own.get("inject_delay", NO_DELAY)
-    if text == NO_DELAY:
+    if text in ("", NO_DELAY):
         return lambda step: None
     from partial_collectives import injected_delays
 
     try:
         seconds = injected_delays(text, comm.rank, comm.size, seed=options.seed)
     except ValueError as error:
-        raise RunError(f"--inject-delay: {error}") from error
+        raise AgreedError(f"--inject-delay: {error}") from error
 
     def wait(step: int) -> None:
         if late := seconds(step):

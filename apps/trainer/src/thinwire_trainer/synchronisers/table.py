@@ -6,13 +6,12 @@ of other packages' algorithms and wires are written here; a test compares them w
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
-from thinwire_trainer.app import lazily
 from thinwire_trainer.command_line import quantities
 from thinwire_trainer.command_line.flag import Flag, Value
 from thinwire_trainer.errors import RunError
@@ -64,6 +63,11 @@ class Synchronisation(Entry):
     make: Make
 
 
+def lazily(place: str) -> Callable[..., Any]:
+    """The function at "package.module:function", imported when it is called."""
+    return lambda *given: resolve_name(place)(*given)
+
+
 def _check_teams(own: Mapping[str, Value], workers: int) -> None:
     if workers % int(own["teams"]):
         raise RunError(f"--teams {own['teams']} does not divide the {workers} workers into equal teams")
@@ -72,27 +76,6 @@ def _check_teams(own: Mapping[str, Value], workers: int) -> None:
 def _check_alpha(own: Mapping[str, Value], workers: int) -> None:
     if own["alpha"] == "auto":
         raise RunError("--alpha auto is for easgd and slowmo: give a number")
-
-
-def _check_pull(own: Mapping[str, Value], workers: int) -> None:
-    """`local_sgd.algorithms.easgd` has the reason; auto lies within."""
-    limit = 2 / (workers + 1)
-    if own["alpha"] != "auto" and not 0 < float(own["alpha"]) < limit:
-        raise RunError(
-            f"--alpha {own['alpha']} is outside easgd's range for {workers} workers, 0 < alpha < 2/(workers + 1) = "
-            f"{limit:.4g}: give one within, or leave it out"
-        )
-
-
-def _check_delay(own: Mapping[str, Value], workers: int) -> None:
-    text = str(own["inject_delay"])
-    for number in map(int, re.findall(r"\d+", text.partition("=")[0])):
-        if text.startswith("fixed") and number >= workers:
-            raise RunError(
-                f"--inject-delay {text}: there is no rank {number} of {workers}, which are 0 … {workers - 1}"
-            )
-        if number > workers:
-            raise RunError(f"--inject-delay {text}: {number} ranks are more than the {workers} workers")
 
 
 def _check_threshold(own: Mapping[str, Value], workers: int) -> None:
@@ -156,7 +139,6 @@ INJECT_DELAY = Flag(
     quantities.NO_DELAY,
     "holds ranks up at every step, for experiments: fixed:0,3=0.2, random:2=0.32 (so many, drawn anew) or "
     "linear=0.001 (times the rank)",
-    read=quantities.delay,
     metavar="WHOM=SECONDS",
     shapes=False,
 )
@@ -165,7 +147,6 @@ SYNCHRONOUS = "thinwire_trainer.synchronisers.synchronous"
 DENSE = Synchronisation(
     make=lazily(f"{SYNCHRONOUS}:dense"),
     flags=(DENSE_WIRE, NONFINITE, VERIFY, INJECT_DELAY),
-    check=_check_delay,
     compressors=("none",),
     optimizers=OPTIMIZERS,
     overlaps=True,
@@ -216,7 +197,7 @@ AVERAGING: dict[str, dict[str, Any]] = {
     "local-sgd": {"flags": (SYNC_EVERY, COMPRESS)},
     "bmuf": {"flags": (SYNC_EVERY, BLOCK_RATE, BLOCK_MOMENTUM)},
     "slowmo": {"flags": (SYNC_EVERY, ALPHA, BETA)},
-    "easgd": {"flags": (SYNC_EVERY, ALPHA), "check": _check_pull},
+    "easgd": {"flags": (SYNC_EVERY, ALPHA)},
     "cocod": {},
     "overlap-local-sgd": {
         "flags": (replace(SYNC_EVERY, default=2), replace(ALPHA, default=0.6), replace(BETA, default=0.7)),
@@ -241,7 +222,6 @@ def _grace(text: str) -> str:
 
 
 def _check_quorum(own: Mapping[str, Value], workers: int) -> None:
-    _check_delay(own, workers)
     if own["quorum"] != "auto" and int(own["quorum"]) > workers:
         raise RunError(f"--quorum {own['quorum']} is more than the {workers} workers")
 
@@ -266,7 +246,6 @@ EAGER = Synchronisation(
         INJECT_DELAY,
     ),
     optimizers=OPTIMIZERS,
-    check=_check_delay,
 )
 QUORUM = Flag(
     "quorum",

@@ -24,33 +24,6 @@ from thinwire_trainer.errors import AgreedError, RunError
 SHUFFLE, AUGMENT, DROPOUT, SAMPLES = range(4)  # purposes of random numbers
 
 
-def steps_per_epoch(samples: int, *, size: int, batch_size: int) -> int:
-    """Steps that every rank takes in an epoch: ⌈⌈samples / size⌉ / batch_size⌉."""
-    return _ceil(_ceil(samples, size), batch_size)
-
-
-def batches(samples: int, *, rank: int, size: int, batch_size: int, seed: int, epoch: int) -> tuple[Tensor, ...]:
-    """This rank's batches of sample indices in this epoch, in order; every rank has as many, of the same lengths.
-
-    All ranks together see every sample; where `size` does not divide their number, up to size − 1 of them twice.
-    A shard is divided evenly, into batches of at most `batch_size` that differ by at most one sample, so that no
-    tiny last batch upsets batch normalisation and the mean over ranks is the mean over samples.
-    """
-    generator = torch.Generator().manual_seed(derived_seed(seed, SHUFFLE, epoch))
-    order = torch.randperm(samples, generator=generator)
-    wrapped = torch.arange(rank, size * _ceil(samples, size), size) % samples
-    return order[wrapped].tensor_split(steps_per_epoch(samples, size=size, batch_size=batch_size))
-
-
-def evaluation_batches(samples: int, *, rank: int, size: int, batch_size: int) -> Sequence[Tensor]:
-    """This rank's test samples, in batches: over all ranks each sample once. At least one batch, maybe empty."""
-    return torch.split(torch.arange(samples)[rank::size], batch_size)
-
-
-def _ceil(dividend: int, divisor: int) -> int:
-    return -(-dividend // divisor)
-
-
 def derived_seed(seed: int, purpose: int, index: int) -> int:
     """A 64-bit seed for one purpose and one rank or epoch; equal on every machine and rank."""
     return int(np.random.SeedSequence([seed, purpose, index]).generate_state(1, np.uint64)[0])
@@ -61,17 +34,27 @@ BATCH_SIZE = 256  # test samples at once: enough to be fast, little enough for s
 
 @dataclass(frozen=True)
 class ByIndex:
-    """The `Batches` of a task that has none of its own."""
+    """The `Batches` of a task that has none of its own: indices of so many samples."""
 
-    task: Task
+    train_size: int
+    test_size: int
 
     def train_batches(self, *, rank: int, size: int, batch_size: int, seed: int, epoch: int) -> Sequence[Tensor]:
-        """Batches of indices (`Batches.train_batches`)."""
-        return batches(self.task.train_size, rank=rank, size=size, batch_size=batch_size, seed=seed, epoch=epoch)
+        """This rank's batches in this epoch, in order: as many on every rank, of like lengths.
+
+        All ranks together see every sample; where `size` does not divide their number, up to size − 1 of them twice. A
+        shard is divided evenly, into batches of at most `batch_size` that differ by at most one sample, so that no tiny
+        last batch upsets batch normalisation and the mean over ranks is the mean over samples.
+        """
+        generator = torch.Generator().manual_seed(derived_seed(seed, SHUFFLE, epoch))
+        order = torch.randperm(self.train_size, generator=generator)
+        shard = -(-self.train_size // size)
+        wrapped = torch.arange(rank, size * shard, size) % self.train_size
+        return order[wrapped].tensor_split(-(-shard // batch_size))
 
     def test_batches(self, *, rank: int, size: int) -> Sequence[Tensor]:
-        """Batches of indices (`Batches.test_batches`)."""
-        return evaluation_batches(self.task.test_size, rank=rank, size=size, batch_size=BATCH_SIZE)
+        """This rank's test samples: over all ranks each once. At least one batch, maybe empty."""
+        return torch.split(torch.arange(self.test_size)[rank::size], BATCH_SIZE)
 
     def weight(self, batch: Tensor) -> int:
         """Samples."""
@@ -80,7 +63,7 @@ class ByIndex:
 
 def batches_of(task: Task) -> Batches:
     """Its own, or those by index."""
-    return task if isinstance(task, Batches) else ByIndex(task)
+    return task if isinstance(task, Batches) else ByIndex(task.train_size, task.test_size)
 
 
 def steps_of(batches: Batches, options: Options, size: int) -> int:
