@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
@@ -43,7 +44,8 @@ class Driver(ABC):
 
     def begin(self, owner: Wrapping, rule: Rule, block: Block, buffers: Buffers, settings: Settings) -> None:
         """Starts the rule's state from x, the model, which all ranks hold; nothing is launched yet."""
-        self.owner, self.rule, self.comm, self.what = owner, rule, owner.comm, owner.what
+        self.owner: Wrapping = weakref.proxy(owner)  # which goes, with its vectors, as soon as nobody has it
+        self.rule, self.comm, self.what = rule, owner.comm, owner.what
         self.block, self.buffers = block, buffers
         self._weighted, self._native = settings.get("weighted", False), settings.get("native", False)
         device = None if settings.get("anchor_device") is None else torch.device(str(settings["anchor_device"]))
